@@ -1,0 +1,1 @@
+"""Tandem: from a pretrained language model to an assistant with human feedback."""

@@ -1,0 +1,1 @@
+"""State in, folder out, and back."""

@@ -1,0 +1,1 @@
+"""Rows in, token rows out: reading, shaping, splitting, rendering, ordering."""

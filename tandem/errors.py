@@ -1,0 +1,47 @@
+"""What can go wrong, as one tree.
+
+    TandemError
+      ConfigError      a knob, a flag or a file of knobs          (also ValueError)
+      DataError        a row, a file or a data set                (also ValueError)
+      ModelError       a model, tokenizer or adapter that cannot be used
+      ShapeError       tensors that disagree                      (also ValueError)
+      GenerationError  a rollout that cannot be made
+      NumericsError    a number that must hold and does not: stop before it does harm
+      CheckpointError  a folder that cannot be written, read or trusted
+
+A message says where, what was found, what is expected and what to do, in one line:
+`<where> must <rule>; got <value>. <what to do>.` The command line prints that line alone and
+exits with code 2; `--debug` shows the traceback.
+"""
+
+
+class TandemError(Exception):
+    """Any error that a user can do something about."""
+
+
+class ConfigError(TandemError, ValueError):
+    """One or more knobs are wrong; the message lists every one of them."""
+
+
+class DataError(TandemError, ValueError):
+    """A data file, or one of its rows, cannot be used."""
+
+
+class ModelError(TandemError):
+    """A model, tokenizer or adapter is missing, unsupported or inconsistent."""
+
+
+class ShapeError(TandemError, ValueError):
+    """Tensors that must agree in shape do not."""
+
+
+class GenerationError(TandemError):
+    """A rollout cannot be made as asked."""
+
+
+class NumericsError(TandemError):
+    """A number that must hold (a finite loss, a ratio of 1) does not."""
+
+
+class CheckpointError(TandemError):
+    """A saved folder is missing, incomplete or not what it says it is."""

@@ -1,0 +1,1 @@
+"""Hugging Face modules in and out: loading, scalar head, LoRA, saving."""

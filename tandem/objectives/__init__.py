@@ -1,0 +1,1 @@
+"""Pure tensor functions: log-probs, KL, rewards, advantages, losses."""

@@ -1,0 +1,225 @@
+"""The nouns that cross rooms: what one part of Tandem hands to the next, with shapes.
+
+Shape letters: B sequences, T tokens, V vocabulary, D width, N selected tokens.
+Every (B, T) tensor is right-padded and index t speaks of token t: `logprobs[:, t]` is
+log p(token t | tokens < t) and `values[:, t]` the value of the state before token t.
+Masks are carried from collation and from the sampler; none is ever inferred from a token's value,
+so a pad token that equals EOS does no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tandem.errors import ShapeError
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a sample came from, so that every message about it can say so.
+
+    Example: Source(dataset="politeness", path="prefs/politeness.jsonl.gz", line=17).
+    `line` counts from 1 (the row number where a format has no lines).
+    """
+
+    dataset: str
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One row of any data set in the one form that every step reads.
+
+    A dialog row has `prompt` (all turns before the answer, ending with the user's) and, where the
+    row has them, the answer to imitate or prefer (`chosen`) and the answer it beat (`rejected`).
+    A text row has only `text`. Columns that Tandem does not read are kept for reward functions.
+
+    Example: the row {"prompt": "2+2?", "chosen": "4", "rejected": "5", "level": "easy"} is
+    Sample(prompt=(Message("user", "2+2?"),), chosen="4", rejected="5", columns={"level": "easy"}).
+    """
+
+    source: Source
+    prompt: tuple[Message, ...] = ()
+    chosen: str | None = None
+    rejected: str | None = None
+    text: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """One rendered sequence: ids and, per id, whether the assistant wrote it (its EOS included).
+
+    Example: "Human: hi\\n\\nAssistant:" + " yo" + EOS gives
+    token_ids=(40, 17, 9, 31, 2), response_mask=(False, False, False, True, True).
+    """
+
+    token_ids: tuple[int, ...]
+    response_mask: tuple[bool, ...]
+    source: Source
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PairRow:
+    """A prompt's preferred and rejected answer, each a whole rendered sequence."""
+
+    chosen: TokenRow
+    rejected: TokenRow
+
+    def __len__(self) -> int:
+        return max(len(self.chosen), len(self.rejected))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """A prompt to answer: its ids up to where the assistant begins, its turns, its columns."""
+
+    token_ids: tuple[int, ...]
+    messages: tuple[Message, ...]
+    columns: Mapping[str, Any]
+    source: Source
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Sequences side by side, right-padded.
+
+    token_ids: (B, T) int64. attention_mask: (B, T) bool, a real token.
+    response_mask: (B, T) bool, a token that the assistant wrote, its EOS included; a subset of
+    attention_mask that never holds at index 0 (nothing precedes it to be predicted from).
+    """
+
+    token_ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+
+    def __post_init__(self) -> None:
+        shapes = {tuple(getattr(self, f.name).shape) for f in fields(self)}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+            raise ShapeError(
+                f"TokenBatch tensors must share one (B, T) shape; got {sorted(shapes)}. "
+                "Build batches with TokenBatch.from_rows."
+            )
+
+    @staticmethod
+    def from_rows(rows: Sequence[TokenRow], pad_token_id: int) -> TokenBatch:
+        """Right-pad `rows` to the longest of them."""
+        width = max((len(row) for row in rows), default=0)
+        token_ids = torch.full((len(rows), width), pad_token_id, dtype=torch.long)
+        attention_mask = torch.zeros((len(rows), width), dtype=torch.bool)
+        response_mask = torch.zeros((len(rows), width), dtype=torch.bool)
+        for i, row in enumerate(rows):
+            n = len(row)
+            token_ids[i, :n] = torch.tensor(row.token_ids, dtype=torch.long)
+            attention_mask[i, :n] = True
+            response_mask[i, :n] = torch.tensor(row.response_mask, dtype=torch.bool)
+        return TokenBatch(token_ids, attention_mask, response_mask)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """How many tokens a token-mean loss divides by."""
+        return int(self.response_mask.sum())
+
+    def __len__(self) -> int:
+        return self.token_ids.shape[0]
+
+    def lengths(self) -> Tensor:
+        """(B,) int64: real tokens per sequence."""
+        return self.attention_mask.sum(dim=1)
+
+    def to(self, device: torch.device | str) -> TokenBatch:
+        """The same batch on `device`."""
+        return TokenBatch(
+            self.token_ids.to(device), self.attention_mask.to(device), self.response_mask.to(device)
+        )
+
+    def select(self, rows: Tensor) -> TokenBatch:
+        """The sequences at `rows` (M,) int64, trimmed to the longest of them."""
+        width = int(self.attention_mask[rows].sum(dim=1).max()) if len(rows) else 0
+        return TokenBatch(
+            self.token_ids[rows, :width],
+            self.attention_mask[rows, :width],
+            self.response_mask[rows, :width],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Prompts with what the policy answered, and the generator's own numbers.
+
+    batch: prompt then response per row; `response_mask` marks sampled tokens, EOS included.
+    rollout_logprobs: (B, T) float32 nats, log-prob of each sampled token under the policy at the
+        sampling temperature, as the generator computed it; 0 off the response.
+    sampled_logprobs: (B, T) float32 nats, the same under the distribution that the token was
+        really drawn from (after top-k and top-p); equal to rollout_logprobs without truncation.
+    finished: (B,) bool, the response ended with a stop token (it was not cut by the length limit).
+    prompts: B rows (each repeated for its samples); responses: B texts, stop token left out.
+    """
+
+    batch: TokenBatch
+    rollout_logprobs: Tensor
+    sampled_logprobs: Tensor
+    finished: Tensor
+    prompts: tuple[PromptRow, ...]
+    responses: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """A rollout scored: all that an update needs. Never changed after it is made.
+
+    old_logprobs, ref_logprobs: (B, T) float32 nats at the sampling temperature.
+    values, rewards, advantages, returns: (B, T) float32, reward units; 0 off the response.
+    scores: (B,) float32, one reward per response, normalized and clipped as configured.
+    """
+
+    batch: TokenBatch
+    old_logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    rewards: Tensor
+    advantages: Tensor
+    returns: Tensor
+    scores: Tensor
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def select(self, rows: Tensor) -> Experience:
+        """The sequences at `rows` (M,) int64, trimmed to the longest of them."""
+        batch = self.batch.select(rows)
+        width = batch.token_ids.shape[1]
+        per_token = {
+            f.name: getattr(self, f.name)[rows, :width]
+            for f in fields(self)
+            if f.name not in ("batch", "scores")
+        }
+        return replace(self, batch=batch, scores=self.scores[rows], **per_token)
