@@ -198,7 +198,9 @@ class Experience:
 
     old_logprobs, ref_logprobs: (B, T) float32 nats at the sampling temperature.
     values, rewards, advantages, returns: (B, T) float32, reward units; 0 off the response.
-    scores: (B,) float32, one reward per response, normalized and clipped as configured.
+    scores: (B,) float32, one reward per response, normalized, clipped and mixed as configured.
+    rollout, metrics: what it was made from and what making it measured; of the whole rollout,
+        whatever rows were selected.
     """
 
     batch: TokenBatch
@@ -209,6 +211,8 @@ class Experience:
     advantages: Tensor
     returns: Tensor
     scores: Tensor
+    rollout: Rollout
+    metrics: Mapping[str, float]
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -220,6 +224,6 @@ class Experience:
         per_token = {
             f.name: getattr(self, f.name)[rows, :width]
             for f in fields(self)
-            if f.name not in ("batch", "scores")
+            if f.name not in ("batch", "scores", "rollout", "metrics")
         }
         return replace(self, batch=batch, scores=self.scores[rows], **per_token)

@@ -1,1 +1,1 @@
-"""State in, folder out, and back."""
+"""State in, folder out, and back. Knows nothing of what is in the state."""

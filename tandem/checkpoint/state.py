@@ -1,0 +1,80 @@
+"""Training state in numbered folders: save, keep the last few, load the newest whole one.
+
+Safetensors and JSON only; nothing that is loaded can run code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tandem.checkpoint.folder import MANIFEST, read_facts, write_folder
+from tandem.errors import CheckpointError
+
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a stage continues from: tensors by part ("actor", "actor_optimizer"), and numbers."""
+
+    step: int
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    numbers: Mapping[str, Any]
+
+
+def save_state(folder: Path, state: State, *, keep: int) -> None:
+    """Write `folder/step-N`, then remove all but the newest `keep`.
+
+    Raises:
+        CheckpointError: the disk refused; older checkpoints are untouched.
+    """
+
+    def fill(aside: Path) -> None:
+        for part, tensors in state.tensors.items():
+            # Cloning tensors that share storage (tied weights) is what safetensors asks for.
+            flat = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+            save_file(flat, aside / f"{part}.safetensors")
+        (aside / "numbers.json").write_text(json.dumps(dict(state.numbers)), encoding="utf-8")
+
+    write_folder(folder / f"step-{state.step:06d}", fill, {"step": state.step})
+    for old in _numbered(folder)[:-keep]:
+        # The manifest first: a half-removed folder must not look whole.
+        (old / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load_newest_state(folder: Path) -> tuple[State | None, list[str]]:
+    """The newest checkpoint that is whole, and a line for each newer one that is not.
+
+    Returns:
+        (None, notes) where there is none: the stage starts from its beginning.
+    """
+    notes: list[str] = []
+    for candidate in reversed(_numbered(folder)):
+        try:
+            step = int(read_facts(candidate)["step"])
+            tensors = {path.stem: load_file(path) for path in candidate.glob("*.safetensors")}
+            numbers = json.loads((candidate / "numbers.json").read_text(encoding="utf-8"))
+            return State(step, tensors, numbers), notes
+        except CheckpointError as error:
+            notes.append(f"{error} Falling back to the checkpoint before it.")
+    return None, notes
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """Finished checkpoint folders, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        (path for path in folder.iterdir() if _NAME.fullmatch(path.name)),
+        key=lambda path: int(path.name.removeprefix("step-")),
+    )

@@ -1,0 +1,215 @@
+"""The `tandem` command: argv in, one command out. The only place that prints errors.
+
+Nothing heavy is imported before it is known what to do, so help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from tandem.config.flags import help_page, parse_run_flags
+from tandem.config.load import check_config
+from tandem.errors import ConfigError, TandemError
+
+_RUN_COMMANDS = {
+    "train": "All steps from a pretrained model to an assistant: SFT, reward model, PPO.",
+    "sft": "Step 1 alone: supervised fine-tuning of --actor-model.",
+    "reward": "Step 2 alone: a reward model from --reward-model (or --actor-model).",
+    "ppo": "Step 3 alone: PPO of --actor-model against --reward-model or --reward-function.",
+    "dpo": "Direct preference optimization of --actor-model, in place of steps 2 and 3.",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (0 done, 1 found bad rows, 2 error, 130 stopped)."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"]
+    try:
+        return _run(args)
+    except TandemError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"tandem: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ntandem: stopped. The same command continues.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (a pager, `head`) has what it wanted.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"tandem {version('tandem-rlhf')}")
+        return 0
+    command, rest = args[0], args[1:]
+    if command in _RUN_COMMANDS:
+        return _train(command, rest)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "chat": _chat,
+        "eval": _eval,
+        "report": _report,
+        "data": _data,
+        "demo": _demo,
+    }
+    if command not in commands:
+        near = difflib.get_close_matches(command, [*_RUN_COMMANDS, *commands], n=1)
+        hint = f"Did you mean {near[0]}?" if near else "See tandem --help."
+        raise ConfigError(f"{command!r} is not a command. {hint}")
+    return commands[command](rest)
+
+
+def _overview() -> str:
+    lines = ["usage: tandem COMMAND [flags]        tandem COMMAND --help", ""]
+    lines += [f"  {name:8} {summary}" for name, summary in _RUN_COMMANDS.items()]
+    lines += [
+        "  chat     Talk to a run's model, or to any model folder.",
+        "  eval     Compare a run's models on held-out rows, side by side.",
+        "  report   Write a run's one-page HTML report anew.",
+        "  data     `tandem data check FILE ...`: what would be trained on, row by row.",
+        "  demo     All three steps on the built-in data set, in minutes, on a CPU.",
+        "",
+        "--debug shows the traceback of an error. --version shows the version.",
+    ]
+    return "\n".join(lines)
+
+
+def _train(command: str, args: list[str]) -> int:
+    if "--help" in args or "-h" in args or "--help-all" in args:
+        everything = "--help-all" in args
+        print(help_page(command, _RUN_COMMANDS[command], everything=everything))
+        return 0
+    config = parse_run_flags(args, command)
+    check_config(config)
+    from tandem.train.pipeline import train
+
+    run = train(config, command=shlex.join(["tandem", command, *args]))
+    print(f"chat:   tandem chat {shlex.quote(str(run.path))}")
+    return 0
+
+
+def _demo(args: list[str]) -> int:
+    parser = _parser("demo", "All three steps on the built-in data set, on a CPU, in minutes.")
+    parser.add_argument("--output-dir", default="runs/demo", help="the run's folder")
+    options = parser.parse_args(args)
+    from tandem.train.demo import demo
+
+    demo(options.output_dir)
+    return 0
+
+
+def _chat(args: list[str]) -> int:
+    parser = _parser("chat", "Talk to a model; /help inside lists the commands.")
+    parser.add_argument("path", help="a run's folder, or a model's folder or hub name")
+    parser.add_argument("--model", default="", help="which of a run's: ppo, ema, dpo, sft, base")
+    parser.add_argument("--system", default="", help="a system prompt")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0.7; lower is steadier")
+    parser.add_argument("--top-p", type=float, default=0.95, help="0.95")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer, tokens")
+    parser.add_argument("--seed", type=int, default=0, help="0")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
+    options = parser.parse_args(args)
+    from tandem.config.schema import SamplingConfig
+    from tandem.serve.chat import chat
+
+    sampling = SamplingConfig(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        max_new_tokens=options.max_new_tokens,
+    )
+    return chat(
+        options.path,
+        sampling,
+        which=options.model,
+        system=options.system,
+        seed=options.seed,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def _eval(args: list[str]) -> int:
+    parser = _parser("eval", "Perplexity, reward-model accuracy, and answers side by side.")
+    parser.add_argument("run", help="a run's folder")
+    parser.add_argument("--prompts", type=int, default=0, help="held-out prompts (the run's own)")
+    options = parser.parse_args(args)
+    from tandem.train.show import evaluate_run
+
+    evaluate_run(options.run, options.prompts)
+    return 0
+
+
+def _report(args: list[str]) -> int:
+    parser = _parser("report", "Write a run's one-page HTML report anew.")
+    parser.add_argument("run", help="a run's folder")
+    options = parser.parse_args(args)
+    from tandem.metrics.report import write_report
+
+    print(write_report(options.run))
+    return 0
+
+
+def _data(args: list[str]) -> int:
+    if args[:1] != ["check"]:
+        if args[:1] in (["--help"], ["-h"], []):
+            print("usage: tandem data check FILE ... (see tandem data check --help)")
+            return 0
+        raise ConfigError(f"tandem data has one command, check; got {args[0]!r}.")
+    parser = _parser("data check", "What would be trained on: rows in, used, dropped and why.")
+    parser.add_argument("data", nargs="+", help="data sets as FILE_OR_NAME[:weight]")
+    parser.add_argument("--sft-data", nargs="*", default=[], help="data sets for step 1 alone")
+    parser.add_argument("--tokenizer", default="", help="a model's folder: show tokens and masks")
+    parser.add_argument("--rows", type=int, default=3, help="example rows to show (3)")
+    parser.add_argument("--data-split", default="2,4,4", help="shares of the steps (2,4,4)")
+    parser.add_argument("--heldout", type=float, default=0.05, help="held-out share (0.05)")
+    parser.add_argument("--columns", nargs="*", default=[], help="column map, role=column")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the split (1234)")
+    options = parser.parse_args(args[1:])
+    from tandem.config.schema import DataConfig
+    from tandem.data.check import check
+
+    try:
+        split = tuple(float(share) for share in options.data_split.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--data-split must be numbers like 2,4,4; got {options.data_split!r}."
+        ) from None
+    config = DataConfig(
+        split=split, heldout=options.heldout, columns=tuple(options.columns), on_bad_row="drop"
+    )
+    return check(
+        config,
+        options.data,
+        options.sft_data,
+        seed=options.seed,
+        tokenizer_path=options.tokenizer or None,
+        rows=options.rows,
+    )
+
+
+def _parser(command: str, summary: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"tandem {command}", description=summary, allow_abbrev=False
+    )
+    parser.error = _refuse(parser)  # type: ignore[method-assign]
+    return parser
+
+
+def _refuse(parser: argparse.ArgumentParser) -> Callable[[str], None]:  # type: ignore[type-arg]
+    def refuse(message: str) -> None:
+        raise ConfigError(f"{parser.prog}: {message}. See {parser.prog} --help.")
+
+    return refuse

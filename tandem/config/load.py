@@ -1,0 +1,229 @@
+"""YAML in and out, and every complaint about a configuration at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+import yaml
+
+from tandem.config.schema import RunConfig
+from tandem.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """Read a YAML file of knobs; missing ones keep their defaults.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value is wrong (all of them listed, an
+            unknown key with the nearest known one). Ranges are checked by `check_config`, after
+            flags have had their say.
+    """
+    path = Path(path)
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"--config must be a readable YAML file; got {path} ({error.strerror}). "
+            "Check the path."
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        problem = getattr(error, "problem", None) or "not UTF-8 text"
+        raise ConfigError(f"{path}{line} must be YAML; got: {problem}. Mend the file.") from None
+    return build_config({} if raw is None else raw, where=f"{path}: ")
+
+
+def build_config(values: Any, *, where: str) -> RunConfig:
+    """A configuration from nested plain values; missing knobs keep their defaults.
+
+    Args:
+        where: begins every complaint, such as "run.yaml: ".
+    Raises:
+        ConfigError: keys or types that cannot be, all of them.
+    """
+    problems: list[str] = []
+    config = _build(RunConfig, values, "", problems)
+    if problems:
+        raise ConfigError("; ".join(f"{where}{problem}" for problem in problems))
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """The whole configuration as YAML that `load_config` reads back to an equal one."""
+    return yaml.safe_dump(plain_values(config), sort_keys=False, allow_unicode=True)
+
+
+def check_config(config: RunConfig) -> None:
+    """Check every range and every rule between knobs.
+
+    Raises:
+        ConfigError: one message with all that is wrong.
+    """
+    problems = list(_range_problems(config, "")) + list(_rule_problems(config))
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def config_knobs(
+    cls: type = RunConfig, prefix: str = ""
+) -> typing.Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Every knob as (dotted name, field), in the order of the schema."""
+    for f in dataclasses.fields(cls):
+        nested = _type_hints(cls)[f.name]
+        if dataclasses.is_dataclass(nested):
+            yield from config_knobs(typing.cast(type, nested), f"{prefix}{f.name}.")
+        else:
+            yield f"{prefix}{f.name}", f
+
+
+def changed_knobs(config: Any, default: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """What differs between two configurations: dotted name -> (value in config, in default)."""
+    changed: dict[str, tuple[Any, Any]] = {}
+    for f in dataclasses.fields(config):
+        ours, theirs = getattr(config, f.name), getattr(default, f.name)
+        if dataclasses.is_dataclass(ours):
+            changed |= changed_knobs(ours, theirs, f"{prefix}{f.name}.")
+        elif ours != theirs:
+            changed[f"{prefix}{f.name}"] = (ours, theirs)
+    return changed
+
+
+def _type_hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def plain_values(value: Any) -> Any:
+    """Dataclasses as dicts, tuples as lists: what YAML can say."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain_values(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [plain_values(item) for item in value]
+    return value
+
+
+def _build(cls: type[T], raw: Any, prefix: str, problems: list[str]) -> T:
+    """One dataclass from a mapping, noting every problem and going on."""
+    if not isinstance(raw, Mapping):
+        section = prefix.rstrip(".") or "the file"
+        problems.append(f"{section} must be a mapping of knobs; got {raw!r}. Write `knob: value`")
+        return cls()
+    hints = _type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.5)
+            hint = f"Did you mean {prefix}{near[0]}?" if near else f"Known: {', '.join(hints)}."
+            problems.append(f"{prefix}{key} is not a knob. {hint}")
+        elif dataclasses.is_dataclass(hints[key]):
+            values[key] = _build(typing.cast(type, hints[key]), value, f"{prefix}{key}.", problems)
+        else:
+            try:
+                values[key] = _convert(value, hints[key])
+            except ValueError as error:
+                problems.append(f"{prefix}{key} must be {error}; got {value!r}")
+    return cls(**values)
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """`value` as the type that the knob has; ValueError names what is expected."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        options = typing.get_args(hint)
+        if value in options and not isinstance(value, bool):
+            return value
+        near = difflib.get_close_matches(str(value), [str(option) for option in options], n=1)
+        hint_text = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f"one of {', '.join(map(str, options))}{hint_text}")
+    if origin in (Union, types.UnionType):
+        raise AssertionError("knobs have one type each")
+    if origin is tuple:
+        item_hint = typing.get_args(hint)[0]
+        if not isinstance(value, list | tuple):
+            raise ValueError("a list")
+        items = tuple(_convert(item, item_hint) for item in value)
+        if Ellipsis not in typing.get_args(hint) and len(items) != len(typing.get_args(hint)):
+            raise ValueError(f"a list of {len(typing.get_args(hint))}")
+        return items
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if hint is float and isinstance(value, str):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-5 as text
+        except ValueError:
+            raise ValueError("a number") from None
+    if type(value) is hint:
+        return value
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    raise ValueError(names[hint])
+
+
+_SYMBOLS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def _range_problems(config: Any, prefix: str) -> typing.Iterator[str]:
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from _range_problems(value, f"{prefix}{f.name}.")
+            continue
+        bounds: dict[str, float] = f.metadata.get("bounds", {})
+        holds = {
+            "ge": lambda v, b: v >= b,
+            "gt": lambda v, b: v > b,
+            "le": lambda v, b: v <= b,
+            "lt": lambda v, b: v < b,
+        }
+        if any(not holds[name](value, bound) for name, bound in bounds.items()):
+            rule = " and ".join(f"{_SYMBOLS[name]} {bound:g}" for name, bound in bounds.items())
+            yield f"{prefix}{f.name} must be {rule}; got {value!r}"
+
+
+def _rule_problems(config: RunConfig) -> typing.Iterator[str]:
+    """Rules that tie knobs together: a knob that would be ignored is an error."""
+    ppo, steps = config.ppo, config.steps
+    if not steps:
+        yield "steps must name at least one step; got none. Use e.g. --steps sft reward ppo"
+    if len(set(steps)) != len(steps):
+        yield f"steps must name each step once; got {' '.join(steps)}"
+    if len(config.dataset.split) != 3 or any(share < 0 for share in config.dataset.split):
+        yield (
+            "dataset.split must be three shares >= 0 (SFT, reward model, PPO); "
+            f"got {','.join(f'{share:g}' for share in config.dataset.split)}. Use e.g. 2,4,4"
+        )
+    elif sum(config.dataset.split) <= 0:
+        yield "dataset.split must have a share above 0; got 0,0,0. Use e.g. 2,4,4"
+    if not all(0 <= beta < 1 for o in _optimizers(config) for beta in o.betas):
+        yield "betas must be within [0, 1)"
+    if ppo.kl_target > 0 and ppo.kl_coef == 0:
+        yield "ppo.kl_coef must be > 0 when ppo.kl_target steers it; got 0"
+    if ppo.kl_in == "loss" and ppo.kl_estimator == "k1":
+        yield (
+            "ppo.kl_estimator must be k2 or k3 when ppo.kl_in is loss; got k1, whose gradient "
+            "there is zero on average"
+        )
+    rollout_size = ppo.prompts_per_step * config.sampling.samples_per_prompt
+    if ppo.minibatch_size > rollout_size:
+        yield (
+            "ppo.minibatch_size must be at most ppo.prompts_per_step * "
+            f"sampling.samples_per_prompt ({rollout_size}); got {ppo.minibatch_size}"
+        )
+    if config.sampling.min_new_tokens > config.sampling.max_new_tokens:
+        yield (
+            "sampling.min_new_tokens must be at most sampling.max_new_tokens "
+            f"({config.sampling.max_new_tokens}); got {config.sampling.min_new_tokens}"
+        )
+    if "ppo" in steps and ppo.reward_model_weight == 0 and not ppo.reward_function:
+        yield "ppo.reward_model_weight must be > 0 without a ppo.reward_function; got 0"
+
+
+def _optimizers(config: RunConfig) -> tuple[Any, ...]:
+    return (config.sft, config.reward, config.dpo, config.ppo.actor, config.ppo.critic)

@@ -1,0 +1,268 @@
+"""The hybrid engine: the four roles of RLHF on one set of weights that trains and generates.
+
+    actor         the policy that is trained; it also generates
+    reference     where the policy started: with LoRA the actor with its adapters off, else a copy
+    critic        values of states, in the units of normalized scores
+    reward_model  one score per answer
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandem.config.schema import RunConfig
+from tandem.data.render import Renderer
+from tandem.engine.ema import MovingAverage
+from tandem.engine.forward import autocast, response_logprobs, scored
+from tandem.engine.optimizer import Trainee
+from tandem.engine.scoring import RewardScorer
+from tandem.errors import ModelError
+from tandem.generate.generator import Stops
+from tandem.models.head import check_head
+from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.models.lora import adapters_off, add_lora
+from tandem.models.recompute import enable_gradient_checkpointing
+from tandem.models.scalar import load_scalar_model, normalization, token_values
+from tandem.objectives.rewards import normalized_scores
+from tandem.types import Rollout, TokenBatch
+
+Model = PreTrainedModel | str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyNumbers:
+    """What the scoring pass says of a rollout's tokens; all (B, T) float32, 0 off the response."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device a knob names; auto takes a GPU if there is one.
+
+    Raises:
+        ModelError: cuda was asked for and is not there.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device must be one that is here; got cuda, and no GPU. Use --device cpu.")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The compute type a knob names; auto is bf16 on a GPU and fp32 elsewhere."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+
+
+def prepare_for_training(model: PreTrainedModel, config: RunConfig, seed: int) -> None:
+    """Adapters and gradient checkpointing as configured; in place."""
+    if config.lora.rank > 0:
+        add_lora(model, config.lora, seed)
+    if config.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+
+
+class RLHFEngine:
+    """Actor, critic, reference, reward model and the actor's moving average.
+
+    Nothing here knows of data files or of an algorithm: a custom loop calls `generating`,
+    `policy_numbers`, `scores`, then `actor_trainee` and `critic_trainee`.
+    """
+
+    def __init__(
+        self,
+        *,
+        actor: Model,
+        reward_model: Model | None = None,
+        critic: Model | None = None,
+        config: RunConfig,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        reward_tokenizer: PreTrainedTokenizerBase | None = None,
+        num_updates: int,
+    ) -> None:
+        """Load what is given as a folder or hub name; take modules as they are.
+
+        Args:
+            actor: the SFT model. The reference is its present state.
+            reward_model: a model with a scalar head, or None where a function rewards.
+            critic: where the critic starts: by default the reward model, or the actor's backbone
+                with a new head where there is none or its tokenizer is another.
+            tokenizer, reward_tokenizer: needed for models given as modules.
+            num_updates: optimizer steps the schedules last.
+        Raises:
+            ModelError: a model or tokenizer cannot be used.
+        """
+        self.config = config
+        self.device = resolve_device(config.device)
+        self.dtype = resolve_dtype(config.dtype, self.device)
+        self.tokenizer = tokenizer or self._tokenizer_of(actor, "tokenizer")
+        self.actor = self._causal_lm(actor)
+        own_stops = self.actor.generation_config.eos_token_id if self.actor.generation_config else None
+        self.renderer = Renderer(self.tokenizer, own_stops)
+        self.scorer = self._scorer(reward_model, reward_tokenizer)
+        # The critic must start from what was loaded, before adapters are added anywhere.
+        self.critic = self._critic(critic, actor)
+        self.reference = self._reference()
+        check_head(self.actor)
+        prepare_for_training(self.actor, config, config.seed)
+        prepare_for_training(self.critic, config, config.seed + 1)
+        self.actor_trainee = Trainee("actor", self.actor, config.ppo.actor, num_updates)
+        self.critic_trainee = Trainee("critic", self.critic, config.ppo.critic, num_updates)
+        self.ema = MovingAverage(self.actor, config.ppo.ema_decay) if config.ppo.ema else None
+
+    @property
+    def stops(self) -> Stops:
+        """How the actor's answers end and become text."""
+        return Stops(
+            self.renderer.stop_token_ids, self.renderer.pad_token_id, self.renderer.decode
+        )
+
+    @contextmanager
+    def generating(self) -> Iterator[PreTrainedModel]:
+        """The actor in generation mode: no dropout, no gradient checkpointing, compute type set."""
+        was_training = self.actor.training
+        self.actor.eval()
+        try:
+            with torch.no_grad(), self.autocast():
+                yield self.actor
+        finally:
+            self.actor.train(was_training)
+
+    def autocast(self) -> torch.autocast | object:  # type: ignore[type-arg]
+        """The context that computes in the configured type."""
+        return autocast(self.device, self.dtype)
+
+    def actor_logprobs(self, batch: TokenBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy at the sampling temperature, (B, T), with gradient."""
+        with self.autocast():
+            return response_logprobs(
+                self.actor,
+                batch,
+                temperature=self.config.sampling.temperature,
+                with_entropy=with_entropy,
+            )
+
+    def reference_logprobs(self, batch: TokenBatch) -> Tensor:
+        """The reference's log-probs at the same temperature, (B, T); no gradient."""
+        temperature = self.config.sampling.temperature
+        with torch.no_grad(), self.autocast():
+            if self.reference is not None:
+                return response_logprobs(self.reference, batch, temperature=temperature)[0]
+            with adapters_off(self.actor):
+                return response_logprobs(self.actor, batch, temperature=temperature)[0]
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """The critic's values, (B, T), normalized reward units, with gradient; 0 off the response.
+
+        A critic that started as the reward model speaks raw units: the same constants that
+        normalize scores bring it to theirs.
+        """
+        with self.autocast():
+            raw = token_values(self.critic, batch)
+        mean, std = normalization(self.critic)
+        return normalized_scores(raw, mean, std).masked_fill(~batch.response_mask, 0.0)
+
+    def policy_numbers(self, batch: TokenBatch) -> PolicyNumbers:
+        """The scoring pass: actor, reference and critic over a rollout, without gradient."""
+
+        def forward(part: TokenBatch) -> tuple[Tensor, ...]:
+            logprobs, entropy = self.actor_logprobs(part, with_entropy=True)
+            return logprobs, entropy, self.reference_logprobs(part), self.values(part)
+
+        with _evaluating(self.actor), _evaluating(self.critic):
+            return PolicyNumbers(*scored(batch, self.config.micro_batch_tokens, forward))
+
+    def scores(self, rollout: Rollout) -> Tensor:
+        """The reward model's raw scores, (B,), at each answer's last token.
+
+        Raises:
+            ModelError: the engine has no reward model.
+        """
+        if self.scorer is None:
+            raise ModelError("scores need a reward model; the engine has none. Pass reward_model.")
+        return self.scorer.raw(rollout, self.renderer)
+
+    def train(self) -> None:
+        """Actor and critic to training mode (dropout, if any, on)."""
+        self.actor.train()
+        self.critic.train()
+
+    def _tokenizer_of(self, model: Model, argument: str) -> PreTrainedTokenizerBase:
+        if isinstance(model, str):
+            return load_tokenizer(model, trust_remote_code=self.config.trust_remote_code)
+        raise ModelError(
+            f"RLHFEngine must get {argument} beside a model given as a module; got none. "
+            f"Pass {argument}=."
+        )
+
+    def _causal_lm(self, model: Model) -> PreTrainedModel:
+        if isinstance(model, str):
+            model = load_causal_lm(
+                model,
+                dropout=self.config.dropout,
+                trust_remote_code=self.config.trust_remote_code,
+            )
+        return model.to(self.device)
+
+    def _scalar(self, model: Model) -> PreTrainedModel:
+        if isinstance(model, str):
+            model = load_scalar_model(
+                model,
+                seed=self.config.seed,
+                dropout=self.config.dropout,
+                trust_remote_code=self.config.trust_remote_code,
+            )
+        return model.to(self.device)
+
+    def _scorer(
+        self, model: Model | None, tokenizer: PreTrainedTokenizerBase | None
+    ) -> RewardScorer | None:
+        if model is None:
+            return None
+        tokenizer = tokenizer or self._tokenizer_of(model, "reward_tokenizer")
+        return RewardScorer(
+            self._scalar(model).requires_grad_(False).eval(),
+            Renderer(tokenizer),
+            dtype=self.dtype,
+            max_tokens=self.config.micro_batch_tokens,
+        )
+
+    def _critic(self, critic: Model | None, actor: Model) -> PreTrainedModel:
+        if critic is not None:
+            return self._scalar(critic)
+        if self.scorer is not None and self.scorer.renderer.renders_like(self.renderer):
+            return copy.deepcopy(self.scorer.model).requires_grad_(True)
+        if isinstance(actor, str):
+            return self._scalar(actor)
+        raise ModelError(
+            "RLHFEngine must get critic= where the actor is a module and no reward model shares "
+            "its tokenizer; got none. Pass a folder or a model with a scalar head."
+        )
+
+    def _reference(self) -> PreTrainedModel | None:
+        """A frozen copy of the actor as it starts; None where switching adapters off gives it."""
+        if self.config.lora.rank > 0:
+            return None
+        return copy.deepcopy(self.actor).requires_grad_(False).eval()
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

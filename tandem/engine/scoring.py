@@ -1,0 +1,74 @@
+"""A reward model's scores for answers, whoever's tokens they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.data.render import Renderer
+from tandem.engine.forward import autocast, scored
+from tandem.models.scalar import normalization, sequence_scores
+from tandem.objectives.rewards import normalized_scores
+from tandem.types import Rollout, TokenBatch, TokenRow
+
+
+class RewardScorer:
+    """Scores at the last real token: raw as the head says, or in units of the SFT policy's spread.
+
+    Where the reward model's tokens are the policy's, a rollout is scored as it was sampled;
+    where they are others, through its text.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        renderer: Renderer,
+        *,
+        dtype: torch.dtype = torch.float32,
+        max_tokens: int = 8192,
+    ) -> None:
+        """`max_tokens`: padded tokens per forward. The model is used without gradient."""
+        self.model = model
+        self.renderer = renderer
+        self.dtype = dtype
+        self.max_tokens = max_tokens
+
+    def raw(self, rollout: Rollout, policy_renderer: Renderer) -> Tensor:
+        """(B,) float32 raw scores of a rollout that `policy_renderer`'s policy made."""
+        if self.renderer.renders_like(policy_renderer):
+            return self.raw_batch(rollout.batch)
+        rows = []
+        for prompt, response, finished in zip(
+            rollout.prompts, rollout.responses, rollout.finished.tolist(), strict=True
+        ):
+            row = self.renderer.conversation(prompt.messages, response, prompt.source)
+            # A cut answer must not be given the end that it did not have.
+            rows.append(row if finished else _without_end(row))
+        return self.raw_rows(rows)
+
+    def raw_rows(self, rows: Sequence[TokenRow]) -> Tensor:
+        """(B,) float32 raw scores of rendered conversations."""
+        batch = TokenBatch.from_rows(rows, self.renderer.pad_token_id)
+        return self.raw_batch(batch.to(self.model.device))
+
+    def raw_batch(self, batch: TokenBatch) -> Tensor:
+        """(B,) float32 raw scores of a batch in this model's own tokens."""
+
+        def forward(part: TokenBatch) -> tuple[Tensor, ...]:
+            with autocast(self.model.device, self.dtype):
+                return (sequence_scores(self.model, part),)
+
+        return scored(batch, self.max_tokens, forward)[0]
+
+    def normalized(self, raw: Tensor) -> Tensor:
+        """Raw scores in units of the SFT policy's spread, by the constants kept with the model."""
+        mean, std = normalization(self.model)
+        return normalized_scores(raw, mean, std)
+
+
+def _without_end(row: TokenRow) -> TokenRow:
+    """A rendered conversation less the terminator that it ends with."""
+    return TokenRow(row.token_ids[:-1], row.response_mask[:-1], row.source)

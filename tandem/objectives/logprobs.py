@@ -1,0 +1,112 @@
+"""Log-probs and entropy of chosen tokens, and the one place that shifts by a token.
+
+Index t of a (B, T) tensor speaks of token t, but a model's output at position t speaks of token
+t + 1. `align_to_tokens` and `predictors` are the only functions that know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tandem.errors import ShapeError
+
+DEFAULT_CHUNK_ELEMENTS = 2**24
+"""Logits held at once, in elements: 64 MiB in float32."""
+
+
+def align_to_tokens(outputs: Tensor) -> Tensor:
+    """Move per-position outputs (B, T, ...) to the token that each speaks of.
+
+    Result[:, t] = outputs[:, t - 1]; result[:, 0] = 0, for nothing precedes the first token.
+    """
+    aligned = torch.zeros_like(outputs)
+    aligned[:, 1:] = outputs[:, :-1]
+    return aligned
+
+
+def predictors(hidden: Tensor, token_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """For the N tokens in `mask` (B, T): the hidden states (N, D) that predict them, their ids (N,).
+
+    Raises:
+        ShapeError: the mask holds at index 0, which no state predicts.
+    """
+    if mask.shape != token_ids.shape or hidden.shape[:2] != mask.shape:
+        raise ShapeError(
+            f"hidden (B, T, D), token_ids and mask (B, T) must agree; got {tuple(hidden.shape)}, "
+            f"{tuple(token_ids.shape)}, {tuple(mask.shape)}."
+        )
+    if bool(mask[:, 0].any()):
+        raise ShapeError("mask must not hold at index 0; nothing precedes it to predict it from.")
+    return hidden[:, :-1][mask[:, 1:]], token_ids[mask]
+
+
+def scatter_to_tokens(values: Tensor, mask: Tensor) -> Tensor:
+    """(N,) values of the tokens in `mask` back to (B, T) float32, 0 elsewhere; keeps gradients."""
+    placed = torch.zeros(mask.shape, dtype=torch.float32, device=values.device)
+    return placed.masked_scatter(mask, values.float())
+
+
+def token_logprobs(
+    logits_of: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    vocabulary: int,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target, and the entropy of its distribution, without the whole logits.
+
+        logprob = z[target] - logsumexp(z)      entropy = logsumexp(z) - sum softmax(z) z
+        z = logits / temperature
+
+    Args:
+        logits_of: the vocabulary head, (n, D) -> (n, V).
+        hidden: (N, D), the state that predicts each target.
+        targets: (N,) int64.
+        vocabulary: V, to choose how many rows go through the head at once.
+        with_entropy: compute the entropy (zeros otherwise).
+        chunk_elements: n * V is kept below this. With more than one chunk the backward pass
+            computes each chunk's logits again rather than keep them.
+    Returns:
+        logprobs (N,) and entropy (N,), float32 nats, with gradient.
+    """
+    rows = max(1, chunk_elements // vocabulary)
+    if len(targets) <= rows:
+        return _chunk_logprobs(logits_of, hidden, targets, temperature, with_entropy)
+    parts = [
+        checkpoint(
+            _chunk_logprobs,
+            logits_of,
+            hidden[i : i + rows],
+            targets[i : i + rows],
+            temperature,
+            with_entropy,
+            use_reentrant=False,
+        )
+        for i in range(0, len(targets), rows)
+    ]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def _chunk_logprobs(
+    logits_of: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    logits = logits_of(hidden).float() / temperature
+    log_normalizer = torch.logsumexp(logits, dim=-1)
+    logprobs = logits.gather(1, targets[:, None]).squeeze(1) - log_normalizer
+    if not with_entropy:
+        return logprobs, torch.zeros_like(logprobs)
+    # A token that cannot occur (logit -inf) adds nothing; 0 * -inf must not become NaN.
+    probabilities = torch.exp(logits - log_normalizer[:, None])
+    expected = (probabilities * logits.masked_fill(probabilities == 0, 0.0)).sum(dim=-1)
+    return logprobs, log_normalizer - expected

@@ -1,0 +1,181 @@
+"""Losses as sums over tokens or rows. Nothing here divides by a count.
+
+The caller divides once, by the count over the whole optimizer step (all micro-batches, all
+ranks), so a gradient does not depend on how the step was cut up. Each function returns the
+differentiable sum first, then sums for the metrics, detached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.objectives.masked import masked_sum, require_same_shape
+
+
+def sft_loss(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Sum of -log p over the tokens in `mask` (B, T), in nats. Denominator: those tokens."""
+    return -masked_sum(logprobs, mask)
+
+
+@dataclass(frozen=True, slots=True)
+class PairwiseLoss:
+    """Sums over pairs: the loss (with gradient), wins, margins, and the centering penalty."""
+
+    loss: Tensor
+    accuracy: Tensor
+    margin: Tensor
+    center_penalty: Tensor
+
+
+def pairwise_loss(chosen: Tensor, rejected: Tensor, *, center_coef: float = 0.0) -> PairwiseLoss:
+    """Bradley-Terry loss of a reward model. Denominator: pairs.
+
+        -log sigmoid(chosen - rejected) + center_coef (chosen + rejected)^2
+
+    Args:
+        chosen, rejected: (B,) scores at the last real token, reward-model units.
+    A tie counts as half a win.
+    Source: arXiv:2203.02155 eq. 1; centering: arXiv:2312.09244 section 4.2.
+    """
+    require_same_shape(chosen=chosen, rejected=rejected)
+    margin = chosen.float() - rejected.float()
+    penalty = (chosen.float() + rejected.float()).square().sum()
+    loss = -F.logsigmoid(margin).sum() + center_coef * penalty
+    wins = (margin > 0).float() + 0.5 * (margin == 0).float()
+    return PairwiseLoss(loss, wins.sum(), margin.detach().sum(), penalty.detach())
+
+
+@dataclass(frozen=True, slots=True)
+class DPOLoss:
+    """Sums over pairs: the loss (with gradient), wins, and each side's implicit reward."""
+
+    loss: Tensor
+    accuracy: Tensor
+    chosen_reward: Tensor
+    rejected_reward: Tensor
+
+
+def dpo_loss(
+    chosen_logprobs: Tensor,
+    rejected_logprobs: Tensor,
+    ref_chosen_logprobs: Tensor,
+    ref_rejected_logprobs: Tensor,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> DPOLoss:
+    """Direct preference optimization. Denominator: pairs.
+
+        m = beta [(log pi - log ref)(chosen) - (log pi - log ref)(rejected)]
+        loss = -(1 - e) log sigmoid(m) - e log sigmoid(-m)        e = label_smoothing
+
+    Args:
+        *_logprobs: (B,) summed over the response, nats.
+    Source: arXiv:2305.18290 eq. 7; the smoothing: E. Mitchell, "cDPO" (2023).
+    """
+    chosen_reward = beta * (chosen_logprobs - ref_chosen_logprobs)
+    rejected_reward = beta * (rejected_logprobs - ref_rejected_logprobs)
+    margin = chosen_reward - rejected_reward
+    losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+    wins = (margin > 0).float() + 0.5 * (margin == 0).float()
+    return DPOLoss(
+        losses.sum(), wins.sum(), chosen_reward.detach().sum(), rejected_reward.detach().sum()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """Sums over response tokens: the loss (with gradient) and what to watch.
+
+    clipped: tokens whose gradient the clip cut. kl: k3 estimate of KL(sampling policy, policy).
+    ratio, abs_log_ratio: sums; max_ratio: the largest.
+    """
+
+    loss: Tensor
+    clipped: Tensor
+    kl: Tensor
+    ratio: Tensor
+    abs_log_ratio: Tensor
+    max_ratio: Tensor
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio: float,
+) -> PolicyLoss:
+    """PPO's clipped surrogate, negated. Denominator: response tokens.
+
+        ratio = exp(logprobs - old_logprobs)
+        -min(ratio A, clip(ratio, 1 - e, 1 + e) A)
+
+    All tensors (B, T); off the response they may hold anything.
+    Source: arXiv:1707.06347 eq. 7.
+    """
+    require_same_shape(
+        logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=response_mask
+    )
+    log_ratio = (logprobs - old_logprobs).masked_fill(~response_mask, 0.0)
+    ratio = log_ratio.exp()
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages
+    loss = -masked_sum(torch.minimum(unclipped, clipped), response_mask)
+    with torch.no_grad():
+        return PolicyLoss(
+            loss=loss,
+            clipped=masked_sum(clipped < unclipped, response_mask),
+            kl=masked_sum(torch.expm1(log_ratio) - log_ratio, response_mask),
+            ratio=masked_sum(ratio, response_mask),
+            abs_log_ratio=masked_sum(log_ratio.abs(), response_mask),
+            max_ratio=ratio.amax(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLoss:
+    """Sums over response tokens: the loss (with gradient), and tokens whose gradient was cut."""
+
+    loss: Tensor
+    clipped: Tensor
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    *,
+    value_clip: float,
+) -> ValueLoss:
+    """Half the squared error of the critic, clipped around its old values.
+
+        v_clip = old + clip(v - old, -c, c)        0.5 max((v - R)^2, (v_clip - R)^2)
+
+    `value_clip` = 0 leaves the plain squared error. Denominator: response tokens.
+    Source: arXiv:2005.12729 (PPO2's value clipping).
+    """
+    require_same_shape(values=values, old_values=old_values, returns=returns, mask=response_mask)
+    plain = (values - returns).square()
+    if value_clip == 0:
+        zero = torch.zeros((), device=values.device)
+        return ValueLoss(0.5 * masked_sum(plain, response_mask), zero)
+    moved = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    clipped = (moved - returns).square()
+    loss = 0.5 * masked_sum(torch.maximum(plain, clipped), response_mask)
+    return ValueLoss(loss, masked_sum((clipped > plain).detach(), response_mask))
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over the mask; 0 when returns do not vary."""
+    errors, targets = (returns - values)[mask].float(), returns[mask].float()
+    variance = targets.var(correction=0)
+    if len(targets) == 0 or variance < 1e-12:
+        return 0.0
+    return float(1 - errors.var(correction=0) / variance)

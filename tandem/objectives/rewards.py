@@ -1,0 +1,54 @@
+"""Scores and KL, made into a reward per token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.errors import ShapeError
+from tandem.objectives.masked import require_same_shape
+
+
+def last_response_token(response_mask: Tensor) -> Tensor:
+    """(B,) int64: index of each row's last response token (its EOS, or where it was cut).
+
+    Raises:
+        ShapeError: a row has no response token, so that it has nowhere to be rewarded.
+    """
+    if not bool(response_mask.any(dim=1).all()):
+        rows = (~response_mask.any(dim=1)).nonzero().flatten().tolist()
+        raise ShapeError(f"every row must have a response token; rows {rows} have none.")
+    positions = torch.arange(response_mask.shape[1], device=response_mask.device)
+    return torch.where(response_mask, positions, -1).amax(dim=1)
+
+
+def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef: float) -> Tensor:
+    """Reward per token: minus the KL penalty on each response token, plus the score on the last.
+
+    Args:
+        scores: (B,) one number per answer, reward units.
+        kl: (B, T) nats; ignored off the response.
+        response_mask: (B, T), EOS included; a response need not be contiguous.
+        kl_coef: reward units per nat.
+    Returns:
+        (B, T) float32, 0 off the response.
+    Raises:
+        ShapeError: tensors disagree, or a row has no response token.
+    Source: arXiv:2203.02155 eq. 2 (without ptx), per token as in arXiv:1909.08593.
+    """
+    require_same_shape(kl=kl, response_mask=response_mask)
+    last = last_response_token(response_mask)
+    rewards = (-kl_coef * kl.float()).masked_fill(~response_mask, 0.0)
+    return rewards.scatter_add(1, last[:, None], scores.float()[:, None])
+
+
+def normalized_scores(raw: Tensor, mean: float, std: float) -> Tensor:
+    """Scores in units of the SFT policy's spread: (raw - mean) / std."""
+    return (raw.float() - mean) / std
+
+
+def clipped_scores(scores: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """Scores within +- limit (0 turns it off), and which were clipped, (B,) bool."""
+    if limit == 0:
+        return scores, torch.zeros_like(scores, dtype=torch.bool)
+    return scores.clamp(-limit, limit), scores.abs() > limit

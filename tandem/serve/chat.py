@@ -1,0 +1,217 @@
+"""Multi-turn chat in the terminal, streaming, with a run's model or any model folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from tandem.config.schema import SamplingConfig
+from tandem.data.excerpt import visible
+from tandem.data.render import Renderer
+from tandem.errors import GenerationError, ModelError
+from tandem.generate.generator import Stops, stream
+from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.models.stops import load_stop_ids
+from tandem.types import Message
+
+HELP = """\
+/retry           another answer to the last message
+/undo            take the last exchange back
+/clear           begin a new conversation
+/system TEXT     set the system prompt (nothing: none)
+/set NAME VALUE  temperature, top_p, top_k, max_new_tokens or seed
+/save FILE       append the conversation as a row of training data (JSONL, `messages`)
+/quit            leave (so does Ctrl-D; Ctrl-C stops an answer)"""
+
+_ORDER = ("ppo/ema", "ppo/actor", "dpo", "sft")
+_LABELS = {"ppo": "ppo/actor", "ema": "ppo/ema", "dpo": "dpo", "sft": "sft"}
+
+
+@dataclass
+class Conversation:
+    """A model, how it is sampled, and what was said."""
+
+    model: PreTrainedModel
+    renderer: Renderer
+    sampling: SamplingConfig
+    seed: int = 0
+    system: str = ""
+    turns: list[Message] = field(default_factory=list)
+    num_answers: int = 0
+
+    def answer(self) -> Iterator[str]:
+        """Stream an answer to the last turn, text by text, and keep it as the next turn.
+
+        What was said before an interruption is kept too. Randomness follows (seed, number of
+        answers), so the same conversation goes the same way again.
+        """
+        prompt = self.renderer.prompt(self.messages())
+        stops = Stops(
+            self.renderer.stop_token_ids, self.renderer.pad_token_id, self.renderer.decode
+        )
+        ids: list[int] = []
+        said = ""
+        self.num_answers += 1
+        try:
+            for token in stream(
+                self.model,
+                prompt.token_ids,
+                self.sampling,
+                stops,
+                seed=self.seed + self.num_answers,
+            ):
+                ids.append(token)
+                text = self.renderer.decode(ids)
+                # A character of several tokens is shown when it is whole.
+                if not text.endswith("\ufffd") and len(text) > len(said):
+                    yield text[len(said) :]
+                    said = text
+            whole = self.renderer.decode(ids)
+            if len(whole) > len(said):
+                yield whole[len(said) :]
+        finally:
+            self.turns.append(Message("assistant", self.renderer.decode(ids)))
+
+    def messages(self) -> list[Message]:
+        """The conversation so far, its system prompt first."""
+        return ([Message("system", self.system)] if self.system else []) + self.turns
+
+
+def find_model(path: str, which: str) -> str:
+    """The model that `path` and `which` name: a run's newest step, or the folder itself.
+
+    Raises:
+        ModelError: a run's folder without such a model.
+    """
+    folder = Path(path)
+    if not (folder / "config.yaml").exists():
+        if which:
+            raise ModelError(f"--model must go with a run's folder; {path} is none. Leave it out.")
+        return path
+    if which == "base":
+        import yaml
+
+        return str(yaml.safe_load((folder / "config.yaml").read_text())["actor_model"])
+    if which and which not in _LABELS:
+        raise ModelError(f"--model must be one of {', '.join(_LABELS)}, base; got {which!r}.")
+    candidates = [_LABELS[which]] if which else list(_ORDER)
+    for name in candidates:
+        if (folder / name / "config.json").exists():
+            return str(folder / name)
+    raise ModelError(
+        f"{path} must hold a finished {which or 'sft, dpo or ppo'} step; got none. "
+        "Run the same tandem train command again to finish it."
+    )
+
+
+def chat(
+    path: str,
+    sampling: SamplingConfig,
+    *,
+    which: str = "",
+    system: str = "",
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    read: Callable[[str], str] = input,
+    write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
+) -> int:
+    """Talk until /quit or the end of input; returns the exit code.
+
+    Args:
+        path, which: see `find_model`.
+        read, write: the terminal, or what stands for it in a test.
+    """
+    source = find_model(path, which)
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    model = load_causal_lm(source, trust_remote_code=trust_remote_code).eval()
+    renderer = Renderer(tokenizer, load_stop_ids(source))
+    talk = Conversation(model, renderer, sampling, seed=seed, system=system)
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  (gives `input` history and line editing)
+    write(f"{visible(source)}: /help lists the commands, /quit leaves.\n")
+    while True:
+        try:
+            line = read("\nyou> ").strip()
+        except EOFError:
+            write("\n")
+            return 0
+        except KeyboardInterrupt:
+            continue
+        if line in ("/quit", "/exit"):
+            return 0
+        if line:
+            _turn(talk, line, write)
+
+
+def _turn(talk: Conversation, line: str, write: Callable[[str], None]) -> None:
+    """One line of the user's: a command or a message."""
+    name, _, rest = line.partition(" ")
+    if name == "/help":
+        write(HELP + "\n")
+    elif name == "/clear":
+        talk.turns.clear()
+    elif name == "/undo":
+        del talk.turns[-2:]
+    elif name == "/system":
+        talk.system = rest.strip()
+    elif name == "/set":
+        write(_set(talk, rest.split()))
+    elif name == "/save":
+        write(_save(talk, rest.strip()))
+    elif name == "/retry":
+        if talk.turns and talk.turns[-1].role == "assistant":
+            talk.turns.pop()
+        if talk.turns:
+            _say(talk, write)
+    elif name.startswith("/"):
+        write(f"{visible(name)} is not a command; /help lists them.\n")
+    else:
+        talk.turns.append(Message("user", line))
+        _say(talk, write)
+
+
+def _say(talk: Conversation, write: Callable[[str], None]) -> None:
+    write("assistant> ")
+    try:
+        for text in talk.answer():
+            write("\n".join(map(visible, text.split("\n"))))
+        write("\n")
+    except KeyboardInterrupt:
+        write(" [stopped]\n")
+    except GenerationError as error:
+        del talk.turns[-2:]
+        write(f"{error}\n")
+
+
+def _set(talk: Conversation, words: Sequence[str]) -> str:
+    kinds = {"temperature": float, "top_p": float, "top_k": int, "max_new_tokens": int}
+    try:
+        name, value = words
+        if name == "seed":
+            talk.seed, talk.num_answers = int(value), 0
+            return f"seed = {talk.seed}\n"
+        number = kinds[name](value)
+        low = 0 if name == "top_k" else 1 if name == "max_new_tokens" else 1e-6
+        if not low <= number or (name == "top_p" and number > 1):
+            raise ValueError
+    except (ValueError, KeyError):
+        return "write e.g. /set temperature 0.7 (or top_p, top_k, max_new_tokens, seed)\n"
+    talk.sampling = replace(talk.sampling, **{name: number})
+    return f"{name} = {number:g}\n"
+
+
+def _save(talk: Conversation, file: str) -> str:
+    if not file:
+        return "write e.g. /save good_chats.jsonl\n"
+    row = {"messages": [{"role": m.role, "content": m.content} for m in talk.messages()]}
+    try:
+        with open(file, "a", encoding="utf-8") as out:
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+    except OSError as error:
+        return f"{file}: {error.strerror}\n"
+    return f"saved {len(talk.turns)} turns to {file}\n"

@@ -1,0 +1,143 @@
+"""The run's models side by side: perplexity, rewards, and their answers to held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.config.schema import RunConfig
+from tandem.engine.forward import autocast
+from tandem.engine.hybrid import resolve_device, resolve_dtype
+from tandem.engine.scoring import RewardScorer
+from tandem.generate.generator import Stops, generate
+from tandem.models.load import load_causal_lm
+from tandem.models.scalar import load_scalar_model
+from tandem.train.evaluate import language_model_metrics, preference_metrics
+from tandem.train.reward_function import RewardFunction, function_scores, load_reward_function
+from tandem.train.rows import StepRows, load_renderer
+from tandem.train.run import Run
+from tandem.types import PromptRow, Rollout
+
+NUM_SHOWN = 8
+
+
+def policies(run: Run) -> Iterator[tuple[str, str]]:
+    """(label, folder or hub name) of every policy that the run has, in the order made."""
+    if run.config.actor_model:
+        yield "base", run.config.actor_model
+    for label, folder in (
+        ("sft", run.folder("sft")),
+        ("dpo", run.folder("dpo")),
+        ("ppo", run.folder("ppo") / "actor"),
+        ("ema", run.folder("ppo") / "ema"),
+    ):
+        if (folder / "config.json").exists():
+            yield label, str(folder)
+
+
+def compare(run: Run, rows: StepRows) -> dict[str, Any]:
+    """Measure every policy and the reward model on held-out rows; write evaluation.json.
+
+    All policies answer the same prompts with the same random numbers.
+
+    Returns:
+        {"models": {label: {metric: value}}, "answers": [{"prompt", "answers": {label: {"text",
+        "score"}}}]}, as written.
+    """
+    config = run.config
+    scorer = _scorer(run)
+    function = load_reward_function(config.ppo.reward_function) if _uses_function(config) else None
+    prompts = rows.heldout_prompts[: config.ppo.eval_prompts]
+    models: dict[str, dict[str, float]] = {}
+    answers: list[dict[str, Any]] = [
+        {"prompt": prompt.messages[-1].content, "answers": {}} for prompt in prompts[:NUM_SHOWN]
+    ]
+    for label, source in policies(run):
+        model = load_causal_lm(source, trust_remote_code=config.trust_remote_code)
+        model = model.to(resolve_device(config.device))
+        models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
+        if prompts:
+            rollout = answer(model, prompts, rows, config)
+            scores = _scores(rollout, rows, scorer, function, config)
+            models[label] |= rollout_metrics(rollout, scores)
+            for shown, text, score in zip(
+                answers, rollout.responses, scores.tolist(), strict=False
+            ):
+                value = None if score != score else score
+                shown["answers"][label] = {"text": text, "score": value}
+    if scorer is not None and rows.heldout_pairs and "dpo" not in config.steps:
+        models["reward model"] = preference_metrics(scorer, rows.heldout_pairs)
+    evaluation = {"models": models, "answers": answers}
+    run.write_json("evaluation.json", evaluation)
+    return evaluation
+
+
+def answer(
+    model: PreTrainedModel, prompts: Sequence[PromptRow], rows: StepRows, config: RunConfig
+) -> Rollout:
+    """One sampled answer per prompt, the same random numbers for every policy."""
+    with torch.no_grad(), autocast(model.device, resolve_dtype(config.dtype, model.device)):
+        return generate(
+            model.eval(),
+            prompts,
+            config.sampling,
+            Stops(rows.renderer.stop_token_ids, rows.renderer.pad_token_id, rows.renderer.decode),
+            seed=config.seed,
+            step=0,
+            batch_size=config.generation_batch_size,
+        )
+
+
+def rollout_metrics(rollout: Rollout, scores: Tensor) -> dict[str, float]:
+    """Mean score (where there is one), EOS rate and length of a policy's answers."""
+    metrics = {
+        "heldout_eos_rate": float(rollout.finished.float().mean()),
+        "heldout_response_tokens": rollout.batch.num_response_tokens / len(rollout),
+    }
+    if not bool(scores.isnan().all()):
+        metrics["heldout_reward"] = float(scores.nanmean())
+    return metrics
+
+
+def _uses_function(config: RunConfig) -> bool:
+    return bool(config.ppo.reward_function) and "ppo" in config.steps
+
+
+def _scorer(run: Run) -> RewardScorer | None:
+    source = run.reward_source()
+    if source is None or not (run.is_finished("reward") or "ppo" in run.config.steps):
+        return None
+    if "ppo" in run.config.steps and run.config.ppo.reward_model_weight == 0:
+        return None
+    config = run.config
+    device = resolve_device(config.device)
+    model = load_scalar_model(
+        source, seed=config.seed, trust_remote_code=config.trust_remote_code
+    )
+    _, renderer = load_renderer(source, trust_remote_code=config.trust_remote_code)
+    dtype = resolve_dtype(config.dtype, device)
+    return RewardScorer(
+        model.to(device).eval(), renderer, dtype=dtype, max_tokens=config.micro_batch_tokens
+    )
+
+
+def _scores(
+    rollout: Rollout,
+    rows: StepRows,
+    scorer: RewardScorer | None,
+    function: RewardFunction | None,
+    config: RunConfig,
+) -> Tensor:
+    """(B,) weighted rewards as step 3 mixes them, without penalties; NaN where nothing scores."""
+    scores = torch.full((len(rollout),), torch.nan)
+    if scorer is not None:
+        raw = scorer.raw(rollout, rows.renderer)
+        scores = config.ppo.reward_model_weight * scorer.normalized(raw).cpu()
+    if function is not None:
+        extra = config.ppo.reward_function_weight * function_scores(function, rollout).cpu()
+        scores = torch.where(scores.isnan(), extra, scores + extra.nan_to_num())
+    return scores

@@ -1,0 +1,169 @@
+"""The loop that SFT, the reward model and DPO share: rows in order, micro-batches, one step each.
+
+A stage brings its rows and two plain functions: how many units (tokens or pairs) a row counts
+for, and the loss of some rows as a sum. Everything else, the denominator included, is here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.checkpoint.state import State
+from tandem.config.schema import RunConfig, SupervisedConfig
+from tandem.data.loader import BatchOrder, microbatches
+from tandem.engine.forward import autocast
+from tandem.engine.hybrid import resolve_dtype
+from tandem.engine.optimizer import Trainee
+from tandem.errors import DataError, NumericsError
+from tandem.metrics.log import MetricLog
+from tandem.metrics.timing import Phases
+from tandem.models.summary import flops_per_token
+from tandem.train.run import Run
+
+Row = TypeVar("Row", bound=Sized)
+Loss = Callable[[Sequence[Row]], tuple[Tensor, Mapping[str, Tensor]]]
+
+
+def fit(
+    run: Run,
+    stage: str,
+    model: PreTrainedModel,
+    settings: SupervisedConfig,
+    rows: Sequence[Row],
+    *,
+    units: Callable[[Row], int],
+    tokens: Callable[[Row], int],
+    loss: Loss[Row],
+    evaluate: Callable[[], dict[str, float]],
+    sequences_per_row: int = 1,
+) -> dict[str, float]:
+    """Train `model` on `rows`; log, measure and checkpoint on the way; continue if there is one.
+
+    Args:
+        units: what a row adds to the denominator of the loss.
+        tokens: its real tokens, for throughput.
+        loss: rows of one micro-batch to (the loss as a sum, other sums by metric name).
+        evaluate: held-out metrics of the model as it is.
+        sequences_per_row: 2 for pairs, so that a micro-batch holds half as many.
+    Returns:
+        the last evaluation.
+    Raises:
+        DataError: there is nothing to train on.
+        NumericsError: the loss or gradient is not finite; the weights are those before the step.
+    """
+    if not rows:
+        raise DataError(
+            f"step {stage} must have at least one row to train on; got none. "
+            "Look at the drops above, at --dataset.split and at the lengths."
+        )
+    config = run.config
+    order = BatchOrder(
+        num_rows=len(rows),
+        batch_size=settings.batch_size,
+        seed=config.seed,
+        epochs=settings.epochs,
+        max_steps=settings.max_steps,
+    )
+    trainee = Trainee(stage, model, settings, order.num_steps)
+    start = _restore(run, stage, trainee)
+    phases = Phases()
+    evaluation: dict[str, float] = {}
+    with MetricLog(
+        run.path,
+        stage,
+        order.num_steps,
+        tensorboard=config.log.tensorboard,
+        wandb=config.log.wandb,
+        start_step=start,
+    ) as log:
+        if start == 0:
+            with phases("evaluate"):
+                evaluation = evaluate()
+            log.log(0, {**evaluation, **phases.metrics()})
+        for step, indices in order.from_step(start):
+            batch = [rows[i] for i in indices]
+            torch.manual_seed(config.seed + step)  # only dropout draws from it
+            num_tokens = sum(tokens(row) for row in batch)
+            flops = num_tokens * flops_per_token(model, num_tokens // len(batch), backward=True)
+            with phases("train", tokens=num_tokens, samples=len(batch), flops=flops):
+                learning_rate = trainee.learning_rate
+                widths = [sequences_per_row * len(row) for row in batch]
+                groups = microbatches(widths, config.micro_batch_tokens)
+                sums = _accumulate(trainee, batch, groups, units, loss, config)
+                values = {
+                    **sums,
+                    "grad_norm": trainee.step(),
+                    "learning_rate": learning_rate,
+                    "tokens": num_tokens,
+                    "epoch": step * settings.batch_size / len(rows),
+                }
+            if _is_due(step, settings.eval_every, order.num_steps):
+                with phases("evaluate"):
+                    evaluation = evaluate()
+                values |= evaluation
+            if _is_due(step, config.save_every, 0):
+                with phases("save"):
+                    run.save(stage, _state(step, trainee))
+            log.log(step, {**values, **phases.metrics()})
+    return evaluation or evaluate()
+
+
+def _accumulate(
+    trainee: Trainee,
+    batch: Sequence[Row],
+    groups: Sequence[Sequence[int]],
+    units: Callable[[Row], int],
+    loss: Loss[Row],
+    config: RunConfig,
+) -> dict[str, float]:
+    """The gradient of a whole step, micro-batch by micro-batch; means of every sum."""
+    denominator = sum(units(row) for row in batch)
+    totals: defaultdict[str, float] = defaultdict(float)
+    device = next(trainee.model.parameters()).device
+    dtype = resolve_dtype(config.dtype, device)
+    trainee.model.train()
+    for group in groups:
+        with autocast(device, dtype):
+            loss_sum, sums = loss([batch[i] for i in group])
+        if not bool(torch.isfinite(loss_sum)):
+            raise NumericsError(
+                f"{trainee.name}: the loss must be finite; got {float(loss_sum)} at optimizer step "
+                f"{trainee.steps_taken + 1}. Lower the learning rate, or look at the batch's rows."
+            )
+        trainee.backward(loss_sum, denominator)
+        for name, value in (("loss", loss_sum), *sums.items()):
+            totals[name] += float(value.detach())
+    trainee.model.eval()
+    return {name: total / denominator for name, total in totals.items()}
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def _state(step: int, trainee: Trainee) -> State:
+    weights = {n: p.detach() for n, p in trainee.model.named_parameters() if p.requires_grad}
+    return State(step, {"model": weights, "optimizer": trainee.state_tensors()}, {})
+
+
+def _restore(run: Run, stage: str, trainee: Trainee) -> int:
+    state = run.load(stage)
+    if state is None:
+        return 0
+    load_weights(trainee.model, state.tensors["model"])
+    trainee.load_state_tensors(dict(state.tensors["optimizer"]))
+    return state.step
+
+
+def load_weights(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy saved trained weights into the model, in place."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)

@@ -1,0 +1,103 @@
+"""All steps of a run, one after another; finished ones are not repeated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from tandem.config.schema import RunConfig
+from tandem.errors import ConfigError
+from tandem.metrics.report import write_report
+from tandem.train.compare import compare
+from tandem.train.dpo import train_dpo
+from tandem.train.ppo import train_ppo
+from tandem.train.reward_function import load_reward_function
+from tandem.train.reward_model import train_reward_model
+from tandem.train.rows import StepRows, prepare_rows
+from tandem.train.run import Run
+from tandem.train.sft import train_sft
+
+STEPS: dict[str, Callable[[Run, StepRows], None]] = {
+    "sft": train_sft,
+    "reward": train_reward_model,
+    "dpo": train_dpo,
+    "ppo": train_ppo,
+}
+
+
+def train(config: RunConfig, *, command: str, say: Callable[[str], None] = print) -> Run:
+    """Run the configured steps in `config.output_dir`, then compare the models and report.
+
+    Args:
+        command: how to do the same again, for the report.
+        say: shows a line to the user.
+    Returns:
+        the run, whose folder holds everything.
+    """
+    run = Run(config, say)
+    _check_inputs(run)
+    unfinished = [step for step in config.steps if not run.is_finished(step)]
+    run.open(command)
+    rows = prepare_rows(config, *tokenizer_sources(run))
+    (run.path / "data.json").write_text(rows.ledger.to_json(), encoding="utf-8")
+    for line in ledger_lines(rows):
+        say(line)
+    for step in config.steps:
+        if step not in unfinished:
+            say(f"{step}: finished before, in {run.folder(step)}")
+            continue
+        start = time.monotonic()
+        say(f"{step}: begins")
+        STEPS[step](run, rows)
+        say(f"{step}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(step)}")
+    if unfinished or not (run.path / "evaluation.json").exists():
+        compare(run, rows)
+    say(f"report: {write_report(run.path)}")
+    return run
+
+
+def ledger_lines(rows: StepRows) -> list[str]:
+    """One line per data set: rows read, used per step, unused and dropped by reason."""
+    lines = []
+    for account in rows.ledger.datasets.values():
+        used = ", ".join(f"{step} {count}" for step, count in account.used.items() if count)
+        line = f"data {account.name}: {account.rows} rows = used {account.num_used} ({used})"
+        for what, reasons in (
+            ("unused", dict(account.unused)),
+            ("dropped", {reason: d.count for reason, d in account.dropped.items()}),
+        ):
+            if reasons:
+                detail = "; ".join(f"{reason}: {count}" for reason, count in reasons.items())
+                line += f" + {what} {sum(reasons.values())} ({detail})"
+        if account.notes:
+            line += f"; noted: {'; '.join(f'{n}: {c}' for n, c in account.notes.items())}"
+        lines.append(line)
+    return lines
+
+
+def _check_inputs(run: Run) -> None:
+    """What can be known to be missing before anything is loaded."""
+    config = run.config
+    problems = []
+    if not config.actor_model and not run.is_finished("sft"):
+        problems.append(
+            "actor_model must name a model (a folder or hub name); got nothing. Give --actor-model"
+        )
+    if not config.data and not (config.sft_data and config.steps == ("sft",)):
+        problems.append("data must name at least one data set; got nothing. Give --data FILE")
+    is_rewarded = "reward" in config.steps or config.ppo.reward_function or run.reward_source()
+    if "ppo" in config.steps and not is_rewarded:
+        problems.append(
+            "step ppo must have a reward; got none. Add step reward, --reward-model or "
+            "--ppo.reward-function"
+        )
+    if problems:
+        raise ConfigError("; ".join(problems))
+    if "ppo" in config.steps and config.ppo.reward_function:
+        load_reward_function(config.ppo.reward_function)  # a typo must not cost two steps
+
+
+def tokenizer_sources(run: Run) -> tuple[str, str]:
+    """Where the policy's and the reward model's tokenizers are before any step has run."""
+    policy = run.config.actor_model or run.policy_source()
+    return policy, run.config.reward_model or policy

@@ -1,0 +1,301 @@
+"""PPO's two halves: making experience with the engine, and learning from it.
+
+A step is one rollout and its updates. Departures from DeepSpeed-Chat: answers are sampled, EOS is
+a trained token, advantages are whitened, several epochs and minibatches work, every coefficient
+is a knob, and the ratio before the first update is measured and must be 1.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.config.schema import RunConfig
+from tandem.data.loader import BatchOrder
+from tandem.engine.forward import response_logprobs, split_rows
+from tandem.engine.hybrid import RLHFEngine
+from tandem.errors import NumericsError
+from tandem.generate.generator import generate
+from tandem.metrics.timing import Phases
+from tandem.models.summary import flops_per_token
+from tandem.objectives.kl import Estimator, adapted_kl_coef, token_kl
+from tandem.objectives.losses import PolicyLoss, policy_loss, sft_loss, value_loss
+from tandem.objectives.masked import masked_sum
+from tandem.train.experience import make_experience
+from tandem.train.reward_function import RewardFunction
+from tandem.types import Experience, PromptRow, TokenBatch, TokenRow
+
+RATIO_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Mean |log-ratio| that two forwards of one policy may differ by, in nats."""
+
+
+def num_updates(config: RunConfig, num_steps: int) -> int:
+    """Optimizer steps of a run of `num_steps` rollouts, if none stops early."""
+    answers = config.ppo.prompts_per_step * config.sampling.samples_per_prompt
+    return num_steps * config.ppo.epochs * -(-answers // config.ppo.minibatch_size)
+
+
+class PPOTrainer:
+    """Makes experience with an engine and learns from it.
+
+    Its own state between steps is `kl_coef` alone; the rest is the engine's.
+    """
+
+    def __init__(
+        self,
+        engine: RLHFEngine,
+        config: RunConfig,
+        *,
+        reward_function: RewardFunction | None = None,
+        ptx_rows: Sequence[TokenRow] = (),
+        phases: Phases | None = None,
+    ) -> None:
+        """`ptx_rows` are rendered texts for mixture training; `phases` times what is done."""
+        self.engine = engine
+        self.config = config
+        self.reward_function = reward_function
+        self.ptx_rows = ptx_rows
+        self.phases = phases or Phases()
+        self.kl_coef = config.ppo.kl_coef
+
+    def generate_experience(
+        self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
+    ) -> Experience:
+        """Answer the prompts and score the answers.
+
+        Args:
+            step, numbers: with the seed they key the sampling (see `generate`).
+        """
+        engine, config = self.engine, self.config
+        with self.phases("generate") as phase, engine.generating() as actor:
+            rollout = generate(
+                actor,
+                prompts,
+                config.sampling,
+                engine.stops,
+                seed=config.seed,
+                step=step,
+                prompt_numbers=numbers,
+                batch_size=config.generation_batch_size,
+            )
+            phase.samples, phase.tokens = len(rollout), rollout.batch.num_response_tokens
+            num_tokens = int(rollout.batch.attention_mask.sum())
+            length = num_tokens // len(rollout)
+            phase.flops = num_tokens * flops_per_token(engine.actor, length)
+        with self.phases("score") as phase:
+            experience = make_experience(
+                rollout,
+                engine,
+                config.ppo,
+                kl_coef=self.kl_coef,
+                reward_function=self.reward_function,
+            )
+            phase.samples, phase.tokens = len(rollout), num_tokens
+            passes = 2 * flops_per_token(engine.actor, length)
+            passes += 2 * flops_per_token(engine.critic, length)
+            phase.flops = num_tokens * passes
+        return experience
+
+    def train_rlhf(self, experience: Experience, *, step: int) -> dict[str, float]:
+        """Update actor and critic on an experience; returns the step's metrics.
+
+        Raises:
+            NumericsError: the ratio before the first update is not 1, or a gradient not finite.
+        """
+        ppo, engine = self.config.ppo, self.engine
+        trains_actor = step > ppo.critic_warmup_steps
+        actor_log, critic_log = _Means(), _Means()
+        epochs_done, stop = 0, False
+        torch.manual_seed(self.config.seed + step)  # only dropout draws from it
+        with self.phases("train") as phase:
+            engine.train()
+            for epoch in range(ppo.epochs):
+                for number, rows in enumerate(self._minibatches(experience, step, epoch)):
+                    minibatch = experience.select(rows)
+                    first = epoch == 0 and number == 0
+                    if trains_actor:
+                        stop = self._update_actor(minibatch, actor_log, step, epoch, number, first)
+                    self._update_critic(minibatch, critic_log)
+                    phase.samples += len(minibatch)
+                    phase.tokens += int(minibatch.batch.attention_mask.sum())
+                    if stop:
+                        break
+                if stop:
+                    break
+                epochs_done += 1
+            engine.actor.eval()
+            engine.critic.eval()
+            length = int(phase.tokens // max(1, phase.samples))
+            passes = flops_per_token(engine.critic, length, backward=True)
+            if trains_actor:
+                passes += flops_per_token(engine.actor, length, backward=True)
+            phase.flops = passes * phase.tokens
+        self._adapt_kl_coef(experience)
+        return {**actor_log.means(), **critic_log.means(), "epochs_done": float(epochs_done)}
+
+    def _minibatches(self, experience: Experience, step: int, epoch: int) -> Iterator[Tensor]:
+        """Row numbers, shuffled anew each epoch by (seed, step, epoch)."""
+        generator = torch.Generator().manual_seed(
+            (self.config.seed * 1_000_003 + step) * 1_009 + epoch
+        )
+        order = torch.randperm(len(experience), generator=generator).to(self.engine.device)
+        yield from order.split(self.config.ppo.minibatch_size)
+
+    def _update_actor(
+        self, minibatch: Experience, log: _Means, step: int, epoch: int, number: int, first: bool
+    ) -> bool:
+        """One optimizer step of the actor. Returns whether to leave the rollout's updates."""
+        ppo, trainee = self.config.ppo, self.engine.actor_trainee
+        count = minibatch.batch.num_response_tokens
+        learning_rate = trainee.learning_rate
+        totals: defaultdict[str, float] = defaultdict(float)
+        for rows in split_rows(minibatch.batch, self.config.micro_batch_tokens):
+            loss = self._actor_loss(minibatch.select(rows), totals)
+            trainee.backward(loss, count)
+        log.maximum("ratio_max", totals.pop("ratio_max"))
+        means = {name: total / count for name, total in totals.items()}
+        gap, kl = means.pop("gap"), means["policy_kl"]
+        if first:
+            log.add("ratio_gap_before_update", gap)
+            log.add("policy_kl_before_update", kl)
+            self._require_same_policy(gap, minibatch)
+        if self.ptx_rows and ppo.ptx_coef > 0:
+            log.add("ptx_loss", self._add_ptx_gradient(step, epoch, number))
+        for name, value in means.items():
+            log.add(name, value)
+        log.add("actor_grad_norm", trainee.step())
+        log.add("actor_learning_rate", learning_rate)
+        log.count("updates")
+        if self.engine.ema is not None:
+            self.engine.ema.update()
+        return bool(ppo.target_kl > 0 and kl > ppo.target_kl)
+
+    def _actor_loss(self, part: Experience, totals: defaultdict[str, float]) -> Tensor:
+        """The micro-batch's loss as a sum over response tokens, and sums for the metrics."""
+        ppo, mask = self.config.ppo, part.batch.response_mask
+        logprobs, entropy = self.engine.actor_logprobs(
+            part.batch, with_entropy=ppo.entropy_coef > 0
+        )
+        surrogate = policy_loss(
+            logprobs, part.old_logprobs, part.advantages, mask, clip_ratio=ppo.clip_ratio
+        )
+        loss = surrogate.loss
+        if ppo.entropy_coef > 0:
+            loss = loss - ppo.entropy_coef * masked_sum(entropy, mask)
+        if ppo.kl_in == "loss" and self.kl_coef > 0:
+            estimator: Estimator = "k3" if ppo.kl_estimator == "k3" else "k2"
+            kl = masked_sum(token_kl(logprobs, part.ref_logprobs, estimator), mask)
+            loss = loss + self.kl_coef * kl
+            totals["kl_loss"] += float(kl.detach())
+        _add_policy_sums(totals, surrogate)
+        return loss
+
+    def _update_critic(self, minibatch: Experience, log: _Means) -> None:
+        """One optimizer step of the critic."""
+        trainee = self.engine.critic_trainee
+        count = minibatch.batch.num_response_tokens
+        learning_rate = trainee.learning_rate
+        totals: defaultdict[str, float] = defaultdict(float)
+        for rows in split_rows(minibatch.batch, self.config.micro_batch_tokens):
+            part = minibatch.select(rows)
+            loss = value_loss(
+                self.engine.values(part.batch),
+                part.values,
+                part.returns,
+                part.batch.response_mask,
+                value_clip=self.config.ppo.value_clip,
+            )
+            trainee.backward(loss.loss, count)
+            totals["value_loss"] += float(loss.loss.detach())
+            totals["value_clip_fraction"] += float(loss.clipped)
+        for name, total in totals.items():
+            log.add(name, total / count)
+        log.add("critic_grad_norm", trainee.step())
+        log.add("critic_learning_rate", learning_rate)
+
+    def _add_ptx_gradient(self, step: int, epoch: int, number: int) -> float:
+        """Add the gradient of ptx_coef * language-model loss per token; returns that loss."""
+        ppo, trainee = self.config.ppo, self.engine.actor_trainee
+        per_step = num_updates(self.config, 1)
+        update = (step - 1) * per_step + epoch * (per_step // ppo.epochs) + number
+        order = BatchOrder(
+            num_rows=len(self.ptx_rows),
+            batch_size=ppo.ptx_batch_size,
+            seed=self.config.seed,
+            epochs=None,
+            max_steps=update + 1,
+        )
+        _, indices = next(order.from_step(update))
+        rows = [self.ptx_rows[i] for i in indices]
+        count = sum(sum(row.response_mask) for row in rows)
+        batch = TokenBatch.from_rows(rows, self.engine.renderer.pad_token_id)
+        total = 0.0
+        for positions in split_rows(batch, self.config.micro_batch_tokens):
+            part = batch.select(positions).to(self.engine.device)
+            with self.engine.autocast():
+                loss = sft_loss(response_logprobs(self.engine.actor, part)[0], part.response_mask)
+            trainee.backward(ppo.ptx_coef * loss, count)
+            total += float(loss.detach())
+        return total / count
+
+    def _require_same_policy(self, gap: float, minibatch: Experience) -> None:
+        """The policy must not differ from itself before it is updated."""
+        tolerance = self.config.ppo.ratio_tolerance or RATIO_TOLERANCE[self.engine.dtype]
+        if gap <= tolerance:
+            return
+        self.engine.actor_trainee.optimizer.zero_grad(set_to_none=True)
+        cause = (
+            "dropout is on: two forwards of one policy differ. Use --dropout 0"
+            if self.config.dropout > 0 or self.config.lora.dropout > 0
+            else "the training and scoring forwards of this model disagree. Use --dtype fp32, or "
+            "raise ppo.ratio_tolerance if you know why"
+        )
+        raise NumericsError(
+            "the policy ratio before the first update must be 1 (mean |log-ratio| at most "
+            f"{tolerance:g}); got {gap:.3g} over {len(minibatch)} answers: {cause}."
+        )
+
+    def _adapt_kl_coef(self, experience: Experience) -> None:
+        ppo = self.config.ppo
+        if ppo.kl_target > 0:
+            self.kl_coef = adapted_kl_coef(
+                self.kl_coef,
+                experience.metrics["kl"],
+                target=ppo.kl_target,
+                horizon=ppo.kl_horizon,
+                num_answers=len(experience),
+            )
+
+
+class _Means:
+    """Means over a step's updates, largest values, and counts, by metric name."""
+
+    def __init__(self) -> None:
+        self._values: defaultdict[str, list[float]] = defaultdict(list)
+        self._largest: dict[str, float] = {}
+        self._counts: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, name: str, value: float) -> None:
+        self._values[name].append(value)
+
+    def maximum(self, name: str, value: float) -> None:
+        self._largest[name] = max(value, self._largest.get(name, value))
+
+    def count(self, name: str) -> None:
+        self._counts[name] += 1
+
+    def means(self) -> dict[str, float]:
+        means = {name: sum(values) / len(values) for name, values in self._values.items()}
+        return {**means, **self._largest, **self._counts}
+
+
+def _add_policy_sums(totals: defaultdict[str, float], loss: PolicyLoss) -> None:
+    totals["policy_loss"] += float(loss.loss.detach())
+    totals["clip_fraction"] += float(loss.clipped)
+    totals["policy_kl"] += float(loss.kl)
+    totals["ratio_mean"] += float(loss.ratio)
+    totals["gap"] += float(loss.abs_log_ratio)
+    totals["ratio_max"] = max(totals["ratio_max"], float(loss.max_ratio))

@@ -1,0 +1,120 @@
+"""Step 2: the reward model, Bradley-Terry on the score at the last real token (its EOS included).
+
+Afterwards its scores are given a scale: mean 0 and sd 1 on the SFT policy's own answers, so that
+step 3's knobs (KL coefficient, clips) mean the same for every reward model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.config.schema import RunConfig
+from tandem.engine.forward import autocast
+from tandem.engine.hybrid import prepare_for_training, resolve_device, resolve_dtype
+from tandem.engine.scoring import RewardScorer
+from tandem.errors import ModelError
+from tandem.generate.generator import Stops, generate
+from tandem.models.load import load_causal_lm
+from tandem.models.save import save_model
+from tandem.models.scalar import load_scalar_model, sequence_scores, set_normalization
+from tandem.objectives.losses import pairwise_loss
+from tandem.train.evaluate import preference_metrics
+from tandem.train.fit import fit
+from tandem.train.rows import StepRows
+from tandem.train.run import Run
+from tandem.types import PairRow, TokenBatch
+
+
+def train_reward_model(run: Run, rows: StepRows) -> None:
+    """Train step 2 and leave `RUN/reward`, which AutoModelForSequenceClassification opens."""
+    config = run.config
+    device = resolve_device(config.device)
+    model = load_scalar_model(
+        config.reward_model or run.policy_source(),
+        seed=config.seed,
+        dropout=config.dropout,
+        trust_remote_code=config.trust_remote_code,
+    ).to(device)
+    prepare_for_training(model, config, config.seed)
+    scorer = RewardScorer(
+        model,
+        rows.reward_renderer,
+        dtype=resolve_dtype(config.dtype, device),
+        max_tokens=config.micro_batch_tokens,
+    )
+
+    def loss(part: Sequence[PairRow]) -> tuple[Tensor, dict[str, Tensor]]:
+        both = [pair.chosen for pair in part] + [pair.rejected for pair in part]
+        batch = TokenBatch.from_rows(both, rows.reward_renderer.pad_token_id).to(device)
+        chosen, rejected = sequence_scores(model, batch).chunk(2)
+        result = pairwise_loss(chosen, rejected, center_coef=config.reward.center_coef)
+        return result.loss, {
+            "accuracy": result.accuracy,
+            "margin": result.margin,
+            "center_penalty": result.center_penalty,
+            "score_chosen": chosen.sum(),
+            "score_rejected": rejected.sum(),
+        }
+
+    evaluation = fit(
+        run,
+        "reward",
+        model,
+        config.reward,
+        rows.pairs,
+        units=lambda pair: 1,
+        tokens=lambda pair: len(pair.chosen) + len(pair.rejected),
+        sequences_per_row=2,
+        loss=loss,
+        evaluate=lambda: preference_metrics(scorer, rows.heldout_pairs),
+    )
+    evaluation |= normalize(run, scorer, rows)
+    run.finish(
+        "reward",
+        lambda folder: save_model(model, rows.reward_tokenizer, folder),
+        evaluation,
+    )
+
+
+def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float]:
+    """Measure the SFT policy's answers and keep their scores' mean and sd with the model.
+
+    Returns:
+        normalize_mean and normalize_std, raw reward units; nothing when normalization is off.
+    Raises:
+        ModelError: all answers get one score, so that there is no spread to speak in.
+    """
+    config = run.config
+    prompts = rows.prompts[: config.reward.normalize_prompts]
+    if not prompts:
+        return {}
+    policy = _policy(run, config)
+    with torch.no_grad(), autocast(policy.device, scorer.dtype):
+        rollout = generate(
+            policy,
+            prompts,
+            config.sampling,
+            Stops(rows.renderer.stop_token_ids, rows.renderer.pad_token_id, rows.renderer.decode),
+            seed=config.seed,
+            step=0,
+            batch_size=config.generation_batch_size,
+        )
+    raw = scorer.raw(rollout, rows.renderer)
+    mean, std = float(raw.mean()), float(raw.std(correction=0))
+    if len(raw) < 2 or std < 1e-6:
+        raise ModelError(
+            f"the reward model must tell the policy's answers apart; got {len(raw)} scores with "
+            f"sd {std:.2g}. Train it longer, use more prompts, or set reward.normalize_prompts 0."
+        )
+    set_normalization(scorer.model, mean, std)
+    run.say(f"reward: scores of {len(raw)} SFT answers have mean {mean:.3f}, sd {std:.3f}")
+    return {"normalize_mean": mean, "normalize_std": std}
+
+
+def _policy(run: Run, config: RunConfig) -> PreTrainedModel:
+    model = load_causal_lm(run.policy_source(), trust_remote_code=config.trust_remote_code)
+    return model.to(resolve_device(config.device)).eval()

@@ -1,0 +1,217 @@
+"""One run's folder: what is finished, what it was made from, where everything goes.
+
+    RUN/config.yaml command.txt environment.json data.json metrics.jsonl samples.jsonl ...
+    RUN/sft/  reward/  dpo/  ppo/{actor,critic,ema}/      finished steps, Hugging Face folders
+    RUN/checkpoints/STEP/step-N/                          to continue an unfinished step from
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from tandem.checkpoint.folder import MANIFEST, read_facts, write_folder
+from tandem.checkpoint.state import State, load_newest_state, save_state
+from tandem.config.load import config_knobs, dump_config
+from tandem.config.schema import RunConfig
+from tandem.errors import CheckpointError, ConfigError
+from tandem.models.save import save_model
+from tandem.train.rows import StepRows
+
+# What each step's outcome depends on: these knobs and whole sections.
+_SHARED = ("seed", "dtype", "dropout", "dataset", "lora", "data")
+DEPENDS_ON: dict[str, tuple[str, ...]] = {
+    "sft": (*_SHARED, "actor_model", "sft_data", "sft"),
+    "reward": (*_SHARED, "reward_model", "reward", "sampling"),
+    "dpo": (*_SHARED, "dpo"),
+    "ppo": (*_SHARED, "ppo", "sampling"),
+}
+# These change what is measured or shown on the way, never what comes out.
+_HARMLESS = ("eval_every", "eval_prompts")
+
+
+class Run:
+    """The run's folder and configuration."""
+
+    def __init__(self, config: RunConfig, say: Callable[[str], None] = print) -> None:
+        """`say` shows a line to the user."""
+        self.config = config
+        self.say = say
+        self.path = Path(config.output_dir)
+        self._verified: set[str] = set()  # hashing a large model once a run is enough
+
+    def open(self, command: str) -> None:
+        """Make the folder and write down what is about to run.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "config.yaml").write_text(dump_config(self.config), encoding="utf-8")
+            with (self.path / "command.txt").open("a", encoding="utf-8") as file:
+                file.write(command + "\n")
+            self.write_json("environment.json", environment())
+        except OSError as error:
+            raise CheckpointError(
+                f"--output-dir must be a folder that can be written; got {self.path} "
+                f"({error.strerror}). Choose another."
+            ) from None
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write one of the run's JSON files, replacing it whole."""
+        aside = self.path / f".{name}.tmp"
+        aside.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
+        aside.replace(self.path / name)
+
+    def folder(self, step: str) -> Path:
+        """Where a finished step's model is."""
+        return self.path / step
+
+    def is_finished(self, step: str) -> bool:
+        """Whether the step was finished, with the knobs and inputs that it would have now.
+
+        Raises:
+            CheckpointError: it was finished with others, or its folder is damaged.
+        """
+        if not (self.folder(step) / MANIFEST).exists():
+            return False
+        facts = read_facts(self.folder(step), verify=step not in self._verified)
+        self._verified.add(step)
+        self._require_same(step, self.folder(step), facts["made_from"])
+        return True
+
+    def finish(self, step: str, fill: Callable[[Path], None], facts: Mapping[str, Any]) -> None:
+        """Write the step's outcome, whole or not at all, and drop its checkpoints."""
+        made_from = self.made_from(step)
+        write_folder(self.folder(step), fill, {**facts, "made_from": made_from})
+        shutil.rmtree(self._checkpoints(step), ignore_errors=True)
+
+    def save(self, step: str, state: State) -> None:
+        """Keep a checkpoint of an unfinished step."""
+        numbers = {**state.numbers, "made_from": self.made_from(step)}
+        state = State(state.step, state.tensors, numbers)
+        save_state(self._checkpoints(step), state, keep=self.config.keep_checkpoints)
+
+    def load(self, step: str) -> State | None:
+        """The newest whole checkpoint of an unfinished step.
+
+        Raises:
+            CheckpointError: it was made with other knobs or inputs.
+        """
+        state, notes = load_newest_state(self._checkpoints(step))
+        for note in notes:
+            self.say(note)
+        if state is not None:
+            self._require_same(step, self._checkpoints(step), state.numbers["made_from"])
+            self.say(f"{step}: continuing after step {state.step} (checkpoint verified)")
+        return state
+
+    def policy_source(self) -> str:
+        """The model that steps 2 and 3 start from: step 1's if it is finished, else the given.
+
+        Raises:
+            ConfigError: there is neither.
+        """
+        if self.is_finished("sft"):
+            return str(self.folder("sft"))
+        if not self.config.actor_model:
+            raise ConfigError(
+                f"--actor-model must name a model, for {self.path} has no finished sft step; "
+                "got nothing. Give a folder or a hub name."
+            )
+        return self.config.actor_model
+
+    def reward_source(self) -> str | None:
+        """The reward model for step 3: step 2's if it is finished, else the given, else None."""
+        if self.is_finished("reward"):
+            return str(self.folder("reward"))
+        return self.config.reward_model or None
+
+    def made_from(self, step: str) -> dict[str, Any]:
+        """What the step's outcome depends on: knobs by dotted name, and earlier steps' digests."""
+        knobs = {
+            name: _json_value(_knob_value(self.config, name))
+            for name, _ in config_knobs()
+            if name.split(".")[0] in DEPENDS_ON[step] and name.split(".")[-1] not in _HARMLESS
+        }
+        earlier = {"sft": (), "reward": ("sft",), "dpo": ("sft",), "ppo": ("sft", "reward")}[step]
+        for name in earlier:
+            manifest = self.folder(name) / MANIFEST
+            if manifest.exists():
+                weights = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+                knobs[f"the {name} step"] = {
+                    path: facts["sha256"]
+                    for path, facts in weights.items()
+                    if path.endswith(".safetensors")
+                }
+            elif name == "sft":
+                knobs["actor_model"] = self.config.actor_model
+            else:
+                knobs["reward_model"] = self.config.reward_model
+        return knobs
+
+    def _checkpoints(self, step: str) -> Path:
+        return self.path / "checkpoints" / step
+
+    def _require_same(self, step: str, where: Path, before: Mapping[str, Any]) -> None:
+        now = self.made_from(step)
+        changed = [
+            f"{name} {_short(before.get(name))} -> {_short(now.get(name))}"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
+        ]
+        if changed:
+            raise CheckpointError(
+                f"{where} must be made with the same knobs to continue; changed: "
+                f"{', '.join(changed)}. Change them back, use another --output-dir, or remove it."
+            )
+
+
+def save_policy(model: PreTrainedModel, rows: StepRows, folder: Path) -> None:
+    """Save a policy so that anyone's `generate` stops where it was taught to stop, with the chat
+    template that it was taught."""
+    tokenizer = rows.tokenizer
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = rows.renderer.chat_template
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = list(rows.renderer.stop_token_ids)
+        model.generation_config.pad_token_id = rows.renderer.pad_token_id
+    save_model(model, tokenizer, folder)
+
+
+def environment() -> dict[str, str]:
+    """Versions and hardware, for the report and for bug reports."""
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "system": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "gpu": gpu,
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def _knob_value(config: RunConfig, dotted: str) -> Any:
+    value: Any = config
+    for part in dotted.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _json_value(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _short(value: Any) -> str:
+    return "(another model)" if isinstance(value, dict) else json.dumps(value)

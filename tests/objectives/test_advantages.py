@@ -1,0 +1,82 @@
+"""GAE against a hand-worked table, a slow loop from the definition, and limits of lambda."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tandem.errors import ShapeError
+from tandem.objectives.advantages import generalized_advantages
+
+
+def test_hand_worked_table() -> None:
+    # prompt, then three response tokens; gamma = 0.5, lam = 0.5
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 4.0]])
+    values = torch.tensor([[9.0, 1.0, 2.0, 3.0]])
+    mask = torch.tensor([[False, True, True, True]])
+    # delta_3 = 4 - 3 = 1; delta_2 = 0 + 1.5 - 2 = -0.5; delta_1 = 0 + 1 - 1 = 0
+    # A_3 = 1; A_2 = -0.5 + 0.25 = -0.25; A_1 = 0 - 0.0625
+    advantages, returns = generalized_advantages(rewards, values, mask, gamma=0.5, lam=0.5)
+    assert advantages.tolist() == [[0.0, -0.0625, -0.25, 1.0]]
+    assert returns.tolist() == [[0.0, 0.9375, 1.75, 4.0]]
+
+
+def slow_advantages(
+    rewards: list[float], values: list[float], gamma: float, lam: float
+) -> list[float]:
+    """A_t = sum over l of (gamma lam)^l delta_{t+l}, straight from the definition."""
+    n = len(rewards)
+    next_values = [*values[1:], 0.0]
+    deltas = [rewards[t] + gamma * next_values[t] - values[t] for t in range(n)]
+    return [
+        sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, n)) for t in range(n)
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**31), st.floats(0, 1), st.floats(0, 1))
+def test_equals_the_definition_for_any_mask(seed: int, gamma: float, lam: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(3, 7, generator=generator)
+    values = torch.randn(3, 7, generator=generator)
+    mask = torch.rand(3, 7, generator=generator) < 0.6
+    advantages, returns = generalized_advantages(rewards, values, mask, gamma=gamma, lam=lam)
+    for i in range(3):
+        chosen = mask[i]
+        expected = slow_advantages(
+            rewards[i][chosen].tolist(), values[i][chosen].tolist(), gamma, lam
+        )
+        torch.testing.assert_close(
+            advantages[i][chosen], torch.tensor(expected), atol=1e-5, rtol=1e-5
+        )
+    assert not advantages[~mask].any()
+    assert not returns[~mask].any()
+    torch.testing.assert_close(returns[mask], (advantages + values)[mask])
+
+
+def test_lambda_1_is_the_return_minus_the_value() -> None:
+    rewards, values = torch.randn(2, 5), torch.randn(2, 5)
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    advantages, returns = generalized_advantages(rewards, values, mask, gamma=1.0, lam=1.0)
+    to_go = rewards.flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(advantages, to_go - values)
+    torch.testing.assert_close(returns, to_go)
+
+
+def test_what_stands_off_the_response_changes_nothing() -> None:
+    mask = torch.tensor([[False, True, True, False]])
+    rewards, values = torch.randn(1, 4), torch.randn(1, 4)
+    before = generalized_advantages(rewards, values, mask, gamma=0.9, lam=0.9)
+    noise: Tensor = torch.where(mask, 0.0, 100.0)
+    after = generalized_advantages(rewards, values + noise, mask, gamma=0.9, lam=0.9)
+    torch.testing.assert_close(before, after)
+
+
+def test_refuses_shapes_that_disagree() -> None:
+    with pytest.raises(ShapeError, match=r"must share one shape; got rewards \(1, 2\)"):
+        generalized_advantages(
+            torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(1, 2).bool(), gamma=1, lam=1
+        )

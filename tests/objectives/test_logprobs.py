@@ -1,0 +1,106 @@
+"""Log-probs against a slow loop over positions and torch's own distributions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.errors import ShapeError
+from tandem.objectives.logprobs import (
+    align_to_tokens,
+    predictors,
+    scatter_to_tokens,
+    token_logprobs,
+)
+
+
+def test_align_moves_each_output_to_the_token_it_speaks_of() -> None:
+    outputs = torch.tensor([[10.0, 20.0, 30.0]])
+    assert align_to_tokens(outputs).tolist() == [[0.0, 10.0, 20.0]]
+
+
+def test_predictors_are_the_states_before_each_selected_token() -> None:
+    hidden = torch.arange(2 * 4 * 3).float().view(2, 4, 3)
+    token_ids = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
+    mask = torch.tensor([[False, False, True, True], [False, True, False, False]])
+    states, targets = predictors(hidden, token_ids, mask)
+    assert targets.tolist() == [7, 8, 2]
+    assert torch.equal(states, torch.stack([hidden[0, 1], hidden[0, 2], hidden[1, 0]]))
+
+
+def test_predictors_refuse_a_mask_at_index_0() -> None:
+    with pytest.raises(ShapeError, match="index 0; nothing precedes it"):
+        predictors(torch.zeros(1, 2, 3), torch.zeros(1, 2).long(), torch.ones(1, 2).bool())
+
+
+def test_predictors_refuse_shapes_that_disagree() -> None:
+    with pytest.raises(ShapeError, match="must agree; got"):
+        predictors(torch.zeros(1, 3, 3), torch.zeros(1, 2).long(), torch.zeros(1, 2).bool())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_elements", [10**9, 30])
+def test_logprobs_and_entropy_equal_a_slow_loop(temperature: float, chunk_elements: int) -> None:
+    vocabulary, width = 11, 6
+    head = torch.randn(vocabulary, width, requires_grad=True)
+    hidden = torch.randn(9, width, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (9,))
+    logprobs, entropy = token_logprobs(
+        lambda rows: rows @ head.T,
+        hidden,
+        targets,
+        vocabulary=vocabulary,
+        temperature=temperature,
+        with_entropy=True,
+        chunk_elements=chunk_elements,
+    )
+    for i in range(9):
+        logits = (head @ hidden[i]) / temperature
+        distribution = torch.distributions.Categorical(logits=logits)
+        assert logprobs[i].item() == pytest.approx(
+            distribution.log_prob(targets[i]).item(), abs=1e-5
+        )
+        assert entropy[i].item() == pytest.approx(distribution.entropy().item(), abs=1e-5)
+
+
+def test_chunks_give_the_same_gradient_as_the_whole() -> None:
+    torch.manual_seed(1)
+    targets = torch.randint(0, 13, (10,))
+    values, gradients = [], []
+    weights = torch.randn(10)
+    start = torch.randn(10, 4)
+    head_start = torch.randn(13, 4)
+    for chunk_elements in (10**9, 40):
+        hidden = start.clone().requires_grad_()
+        head = head_start.clone().requires_grad_()
+        logprobs, entropy = token_logprobs(
+            lambda rows, head=head: rows @ head.T,
+            hidden,
+            targets,
+            vocabulary=13,
+            with_entropy=True,
+            chunk_elements=chunk_elements,
+        )
+        (logprobs * weights - 0.3 * entropy).sum().backward()
+        values.append(logprobs.detach())
+        gradients.append((hidden.grad, head.grad))
+    torch.testing.assert_close(values[0], values[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_entropy_survives_tokens_that_cannot_occur() -> None:
+    logits = torch.tensor([[0.0, 0.0, -torch.inf]])
+    _, entropy = token_logprobs(
+        lambda rows: rows, logits, torch.tensor([0]), vocabulary=3, with_entropy=True
+    )
+    assert entropy.item() == pytest.approx(torch.tensor(2.0).log().item())
+
+
+def test_scatter_puts_values_back_and_keeps_gradient() -> None:
+    mask = torch.tensor([[False, True, True], [False, False, True]])
+    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    placed = scatter_to_tokens(values, mask)
+    assert placed.tolist() == [[0.0, 1.0, 2.0], [0.0, 0.0, 3.0]]
+    (placed * torch.tensor([[9.0, 2.0, 3.0], [9.0, 9.0, 5.0]])).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [2.0, 3.0, 5.0]
