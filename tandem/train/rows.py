@@ -72,7 +72,7 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
     ptx = Dataset()
     if "ppo" in steps and config.ppo.ptx_data:
         text = load_text(
-            config.dataset, config.ppo.ptx_data, seed=config.seed, ledger=data.ledger
+            config.ppo.ptx_data, config.dataset, seed=config.seed, ledger=data.ledger
         )
         ptx = Dataset(sft=text.train, heldout=text.heldout)
     wants_pairs = steps & {"reward", "dpo"}

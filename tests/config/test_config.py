@@ -1,0 +1,175 @@
+"""Knobs in and out of YAML and flags; every complaint, all at once, with the nearest name."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.config.flags import SHORT_NAMES, help_page, knob_docs, knob_types, parse_run_flags
+from tandem.config.load import (
+    build_config,
+    changed_knobs,
+    check_config,
+    config_knobs,
+    dump_config,
+    load_config,
+)
+from tandem.config.schema import RunConfig
+from tandem.errors import ConfigError
+
+
+def test_the_defaults_are_valid() -> None:
+    check_config(RunConfig())
+
+
+def test_a_saved_configuration_comes_back_equal(tmp_path: Path) -> None:
+    config = parse_run_flags(
+        "--data a.jsonl b.csv:0.5 --ema --ppo.actor.learning-rate 3e-6 --data-split 1,1,2".split(),
+        "train",
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
+    assert config.ppo.actor.learning_rate == 3e-6
+    assert config.dataset.split == (1, 1, 2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(1e-9, 1e3), st.integers(1, 10**6), st.booleans(), st.text(max_size=20))
+def test_any_value_survives_yaml(tmp_path_factory: pytest.TempPathFactory, rate: float, n: int,
+                                 flag: bool, text: str) -> None:  # fmt: skip
+    config = RunConfig(actor_model=text)
+    config = replace(
+        config,
+        sft=replace(config.sft, learning_rate=rate, batch_size=n),
+        ppo=replace(config.ppo, ema=flag),
+    )
+    file = tmp_path_factory.mktemp("yaml") / "c.yaml"
+    file.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(file) == config
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: 1\nppo:\n  kl_coef: 1e-2\n  steps: 7\n")
+    config = parse_run_flags(["--config", str(file), "--ppo_steps", "9", "--seed=2"], "train")
+    assert (config.seed, config.ppo.kl_coef, config.ppo.steps) == (2, 0.01, 9)
+
+
+def test_all_problems_of_a_file_are_named_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("sead: 1\nppo:\n  kl_coeff: 0.1\n  steps: many\n  ema: 1\nsft: 3\ndtype: fp61\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config(file)
+    message = str(raised.value)
+    for part in (
+        "sead is not a knob. Did you mean seed?",
+        "ppo.kl_coeff is not a knob. Did you mean ppo.kl_coef?",
+        "ppo.steps must be a whole number; got 'many'",
+        "ppo.ema must be true or false; got 1",
+        "sft must be a mapping of knobs; got 3",
+        "dtype must be one of auto, fp32, bf16",
+    ):
+        assert part in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("a: [", "line 1"), ("\x00", "must be YAML")],
+)
+def test_a_file_that_is_no_yaml(tmp_path: Path, text: str, part: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=part):
+        load_config(file)
+
+
+def test_a_missing_file() -> None:
+    with pytest.raises(ConfigError, match=r"--config must be a readable YAML file; got nowhere\.y"):
+        parse_run_flags(["--config", "nowhere.yaml"], "train")
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--ppo.kl-coff 3", "--ppo.kl-coff is not a flag of tandem train. Did you mean --ppo.kl-coe"),
+        ("stray", "'stray' belongs to no flag"),
+        ("--seed", "expected one argument"),
+        ("--steps sft rewrd", "did you mean reward?"),
+        ("--ppo-steps 1.5", "ppo.steps must be a whole number; got '1.5'"),
+    ],
+)
+def test_wrong_flags_get_one_line(flags: str, part: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_run_flags(flags.split(), "train")
+    assert part in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"ppo": {"kl_coef": -1.0}}, "ppo.kl_coef must be >= 0; got -1.0"),
+        ({"ppo": {"gamma": 1.5}}, "ppo.gamma must be >= 0 and <= 1; got 1.5"),
+        ({"steps": []}, "steps must name at least one step"),
+        ({"steps": ["sft", "sft"]}, "steps must name each step once"),
+        ({"dataset": {"split": [1, 2]}}, "dataset.split must be three shares"),
+        ({"dataset": {"split": [0, 0, 0]}}, "dataset.split must have a share above 0"),
+        ({"sft": {"betas": [0.9, 1.0]}}, "betas must be within [0, 1)"),
+        ({"ppo": {"kl_target": 6.0, "kl_coef": 0.0}}, "ppo.kl_coef must be > 0 when"),
+        ({"ppo": {"kl_in": "loss", "kl_estimator": "k1"}}, "ppo.kl_estimator must be k2 or k3"),
+        ({"ppo": {"minibatch_size": 999}}, "ppo.minibatch_size must be at most"),
+        ({"sampling": {"min_new_tokens": 999}}, "sampling.min_new_tokens must be at most"),
+        ({"ppo": {"reward_model_weight": 0.0}}, "ppo.reward_model_weight must be > 0 without"),
+    ],
+)
+def test_rules_and_ranges(change: dict[str, object], part: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_config(build_config(change, where=""))
+    assert part in str(raised.value)
+
+
+def test_several_problems_are_one_message() -> None:
+    config = build_config({"seed": -1, "ppo": {"lam": 2.0}}, where="")
+    with pytest.raises(ConfigError, match=r"seed must be >= 0; got -1; ppo.lam must be >= 0"):
+        check_config(config)
+
+
+def test_changed_knobs_names_what_differs() -> None:
+    config = build_config({"seed": 1, "ppo": {"ema": True}}, where="")
+    assert changed_knobs(config, RunConfig()) == {"seed": (1, 1234), "ppo.ema": (True, False)}
+
+
+def test_every_knob_is_documented_and_frozen() -> None:
+    """A nested dataclass field is a section; every other is a knob with a sentence below it."""
+    docs = knob_docs()
+    for name, knob in config_knobs():
+        assert len(docs[name].split()) >= 4, name
+        assert isinstance(knob, dataclasses.Field)
+    assert set(SHORT_NAMES) <= set(knob_types())
+
+
+def test_help_names_common_knobs_and_all_of_them() -> None:
+    page = help_page("train", "Summary.", everything=False)
+    assert "--data-split" in page
+    assert "--ppo.lam" not in page
+    assert page.count("\n  --") <= 30
+    everything = help_page("train", "Summary.", everything=True)
+    assert all(f"--{name.replace('_', '-')} " in everything for name in knob_types())
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys, tandem.cli; tandem.cli.main(['train', '--help']);"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0

@@ -1,0 +1,87 @@
+"""Tiny models on disk for tests: a Llama, a tokenizer with a chat template, some preferences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from tandem.config.schema import RunConfig
+from tandem.data.embedded.generator import rows
+from tandem.data.embedded.tokenizer import build_tokenizer
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerBase:
+    """The embedded data set's tokenizer: a few hundred tokens, its own control tokens."""
+    return build_tokenizer()
+
+
+def tiny_llama(vocabulary: int, *, seed: int = 0, width: int = 32) -> LlamaForCausalLM:
+    """Two layers, four heads, two key and value heads; float32, eval mode."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def save_tiny_model(folder: Path, *, seed: int = 0) -> str:
+    """A model folder that from_pretrained opens; returns its path."""
+    tokenizer = tiny_tokenizer()
+    model = tiny_llama(len(tokenizer), seed=seed)
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def write_preferences(path: Path, num: int = 120, seed: int = 3) -> str:
+    """A JSONL file of prompt, chosen, rejected rows; returns its path."""
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows(num, seed):
+            file.write(json.dumps(row) + "\n")
+    return str(path)
+
+
+def tiny_config(folder: Path, model: str, data: str, **changes: object) -> RunConfig:
+    """A run of a few seconds over all three steps."""
+    from tandem.config.load import build_config
+
+    values: dict[str, object] = {
+        "actor_model": model,
+        "data": [data],
+        "output_dir": str(folder),
+        "save_every": 2,
+        "dataset": {"heldout": 0.1, "max_tokens": 128, "max_prompt_tokens": 96},
+        "sft": {"max_steps": 3, "epochs": 10, "batch_size": 8, "learning_rate": 1e-3},
+        "reward": {"max_steps": 3, "epochs": 10, "batch_size": 8, "normalize_prompts": 16},
+        "dpo": {"max_steps": 3, "epochs": 10, "batch_size": 8},
+        "ppo": {
+            "steps": 3,
+            "prompts_per_step": 8,
+            "minibatch_size": 4,
+            "eval_prompts": 8,
+            "actor": {"learning_rate": 1e-3},
+        },
+        "sampling": {"max_new_tokens": 12},
+        "log": {"tensorboard": False},
+    }
+    for name, value in changes.items():
+        section, _, knob = name.partition("__")
+        if knob:
+            inner = values.setdefault(section, {})
+            assert isinstance(inner, dict)
+            inner[knob] = value
+        else:
+            values[section] = value
+    return build_config(values, where="test: ")

@@ -1,0 +1,223 @@
+"""Whole runs of a tiny model: what is left behind, what continues, what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from tandem.config.load import load_config
+from tandem.config.schema import RunConfig
+from tandem.errors import CheckpointError, ConfigError, DataError
+from tandem.metrics.log import MetricLog, read_metrics
+from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.train.pipeline import train
+from tests.tiny import tiny_config
+
+
+def quiet(config: RunConfig, lines: list[str] | None = None) -> Path:
+    say = (lines if lines is not None else []).append
+    return train(config, command="tandem train", say=say).path
+
+
+@pytest.fixture(scope="module")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: str, preferences: str
+) -> tuple[Path, RunConfig]:
+    """A run of all three steps with EMA and mixture training."""
+    folder = tmp_path_factory.mktemp("run") / "first"
+    config = tiny_config(
+        folder, tiny_model, preferences, ppo__ema=True, ppo__ptx_data=[preferences]
+    )
+    return quiet(config), config
+
+
+def test_every_model_is_a_folder_that_hugging_face_opens(
+    finished: tuple[Path, RunConfig],
+) -> None:
+    run, _ = finished
+    for name in ("sft", "ppo/actor", "ppo/ema"):
+        model = AutoModelForCausalLM.from_pretrained(run / name)
+        tokenizer = AutoTokenizer.from_pretrained(run / name)
+        assert tokenizer.chat_template
+        assert tokenizer.eos_token_id in model.generation_config.eos_token_id
+    for name in ("reward", "ppo/critic"):
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            run / name, output_loading_info=True
+        )
+        assert not info["missing_keys"]
+        assert model.config.num_labels == 1
+    assert AutoModelForSequenceClassification.from_pretrained(run / "reward").config.score_std > 0
+
+
+def test_a_run_writes_down_everything(finished: tuple[Path, RunConfig]) -> None:
+    run, config = finished
+    assert load_config(run / "config.yaml") == config
+    records = read_metrics(run)
+    assert [(r.stage, r.step) for r in records] == [
+        (stage, step) for stage in ("sft", "reward", "ppo") for step in range(4)
+    ]
+    ppo = records[-1].values
+    for name in (
+        "reward", "kl", "entropy", "clip_fraction", "explained_variance", "response_tokens",
+        "eos_rate", "ratio_gap_before_update", "actor_grad_norm", "critic_grad_norm",
+        "policy_loss", "value_loss", "ptx_loss", "heldout_reward", "heldout_reward_ema",
+        "heldout_ptx_perplexity", "seconds/generate", "seconds/score", "seconds/train",
+        "tokens_per_second/generate", "samples_per_second/train", "tflops/train",
+        "peak_memory_bytes/train",
+    ):  # fmt: skip
+        assert name in ppo, name
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert set(evaluation["models"]) == {"base", "sft", "ppo", "ema", "reward model"}
+    assert set(evaluation["answers"][0]["answers"]) == {"base", "sft", "ppo", "ema"}
+    assert "</html>" in (run / "report.html").read_text()
+    ledger = json.loads((run / "data.json").read_text())["datasets"][0]
+    assert ledger["rows"] == 120
+
+
+def test_the_same_command_again_repeats_nothing(finished: tuple[Path, RunConfig]) -> None:
+    run, config = finished
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*.safetensors")}
+    lines: list[str] = []
+    quiet(config, lines)
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*.safetensors")} == before
+    assert [line for line in lines if "finished before" in line] == [
+        f"{step}: finished before, in {run / step}" for step in ("sft", "reward", "ppo")
+    ]
+
+
+def test_a_finished_step_is_not_taken_for_one_of_other_knobs(
+    finished: tuple[Path, RunConfig],
+) -> None:
+    run, config = finished
+    other = replace(config, sft=replace(config.sft, learning_rate=5e-4))
+    with pytest.raises(CheckpointError, match=r"changed: sft.learning_rate 0.001 -> 0.0005"):
+        quiet(other)
+    shown = replace(config, ppo=replace(config.ppo, eval_every=2))
+    quiet(shown)  # what is only shown may change
+    assert (run / "ppo").is_dir()
+
+
+class Stop(Exception):
+    """Stands for a kill."""
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, stage: str, step: int) -> None:
+    log = MetricLog.log
+
+    def stopping(self: MetricLog, at: int, values: dict[str, float]) -> object:
+        if self._stage == stage and at == step:
+            raise Stop
+        return log(self, at, values)
+
+    monkeypatch.setattr(MetricLog, "log", stopping)
+
+
+@pytest.mark.parametrize(("stage", "step"), [("sft", 3), ("reward", 3), ("ppo", 3), ("ppo", 1)])
+def test_a_stopped_run_continues_to_the_same_bits(
+    finished: tuple[Path, RunConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    step: int,
+) -> None:
+    whole, config = finished
+    config = replace(config, output_dir=str(tmp_path / "run"))
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        stop_at(patch, stage, step)
+        quiet(config)
+    lines: list[str] = []
+    run = quiet(config, lines)
+    if step == 3:
+        assert f"{stage}: continuing after step 2 (checkpoint verified)" in lines
+    for name in ("sft", "reward", "ppo/actor", "ppo/critic", "ppo/ema"):
+        ours = load_file(run / name / "model.safetensors")
+        theirs = load_file(whole / name / "model.safetensors")
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs), name
+    assert [(r.stage, r.step) for r in read_metrics(run)] == [
+        (r.stage, r.step) for r in read_metrics(whole)
+    ]
+
+
+def test_two_runs_with_one_seed_are_one_and_another_seed_is_another(
+    finished: tuple[Path, RunConfig], tmp_path: Path
+) -> None:
+    whole, config = finished
+    other = quiet(replace(config, output_dir=str(tmp_path / "b"), seed=99))
+    key = "model.embed_tokens.weight"
+    first = load_file(whole / "ppo/actor/model.safetensors")[key]
+    assert not torch.equal(first, load_file(other / "ppo/actor/model.safetensors")[key])
+
+
+def test_lora_through_all_steps_with_gradient_checkpointing(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, lora__rank=4, gradient_checkpointing=True,
+        ppo__ema=True,
+    )  # fmt: skip
+    run = quiet(config)
+    for name in ("sft", "ppo/actor", "ppo/ema"):
+        assert (run / name / "adapter" / "adapter_model.safetensors").exists()
+        merged = AutoModelForCausalLM.from_pretrained(run / name)
+        adapted = load_causal_lm(run / name / "adapter")
+        ids = torch.randint(5, 50, (1, 9))
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_dpo_in_place_of_steps_two_and_three(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["sft", "dpo"])
+    run = quiet(config)
+    first = read_metrics(run)[5].values  # dpo, step 1
+    assert first["loss"] == pytest.approx(0.6931, abs=1e-3)  # the policy is the reference: log 2
+    assert (run / "dpo" / "model.safetensors").exists()
+
+
+def test_a_reward_function_alone_needs_no_reward_model(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def short(prompts, completions, **columns):\n"
+                       "    return [-len(c) / 10 if c else None for c in completions]\n")  # fmt: skip
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, steps=["ppo"],
+        ppo__reward_function=f"{rewards}:short",
+    )  # fmt: skip
+    run = quiet(config)
+    values = read_metrics(run)[-1].values
+    assert values["heldout_reward"] < 0
+    assert "reward_raw" not in values
+
+
+def test_reward_model_with_another_tokenizer_is_scored_through_text(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    other = tmp_path / "other"
+    tokenizer = load_tokenizer(tiny_model)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|user|>", "<|user|>Q: ")
+    load_causal_lm(tiny_model).save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, reward_model=str(other))
+    run = quiet(config)
+    assert read_metrics(run)[-1].values["heldout_reward"] != 0
+
+
+def test_what_is_missing_is_said_at_once(tmp_path: Path, tiny_model: str, preferences: str) -> None:
+    config = tiny_config(tmp_path / "run", "", preferences)
+    with pytest.raises(ConfigError, match="actor_model must name a model"):
+        quiet(replace(config, data=()))
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["ppo"])
+    with pytest.raises(ConfigError, match="step ppo must have a reward"):
+        quiet(config)
+    assert not (tmp_path / "run").exists()
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "hi", "chosen": 3, "rejected": "x"}\n')
+    with pytest.raises(DataError, match=r"bad.jsonl:1"):
+        quiet(replace(config, data=(str(bad),), steps=("sft",)))
