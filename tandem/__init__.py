@@ -1,1 +1,66 @@
-"""Tandem: from a pretrained language model to an assistant with human feedback."""
+"""Tandem: from a pretrained language model to an assistant with human feedback.
+
+The names below are the library's surface; each is imported when first used, so that `import
+tandem` and the command's help do not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tandem.config.load import load_config
+    from tandem.config.schema import RunConfig, SamplingConfig
+    from tandem.data.render import Renderer
+    from tandem.engine.hybrid import RLHFEngine
+    from tandem.errors import TandemError
+    from tandem.generate.generator import generate
+    from tandem.models.save import save_model
+    from tandem.train.pipeline import train
+    from tandem.train.ppo_trainer import PPOTrainer
+    from tandem.types import Experience, Message, PromptRow, Rollout
+
+_HOMES = {
+    "Experience": "tandem.types",
+    "Message": "tandem.types",
+    "PPOTrainer": "tandem.train.ppo_trainer",
+    "PromptRow": "tandem.types",
+    "RLHFEngine": "tandem.engine.hybrid",
+    "Renderer": "tandem.data.render",
+    "Rollout": "tandem.types",
+    "RunConfig": "tandem.config.schema",
+    "SamplingConfig": "tandem.config.schema",
+    "TandemError": "tandem.errors",
+    "generate": "tandem.generate.generator",
+    "load_config": "tandem.config.load",
+    "save_model": "tandem.models.save",
+    "train": "tandem.train.pipeline",
+}
+
+__all__ = [
+    "Experience",
+    "Message",
+    "PPOTrainer",
+    "PromptRow",
+    "RLHFEngine",
+    "Renderer",
+    "Rollout",
+    "RunConfig",
+    "SamplingConfig",
+    "TandemError",
+    "generate",
+    "load_config",
+    "save_model",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tandem' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -183,8 +183,13 @@ def _range_problems(config: Any, prefix: str) -> typing.Iterator[str]:
             "lt": lambda v, b: v < b,
         }
         if any(not holds[name](value, bound) for name, bound in bounds.items()):
-            rule = " and ".join(f"{_SYMBOLS[name]} {bound:g}" for name, bound in bounds.items())
-            yield f"{prefix}{f.name} must be {rule}; got {value!r}"
+            yield f"{prefix}{f.name} must be {bounds_text(f)}; got {value!r}"
+
+
+def bounds_text(knob: dataclasses.Field[Any]) -> str:
+    """A knob's range in words, such as ">= 0 and < 1"; empty if it has none."""
+    bounds: dict[str, float] = knob.metadata.get("bounds", {})
+    return " and ".join(f"{_SYMBOLS[name]} {bound:g}" for name, bound in bounds.items())
 
 
 def _rule_problems(config: RunConfig) -> typing.Iterator[str]:

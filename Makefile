@@ -1,0 +1,42 @@
+# Two commands on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: demo test test-slow lint types docs bench clean
+
+demo: $(STAMP)  ## all three steps on the built-in data set, then a chat sample and a report
+	$(BIN)/tandem demo
+
+test: $(STAMP) lint types  ## lint, type-check, test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test-slow: $(STAMP)  ## the longer batteries
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+docs: $(STAMP)  ## write docs/config.md and docs/metrics.md from the code
+	$(BIN)/python -m tandem.config.reference > docs/config.md
+	$(BIN)/python -m tandem.metrics.reference > docs/metrics.md
+
+bench: $(STAMP)
+	$(BIN)/python bench/step3.py
+
+# torch comes first and alone, at its pinned version: pip must not pick another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) runs

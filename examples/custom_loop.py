@@ -1,0 +1,34 @@
+"""RLHF with a loop of your own: an engine, a trainer, a reward that is plain Python.
+
+    python examples/custom_loop.py MODEL_FOLDER [NUM_STEPS]
+"""
+
+import sys
+
+from tandem import Message, PPOTrainer, RLHFEngine, RunConfig, save_model
+
+
+def brevity(prompts, completions, **columns):
+    """Short answers are good answers."""
+    return [-len(text) / 100 for text in completions]
+
+
+def main(model: str, num_steps: int = 20, output: str = "runs/custom") -> list[float]:
+    """Train MODEL to be brief; returns the mean reward of every step."""
+    config = RunConfig(actor_model=model)
+    engine = RLHFEngine(actor=model, config=config, num_updates=4 * num_steps)
+    trainer = PPOTrainer(engine, config, reward_function=brevity)
+    questions = ["What is rain?", "Who are you?", "Name a colour.", "Is a cat an animal?"] * 8
+    prompts = [engine.renderer.prompt([Message("user", text)]) for text in questions]
+    rewards = []
+    for step in range(1, num_steps + 1):
+        experience = trainer.generate_experience(prompts, step=step)
+        metrics = trainer.train_rlhf(experience, step=step)
+        rewards.append(experience.metrics["reward"])
+        print(f"{step}: reward {rewards[-1]:.3f}, policy loss {metrics['policy_loss']:.4f}")
+    save_model(engine.actor, engine.tokenizer, output)
+    return rewards
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:3]))
