@@ -12,6 +12,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from tandem.config.flags import help_page, parse_run_flags
 from tandem.config.load import check_config
@@ -195,21 +196,17 @@ def _data(args: list[str]) -> int:
         options.data,
         options.sft_data,
         seed=options.seed,
-        tokenizer_path=options.tokenizer or None,
+        tokenizer_path=options.tokenizer,
         rows=options.rows,
     )
 
 
 def _parser(command: str, summary: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"tandem {command}", description=summary, allow_abbrev=False
-    )
-    parser.error = _refuse(parser)  # type: ignore[method-assign]
-    return parser
+    return _Parser(prog=f"tandem {command}", description=summary, allow_abbrev=False)
 
 
-def _refuse(parser: argparse.ArgumentParser) -> Callable[[str], None]:  # type: ignore[type-arg]
-    def refuse(message: str) -> None:
-        raise ConfigError(f"{parser.prog}: {message}. See {parser.prog} --help.")
+class _Parser(argparse.ArgumentParser):
+    """argparse that says what is wrong in one line and leaves the exit to `main`."""
 
-    return refuse
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")

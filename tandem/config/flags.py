@@ -225,4 +225,3 @@ def _value_word(name: str) -> str:
     if typing.get_origin(hint) is tuple:
         return "A B ..."
     return {int: "N", float: "X", str: "TEXT"}[hint]
-

@@ -31,8 +31,7 @@ def load_config(path: str | Path) -> RunConfig:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"--config must be a readable YAML file; got {path} ({error.strerror}). "
-            "Check the path."
+            f"--config must be a readable YAML file; got {path} ({error.strerror}). Check the path."
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         where = getattr(error, "problem_mark", None)

@@ -287,7 +287,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = knob("auto", common=True)
     """Where to run; auto takes a GPU if there is one."""
     dtype: Literal["auto", "fp32", "bf16"] = knob("auto", common=True)
-    """Compute type; weights and optimizer states are fp32 always. auto: bf16 on a GPU, else fp32."""
+    """Compute type; weights and optimizer states stay fp32. auto: bf16 on a GPU, else fp32."""
     micro_batch_tokens: int = knob(8192, ge=1)
     """Padded tokens per forward and backward; gradients do not depend on it, memory does."""
     generation_batch_size: int = knob(64, ge=1)

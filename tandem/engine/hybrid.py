@@ -1,20 +1,20 @@
 """The hybrid engine: the four roles of RLHF on one set of weights that trains and generates.
 
-    actor         the policy that is trained; it also generates
-    reference     where the policy started: with LoRA the actor with its adapters off, else a copy
-    critic        values of states, in the units of normalized scores
-    reward_model  one score per answer
+actor         the policy that is trained; it also generates
+reference     where the policy started: with LoRA the actor with its adapters off, else a copy
+critic        values of states, in the units of normalized scores
+reward_model  one score per answer
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.config.schema import RunConfig
@@ -66,6 +66,12 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
+def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """The model itself, moved to `device`."""
+    nn.Module.to(model, device)
+    return model
+
+
 def prepare_for_training(model: PreTrainedModel, config: RunConfig, seed: int) -> None:
     """Adapters and gradient checkpointing as configured; in place."""
     if config.lora.rank > 0:
@@ -109,7 +115,9 @@ class RLHFEngine:
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.tokenizer = tokenizer or self._tokenizer_of(actor, "tokenizer")
         self.actor = self._causal_lm(actor)
-        own_stops = self.actor.generation_config.eos_token_id if self.actor.generation_config else None
+        own_stops = (
+            self.actor.generation_config.eos_token_id if self.actor.generation_config else None
+        )
         self.renderer = Renderer(self.tokenizer, own_stops)
         self.scorer = self._scorer(reward_model, reward_tokenizer)
         # The critic must start from what was loaded, before adapters are added anywhere.
@@ -125,9 +133,7 @@ class RLHFEngine:
     @property
     def stops(self) -> Stops:
         """How the actor's answers end and become text."""
-        return Stops(
-            self.renderer.stop_token_ids, self.renderer.pad_token_id, self.renderer.decode
-        )
+        return Stops(self.renderer.stop_token_ids, self.renderer.pad_token_id, self.renderer.decode)
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
@@ -140,7 +146,7 @@ class RLHFEngine:
         finally:
             self.actor.train(was_training)
 
-    def autocast(self) -> torch.autocast | object:  # type: ignore[type-arg]
+    def autocast(self) -> AbstractContextManager[object]:
         """The context that computes in the configured type."""
         return autocast(self.device, self.dtype)
 
@@ -214,7 +220,7 @@ class RLHFEngine:
                 dropout=self.config.dropout,
                 trust_remote_code=self.config.trust_remote_code,
             )
-        return model.to(self.device)
+        return on_device(model, self.device)
 
     def _scalar(self, model: Model) -> PreTrainedModel:
         if isinstance(model, str):
@@ -224,7 +230,7 @@ class RLHFEngine:
                 dropout=self.config.dropout,
                 trust_remote_code=self.config.trust_remote_code,
             )
-        return model.to(self.device)
+        return on_device(model, self.device)
 
     def _scorer(
         self, model: Model | None, tokenizer: PreTrainedTokenizerBase | None

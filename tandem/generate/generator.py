@@ -149,7 +149,7 @@ class _Sampler(LogitsProcessor):
         self.logprobs: list[Tensor] = []
         self.sampled_logprobs: list[Tensor] = []
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         token = input_ids.shape[1] - self.prompt_width
         logits = scores.float()
         if token < self.sampling.min_new_tokens:
@@ -191,7 +191,7 @@ def _generate_batch(
         use_cache=True,
     )
     with torch.no_grad():
-        sequences = model.generate(
+        sequences = model.generate(  # type: ignore[operator]
             input_ids.to(device),
             attention_mask=attention_mask.to(device),
             generation_config=settings,

@@ -29,7 +29,7 @@ def align_to_tokens(outputs: Tensor) -> Tensor:
 
 
 def predictors(hidden: Tensor, token_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """For the N tokens in `mask` (B, T): the hidden states (N, D) that predict them, their ids (N,).
+    """For the N tokens in `mask` (B, T): the states (N, D) that predict them, their ids (N,).
 
     Raises:
         ShapeError: the mask holds at index 0, which no state predicts.

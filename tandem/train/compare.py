@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
 from tandem.engine.forward import autocast
-from tandem.engine.hybrid import resolve_device, resolve_dtype
+from tandem.engine.hybrid import on_device, resolve_device, resolve_dtype
 from tandem.engine.scoring import RewardScorer
 from tandem.generate.generator import Stops, generate
 from tandem.models.load import load_causal_lm
@@ -58,7 +58,7 @@ def compare(run: Run, rows: StepRows) -> dict[str, Any]:
     ]
     for label, source in policies(run):
         model = load_causal_lm(source, trust_remote_code=config.trust_remote_code)
-        model = model.to(resolve_device(config.device))
+        on_device(model, resolve_device(config.device))
         models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
         if prompts:
             rollout = answer(model, prompts, rows, config)
@@ -115,13 +115,11 @@ def _scorer(run: Run) -> RewardScorer | None:
         return None
     config = run.config
     device = resolve_device(config.device)
-    model = load_scalar_model(
-        source, seed=config.seed, trust_remote_code=config.trust_remote_code
-    )
+    model = load_scalar_model(source, seed=config.seed, trust_remote_code=config.trust_remote_code)
     _, renderer = load_renderer(source, trust_remote_code=config.trust_remote_code)
     dtype = resolve_dtype(config.dtype, device)
     return RewardScorer(
-        model.to(device).eval(), renderer, dtype=dtype, max_tokens=config.micro_batch_tokens
+        on_device(model, device).eval(), renderer, dtype=dtype, max_tokens=config.micro_batch_tokens
     )
 
 

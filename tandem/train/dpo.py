@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
 from tandem.engine.forward import response_logprobs
-from tandem.engine.hybrid import prepare_for_training, resolve_device
+from tandem.engine.hybrid import on_device, prepare_for_training, resolve_device
 from tandem.models.head import check_head
 from tandem.models.load import load_causal_lm
 from tandem.models.lora import adapters_off
@@ -33,7 +33,8 @@ def train_dpo(run: Run, rows: StepRows) -> None:
     device = resolve_device(config.device)
     model = load_causal_lm(
         run.policy_source(), dropout=config.dropout, trust_remote_code=config.trust_remote_code
-    ).to(device)
+    )
+    on_device(model, device)
     check_head(model)
     frozen = None
     if config.lora.rank == 0:

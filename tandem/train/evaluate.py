@@ -141,9 +141,7 @@ def policy_metrics(
     return metrics, rollout
 
 
-def heldout_rollout(
-    engine: RLHFEngine, prompts: Sequence[PromptRow], config: RunConfig
-) -> Rollout:
+def heldout_rollout(engine: RLHFEngine, prompts: Sequence[PromptRow], config: RunConfig) -> Rollout:
     """The actor's answers to held-out prompts, keyed by step 0 whenever they are made."""
     with engine.generating() as actor:
         return generate(

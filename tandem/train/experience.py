@@ -180,7 +180,9 @@ def _experience_metrics(
         "kl": float(masked_sum(log_ratio, mask) / len(rollout)),
         "kl_per_token": float(masked_mean(log_ratio, mask)),
         "entropy": float(masked_mean(numbers.entropy, mask)),
-        "rollout_gap": float(masked_mean((rollout.rollout_logprobs - numbers.logprobs).abs(), mask)),
+        "rollout_gap": float(
+            masked_mean((rollout.rollout_logprobs - numbers.logprobs).abs(), mask)
+        ),
         "explained_variance": explained_variance(numbers.values, returns, mask),
         "advantage_mean": float(masked_mean(advantages, mask)),
         "advantage_std": float(masked_std(advantages, mask)),

@@ -15,7 +15,7 @@ from tandem.checkpoint.state import State
 from tandem.data.loader import BatchOrder
 from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import ConfigError, DataError
-from tandem.metrics.log import MetricLog
+from tandem.metrics.log import Answer, MetricLog
 from tandem.metrics.timing import Phases
 from tandem.models.save import save_model
 from tandem.train.evaluate import language_model_metrics, policy_metrics
@@ -112,7 +112,7 @@ def _show_samples(log: MetricLog, step: int, experience: Experience, every: int)
         return
     rollout = experience.rollout
     first = rollout.prompts[0]
-    answers = {
+    answers: dict[str, Answer] = {
         f"sample {i + 1}": {"text": rollout.responses[i], "score": float(experience.scores[i])}
         for i in range(len(rollout))
         if rollout.prompts[i] is first

@@ -14,7 +14,12 @@ from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
 from tandem.engine.forward import autocast
-from tandem.engine.hybrid import prepare_for_training, resolve_device, resolve_dtype
+from tandem.engine.hybrid import (
+    on_device,
+    prepare_for_training,
+    resolve_device,
+    resolve_dtype,
+)
 from tandem.engine.scoring import RewardScorer
 from tandem.errors import ModelError
 from tandem.generate.generator import Stops, generate
@@ -38,7 +43,8 @@ def train_reward_model(run: Run, rows: StepRows) -> None:
         seed=config.seed,
         dropout=config.dropout,
         trust_remote_code=config.trust_remote_code,
-    ).to(device)
+    )
+    on_device(model, device)
     prepare_for_training(model, config, config.seed)
     scorer = RewardScorer(
         model,
@@ -117,4 +123,4 @@ def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float
 
 def _policy(run: Run, config: RunConfig) -> PreTrainedModel:
     model = load_causal_lm(run.policy_source(), trust_remote_code=config.trust_remote_code)
-    return model.to(resolve_device(config.device)).eval()
+    return on_device(model, resolve_device(config.device)).eval()

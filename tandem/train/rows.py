@@ -71,9 +71,7 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
     steps = set(config.steps)
     ptx = Dataset()
     if "ppo" in steps and config.ppo.ptx_data:
-        text = load_text(
-            config.ppo.ptx_data, config.dataset, seed=config.seed, ledger=data.ledger
-        )
+        text = load_text(config.ppo.ptx_data, config.dataset, seed=config.seed, ledger=data.ledger)
         ptx = Dataset(sft=text.train, heldout=text.heldout)
     wants_pairs = steps & {"reward", "dpo"}
     # Step 2 needs some of step 3's prompts too, to normalize its scores on.

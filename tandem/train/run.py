@@ -1,8 +1,8 @@
 """One run's folder: what is finished, what it was made from, where everything goes.
 
-    RUN/config.yaml command.txt environment.json data.json metrics.jsonl samples.jsonl ...
-    RUN/sft/  reward/  dpo/  ppo/{actor,critic,ema}/      finished steps, Hugging Face folders
-    RUN/checkpoints/STEP/step-N/                          to continue an unfinished step from
+RUN/config.yaml command.txt environment.json data.json metrics.jsonl samples.jsonl ...
+RUN/sft/  reward/  dpo/  ppo/{actor,critic,ema}/      finished steps, Hugging Face folders
+RUN/checkpoints/STEP/step-N/                          to continue an unfinished step from
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tandem.engine.forward import response_logprobs
-from tandem.engine.hybrid import prepare_for_training, resolve_device
+from tandem.engine.hybrid import on_device, prepare_for_training, resolve_device
 from tandem.models.head import check_head
 from tandem.models.load import load_causal_lm
 from tandem.objectives.losses import sft_loss
@@ -28,7 +28,8 @@ def train_sft(run: Run, rows: StepRows) -> None:
     device = resolve_device(config.device)
     model = load_causal_lm(
         config.actor_model, dropout=config.dropout, trust_remote_code=config.trust_remote_code
-    ).to(device)
+    )
+    on_device(model, device)
     check_head(model)
     prepare_for_training(model, config, config.seed)
 

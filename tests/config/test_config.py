@@ -31,7 +31,8 @@ def test_the_defaults_are_valid() -> None:
 
 def test_a_saved_configuration_comes_back_equal(tmp_path: Path) -> None:
     config = parse_run_flags(
-        "--data a.jsonl b.csv:0.5 --ema --ppo.actor.learning-rate 3e-6 --data-split 1,1,2".split(),
+        ["--data", "a.jsonl", "b.csv:0.5", "--ema", "--data-split", "1,1,2"]
+        + ["--ppo.actor.learning-rate", "3e-6"],
         "train",
     )
     file = tmp_path / "run.yaml"
@@ -65,7 +66,9 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
 
 def test_all_problems_of_a_file_are_named_at_once(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("sead: 1\nppo:\n  kl_coeff: 0.1\n  steps: many\n  ema: 1\nsft: 3\ndtype: fp61\n")
+    file.write_text(
+        "sead: 1\nppo:\n  kl_coeff: 0.1\n  steps: many\n  ema: 1\nsft: 3\ndtype: fp61\n"
+    )
     with pytest.raises(ConfigError) as raised:
         load_config(file)
     message = str(raised.value)
@@ -100,7 +103,10 @@ def test_a_missing_file() -> None:
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ("--ppo.kl-coff 3", "--ppo.kl-coff is not a flag of tandem train. Did you mean --ppo.kl-coe"),
+        (
+            "--ppo.kl-coff 3",
+            "--ppo.kl-coff is not a flag of tandem train. Did you mean --ppo.kl-coe",
+        ),
         ("stray", "'stray' belongs to no flag"),
         ("--seed", "expected one argument"),
         ("--steps sft rewrd", "did you mean reward?"),

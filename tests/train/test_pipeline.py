@@ -103,7 +103,7 @@ def test_a_finished_step_is_not_taken_for_one_of_other_knobs(
     assert (run / "ppo").is_dir()
 
 
-class Stop(Exception):
+class StopError(Exception):
     """Stands for a kill."""
 
 
@@ -112,7 +112,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, stage: str, step: int) -> None:
 
     def stopping(self: MetricLog, at: int, values: dict[str, float]) -> object:
         if self._stage == stage and at == step:
-            raise Stop
+            raise StopError
         return log(self, at, values)
 
     monkeypatch.setattr(MetricLog, "log", stopping)
@@ -128,9 +128,10 @@ def test_a_stopped_run_continues_to_the_same_bits(
 ) -> None:
     whole, config = finished
     config = replace(config, output_dir=str(tmp_path / "run"))
-    with monkeypatch.context() as patch, pytest.raises(Stop):
+    with monkeypatch.context() as patch:
         stop_at(patch, stage, step)
-        quiet(config)
+        with pytest.raises(StopError):
+            quiet(config)
     lines: list[str] = []
     run = quiet(config, lines)
     if step == 3:
@@ -184,8 +185,10 @@ def test_a_reward_function_alone_needs_no_reward_model(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
     rewards = tmp_path / "rewards.py"
-    rewards.write_text("def short(prompts, completions, **columns):\n"
-                       "    return [-len(c) / 10 if c else None for c in completions]\n")  # fmt: skip
+    rewards.write_text(
+        "def short(prompts, completions, **columns):\n"
+        "    return [-len(c) / 10 if c else None for c in completions]\n"
+    )
     config = tiny_config(
         tmp_path / "run", tiny_model, preferences, steps=["ppo"],
         ppo__reward_function=f"{rewards}:short",
