@@ -6,6 +6,7 @@ for, and the loss of some rows as a sum. Everything else, the denominator includ
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TypeVar
@@ -21,7 +22,6 @@ from tandem.engine.forward import autocast
 from tandem.engine.hybrid import resolve_dtype
 from tandem.engine.optimizer import Trainee
 from tandem.errors import DataError, NumericsError
-from tandem.metrics.log import MetricLog
 from tandem.metrics.timing import Phases
 from tandem.models.summary import flops_per_token
 from tandem.train.run import Run
@@ -74,73 +74,74 @@ def fit(
     start = _restore(run, stage, trainee)
     phases = Phases()
     evaluation: dict[str, float] = {}
-    with MetricLog(
-        run.path,
-        stage,
-        order.num_steps,
-        tensorboard=config.log.tensorboard,
-        wandb=config.log.wandb,
-        start_step=start,
-    ) as log:
+    with run.metric_log(stage, order.num_steps, start) as log:
         if start == 0:
             with phases("evaluate"):
                 evaluation = evaluate()
             log.log(0, {**evaluation, **phases.metrics()})
         for step, indices in order.from_step(start):
-            batch = [rows[i] for i in indices]
-            torch.manual_seed(config.seed + step)  # only dropout draws from it
-            num_tokens = sum(tokens(row) for row in batch)
-            flops = num_tokens * flops_per_token(model, num_tokens // len(batch), backward=True)
-            with phases("train", tokens=num_tokens, samples=len(batch), flops=flops):
-                learning_rate = trainee.learning_rate
-                widths = [sequences_per_row * len(row) for row in batch]
-                groups = microbatches(widths, config.micro_batch_tokens)
-                sums = _accumulate(trainee, batch, groups, units, loss, config)
-                values = {
-                    **sums,
-                    "grad_norm": trainee.step(),
-                    "learning_rate": learning_rate,
-                    "tokens": num_tokens,
-                    "epoch": step * settings.batch_size / len(rows),
-                }
-            if _is_due(step, settings.eval_every, order.num_steps):
-                with phases("evaluate"):
-                    evaluation = evaluate()
-                values |= evaluation
-            if _is_due(step, config.save_every, 0):
-                with phases("save"):
-                    run.save(stage, _state(step, trainee))
+            with phases("step"):
+                batch = [rows[i] for i in indices]
+                torch.manual_seed(config.seed + step)  # only dropout draws from it
+                values = _train_step(
+                    trainee, batch, units, tokens, loss, sequences_per_row, config, phases
+                )
+                values["epoch"] = step * settings.batch_size / len(rows)
+                if stage == "sft":
+                    values["perplexity"] = math.exp(min(values["loss"], 700.0))
+                if _is_due(step, settings.eval_every, order.num_steps):
+                    with phases("evaluate"):
+                        evaluation = evaluate()
+                    values |= evaluation
+                if _is_due(step, config.save_every, 0):
+                    with phases("save"):
+                        run.save(stage, _state(step, trainee))
             log.log(step, {**values, **phases.metrics()})
     return evaluation or evaluate()
 
 
-def _accumulate(
+def _train_step(
     trainee: Trainee,
     batch: Sequence[Row],
-    groups: Sequence[Sequence[int]],
     units: Callable[[Row], int],
+    tokens: Callable[[Row], int],
     loss: Loss[Row],
+    sequences_per_row: int,
     config: RunConfig,
+    phases: Phases,
 ) -> dict[str, float]:
-    """The gradient of a whole step, micro-batch by micro-batch; means of every sum."""
-    denominator = sum(units(row) for row in batch)
-    totals: defaultdict[str, float] = defaultdict(float)
-    device = next(trainee.model.parameters()).device
+    """One optimizer step, micro-batch by micro-batch; means of every sum over the whole batch."""
+    model = trainee.model
+    device = next(model.parameters()).device
     dtype = resolve_dtype(config.dtype, device)
-    trainee.model.train()
-    for group in groups:
-        with autocast(device, dtype):
-            loss_sum, sums = loss([batch[i] for i in group])
-        if not bool(torch.isfinite(loss_sum)):
-            raise NumericsError(
-                f"{trainee.name}: the loss must be finite; got {float(loss_sum)} at optimizer step "
-                f"{trainee.steps_taken + 1}. Lower the learning rate, or look at the batch's rows."
-            )
-        trainee.backward(loss_sum, denominator)
-        for name, value in (("loss", loss_sum), *sums.items()):
-            totals[name] += float(value.detach())
-    trainee.model.eval()
-    return {name: total / denominator for name, total in totals.items()}
+    denominator = sum(units(row) for row in batch)
+    num_tokens = sum(tokens(row) for row in batch)
+    flops = num_tokens * flops_per_token(model, num_tokens // len(batch), backward=True)
+    widths = [sequences_per_row * len(row) for row in batch]
+    totals: defaultdict[str, float] = defaultdict(float)
+    model.train()
+    with phases("train", tokens=num_tokens, samples=len(batch), flops=flops):
+        for group in microbatches(widths, config.micro_batch_tokens):
+            with autocast(device, dtype):
+                loss_sum, sums = loss([batch[i] for i in group])
+            if not bool(torch.isfinite(loss_sum)):
+                raise NumericsError(
+                    f"{trainee.name}: the loss must be finite; got {float(loss_sum)} at optimizer "
+                    f"step {trainee.steps_taken + 1}. Lower the learning rate, or look at the rows."
+                )
+            trainee.backward(loss_sum, denominator)
+            for name, value in (("loss", loss_sum), *sums.items()):
+                totals[name] += float(value.detach())
+        learning_rate = trainee.learning_rate
+        grad_norm = trainee.step()
+    model.eval()
+    means = {name: total / denominator for name, total in totals.items()}
+    return {
+        **means,
+        "grad_norm": grad_norm,
+        "learning_rate": learning_rate,
+        "tokens": float(num_tokens),
+    }
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

@@ -66,14 +66,8 @@ def train_ppo(run: Run, rows: StepRows) -> None:
         max_steps=num_steps,
     )
     evaluation: dict[str, float] = {}
-    with MetricLog(
-        run.path,
-        "ppo",
-        num_steps,
-        tensorboard=config.log.tensorboard,
-        wandb=config.log.wandb,
-        start_step=start,
-    ) as log:
+    thresholds = {"ratio-gap": trainer.ratio_tolerance}
+    with run.metric_log("ppo", num_steps, start, thresholds) as log:
         if start == 0:
             evaluation = evaluate()
             log.log(0, {**evaluation, **phases.metrics()})
@@ -82,12 +76,12 @@ def train_ppo(run: Run, rows: StepRows) -> None:
                 batch = [prompts[i] for i in numbers]
                 experience = trainer.generate_experience(batch, step=step, numbers=numbers)
                 values = {**experience.metrics, **trainer.train_rlhf(experience, step=step)}
-            if step == num_steps or (ppo.eval_every and step % ppo.eval_every == 0):
-                evaluation = evaluate()
-                values |= evaluation
-            if config.save_every and step % config.save_every == 0:
-                with phases("save"):
-                    run.save("ppo", _state(step, trainer))
+                if step == num_steps or (ppo.eval_every and step % ppo.eval_every == 0):
+                    evaluation = evaluate()
+                    values |= evaluation
+                if config.save_every and step % config.save_every == 0:
+                    with phases("save"):
+                        run.save("ppo", _state(step, trainer))
             log.log(step, {**values, **phases.metrics()})
             _show_samples(log, step, experience, config.log.print_samples_every)
     facts = {**evaluation, "steps": num_steps}

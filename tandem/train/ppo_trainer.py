@@ -61,6 +61,11 @@ class PPOTrainer:
         self.phases = phases or Phases()
         self.kl_coef = config.ppo.kl_coef
 
+    @property
+    def ratio_tolerance(self) -> float:
+        """How far the mean |log-ratio| before an update may be from 0, in nats."""
+        return self.config.ppo.ratio_tolerance or RATIO_TOLERANCE[self.engine.dtype]
+
     def generate_experience(
         self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
     ) -> Experience:
@@ -243,7 +248,7 @@ class PPOTrainer:
 
     def _require_same_policy(self, gap: float, minibatch: Experience) -> None:
         """The policy must not differ from itself before it is updated."""
-        tolerance = self.config.ppo.ratio_tolerance or RATIO_TOLERANCE[self.engine.dtype]
+        tolerance = self.ratio_tolerance
         if gap <= tolerance:
             return
         self.engine.actor_trainee.optimizer.zero_grad(set_to_none=True)

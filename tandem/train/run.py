@@ -23,6 +23,7 @@ from tandem.checkpoint.state import State, load_newest_state, save_state
 from tandem.config.load import config_knobs, dump_config
 from tandem.config.schema import RunConfig
 from tandem.errors import CheckpointError, ConfigError
+from tandem.metrics.log import MetricLog
 from tandem.models.save import save_model
 from tandem.train.rows import StepRows
 
@@ -114,6 +115,20 @@ class Run:
             self._require_same(step, self._checkpoints(step), state.numbers["made_from"])
             self.say(f"{step}: continuing after step {state.step} (checkpoint verified)")
         return state
+
+    def metric_log(
+        self, step: str, num_steps: int, start: int, thresholds: Mapping[str, float] | None = None
+    ) -> MetricLog:
+        """Where the step's metrics go; `start` steps are done. See MetricLog for thresholds."""
+        return MetricLog(
+            self.path,
+            step,
+            num_steps,
+            tensorboard=self.config.log.tensorboard,
+            wandb=self.config.log.wandb,
+            start_step=start,
+            thresholds=thresholds,
+        )
 
     def policy_source(self) -> str:
         """The model that steps 2 and 3 start from: step 1's if it is finished, else the given.

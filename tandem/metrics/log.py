@@ -1,0 +1,161 @@
+"""One stage's log: metrics.jsonl, samples.jsonl, alarms.jsonl, and the sinks that repeat them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tandem.metrics.alarms import Alarm, check_alarms
+from tandem.metrics.console import StageConsole
+from tandem.metrics.names import check_stage, find_metric
+from tandem.metrics.records import (
+    ALARMS_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    Answer,
+    Record,
+    cut_lines,
+    json_line,
+    read_metrics,
+)
+from tandem.metrics.sinks import Sink, TensorBoard, WandB
+
+__all__ = ["Answer", "MetricLog", "Record", "read_metrics"]
+
+
+class MetricLog:
+    """Writes what a stage measures; a context manager.
+
+    Example:
+        with MetricLog("runs/first", "sft", num_steps=300, tensorboard=True) as log:
+            log.log(1, {"loss": 2.31, "grad_norm": 0.8})
+
+    Opening with `start_step=k` continues after step k: this stage's lines with a later step, and
+    a half-written last line, are cut from the run folder. With k = 0 the stage begins afresh and
+    all of its lines go, the one of step 0 included.
+
+    Args:
+        run_dir: the run's folder; made if missing.
+        stage: one of sft, reward, dpo, ppo.
+        num_steps: the stage's last step, for bar and ETA; 0 if unknown.
+        tensorboard: write event files to <run_dir>/tensorboard/<stage>.
+        wandb: Weights & Biases project; empty is off.
+        start_step: steps already done.
+        console: show a line a step; off on all ranks but the first.
+        thresholds: own thresholds of alarms by alarm name, where the config knows better.
+    Raises:
+        ConfigError: unknown stage, or a sink that is not installed.
+        CheckpointError: if a line of the folder's files cannot be read.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        stage: str,
+        num_steps: int,
+        *,
+        tensorboard: bool,
+        wandb: str = "",
+        start_step: int = 0,
+        console: bool = True,
+        thresholds: Mapping[str, float] | None = None,
+    ) -> None:
+        self._run_dir = Path(run_dir)
+        self._stage = check_stage(stage)
+        self._thresholds = dict(thresholds or {})
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        first_step = start_step + 1 if start_step else 0
+        for name in (METRICS_FILE, SAMPLES_FILE, ALARMS_FILE):
+            cut_lines(
+                self._run_dir / name,
+                keep=lambda line_stage, step: line_stage != stage or step < first_step,
+            )
+        self._history = [r for r in read_metrics(self._run_dir) if r.stage == stage]
+        self._sinks: list[Sink] = []
+        if tensorboard:
+            self._sinks.append(TensorBoard(self._run_dir, stage, first_step))
+        if wandb:
+            self._sinks.append(WandB(self._run_dir, stage, first_step, wandb))
+        self._console = StageConsole(stage, num_steps, start_step) if console else None
+
+    @property
+    def history(self) -> Sequence[Record]:
+        """This stage's records so far, those of earlier sessions included."""
+        return self._history
+
+    def log(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
+        """Write one record, show its line, and raise (write and show) the alarms it sets off.
+
+        Args:
+            step: counts from 1; 0 is before the first update.
+            values: by metric name; anything that float() takes.
+        Returns:
+            the alarms that this record set off.
+        Raises:
+            ConfigError: a name that is not declared; nothing is written then.
+        """
+        for name in values:
+            find_metric(name)
+        numbers = {name: float(value) for name, value in values.items()}
+        record = Record(self._stage, step, time.time(), numbers)
+        self._append(METRICS_FILE, step, {"time": record.time, "values": numbers})
+        self._history.append(record)
+        for sink in self._sinks:
+            sink.write(step, numbers)
+        if self._console:
+            self._console.line(step, numbers)
+        alarms = check_alarms(self._stage, self._history, self._thresholds)
+        for alarm in alarms:
+            self.alarm(alarm)
+        return alarms
+
+    def sample(self, step: int, prompt: str, answers: Mapping[str, Answer]) -> None:
+        """Keep and show a prompt and its answers by label ("sft", "ppo", "sample 1")."""
+        by_label = {
+            label: {"text": answer["text"], "score": answer.get("score")}
+            for label, answer in answers.items()
+        }
+        self._append(SAMPLES_FILE, step, {"prompt": prompt, "answers": by_label})
+        if self._console:
+            self._console.sample(step, prompt, answers)
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Keep and show an alarm; `log` does so for the published ones."""
+        self._append(
+            ALARMS_FILE,
+            alarm.step,
+            {
+                "alarm": alarm.alarm,
+                "value": alarm.value,
+                "threshold": alarm.threshold,
+                "advice": alarm.advice,
+            },
+        )
+        if self._console:
+            self._console.alarm(alarm.step, alarm.alarm, alarm.advice)
+
+    def close(self, failed: bool = False) -> None:
+        """Close the sinks and the bar; `failed` marks the tracker's run."""
+        if self._console:
+            self._console.close()
+        for sink in self._sinks:
+            sink.close(failed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(failed=kind is not None)
+
+    def _append(self, name: str, step: int, rest: Mapping[str, Any]) -> None:
+        line = json_line({"stage": self._stage, "step": step, **rest})
+        with (self._run_dir / name).open("a", encoding="utf-8", newline="\n") as file:
+            file.write(line)

@@ -1,0 +1,133 @@
+"""The run folder's line files: metrics.jsonl, samples.jsonl, alarms.jsonl.
+
+One JSON object a line, appended and flushed. A kill can leave half of a last line: readers leave
+it out, `cut_lines` cuts it. Numbers that JSON cannot hold are the strings "nan", "inf", "-inf".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar
+
+from tandem.errors import CheckpointError
+
+T = TypeVar("T")
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+ALARMS_FILE = "alarms.jsonl"
+
+# JSON leaves these as they are, but terminals, `splitlines` and UTF-8 do not.
+_UNSAFE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+
+
+class Answer(TypedDict):
+    """One answer to a prompt and its score (None: not scored)."""
+
+    text: str
+    score: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line of metrics.jsonl. `step` counts from 1 (0: before the first update); `time` is Unix
+    time in seconds."""
+
+    stage: str
+    step: int
+    time: float
+    values: Mapping[str, float]
+
+
+def read_metrics(run_dir: Path | str) -> list[Record]:
+    """Every record of the run in the order written; empty if nothing was logged yet.
+
+    Raises:
+        CheckpointError: if a line other than a half-written last one is not a record.
+    """
+    return read_lines(Path(run_dir) / METRICS_FILE, parse_record)
+
+
+def parse_record(line: Mapping[str, Any]) -> Record:
+    """The record of one decoded line; KeyError, TypeError or ValueError if it is none."""
+    values = {str(name): float(value) for name, value in dict(line["values"]).items()}
+    return Record(str(line["stage"]), int(line["step"]), float(line["time"]), values)
+
+
+def read_lines(
+    path: Path, parse: Callable[[Mapping[str, Any]], T], skipped: list[str] | None = None
+) -> list[T]:
+    """`parse` of every line of a line file that may be missing or end in half a line.
+
+    Args:
+        parse: raises KeyError, TypeError or ValueError on a line that it cannot take.
+        skipped: where given, lines that cannot be read are left out and named here.
+    Raises:
+        CheckpointError: if a line other than the last cannot be read and `skipped` is None.
+    """
+    if not path.exists():
+        return []
+    raw = path.read_bytes().rstrip().split(b"\n")
+    parsed: list[T] = []
+    for number, text in enumerate(raw, start=1):
+        if not text.strip():
+            continue
+        try:
+            parsed.append(parse(json.loads(text.decode())))
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(raw):
+                break
+            message = (
+                f"{path}:{number} must be one JSON object with a stage and a step; got "
+                f"{text[:60].decode(errors='replace')!r}. Remove that line and start again."
+            )
+            if skipped is None:
+                raise CheckpointError(message) from error
+            skipped.append(message)
+    return parsed
+
+
+def cut_lines(path: Path, keep: Callable[[str, int], bool]) -> None:
+    """Keep the lines whose (stage, step) `keep` accepts; drops a half-written last line; atomic.
+
+    Raises:
+        CheckpointError: as read_lines.
+    """
+    if not path.exists():
+        return
+    lines = read_lines(path, lambda line: (str(line["stage"]), int(line["step"]), line))
+    kept = "".join(json_line(line) for stage, step, line in lines if keep(stage, step)).encode()
+    if kept != path.read_bytes():
+        write_atomically(path, kept)
+
+
+def json_line(line: Mapping[str, Any]) -> str:
+    """One line of a line file, its newline included; plain to UTF-8 and to terminals."""
+    text = json.dumps(_finite(line), ensure_ascii=False, allow_nan=False)
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Put `content` at `path`: a reader or a kill sees the old file or the new one, whole."""
+    part = path.with_name(f".{path.name}.part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value

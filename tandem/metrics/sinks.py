@@ -1,0 +1,99 @@
+"""Trackers that receive what the run folder holds: TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tandem.errors import ConfigError
+from tandem.metrics.records import write_atomically
+
+_WANDB_IDS = "wandb.json"
+
+
+class Sink(Protocol):
+    """Where a step's numbers go besides metrics.jsonl."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Take one record; non-finite values come as they are."""
+
+    def close(self, failed: bool) -> None:
+        """Write out what is pending; `failed` if the stage ended in an error."""
+
+
+class TensorBoard:
+    """Event files in <run_dir>/tensorboard/<stage>, tags `<stage>/<name>`.
+
+    Raises:
+        ConfigError: if TensorBoard is not installed.
+    """
+
+    def __init__(self, run_dir: Path, stage: str, first_step: int) -> None:
+        """`first_step` is the first that will be written: events of it and later are purged."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "log.tensorboard must be off where TensorBoard is missing; got on. "
+                "`pip install tensorboard`, or set log.tensorboard to false."
+            ) from error
+        folder = run_dir / "tensorboard" / stage
+        self._stage = stage
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One scalar per value."""
+        for name, value in values.items():
+            self._writer.add_scalar(f"{self._stage}/{name}", value, step)
+        self._writer.flush()
+
+    def close(self, failed: bool) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WandB:
+    """One Weights & Biases run per stage, grouped by run folder, its id kept in wandb.json.
+
+    A stage that continues goes on in its W&B run; steps that are repeated after a kill then show
+    twice there (W&B cannot take back a record), once in the run folder.
+
+    Raises:
+        ConfigError: if wandb is not installed.
+    """
+
+    def __init__(self, run_dir: Path, stage: str, first_step: int, project: str) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"log.wandb must be empty where wandb is missing; got {project!r}. "
+                "`pip install wandb`, or leave log.wandb empty."
+            ) from error
+        ids_path = run_dir / _WANDB_IDS
+        ids = json.loads(ids_path.read_text("utf-8")) if ids_path.exists() else {}
+        if first_step == 0 or stage not in ids:
+            ids[stage] = uuid.uuid4().hex
+            write_atomically(ids_path, json.dumps(ids, indent=2).encode())
+        self._stage = stage
+        self._run: Any = wandb.init(
+            project=project,
+            id=ids[stage],
+            name=f"{run_dir.name}/{stage}",
+            group=run_dir.name,
+            dir=str(run_dir),
+            resume="allow",
+        )
+        self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One W&B record, its own step as x axis."""
+        named = {f"{self._stage}/{name}": value for name, value in values.items()}
+        self._run.log({f"{self._stage}/step": step, **named})
+
+    def close(self, failed: bool) -> None:
+        """Finish the W&B run, as failed if the stage was."""
+        self._run.finish(exit_code=int(failed))

@@ -1,0 +1,79 @@
+"""Text of data and models made safe to show, and numbers made short to read."""
+
+from __future__ import annotations
+
+import math
+import re
+
+# Everything a terminal or a bidi-aware viewer acts on instead of showing: C0 without newline and
+# tab, DEL and C1, bidirectional controls, line separators, lone surrogates, the byte order mark.
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
+)
+
+
+def visible(text: str) -> str:
+    """`text` with every control character spelled out; newline and tab stay.
+
+    Example: visible("a\\x1b[31m") is a, backslash, x1b[31m: it colours nothing.
+    """
+    return _CONTROL.sub(_spell, text)
+
+
+def shorten(text: str, limit: int) -> str:
+    """The first `limit` characters, and how many were left out."""
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}… (+{len(text) - limit} characters)"
+
+
+def short_number(value: float, digits: int = 4) -> str:
+    """About `digits` significant digits: 0.5320, 1234, 2.5e-06, nan."""
+    if math.isnan(value):
+        return "nan"
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e5:
+        decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+        return f"{value:.{decimals}f}"
+    return f"{value:.{digits - 1}g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 0.41 s, 38 s, 4 m 12 s, 3 h 05 m."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
+
+
+def with_unit(value: float, unit: str) -> str:
+    """A number as the report shows it: shares as per cent, bytes as GiB, seconds for people."""
+    if not math.isfinite(value):
+        return short_number(value)
+    if unit == "share":
+        return f"{100 * value:.1f} %"
+    if unit == "bytes":
+        gib = value / 2**30
+        return f"{gib:.2f} GiB" if gib >= 1 else f"{value / 2**20:.0f} MiB"
+    if unit == "seconds":
+        return duration(value)
+    if unit in ("tokens/s", "samples/s", "tokens", "answers", "updates") and abs(value) >= 100:
+        return f"{value:,.0f}"
+    return trimmed(short_number(value, 3))
+
+
+def trimmed(number: str) -> str:
+    """A printed number without zeros that say nothing: 0.0200 is 0.02."""
+    return number.rstrip("0").rstrip(".") if "." in number and "e" not in number else number
+
+
+def _spell(match: re.Match[str]) -> str:
+    code = ord(match.group())
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -1,0 +1,139 @@
+"""What each phase of a step costs: seconds, tokens/s, samples/s, TFLOP/s, peak memory.
+
+Example: `with phases("generate") as block: ...; block.tokens = num_sampled` around the work of a
+phase, then `log.log(step, phases.metrics())`.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tandem.metrics.names import find_metric
+
+
+@dataclass(slots=True)
+class Phase:
+    """What went through one block. The counts may be set or added to until the block ends.
+
+    tokens, samples: as the metrics' meanings say. flops: model arithmetic, not per second.
+    """
+
+    tokens: float = 0
+    samples: float = 0
+    flops: float = 0
+
+
+@dataclass(slots=True)
+class _Total:
+    seconds: float = 0.0
+    tokens: float = 0.0
+    samples: float = 0.0
+    flops: float = 0.0
+    peak_bytes: int = 0
+
+
+class Phases:
+    """A timer that adds up blocks by phase until `metrics` takes the sums.
+
+    Blocks may nest (`step` around the others); an outer block's memory peak covers the inner ones.
+    Where CUDA is in use the device is synchronized at both ends of a block, so that the time is
+    the work's and not the launch's.
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[str, _Total] = {}
+        self._open: list[_Total] = []
+
+    @contextmanager
+    def __call__(
+        self, phase: str, *, tokens: float = 0, samples: float = 0, flops: float = 0
+    ) -> Iterator[Phase]:
+        """Time a block as `phase`; it counts even if it raises.
+
+        Raises:
+            ConfigError: if `phase` is not one of PHASES.
+        """
+        find_metric(f"seconds/{phase}")
+        total = self._totals.setdefault(phase, _Total())
+        block = Phase(tokens, samples, flops)
+        self._note_peak()
+        _reset_peak()
+        self._open.append(total)
+        start = _now()
+        try:
+            yield block
+        finally:
+            total.seconds += _now() - start
+            total.tokens += block.tokens
+            total.samples += block.samples
+            total.flops += block.flops
+            self._note_peak()
+            self._open.pop()
+
+    def metrics(self) -> dict[str, float]:
+        """The sums as metrics (`seconds/train`, ...), and start again from zero.
+
+        A rate is left out where its count is 0. Call it outside of every block.
+        """
+        values: dict[str, float] = {}
+        for phase, total in self._totals.items():
+            values[f"seconds/{phase}"] = total.seconds
+            rates = {
+                "tokens_per_second": total.tokens,
+                "samples_per_second": total.samples,
+                "tflops": total.flops / 1e12,
+            }
+            for name, count in rates.items():
+                if count and total.seconds > 0:
+                    values[f"{name}/{phase}"] = count / total.seconds
+            values[f"peak_memory_bytes/{phase}"] = float(total.peak_bytes)
+        self._totals = {}
+        return values
+
+    def _note_peak(self) -> None:
+        """Resetting the peak for an inner block must not lose what the outer ones have seen."""
+        peak = _peak_bytes() if self._open else 0
+        for total in self._open:
+            total.peak_bytes = max(total.peak_bytes, peak)
+
+
+def _cuda_in_use() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _now() -> float:
+    if _cuda_in_use():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _reset_peak() -> None:
+    if _cuda_in_use():
+        torch.cuda.reset_peak_memory_stats()
+    elif sys.platform == "linux":
+        try:
+            # Linux forgets the resident peak of a process that writes 5 here.
+            Path("/proc/self/clear_refs").write_text("5", "ascii")
+        except OSError:
+            # Sealed containers refuse; the peak is then the process's, as its meaning says.
+            return
+
+
+def _peak_bytes() -> int:
+    if _cuda_in_use():
+        return torch.cuda.max_memory_allocated()
+    if sys.platform == "linux":
+        for line in Path("/proc/self/status").read_text("utf-8", "replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    # Bytes on macOS, KiB elsewhere.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,165 @@
+import math
+import time
+
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.metrics.alarms import ALARMS, check_alarms
+from tandem.metrics.names import find_metric
+from tandem.metrics.records import Record
+
+from .runs import history
+
+BELOW_20 = [1.0] * 20
+FALLING = [3.0 - i / 50 for i in range(60)]
+RISING = [2.0 + i / 50 for i in range(60)]
+
+# alarm: (stage, values of its metric that set it off with the last one, and that never do)
+SINGLE = {
+    "loss-not-falling": ("sft", "loss", RISING[:51], FALLING),
+    "heldout-loss-rising": ("reward", "heldout_loss", [3, 2, 2.1, 2.2, 2.3], [3, 2, 2.1, 2.2, 2.1]),
+    "grad-spike": ("dpo", "grad_norm", [1.0] * 15 + [11.0], [1.0] * 15 + [9.0]),
+    "ratio-gap": ("ppo", "ratio_gap_before_update", [1e-7, 0.031], [0.029]),
+    "rollout-gap": ("ppo", "rollout_gap", [1e-7, 0.011], [0.009]),
+    "kl-high": ("ppo", "kl", [1.0, 25.1], [24.9]),
+    "kl-growth": ("ppo", "kl", [1.5] * 10 + [8.0], [0.5] * 10 + [8.0]),
+    "kl-negative": ("ppo", "kl", [0.0, -1.1], [-0.9]),
+    "entropy-collapse": ("ppo", "entropy", [2.0] * 4 + [0.19], [2.0] * 4 + [0.21]),
+    "clip-fraction": ("ppo", "clip_fraction", [0.4, 0.1, 0.4, 0.4, 0.4], [0.4, 0.4, 0.1] * 4),
+    "critic-behind": ("ppo", "explained_variance", [-0.6] * 15, [-0.6] * 14),
+    "eos-falling": ("ppo", "eos_rate", [0.99] * 4 + [0.7] * 2, [0.99] * 4 + [0.7, 0.9]),
+    "eos-low": ("ppo", "eos_rate", [0.49] * 3, [0.51] * 9),
+    "reward-flat": ("ppo", "reward_std", [1.0] + [0.001] * 3, [0.02] * 5),
+    "reward-clipped": ("ppo", "reward_clipped", [0.1, 0.21], [0.19]),
+    "actor-grad-spike": ("ppo", "actor_grad_norm", [1.0] * 15 + [11.0], [1.0] * 15 + [9.0]),
+    "critic-grad-spike": ("ppo", "critic_grad_norm", [1.0] * 15 + [11.0], [1.0] * 9 + [90.0]),
+    "forgetting": ("ppo", "heldout_ptx_perplexity", [30.0, 31.0, 36.1], [30.0, 35.9]),
+    "accuracy-chance": ("dpo", "accuracy", [0.4] * 51, [0.6] * 60),
+    "reward-model-chance": ("reward", "heldout_accuracy", [0.5] * 11, [0.5] * 10),
+}
+OTHERS = {"not-finite", "reward-model-overfit", "length-limit", "reward-overfit"}
+
+
+def fired(stage, records, **settings):
+    """(step, alarm) of a run in which every record is checked as it comes."""
+    return [
+        (alarm.step, alarm.alarm)
+        for end in range(1, len(records) + 1)
+        for alarm in check_alarms(stage, records[:end], **settings)
+    ]
+
+
+def test_every_alarm_has_a_case_here_and_is_well_described():
+    assert {rule.name for rule in ALARMS} == set(SINGLE) | OTHERS
+    for rule in ALARMS:
+        assert rule.metric == "*" or set(rule.stages) <= set(find_metric(rule.metric).stages)
+        assert rule.meaning.endswith(".")
+        assert rule.advice.endswith(".")
+        assert rule.condition in ("above", "below")
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_an_alarm_fires_at_its_threshold_and_not_before(name):
+    stage, metric, bad, good = SINGLE[name]
+    records = history(stage, metric, bad)
+    alarms = fired(stage, records)
+    assert (len(bad), name) in alarms
+    assert (len(bad) - 1, name) not in alarms
+    assert name not in [n for _, n in fired(stage, history(stage, metric, good))]
+
+
+def test_an_alarm_fires_once_until_it_recovers():
+    records = history("ppo", "kl", [1, 30, 31, 32, 2, 40, 41])
+    assert fired("ppo", records) == [(2, "kl-high"), (6, "kl-high")]
+    records = history("ppo", "clip_fraction", [0.4] * 6 + [0.1] + [0.4] * 4)
+    assert fired("ppo", records) == [(3, "clip-fraction"), (10, "clip-fraction")]
+
+
+def test_a_record_without_the_metric_changes_nothing():
+    records = history("ppo", "kl", [30, 30, 30])
+    records[1] = Record("ppo", 2, 0.0, {"reward": 1.0})
+    assert fired("ppo", records) == [(1, "kl-high")]
+
+
+def test_other_stages_records_are_not_looked_at():
+    records = [*history("sft", "loss", [9.0] * 5), *history("ppo", "kl", [30.0])]
+    assert fired("ppo", records) == [(1, "kl-high")]
+    assert check_alarms("ppo", records[:5]) == []
+    assert check_alarms("ppo", []) == []
+
+
+def test_what_is_not_finite_sets_off_an_alarm_of_its_own_only():
+    records = history("ppo", "kl", [math.nan, 30.0, math.nan, math.inf, 1.0, math.nan], first=0)
+    assert fired("ppo", records) == [
+        (0, "not-finite"),
+        (1, "kl-high"),
+        (2, "not-finite"),
+        (5, "not-finite"),
+    ]
+
+
+def test_the_value_and_threshold_are_the_rules():
+    (alarm,) = check_alarms("ppo", history("ppo", "eos_rate", [0.9, 0.9, 0.9, 0.6, 0.6]))
+    assert alarm.alarm == "eos-falling"
+    assert alarm.value == pytest.approx(0.3)
+    assert alarm.threshold == 0.2
+    assert "missing_eos_penalty" in alarm.advice
+
+
+def test_length_at_the_limit():
+    def records(mean):
+        values = {"response_tokens": mean, "response_tokens_max": 128.0}
+        return [Record("ppo", step, 0.0, values) for step in range(1, 4)]
+
+    assert fired("ppo", records(127.0)) == [(3, "length-limit")]
+    assert fired("ppo", records(100.0)) == []
+
+
+def test_reward_model_overfit_compares_with_the_recent_training_accuracy():
+    records = history("reward", "accuracy", [0.5] * 20 + [0.95] * 20)
+    for heldout, expected in ((0.70, ["reward-model-overfit"]), (0.80, [])):
+        last = Record("reward", 41, 0.0, {"heldout_accuracy": heldout})
+        assert [a.alarm for a in check_alarms("reward", [*records, last])] == expected
+
+
+def test_reward_rising_while_the_held_out_one_falls():
+    def run(rewards, heldout):
+        return [
+            Record("ppo", i + 1, 0.0, {"reward": r, "heldout_reward": h})
+            for i, (r, h) in enumerate(zip(rewards, heldout, strict=True))
+        ]
+
+    up, down = [0.0, 1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0, 0.0]
+    fallen = [0.0, 1.0, 0.7, 0.6, 0.5]
+    assert fired("ppo", run(up, fallen)) == [(4, "reward-overfit")]
+    assert fired("ppo", run(down, fallen)) == []
+    assert fired("ppo", run(up, up)) == []
+
+
+def test_thresholds_can_be_replaced_by_name():
+    records = history("ppo", "ratio_gap_before_update", [1e-3])
+    assert fired("ppo", records) == []
+    assert fired("ppo", records, thresholds={"ratio-gap": 1e-4}) == [(1, "ratio-gap")]
+    with pytest.raises(
+        ConfigError, match=r"^thresholds must name alarms .*; got 'ratio'\. Use one of not-finite"
+    ):
+        check_alarms("ppo", records, {"ratio": 1.0})
+
+
+def test_an_unknown_stage_is_refused():
+    with pytest.raises(ConfigError, match="got 'rl'"):
+        check_alarms("rl", [])
+
+
+def test_a_check_stays_cheap_in_a_long_run():
+    names = {rule.metric for rule in ALARMS if "ppo" in rule.stages} - {"*"}
+    values = dict.fromkeys(names, 1.0)
+    records = [Record("ppo", step, 0.0, values) for step in range(1, 5001)]
+    records += [
+        Record("ppo", step, 0.0, {n: v for n, v in values.items() if "heldout" not in n})
+        for step in range(5001, 20001)
+    ]
+    start = time.perf_counter()
+    for _ in range(20):
+        check_alarms("ppo", records)
+    assert (time.perf_counter() - start) / 20 < 0.05

@@ -1,0 +1,87 @@
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from tandem.metrics.console import _COLUMNS, _HELDOUT, StageConsole
+from tandem.metrics.metric import STAGES
+from tandem.metrics.names import find_metric
+
+
+def stage_console(stage="ppo", num_steps=200, start_step=0, terminal=False):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=200, highlight=False)
+    return StageConsole(stage, num_steps, start_step, console), file
+
+
+def test_every_stage_shows_declared_metrics_of_its_own():
+    for columns in (_COLUMNS, _HELDOUT):
+        assert set(columns) == set(STAGES)
+        for stage, names in columns.items():
+            assert len(names) <= 8
+            assert all(stage in find_metric(name).stages for name in names)
+
+
+def test_plain_lines_are_aligned_and_end_in_the_eta():
+    console, file = stage_console()
+    console.line(1, {"reward": 0.5, "kl": 1e-9, "entropy": 2.0})
+    console.line(100, {"reward": -12.25, "kl": 3.0, "entropy": math.nan})
+    first, second = file.getvalue().splitlines()
+    assert first.startswith("ppo      1/200  reward 0.500    kl 1e-09    entropy 2.00     clip -")
+    assert second.startswith("ppo    100/200  reward -12.2    kl 3.00     entropy nan      clip -")
+    assert "| eta " in second
+    assert "\x1b" not in file.getvalue()
+
+
+def test_no_eta_at_the_last_step_or_without_a_total():
+    console, file = stage_console(num_steps=1)
+    console.line(1, {"reward": 0.5})
+    unknown, other = stage_console(num_steps=0)
+    unknown.line(7, {"reward": 0.5})
+    assert "eta" not in file.getvalue() + other.getvalue()
+    assert other.getvalue().startswith("ppo       7  reward")
+
+
+def test_held_out_numbers_follow_or_stand_alone():
+    console, file = stage_console("sft")
+    console.line(0, {"heldout_loss": 2.0})
+    console.line(1, {"loss": 1.0, "heldout_loss": 2.0})
+    console.line(2, {"heldout_margin": 2.0})
+    alone, both = file.getvalue().splitlines()
+    assert alone.startswith("sft      0/200  held-out loss 2.00")
+    assert both.index("loss 1.00") < both.index("held-out loss 2.00")
+
+
+def test_a_terminal_gets_a_bar():
+    console, file = stage_console(terminal=True, start_step=3)
+    console.line(4, {"reward": 0.5})
+    console.close()
+    text = file.getvalue()
+    assert "4/200" in text
+    assert "━" in text
+    assert "| eta" not in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_text_cannot_drive_the_terminal(terminal):
+    console, file = stage_console(terminal=terminal)
+    plain, _ = stage_console(terminal=terminal)
+    console.sample(
+        3,
+        "p \x1b]0;title\x07 [bold]not markup[/bold]",
+        {"evil \x1b[2J": {"text": "a\u202eb\x9b1m\nsecond", "score": 1.25}},
+    )
+    console.close()
+    plain.close()
+    text = file.getvalue()
+    assert "p \\x1b]0;title\\x07 [bold]not markup[/bold]" in text
+    assert "evil \\x1b[2J (score 1.250): a\\u202eb\\x9b1m\n      second" in text
+    assert "\x1b]0" not in text
+    assert "\x07" not in text
+
+
+def test_an_alarm_is_one_line():
+    console, file = stage_console()
+    console.alarm(9, "kl-high", "Far. Do this.")
+    assert file.getvalue() == "ppo      9/200  ALARM kl-high: Far. Do this.\n"

@@ -1,0 +1,13 @@
+from tandem.metrics.metric import STAGES
+from tandem.metrics.names import find_metric
+from tandem.metrics.panels import PANELS, STAGE_TITLES
+
+
+def test_every_stage_draws_declared_metrics_of_its_own_in_one_unit():
+    assert set(PANELS) == set(STAGE_TITLES) == set(STAGES)
+    for stage, panels in PANELS.items():
+        for panel in panels:
+            metrics = [find_metric(name) for name, _ in panel.lines]
+            assert all(stage in metric.stages for metric in metrics)
+            assert len({metric.unit for metric in metrics}) == 1, panel.title
+            assert len(panel.lines) <= 4

@@ -1,0 +1,122 @@
+import json
+import math
+import sys
+import types
+
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.metrics.log import MetricLog
+
+
+def scalars(folder, tag):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert tag in events.Tags()["scalars"]
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_tensorboard_reads_what_was_logged(tmp_path):
+    with MetricLog(tmp_path, "sft", 3, tensorboard=True, console=False) as log:
+        log.log(1, {"loss": 2.0, "seconds/train": 0.5})
+        log.log(2, {"loss": math.nan})
+    folder = tmp_path / "tensorboard" / "sft"
+    (first, second) = scalars(folder, "sft/loss")
+    assert first == (1, 2.0)
+    assert second[0] == 2
+    assert math.isnan(second[1])
+    assert scalars(folder, "sft/seconds/train") == [(1, 0.5)]
+
+
+@pytest.mark.parametrize(("start", "steps"), [(2, [1, 2, 3]), (0, [3])])
+def test_tensorboard_forgets_the_steps_that_are_repeated(tmp_path, start, steps):
+    with MetricLog(tmp_path, "sft", 9, tensorboard=True, console=False) as log:
+        for step in range(1, 6):
+            log.log(step, {"loss": 1.0})
+    with MetricLog(tmp_path, "sft", 9, tensorboard=True, console=False, start_step=start) as log:
+        log.log(3, {"loss": 7.0})
+    found = scalars(tmp_path / "tensorboard" / "sft", "sft/loss")
+    assert [step for step, _ in found] == steps
+    assert found[-1] == (3, 7.0)
+
+
+def test_a_missing_tensorboard_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(
+        ConfigError, match=r"^log.tensorboard must be off .*; got on\. `pip install tensorboard`"
+    ):
+        MetricLog(tmp_path, "sft", 1, tensorboard=True, console=False)
+
+
+def test_tensorboard_is_not_imported_when_it_is_off(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with MetricLog(tmp_path, "sft", 1, tensorboard=False, console=False) as log:
+        log.log(1, {"loss": 1.0})
+
+
+def test_a_missing_wandb_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(
+        ConfigError, match=r"^log.wandb must be empty .*; got 'proj'\. `pip install wandb`"
+    ):
+        MetricLog(tmp_path, "sft", 1, tensorboard=False, wandb="proj", console=False)
+
+
+class FakeRun:
+    def __init__(self, **settings):
+        self.settings = settings
+        self.logged = []
+        self.metrics = []
+        self.exit_code = None
+
+    def define_metric(self, name, step_metric):
+        self.metrics.append((name, step_metric))
+
+    def log(self, values):
+        self.logged.append(values)
+
+    def finish(self, exit_code):
+        self.exit_code = exit_code
+
+
+@pytest.fixture
+def wandb_runs(monkeypatch):
+    runs = []
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **settings: runs.append(FakeRun(**settings)) or runs[-1]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return runs
+
+
+def open_wandb(path, stage="ppo", start_step=0):
+    return MetricLog(
+        path, stage, 9, tensorboard=False, wandb="proj", console=False, start_step=start_step
+    )
+
+
+def test_wandb_gets_every_record_with_its_own_step(tmp_path, wandb_runs):
+    with open_wandb(tmp_path) as log:
+        log.log(4, {"reward": 0.5})
+    (run,) = wandb_runs
+    assert run.logged == [{"ppo/step": 4, "ppo/reward": 0.5}]
+    assert run.metrics == [("ppo/*", "ppo/step")]
+    assert run.settings["project"] == "proj"
+    assert run.settings["group"] == tmp_path.name
+    assert run.exit_code == 0
+
+
+def test_wandb_continues_its_run_and_begins_a_new_one_afresh(tmp_path, wandb_runs):
+    for stage, start in (("sft", 0), ("ppo", 0), ("ppo", 3), ("ppo", 0)):
+        open_wandb(tmp_path, stage, start).close()
+    sft, first, continued, afresh = (run.settings["id"] for run in wandb_runs)
+    assert continued == first
+    assert len({sft, first, afresh}) == 3
+    assert json.loads((tmp_path / "wandb.json").read_text()) == {"sft": sft, "ppo": afresh}
+
+
+def test_a_stage_that_fails_is_marked_as_failed(tmp_path, wandb_runs):
+    with pytest.raises(RuntimeError), open_wandb(tmp_path):
+        raise RuntimeError
+    assert wandb_runs[0].exit_code == 1

@@ -1,0 +1,157 @@
+"""The few rules that matter, as tests: who may import whom, and that pages say what is true."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tandem.config import reference as config_reference
+from tandem.config.flags import parse_run_flags
+from tandem.metrics import reference as metrics_reference
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "tandem"
+
+LAYERS = (
+    ("errors",),
+    ("types",),
+    ("config",),
+    ("data", "models", "parallel", "objectives", "metrics"),
+    ("generate", "checkpoint"),
+    ("engine",),
+    ("train", "serve", "plan"),
+    ("cli", "__init__"),
+    ("__main__",),
+)
+LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+# Further than its layer: what a room may not know, whatever stands below it.
+FORBIDDEN = {
+    "objectives": {"types", "config"},
+    "serve": {"engine", "objectives", "checkpoint"},
+    "generate": {"objectives"},
+    "checkpoint": {"config", "data", "models", "objectives", "metrics", "types"},
+}
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imports(path: Path) -> set[str]:
+    """Every tandem module that a file imports, those inside functions too; type-only ones not."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    type_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in type_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module)
+    return {name for name in found if name.split(".")[0] == "tandem"}
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in FILES
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_room_imports_lower_layers_and_itself(module: str) -> None:
+    room = room_of(module)
+    assert room in LAYER, f"{room} has no layer"
+    for imported in imports(MODULES[module]):
+        other = room_of(imported)
+        if other == room:
+            continue
+        assert LAYER[other] < LAYER[room], f"{module} must not import {imported}"
+        assert other not in FORBIDDEN.get(room, set()), f"{room} must not know {other}"
+
+
+def test_no_file_imports_itself_in_a_circle() -> None:
+    edges = {
+        module: {name for name in imports(path) if name in MODULES and name != module}
+        for module, path in MODULES.items()
+    }
+    done: set[str] = set()
+    while edges:
+        free = {m for m, targets in edges.items() if targets <= done}
+        assert free, f"a circle among {sorted(edges)}"
+        done |= free
+        edges = {m: targets for m, targets in edges.items() if m not in free}
+
+
+def test_objectives_import_torch_and_errors_alone() -> None:
+    for path in (PACKAGE / "objectives").glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                first = name.split(".")[0]
+                assert first in {"torch", "tandem", "__future__", "collections", "dataclasses",
+                                 "typing"}, f"{path.name} imports {name}"  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_public_things_are_documented_and_files_can_be_held_in_the_head(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    assert ast.get_docstring(tree), f"{path.name} says nothing of itself"
+    assert len(source.splitlines()) <= 400, f"{path.name}: one idea should move out"
+    inside_functions = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for child in ast.walk(node)
+        if child is not node
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or id(node) in inside_functions:
+            continue
+        if isinstance(node, ast.FunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 75, f"{node.name} is too long to see"
+        is_private = node.name.startswith("_")
+        owners = [c for c in ast.walk(tree) if isinstance(c, ast.ClassDef) and node in c.body]
+        in_private = any(owner.name.startswith("_") for owner in owners)
+        overrides = node.name in {"forward", "write", "close", "error", "parse_args"}
+        if not (is_private or in_private or overrides):
+            assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
+
+
+def test_generated_pages_are_what_the_code_says() -> None:
+    assert (ROOT / "docs/config.md").read_text() == config_reference.markdown(), "run `make docs`"
+    assert (ROOT / "docs/metrics.md").read_text() == metrics_reference.markdown(), "run `make docs`"
+
+
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_commands_that_pages_name_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    commands = {"train", "sft", "reward", "ppo", "dpo"}
+    blocks = re.findall(r"```(?:sh|bash)?\n(.*?)```", text, flags=re.DOTALL)
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["tandem"] and len(words) > 1 and words[1] in commands:
+            flags = [word for word in words[2:] if word not in ("...", "[flags]")]
+            if "--config" not in flags:
+                parse_run_flags(flags, words[1])

@@ -1,0 +1,102 @@
+"""The command as a user meets it: help, mistakes, exit codes, the example."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.cli import main
+from tests.tiny import save_tiny_model
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = main(list(args))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("args", [(), ("--help",), ("train", "--help"), ("data",), ("--version",)])
+def test_help_and_version(capsys: pytest.CaptureFixture[str], args: tuple[str, ...]) -> None:
+    code, out, err = run(capsys, *args)
+    assert (code, err) == (0, "")
+    assert "tandem" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (("trian",), "'trian' is not a command. Did you mean train?"),
+        (("train", "--actor-modle", "x"), "Did you mean --actor-model?"),
+        (("train",), "actor_model must name a model"),
+        (("train", "--actor-model", "/nowhere", "--data", "x.jsonl"), "/nowhere"),
+        (("chat",), "the following arguments are required: path"),
+        (("chat", "/nowhere"), "/nowhere"),
+        (("eval", "/nowhere"), "must be a run's folder"),
+        (("data", "chek"), "tandem data has one command, check; got 'chek'"),
+        (("data", "check", "x", "--data-split", "a"), "--data-split must be numbers"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    args: tuple[str, ...],
+    part: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, *args)
+    assert code == 2
+    assert part in err
+    assert err.startswith("tandem: ")
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "train", "--debug")
+    assert code == 2
+    assert "Traceback" in err
+
+
+def test_ctrl_c_is_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tandem.cli._run", stop)
+    code, _, err = run(capsys, "train")
+    assert code == 130
+    assert "The same command continues." in err
+
+
+def test_data_check_shows_what_would_be_trained_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "prefs.jsonl"
+    rows = [{"prompt": f"Question {i}?", "chosen": "Yes.", "rejected": "No."} for i in range(20)]
+    file.write_text("\n".join(map(json.dumps, rows)) + '\n{"prompt": "x", "chosen": ""}\n')
+    model = save_tiny_model(tmp_path / "model")
+    code, out, _ = run(capsys, "data", "check", str(file), "--tokenizer", model)
+    assert code == 1  # a row was bad
+    assert "21" in out
+    assert "prefs.jsonl:21" in out.replace("\n", "")
+
+
+def test_the_example_trains_with_a_loop_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(__file__).resolve().parents[1] / "examples" / "custom_loop.py"
+    spec = importlib.util.spec_from_file_location("custom_loop", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["custom_loop"] = module
+    spec.loader.exec_module(module)
+    rewards = module.main(save_tiny_model(tmp_path / "model"), 2, str(tmp_path / "out"))
+    assert len(rewards) == 2
+    assert (tmp_path / "out" / "model.safetensors").exists()
