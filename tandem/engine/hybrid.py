@@ -26,10 +26,11 @@ from tandem.engine.scoring import RewardScorer
 from tandem.errors import ModelError
 from tandem.generate.generator import Stops
 from tandem.models.head import check_head
-from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer
 from tandem.models.lora import adapters_off, add_lora
 from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.scalar import load_scalar_model, normalization, token_values
+from tandem.models.stops import stop_ids
 from tandem.objectives.rewards import normalized_scores
 from tandem.types import Rollout, TokenBatch
 
@@ -115,10 +116,8 @@ class RLHFEngine:
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.tokenizer = tokenizer or self._tokenizer_of(actor, "tokenizer")
         self.actor = self._causal_lm(actor)
-        own_stops = (
-            self.actor.generation_config.eos_token_id if self.actor.generation_config else None
-        )
-        self.renderer = Renderer(self.tokenizer, own_stops)
+        check_vocabulary(self.actor, self.tokenizer)
+        self.renderer = Renderer(self.tokenizer, stop_ids(self.actor.generation_config))
         self.scorer = self._scorer(reward_model, reward_tokenizer)
         # The critic must start from what was loaded, before adapters are added anywhere.
         self.critic = self._critic(critic, actor)
@@ -238,8 +237,10 @@ class RLHFEngine:
         if model is None:
             return None
         tokenizer = tokenizer or self._tokenizer_of(model, "reward_tokenizer")
+        scalar = self._scalar(model).requires_grad_(False).eval()
+        check_vocabulary(scalar, tokenizer)
         return RewardScorer(
-            self._scalar(model).requires_grad_(False).eval(),
+            scalar,
             Renderer(tokenizer),
             dtype=self.dtype,
             max_tokens=self.config.micro_batch_tokens,

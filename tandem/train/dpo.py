@@ -17,7 +17,7 @@ from tandem.config.schema import RunConfig
 from tandem.engine.forward import response_logprobs
 from tandem.engine.hybrid import on_device, prepare_for_training, resolve_device
 from tandem.models.head import check_head
-from tandem.models.load import load_causal_lm
+from tandem.models.load import check_vocabulary, load_causal_lm
 from tandem.models.lora import adapters_off
 from tandem.objectives.losses import dpo_loss
 from tandem.train.evaluate import row_logprobs
@@ -36,6 +36,7 @@ def train_dpo(run: Run, rows: StepRows) -> None:
     )
     on_device(model, device)
     check_head(model)
+    check_vocabulary(model, rows.tokenizer)
     frozen = None
     if config.lora.rank == 0:
         frozen = copy.deepcopy(model).requires_grad_(False).eval()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ def _train_step(
     phases: Phases,
 ) -> dict[str, float]:
     """One optimizer step, micro-batch by micro-batch; means of every sum over the whole batch."""
-    model = trainee.model
+    model = cast(PreTrainedModel, trainee.model)
     device = next(model.parameters()).device
     dtype = resolve_dtype(config.dtype, device)
     denominator = sum(units(row) for row in batch)

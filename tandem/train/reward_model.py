@@ -23,7 +23,7 @@ from tandem.engine.hybrid import (
 from tandem.engine.scoring import RewardScorer
 from tandem.errors import ModelError
 from tandem.generate.generator import Stops, generate
-from tandem.models.load import load_causal_lm
+from tandem.models.load import check_vocabulary, load_causal_lm
 from tandem.models.save import save_model
 from tandem.models.scalar import load_scalar_model, sequence_scores, set_normalization
 from tandem.objectives.losses import pairwise_loss
@@ -45,6 +45,7 @@ def train_reward_model(run: Run, rows: StepRows) -> None:
         trust_remote_code=config.trust_remote_code,
     )
     on_device(model, device)
+    check_vocabulary(model, rows.reward_tokenizer)
     prepare_for_training(model, config, config.seed)
     scorer = RewardScorer(
         model,

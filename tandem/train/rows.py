@@ -5,9 +5,9 @@ Every row that does not fit its step's length is entered in the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,9 +16,12 @@ from tandem.data.dataset import Dataset, load_data, load_text
 from tandem.data.ledger import Ledger
 from tandem.data.length import Fitted, fit, fit_pair, fit_prompt
 from tandem.data.render import Renderer
+from tandem.errors import DataError
 from tandem.models.load import load_tokenizer
 from tandem.models.stops import load_stop_ids
 from tandem.types import PairRow, PromptRow, Sample, TokenRow
+
+Row = TypeVar("Row", TokenRow, PairRow, PromptRow)
 
 
 @dataclass(frozen=True)
@@ -99,63 +102,72 @@ class _Rendering:
 
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
         self.config = config
+        self.dataset = config.dataset
         self.ledger = ledger
 
     def texts(
         self, samples: Sequence[Sample], renderer: Renderer, step: str | None
     ) -> list[TokenRow]:
         """Whole conversations and documents, learned as `sft.loss_on` says."""
-        rows = []
-        for sample in samples:
+
+        def render(sample: Sample) -> Fitted[TokenRow]:
             if sample.text is not None:
                 row = renderer.document(sample.text, sample.source)
-            elif sample.chosen is not None:
-                row = renderer.conversation(sample.prompt, sample.chosen, sample.source)
+            else:
+                row = renderer.conversation(sample.prompt, sample.chosen or "", sample.source)
                 if self.config.sft.loss_on == "all":
                     row = replace(row, response_mask=(False, *[True] * (len(row) - 1)))
-            else:
-                continue
-            fitted = fit(row, self.config.dataset.max_tokens, self.config.dataset.on_long_row)
-            self._note(sample, step, fitted)
-            if fitted.row is not None:
-                rows.append(fitted.row)
-        return rows
+            return fit(row, self.dataset.max_tokens, self.dataset.on_long_row)
+
+        able = [s for s in samples if s.text is not None or s.chosen is not None]
+        return self._render(able, step, render)
 
     def pairs(
         self, samples: Sequence[Sample], renderer: Renderer, step: str | None
     ) -> list[PairRow]:
         """Preferred and rejected answers, their masks on the last answer alone."""
-        pairs = []
-        for sample in samples:
-            if sample.chosen is None or sample.rejected is None:
-                continue
-            pair = PairRow(
-                renderer.conversation(sample.prompt, sample.chosen, sample.source, True),
-                renderer.conversation(sample.prompt, sample.rejected, sample.source, True),
-            )
-            fitted = fit_pair(pair, self.config.dataset.max_tokens, self.config.dataset.on_long_row)
-            self._note(sample, step, fitted)
-            if fitted.row is not None:
-                pairs.append(fitted.row)
-        return pairs
+
+        def render(sample: Sample) -> Fitted[PairRow]:
+            sides = [
+                renderer.conversation(sample.prompt, answer or "", sample.source, True)
+                for answer in (sample.chosen, sample.rejected)
+            ]
+            return fit_pair(PairRow(*sides), self.dataset.max_tokens, self.dataset.on_long_row)
+
+        able = [s for s in samples if s.chosen is not None and s.rejected is not None]
+        return self._render(able, step, render)
 
     def prompts(
         self, samples: Sequence[Sample], renderer: Renderer, step: str | None
     ) -> list[PromptRow]:
         """Prompts to answer."""
-        prompts = []
-        dataset = self.config.dataset
-        for sample in samples:
-            if not sample.prompt:
-                continue
+
+        def render(sample: Sample) -> Fitted[PromptRow]:
             row = renderer.prompt(sample.prompt, sample.columns, sample.source)
-            fitted = fit_prompt(row, dataset.max_prompt_tokens, dataset.on_long_row, renderer)
+            return fit_prompt(
+                row, self.dataset.max_prompt_tokens, self.dataset.on_long_row, renderer
+            )
+
+        return self._render([s for s in samples if s.prompt], step, render)
+
+    def _render(
+        self, samples: Sequence[Sample], step: str | None, render: Callable[[Sample], Fitted[Row]]
+    ) -> list[Row]:
+        rows = []
+        for sample in samples:
+            try:
+                fitted = render(sample)
+            except DataError:
+                # What the tokenizer or template cannot take is a bad row like any other.
+                if self.dataset.on_bad_row == "error":
+                    raise
+                fitted = Fitted(None, "dropped", "the tokenizer or its template cannot take it")
             self._note(sample, step, fitted)
             if fitted.row is not None:
-                prompts.append(fitted.row)
-        return prompts
+                rows.append(fitted.row)
+        return rows
 
-    def _note(self, sample: Sample, step: str | None, fitted: Fitted[Any]) -> None:
+    def _note(self, sample: Sample, step: str | None, fitted: Fitted[Row]) -> None:
         if fitted.outcome == "kept":
             return
         if step is not None and fitted.outcome == "dropped":

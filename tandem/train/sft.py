@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.engine.forward import response_logprobs
 from tandem.engine.hybrid import on_device, prepare_for_training, resolve_device
 from tandem.models.head import check_head
-from tandem.models.load import load_causal_lm
+from tandem.models.load import check_vocabulary, load_causal_lm
 from tandem.objectives.losses import sft_loss
 from tandem.train.evaluate import language_model_metrics
 from tandem.train.fit import fit
@@ -31,6 +31,7 @@ def train_sft(run: Run, rows: StepRows) -> None:
     )
     on_device(model, device)
     check_head(model)
+    check_vocabulary(model, rows.tokenizer)
     prepare_for_training(model, config, config.seed)
 
     def loss(part: Sequence[TokenRow]) -> tuple[Tensor, dict[str, Tensor]]:

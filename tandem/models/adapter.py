@@ -1,0 +1,210 @@
+"""Adapters in PEFT's folder format: adapter_config.json and adapter_model.safetensors.
+
+Keys are `base_model.model.<layer>.lora_A.weight`; a classification model's head is saved whole
+under `base_model.model.score.weight` (PEFT's modules_to_save). The scores' mean and sd, which are
+no weights, travel in the safetensors file's metadata, where PEFT does not look.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from tandem.errors import ModelError
+from tandem.models.lora import (
+    SCALAR_HEAD,
+    adaptable,
+    attach_adapters,
+    lora_layers,
+    scalar_head,
+)
+from tandem.models.source import ADAPTER_CONFIG, Located, one_line, read_adapter_config
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_UNSUPPORTED = (
+    "use_dora",
+    "lora_bias",
+    "alpha_pattern",
+    "rank_pattern",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+)
+
+
+def save_adapter(model: PreTrainedModel, folder: str | Path, base_path: str | Path) -> None:
+    """Write the adapters (and a scalar head) of a model to a folder that PEFT opens.
+
+    Args:
+        base_path: the base model's folder or hub name, written into the config; a local folder as
+            an absolute path, so that the adapter loads from anywhere on this machine.
+    Raises:
+        ModelError: the model has no adapters.
+    """
+    layers = lora_layers(model)
+    if not layers:
+        raise ModelError("save_adapter must get a model with adapters; got none. Call add_lora.")
+    tensors: dict[str, Tensor] = {}
+    for name, layer in layers:
+        tensors[f"{_PREFIX}{name}.lora_A.weight"] = layer.lora_A.weight.detach().contiguous()
+        tensors[f"{_PREFIX}{name}.lora_B.weight"] = layer.lora_B.weight.detach().contiguous()
+    metadata = {"format": "pt"}
+    head = scalar_head(model)
+    if head is not None:
+        for name, weight in head.state_dict().items():
+            tensors[f"{_PREFIX}{SCALAR_HEAD}.{name}"] = weight.contiguous()
+        for name in ("score_mean", "score_std"):
+            if hasattr(model.config, name):
+                metadata[name] = repr(float(getattr(model.config, name)))
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, target / ADAPTER_WEIGHTS, metadata=metadata)
+    text = json.dumps(_peft_config(model, base_path), indent=2, sort_keys=True)
+    (target / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def load_adapter(model: PreTrainedModel, folder: str | Path) -> list[str]:
+    """Put a PEFT LoRA folder's adapter on its base model, live, in place.
+
+    Which layers are adapted is read from the weights' names, so that any form of target_modules
+    works.
+
+    Returns:
+        the names of the adapted layers.
+    Raises:
+        ModelError: not LoRA, a variant that changes the formula, another task, damaged files, or
+            weights that do not fit the model.
+    """
+    source = Located(str(folder))
+    config = read_adapter_config(source)
+    if config is None:
+        raise ModelError(f"adapter folder {source.name!r} must hold {ADAPTER_CONFIG}; got none.")
+    _check_config(config, source.name, classifies=scalar_head(model) is not None)
+    tensors, metadata = _read_tensors(Path(folder) / ADAPTER_WEIGHTS)
+    names = _adapted_names(model, tensors, source.name)
+    rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    if config.get("use_rslora"):  # scaled by alpha / sqrt(rank), arXiv:2312.03732
+        alpha *= math.sqrt(rank)
+    attach_adapters(model, names, rank, alpha, float(config.get("lora_dropout") or 0.0))
+    mismatched = model.load_state_dict(_checked_shapes(model, tensors, source.name), strict=False)
+    assert not mismatched.unexpected_keys, mismatched.unexpected_keys
+    for name in ("score_mean", "score_std"):
+        if name in metadata:
+            setattr(model.config, name, float(metadata[name]))
+    return names
+
+
+def _peft_config(model: PreTrainedModel, base_path: str | Path) -> dict[str, Any]:
+    layers = lora_layers(model)
+    base = Path(base_path).expanduser()
+    classifies = scalar_head(model) is not None
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if classifies else "CAUSAL_LM",
+        "base_model_name_or_path": str(base.resolve()) if base.is_dir() else str(base_path),
+        "r": layers[0][1].rank,
+        "lora_alpha": layers[0][1].alpha,
+        "lora_dropout": layers[0][1].lora_dropout.p,
+        "target_modules": _target_modules(model, [name for name, _ in layers]),
+        "modules_to_save": [SCALAR_HEAD] if classifies else None,
+        "fan_in_fan_out": any(isinstance(layer, Conv1D) for _, layer in layers),
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+    }
+
+
+def _target_modules(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """The last parts of the names where those mean the same layers, else the names in full."""
+    endings = sorted({name.rsplit(".", 1)[-1] for name in names})
+    meant = [n for n, _ in model.named_modules() if n.rsplit(".", 1)[-1] in endings]
+    return endings if set(meant) == set(names) else names
+
+
+def _check_config(config: dict[str, Any], name: str, *, classifies: bool) -> None:
+    """Refuse every adapter whose formula or task is not ours."""
+    problem = None
+    if config.get("peft_type") != "LORA":
+        problem = f"peft_type={config.get('peft_type')!r}"
+    elif not isinstance(config.get("r"), int) or "lora_alpha" not in config:
+        problem = f"r={config.get('r')!r}, lora_alpha={config.get('lora_alpha')!r}"
+    elif config.get("bias", "none") != "none":
+        problem = f"bias={config['bias']!r}"
+    elif (config.get("task_type") == "SEQ_CLS") != classifies:
+        problem = f"task_type={config.get('task_type')!r} for a " + (
+            "scalar model" if classifies else "language model"
+        )
+    for option in _UNSUPPORTED:
+        if config.get(option):
+            problem = f"{option}={config[option]!r}"
+    if problem:
+        raise ModelError(
+            f"adapter {name!r} must be plain LoRA for this kind of model; got {problem}. Merge it "
+            "with PEFT (merge_and_unload, save_pretrained) and give the merged folder."
+        )
+
+
+def _read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The adapter's tensors without PEFT's prefix, float32, and the file's metadata."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tensors = {
+                key.removeprefix(_PREFIX): opened.get_tensor(key).to(torch.float32)
+                for key in opened.keys()  # noqa: SIM118, it is no mapping
+            }
+            return tensors, opened.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{file} must be a whole safetensors file; got: {one_line(error)}. Save the adapter "
+            "again (pickled adapters are not read)."
+        ) from error
+
+
+def _adapted_names(model: PreTrainedModel, tensors: dict[str, Tensor], folder: str) -> list[str]:
+    """The layers that the weights' names speak of; every name must be a known one."""
+    known = set(adaptable(model))
+    endings = (".lora_A.weight", ".lora_B.weight")
+    names: list[str] = []
+    for key in tensors:
+        layer = key.removesuffix(endings[0]).removesuffix(endings[1])
+        if key.endswith(endings) and layer in known:
+            names += [layer] if layer not in names else []
+        elif not (scalar_head(model) is not None and key.startswith(f"{SCALAR_HEAD}.")):
+            raise ModelError(
+                f"adapter {folder!r} must fit the linear layers of {model.config.model_type}; got "
+                f"weight {key!r}. Load it on the base model that it was trained on."
+            )
+    if not names:
+        raise ModelError(f"adapter {folder!r} must adapt a layer; got no LoRA weights in it.")
+    return names
+
+
+def _checked_shapes(
+    model: PreTrainedModel, tensors: dict[str, Tensor], folder: str
+) -> dict[str, Tensor]:
+    """The tensors, if each has its parameter's shape and no adapted layer lacks A or B."""
+    state = model.state_dict()
+    wanted = {n for n in state if n.endswith((".lora_A.weight", ".lora_B.weight"))}
+    wanted |= {n for n in state if n.startswith(f"{SCALAR_HEAD}.") and scalar_head(model)}
+    for key in sorted(wanted | set(tensors)):
+        found = tuple(tensors[key].shape) if key in tensors else None
+        if found != tuple(state[key].shape):
+            raise ModelError(
+                f"adapter {folder!r} must hold {key!r} with shape {tuple(state[key].shape)}; got "
+                f"{found}. Load it on the base model that it was trained on."
+            )
+    return tensors

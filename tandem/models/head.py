@@ -1,0 +1,158 @@
+"""Hidden states of all tokens, vocabulary logits of the few that a loss needs.
+
+(B, T, V) logits of a whole batch are the largest tensor in RLHF and almost all of it is thrown
+away. Here the base model gives (B, T, D), the caller picks the N states it needs, and the model's
+own head code turns those into (N, V): final soft-caps, logit scales and biases are included
+because it is the model's forward that runs, over a base model that returns the given states.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from tandem.errors import ModelError
+
+
+@dataclass
+class _GivenOutput(BaseModelOutputWithPastAndCrossAttentions):
+    """Hidden states and every side output that some family's forward hands on, all unset."""
+
+    router_logits: tuple[Tensor, ...] | None = None
+    cache_params: Any = None
+
+
+class _GivenStates(nn.Module):
+    """Stands where the base model stands and returns the hidden states it is handed."""
+
+    @property
+    def decoder(self) -> _GivenStates:
+        """What OPT's forward calls: its base model's decoder."""
+        return self
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _GivenOutput:
+        """The states come in as `inputs_embeds`, the one argument every family hands on."""
+        return _GivenOutput(last_hidden_state=inputs_embeds)
+
+
+class VocabularyHead:
+    """A model's head alone: (N, D) hidden states -> (N, V) logits, with gradient.
+
+    Holds a shallow twin of the model that shares every parameter and module by identity and
+    whose base model is replaced by a stub. The model itself is not changed and not kept alive
+    beyond its modules. Replacing the model's head module later needs a new VocabularyHead.
+
+    Raises:
+        ModelError: the model keeps its base model where it cannot be replaced.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if model.base_model_prefix not in model._modules:
+            raise ModelError(
+                f"family {model.config.model_type!r} must keep its base model as "
+                f"{model.base_model_prefix!r}; got {type(model).__name__} without it. This family "
+                "is not supported."
+            )
+        self._twin = copy.copy(model)
+        self._twin._modules = {**model._modules, model.base_model_prefix: _GivenStates()}
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """(N, D) -> (N, V), in the dtype that the model's forward would give."""
+        return self._twin(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+
+_heads: WeakKeyDictionary[PreTrainedModel, VocabularyHead] = WeakKeyDictionary()
+
+
+def vocabulary_head(model: PreTrainedModel) -> VocabularyHead:
+    """The model's VocabularyHead, built once per model."""
+    if model not in _heads:
+        _heads[model] = VocabularyHead(model)
+    return _heads[model]
+
+
+def vocabulary_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Logits (N, V) of hidden states (N, D), by the model's own head code."""
+    return vocabulary_head(model)(hidden)
+
+
+def hidden_states(model: PreTrainedModel, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Last hidden states (B, T, D) of a right-padded batch, of any decoder with or without a head.
+
+    Args:
+        token_ids: (B, T) int64.
+        attention_mask: (B, T) bool. With padding on the right, positions count from 0 at the
+            first column in every family: from the mask (OPT) or by default (all others).
+    Returns:
+        (B, T, D); what stands at padding means nothing.
+    """
+    base = model.base_model
+    return base(
+        input_ids=token_ids, attention_mask=attention_mask.long(), use_cache=False
+    ).last_hidden_state
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel, seed: int = 0) -> None:
+    """Compare hidden states plus head with the full forward on random tokens.
+
+    Raises:
+        ModelError: they differ, or a token's logits depend on later tokens or on padding.
+    """
+    config = model.config.get_text_config()
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(config.vocab_size, (2, 6), generator=generator).to(model.device)
+    mask = torch.ones_like(token_ids, dtype=torch.bool)
+    mask[1, 4:] = False
+    was_training = model.training
+    model.eval()
+    try:
+        full = model(input_ids=token_ids, attention_mask=mask.long(), use_cache=False).logits
+        ours = _head_logits(model, hidden_states(model, token_ids, mask)[mask])
+        alone = model(input_ids=token_ids[1:, :4], use_cache=False).logits
+    finally:
+        model.train(was_training)
+    family = config.model_type
+    if not _close(ours, full[mask]):
+        raise ModelError(
+            f"logits of family {family!r} must follow from its last hidden states; got a largest "
+            f"difference of {_difference(ours, full[mask]):.3g}. This family is not supported."
+        )
+    if not _close(alone[0], full[1, :4]):
+        raise ModelError(
+            f"logits of family {family!r} must not depend on later tokens or right padding; got a "
+            f"difference of {_difference(alone[0], full[1, :4]):.3g}. This family is not supported."
+        )
+
+
+def _head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """`vocabulary_logits`, where a forward that needs more than hidden states is an error."""
+    try:
+        return vocabulary_logits(model, hidden)
+    except (AttributeError, TypeError, ValueError, IndexError) as error:
+        raise ModelError(
+            f"logits of family {model.config.model_type!r} must follow from its last hidden "
+            f"states; got {type(error).__name__}: {error}. This family is not supported."
+        ) from error
+
+
+def _difference(left: Tensor, right: Tensor) -> float:
+    return float((left.float() - right.float()).abs().max())
+
+
+def _close(left: Tensor, right: Tensor) -> bool:
+    """Equal up to rounding, relative to the largest logit: 1.4e-3 in float32, 0.35 in bfloat16.
+
+    Kernels sum in other orders for other shapes, and many layers add that up; a cap, a scale or a
+    mask that is missing changes logits by their own size.
+    """
+    scale = max(1.0, float(right.float().abs().max()))
+    return _difference(left, right) <= 4 * math.sqrt(torch.finfo(left.dtype).eps) * scale

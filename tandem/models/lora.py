@@ -1,0 +1,242 @@
+"""Low-rank adapters, live: y = W x + b + (alpha / rank) B A x, never fused into W.
+
+An adapted layer takes the place of the linear layer and holds the very same weight and bias
+objects under the same names, so the state of the base model keeps Hugging Face's names and bits,
+and `lora_A.weight` (rank, in) and `lora_B.weight` (out, rank) stand beside them as in PEFT.
+Source: arXiv:2106.09685. Differs: A starts as torch's linear layers do (PEFT's choice), not normal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from tandem.config.schema import LoraConfig
+from tandem.errors import ModelError
+
+ALL_LINEAR = "all-linear"
+SCALAR_HEAD = "score"
+"""What Hugging Face calls the head of a decoder's sequence-classification class."""
+
+
+class LoraLayer(nn.Module):
+    """What the two adapted layers share: A, B, the scale and the switch.
+
+    Attributes:
+        adapter_on: whether forward adds the adapter's part.
+        rank, alpha: the update is scaled by alpha / rank.
+    """
+
+    weight: Any
+    bias: Any
+
+    def attach(self, base: nn.Linear | Conv1D, rank: int, alpha: float, dropout: float) -> None:
+        """Take over the base layer's parameters, freeze them, add A (zeros) and B (zeros)."""
+        self.weight, self.bias = base.weight, base.bias
+        inputs, outputs = _shape(base)
+        with torch.device(self.weight.device):
+            self.lora_A = nn.Linear(inputs, rank, bias=False, dtype=torch.float32)
+            self.lora_B = nn.Linear(rank, outputs, bias=False, dtype=torch.float32)
+        nn.init.zeros_(self.lora_A.weight)
+        nn.init.zeros_(self.lora_B.weight)
+        self.lora_dropout = nn.Dropout(dropout)
+        self.rank, self.alpha, self.adapter_on = rank, alpha, True
+        self.train(base.training)
+
+    def adapted(self, x: Tensor, output: Tensor) -> Tensor:
+        """Add the adapter's part to the base layer's output (..., out), where it is on."""
+        if not self.adapter_on:
+            return output
+        if not torch.is_autocast_enabled(x.device.type):
+            x = x.to(self.lora_A.weight.dtype)  # a base in bf16 beside adapters in float32
+        inner = self.lora_A(self.lora_dropout(x)) * (self.alpha / self.rank)
+        return output + self.lora_B(inner).to(output.dtype)
+
+    def merged_weight(self) -> Tensor:
+        """A new tensor: the weight with the adapter in it, in the weight's layout and dtype."""
+        update: Tensor = (self.lora_B.weight @ self.lora_A.weight) * (self.alpha / self.rank)
+        if isinstance(self, Conv1D):
+            update = update.T
+        merged: Tensor = self.weight.float() + update
+        return merged.to(self.weight.dtype)
+
+
+class LoraLinear(LoraLayer, nn.Linear):
+    """nn.Linear with an adapter."""
+
+    def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float) -> None:
+        nn.Linear.__init__(self, base.in_features, base.out_features, device="meta")
+        self.attach(base, rank, alpha, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return self.adapted(x, nn.functional.linear(x, self.weight, self.bias))
+
+
+class LoraConv1D(LoraLayer, Conv1D):
+    """GPT-2's Conv1D, a linear layer with its weight stored (in, out), with an adapter."""
+
+    def __init__(self, base: Conv1D, rank: int, alpha: float, dropout: float) -> None:
+        with torch.device("meta"):
+            Conv1D.__init__(self, base.nf, base.nx)
+        self.attach(base, rank, alpha, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return self.adapted(x, Conv1D.forward(self, x))
+
+
+def add_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
+    """Adapt a model in place: base frozen, adapters (and a scalar head) trainable.
+
+    B is zero, so outputs are unchanged; A is uniform in +-1/sqrt(in), from `seed`.
+
+    Returns:
+        the names of the adapted layers.
+    Raises:
+        ModelError: rank 0, a model with adapters already, a target that matches nothing.
+    """
+    names = match_targets(model, config.targets)
+    attach_adapters(model, names, config.rank, config.alpha, config.dropout)
+    generator = torch.Generator().manual_seed(seed)
+    for _, layer in lora_layers(model):
+        start = torch.empty(layer.lora_A.weight.shape)
+        nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
+        with torch.no_grad():
+            layer.lora_A.weight.copy_(start)
+    return names
+
+
+def attach_adapters(
+    model: PreTrainedModel, names: Sequence[str], rank: int, alpha: float, dropout: float
+) -> None:
+    """Put zero adapters on the named layers and freeze everything but them and a scalar head.
+
+    Raises:
+        ModelError: rank below 1, or adapters already there.
+    """
+    if rank < 1:
+        raise ModelError(f"lora.rank must be at least 1 to adapt; got {rank}. Set --lora.rank.")
+    if is_adapted(model):
+        raise ModelError(
+            "a model must get its adapters once; got one that has adapters. Merge it first."
+        )
+    model.requires_grad_(False)
+    for name in names:
+        base = model.get_submodule(name)
+        layer: LoraLayer
+        if isinstance(base, nn.Linear):
+            layer = LoraLinear(base, rank, alpha, dropout)
+        else:
+            assert isinstance(base, Conv1D), name
+            layer = LoraConv1D(base, rank, alpha, dropout)
+        model.set_submodule(name, layer)
+    head = scalar_head(model)
+    if head is not None:
+        head.requires_grad_(True)
+
+
+def match_targets(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
+    """Names of the linear layers that `targets` (`all-linear` or endings of names) mean.
+
+    The vocabulary head and the scalar head are never among them. Experts that a family keeps as
+    stacked tensors are no linear layers and stay as they are, as in PEFT.
+
+    Raises:
+        ModelError: a target that matches no linear layer, with the endings that exist.
+    """
+    linear = adaptable(model)
+    chosen: set[str] = set()
+    for target in targets:
+        found = [n for n in linear if target in (ALL_LINEAR, n) or n.endswith("." + target)]
+        if not found:
+            endings = sorted({name.rsplit(".", 1)[-1] for name in linear})
+            raise ModelError(
+                f"lora.targets must match linear layers of {model.config.model_type}; got "
+                f"{target!r}, which matches none. Use {ALL_LINEAR} or endings among: "
+                f"{', '.join(endings)}."
+            )
+        chosen.update(found)
+    return [name for name in linear if name in chosen]
+
+
+def adaptable(model: PreTrainedModel) -> list[str]:
+    """Names of every plain linear layer but the vocabulary head and the scalar head."""
+    heads = {id(model.get_output_embeddings()), id(scalar_head(model))}
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, Conv1D, LoraLinear, LoraConv1D)
+        and id(module) not in heads
+        and not name.endswith((".lora_A", ".lora_B"))
+    ]
+
+
+def scalar_head(model: PreTrainedModel) -> nn.Linear | None:
+    """The head of a sequence-classification model, None for a language model."""
+    head = getattr(model, SCALAR_HEAD, None)
+    return head if isinstance(head, nn.Linear) else None
+
+
+def lora_layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
+    """The adapted layers with their names."""
+    return [(n, module) for n, module in model.named_modules() if isinstance(module, LoraLayer)]
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether the model has adapters."""
+    return any(isinstance(module, LoraLayer) for module in model.modules())
+
+
+def lora_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """A and B of every adapted layer (a scalar head, trainable too, is not among them)."""
+    return [
+        weight
+        for _, layer in lora_layers(model)
+        for part in (layer.lora_A, layer.lora_B)
+        for weight in part.parameters()
+    ]
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within: the base model, bit for bit. This is the reference, at no extra memory.
+
+    Nests, and restores on errors. A scalar head stays the trained one. Do not leave it between a
+    gradient-checkpointed forward and its backward, which runs the forward again.
+    """
+    layers = [layer for _, layer in lora_layers(model)]
+    before = [layer.adapter_on for layer in layers]
+    for layer in layers:
+        layer.adapter_on = False
+    try:
+        yield
+    finally:
+        for layer, was_on in zip(layers, before, strict=True):
+            layer.adapter_on = was_on
+
+
+@torch.no_grad()
+def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state of the model with its adapters merged, under the unadapted model's names.
+
+    Adapted weights are new tensors, all others the model's own; the model is not changed.
+    """
+    state = model.state_dict()
+    for name, layer in lora_layers(model):
+        for ending in ("lora_A.weight", "lora_B.weight"):
+            del state[f"{name}.{ending}"]
+        state[f"{name}.weight"] = layer.merged_weight()
+    return dict(state)
+
+
+def _shape(base: nn.Linear | Conv1D) -> tuple[int, int]:
+    """(in, out) of a linear layer."""
+    return (base.nx, base.nf) if isinstance(base, Conv1D) else (base.in_features, base.out_features)

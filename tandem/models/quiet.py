@@ -1,0 +1,42 @@
+"""Keep transformers' bars and log lines off the terminal while a model is read or written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from huggingface_hub.utils.tqdm import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
+from transformers.utils import logging as hf_logging
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within: no loading bars, no log line below ERROR from transformers or the hub's client.
+
+    What those lines warn about (missing or unexpected weights) is read from the loading report
+    and raised as an error instead. The bar of a download stays, because minutes of silence are
+    worse. Settings are as before on leaving.
+    """
+    hub_logger = logging.getLogger("huggingface_hub")
+    verbosity, hub_level = hf_logging.get_verbosity(), hub_logger.level
+    hf_bars, hub_bars = hf_logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    hf_logging.set_verbosity_error()
+    hub_logger.setLevel(logging.ERROR)
+    if hf_bars:
+        hf_logging.disable_progress_bar()  # switches the hub's bars off too
+        if hub_bars:
+            enable_progress_bars()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        hub_logger.setLevel(hub_level)
+        if hf_bars:
+            hf_logging.enable_progress_bar()
+            if not hub_bars:
+                disable_progress_bars()

@@ -1,0 +1,280 @@
+"""Critic and reward model: Hugging Face's own sequence-classification class with one output.
+
+Nothing is added to the class, so saving is save_pretrained and anyone's
+AutoModelForSequenceClassification loads it. The mean and sd that the scores are normalized by are
+attributes of its config, `score_mean` and `score_std`, and so live in config.json.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from tandem.errors import ModelError
+from tandem.models.adapter import load_adapter
+from tandem.models.head import hidden_states
+from tandem.models.load import (
+    attention_for,
+    load_causal_lm,
+    require_all_weights,
+    require_decoder,
+    set_dropout,
+)
+from tandem.models.lora import SCALAR_HEAD, scalar_head
+from tandem.models.quiet import quiet
+from tandem.models.source import (
+    Located,
+    adapter_base,
+    load_config,
+    load_weights,
+    locate,
+    read_adapter_config,
+)
+from tandem.types import TokenBatch
+
+
+def load_scalar_model(
+    path: str | Path,
+    *,
+    seed: int,
+    from_causal_lm: bool | None = None,
+    dropout: float = 0.0,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A decoder with a scalar head, float32, in eval mode.
+
+    From a language model the backbone is taken and the head is new (normal, sd 1/sqrt(D + 1), from
+    `seed`); a sequence-classification model keeps its head. A folder with a LoRA adapter for
+    sequence classification loads its base and puts adapter and head on it.
+
+    Args:
+        from_causal_lm: True: start a new head in any case; False: the path must have one; None:
+            see what it is (config.architectures, else whether the files hold a head).
+    Raises:
+        ModelError: as `load_causal_lm`; also a family without a classification class, a head with
+            more than one output, or no head where one was asked for.
+    """
+    source = locate(path)
+    adapter = read_adapter_config(source)
+    base = source if adapter is None else adapter_base(source, adapter)
+    config = load_config(base, trust_remote_code=trust_remote_code)
+    require_decoder(config, base.name)
+    _require_scalar_class(config, base.name)
+    has_head = has_scalar_head(base, config)
+    if from_causal_lm is False and not has_head:
+        raise ModelError(
+            f"model {base.name!r} must have a scalar head already; got "
+            f"architectures={config.architectures}. Give a reward model, or start a new head."
+        )
+    if has_head:
+        model = _load_classifier(base, config, dropout, trust_remote_code)
+    else:
+        model = _on_language_model(base, dropout, trust_remote_code)
+    if from_causal_lm or not has_head:
+        _start_head(_require_head(model), seed)
+    if adapter is not None:
+        load_adapter(model, source.name)
+    return model
+
+
+def new_scalar_model(
+    config: PreTrainedConfig, seed: int, *, dropout: float = 0.0
+) -> PreTrainedModel:
+    """A scalar model with random weights, the same for the same seed; float32, in eval mode.
+
+    The config's outputs and dropout rates are overwritten.
+
+    Raises:
+        ModelError: the config is not a decoder's, or its family has no classification class.
+    """
+    require_decoder(config, config.model_type)
+    _require_scalar_class(config, config.model_type)
+    _one_output(config)
+    set_dropout(config, dropout)
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_config(
+            config, dtype=torch.float32, attn_implementation=attention_for(config)
+        )
+    _start_head(_require_head(model), seed)
+    return model.eval()
+
+
+def has_scalar_head(source: Located, config: PreTrainedConfig) -> bool:
+    """Whether a model is a sequence-classification model already.
+
+    Told by config.architectures; where those are absent, by a head's weight in the local files.
+
+    Raises:
+        ModelError: a weights file cannot be read.
+    """
+    if config.architectures:
+        return any(name.endswith("ForSequenceClassification") for name in config.architectures)
+    for file in sorted(source.folder.glob("*.safetensors")) if source.folder else []:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                if f"{SCALAR_HEAD}.weight" in set(opened.keys()):
+                    return True
+        except SafetensorError as error:
+            raise ModelError(
+                f"{file} must be a whole safetensors file; got: {error}. Copy the model again."
+            ) from error
+    return False
+
+
+def head_outputs(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """The head's output at every position, (B, T) float32: at t it has seen tokens 0 to t.
+
+    What stands at padding means nothing.
+    """
+    hidden = hidden_states(model, batch.token_ids, batch.attention_mask)
+    return _require_head(model)(hidden).squeeze(-1).float()
+
+
+def token_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """Values (B, T) float32: at t, of the state before token t.
+
+    values[:, t] = head output at t - 1; 0 at index 0, which nothing precedes, and off the mask.
+    """
+    return values_from_outputs(head_outputs(model, batch), batch)
+
+
+def sequence_scores(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """Scores (B,) float32, raw: the head's output at each row's last real token, EOS included."""
+    return scores_from_outputs(head_outputs(model, batch), batch)
+
+
+def values_from_outputs(outputs: Tensor, batch: TokenBatch) -> Tensor:
+    """`token_values` from `head_outputs`, (B, T) -> (B, T)."""
+    values = torch.zeros_like(outputs)
+    values[:, 1:] = outputs[:, :-1]
+    return values.masked_fill(~batch.attention_mask, 0.0)
+
+
+def scores_from_outputs(outputs: Tensor, batch: TokenBatch) -> Tensor:
+    """`sequence_scores` from `head_outputs`, (B, T) -> (B,).
+
+    The last real token is told by the mask, never by its id: pad may equal EOS.
+    """
+    return outputs.gather(1, batch.lengths()[:, None] - 1).squeeze(1)
+
+
+def normalization(model: PreTrainedModel) -> tuple[float, float]:
+    """Mean and sd that the model's scores are normalized by; (0, 1) if none were set."""
+    config = model.config
+    return float(getattr(config, "score_mean", 0.0)), float(getattr(config, "score_std", 1.0))
+
+
+def set_normalization(model: PreTrainedModel, mean: float, std: float) -> None:
+    """Keep the scores' mean and sd with the model, in its config.
+
+    Raises:
+        ModelError: a number that is not finite, or an sd that is not positive.
+    """
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise ModelError(
+            f"score normalization must have a finite mean and a positive sd; got mean {mean}, "
+            f"sd {std}. Scores that are all alike cannot be normalized."
+        )
+    model.config.score_mean, model.config.score_std = float(mean), float(std)
+
+
+def _require_scalar_class(config: PreTrainedConfig, name: str) -> None:
+    family = config.model_type
+    if family not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and (
+        "AutoModelForSequenceClassification" not in (getattr(config, "auto_map", None) or {})
+    ):
+        raise ModelError(
+            f"model {name!r} must have a sequence-classification class for its scalar head; got "
+            f"family {family!r}, which has none in transformers. Choose another family for the "
+            "reward model and critic."
+        )
+
+
+def _require_head(model: PreTrainedModel) -> nn.Linear:
+    head = scalar_head(model)
+    if head is None:
+        raise ModelError(
+            f"{type(model).__name__} must score with a linear layer named {SCALAR_HEAD!r}; got "
+            "none. Give a sequence-classification model of a decoder family."
+        )
+    return head
+
+
+def _load_classifier(
+    source: Located, config: PreTrainedConfig, dropout: float, trust_remote_code: bool
+) -> PreTrainedModel:
+    """A sequence-classification folder as it is."""
+    if config.num_labels != 1:
+        raise ModelError(
+            f"model {source.name!r} must score with one number; got a head with "
+            f"{config.num_labels} outputs. Give a reward model, or a language model to start a "
+            "new head on."
+        )
+    set_dropout(config, dropout)
+    model, missing, unexpected = load_weights(
+        AutoModelForSequenceClassification,
+        source,
+        config,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attention_for(config),
+    )
+    require_all_weights(source, config, missing, unexpected)
+    _require_head(model)
+    return model
+
+
+def _on_language_model(source: Located, dropout: float, trust_remote_code: bool) -> PreTrainedModel:
+    """The backbone of a language model in its family's classification class; head unset.
+
+    The language model is loaded whole first, because only that accounts for every weight: some
+    families' files name the vocabulary head in a way that only its own class knows.
+    """
+    language_model = load_causal_lm(
+        source.name, dropout=dropout, trust_remote_code=trust_remote_code
+    )
+    config = language_model.config
+    _one_output(config)
+    with torch.device("meta"), quiet():
+        model = AutoModelForSequenceClassification.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    head = _require_head(model)
+    if type(model.base_model) is not type(language_model.base_model):
+        raise ModelError(
+            f"family {config.model_type!r} must have one backbone for both heads; got "
+            f"{type(language_model.base_model).__name__} and {type(model.base_model).__name__}. "
+            "Choose another family for the reward model and critic."
+        )
+    setattr(model, model.base_model_prefix, language_model.base_model)
+    model.config = config
+    head.to_empty(device=language_model.device)
+    return model.eval()
+
+
+def _one_output(config: PreTrainedConfig) -> None:
+    """One number per row, which Hugging Face calls regression."""
+    config.num_labels = 1
+    config.problem_type = "regression"
+
+
+@torch.no_grad()
+def _start_head(head: nn.Linear, seed: int) -> None:
+    """Small scores at the start, of about the same size at any width."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.empty(head.weight.shape).normal_(
+        0.0, 1.0 / math.sqrt(head.in_features + 1), generator=generator
+    )
+    head.weight.copy_(start)
+    if head.bias is not None:
+        head.bias.zero_()

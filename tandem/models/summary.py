@@ -1,0 +1,95 @@
+"""What a model is, and how many floating-point operations a token costs."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from tandem.models.load import embedding_rows
+from tandem.models.lora import scalar_head
+
+
+class ModelSummary(TypedDict):
+    """A model in a few numbers.
+
+    family: Hugging Face's model_type. kind: "causal-lm" or "scalar". parameters and
+    trainable_parameters: each shared tensor counted once. vocabulary: rows of the embedding.
+    context: longest sequence in tokens, 0 where the family has no limit.
+    """
+
+    family: str
+    kind: str
+    parameters: int
+    trainable_parameters: int
+    layers: int
+    width: int
+    vocabulary: int
+    context: int
+
+
+def model_summary(model: PreTrainedModel) -> ModelSummary:
+    """Family, size and shape of a model."""
+    config = model.config.get_text_config()
+    return ModelSummary(
+        family=model.config.model_type,
+        kind="causal-lm" if scalar_head(model) is None else "scalar",
+        parameters=sum(p.numel() for p in model.parameters()),
+        trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        layers=int(config.num_hidden_layers),
+        width=int(config.hidden_size),
+        vocabulary=embedding_rows(model),
+        context=int(getattr(config, "max_position_embeddings", None) or 0),
+    )
+
+
+def flops_per_token(
+    model: PreTrainedModel, length: int, *, backward: bool = False, logits: bool = True
+) -> float:
+    """Floating-point operations per token of a sequence of `length` tokens.
+
+        forward  = 2 N + 2 V D [logits] + 4 A sum_layers (c + 1) / 2
+        backward = 2 N + 2 N_trainable + 2 * (the other terms)
+
+    N: parameters of the layers (no embeddings, no vocabulary head); A: heads times head width;
+    c: the length, or a layer's sliding window where that is shorter.
+    A causal query sees (c + 1) / 2 keys on average; the products with keys and with values take
+    2 A operations per key each. The backward pass goes through every layer and also computes the
+    gradients of those weights that are trained, which under LoRA are few.
+
+    Args:
+        length: tokens per sequence.
+        backward: add the backward pass (without recomputation).
+        logits: whether the token goes through the vocabulary head.
+    Source: arXiv:2001.08361 table 1 and arXiv:2204.02311 appendix B. Differs: attention is counted
+    causally, as in the first, and frozen weights cost no weight gradient. For mixtures of experts
+    it is an upper bound: all experts are counted.
+    """
+    config = model.config.get_text_config()
+    outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = model.get_output_embeddings()
+    head_size = 0
+    if head is not None:
+        outside.add(id(head.weight))
+        head_size = head.weight.numel() if logits else 0
+    inside = [p for p in model.parameters() if id(p) not in outside]
+    weights = sum(p.numel() for p in inside)
+    trained = sum(p.numel() for p in inside if p.requires_grad)
+    heads = int(config.num_attention_heads)
+    attention_width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    keys = sum((reach + 1) / 2 for reach in _reaches(model, length))
+    others = 2 * head_size + 4 * attention_width * keys
+    forward = 2 * weights + others
+    return float(forward + (2 * weights + 2 * trained + 2 * others if backward else 0))
+
+
+def _reaches(model: PreTrainedModel, length: int) -> list[int]:
+    """How many tokens each layer's last query can see in a sequence of `length`."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    near = min(length, int(window or length))
+    return [near if kind == "sliding_attention" else length for kind in kinds]

@@ -1,0 +1,151 @@
+"""Tiny random models of every family that the room is tested with, and a ragged batch for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from tandem.models.load import new_causal_lm
+from tandem.models.save import save_model
+from tandem.models.scalar import new_scalar_model
+from tandem.types import Source, TokenBatch, TokenRow
+
+VOCABULARY = 99
+PAD, BOS, EOS = 0, 1, 2
+_IDS = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+_LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "opt": {
+        "hidden_size": 32,
+        "word_embed_proj_dim": 16,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "init_std": 0.2,
+        "dropout": 0.1,
+    },
+    "llama": _LLAMA,
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "initializer_range": 0.2,
+    },
+    "gpt_neox": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "hidden_dropout": 0.1,
+    },
+    "qwen2": _LLAMA | {"tie_word_embeddings": True},
+    "qwen3": _LLAMA,
+    "mistral": _LLAMA | {"sliding_window": 3},
+    "gemma": _LLAMA | {"tie_word_embeddings": True},
+    "gemma2": _LLAMA
+    | {
+        "tie_word_embeddings": True,
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 2.0,
+    },
+}
+FAMILIES = sorted(_CONFIGS)
+CAUSAL_ONLY = {"cohere": _LLAMA | {"logit_scale": 0.3}, "granite": _LLAMA | {"logits_scaling": 3.0}}
+
+
+def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """A new config: two layers, width 32, dropout on in some families."""
+    options = _CONFIGS.get(family) or CAUSAL_ONLY[family]
+    return AutoConfig.for_model(family, **{**_IDS, **options, **changes})
+
+
+def perturbed(model: PreTrainedModel) -> PreTrainedModel:
+    """Move every weight off its start, so that biases and norms are not the identity."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def tiny_model(family: str, **changes: Any) -> PreTrainedModel:
+    """A language model with random weights."""
+    return perturbed(new_causal_lm(tiny_config(family, **changes), seed=3))
+
+
+def tiny_scalar(family: str, **changes: Any) -> PreTrainedModel:
+    """A scalar model with random weights."""
+    return perturbed(new_scalar_model(tiny_config(family, **changes), seed=3))
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A word-level tokenizer with a chat template."""
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 4))]
+    core = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = Whitespace()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    return fast
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Path:
+    """The model's folder."""
+    save_model(model, tokenizer(), folder)
+    return folder
+
+
+def ragged_batch(lengths: Sequence[int] = (9, 5, 12, 1), seed: int = 0) -> TokenBatch:
+    """Random right-padded rows that never hold the pad id; all but the first token answered."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for i, n in enumerate(lengths):
+        ids = torch.randint(4, VOCABULARY, (n,), generator=generator).tolist()
+        mask = (False, *(True for _ in range(n - 1)))
+        rows.append(TokenRow(tuple(ids), mask, Source("random", "random", i + 1)))
+    return TokenBatch.from_rows(rows, PAD)
+
+
+def scaled(left: torch.Tensor, right: torch.Tensor, tolerance: float = 1e-5) -> bool:
+    """Equal to `tolerance` of the largest absolute number."""
+    return bool((left - right).abs().max() <= tolerance * right.abs().max().clamp_min(1.0))

@@ -1,0 +1,135 @@
+"""Hidden states and the head alone give the full forward's logits."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tandem.config.schema import LoraConfig
+from tandem.errors import ModelError
+from tandem.models.head import (
+    VocabularyHead,
+    check_head,
+    hidden_states,
+    vocabulary_head,
+    vocabulary_logits,
+)
+from tandem.models.lora import add_lora
+
+from .families import CAUSAL_ONLY, FAMILIES, ragged_batch, scaled, tiny_model
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *CAUSAL_ONLY])
+def test_hidden_states_and_head_are_the_full_logits(family: str) -> None:
+    model = tiny_model(family)
+    batch = ragged_batch()
+    with torch.no_grad():
+        full = model(batch.token_ids, attention_mask=batch.attention_mask.long()).logits
+        hidden = hidden_states(model, batch.token_ids, batch.attention_mask)
+        ours = vocabulary_logits(model, hidden[batch.attention_mask])
+    assert torch.equal(ours, full[batch.attention_mask]) or scaled(
+        ours, full[batch.attention_mask], 1e-6
+    )
+    check_head(model)
+
+
+def test_a_row_in_a_padded_batch_is_the_row_alone(family: str) -> None:
+    model = tiny_model(family)
+    batch = ragged_batch()
+    with torch.no_grad():
+        together = hidden_states(model, batch.token_ids, batch.attention_mask)
+        for row, n in enumerate(batch.lengths().tolist()):
+            ids = batch.token_ids[row : row + 1, :n]
+            alone = hidden_states(model, ids, torch.ones_like(ids, dtype=torch.bool))
+            assert scaled(together[row, :n], alone[0])
+    assert torch.isfinite(together).all(), "a nan at padding would reach gradients"
+
+
+def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_gradients_are_those_of_the_full_forward(family: str, adapted: bool) -> None:
+    model = tiny_model(family)
+    if adapted:
+        add_lora(model, LoraConfig(rank=2), seed=0)
+    model.train()
+    batch = ragged_batch()
+    mask = batch.attention_mask
+    full = model(batch.token_ids, attention_mask=mask.long()).logits[mask]
+    expected = _gradients(model, full.log_softmax(-1).square().sum())
+    hidden = hidden_states(model, batch.token_ids, mask)
+    ours = _gradients(model, vocabulary_logits(model, hidden[mask]).log_softmax(-1).square().sum())
+    assert ours.keys() == expected.keys()
+    assert all(scaled(ours[name], expected[name], 1e-4) for name in ours)
+
+
+def test_parameters_are_shared_and_followed() -> None:
+    model = tiny_model("llama")
+    head = vocabulary_head(model)
+    hidden = torch.randn(3, 32)
+    before = head(hidden)
+    with torch.no_grad():
+        model.lm_head.weight *= 2
+    assert torch.equal(head(hidden), 2 * before)
+    assert vocabulary_head(model) is head
+    assert list(model._modules) == ["model", "lm_head"], "the model itself is unchanged"
+    assert type(model.model).__name__ == "LlamaModel"
+
+
+def test_the_cache_keeps_no_model_alive() -> None:
+    model = tiny_model("llama")
+    vocabulary_head(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_model_without_its_base_in_place() -> None:
+    model = tiny_model("llama")
+    model.base_model_prefix = "elsewhere"
+    with pytest.raises(ModelError, match="'llama' must keep its base model as 'elsewhere'"):
+        VocabularyHead(model)
+
+
+def test_a_head_that_reads_more_than_the_last_hidden_state() -> None:
+    model = tiny_model("llama")
+    forward = model.forward
+
+    def skipping(input_ids: Tensor | None = None, **kwargs: object) -> object:
+        output = forward(input_ids, **kwargs)
+        return output if input_ids is None else SimpleNamespace(logits=output.logits + 1)
+
+    model.forward = skipping
+    with pytest.raises(ModelError, match="'llama' must follow from its last hidden states; got a"):
+        check_head(model)
+
+
+def test_a_forward_that_needs_token_ids() -> None:
+    model = tiny_model("llama")
+    forward = model.forward
+
+    def needy(input_ids: Tensor | None = None, **kwargs: object) -> object:
+        return SimpleNamespace(logits=forward(input_ids, **kwargs).logits[: input_ids.shape[0]])
+
+    model.forward = needy
+    with pytest.raises(ModelError, match="must follow from its last hidden states; got Attr"):
+        check_head(model)
+
+
+def test_a_model_that_sees_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama").train()
+    norm = model.model.norm
+    monkeypatch.setattr(norm, "forward", lambda h: h + h.mean(dim=1, keepdim=True))
+    with pytest.raises(ModelError, match="must not depend on later tokens or right padding"):
+        check_head(model)
+    assert model.training, "the mode is restored"

@@ -1,0 +1,89 @@
+"""Sizes by hand, and operations against torch's own counter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tandem.config.schema import LoraConfig
+from tandem.models.lora import add_lora
+from tandem.models.summary import flops_per_token, model_summary
+
+from .families import VOCABULARY, tiny_model, tiny_scalar
+
+
+def test_a_llama_by_hand() -> None:
+    model = tiny_model("llama")
+    layer = 32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 48 + 2 * 32
+    assert model_summary(model) == {
+        "family": "llama",
+        "kind": "causal-lm",
+        "parameters": 2 * VOCABULARY * 32 + 2 * layer + 32,
+        "trainable_parameters": 2 * VOCABULARY * 32 + 2 * layer + 32,
+        "layers": 2,
+        "width": 32,
+        "vocabulary": VOCABULARY,
+        "context": 64,
+    }
+    tied = tiny_model("llama", tie_word_embeddings=True)
+    assert model_summary(tied)["parameters"] == VOCABULARY * 32 + 2 * layer + 32
+    names = add_lora(model, LoraConfig(rank=1, targets=("q_proj",)), seed=0)
+    assert model_summary(model)["trainable_parameters"] == len(names) * (32 + 32)
+
+
+def test_every_family(family: str) -> None:
+    for model, kind in ((tiny_model(family), "causal-lm"), (tiny_scalar(family), "scalar")):
+        summary = model_summary(model)
+        assert (summary["kind"], summary["layers"], summary["width"]) == (kind, 2, 32)
+        assert summary["vocabulary"] == VOCABULARY
+        assert summary["context"] == 64
+
+
+def counted(model: torch.nn.Module, length: int, backward: bool) -> float:
+    """torch's count of matrix products per token."""
+    with FlopCounterMode(display=False) as counter:
+        output = model(torch.randint(VOCABULARY, (1, length)), use_cache=False).logits
+        if backward:
+            output.sum().backward()
+    return counter.get_total_flops() / length
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen3", "gemma2"])
+def test_operations_against_torchs_counter(family: str, backward: bool) -> None:
+    options = {"n_embd": 64} if family == "gpt2" else {"hidden_size": 64, "intermediate_size": 256}
+    if family == "gemma2":
+        options |= {"sliding_window": 64}
+    model = tiny_model(family, **options)
+    model.set_attn_implementation("eager")
+    length = 24
+    # torch counts the masked half of attention too: 4 * layers * width * length, 3x with backward
+    width = model.config.num_attention_heads * getattr(model.config, "head_dim", 16)
+    masked = 4 * 2 * width * (length - (length + 1) / 2) * (3 if backward else 1)
+    expected = counted(model, length, backward) - masked
+    ours = flops_per_token(model, length, backward=backward)
+    assert ours == pytest.approx(expected, rel=0.02)
+
+
+def test_frozen_weights_cost_no_weight_gradient() -> None:
+    model = tiny_model("llama", hidden_size=64, intermediate_size=256)
+    model.set_attn_implementation("eager")
+    full = flops_per_token(model, 24, backward=True)
+    add_lora(model, LoraConfig(rank=1), seed=0)
+    ours = flops_per_token(model, 24, backward=True)
+    masked = 4 * 2 * 32 * (24 - 12.5) * 3
+    assert ours < 0.8 * full
+    assert ours == pytest.approx(counted(model, 24, True) - masked, rel=0.1)
+
+
+def test_the_head_and_the_window_count_where_they_act() -> None:
+    model = tiny_model("llama")
+    with_head, without = (flops_per_token(model, 8, logits=x) for x in (True, False))
+    assert with_head - without == 2 * VOCABULARY * 32
+    assert flops_per_token(tiny_scalar("llama"), 8) == without + 2 * 32
+    mistral = tiny_model("mistral")
+    assert flops_per_token(mistral, 3) == flops_per_token(mistral, 60)
+    assert flops_per_token(model, 3) < flops_per_token(model, 60)
+    half = tiny_model("gemma2")  # every other layer slides, window 4
+    assert flops_per_token(half, 60) - flops_per_token(half, 4) == 4 * 32 * (60 - 4) / 2
