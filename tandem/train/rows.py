@@ -110,58 +110,73 @@ class _Rendering:
     ) -> list[TokenRow]:
         """Whole conversations and documents, learned as `sft.loss_on` says."""
 
-        def render(sample: Sample) -> Fitted[TokenRow]:
+        def render(sample: Sample) -> TokenRow:
             if sample.text is not None:
                 row = renderer.document(sample.text, sample.source)
             else:
                 row = renderer.conversation(sample.prompt, sample.chosen or "", sample.source)
                 if self.config.sft.loss_on == "all":
                     row = replace(row, response_mask=(False, *[True] * (len(row) - 1)))
+            return row
+
+        def shorten(row: TokenRow) -> Fitted[TokenRow]:
             return fit(row, self.dataset.max_tokens, self.dataset.on_long_row)
 
         able = [s for s in samples if s.text is not None or s.chosen is not None]
-        return self._render(able, step, render)
+        return self._render(able, step, render, shorten)
 
     def pairs(
         self, samples: Sequence[Sample], renderer: Renderer, step: str | None
     ) -> list[PairRow]:
         """Preferred and rejected answers, their masks on the last answer alone."""
 
-        def render(sample: Sample) -> Fitted[PairRow]:
+        def render(sample: Sample) -> PairRow:
             sides = [
                 renderer.conversation(sample.prompt, answer or "", sample.source, True)
                 for answer in (sample.chosen, sample.rejected)
             ]
-            return fit_pair(PairRow(*sides), self.dataset.max_tokens, self.dataset.on_long_row)
+            return PairRow(*sides)
+
+        def shorten(pair: PairRow) -> Fitted[PairRow]:
+            return fit_pair(pair, self.dataset.max_tokens, self.dataset.on_long_row)
 
         able = [s for s in samples if s.chosen is not None and s.rejected is not None]
-        return self._render(able, step, render)
+        return self._render(able, step, render, shorten)
 
     def prompts(
         self, samples: Sequence[Sample], renderer: Renderer, step: str | None
     ) -> list[PromptRow]:
         """Prompts to answer."""
 
-        def render(sample: Sample) -> Fitted[PromptRow]:
-            row = renderer.prompt(sample.prompt, sample.columns, sample.source)
+        def render(sample: Sample) -> PromptRow:
+            return renderer.prompt(sample.prompt, sample.columns, sample.source)
+
+        def shorten(row: PromptRow) -> Fitted[PromptRow]:
             return fit_prompt(
                 row, self.dataset.max_prompt_tokens, self.dataset.on_long_row, renderer
             )
 
-        return self._render([s for s in samples if s.prompt], step, render)
+        return self._render([s for s in samples if s.prompt], step, render, shorten)
 
     def _render(
-        self, samples: Sequence[Sample], step: str | None, render: Callable[[Sample], Fitted[Row]]
+        self,
+        samples: Sequence[Sample],
+        step: str | None,
+        render: Callable[[Sample], Row],
+        shorten: Callable[[Row], Fitted[Row]],
     ) -> list[Row]:
         rows = []
         for sample in samples:
+            fitted: Fitted[Row]
             try:
-                fitted = render(sample)
+                rendered = render(sample)
             except DataError:
                 # What the tokenizer or template cannot take is a bad row like any other.
                 if self.dataset.on_bad_row == "error":
                     raise
                 fitted = Fitted(None, "dropped", "the tokenizer or its template cannot take it")
+            else:
+                fitted = shorten(rendered)
             self._note(sample, step, fitted)
             if fitted.row is not None:
                 rows.append(fitted.row)

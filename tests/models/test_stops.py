@@ -25,5 +25,5 @@ def test_a_folder_without_settings_names_none(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there() -> None:
-    with pytest.raises(ModelError, match="must be a folder with config.json"):
+    with pytest.raises(ModelError, match=r"must be a folder with config\.json"):
         load_stop_ids("/nowhere/at/all")
