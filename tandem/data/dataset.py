@@ -1,0 +1,231 @@
+"""Data sets in, samples per step out: reading, splitting, weighing; every row accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tandem.config.schema import DataConfig
+from tandem.data.ledger import DatasetLedger, Ledger
+from tandem.data.rows import BadRow, RowProblem
+from tandem.data.shapes import Shaped, to_sample
+from tandem.data.sources import DataSpec, parse_columns, parse_spec, read_rows
+from tandem.data.split import Split, Step, content_key, copies, split_key
+from tandem.errors import ConfigError, DataError
+from tandem.types import Message, Sample
+
+_NUMBERS = {"sft": "1", "reward": "2", "ppo": "3"}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRow:
+    """A usable row before it has a step: its sample, its keys, and the data set it came from.
+
+    key: `split.split_key`; content: `split.content_key`. sft_only: it came as SFT-only data.
+    """
+
+    sample: Sample
+    key: bytes
+    content: bytes
+    spec: DataSpec
+    sft_only: bool
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The samples of each step, in reading order, repeated as their data sets' weights say.
+
+    sft: samples with an answer or text. reward: pairs (also what DPO learns from). ppo: prompts.
+    heldout: samples of every kind, once each, that no step trains on. No opening of a dialog is
+    in two of them. ledger: what became of every row.
+    """
+
+    sft: list[Sample] = field(default_factory=list)
+    reward: list[Sample] = field(default_factory=list)
+    ppo: list[Sample] = field(default_factory=list)
+    heldout: list[Sample] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def add(self, step: Step, sample: Sample, times: int) -> None:
+        """Give `sample` to `step`, `times` per epoch."""
+        rows = {"sft": self.sft, "reward": self.reward, "ppo": self.ppo, "heldout": self.heldout}
+        rows[step].extend([sample] * times)
+        self.ledger.datasets[sample.source.dataset].use(step, times)
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Samples for mixture (ptx) training, and those held out to see forgetting with."""
+
+    train: list[Sample]
+    heldout: list[Sample]
+    ledger: Ledger
+
+
+def load_data(
+    config: DataConfig, data: Sequence[str], sft_data: Sequence[str] = (), *, seed: int
+) -> Dataset:
+    """Read all data sets and give each row to the one step that may train on its prompt.
+
+    The step is drawn from the prompt's own text (see `split`). Rows of `sft_data` go to SFT, but
+    one whose prompt also occurs in `data` follows the prompt, and one that is held out is so.
+
+    Args:
+        data, sft_data: data sets as FILE_OR_NAME[:weight][::role=column,...].
+        seed: the run's seed; the same seed, the same split.
+    Raises:
+        ConfigError: a data set's name, a column map or the split cannot be understood.
+        DataError: a file cannot be read, or a row (the first bad one, unless config says drop).
+    """
+    split = Split(config.split, config.heldout)
+    ledger = Ledger()
+    return assign(read_all(config, data, sft_data, ledger, seed=seed), split, ledger, seed=seed)
+
+
+def load_text(
+    specs: Sequence[str], config: DataConfig, *, seed: int, ledger: Ledger | None = None
+) -> TextData:
+    """Read text or SFT rows for mixture training; the held-out share is drawn as in `load_data`.
+
+    All that is not held out trains: these rows have no other step. With `ledger` the rows are
+    accounted for there, under step `ptx`.
+
+    Raises:
+        ConfigError, DataError: as `load_data`.
+    """
+    split = Split(config.split, config.heldout)
+    ledger = ledger if ledger is not None else Ledger()
+    text = TextData([], [], ledger)
+    for row in read_all(config, specs, (), ledger, seed=seed):
+        account = ledger.datasets[row.spec.name]
+        if row.sample.text is None and row.sample.chosen is None:
+            account.leave("no text and no answer: not for mixture training")
+        elif split.step_of(row.key) == "heldout":
+            text.heldout.append(row.sample)
+            account.use("heldout")
+        elif times := copies(row.spec.weight, row.content, seed):
+            text.train.extend([row.sample] * times)
+            account.use("ptx", times)
+        else:
+            account.leave(f"left out by the weight {row.spec.weight:g}")
+    return text
+
+
+def read_all(
+    config: DataConfig, data: Sequence[str], sft_data: Sequence[str], ledger: Ledger, *, seed: int
+) -> list[ReadRow]:
+    """Every usable row of all data sets, in order; the others are in the ledger or raised.
+
+    Raises:
+        ConfigError, DataError: as `load_data`.
+    """
+    if not data and not sft_data:
+        raise ConfigError(
+            "data must name at least one data set; got none. Give --data FILE, or --data embedded."
+        )
+    columns = parse_columns(config.columns, "dataset.columns")
+    specs = [parse_spec(text) for text in (*data, *sft_data)]
+    seen: set[bytes] = set()
+    found: set[str] = set()
+    rows = []
+    for number, spec in enumerate(specs):
+        spec = replace(spec, name=_free_name(spec.name, ledger))
+        account = ledger.open(spec.name, spec.path, spec.weight)
+        for shaped in _samples(spec, config, columns, account, found):
+            account.shapes[shaped.shape] += 1
+            if shaped.note:
+                account.notes[shaped.note] += 1
+            sample = _with_system(shaped.sample, config.system_prompt)
+            content = content_key(sample)
+            account.duplicates += content in seen
+            seen.add(content)
+            key = split_key(sample, seed)
+            rows.append(ReadRow(sample, key, content, spec, sft_only=number >= len(data)))
+    if missing := sorted(set(columns.values()) - found):
+        raise DataError(
+            f"dataset.columns must name columns that some data set has; got {', '.join(missing)}, "
+            "in none that has no column map of its own. Correct the names."
+        )
+    return rows
+
+
+def assign(rows: Sequence[ReadRow], split: Split, ledger: Ledger, *, seed: int) -> Dataset:
+    """Give each row to its step, or count why it has none."""
+    dataset = Dataset(ledger=ledger)
+    shared = {row.key for row in rows if not row.sft_only}
+    for row in rows:
+        account = ledger.datasets[row.spec.name]
+        step = split.step_of(row.key)
+        if row.sft_only and step != "heldout":
+            if row.key in shared and step != "sft":
+                account.leave(f"prompt belongs to step {_NUMBERS[step]}")
+                continue
+            step = "sft"
+        if reason := _unfit(row.sample, step):
+            account.leave(reason)
+            continue
+        times = 1 if step == "heldout" else copies(row.spec.weight, row.content, seed)
+        if times == 0:
+            account.leave(f"left out by the weight {row.spec.weight:g}")
+            continue
+        dataset.add(step, row.sample, times)
+    return dataset
+
+
+def _samples(
+    spec: DataSpec,
+    config: DataConfig,
+    columns: Mapping[str, str],
+    account: DatasetLedger,
+    found: set[str],
+) -> Iterator[Shaped]:
+    """The data set's usable rows; adds to `found` the columns of the general map that it has.
+
+    A data set's own map is for it alone. The general one is for the rows of the others that have
+    any of its columns: a run may blend files of other shapes with files that need no map.
+    """
+    for item in read_rows(spec, on_blank=account.blank):
+        account.rows += 1
+        if isinstance(item, BadRow):
+            _refuse(item, config, account)
+            continue
+        own = set() if spec.columns else {c for c in columns.values() if c in item.columns}
+        found |= own
+        try:
+            yield to_sample(item.columns, item.source, columns if own else spec.columns)
+        except RowProblem as problem:
+            _refuse(problem.at(item.source), config, account)
+
+
+def _refuse(row: BadRow, config: DataConfig, account: DatasetLedger) -> None:
+    if config.on_bad_row == "error":
+        raise row.error()
+    account.bad(row)
+
+
+def _free_name(name: str, ledger: Ledger) -> str:
+    """`name`, or with -2, -3, ... where data sets share one."""
+    free, number = name, 2
+    while free in ledger.datasets:
+        free, number = f"{name}-{number}", number + 1
+    return free
+
+
+def _with_system(sample: Sample, system_prompt: str) -> Sample:
+    if not system_prompt or not sample.prompt or any(t.role == "system" for t in sample.prompt):
+        return sample
+    return replace(sample, prompt=(Message("system", system_prompt), *sample.prompt))
+
+
+def _unfit(sample: Sample, step: Step) -> str:
+    """Why `step` cannot use `sample`; "" if it can."""
+    if step == "heldout":
+        return ""
+    number = f"not for step {_NUMBERS[step]}"
+    if sample.text is not None:
+        return "" if step == "sft" else f"plain text: {number}"
+    if step in ("sft", "reward") and sample.chosen is None:
+        return f"no answer to learn: {number}"
+    if step == "reward" and sample.rejected is None:
+        return f"no rejected answer: {number}"
+    return ""

@@ -1,0 +1,54 @@
+"""Showing what a row holds: short, in one line, and unable to act on a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def visible(text: str) -> str:
+    """`text` with every character that does not print (controls, bidi marks) as its escape.
+
+    Rows come from anywhere: an escape sequence among them must not move the cursor or set a
+    window's title. A line break shows as the two characters of its escape.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def excerpt(text: str, width: int = 60) -> str:
+    """The first `width` characters of `text` in quotes, made visible."""
+    dots = "..." if len(text) > width else ""
+    return f"'{visible(text[:width])}{dots}'"
+
+
+def describe(value: Any) -> str:
+    """One line about any value of a row, in a data file's own words.
+
+    Example: describe([1, 2]) is "a list of 2".
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return excerpt(value)
+    if isinstance(value, int | float):
+        return f"the number {visible(str(value))[:30]}"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object with {names(value)}"
+    return f"a {type(value).__name__}"
+
+
+def names(columns: Any, limit: int = 8) -> str:
+    """The names of a row's columns, at most `limit` of them.
+
+    Example: names({"a": 1, "b": 2}) is "columns a, b".
+    """
+    found = [visible(str(name))[:30] for name in columns]
+    if not found:
+        return "no columns"
+    more = f" and {len(found) - limit} more" if len(found) > limit else ""
+    return f"columns {', '.join(found[:limit])}{more}"

@@ -1,0 +1,222 @@
+"""One reader per file format: a file in, its rows out, in order.
+
+A row that cannot be read comes out as a BadRow and the reader goes on after it; what makes a whole
+file unreadable (cut compression, another encoding, a broken JSON array) is a DataError.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tandem.data.excerpt import describe, excerpt, names, visible
+from tandem.data.lines import decode_line, read_lines
+from tandem.data.rows import BadRow, RawRow
+from tandem.errors import DataError
+from tandem.types import Source
+
+OnBlank = Callable[[], None]
+Rows = Iterator[RawRow | BadRow]
+
+_LONGEST_CELL = 2**31 - 1
+
+
+def read_jsonl(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
+    """One JSON object per line; the row's number is the line's."""
+    for number, offset, raw in read_lines(path):
+        source = Source(dataset, str(path), number)
+        if not raw.strip():
+            on_blank()
+            continue
+        text = decode_line(raw, offset, source)
+        yield text if isinstance(text, BadRow) else _parse_row(text, source)
+
+
+def read_json(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
+    """An array of objects, or an object with one list of them; counted from 1 along the list.
+
+    Files named .json that hold one object per line are common: they are read as JSONL, as is a
+    file with a single row.
+    """
+    text = _whole_text(path)
+    if not text.strip():
+        return
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise DataError(
+            f"{path} must nest less deeply; got more levels than can be read. Flatten its rows."
+        ) from None
+    except ValueError as error:
+        if text.lstrip().startswith("{") and str(error).startswith("Extra data"):
+            yield from read_jsonl(path, dataset, on_blank)
+            return
+        raise DataError(
+            f"{path} must be whole JSON; got {visible(str(error))}. "
+            "Write the file again, or save its rows one per line as .jsonl."
+        ) from None
+    for number, row in enumerate(_row_list(value, path), 1):
+        yield _checked_row(row, Source(dataset, str(path), number))
+
+
+def read_csv(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
+    """Comma-separated cells under a line of column names; the row's number is its first line's."""
+    csv.field_size_limit(_LONGEST_CELL)  # the module's own limit of 131,072 refuses real answers
+    bad: list[BadRow] = []
+    reader = csv.reader(_csv_lines(path, dataset, bad), strict=True)
+    try:
+        header = next(reader, [])
+    except csv.Error as error:
+        raise DataError(
+            f"{path} must begin with column names; got {error}. Close its quotes."
+        ) from None
+    if bad:
+        raise DataError(
+            f"{bad[0].source}: column names must {bad[0].expected}; got {bad[0].found}. "
+            "Save the file as UTF-8 text."
+        )
+    _check_header(header, path)
+    while True:
+        source = Source(dataset, str(path), reader.line_num + 1)
+        bad.clear()
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            yield BadRow(source, "", str(error), "be CSV with closed quotes")
+            continue
+        if cells is None:
+            return
+        if bad:
+            yield bad[0]
+        elif len(cells) < 2 and not any(cell.strip() for cell in cells):
+            on_blank()
+        elif len(cells) != len(header):
+            expected = f"have {len(header)} cells, one per column name"
+            yield BadRow(source, "", f"{len(cells)} cells", expected)
+        else:
+            yield RawRow(dict(zip(header, cells, strict=True)), source)
+
+
+def read_parquet(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
+    """The rows of a Parquet file, counted from 1. Needs pyarrow."""
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(
+            f"{path} must be read with pyarrow; got no such package. "
+            "Run pip install 'tandem-rlhf[data]'."
+        ) from None
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield RawRow(row, Source(dataset, str(path), number))
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"{path} must be a whole Parquet file; got {visible(str(error))}. Write it again."
+        ) from None
+
+
+def _whole_text(path: Path) -> str:
+    lines = []
+    for number, offset, raw in read_lines(path):
+        text = decode_line(raw, offset, Source("", str(path), number))
+        if isinstance(text, BadRow):
+            # One array is one piece of JSON: there is no row to leave out.
+            raise DataError(f"{text.source}: the file must {text.expected}; got {text.found}.")
+        lines.append(text)
+    return "\n".join(lines)
+
+
+class _RepeatedKey(dict[str, Any]):
+    """A JSON object that named `key` twice; json itself would keep the last value in silence."""
+
+    key = ""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) == len(pairs):
+        return row
+    marked = _RepeatedKey(row)
+    marked.key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+    return marked
+
+
+def _repeated_key(value: Any) -> str | None:
+    if isinstance(value, _RepeatedKey):
+        return value.key
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((key for item in inner if (key := _repeated_key(item)) is not None), None)
+
+
+def _parse_row(text: str, source: Source) -> RawRow | BadRow:
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        return BadRow(source, "", excerpt(text), "nest less deeply")
+    except ValueError as error:
+        return BadRow(
+            source, "", f"{excerpt(text)} ({visible(str(error))})", "be one whole JSON object"
+        )
+    return _checked_row(value, source)
+
+
+def _checked_row(value: Any, source: Source) -> RawRow | BadRow:
+    if not isinstance(value, dict):
+        return BadRow(source, "", describe(value), "be one JSON object")
+    if (key := _repeated_key(value)) is not None:
+        return BadRow(source, "", f"{excerpt(key)} twice", "name each key once")
+    return RawRow(value, source)
+
+
+# Columns whose value is a list in a row of its own, so no list of rows.
+_LIST_COLUMNS = {"messages", "conversations", "prompt", "completion", "chosen", "rejected"}
+
+
+def _row_list(value: Any, path: Path) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{path} must be an array of rows, or an object with one; got {describe(value)}."
+        )
+    if _LIST_COLUMNS & set(value):
+        return [value]
+    lists = {key: rows for key, rows in value.items() if isinstance(rows, list)}
+    if not lists:
+        return [value]
+    if len(lists) > 1:
+        raise DataError(
+            f"{path} must hold one list of rows; got lists under {names(lists)}. "
+            "Save the one to train on as a file of its own."
+        )
+    return next(iter(lists.values()))
+
+
+def _csv_lines(path: Path, dataset: str, bad: list[BadRow]) -> Iterator[str]:
+    for number, offset, raw in read_lines(path):
+        text = decode_line(raw, offset, Source(dataset, str(path), number))
+        if isinstance(text, BadRow):
+            bad.append(text)
+            # Keep the line's quotes, so that the reader still finds where the row ends.
+            text = raw.decode("utf-8", errors="replace").replace("\0", "?").rstrip("\r\n")
+        yield text + "\n"
+
+
+def _check_header(header: list[str], path: Path) -> None:
+    if not header:
+        return  # an empty file, which the caller refuses
+    blank = any(not name.strip() for name in header)
+    if blank or len(set(header)) != len(header):
+        raise DataError(
+            f"{path}:1: column names must be different and not blank; got {names(header)}. "
+            "Give every column a name of its own."
+        )

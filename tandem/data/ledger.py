@@ -1,0 +1,236 @@
+"""What became of every row: the account that a run saves as data.json and shows in its report.
+
+For each data set, at all times: rows read = used + unused + dropped. A row counts once, however
+often its weight repeats it. Unused rows are good ones with no place (no rejected answer in step
+2's share); dropped ones could not be used at all, or were too long for their step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from tandem.data.excerpt import excerpt, visible
+from tandem.data.rows import BadRow
+from tandem.errors import DataError
+from tandem.types import Source
+
+FIRST_LINES = 3
+"""Places kept per reason for dropping, to look at."""
+
+_STEP_TITLES = {
+    "sft": "SFT",
+    "reward": "reward",
+    "ppo": "PPO",
+    "heldout": "held out",
+    "ptx": "ptx",
+}
+
+
+@dataclass
+class Dropped:
+    """Rows dropped for one reason: how many, and where the first ones are."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, source: Source) -> None:
+        """One more, at `source`."""
+        self.count += 1
+        if len(self.first) < FIRST_LINES:
+            self.first.append(str(source))
+
+
+@dataclass
+class DatasetLedger:
+    """One data set's account. All numbers are rows, but for blank_lines and extra_copies.
+
+    extra_copies: repeats by weight per step, as planned, before drops by length.
+    shapes, notes: how many rows were read by each shape; what was left out of rows that are used.
+    late: path to the line numbers of rows dropped after they had a step, so that none counts twice.
+    """
+
+    name: str
+    path: str
+    weight: float = 1.0
+    rows: int = 0
+    blank_lines: int = 0
+    duplicates: int = 0
+    used: Counter[str] = field(default_factory=Counter)
+    extra_copies: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
+    dropped: dict[str, Dropped] = field(default_factory=dict)
+    shapes: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    late: dict[str, set[int]] = field(default_factory=dict)
+
+    def blank(self) -> None:
+        """A blank line was skipped."""
+        self.blank_lines += 1
+
+    def use(self, step: str, times: int = 1) -> None:
+        """A row serves `step`, coming `times` per epoch."""
+        self.used[step] += 1
+        if times > 1:
+            self.extra_copies[step] += times - 1
+
+    def leave(self, reason: str) -> None:
+        """A good row has no place, because of `reason`."""
+        self.unused[reason] += 1
+
+    def bad(self, row: BadRow) -> None:
+        """A row could not be used."""
+        self.dropped.setdefault(row.reason, Dropped()).add(row.source)
+
+    @property
+    def num_used(self) -> int:
+        """Rows with a step."""
+        return self.used.total()
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that could not be used."""
+        return sum(dropped.count for dropped in self.dropped.values())
+
+    def balances(self) -> bool:
+        """Whether every row read is used, unused or dropped."""
+        return self.rows == self.num_used + self.unused.total() + self.num_dropped
+
+
+@dataclass
+class Ledger:
+    """The accounts of all data sets, by name."""
+
+    datasets: dict[str, DatasetLedger] = field(default_factory=dict)
+
+    def open(self, name: str, path: str, weight: float = 1.0) -> DatasetLedger:
+        """A new account. The name is its own: DataError if there is one of that name."""
+        if name in self.datasets:
+            raise DataError(
+                f"data set names must differ within a ledger; got {excerpt(name)} twice. "
+                "Open it under another name."
+            )
+        self.datasets[name] = DatasetLedger(name, path, weight)
+        return self.datasets[name]
+
+    def drop(self, source: Source, step: str, reason: str) -> None:
+        """A row that had been given to `step` cannot be used there after all (its length, say).
+
+        Moves the row from used to dropped, once: further calls for the same row, for each of its
+        copies or after a restart from a saved ledger, change nothing.
+
+        Raises:
+            DataError: the data set is not in this ledger, or the step has no row of it left.
+        """
+        account = self.datasets.get(source.dataset)
+        if account is not None and source.line in account.late.get(source.path, ()):
+            return
+        if account is None or account.used[step] == 0:
+            raise DataError(
+                f"a row dropped from {step} must be one that the ledger counts there; "
+                f"got {source} of {excerpt(source.dataset)}. Use the ledger that came with it."
+            )
+        account.late.setdefault(source.path, set()).add(source.line)
+        account.used[step] -= 1
+        account.dropped.setdefault(f"{reason} ({step})", Dropped()).add(source)
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows of all data sets that could not be used."""
+        return sum(account.num_dropped for account in self.datasets.values())
+
+    def to_json(self) -> str:
+        """The ledger as JSON text, in the order the data sets were read."""
+        entries = []
+        for account in self.datasets.values():
+            entry = {f.name: getattr(account, f.name) for f in fields(account)}
+            entry["dropped"] = {reason: asdict(d) for reason, d in account.dropped.items()}
+            entry["late"] = {path: sorted(lines) for path, lines in account.late.items()}
+            entries.append(entry)
+        return json.dumps({"datasets": entries}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Ledger:
+        """Read what `to_json` wrote.
+
+        Raises:
+            DataError: it is no ledger, or its rows do not add up.
+        """
+        try:
+            accounts = [_account(entry) for entry in json.loads(text)["datasets"]]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"a data ledger must be the JSON that Tandem wrote; got {type(error).__name__}: "
+                f"{visible(str(error))}. Delete data.json to have it written again."
+            ) from None
+        for account in accounts:
+            if not account.balances():
+                raise DataError(
+                    f"the ledger of {excerpt(account.name)} must have rows = used + unused + "
+                    f"dropped; got {account.rows} = {account.num_used} + {account.unused.total()} "
+                    f"+ {account.num_dropped}. Delete data.json to have it written again."
+                )
+        return Ledger({account.name: account for account in accounts})
+
+    def table(self) -> Table:
+        """Rows per data set and what became of them, with totals, for a terminal."""
+        accounts = list(self.datasets.values())
+        steps = [s for s in _STEP_TITLES if s != "ptx" or any(a.used["ptx"] for a in accounts)]
+        table = Table(title="Rows: read = used + unused + dropped", title_justify="left")
+        table.add_column("data set")
+        heads = ["read", *(_STEP_TITLES[s] for s in steps), "unused", "dropped", "duplicates"]
+        for head in [*heads, "copies by weight", "blank lines"]:
+            table.add_column(head, justify="right")
+        total: Counter[int] = Counter()
+        for account in accounts:
+            numbers = _numbers(account, steps)
+            total.update(dict(enumerate(numbers)))
+            table.add_row(Text(visible(account.name)), *map(str, numbers))
+        if len(accounts) > 1:
+            table.add_section()
+            table.add_row("all", *(str(total[i]) for i in range(len(heads) + 2)))
+        return table
+
+    def reasons(self) -> Table:
+        """Why rows are unused or dropped, and what else is worth knowing, for a terminal."""
+        table = Table(title="Reasons", title_justify="left")
+        table.add_column("data set")
+        table.add_column("rows", justify="right")
+        table.add_column("what became of them", overflow="fold")
+        table.add_column("first at", overflow="fold")
+        for name, account in self.datasets.items():
+            lines = [(d.count, f"dropped: {r}", d.first) for r, d in account.dropped.items()]
+            lines += [(n, f"unused: {reason}", []) for reason, n in account.unused.items()]
+            lines += [(n, f"note: {note}", []) for note, n in account.notes.items()]
+            for count, what, first in lines:
+                cells = (visible(what), "\n".join(map(visible, first)))
+                table.add_row(Text(visible(name)), str(count), *map(Text, cells))
+        return table
+
+
+def _numbers(account: DatasetLedger, steps: list[str]) -> list[int]:
+    return [
+        account.rows,
+        *(account.used[step] for step in steps),
+        account.unused.total(),
+        account.num_dropped,
+        account.duplicates,
+        account.extra_copies.total(),
+        account.blank_lines,
+    ]
+
+
+def _account(entry: dict[str, Any]) -> DatasetLedger:
+    known = {f.name for f in fields(DatasetLedger)}
+    if unknown := set(entry) - known:
+        raise ValueError(f"unknown entry {sorted(unknown)[0]}")
+    counters = ("used", "extra_copies", "unused", "shapes", "notes")
+    entry = dict(entry, **{name: Counter(entry[name]) for name in counters})
+    entry["dropped"] = {reason: Dropped(**d) for reason, d in entry["dropped"].items()}
+    entry["late"] = {path: set(lines) for path, lines in entry["late"].items()}
+    return DatasetLedger(**entry)

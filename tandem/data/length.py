@@ -1,0 +1,118 @@
+"""What becomes of rows that are too long: dropped, truncated or an error, and always counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, NoReturn, TypeVar
+
+from tandem.data.render import Renderer
+from tandem.errors import DataError
+from tandem.types import Message, PairRow, PromptRow, Source, TokenRow
+
+LongRowPolicy = Literal["drop", "truncate", "error"]
+Row = TypeVar("Row", TokenRow, PairRow, PromptRow)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted(Generic[Row]):
+    """A row after the length policy.
+
+    row: what to use; None if the row was dropped.
+    outcome: "kept" as it was, "truncated" or "dropped": what a ledger counts under.
+    reason: why, in words that are the same for every row of a kind; "" for a row that was kept.
+    """
+
+    row: Row | None
+    outcome: Literal["kept", "truncated", "dropped"]
+    reason: str = ""
+
+
+def fit(row: TokenRow, max_tokens: int, policy: LongRowPolicy) -> Fitted[TokenRow]:
+    """Hold a rendered row to `max_tokens`.
+
+    Truncation cuts the end of the last answer. The row then has no terminator, so that it does
+    not teach an end that is not there. A row that would lose that whole answer is dropped.
+    Raises:
+        DataError: the row is too long and the policy is "error".
+    """
+    if len(row) <= max_tokens:
+        return Fitted(row, "kept")
+    if policy == "error":
+        _refuse(row.source, "a sequence", len(row), max_tokens, "dataset.max_tokens")
+    if policy == "drop":
+        return Fitted(None, "dropped", "longer than max_tokens")
+    if max_tokens <= _answer_begins(row):
+        return Fitted(None, "dropped", "no room for the answer within max_tokens")
+    return Fitted(_head(row, max_tokens), "truncated", "answer cut at max_tokens")
+
+
+def fit_pair(pair: PairRow, max_tokens: int, policy: LongRowPolicy) -> Fitted[PairRow]:
+    """Hold both sides of a pair to `max_tokens`; a pair that truncation makes equal is dropped.
+
+    Raises:
+        DataError: a side is too long and the policy is "error".
+    """
+    sides = [fit(side, max_tokens, policy) for side in (pair.chosen, pair.rejected)]
+    chosen, rejected = sides[0].row, sides[1].row
+    if chosen is None or rejected is None:
+        return Fitted(None, "dropped", next(s.reason for s in sides if s.row is None))
+    cut = [side for side in sides if side.outcome == "truncated"]
+    if not cut:
+        return Fitted(pair, "kept")
+    if chosen.token_ids == rejected.token_ids:
+        return Fitted(None, "dropped", "both answers equal within max_tokens")
+    return Fitted(PairRow(chosen, rejected), "truncated", cut[0].reason)
+
+
+def fit_prompt(
+    row: PromptRow, max_tokens: int, policy: LongRowPolicy, renderer: Renderer
+) -> Fitted[PromptRow]:
+    """Hold a prompt to `max_tokens`.
+
+    Truncation leaves out the oldest turns, system turns excepted, until the rest fits and begins
+    with a user's turn; the last turn stays. A last turn too long by itself drops the row.
+    Raises:
+        DataError: the prompt is too long and the policy is "error".
+    """
+    if len(row) <= max_tokens:
+        return Fitted(row, "kept")
+    if policy == "error":
+        _refuse(row.source, "a prompt", len(row), max_tokens, "dataset.max_prompt_tokens")
+    if policy == "drop":
+        return Fitted(None, "dropped", "longer than max_prompt_tokens")
+    messages = row.messages
+    while messages := _without_oldest(messages):
+        shorter = renderer.prompt(messages, row.columns, row.source)
+        if len(shorter) <= max_tokens:
+            return Fitted(shorter, "truncated", "oldest turns left out for max_prompt_tokens")
+    return Fitted(None, "dropped", "last turns alone longer than max_prompt_tokens")
+
+
+def _answer_begins(row: TokenRow) -> int:
+    """Index of the first token of the last answer."""
+    begin = len(row)
+    while begin > 0 and row.response_mask[begin - 1]:
+        begin -= 1
+    return begin
+
+
+def _head(row: TokenRow, n: int) -> TokenRow:
+    return TokenRow(row.token_ids[:n], row.response_mask[:n], row.source)
+
+
+def _without_oldest(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """`messages` from the second user's turn on, behind the system turns; () if there is none."""
+    users = [i for i, message in enumerate(messages) if message.role == "user"]
+    later = next((i for i in users if any(m.role != "system" for m in messages[:i])), None)
+    if later is None:
+        return ()
+    system = [message for message in messages[:later] if message.role == "system"]
+    return (*system, *messages[later:])
+
+
+def _refuse(source: Source, what: str, found: int, limit: int, knob: str) -> NoReturn:
+    raise DataError(
+        f"{source}: {what} must have at most {limit} tokens ({knob}); got {found}. "
+        f"Raise {knob}, or set dataset.on_long_row to drop or truncate."
+    )

@@ -1,0 +1,152 @@
+"""In which order rows are read, and how a batch is cut into micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import Philox
+from numpy.typing import NDArray
+
+from tandem.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOrder:
+    """The rows of every optimizer step, a pure function of these numbers.
+
+    The stream of rows is one permutation per epoch, drawn from (seed, epoch). Step k reads the k-th
+    `batch_size` rows of it, across the borders of epochs; only the very last batch may be short,
+    and no row is left out.
+
+    Args:
+        num_rows: rows to choose from.
+        batch_size: rows per step, over all ranks.
+        seed: 0 to 2^64 - 1.
+        epochs: passes over the rows, a fraction counting in rows (rounded up); None goes on until
+            max_steps.
+        max_steps: steps at most; 0 leaves it to `epochs`.
+        rank, world_size: this process takes every world_size-th row of each batch, from the
+            rank-th on. In a short batch a rank may find nothing.
+    Raises:
+        DataError: there are no rows.
+        ConfigError: a number is out of its range.
+    """
+
+    num_rows: int
+    batch_size: int
+    seed: int
+    epochs: float | None
+    max_steps: int = 0
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1:
+            raise DataError(
+                f"a data set must have a row to read; got {self.num_rows}. "
+                "See the data ledger for what was dropped."
+            )
+        rules = [
+            (self.batch_size >= 1, f"batch_size must be at least 1; got {self.batch_size}"),
+            (0 <= self.seed < 2**64, f"seed must be in 0 to 2^64 - 1; got {self.seed}"),
+            (self.epochs is None or self.epochs > 0, f"epochs must be over 0; got {self.epochs}"),
+            (self.max_steps >= 0, f"max_steps must be at least 0; got {self.max_steps}"),
+            (
+                self.epochs is not None or self.max_steps > 0,
+                f"max_steps must be over 0 where epochs is None; got {self.max_steps}",
+            ),
+            (
+                0 <= self.rank < self.world_size,
+                f"rank must be in 0 to world_size - 1; got {self.rank} of {self.world_size}",
+            ),
+        ]
+        for holds, message in rules:
+            if not holds:
+                raise ConfigError(f"{message}. Correct that number.")
+
+    @property
+    def num_steps(self) -> int:
+        """Steps from the first to the last."""
+        if self.epochs is None:
+            return self.max_steps
+        steps = -(-self._rows_to_read // self.batch_size)
+        return min(steps, self.max_steps) if self.max_steps else steps
+
+    def from_step(self, step: int) -> Iterator[tuple[int, list[int]]]:
+        """(k, this rank's rows of step k) for k = step + 1 to num_steps; nothing is replayed.
+
+        Args:
+            step: steps that are done, 0 at the start.
+        Raises:
+            ConfigError: the run has no such step.
+        """
+        if not 0 <= step <= self.num_steps:
+            raise ConfigError(
+                f"step must be in 0 to {self.num_steps}; got {step}. "
+                "Continue with the data and the batch size that the run began with."
+            )
+        return self._batches(step)
+
+    @property
+    def _rows_to_read(self) -> int:
+        assert self.epochs is not None
+        # 0.1 * 30 is a little over 3 in floating point, which is no fourth row.
+        return max(1, math.ceil(round(self.epochs * self.num_rows, 6)))
+
+    def _batches(self, step: int) -> Iterator[tuple[int, list[int]]]:
+        epoch, order = -1, np.empty(0, dtype=np.int64)
+        for k in range(step, self.num_steps):
+            begin = k * self.batch_size
+            end = begin + self.batch_size
+            if self.epochs is not None:
+                end = min(end, self._rows_to_read)
+            rows: list[int] = []
+            while begin < end:
+                if begin // self.num_rows != epoch:
+                    epoch = begin // self.num_rows
+                    order = permutation(self.num_rows, self.seed, epoch)
+                offset = begin - epoch * self.num_rows
+                taken = order[offset : offset + end - begin]
+                rows += taken.tolist()
+                begin += len(taken)
+            yield k + 1, rows[self.rank :: self.world_size]
+
+
+def permutation(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """(num_rows,) int64: the order of rows in one epoch.
+
+    Sorted by the raw words of the Philox counter generator, which numpy keeps stable over
+    versions (it does not promise that for `Generator.permutation`).
+    """
+    key = np.array([seed, epoch], dtype=np.uint64)
+    return np.argsort(Philox(key=key).random_raw(num_rows), kind="stable")
+
+
+def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Positions of a batch in as few groups as padding to the longest allows.
+
+    Args:
+        lengths: tokens per row.
+        max_tokens: rows of a group times its longest row stay within this; a longer row is alone.
+    Returns:
+        Every position once; the longest rows come first, so that too little memory shows at once.
+    Raises:
+        ConfigError: max_tokens is under 1.
+    """
+    if max_tokens < 1:
+        raise ConfigError(
+            f"micro_batch_tokens must be at least 1; got {max_tokens}. Raise micro_batch_tokens."
+        )
+    by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups: list[list[int]] = []
+    room = 0
+    for i in by_length:
+        if room == 0:
+            groups.append([])
+            room = max(1, max_tokens // max(1, lengths[i]))
+        groups[-1].append(i)
+        room -= 1
+    return groups

@@ -1,0 +1,141 @@
+"""Tokenizing a stretch of text that is not the beginning, and never into a control token.
+
+A tokenizer is made for whole texts. SentencePiece styles put a space before whatever they are
+given, so " yo" after "Assistant:" would become "  yo" when it is tokenized on its own. Here a
+stretch is tokenized as what follows the text before it.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.data.control import ControlTokens
+from tandem.data.excerpt import excerpt
+from tandem.errors import DataError, ModelError
+
+# Characters that commonly stand apart from what follows them, the likeliest first.
+_ANCHORS = "\n:.,;!?)0aZ"
+_PROBES = ("x", "Hi", "1", "the")
+
+
+class PieceTokenizer:
+    """Text to ids and back, for stretches in the middle of a text.
+
+    Args:
+        tokenizer: any Hugging Face tokenizer; it is only called, never changed.
+        control: its control tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens) -> None:
+        self._tokenizer = tokenizer
+        self._control = control
+        odd = control.forbidden | {tokenizer.unk_token_id}
+        anchors = {anchor: self._whole(anchor) for anchor in _ANCHORS}
+        self._anchors = {a: ids for a, ids in anchors.items() if ids and not odd & set(ids)}
+        self._adds_space = self._changes_a_beginning()
+        self._decode_anchor = self._find_decode_anchor()
+
+    def encode(self, text: str, mark: str, before: str, where: str) -> list[int]:
+        """Ids of `text`, each piece between two marks tokenized apart.
+
+        Args:
+            text: may hold control strings of a template; people's text in it is cut already (see
+                ControlTokens.cut).
+            mark: where `text` is cut; no id comes from it.
+            before: the text that precedes; "" at the very start.
+            where: whose text this is, for the message.
+        Raises:
+            DataError: the tokenizer writes one of the characters as a control token.
+        """
+        ids: list[int] = []
+        for piece in text.split(mark):
+            if piece:
+                ids += self._encode_piece(piece, before, where)
+                before = piece
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids`, which follow other text: a first space is kept."""
+        if not self._decode_anchor:
+            return self._text(ids)
+        return self._text(self._decode_anchor + ids)[len(self._text(self._decode_anchor)) :]
+
+    def _encode_piece(self, piece: str, before: str, where: str) -> list[int]:
+        ids = self._in_context(piece, before)
+        forbidden = self._control.forbidden
+        matches = self._control.find(piece)
+        written = [match.token_id for match in matches if match.token_id in forbidden]
+        if [i for i in ids if i in forbidden] == written:
+            return ids
+        # The tokenizer's normalizer made a control token out of other text (say, of wide letters).
+        ids, cursor = [], 0
+        for match in matches:
+            ids += self._spelled(piece[cursor : match.start], where)
+            ids.append(match.token_id)
+            cursor = match.end
+        return ids + self._spelled(piece[cursor:], where)
+
+    def _spelled(self, text: str, where: str) -> list[int]:
+        """Ids of `text`, halved until no half becomes a control token."""
+        ids = self._continuation(text)
+        if self._control.forbidden.isdisjoint(ids):
+            return ids
+        if len(text) == 1:
+            raise DataError(
+                f"{where}: text must be writable without control tokens; got {excerpt(text)}, "
+                "which the tokenizer turns into one. Take the character out of the text."
+            )
+        half = len(text) // 2
+        return self._spelled(text[:half], where) + self._spelled(text[half:], where)
+
+    def _in_context(self, piece: str, before: str) -> list[int]:
+        if not before:
+            return self._whole(piece)
+        if control := self._control.last(before):
+            # As in a whole text: some tokenizers add a space, or take one away, after a control
+            # token.
+            ids = self._whole(control + piece)
+            if ids[:1] == [self._control.ids[control]]:
+                return ids[1:]
+        return self._continuation(piece)
+
+    def _continuation(self, text: str) -> list[int]:
+        if not self._adds_space:
+            return self._whole(text)
+        for anchor, anchor_ids in self._anchors.items():
+            ids = self._whole(anchor + text)
+            if ids[: len(anchor_ids)] == anchor_ids:
+                return ids[len(anchor_ids) :]
+        raise ModelError(
+            f"tokenizer {self._tokenizer.name_or_path!r} must tokenize a text after one of "
+            f"{_ANCHORS!r} apart from it; got {excerpt(text)} merged with each. "
+            "Use a tokenizer that adds no space of its own."
+        )
+
+    def _changes_a_beginning(self) -> bool:
+        for anchor, anchor_ids in self._anchors.items():
+            n = len(anchor_ids)
+            afters = [self._whole(anchor + probe) for probe in _PROBES]
+            if any(after[:n] != anchor_ids for after in afters):
+                continue
+            if all(a[n:] == self._whole(p) for a, p in zip(afters, _PROBES, strict=True)):
+                return False
+        return bool(self._anchors)
+
+    def _find_decode_anchor(self) -> list[int]:
+        """Ids that keep a first space from being stripped, or none where nothing strips it."""
+        ids = self._continuation(" x")
+        if self._text(ids) == " x":
+            return []
+        for anchor_ids in self._anchors.values():
+            if self._text(anchor_ids + ids) == self._text(anchor_ids) + " x":
+                return anchor_ids
+        return []  # The tokenizer drops spaces altogether.
+
+    def _whole(self, text: str) -> list[int]:
+        # Not verbose: a text over the model's length is the length policy's business.
+        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def _text(self, ids: list[int]) -> str:
+        # Clean-up of spaces is for WordPiece and harms every other tokenizer.
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))

@@ -1,0 +1,76 @@
+"""Plain text files: blocks of whole paragraphs as `text` rows.
+
+A paragraph is a run of lines that are not blank. One longer than BLOCK characters is cut at its
+line ends; a line still too long after the end of a sentence, then at a space, then anywhere. The
+pieces are packed in order into blocks of at most BLOCK characters, joined by what stood between
+them (paragraphs by a blank line). So WikiText's headings stay with their sections and a play's
+one-line speeches form scenes, while a block fits the usual limit of tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tandem.data.formats import Rows
+from tandem.data.lines import decode_line, read_lines
+from tandem.data.rows import BadRow, RawRow
+from tandem.types import Source
+
+BLOCK = 1000
+"""Longest block, in characters: 250 to 500 tokens of English."""
+
+_SENTENCE_END = re.compile(r"[.!?][\"')\]]?\s")
+
+
+def read_text(path: Path, dataset: str, on_blank: Callable[[], None]) -> Rows:
+    """Blocks of at most BLOCK characters; a row's number is the line where its block begins.
+
+    Blank lines separate and are not counted. A line that is no UTF-8 comes out as a BadRow.
+    """
+    block, start = "", 0
+    for item in _pieces(path, dataset):
+        if isinstance(item, BadRow):
+            yield item
+            continue
+        joint, piece, number = item
+        joined = f"{block}{joint}{piece}" if block else piece
+        if block and len(joined) > BLOCK:
+            yield RawRow({"text": block}, Source(dataset, str(path), start))
+            block, start = piece, number
+        else:
+            block, start = joined, start if block else number
+    if block:
+        yield RawRow({"text": block}, Source(dataset, str(path), start))
+
+
+def _pieces(path: Path, dataset: str) -> Iterator[tuple[str, str, int] | BadRow]:
+    """(what stands before it, text, line number) for each piece that is never cut."""
+    after_blank = True
+    for number, offset, raw in read_lines(path):
+        line = decode_line(raw, offset, Source(dataset, str(path), number))
+        if isinstance(line, BadRow):
+            yield line
+            continue
+        line = line.strip()
+        if not line:
+            after_blank = True
+            continue
+        joint = "\n\n" if after_blank else "\n"
+        after_blank = False
+        for piece in _cut(line):
+            yield joint, piece, number
+            joint = " "
+
+
+def _cut(line: str) -> Iterator[str]:
+    """The line in parts of at most BLOCK characters."""
+    while len(line) > BLOCK:
+        ends = [match.end() for match in _SENTENCE_END.finditer(line, 0, BLOCK + 1)]
+        cut = ends[-1] if ends else line.rfind(" ", 1, BLOCK + 1)
+        cut = cut if cut > 0 else BLOCK
+        yield line[:cut].strip()
+        line = line[cut:].strip()
+    if line:
+        yield line

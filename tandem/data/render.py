@@ -1,0 +1,214 @@
+"""The one renderer from conversation to tokens, for every step and for chat.
+
+What a row becomes is built from two parts that are tokenized apart: the prompt, and what the
+assistant wrote. Generation always starts where the prompt ends, so an answer's ids are the same
+whether they were generated, trained on or read again as an earlier turn, and
+`conversation(m, a).token_ids` starts with `prompt(m).token_ids`.
+
+Text never becomes a control token, whoever wrote it: control strings in it are spelled out in
+plain tokens (see tandem.data.control).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.data.control import ControlTokens, free_mark
+from tandem.data.excerpt import excerpt
+from tandem.data.pieces import PieceTokenizer
+from tandem.data.template import ChatTemplate, Part
+from tandem.errors import DataError, ModelError
+from tandem.types import Message, PromptRow, Role, Source, TokenRow
+
+IN_MEMORY = Source(dataset="", path="conversation", line=1)
+"""The source of a prompt that comes from no file, such as a chat's."""
+
+_PROBES = ("yes", "hello", "a", "x", "1")
+
+
+class Renderer:
+    """Conversations, prompts and documents to tokens, with one tokenizer.
+
+    Args:
+        tokenizer: any Hugging Face tokenizer with an EOS token. Its chat template is used where it
+            has one, else "Human: ...\\n\\nAssistant: ..." with EOS after every assistant turn.
+        stop_token_ids: further ids that end an answer (a generation_config's eos_token_id).
+    Attributes:
+        terminator_id: the token that ends an assistant's turn (a template's <|im_end|>, else EOS).
+        stop_token_ids: every token at which generation must stop, the terminator first.
+        pad_token_id: what to fill batches with; masks never depend on it, so it may equal EOS.
+    Raises:
+        ModelError: the tokenizer has no EOS, or its template cannot be used for training.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: int | Sequence[int] | None = None,
+    ) -> None:
+        eos = tokenizer.eos_token_id
+        if eos is None:
+            raise ModelError(
+                f"tokenizer {tokenizer.name_or_path!r} must have an EOS token; got none. "
+                "Set its eos_token to the token that ends a text."
+            )
+        self._control = ControlTokens(tokenizer)
+        self._pieces = PieceTokenizer(tokenizer, self._control)
+        self._document_prefix, prefix_text = _prefix(tokenizer)
+        self._template = ChatTemplate(tokenizer, self._control, prefix_text)
+        self._eos_id = int(eos)
+        self.terminator_id: int = self._control.ids.get(self._template.terminator, self._eos_id)
+        extra = [stop_token_ids] if isinstance(stop_token_ids, int) else stop_token_ids or []
+        self.stop_token_ids: tuple[int, ...] = tuple(
+            dict.fromkeys([self.terminator_id, self._eos_id, *map(int, extra)])
+        )
+        pad = tokenizer.pad_token_id
+        self.pad_token_id: int = self._eos_id if pad is None else int(pad)
+        self._lead, self._trail = self._decoded_frame()
+        self._identity = (_definition(tokenizer), self._template.source, self.terminator_id)
+
+    @property
+    def chat_template(self) -> str:
+        """The jinja template in use, to be saved with a model whose tokenizer brings none."""
+        return self._template.source
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        columns: Mapping[str, Any] | None = None,
+        source: Source = IN_MEMORY,
+    ) -> PromptRow:
+        """`messages` up to where the assistant begins.
+
+        Raises:
+            DataError: there is no turn, or the template or the tokenizer cannot take one.
+        """
+        cut, mark = self._cut(messages, source)
+        parts = self._template.parts(cut, str(source), every_answer=False)
+        ids, _ = self._encode(parts, mark, str(source))
+        return PromptRow(tuple(ids), tuple(messages), dict(columns or {}), source)
+
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        answer: str,
+        source: Source,
+        last_turn_only: bool = False,
+    ) -> TokenRow:
+        """`messages` with `answer` as the assistant's last turn; ends right after its terminator.
+
+        Args:
+            messages: the turns before the answer.
+            last_turn_only: response_mask holds on the answer alone (pairs of answers), instead of
+                on every assistant turn. Either way the terminators are included.
+        Raises:
+            DataError: there is no turn, or the template or the tokenizer cannot take one.
+            ModelError: the template does not show which tokens are the assistant's.
+        """
+        where = str(source)
+        cut, mark = self._cut([*messages, Message("assistant", answer)], source)
+        parts = self._template.parts(cut[:-1], where, every_answer=not last_turn_only)
+        prompt_ids, prompt_mask = self._encode(parts, mark, where)
+        last = self._template.answer(cut, parts[-1].before + parts[-1].text, where)
+        answer_ids, answer_mask = self._encode([last], mark, where)
+        if last_turn_only:
+            prompt_mask = [False] * len(prompt_ids)
+        mask = prompt_mask + answer_mask
+        mask[0] = False  # Nothing precedes index 0 to predict it from.
+        return TokenRow(tuple(prompt_ids + answer_ids), tuple(mask), source)
+
+    def document(self, text: str, source: Source) -> TokenRow:
+        """Plain text to learn whole: BOS where the tokenizer adds one, the text, EOS.
+
+        Raises:
+            DataError: the tokenizer cannot take the text.
+        """
+        self._check_text(text, source)
+        mark = free_mark([text])
+        # At the start of a text a tokenizer does what it does after its BOS.
+        body = self._pieces.encode(self._control.cut(text, mark), mark, "", str(source))
+        ids = (*self._document_prefix, *body, self._eos_id)
+        return TokenRow(ids, (False, *[True] * (len(ids) - 1)), source)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a response, without its terminator and the template's own white space.
+
+        Args:
+            ids: what `conversation` marks as the answer, or what was generated after `prompt`.
+        """
+        words = [int(i) for i in ids]
+        if words and words[-1] in self.stop_token_ids:
+            words.pop()
+        return self._pieces.decode(words).removeprefix(self._lead).removesuffix(self._trail)
+
+    def renders_like(self, other: Renderer) -> bool:
+        """Whether both make the same tokens of every conversation, so that ids can be shared."""
+        return self._identity == other._identity
+
+    def _encode(self, parts: Sequence[Part], mark: str, where: str) -> tuple[list[int], list[bool]]:
+        """Ids of the parts and, per id, whether the assistant wrote it."""
+        ids: list[int] = []
+        mask: list[bool] = []
+        for part in parts:
+            new = self._pieces.encode(part.text, mark, part.before, where)
+            if part.answer:
+                new.append(self.terminator_id)
+            ids += new
+            mask += [part.answer] * len(new)
+        return ids, mask
+
+    def _cut(self, messages: Sequence[Message], source: Source) -> tuple[list[Message], str]:
+        """The turns with every control string in them cut at the mark, and the mark."""
+        if not messages or (len(messages) == 1 and messages[0].role == "assistant"):
+            raise DataError(
+                f"{source}: a conversation must hold a turn to answer; got none. "
+                "Put the user's turn before the answer."
+            )
+        for message in messages:
+            if message.role not in get_args(Role):
+                raise DataError(
+                    f"{source}: role must be one of {', '.join(get_args(Role))}; got "
+                    f"{excerpt(message.role)}. Rename it."
+                )
+            self._check_text(message.content, source)
+        mark = free_mark([self._template.source, *(m.content for m in messages)])
+        return [Message(m.role, self._control.cut(m.content, mark)) for m in messages], mark
+
+    def _check_text(self, text: str, source: Source) -> None:
+        if char := self._control.unwritable(text):
+            raise DataError(
+                f"{source}: text must hold no half of a surrogate pair and no character that is a "
+                f"control token; got {excerpt(char)}. Take it out of the text."
+            )
+
+    def _decoded_frame(self) -> tuple[str, str]:
+        """What an answer's decoded ids hold before and after the assistant's words."""
+        lead, trail = self._template.lead, self._template.trail
+        before = self._template.prompt([Message("user", "hello")], "probe")
+        for probe in _PROBES:
+            ids = self._pieces.encode(lead + probe + trail, free_mark([lead, trail]), before, "")
+            head, found, tail = self._pieces.decode(ids).rpartition(probe)
+            if found:
+                return head, tail
+        return lead, trail
+
+
+def _prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], str]:
+    """Ids that the tokenizer puts before every text (its BOS, or none), and their text."""
+    for probe in _PROBES:
+        plain = tokenizer.encode(probe, add_special_tokens=False)
+        whole = tokenizer.encode(probe)
+        if plain:
+            n = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+            return tuple(whole[:n]), "".join(tokenizer.convert_ids_to_tokens(whole[:n]))
+    return (), ""
+
+
+def _definition(tokenizer: PreTrainedTokenizerBase) -> str:
+    """All that decides the ids of a text; what only concerns batches is left out."""
+    definition = json.loads(tokenizer.backend_tokenizer.to_str())
+    return json.dumps(definition | {"padding": None, "truncation": None}, sort_keys=True)

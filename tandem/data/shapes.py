@@ -1,0 +1,265 @@
+"""Rows of the ecosystem's shapes to `Sample`s: one function per shape, chosen by the columns.
+
+`to_sample` looks at the columns present (null counts as absent), takes the first shape of SHAPES
+whose needs are met, and keeps every column that the shape does not read, for reward functions.
+The column `answer` is kept even where a shape reads it: rewards compare with it.
+
+In every conversation the answer is the last assistant turn and the prompt is all before it. The
+renderer marks the earlier assistant turns as learned too, so nothing of a dialog is lost to SFT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tandem.data.excerpt import excerpt, names
+from tandem.data.rows import RowProblem
+from tandem.data.turns import (
+    Turns,
+    check_prompt,
+    is_transcript,
+    prompt_turns,
+    text_of,
+    transcript_turns,
+    turns_of,
+)
+from tandem.types import Message, Sample, Source
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One form of row: the columns it needs, those it may have, and how it is read."""
+
+    name: str
+    needs: tuple[str, ...]
+    may: tuple[str, ...]
+    read: Callable[[Row, Source], Sample]
+
+    def fits(self, row: Row, mapped: Mapping[str, str]) -> bool:
+        """Whether `row` has what this shape needs and the shape reads every mapped role."""
+        reads = self.needs + self.may
+        return all(row.get(c) is not None for c in self.needs) and all(r in reads for r in mapped)
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """A sample, the name of the shape it was read by, and a note worth counting ("" for none)."""
+
+    sample: Sample
+    shape: str
+    note: str = ""
+
+
+def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None) -> Shaped:
+    """The sample in `row`; `columns` maps roles to this row's column names.
+
+    Raises:
+        RowProblem: a mapped column is missing, no shape fits, or what is there cannot be used.
+    """
+    columns = columns or {}
+    for role, column in columns.items():
+        if column not in row:
+            raise RowProblem(column, names(row), f"be there, mapped to the role {role}")
+    renamed = {name: value for name, value in row.items() if name not in columns.values()}
+    renamed |= {role: row[column] for role, column in columns.items()}
+    shape = next((shape for shape in SHAPES if shape.fits(renamed, columns)), None)
+    if shape is None:
+        raise RowProblem(
+            "",
+            names(row) + (f" with {', '.join(columns)} mapped" if columns else ""),
+            f"have the columns of a known shape ({'; '.join(_needs())})",
+            "Map its columns, as in FILE::prompt=question,completion=answer.",
+        )
+    sample = shape.read(renamed, source)
+    read = {columns.get(role, role) for role in shape.needs + shape.may} - {"answer"}
+    if not _is_label(row):
+        read.discard("label")
+    extra = {name: value for name, value in row.items() if name not in read}
+    note = _note(renamed, shape)
+    return Shaped(replace(sample, columns=extra), shape.name, note)
+
+
+def preference(row: Row, source: Source) -> Sample:
+    """prompt, chosen and maybe rejected: strings or message lists (TRL's explicit prompt).
+
+    A list of messages may hold the answer alone or the dialog from its first turn.
+    """
+    prompt = _with_system(prompt_turns(row["prompt"], "prompt"), row)
+    chosen = _dialog(prompt, row["chosen"], "chosen")
+    if row.get("rejected") is None:
+        prompt, answer = _last_answer(chosen, "chosen", "prompt")
+        return Sample(source, prompt, answer)
+    return _pair(chosen, _dialog(prompt, row["rejected"], "rejected"), source, "prompt")
+
+
+def dialog_preference(row: Row, source: Source) -> Sample:
+    """chosen and rejected as whole dialogs: their common beginning is the prompt.
+
+    Either both are message lists (TRL's implicit prompt) or both HH transcripts.
+    """
+    chosen, rejected = row["chosen"], row["rejected"]
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        if not (is_transcript(chosen) or is_transcript(rejected)):
+            expected = "be there, or chosen and rejected be transcripts with Human: turns"
+            raise RowProblem("prompt", names(row), expected)
+        dialogs = [transcript_turns(text_of(row[f], f), f) for f in ("chosen", "rejected")]
+    else:
+        dialogs = [turns_of(row[f], f) for f in ("chosen", "rejected")]
+    return _pair(_with_system(dialogs[0], row), _with_system(dialogs[1], row), source, "chosen")
+
+
+def prompt_completion(row: Row, source: Source) -> Sample:
+    """prompt and completion: strings or message lists; `label` false marks a bad answer."""
+    prompt = _with_system(prompt_turns(row["prompt"], "prompt"), row)
+    dialog = _dialog(prompt, row["completion"], "completion")
+    prompt, answer = _last_answer(dialog, "completion", "prompt")
+    return _labelled(Sample(source, prompt, answer), row)
+
+
+def messages(row: Row, source: Source) -> Sample:
+    """A conversation; without an assistant turn it is a prompt."""
+    return _conversation(row, "messages", source)
+
+
+def sharegpt(row: Row, source: Source) -> Sample:
+    """ShareGPT's `conversations`, with from and value."""
+    return _conversation(row, "conversations", source)
+
+
+def alpaca(row: Row, source: Source) -> Sample:
+    """instruction, input, output: the prompt is the instruction, a blank line, and any input."""
+    prompt = text_of(row["instruction"], "instruction")
+    given = "" if row.get("input") is None else _text(row["input"], "input")
+    if given.strip():
+        prompt = f"{prompt}\n\n{given}"
+    turns = _with_system((Message("user", prompt),), row)
+    return Sample(source, check_prompt(turns, "instruction"), text_of(row["output"], "output"))
+
+
+def plain_text(row: Row, source: Source) -> Sample:
+    """A document to continue, with no conversation in it."""
+    return Sample(source, text=text_of(row["text"], "text"))
+
+
+def question_answer(row: Row, source: Source) -> Sample:
+    """question and answer, both text."""
+    question = Message("user", text_of(row["question"], "question"))
+    turns = check_prompt(_with_system((question,), row), "question")
+    return Sample(source, turns, text_of(row["answer"], "answer"))
+
+
+def prompt_only(row: Row, source: Source) -> Sample:
+    """A prompt to be answered in step 3."""
+    prompt = _with_system(prompt_turns(row["prompt"], "prompt"), row)
+    return Sample(source, check_prompt(prompt, "prompt"))
+
+
+# The first that fits is taken: the more telling columns come first.
+SHAPES = (
+    Shape("preference", ("prompt", "chosen"), ("rejected", "system"), preference),
+    Shape("dialog preference", ("chosen", "rejected"), ("system",), dialog_preference),
+    Shape("completion", ("prompt", "completion"), ("system", "label"), prompt_completion),
+    Shape("messages", ("messages",), ("system", "label"), messages),
+    Shape("sharegpt", ("conversations",), ("system",), sharegpt),
+    Shape("alpaca", ("instruction", "output"), ("input", "system"), alpaca),
+    Shape("text", ("text",), (), plain_text),
+    Shape("question", ("question", "answer"), ("system",), question_answer),
+    Shape("prompt", ("prompt",), ("system",), prompt_only),
+)
+
+
+def _needs() -> list[str]:
+    return [" + ".join(shape.needs) for shape in SHAPES]
+
+
+def _text(value: Any, field: str) -> str:
+    """Text that may be blank."""
+    return text_of(value, field) if not isinstance(value, str) or value.strip() else value
+
+
+def _with_system(turns: Turns, row: Row) -> Turns:
+    """`turns` after the row's `system` column, where it has one."""
+    system = row.get("system")
+    if system is None or not _text(system, "system").strip():
+        return turns
+    if any(turn.role == "system" for turn in turns):
+        raise RowProblem("system", excerpt(system), "not come beside a system turn of the row")
+    return (Message("system", system), *turns)
+
+
+def _dialog(prompt: Turns, answer: Any, field: str) -> Turns:
+    """The whole dialog of a prompt and its answer column."""
+    if isinstance(answer, str):
+        return (*prompt, Message("assistant", text_of(answer, field)))
+    turns = turns_of(answer, field)
+    if turns[0].role == "assistant":
+        return prompt + turns
+    # A dialog may bring a system turn that its prompt column leaves out.
+    own = tuple(t for t in turns if t.role != "system" or t in prompt)
+    if own[: len(prompt)] == prompt:
+        return turns
+    found = f"another dialog, which begins {excerpt(turns[0].content)}"
+    raise RowProblem(field, found, "go on from the prompt, or repeat it")
+
+
+def _last_answer(turns: Turns, field: str, prompt_field: str) -> tuple[Turns, str]:
+    """(the turns before the answer, the answer): the dialog must end with the assistant.
+
+    `field` holds the answer and `prompt_field` the turns before it, for the messages.
+    """
+    if turns[-1].role != "assistant":
+        raise RowProblem(field, f"{turns[-1].role} last", "end with an assistant turn")
+    if not turns[-1].content.strip():
+        raise RowProblem(field, excerpt(turns[-1].content), "not be blank")
+    return check_prompt(turns[:-1], prompt_field), turns[-1].content
+
+
+def _pair(chosen: Turns, rejected: Turns, source: Source, prompt_field: str) -> Sample:
+    """Two dialogs that differ in their last turn, which is the assistant's."""
+    for turns, field in ((chosen, "chosen"), (rejected, "rejected")):
+        if turns[-1].role != "assistant":
+            raise RowProblem(field, f"{turns[-1].role} last", "end with an assistant turn")
+    if chosen[:-1] != rejected[:-1]:
+        pairs = zip(chosen, rejected, strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), len(rejected))
+        found = f"{len(rejected)} turns of which {shared} are shared with chosen's {len(chosen)}"
+        raise RowProblem("rejected", found, "share all turns but the last with chosen")
+    prompt, preferred = _last_answer(chosen, "chosen", prompt_field)
+    _, beaten = _last_answer(rejected, "rejected", prompt_field)
+    if preferred.strip() == beaten.strip():
+        raise RowProblem("rejected", "the same answer twice", "differ from chosen")
+    return Sample(source, prompt, preferred, beaten)
+
+
+def _conversation(row: Row, field: str, source: Source) -> Sample:
+    turns = _with_system(turns_of(row[field], field), row)
+    answers = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
+    if not answers:
+        return Sample(source, check_prompt(turns, field))
+    prompt, answer = _last_answer(turns[: answers[-1] + 1], field, field)
+    return _labelled(Sample(source, prompt, answer), row)
+
+
+def _is_label(row: Row) -> bool:
+    return isinstance(row.get("label"), bool)
+
+
+def _labelled(sample: Sample, row: Row) -> Sample:
+    """An answer that its row calls bad (KTO's `label` false) is none to imitate."""
+    if _is_label(row) and not row["label"]:
+        return replace(sample, chosen=None, rejected=sample.chosen)
+    return sample
+
+
+def _note(row: Row, shape: Shape) -> str:
+    """What was left out of a row that is used."""
+    if shape.read in (messages, sharegpt):
+        turns = turns_of(row[shape.needs[0]], shape.needs[0])
+        roles = [turn.role for turn in turns]
+        if "assistant" in roles and roles[-1] != "assistant":
+            return "turns after the last assistant turn left out"
+    return ""

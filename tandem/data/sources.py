@@ -1,0 +1,243 @@
+"""Where rows come from: a file, a folder of files, a saved data set, the hub, or the built-in set.
+
+Formats are listed in docs/data.md. `read_rows` hides which one it is.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from tandem.data.excerpt import describe, excerpt, names, visible
+from tandem.data.formats import OnBlank, Rows, read_csv, read_json, read_jsonl, read_parquet
+from tandem.data.plaintext import read_text
+from tandem.data.rows import BadRow, RawRow
+from tandem.errors import ConfigError, DataError
+from tandem.types import Source
+
+__all__ = ["ROLES", "BadRow", "DataSpec", "RawRow", "parse_columns", "parse_spec", "read_rows"]
+
+ROLES = ("prompt", "chosen", "rejected", "completion", "messages", "text", "system")
+"""What a column map may map."""
+
+_READERS: dict[str, Callable[[Path, str, OnBlank], Rows]] = {
+    ".json": read_json,
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".csv": read_csv,
+    ".txt": read_text,
+    ".parquet": read_parquet,
+}
+_FORMATS = ", ".join(_READERS)
+_METADATA = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
+_HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+_WEIGHT = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?|nan|inf)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class DataSpec:
+    """One data set as named on the command line.
+
+    name: short, for reports (`politeness` for prefs/politeness.jsonl.gz; hub names whole).
+    path: file, folder or hub name. weight: passes over its rows per epoch, finite and above 0.
+    columns: role to column, for this data set alone.
+    """
+
+    name: str
+    path: str
+    weight: float = 1.0
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse_spec(text: str) -> DataSpec:
+    """Read `FILE_OR_NAME[:weight][::role=column,...]`.
+
+    The weight is only a trailing number, so drive letters and other colons belong to the path.
+    Example: parse_spec("C:/a.jsonl:2::prompt=question") has weight 2 and path "C:/a.jsonl".
+
+    Raises:
+        ConfigError: no path, a weight that is not above 0 and finite, or a broken column map.
+    """
+    path, mark, tail = text.rpartition("::")
+    columns = {}
+    if mark and "=" in tail:
+        columns = parse_columns(tail.split(","), f"the column map of data set {excerpt(text)}")
+    else:
+        path = text
+    weight = 1.0
+    head, colon, number = path.rpartition(":")
+    if colon and _WEIGHT.fullmatch(number):
+        path, weight = head, float(number)
+        if not (math.isfinite(weight) and weight > 0):
+            raise ConfigError(
+                f"the weight of data set {excerpt(text)} must be a finite number above 0; "
+                f"got {number}. Leave the data set out to give it no weight."
+            )
+    if not path.strip():
+        raise ConfigError(
+            f"data set {excerpt(text)} must name a file, folder or hub name; got none. "
+            "Write FILE_OR_NAME[:weight]."
+        )
+    return DataSpec(_short_name(path), path, weight, columns)
+
+
+def parse_columns(items: Iterable[str], where: str) -> dict[str, str]:
+    """A column map from `role=column` items, as {role: column}.
+
+    Raises:
+        ConfigError: an item without `=`, an unknown role, a role mapped twice; `where` leads it.
+    """
+    columns: dict[str, str] = {}
+    for item in items:
+        role, mark, column = (part.strip() for part in item.partition("="))
+        if not (role and mark and column):
+            raise ConfigError(
+                f"{where} must hold role=column items; got {excerpt(item)}. "
+                "Write for example prompt=question,completion=answer."
+            )
+        if role not in ROLES:
+            near = get_close_matches(role, ROLES, 1)
+            advice = f"Did you mean {near[0]}?" if near else "Use one of them."
+            raise ConfigError(
+                f"{where} must map one of {', '.join(ROLES)}; got {excerpt(role)}. {advice}"
+            )
+        if role in columns:
+            raise ConfigError(
+                f"{where} must map each role once; got {role} twice. Leave one of them out."
+            )
+        columns[role] = column
+    return columns
+
+
+def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[RawRow | BadRow]:
+    """Every row of a data set, in order; `on_blank` is called for each blank line skipped.
+
+    `embedded` is the built-in data set (write ./embedded for a folder of that name). A path that
+    does not exist and looks like a hub name is loaded from the hub.
+
+    Raises:
+        DataError: nothing is there, its format is unknown, it holds no row, or it is damaged.
+    """
+    path = Path(spec.path).expanduser()
+    if spec.path == "embedded":
+        rows = _embedded(spec)
+    elif _is_saved_dataset(path):
+        rows = _through_datasets(spec, saved=path)
+    elif path.is_dir():
+        rows = _folder(path, spec.name, on_blank)
+    elif path.exists():
+        rows = _file(path, spec.name, on_blank)
+    elif _looks_like_hub_name(spec.path):
+        rows = _through_datasets(spec, saved=None)
+    else:
+        raise DataError(
+            f"data set {visible(spec.path)} must be a file or folder that exists, or a hub name; "
+            "got neither. Check the path."
+        )
+    empty = True
+    for row in rows:
+        empty = False
+        yield row
+    if empty:
+        raise DataError(
+            f"{visible(spec.path)} must hold at least one row; got none. Leave it out, or fill it."
+        )
+
+
+def _short_name(path: str) -> str:
+    if _looks_like_hub_name(path) and not Path(path).exists():
+        return path
+    # Both separators, whatever the machine: a Windows path in a shared config reads the same.
+    name = re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+    return re.sub(r"(\.\w{2,8})?(\.gz)?$", "", name) or name or path
+
+
+def _format_of(path: Path) -> str:
+    name = path.name.lower().removesuffix(".gz")
+    return Path(name).suffix
+
+
+def _looks_like_hub_name(text: str) -> bool:
+    return bool(_HUB_NAME.fullmatch(text)) and _format_of(Path(text)) not in _READERS
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def _file(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
+    reader = _READERS.get(_format_of(path))
+    if reader is None:
+        raise DataError(
+            f"{path} must end in one of {_FORMATS} (or these with .gz); "
+            f"got {excerpt(path.name)}. Rename it to what it holds."
+        )
+    return reader(path, dataset, on_blank)
+
+
+def _folder(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
+    """All data files under a folder, by name; hidden ones and metadata are no data."""
+    files = [
+        file
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+        and _format_of(file) in _READERS
+        and file.name not in _METADATA
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    ]
+    if not files:
+        raise DataError(
+            f"folder {path} must hold files that end in one of {_FORMATS}; got none. "
+            "Give the folder that holds the data."
+        )
+    for file in files:
+        yield from _file(file, dataset, on_blank)
+
+
+def _embedded(spec: DataSpec) -> Rows:
+    from tandem.data import embedded
+
+    for number, row in enumerate(embedded.rows(), 1):
+        yield RawRow(row, Source(spec.name, "embedded", number))
+
+
+def _through_datasets(spec: DataSpec, saved: Path | None) -> Rows:
+    """Rows of a folder written by `save_to_disk`, or of a data set on the hub."""
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"data set {visible(spec.path)} must be read with the datasets package; "
+            "got no such package. Run pip install 'tandem-rlhf[data]'."
+        ) from None
+    try:
+        loaded = datasets.load_from_disk(str(saved)) if saved else datasets.load_dataset(spec.path)
+    # The package and the network beneath it raise errors of many unrelated classes.
+    except Exception as error:
+        cause = visible((str(error).splitlines() or [""])[0])[:200]
+        what = "a folder saved by datasets" if saved else "a file, a folder or a reachable hub name"
+        raise DataError(
+            f"data set {visible(spec.path)} must be {what}; got {type(error).__name__}: {cause}. "
+            "Check the path and the network, or give a local file."
+        ) from None
+    for number, row in enumerate(_train_split(loaded, spec.path), 1):
+        yield RawRow(row, Source(spec.name, spec.path, number))
+
+
+def _train_split(loaded: Any, path: str) -> Iterable[dict[str, Any]]:
+    """The split named train, or the only one."""
+    if not isinstance(loaded, dict):
+        return loaded
+    if "train" in loaded:
+        return loaded["train"]
+    if len(loaded) == 1:
+        return next(iter(loaded.values()))
+    raise DataError(
+        f"data set {visible(path)} must have a split named train, or one alone; "
+        f"got {names(loaded) if loaded else describe(None)}. Save the split to use by itself."
+    )

@@ -1,0 +1,85 @@
+"""Which step a prompt belongs to: decided by the prompt's own text, and by nothing else.
+
+A sample's key is the SHA-256 of the seed and its opening: the first user turn (for plain text the
+whole text) in NFKC form, case folded, white space collapsed. Two dialogs with one opening get one
+key, so they never sit on two sides, in whatever files, order or spelling they come. One part of
+the key's bits decides whether it is held out, another which step it serves: changing the held-out
+share moves no other prompt from step to step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import unicodedata
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Literal
+
+from tandem.errors import ConfigError
+from tandem.types import Sample
+
+Step = Literal["sft", "reward", "ppo", "heldout"]
+STEPS: tuple[Step, ...] = ("sft", "reward", "ppo")
+
+
+def opening(sample: Sample) -> str:
+    """The normalized text that decides a sample's place."""
+    first = next((turn.content for turn in sample.prompt if turn.role == "user"), sample.text or "")
+    return " ".join(unicodedata.normalize("NFKC", first).casefold().split())
+
+
+def split_key(sample: Sample, seed: int) -> bytes:
+    """32 bytes, uniform over openings; equal for samples that must not be parted."""
+    return hashlib.sha256(f"{seed}\0{opening(sample)}".encode()).digest()
+
+
+def content_key(sample: Sample) -> bytes:
+    """32 bytes that two samples share if they are the same in every turn and answer."""
+    turns = tuple((turn.role, turn.content) for turn in sample.prompt)
+    content = (turns, sample.chosen, sample.rejected, sample.text)
+    return hashlib.sha256(repr(content).encode()).digest()
+
+
+class Split:
+    """Shares of the prompts, as configured.
+
+    Args:
+        shares: relative sizes for SFT, reward model and PPO, on any scale.
+        heldout: share in [0, 1) taken from the whole before that.
+    Raises:
+        ConfigError: there are not three finite shares of at least 0 with a sum above 0.
+    """
+
+    def __init__(self, shares: Sequence[float], heldout: float) -> None:
+        usable = all(math.isfinite(share) and share >= 0 for share in shares)
+        if len(shares) != len(STEPS) or not usable or sum(shares) <= 0:
+            raise ConfigError(
+                f"dataset.split must be three shares of at least 0 with a sum above 0; "
+                f"got {','.join(map(str, shares))}. Write for example 2,4,4."
+            )
+        self._heldout = heldout
+        self._bounds = [bound / sum(shares) for bound in accumulate(shares)]
+
+    def step_of(self, key: bytes) -> Step:
+        """The one step that samples with this `split_key` may serve."""
+        if _unit(key[:8]) < self._heldout:
+            return "heldout"
+        draw = _unit(key[8:16])
+        return next(s for s, bound in zip(STEPS, self._bounds, strict=True) if draw < bound)
+
+
+def copies(weight: float, content: bytes, seed: int) -> int:
+    """How often a row with this `content_key` comes per epoch at this weight.
+
+    floor(weight) times, and once more for a share of the rows equal to the remainder, drawn from
+    the row's own content; so the mean over rows is the weight and the draw is stable.
+    """
+    whole = math.floor(weight)
+    draw = hashlib.sha256(f"weight\0{seed}\0".encode() + content).digest()
+    return whole + (_unit(draw[:8]) < weight - whole)
+
+
+def _unit(bits: bytes) -> float:
+    """8 bytes to a number in [0, 1): 53 bits, so that it never rounds up to 1."""
+    return (int.from_bytes(bits, "big") >> 11) / 2**53

@@ -1,0 +1,121 @@
+"""`tandem data check`: what it prints and how it exits."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tandem.config.schema import DataConfig
+from tandem.data import render as render_room
+from tandem.data.check import check
+from tandem.errors import DataError, ModelError
+
+ROWS = [
+    {"prompt": f"Question {i}?", "chosen": "a longer answer", "rejected": "short"}
+    for i in range(19)
+] + [{"prompt": "Last?", "chosen": "x", "rejected": "yy"}]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def run(data: list[str], color: bool = False, **options: Any) -> tuple[int, str]:
+    out = io.StringIO()
+    console = Console(file=out, width=250, force_terminal=color, no_color=not color)
+    code = check(DataConfig(), data, seed=1, console=console, **options)
+    return code, out.getvalue()
+
+
+def test_good_data_exits_with_0(tmp_path: Path) -> None:
+    code, text = run([write(tmp_path / "a.jsonl", ROWS)], rows=2)
+    assert code == 0
+    assert "a was read as: preference (20)" in text
+    assert "Length bias: chosen is longer in 95.0% of 20 pairs (equal in 0.0%)." in text
+    assert "user: Question 0?" in text
+    assert "chosen: a longer answer" in text
+    assert "Question 2?" not in text
+    assert "shared between" not in text
+    length = next(line for line in text.splitlines() if line.startswith("│ chosen"))
+    cells = [cell.strip() for cell in length.strip("│").split("│")]
+    assert cells == ["chosen", "20", "1", "15", "15", "15", "15", "15", "15", "15"]
+
+
+def test_bad_rows_are_shown_and_exit_with_1(tmp_path: Path) -> None:
+    bad = [{"prompt": "x", "chosen": "", "rejected": "b"}, {"messages": [{"role": "asst"}]}]
+    code, text = run([write(tmp_path / "a.jsonl", [*ROWS, *bad])])
+    assert code == 1
+    assert "dropped: chosen must not be blank" in text
+    assert "a.jsonl:21" in text
+    assert "dropped: messages must have role and content" in text
+
+
+def test_shared_prompts_are_shown(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", ROWS)
+    b = write(tmp_path / "b.jsonl", [{"prompt": " question  3? "}, {"prompt": "New?"}])
+    c = write(tmp_path / "c.jsonl", [{"prompt": "Other?"}])
+    assert "Prompts shared between a and b: 1, such as 'question 3?'." in run([a, b, c])[1]
+    assert "Prompts shared between data sets: none." in run([a, c])[1]
+
+
+def test_data_cannot_act_on_the_terminal(tmp_path: Path) -> None:
+    evil = "\x1b]0;owned\x07[bold]x[/bold]\u202e\r"
+    name = "a\x1b[2J.jsonl"
+    rows = [
+        {"prompt": evil, "chosen": evil + "1", "rejected": evil + "2"},
+        {"prompt": evil, "chosen": "", evil: evil},
+        {evil: 1},
+        {"messages": [{"role": evil, "content": evil}]},
+    ]
+    both = [write(tmp_path / name, rows), write(tmp_path / "b.jsonl", rows[:1])]
+    code, text = run(both)
+    assert code == 1
+    assert "[bold]x[/bold]" in text
+    assert all(char.isprintable() or char == "\n" for char in text)
+
+
+def test_tokens_are_counted_and_coloured(tmp_path: Path, shared: Path) -> None:
+    folder = str(shared / "models" / "stories260K" / "hf")
+    long = {"prompt": "long " * 600, "chosen": "\x1b[2Jno", "rejected": "b"}
+    data = write(tmp_path / "a.jsonl", [*ROWS, long, {"text": "Once."}])
+    code, text = run([data], tokenizer_path=folder, rows=1)
+    assert code == 0
+    assert "a.jsonl:1 chosen:" in text
+    assert "Lengths in tokens" in text
+    assert "prompt: 1 of 21 (4.8%) are longer than max_prompt_tokens 256." in text
+    assert "chosen: 1 of 21 (4.8%) are longer than max_tokens 512." in text
+    assert "Human: Question 0?" in text
+    assert "a longer answer</s>" in text
+    _, colored = run([data], tokenizer_path=folder, rows=30, color=True)
+    assert "\x1b[2m" in colored  # prompt dim
+    assert "\x1b[32m" in colored  # learned green
+    assert "\x1b[7;32m</s>" in colored  # the stop token reversed
+    assert "\x1b[2J" not in colored
+
+
+def test_rows_the_renderer_refuses_exit_with_1(
+    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise DataError("a.jsonl:1: no template \x1b takes this")
+
+    monkeypatch.setattr(render_room.Renderer, "prompt", refuse)
+    code, text = run(
+        [write(tmp_path / "a.jsonl", ROWS)],
+        tokenizer_path=str(shared / "models" / "stories260K" / "hf"),
+    )
+    assert code == 1
+    assert "cannot be rendered: a.jsonl:1: no template \\x1b takes this" in text
+    assert "rows that cannot be rendered: 20" in text
+
+
+def test_a_tokenizer_that_does_not_load(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="must be a folder or hub name that loads; got") as error:
+        run([write(tmp_path / "a.jsonl", ROWS)], tokenizer_path=str(tmp_path / "none"))
+    assert "\n" not in str(error.value)

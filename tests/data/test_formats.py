@@ -1,0 +1,180 @@
+"""What files get wrong, one case each: a bad row is named, a bad file is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.data.formats import read_csv, read_json, read_jsonl, read_parquet
+from tandem.data.rows import BadRow, RawRow
+from tandem.errors import DataError
+
+DEEP = b"[" * 200_000
+
+
+def ignore() -> None:
+    """Blank lines are of no interest here."""
+
+
+def jsonl(tmp_path: Path, content: bytes) -> list[RawRow | BadRow]:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    return list(read_jsonl(tmp_path / "a.jsonl", "a", ignore))
+
+
+def csv(tmp_path: Path, content: bytes) -> list[RawRow | BadRow]:
+    (tmp_path / "a.csv").write_bytes(content)
+    return list(read_csv(tmp_path / "a.csv", "a", ignore))
+
+
+def json_file(tmp_path: Path, content: bytes) -> list[RawRow | BadRow]:
+    (tmp_path / "a.json").write_bytes(content)
+    return list(read_json(tmp_path / "a.json", "a", ignore))
+
+
+@pytest.mark.parametrize(
+    ("line", "found", "expected"),
+    [
+        (b'{"text": "cut', "Unterminated string", "be one whole JSON object"),
+        (b"prompt,chosen,rejected", "'prompt,chosen,rejected' (Expecting value", "JSON object"),
+        (b"[1, 2]", "a list of 2", "be one JSON object"),
+        (b'"words"', "'words'", "be one JSON object"),
+        (b"null", "null", "be one JSON object"),
+        (b"3.5", "the number 3.5", "be one JSON object"),
+        (b'{"a": 1, "b": 2, "a": 3}', "'a' twice", "name each key once"),
+        (b'{"m": [{"role": "x", "role": "y"}]}', "'role' twice", "name each key once"),
+        (b'{"text": "caf\xe9"}', "byte 0xe9 at byte 28", "be UTF-8"),
+        (b'{"text": "a\0b"}', "a NUL byte at byte 26", "hold no NUL byte"),
+        (b'{"a": ' + DEEP, '\'{"a": [[[', "nest less deeply"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "Exceeds the limit", "be one whole JSON object"),
+        (b"\x1b[2J\x07", r"'\x1b[2J\x07'", "be one whole JSON object"),
+    ],
+)
+def test_bad_jsonl_rows(line: bytes, found: str, expected: str, tmp_path: Path) -> None:
+    _, bad, after = jsonl(tmp_path, b'{"text": "ok"}\n' + line + b'\n{"text": "on"}\n')
+    assert isinstance(bad, BadRow)
+    assert isinstance(after, RawRow)
+    assert bad.source.line == 2
+    assert found in bad.found
+    assert expected in bad.expected
+    assert len(bad.found) < 250
+    assert bad.found.isprintable()
+
+
+def test_the_byte_offset_counts_the_bom(tmp_path: Path) -> None:
+    (bad,) = jsonl(tmp_path, b"\xef\xbb\xbf\xff")
+    assert isinstance(bad, BadRow)
+    assert bad.found == "byte 0xff at byte 3"
+
+
+def test_very_long_lines_are_read(tmp_path: Path) -> None:
+    text = "x" * 5_000_000
+    (row,) = jsonl(tmp_path, json.dumps({"text": text}).encode())
+    assert isinstance(row, RawRow)
+    assert row.columns["text"] == text
+    (cell,) = csv(tmp_path, f"text\n{text}\n".encode())
+    assert isinstance(cell, RawRow)
+    assert cell.columns["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'[{"a": 1}, {"a": ', "must be whole JSON; got Expecting value"),
+        (b'[{"a": 1}] x', "must be whole JSON; got Extra data"),
+        (b'"text"', "must be an array of rows, or an object with one; got 'text'"),
+        (b'{"train": [], "test": []}', "must hold one list of rows; got lists under columns train"),
+        (DEEP, "must nest less deeply"),
+        (b'[\n{"a": "\xff"}]', "a.json:2: the file must be UTF-8; got byte 0xff at byte 9"),
+        (b"[\0]", "a.json:1: the file must hold no NUL byte"),
+        (b"\xff\xfe[\0", "must be UTF-8; got a UTF-16 file"),
+    ],
+)
+def test_bad_json_files(content: bytes, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        json_file(tmp_path, content)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_json_rows_count_along_the_list(tmp_path: Path) -> None:
+    rows = json_file(tmp_path, b'{"train": [{"a": 1}, 7,\n {"a": 1, "a": 2}, {"a": 3}]}')
+    assert [row.source.line for row in rows] == [1, 2, 3, 4]
+    assert [isinstance(row, BadRow) for row in rows] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}, {"prompt": ["x"]}]
+)
+def test_a_json_file_may_be_one_row(row: dict[str, object], tmp_path: Path) -> None:
+    (found,) = json_file(tmp_path, json.dumps(row).encode())
+    assert isinstance(found, RawRow)
+    assert found.columns == row
+
+
+@pytest.mark.parametrize(
+    ("content", "place", "found", "expected"),
+    [
+        (b"a,b\n1,2\n3\n4,5\n", 3, "1 cells", "have 2 cells"),
+        (b"a,b\n1,2\n3,4,5\n6,7\n", 3, "3 cells", "have 2 cells"),
+        (b'a,b\n1,2\n"3" x,4\n5,6\n', 3, "expected after", "closed quotes"),
+        (b'a,b\n"1\n1",2\n\xff,4\n5,6\n', 4, "byte 0xff at byte 12", "be UTF-8"),
+        (b"a,b\n1,2\n3,\0\n5,6\n", 3, "a NUL byte at byte 10", "hold no NUL byte"),
+    ],
+)
+def test_bad_csv_rows(
+    content: bytes, place: int, found: str, expected: str, tmp_path: Path
+) -> None:
+    first, bad, after = csv(tmp_path, content)
+    assert isinstance(bad, BadRow)
+    assert isinstance(first, RawRow)
+    assert isinstance(after, RawRow)
+    assert bad.source.line == place
+    assert found in bad.found
+    assert expected in bad.expected
+
+
+def test_an_open_quote_swallows_the_rest_and_is_told(tmp_path: Path) -> None:
+    first, bad = csv(tmp_path, b'a,b\n1,2\n3,"4\n5,6\n')
+    assert isinstance(first, RawRow)
+    assert isinstance(bad, BadRow)
+    assert bad.source.line == 3
+    assert "unexpected end of data" in bad.found
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'"a,b\n', "must begin with column names; got unexpected end of data"),
+        (b"a,\xff\n1,2\n", "a.csv:1: column names must be UTF-8; got byte 0xff at byte 2"),
+        (b"a,a\n1,2\n", "column names must be different and not blank; got columns a, a"),
+        (b"a,\n1,2\n", "column names must be different and not blank"),
+    ],
+)
+def test_bad_csv_headers(content: bytes, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        csv(tmp_path, content)
+    assert message in str(error.value)
+
+
+def test_csv_places_are_those_of_the_file(tmp_path: Path) -> None:
+    rows = csv(tmp_path, b'a,b\r\n"1\r\nx",2\r\n\r\n3,4\r\n')
+    assert [row.source.line for row in rows] == [2, 5]
+    assert isinstance(rows[0], RawRow)
+    assert rows[0].columns == {"a": "1\nx", "b": "2"}
+
+
+def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 but no more")
+    with pytest.raises(DataError, match="must be a whole Parquet file; got"):
+        list(read_parquet(tmp_path / "a.parquet", "a", ignore))
+
+
+def test_a_cut_gzip_file_is_refused_after_its_whole_lines(tmp_path: Path) -> None:
+    lines = b"".join(json.dumps({"text": str(i) * 50}).encode() + b"\n" for i in range(2000))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-3000])
+    with pytest.raises(DataError, match=r"must be a whole gzip file; got .* after line \d{3}"):
+        list(read_jsonl(tmp_path / "a.jsonl.gz", "a", ignore))

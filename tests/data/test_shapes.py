@@ -1,0 +1,295 @@
+"""Every shape of the ecosystem to one sample; every odd row to a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.data.rows import RowProblem
+from tandem.data.shapes import SHAPES, to_sample
+from tandem.types import Message, Sample, Source
+
+HERE = Source("set", "set.jsonl", 3)
+USER = Message("user", "2+2?")
+SYSTEM = Message("system", "Be brief.")
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def bot(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def sample(row: dict[str, Any], **columns: str) -> Sample:
+    return to_sample(row, HERE, columns).sample
+
+
+PAIR = Sample(HERE, (USER,), "4", "5")
+ANSWER = Sample(HERE, (USER,), "4")
+PROMPT = Sample(HERE, (USER,))
+DIALOG = [user("2+2?"), bot("4"), user("And 3+3?")]
+TURNS = (USER, Message("assistant", "4"), Message("user", "And 3+3?"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "row", "expected"),
+    [
+        ("preference", {"prompt": "2+2?", "chosen": "4", "rejected": "5"}, PAIR),
+        ("preference", {"prompt": [user("2+2?")], "chosen": "4", "rejected": "5"}, PAIR),
+        (
+            "preference",
+            {"prompt": [user("2+2?")], "chosen": [bot("4")], "rejected": [bot("5")]},
+            PAIR,
+        ),
+        (
+            "preference",  # the prompt repeated in both dialogs, as UltraFeedback does
+            {
+                "prompt": "2+2?",
+                "chosen": [user("2+2?"), bot("4")],
+                "rejected": [user("2+2?"), bot("5")],
+            },
+            PAIR,
+        ),
+        (
+            "preference",
+            {
+                "prompt": "2+2?",
+                "chosen": [{"role": "system", "content": "Be brief."}, user("2+2?"), bot("4")],
+                "rejected": [{"role": "system", "content": "Be brief."}, user("2+2?"), bot("5")],
+            },
+            Sample(HERE, (SYSTEM, USER), "4", "5"),
+        ),
+        (
+            "preference",  # Dahoas/rm-static
+            {
+                "prompt": "\n\nHuman: 2+2?\n\nAssistant: 4\n\nHuman: And 3+3?\n\nAssistant:",
+                "chosen": " 6",
+                "rejected": " 7",
+            },
+            Sample(HERE, TURNS, " 6", " 7"),
+        ),
+        ("preference", {"prompt": "2+2?", "chosen": "4", "rejected": None}, ANSWER),
+        (
+            "dialog preference",
+            {"chosen": [user("2+2?"), bot("4")], "rejected": [user("2+2?"), bot("5")]},
+            PAIR,
+        ),
+        (
+            "dialog preference",
+            {
+                "chosen": "\n\nHuman: 2+2?\n\nAssistant: 4\n\nHuman: And 3+3?\n\nAssistant: 6",
+                "rejected": "\n\nHuman: 2+2?\n\nAssistant: 4\n\nHuman: And 3+3?\n\nAssistant: 7",
+            },
+            Sample(HERE, TURNS, "6", "7"),
+        ),
+        ("completion", {"prompt": "2+2?", "completion": "4"}, ANSWER),
+        ("completion", {"prompt": [user("2+2?")], "completion": [bot("4")]}, ANSWER),
+        ("completion", {"prompt": "2+2?", "completion": "4", "label": True}, ANSWER),
+        (
+            "completion",
+            {"prompt": "2+2?", "completion": "5", "label": False},
+            Sample(HERE, (USER,), None, "5"),
+        ),
+        ("messages", {"messages": [user("2+2?"), bot("4")]}, ANSWER),
+        ("messages", {"messages": [*DIALOG, bot("6")]}, Sample(HERE, TURNS, "6")),
+        ("messages", {"messages": DIALOG[:1]}, PROMPT),
+        ("messages", {"messages": [*DIALOG, bot("6"), user("Thanks")]}, Sample(HERE, TURNS, "6")),
+        (
+            "messages",
+            {"messages": [user("2+2?"), bot("5")], "label": False},
+            Sample(HERE, (USER,), None, "5"),
+        ),
+        (
+            "sharegpt",
+            {
+                "conversations": [
+                    {"from": "system", "value": "Be brief."},
+                    {"from": "human", "value": "2+2?"},
+                    {"from": "gpt", "value": "4"},
+                ]
+            },
+            Sample(HERE, (SYSTEM, USER), "4"),
+        ),
+        ("alpaca", {"instruction": "2+2?", "input": "", "output": "4"}, ANSWER),
+        ("alpaca", {"instruction": "2+2?", "output": "4"}, ANSWER),
+        (
+            "alpaca",
+            {"instruction": "Add", "input": "2 and 2", "output": "4"},
+            Sample(HERE, (Message("user", "Add\n\n2 and 2"),), "4"),
+        ),
+        ("text", {"text": "Once."}, Sample(HERE, text="Once.")),
+        ("prompt", {"prompt": "2+2?"}, PROMPT),
+        ("prompt", {"prompt": [user("2+2?")]}, PROMPT),
+    ],
+)
+def test_shapes(shape: str, row: dict[str, Any], expected: Sample) -> None:
+    found = to_sample(row, HERE)
+    assert found.shape == shape
+    assert found.sample == expected
+
+
+def test_each_shape_with_a_prompt_takes_a_system_column() -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+        {"chosen": [user("2+2?"), bot("4")], "rejected": [user("2+2?"), bot("5")]},
+        {"prompt": "2+2?", "completion": "4"},
+        {"messages": [user("2+2?"), bot("4")]},
+        {"conversations": [user("2+2?"), bot("4")]},
+        {"instruction": "2+2?", "output": "4"},
+        {"question": "2+2?", "answer": "4"},
+        {"prompt": "2+2?"},
+    ]
+    for row in rows:
+        assert sample(row | {"system": "Be brief."}).prompt == (SYSTEM, USER)
+        assert sample(row | {"system": ""}).prompt == (USER,)
+        assert "system" not in sample(row | {"system": "Be brief."}).columns
+
+
+def test_columns_that_no_shape_reads_are_kept() -> None:
+    row = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "level": "easy", "votes": [1, 2]}
+    assert sample(row).columns == {"level": "easy", "votes": [1, 2]}
+    assert sample({"prompt": "2+2?", "answer": "4"}).columns == {"answer": "4"}
+    assert sample({"question": "2+2?", "answer": "4"}).columns == {"answer": "4"}
+    assert sample({"question": "2+2?", "answer": "4"}).chosen == "4"
+
+
+def test_a_label_that_is_no_verdict_is_a_column() -> None:
+    row = sample({"prompt": "2+2?", "completion": "4", "label": 0})
+    assert row.chosen == "4"
+    assert row.columns == {"label": 0}
+
+
+def test_a_column_map_renames() -> None:
+    row = {"id": "x", "dataset": "d", "question": "2+2?", "answer": "4", "cot": "2+2 is 4."}
+    mapped = sample(row, prompt="question", completion="cot")
+    assert (mapped.prompt, mapped.chosen) == ((USER,), "2+2 is 4.")
+    assert mapped.columns == {"id": "x", "dataset": "d", "answer": "4"}
+    assert sample(row, prompt="question").chosen is None
+    assert sample(row, prompt="question").columns == {
+        "id": "x",
+        "dataset": "d",
+        "answer": "4",
+        "cot": "2+2 is 4.",
+    }
+    assert sample(row, prompt="question", chosen="answer").columns["answer"] == "4"
+    assert sample({"q": "2+2?", "chosen": "4", "rejected": "5"}, prompt="q") == PAIR
+
+
+def test_a_map_decides_the_shape_and_keeps_the_column_it_hides() -> None:
+    row = {"prompt": "old", "text": "Once.", "question": "2+2?", "completion": "no"}
+    assert sample(row, prompt="question", completion="text").chosen == "Once."
+    assert sample(row, text="text").text == "Once."
+    assert sample(row, prompt="question", completion="text").columns == {
+        "prompt": "old",
+        "completion": "no",
+    }
+
+
+def test_a_mapped_column_that_is_null_counts_as_absent() -> None:
+    row = {"q": "2+2?", "good": "4", "bad": None}
+    assert sample(row, prompt="q", chosen="good", rejected="bad") == ANSWER
+
+
+def test_turns_after_the_last_answer_are_noted() -> None:
+    row = {"messages": [user("2+2?"), bot("4"), user("Thanks")]}
+    assert to_sample(row, HERE).note == "turns after the last assistant turn left out"
+    assert to_sample({"messages": [user("2+2?"), bot("4")]}, HERE).note == ""
+
+
+HH = "\n\nHuman: 2+2?\n\nAssistant: "
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "found", "expected"),
+    [
+        ({"prompt": "p", "chosen": "a", "rejected": " a "}, "rejected", "same", "differ from"),
+        ({"prompt": "p", "chosen": "", "rejected": "b"}, "chosen", "''", "not be blank"),
+        ({"prompt": "p", "chosen": "a", "rejected": "\t"}, "rejected", r"'\t'", "not be blank"),
+        ({"prompt": "p", "chosen": 4, "rejected": "b"}, "chosen", "the number 4", "list of mess"),
+        ({"prompt": " ", "completion": "b"}, "prompt", "' '", "not be blank"),
+        ({"prompt": 1, "completion": "b"}, "prompt", "the number 1", "be a list of messages"),
+        ({"prompt": "p", "completion": [bot(" ")]}, "completion", "' '", "not be blank"),
+        ({"prompt": [bot("x")], "chosen": "a"}, "prompt", "assistant first", "begin with a user"),
+        ({"prompt": "p", "completion": [bot("x"), user("y")]}, "completion", "user last", "end w"),
+        (
+            {"prompt": "p", "chosen": [user("q"), bot("x")], "rejected": [bot("y")]},
+            "chosen",
+            "another dialog, which begins 'q'",
+            "go on from the prompt",
+        ),
+        ({"chosen": "a", "rejected": "b"}, "prompt", "columns chosen, rejected", "be there, or"),
+        ({"chosen": HH + "4", "rejected": "5"}, "rejected", "'5'", "begin with a Human: turn"),
+        ({"chosen": HH, "rejected": HH + "5"}, "chosen", "''", "not be blank"),
+        ({"chosen": HH + "4", "rejected": HH}, "rejected", "''", "not be blank"),
+        ({"chosen": HH + "4", "rejected": HH + "4"}, "rejected", "the same", "differ from chosen"),
+        (
+            {"chosen": HH + "4\n\nHuman: ok", "rejected": HH + "5"},
+            "chosen",
+            "user last",
+            "end with an assistant turn",
+        ),
+        (
+            {"chosen": HH + "4", "rejected": HH + "5\n\nHuman: ok"},
+            "rejected",
+            "user last",
+            "end with an assistant turn",
+        ),
+        (
+            {"chosen": HH + "4", "rejected": HH + "5\n\nHuman: ok\n\nAssistant: 6"},
+            "rejected",
+            "4 turns of which 1 are shared with chosen's 2",
+            "share all turns but the last",
+        ),
+        (
+            {"chosen": HH + "4", "rejected": "\n\nHuman: else\n\nAssistant: 5"},
+            "rejected",
+            "2 turns of which 0 are shared",
+            "share all turns but the last",
+        ),
+        (
+            {"chosen": HH + "a\n\nAssistant: b", "rejected": HH + "a\n\nAssistant: c"},
+            "chosen",
+            "assistant last",
+            "end with a user turn before the answer",
+        ),
+        ({"messages": [bot("x")]}, "messages", "no turn of the user", "begin with a user turn"),
+        ({"messages": [user("a"), bot("")]}, "messages", "''", "not be blank"),
+        ({"instruction": "", "output": "x"}, "instruction", "''", "not be blank"),
+        ({"instruction": "i", "input": 4, "output": "x"}, "input", "the number 4", "be text"),
+        ({"instruction": "i", "input": "", "output": ""}, "output", "''", "not be blank"),
+        ({"text": ""}, "text", "''", "not be blank"),
+        ({"text": ["a"]}, "text", "a list of 1", "be text"),
+        ({"question": "q", "answer": 4}, "answer", "the number 4", "be text"),
+        (
+            {"messages": [{"role": "system", "content": "s"}, user("a")], "system": "t"},
+            "system",
+            "'t'",
+            "not come beside a system turn",
+        ),
+        ({"foo": 1, "bar": 2}, "", "columns foo, bar", "have the columns of a known shape"),
+        ({}, "", "no columns", "have the columns of a known shape"),
+    ],
+)
+def test_odd_rows_have_reasons(row: dict[str, Any], field: str, found: str, expected: str) -> None:
+    with pytest.raises(RowProblem) as error:
+        to_sample(row, HERE)
+    assert error.value.field == field
+    assert found in error.value.found
+    assert expected in error.value.expected
+
+
+def test_a_map_to_a_missing_column() -> None:
+    with pytest.raises(RowProblem, match="qestion must be there, mapped to the role prompt"):
+        sample({"question": "q"}, prompt="qestion")
+    with pytest.raises(RowProblem, match="with prompt, text mapped"):
+        sample({"a": "q", "b": "c"}, prompt="a", text="b")
+
+
+def test_no_shape_hides_another() -> None:
+    """A row with just a shape's own columns is read by that shape."""
+    for shape in SHAPES:
+        row = dict.fromkeys(shape.needs, "x")
+        assert next(s for s in SHAPES if s.fits(row, {})) is shape

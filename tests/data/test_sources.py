@@ -1,0 +1,285 @@
+"""Naming data sets, and finding what a name stands for."""
+
+from __future__ import annotations
+
+import builtins
+import gzip
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.data.rows import BadRow, RawRow
+from tandem.data.sources import DataSpec, parse_columns, parse_spec, read_rows
+from tandem.errors import ConfigError, DataError
+
+
+def columns_of(text: str) -> list[Any]:
+    return [row.columns for row in read_rows(parse_spec(text)) if isinstance(row, RawRow)]
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "weight", "columns"),
+    [
+        ("a.jsonl", "a.jsonl", 1.0, {}),
+        ("a.jsonl:2", "a.jsonl", 2.0, {}),
+        ("a.jsonl:.5", "a.jsonl", 0.5, {}),
+        ("a.jsonl:1e-1", "a.jsonl", 0.1, {}),
+        ("C:/data/a.jsonl", "C:/data/a.jsonl", 1.0, {}),
+        (r"C:\data\a.jsonl:3", r"C:\data\a.jsonl", 3.0, {}),
+        ("dir:2024/a.jsonl", "dir:2024/a.jsonl", 1.0, {}),
+        ("Anthropic/hh-rlhf:0.5", "Anthropic/hh-rlhf", 0.5, {}),
+        ("odd::name.jsonl", "odd::name.jsonl", 1.0, {}),
+        ("a.csv::prompt=q", "a.csv", 1.0, {"prompt": "q"}),
+        ("a.csv:2::prompt=q,chosen= a b ", "a.csv", 2.0, {"prompt": "q", "chosen": "a b"}),
+        ("C:/a.csv:2::text=x:1", "C:/a.csv", 2.0, {"text": "x:1"}),
+    ],
+)
+def test_parse_spec(text: str, path: str, weight: float, columns: dict[str, str]) -> None:
+    spec = parse_spec(text)
+    assert (spec.path, spec.weight, spec.columns) == (path, weight, columns)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("prefs/politeness_rasbt.jsonl.gz", "politeness_rasbt"),
+        ("a/train.parquet:2", "train"),
+        ("a/b/", "b"),
+        ("Anthropic/hh-rlhf", "Anthropic/hh-rlhf"),
+        ("embedded", "embedded"),
+        (r"C:\x\a.json", "a"),
+    ],
+)
+def test_a_short_name_for_reports(text: str, name: str) -> None:
+    assert parse_spec(text).name == name
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "-inf", "0.0"])
+def test_a_weight_must_be_positive_and_finite(weight: str) -> None:
+    with pytest.raises(ConfigError, match=f"finite number above 0; got {weight}"):
+        parse_spec(f"a.jsonl:{weight}")
+
+
+@pytest.mark.parametrize("text", ["", ":2", "::prompt=q"])
+def test_a_data_set_needs_a_path(text: str) -> None:
+    with pytest.raises(ConfigError, match="must name a file, folder or hub name; got none"):
+        parse_spec(text)
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (["prompt"], "must hold role=column items; got 'prompt'"),
+        (["prompt="], "must hold role=column items"),
+        (["promt=q"], "got 'promt'. Did you mean prompt?"),
+        (["zzz=q"], "got 'zzz'. Use one of them."),
+        (["prompt=a", "prompt=b"], "map each role once; got prompt twice"),
+    ],
+)
+def test_column_maps_are_checked(items: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_columns(items, "dataset.columns")
+    assert message in str(error.value)
+    assert str(error.value).startswith("dataset.columns must")
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no.jsonl must be a file or folder that exists"):
+        list(read_rows(parse_spec(str(tmp_path / "no.jsonl"))))
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    for name in ("a.json", "a.jsonl", "a.csv", "a.txt"):
+        (tmp_path / name).write_bytes(b"\n  \n")
+        with pytest.raises(DataError, match="must hold at least one row; got none"):
+            list(read_rows(parse_spec(str(tmp_path / name))))
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.xlsx").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"must end in one of .json, .jsonl.*got 'a.xlsx'"):
+        list(read_rows(parse_spec(str(tmp_path / "a.xlsx"))))
+
+
+def test_a_folder_gives_its_files_by_name(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / "b.csv").write_text("text\nthree\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "data" / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "four"}\n'))
+    (tmp_path / "README.md").write_text("no data")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    (tmp_path / ".cache" / "x.jsonl").write_text('{"text": "hidden"}\n')
+    rows = list(read_rows(parse_spec(str(tmp_path))))
+    assert [row.columns["text"] for row in rows if isinstance(row, RawRow)] == [
+        "one",
+        "three",
+        "four",
+    ]
+    assert {row.source.dataset for row in rows} == {tmp_path.name}
+    assert rows[1].source.path.endswith("b.csv")
+
+
+def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("no data")
+    with pytest.raises(DataError, match="must hold files that end in one of"):
+        list(read_rows(parse_spec(str(tmp_path))))
+
+
+def test_embedded_is_the_built_in_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandem.data import embedded
+
+    def rows(num: int = 2, seed: int = 0) -> Iterator[dict[str, str]]:
+        for i in range(num):
+            yield {"prompt": f"p{i}", "chosen": "a", "rejected": "b"}
+
+    monkeypatch.setattr(embedded, "rows", rows, raising=False)
+    first, second = read_rows(parse_spec("embedded"))
+    assert str(first.source) == "embedded:1"
+    assert isinstance(second, RawRow)
+    assert second.columns["prompt"] == "p1"
+
+
+def test_blank_lines_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\n{"text": "one"}\r\n  \r\n\n')
+    blanks: list[None] = []
+    spec = parse_spec(str(tmp_path / "a.jsonl"))
+    assert len(list(read_rows(spec, on_blank=lambda: blanks.append(None)))) == 1
+    assert len(blanks) == 3
+
+
+# Through the datasets package ---------------------------------------------------------------------
+
+
+def test_saved_datasets_are_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": "a", "messages": [{"role": "user", "content": "x"}]}, {"prompt": "b"}]
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(test=saved.select([1]), train=saved).save_to_disk(str(tmp_path / "two"))
+    datasets.DatasetDict(other=saved).save_to_disk(str(tmp_path / "three"))
+    for name in ("one", "two", "three"):
+        found = list(read_rows(parse_spec(str(tmp_path / name))))
+        assert [row.source.line for row in found] == [1, 2]
+        assert isinstance(found[0], RawRow)
+        assert found[0].columns["messages"] == rows[0]["messages"]
+
+
+def test_a_saved_dataset_with_splits_to_choose_from_is_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    saved = datasets.Dataset.from_list([{"prompt": "a"}])
+    datasets.DatasetDict(valid=saved, test=saved).save_to_disk(str(tmp_path / "d"))
+    with pytest.raises(DataError, match="split named train, or one alone; got columns valid, test"):
+        list(read_rows(parse_spec(str(tmp_path / "d"))))
+
+
+def test_a_damaged_saved_dataset_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(DataError, match="must be a folder saved by datasets; got") as error:
+        list(read_rows(parse_spec(str(tmp_path))))
+    assert "\n" not in str(error.value)
+
+
+def test_hub_names_go_through_load_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(name: str) -> Any:
+        asked.append(name)
+        return {"train": [{"text": "a"}], "test": [{"text": "b"}]}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    (row,) = read_rows(parse_spec("someone/some-set:2"))
+    assert asked == ["someone/some-set"]
+    assert str(row.source) == "someone/some-set:1"
+
+
+def test_no_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(name: str) -> Any:
+        raise ConnectionError("Couldn't reach the Hub\nTraceback of many lines")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError) as error:
+        list(read_rows(DataSpec("x", "someone/some-set")))
+    assert "reachable hub name; got ConnectionError: Couldn't reach the Hub. Check" in str(
+        error.value
+    )
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [("datasets", "someone/set"), ("pyarrow", "a.parquet")]
+)
+def test_a_missing_package_names_the_install_command(
+    package: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real_import = builtins.__import__
+
+    def without(module: str, *args: Any, **kwargs: Any) -> Any:
+        if module.split(".")[0] == package:
+            raise ImportError(module)
+        return real_import(module, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"no such package. Run pip install 'tandem-rlhf\[data\]'"):
+        list(read_rows(parse_spec(name)))
+
+
+def test_local_files_do_not_import_datasets(tmp_path: Path) -> None:
+    import subprocess
+
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    code = (
+        "import sys; from tandem.data.sources import *; "
+        f"print(len(list(read_rows(parse_spec({str(tmp_path / 'a.jsonl')!r})))));"
+        "print([m for m in ('datasets', 'pyarrow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["1", "[]"]
+
+
+def test_all_formats_agree(tmp_path: Path) -> None:
+    """The same rows by every road: each format is an oracle for the others."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    rows = [
+        {"prompt": 'a, "b"\nc', "completion": "é\u2028x"},
+        {"prompt": "d", "completion": "  e "},
+    ]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows)
+    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    (tmp_path / "packed.jsonl").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "plain.jsonl.gz").write_bytes(lines.encode())
+    (tmp_path / "array.json").write_text(json.dumps(rows, indent=2))
+    (tmp_path / "object.json").write_text(json.dumps({"version": 1, "data": rows}))
+    (tmp_path / "lines.json").write_text(lines)
+    (tmp_path / "array.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
+    import csv
+
+    with (tmp_path / "a.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, ["prompt", "completion"])
+        writer.writeheader()
+        writer.writerows(rows)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for file in sorted(p.name for p in tmp_path.iterdir()):
+        assert columns_of(str(tmp_path / file)) == rows, file
+
+
+def test_bad_rows_keep_their_place(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n')
+    first, second, third = read_rows(parse_spec(str(tmp_path / "a.jsonl")))
+    assert isinstance(second, BadRow)
+    assert second.source.line == 2
+    assert isinstance(first, RawRow)
+    assert isinstance(third, RawRow)

@@ -1,0 +1,64 @@
+"""Where the assistant's words lie in a rendered conversation."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from tandem.data.control import ControlTokens
+from tandem.data.template import ChatTemplate
+from tandem.types import Message
+from tests.data.built_tokenizers import CHATML, LLAMA2, PLAIN, THINKING, byte_level, sentencepiece
+
+TURNS = [Message("user", "hello"), Message("assistant", " yes "), Message("user", "bye")]
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, prefix: str = "") -> ChatTemplate:
+    return ChatTemplate(tokenizer, ControlTokens(tokenizer), prefix)
+
+
+@pytest.mark.parametrize(
+    ("template", "frame"),
+    [
+        (CHATML, ("", "", "<|im_end|>")),
+        (PLAIN, ("", "", "")),
+        (THINKING, ("<think>\n\n</think>\n\n", "", "<|im_end|>")),
+        (None, (" ", "", "<|endoftext|>")),
+    ],
+)
+def test_what_surrounds_the_assistants_words(
+    template: str | None, frame: tuple[str, str, str]
+) -> None:
+    found = template_of(byte_level(template))
+    assert (found.lead, found.trail, found.terminator) == frame
+
+
+def test_white_space_before_the_terminator_is_the_answers() -> None:
+    found = template_of(sentencepiece(LLAMA2))
+    assert (found.lead, found.trail, found.terminator) == (" ", " ", "</s>")
+
+
+def test_parts_lie_end_to_end() -> None:
+    template = template_of(byte_level())
+    parts = template.parts(TURNS, "row", every_answer=True)
+    assert [(part.text, part.answer) for part in parts] == [
+        ("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n", False),
+        (" yes ", True),
+        ("\n<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n", False),
+    ]
+    text = template.prompt(TURNS, "row")
+    assert text == "".join(p.text + template.terminator * p.answer for p in parts)
+    assert [text.startswith(part.before + part.text) for part in parts] == [True] * 3
+    last = template.answer([*TURNS, Message("assistant", "so")], text, "row")
+    assert (last.text, last.answer, last.before) == ("so", True, text)
+
+
+def test_the_default_begins_as_the_tokenizer_does() -> None:
+    template = template_of(byte_level(None), prefix='<"s">')
+    assert template.prompt(TURNS[:1], "row") == '<"s">Human: hello\n\nAssistant:'
+
+
+def test_named_templates_give_their_default() -> None:
+    tokenizer = byte_level()
+    tokenizer.chat_template = {"default": CHATML, "tool_use": PLAIN}
+    assert template_of(tokenizer).source == CHATML
