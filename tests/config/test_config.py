@@ -31,8 +31,7 @@ def test_the_defaults_are_valid() -> None:
 
 def test_a_saved_configuration_comes_back_equal(tmp_path: Path) -> None:
     config = parse_run_flags(
-        ["--data", "a.jsonl", "b.csv:0.5", "--ema", "--data-split", "1,1,2"]
-        + ["--ppo.actor.learning-rate", "3e-6"],
+        "--data a.jsonl b.csv:0.5 --ema --data-split 1,1,2 --ppo.actor.learning-rate 3e-6".split(),
         "train",
     )
     file = tmp_path / "run.yaml"

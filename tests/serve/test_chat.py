@@ -1,0 +1,95 @@
+"""Chat: streaming, commands, hostile text, and which model a path means."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.config.schema import SamplingConfig
+from tandem.errors import ModelError
+from tandem.serve.chat import Conversation, chat, find_model
+from tests.tiny import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def talk(model: str, *lines: str, **knobs: object) -> str:
+    said: list[str] = []
+    queue: Iterator[str] = iter(lines)
+
+    def read(prompt: str) -> str:
+        try:
+            return next(queue)
+        except StopIteration:
+            raise EOFError from None
+
+    assert chat(model, SamplingConfig(max_new_tokens=8), read=read, write=said.append) == 0
+    return "".join(said)
+
+
+def test_an_answer_is_streamed_and_the_same_seed_says_the_same(model: str) -> None:
+    first = talk(model, "hello", "again")
+    assert first.count("assistant> ") == 2
+    assert talk(model, "hello", "again") == first
+
+
+def test_streamed_text_is_the_turn_that_is_kept(model: str) -> None:
+    from tandem.data.render import Renderer
+    from tandem.models.load import load_causal_lm, load_tokenizer
+    from tandem.types import Message
+
+    conversation = Conversation(
+        load_causal_lm(model), Renderer(load_tokenizer(model)), SamplingConfig(max_new_tokens=20)
+    )
+    conversation.turns.append(Message("user", "hi"))
+    streamed = "".join(conversation.answer())
+    assert conversation.turns[-1] == Message("assistant", streamed)
+
+
+def test_commands(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    out = talk(
+        model, "/help", "/system be brief", "hello", f"/save {file}", "/undo", "/retry",
+        "/set temperature 0.1", "/set top_p 3", "/set seed 4", "/wat", "/save", "/clear", "/quit",
+    )  # fmt: skip
+    for part in ("/retry", "saved 2 turns", "temperature = 0.1", "write e.g. /set temperature",
+                 "seed = 4", "/wat is not a command", "write e.g. /save"):  # fmt: skip
+        assert part in out
+    row = json.loads(file.read_text())
+    assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant"]
+
+
+def test_text_cannot_act_on_the_terminal(model: str) -> None:
+    out = talk(model, "/\x1b[2J", "\x1b]0;title\x07 hello")
+    assert "\x1b" not in out
+
+
+def test_a_conversation_that_outgrows_the_model_says_so_and_goes_on(model: str) -> None:
+    out = talk(model, "word " * 400, "hello")
+    assert "must leave room for an answer" in out
+    assert out.count("assistant> ") == 2
+
+
+def test_which_model_of_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "sft").mkdir(parents=True)
+    (run / "config.yaml").write_text("actor_model: some/base\n")
+    with pytest.raises(ModelError, match="must hold a finished sft, dpo or ppo step"):
+        find_model(str(run), "")
+    (run / "sft" / "config.json").write_text("{}")
+    assert find_model(str(run), "") == str(run / "sft")
+    (run / "ppo" / "actor").mkdir(parents=True)
+    (run / "ppo" / "actor" / "config.json").write_text("{}")
+    assert find_model(str(run), "") == str(run / "ppo" / "actor")
+    assert find_model(str(run), "base") == "some/base"
+    with pytest.raises(ModelError, match="must be one of ppo, ema"):
+        find_model(str(run), "pppo")
+    with pytest.raises(ModelError, match="--model must go with a run's folder"):
+        find_model(str(tmp_path), "sft")
+    assert find_model("gpt2", "") == "gpt2"
