@@ -1,6 +1,6 @@
 """RLHF with a loop of your own: an engine, a trainer, a reward that is plain Python.
 
-    python examples/custom_loop.py MODEL_FOLDER [NUM_STEPS]
+python examples/custom_loop.py MODEL_FOLDER [NUM_STEPS]
 """
 
 import sys

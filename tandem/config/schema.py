@@ -116,9 +116,9 @@ class RewardConfig(SupervisedConfig):
 
     learning_rate: float = knob(1e-5, gt=0)
     """Peak learning rate of full weights."""
-    center_coef: float = knob(0.01, ge=0)
-    """Weight of (chosen + rejected)^2, which keeps scores near zero without moving their
-    differences (arXiv:2312.09244)."""
+    center_coef: float = knob(0.0, ge=0)
+    """Weight of (chosen + rejected)^2, which keeps raw scores near zero (arXiv:2312.09244, which
+    takes 0.01). Off: scores are normalized afterwards anyway, and it cost accuracy (LOG.md)."""
     normalize_prompts: int = knob(128, ge=0)
     """The score is normalized to mean 0 and sd 1 on the SFT policy's answers to this many of
     step 3's prompts; 0 leaves it raw."""
