@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -131,16 +132,19 @@ def read_all(
     for number, spec in enumerate(specs):
         spec = replace(spec, name=_free_name(spec.name, ledger))
         account = ledger.open(spec.name, spec.path, spec.weight)
+        digest = hashlib.sha256()
         for shaped in _samples(spec, config, columns, account, found):
             account.shapes[shaped.shape] += 1
             if shaped.note:
                 account.notes[shaped.note] += 1
             sample = _with_system(shaped.sample, config.system_prompt)
             content = content_key(sample)
+            digest.update(content)
             account.duplicates += content in seen
             seen.add(content)
             key = split_key(sample, seed)
             rows.append(ReadRow(sample, key, content, spec, sft_only=number >= len(data)))
+        account.fingerprint = digest.hexdigest()
     if missing := sorted(set(columns.values()) - found):
         raise DataError(
             f"dataset.columns must name columns that some data set has; got {', '.join(missing)}, "

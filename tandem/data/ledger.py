@@ -52,6 +52,7 @@ class DatasetLedger:
 
     extra_copies: repeats by weight per step, as planned, before drops by length.
     shapes, notes: how many rows were read by each shape; what was left out of rows that are used.
+    fingerprint: SHA-256 over the usable rows' content in order: other rows, another fingerprint.
     late: path to the line numbers of rows dropped after they had a step, so that none counts twice.
     """
 
@@ -68,6 +69,7 @@ class DatasetLedger:
     shapes: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     late: dict[str, set[int]] = field(default_factory=dict)
+    fingerprint: str = ""
 
     def blank(self) -> None:
         """A blank line was skipped."""

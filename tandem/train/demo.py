@@ -1,10 +1,11 @@
-"""`tandem demo`: all three steps on the built-in data set, judged by a rule that training never saw.
+"""`tandem demo`: all three steps on the built-in data set, judged by a rule nobody trained on.
 
 A small Llama starts from new weights with its own tokenizer, so nothing is needed from elsewhere.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.text import Text
 from tandem.config.schema import RunConfig
 from tandem.data.embedded import build_tokenizer, demo_config, judge, model_config
 from tandem.engine.scoring import RewardScorer
+from tandem.metrics.report import write_report
 from tandem.models.load import load_causal_lm, new_causal_lm
 from tandem.models.save import save_model
 from tandem.models.scalar import load_scalar_model
@@ -45,13 +47,24 @@ def demo(output_dir: str, console: Console | None = None) -> dict[str, dict[str,
     rows = prepare_rows(config, *tokenizer_sources(run))
     judged = judge_policies(run, rows)
     agreement = rule_agreement(run, rows)
-    run.write_json("rule.json", {"policies": judged, "reward_model_agreement": agreement})
+    _add_to_report(run, judged, agreement)
     console.print(_table(judged))
     console.print(f"The reward model agrees with the rule on {agreement:.1%} of held-out pairs.")
     for shown in _talk(config, run, rows):
         console.print(shown)
     console.print(f"\nreport: {run.path / 'report.html'}\nchat:   tandem chat {run.path}")
     return judged
+
+
+def _add_to_report(run: Run, judged: dict[str, dict[str, float]], agreement: float) -> None:
+    """Put the rule's verdict beside the figures that training could see."""
+    path = run.path / "evaluation.json"
+    evaluation = json.loads(path.read_text(encoding="utf-8"))
+    for label, verdict in judged.items():
+        evaluation["models"][label] |= {f"rule: {name}": v for name, v in verdict.items()}
+    evaluation["models"]["reward model"]["rule: agreement"] = agreement
+    run.write_json("evaluation.json", evaluation)
+    write_report(run.path)
 
 
 def judge_policies(run: Run, rows: StepRows) -> dict[str, dict[str, float]]:

@@ -36,8 +36,9 @@ def train(config: RunConfig, *, command: str, say: Callable[[str], None] = print
     """
     run = Run(config, say)
     _check_inputs(run)
-    unfinished = [step for step in config.steps if not run.is_finished(step)]
     rows = prepare_rows(config, *tokenizer_sources(run))
+    run.note_data(rows)
+    unfinished = [step for step in config.steps if not run.is_finished(step)]
     run.open(command)
     (run.path / "data.json").write_text(rows.ledger.to_json(), encoding="utf-8")
     for line in ledger_lines(rows):

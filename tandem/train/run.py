@@ -47,6 +47,7 @@ class Run:
         self.config = config
         self.say = say
         self.path = Path(config.output_dir)
+        self.fingerprints: dict[str, list[str]] = {}
         self._verified: set[str] = set()  # hashing a large model once a run is enough
 
     def open(self, command: str) -> None:
@@ -66,6 +67,15 @@ class Run:
                 f"--output-dir must be a folder that can be written; got {self.path} "
                 f"({error.strerror}). Choose another."
             ) from None
+
+    def note_data(self, rows: StepRows) -> None:
+        """From now on a step counts as finished only if it was made from these rows."""
+        digests = [account.fingerprint for account in rows.ledger.datasets.values()]
+        num_data, num_sft = len(self.config.data), len(self.config.sft_data)
+        self.fingerprints = {
+            "data": digests[:num_data],
+            "sft_data": digests[num_data : num_data + num_sft],
+        }
 
     def write_json(self, name: str, value: Any) -> None:
         """Write one of the run's JSON files, replacing it whole."""
@@ -159,6 +169,9 @@ class Run:
             if name.split(".")[0] in DEPENDS_ON[step] and name.split(".")[-1] not in _HARMLESS
         }
         earlier = {"sft": (), "reward": ("sft",), "dpo": ("sft",), "ppo": ("sft", "reward")}[step]
+        for kind in ("data", "sft_data") if step == "sft" else ("data",):
+            if kind in self.fingerprints:
+                knobs[f"the rows of {kind}"] = self.fingerprints[kind]
         for name in earlier:
             manifest = self.folder(name) / MANIFEST
             if manifest.exists():
@@ -183,6 +196,8 @@ class Run:
             f"{name} {_short(before.get(name))} -> {_short(now.get(name))}"
             for name in sorted(before.keys() | now.keys())
             if before.get(name) != now.get(name)
+            # Rows are compared once they have been read.
+            and not (name.startswith("the rows of") and name not in now)
         ]
         if changed:
             raise CheckpointError(
@@ -229,4 +244,4 @@ def _json_value(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    return "(another model)" if isinstance(value, dict) else json.dumps(value)
+    return "(others)" if isinstance(value, dict) else json.dumps(value)[:60]

@@ -103,6 +103,19 @@ def test_a_finished_step_is_not_taken_for_one_of_other_knobs(
     assert (run / "ppo").is_dir()
 
 
+def test_a_finished_step_is_not_taken_for_one_of_other_rows(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    data = tmp_path / "prefs.jsonl"
+    lines = Path(preferences).read_text().splitlines()
+    data.write_text("\n".join(lines[:100]))
+    config = tiny_config(tmp_path / "run", tiny_model, str(data), steps=["sft"])
+    quiet(config)
+    data.write_text("\n".join(lines))
+    with pytest.raises(CheckpointError, match="changed: the rows of data"):
+        quiet(config)
+
+
 class StopError(Exception):
     """Stands for a kill."""
 
