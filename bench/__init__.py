@@ -1,0 +1,1 @@
+"""Benches: Tandem beside what a user would write or pick instead, alternating in one run."""

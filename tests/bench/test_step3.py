@@ -1,0 +1,173 @@
+"""The bench compares like with like: the plain loop computes what Tandem does, on the same work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import sides, step3
+from bench.harness import Cost
+from bench.plain_hf_ppo import HoldLengths
+from bench.same import agreement, require_same_work
+from bench.sides import Done, PlainSide, TandemSide, held_lengths
+from bench.work import SHAPES, Work, start
+
+TINY = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def work() -> Work:
+    """Prompts of several lengths, so that the plain loop pads them on the left."""
+    return Work(
+        shape=TINY,
+        mode="ragged",
+        num_prompts=12,
+        prompt_tokens=(16, 5, 9),
+        max_new_tokens=12,
+        minibatch_size=12,
+        micro_batch_tokens=100,
+    )
+
+
+@pytest.mark.parametrize("mode", ["forced", "ragged"])
+def test_losses_gradients_and_weights_agree_given_the_same_rollout(work: Work, mode: Any) -> None:
+    apart = agreement(replace(work, mode=mode))
+    assert apart.keys() >= {"policy_loss", "value_loss", "actor_grad_norm", "critic_weights"}
+    assert max(apart.values()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "named"),
+    [
+        ("kl_coef", 0.5, "advantages"),
+        ("lam", 0.9, "advantages"),
+        ("gamma", 0.9, "advantages"),
+        ("reward_clip", 1e-3, "advantages"),
+        ("clip_ratio", 1e-3, "policy_loss"),
+        ("value_clip", 1e-3, "value_loss"),
+        ("max_grad_norm", 1e-6, "policy_loss"),
+        ("epochs", 1, "policy_loss"),
+    ],
+)
+def test_a_plain_loop_with_another_knob_does_not_agree(
+    work: Work, monkeypatch: pytest.MonkeyPatch, knob: str, value: float, named: str
+) -> None:
+    """So none of these parts is idle in the check."""
+    settings = sides.plain_settings
+    monkeypatch.setattr(
+        sides, "plain_settings", lambda *given: replace(settings(*given), **{knob: value})
+    )
+    with pytest.raises(RuntimeError, match=f"{named} must agree to 0.0001 on both sides; got"):
+        agreement(work)
+
+
+@pytest.mark.parametrize("mode", ["forced", "ragged"])
+def test_both_sides_do_the_same_work_each_time(work: Work, mode: Any) -> None:
+    work = replace(work, mode=mode, epochs=2, minibatch_size=5)
+    begin = start(work)
+    tandem = TandemSide(work, begin)
+    lengths = held_lengths(work, tandem.make())
+    plain = PlainSide(work, begin, lengths)
+    steps = [side.step() for side in (tandem, plain, tandem, plain)]
+    for done, costs in steps:
+        require_same_work(work, steps[0][0], done)
+        assert done.prompts == tuple(row.token_ids for row in begin.prompts)
+        assert done.lengths == tuple(min(n, 12) for n in lengths)
+        assert done.metrics["updates"] == 6
+        assert costs.keys() == {"generate", "score", "train", "total"}
+        assert costs["total"].wall == pytest.approx(
+            sum(costs[phase].wall for phase in ("generate", "score", "train"))
+        )
+    if mode == "forced":
+        assert set(lengths) == {13}
+    else:
+        assert len(set(lengths)) > 3
+
+
+def test_ragged_lengths_have_half_the_limit_as_their_mean() -> None:
+    work = Work(
+        shape=TINY, mode="ragged", num_prompts=400, max_new_tokens=16, micro_batch_tokens=10**6
+    )
+    made = TandemSide(work, start(work)).make()
+    lengths = made.batch.response_mask.sum(dim=1).float()
+    standard_error = lengths.std() / 20
+    assert abs(lengths.mean() - 8) < 3 * standard_error
+    # Geometric: what is left falls by the same factor per token.
+    left = [(lengths > n).float().mean().item() for n in (0, 5, 10)]
+    assert left[1] / left[0] == pytest.approx(left[2] / left[1], abs=0.12)
+
+
+def test_eos_comes_at_the_held_length_and_never_before() -> None:
+    hold = HoldLengths(torch.tensor([1, 3, 9]), prompt_width=4, eos_token_id=2)
+    drawn = []
+    for width in (4, 5, 6):
+        scores = hold(torch.zeros((3, width), dtype=torch.long), torch.randn(3, 5))
+        drawn.append(scores.softmax(dim=-1)[:, 2].tolist())
+    assert drawn == [[1, 0, 0], [0, 0, 0], [0, 1, 0]]
+
+
+def test_other_work_is_refused(work: Work) -> None:
+    done = Done(prompts=((5, 6),), lengths=(3,), metrics={"updates": 1.0})
+    require_same_work(work, done, done)
+    for name, other in {
+        "prompts": replace(done, prompts=((5, 7),)),
+        "answers' lengths": replace(done, lengths=(4,)),
+        "optimizer steps": replace(done, metrics={"updates": 2.0}),
+    }.items():
+        with pytest.raises(RuntimeError, match=f"{name} must be the same on both sides; got"):
+            require_same_work(work, done, other)
+    with pytest.raises(RuntimeError, match="optimizer steps of the work must be the same"):
+        require_same_work(replace(work, epochs=2), done, done)
+    with pytest.raises(RuntimeError, match="forced lengths must be the same"):
+        require_same_work(replace(work, mode="forced"), done, done)
+
+
+def test_rates_and_ratios_by_hand() -> None:
+    work = Work(shape=TINY, num_prompts=2, prompt_tokens=(3,), epochs=2, micro_batch_tokens=99)
+    fast = {phase: Cost(wall=1.0, cpu=2.0) for phase in step3.PHASES}
+    slow = {phase: Cost(wall=3.0, cpu=2.0) for phase in step3.PHASES}
+    costs = {"tandem": [fast, fast, fast], "plain": [fast, slow, slow]}
+    table = step3.summary(work, [4, 6], costs)
+    rates = {phase: row["tandem"]["tokens_per_second"] for phase, row in table.items()}
+    assert rates == {"generate": 10, "score": 16, "train": 32, "total": 10}
+    assert table["train"]["plain"]["samples_per_second"] == pytest.approx(2 / 3)
+    assert table["train"]["wall_ratio"] == {"median": 3, "least": 1, "most": 3}
+    assert table["train"]["cpu_ratio"] == {"median": 1, "least": 1, "most": 1}
+
+
+def test_the_command_prints_a_table_and_writes_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(SHAPES, "a", TINY)
+    threads = torch.get_num_threads()
+    file = tmp_path / "step3.json"
+    try:
+        step3.main(["--rounds", "2", "--no-memory", "--json", str(file)])
+    finally:
+        torch.set_num_threads(threads)
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("generate", "score", "train", "total", "ratio"))
+    written = json.loads(file.read_text("utf-8"))
+    assert written["work"]["answer_tokens"] == [64] * 64
+    assert len(written["rounds"]["plain"]) == len(written["rounds"]["tandem"]) == 2
+    assert written["versions"]["torch"] == torch.__version__
+    assert {"command", "commit", "machine", "threads", "apart", "summary"} <= written.keys()
+
+
+def test_a_count_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        step3.main(["--rounds", "0"])
+    assert "must be at least 1; got 0" in capsys.readouterr().err
