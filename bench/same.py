@@ -17,8 +17,8 @@ from tandem.types import Experience
 AGREEMENT = {"fp32": 1e-4, "bf16": 3e-2}
 """How far the two sides may be apart, relative to the plain loop's number."""
 
-
 CHECK_LEARNING_RATE = 1e-3
+"""Large enough that ratios and values reach their clips in the second epoch."""
 
 
 def require_same_work(work: Work, tandem: Done, plain: Done) -> None:

@@ -28,6 +28,7 @@ from bench.harness import MEGABYTE, Cost, Ratio, alternate, facts, in_child, rat
 from bench.same import agreement, require_same_work
 from bench.sides import Done, PlainSide, TandemSide, held_lengths, peak_memory
 from bench.work import MICRO_BATCH_TOKENS, SHAPES, Work, start
+from tandem.engine.allocator import keep_freed_memory
 
 PHASES = ("generate", "score", "train", "total")
 Rounds = dict[str, list[dict[str, Cost]]]
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Check, measure, show; returns what --json writes."""
     options = _options(arguments)
     torch.set_num_threads(options.threads)
+    # As `tandem train` does; both sides share the process, so neither wins by it.
+    kept = keep_freed_memory() if options.keep_freed_memory else False
     work = Work(
         shape=SHAPES[options.shape],
         mode=options.mode,
@@ -58,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     answer_tokens = [min(n, work.max_new_tokens) for n in lengths]
     result = {
         **facts(),
+        "keeps_freed_memory": kept,
         "work": {**asdict(work), "name": options.shape, "answer_tokens": answer_tokens},
         "apart": apart,
         "rounds": {
@@ -182,6 +186,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--epochs", type=_count, default=1, help="passes over the rollout")
     add("--minibatch-size", type=_count, default=64, help="answers per optimizer step")
     add("--micro-batch-tokens", type=_count, help="padded tokens per forward, for both sides")
+    add(
+        "--default-allocator",
+        dest="keep_freed_memory",
+        action="store_false",
+        help="leave the C library's allocator as it is, for both sides",
+    )
     add("--no-memory", dest="memory", action="store_false", help="leave out the peak memory")
     add("--json", type=Path, help="write everything there too")
     return parser.parse_args(arguments)

@@ -78,17 +78,15 @@ def draw_tokens(
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     kept = truncated(logprobs, top_k=top_k, top_p=top_p)
-    # float64, so that the last token with any probability is reached and no token without one.
-    cumulative = kept.double().exp().cumsum(dim=-1)
+    # Summed in float64: the last token with any probability is reached, none without one is.
+    cumulative = kept.exp().cumsum(dim=-1, dtype=torch.float64)
     target = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True)
     tokens = tokens.clamp(max=logits.shape[-1] - 1)
-    normalizer = torch.logsumexp(kept, dim=-1, keepdim=True)
-    return Draw(
-        tokens=tokens.squeeze(1),
-        logprobs=logprobs.gather(1, tokens).squeeze(1),
-        sampled_logprobs=(kept.gather(1, tokens) - normalizer).squeeze(1),
-    )
+    drawn = logprobs.gather(1, tokens).squeeze(1)
+    if kept is logprobs:
+        return Draw(tokens.squeeze(1), drawn, drawn)
+    return Draw(tokens.squeeze(1), drawn, drawn - torch.logsumexp(kept, dim=-1))
 
 
 def truncated(logprobs: Tensor, *, top_k: int, top_p: float) -> Tensor:

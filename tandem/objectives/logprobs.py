@@ -62,7 +62,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, and the entropy of its distribution, without the whole logits.
 
-        logprob = z[target] - logsumexp(z)      entropy = logsumexp(z) - sum softmax(z) z
+        logprob = log softmax(z)[target]      entropy = -sum softmax(z) log softmax(z)
         z = logits / temperature
 
     Args:
@@ -101,12 +101,13 @@ def _chunk_logprobs(
     temperature: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    logits = logits_of(hidden).float() / temperature
-    log_normalizer = torch.logsumexp(logits, dim=-1)
-    logprobs = logits.gather(1, targets[:, None]).squeeze(1) - log_normalizer
+    logits = logits_of(hidden).float()
+    if temperature != 1.0:  # dividing by 1 would copy the largest tensor of the step
+        logits = logits / temperature
+    all_logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = all_logprobs.gather(1, targets[:, None]).squeeze(1)
     if not with_entropy:
         return logprobs, torch.zeros_like(logprobs)
-    # A token that cannot occur (logit -inf) adds nothing; 0 * -inf must not become NaN.
-    probabilities = torch.exp(logits - log_normalizer[:, None])
-    expected = (probabilities * logits.masked_fill(probabilities == 0, 0.0)).sum(dim=-1)
-    return logprobs, log_normalizer - expected
+    # A token that cannot occur (log-prob -inf) adds nothing; 0 * -inf must not become NaN.
+    finite = all_logprobs.clamp(min=torch.finfo(torch.float32).min)
+    return logprobs, -torch.linalg.vecdot(all_logprobs.exp(), finite)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from tandem.config.schema import RunConfig
+from tandem.engine.allocator import keep_freed_memory
 from tandem.errors import ConfigError
 from tandem.metrics.report import write_report
 from tandem.train.compare import compare
@@ -34,6 +35,7 @@ def train(config: RunConfig, *, command: str, say: Callable[[str], None] = print
     Returns:
         the run, whose folder holds everything.
     """
+    keep_freed_memory()
     run = Run(config, say)
     _check_inputs(run)
     rows = prepare_rows(config, *tokenizer_sources(run))
