@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from tandem.config.flags import help_page, parse_run_flags
-from tandem.config.load import check_config
+from tandem.config.load import check_config, check_ranges
 from tandem.errors import ConfigError, TandemError
 
 _RUN_COMMANDS = {
@@ -39,13 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"tandem: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\ntandem: stopped. The same command continues.", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         # The reader (a pager, `head`) has what it wanted.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"tandem: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ntandem: stopped. The same command continues.", file=sys.stderr)
+        return 130
 
 
 def _run(args: list[str]) -> int:
@@ -132,6 +137,7 @@ def _chat(args: list[str]) -> int:
         top_p=options.top_p,
         max_new_tokens=options.max_new_tokens,
     )
+    check_ranges(sampling)
     return chat(
         options.path,
         sampling,
@@ -147,6 +153,8 @@ def _eval(args: list[str]) -> int:
     parser.add_argument("run", help="a run's folder")
     parser.add_argument("--prompts", type=int, default=0, help="held-out prompts (the run's own)")
     options = parser.parse_args(args)
+    if options.prompts < 0:
+        raise ConfigError(f"--prompts must be >= 0; got {options.prompts}.")
     from tandem.train.show import evaluate_run
 
     evaluate_run(options.run, options.prompts)
@@ -191,6 +199,9 @@ def _data(args: list[str]) -> int:
     config = DataConfig(
         split=split, heldout=options.heldout, columns=tuple(options.columns), on_bad_row="drop"
     )
+    check_ranges(config, "dataset.")
+    if options.rows < 0 or options.seed < 0:
+        raise ConfigError(f"--rows and --seed must be >= 0; got {options.rows}, {options.seed}.")
     return check(
         config,
         options.data,

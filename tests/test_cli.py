@@ -33,6 +33,10 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str], args: tuple[str, .
         (("train", "--actor-modle", "x"), "Did you mean --actor-model?"),
         (("train",), "actor_model must name a model"),
         (("train", "--actor-model", "/nowhere", "--data", "x.jsonl"), "/nowhere"),
+        (("chat", "x", "--temperature", "0"), "temperature must be > 0; got 0.0"),
+        (("data", "check", "x", "--heldout", "7"), "dataset.heldout must be >= 0 and < 1; got 7"),
+        (("data", "check", "x", "--rows", "-3"), "--rows and --seed must be >= 0"),
+        (("eval", "x", "--prompts", "-3"), "--prompts must be >= 0; got -3"),
         (("chat",), "the following arguments are required: path"),
         (("chat", "/nowhere"), "/nowhere"),
         (("eval", "/nowhere"), "must be a run's folder"),
@@ -75,8 +79,9 @@ def test_ctrl_c_is_no_traceback(
 
 
 def test_data_check_shows_what_would_be_trained_on(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     file = tmp_path / "prefs.jsonl"
     rows = [{"prompt": f"Question {i}?", "chosen": "Yes.", "rejected": "No."} for i in range(20)]
     file.write_text("\n".join(map(json.dumps, rows)) + '\n{"prompt": "x", "chosen": ""}\n')
@@ -84,7 +89,7 @@ def test_data_check_shows_what_would_be_trained_on(
     code, out, _ = run(capsys, "data", "check", str(file), "--tokenizer", model)
     assert code == 1  # a row was bad
     assert "21" in out
-    assert "prefs.jsonl:21" in out.replace("\n", "")
+    assert "prefs.jsonl:21" in out
 
 
 def test_the_example_trains_with_a_loop_of_its_own(

@@ -30,8 +30,10 @@ def write_folder(
         fill: given an empty folder, writes files into it.
         facts: kept in the manifest (step, fingerprint, figures): anything JSON can say.
     Raises:
-        CheckpointError: the disk refused; what was there before is untouched.
+        CheckpointError: the disk refused, or `folder` holds something that this did not make;
+            what was there before is untouched.
     """
+    require_own(folder)
     aside = folder.parent / f".tmp-{folder.name}-{os.getpid()}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +42,8 @@ def write_folder(
         aside.mkdir()
         fill(aside)
         manifest = {"files": _describe(aside), "facts": dict(facts or {})}
-        (aside / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        text = json.dumps(manifest, indent=1, allow_nan=False)
+        (aside / MANIFEST).write_text(text, encoding="utf-8")
         _sync_tree(aside)
         if folder.exists():
             replaced = folder.parent / f".old-{folder.name}-{os.getpid()}"
@@ -59,6 +62,19 @@ def write_folder(
         ) from error
 
 
+def require_own(folder: Path) -> None:
+    """Refuse to take a folder (or file) for ours that `write_folder` did not make.
+
+    Raises:
+        CheckpointError: it is there, without a manifest.
+    """
+    if folder.exists() and not (folder / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{folder} must be free or a finished step (with {MANIFEST}); got something else, "
+            "which would be lost. Move it away, or use another --output-dir."
+        )
+
+
 def read_facts(folder: Path, *, verify: bool = True) -> dict[str, Any]:
     """The facts of a folder that `write_folder` made.
 
@@ -69,7 +85,7 @@ def read_facts(folder: Path, *, verify: bool = True) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files, facts = manifest["files"], manifest["facts"]
+        files, facts = dict(manifest["files"]), dict(manifest["facts"])
     except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(
             f"{folder} must hold a whole {MANIFEST}; got none that can be read. "
@@ -82,7 +98,7 @@ def read_facts(folder: Path, *, verify: bool = True) -> dict[str, Any]:
             raise CheckpointError(f"{path} must have {expected['bytes']} bytes; got {found}.")
         if _sha256(path) != expected["sha256"]:
             raise CheckpointError(f"{path} must have the SHA-256 in its manifest; it changed.")
-    return dict(facts)
+    return facts
 
 
 def is_whole(folder: Path) -> bool:

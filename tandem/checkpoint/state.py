@@ -61,13 +61,30 @@ def load_newest_state(folder: Path) -> tuple[State | None, list[str]]:
     notes: list[str] = []
     for candidate in reversed(_numbered(folder)):
         try:
-            step = int(read_facts(candidate)["step"])
-            tensors = {path.stem: load_file(path) for path in candidate.glob("*.safetensors")}
-            numbers = json.loads((candidate / "numbers.json").read_text(encoding="utf-8"))
-            return State(step, tensors, numbers), notes
+            return _load(candidate), notes
         except CheckpointError as error:
             notes.append(f"{error} Falling back to the checkpoint before it.")
     return None, notes
+
+
+def newest_numbers(folder: Path) -> Mapping[str, Any] | None:
+    """The numbers of the newest checkpoint, unverified and without its tensors: a quick look."""
+    for candidate in reversed(_numbered(folder)):
+        try:
+            return dict(json.loads((candidate / "numbers.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            continue
+    return None
+
+
+def _load(folder: Path) -> State:
+    facts = read_facts(folder)
+    try:
+        tensors = {path.stem: load_file(path) for path in folder.glob("*.safetensors")}
+        numbers = json.loads((folder / "numbers.json").read_text(encoding="utf-8"))
+        return State(int(facts["step"]), tensors, numbers)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} must be a checkpoint; got none ({error}).") from None
 
 
 def _numbered(folder: Path) -> list[Path]:

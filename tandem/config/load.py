@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -59,6 +60,17 @@ def build_config(values: Any, *, where: str) -> RunConfig:
 def dump_config(config: RunConfig) -> str:
     """The whole configuration as YAML that `load_config` reads back to an equal one."""
     return yaml.safe_dump(plain_values(config), sort_keys=False, allow_unicode=True)
+
+
+def check_ranges(section: Any, prefix: str = "") -> None:
+    """Check the ranges of one section's knobs.
+
+    Raises:
+        ConfigError: one message with all that is wrong.
+    """
+    problems = list(_range_problems(section, prefix))
+    if problems:
+        raise ConfigError("; ".join(problems))
 
 
 def check_config(config: RunConfig) -> None:
@@ -181,7 +193,9 @@ def _range_problems(config: Any, prefix: str) -> typing.Iterator[str]:
             "le": lambda v, b: v <= b,
             "lt": lambda v, b: v < b,
         }
-        if any(not holds[name](value, bound) for name, bound in bounds.items()):
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{prefix}{f.name} must be finite; got {value}"
+        elif any(not holds[name](value, bound) for name, bound in bounds.items()):
             yield f"{prefix}{f.name} must be {bounds_text(f)}; got {value!r}"
 
 
@@ -198,6 +212,17 @@ def _rule_problems(config: RunConfig) -> typing.Iterator[str]:
         yield "steps must name at least one step; got none. Use e.g. --steps sft reward ppo"
     if len(set(steps)) != len(steps):
         yield f"steps must name each step once; got {' '.join(steps)}"
+    order = ("sft", "reward", "dpo", "ppo")
+    if list(steps) != sorted(steps, key=order.index) or {"dpo", "ppo"} <= set(steps):
+        yield (
+            "steps must be in the order sft reward ppo, or sft dpo; "
+            f"got {' '.join(steps)}. dpo and ppo both start from sft: run them in two folders"
+        )
+    if "ppo" in steps and (config.dropout > 0 or config.lora.dropout > 0):
+        yield (
+            "dropout and lora.dropout must be 0 where ppo is among the steps (two forwards of one "
+            f"policy must agree); got {config.dropout:g} and {config.lora.dropout:g}"
+        )
     if len(config.dataset.split) != 3 or any(share < 0 for share in config.dataset.split):
         yield (
             "dataset.split must be three shares >= 0 (SFT, reward model, PPO); "

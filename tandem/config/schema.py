@@ -282,7 +282,7 @@ class RunConfig:
         ("sft", "reward", "ppo"), common=True
     )
     """Which steps to run, in this order. `sft dpo` is the way without a reward model."""
-    seed: int = knob(1234, ge=0, common=True)
+    seed: int = knob(1234, ge=0, le=2**53, common=True)
     """Seeds the split, the order of rows, new weights and every sampled token."""
     device: Literal["auto", "cpu", "cuda"] = knob("auto", common=True)
     """Where to run; auto takes a GPU if there is one."""

@@ -98,6 +98,7 @@ class RLHFEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         reward_tokenizer: PreTrainedTokenizerBase | None = None,
         num_updates: int,
+        num_actor_updates: int | None = None,
     ) -> None:
         """Load what is given as a folder or hub name; take modules as they are.
 
@@ -107,7 +108,8 @@ class RLHFEngine:
             critic: where the critic starts: by default the reward model, or the actor's backbone
                 with a new head where there is none or its tokenizer is another.
             tokenizer, reward_tokenizer: needed for models given as modules.
-            num_updates: optimizer steps the schedules last.
+            num_updates: optimizer steps that the schedules last.
+            num_actor_updates: the actor's own, if it takes fewer (the critic warms up alone).
         Raises:
             ModelError: a model or tokenizer cannot be used.
         """
@@ -125,7 +127,9 @@ class RLHFEngine:
         check_head(self.actor)
         prepare_for_training(self.actor, config, config.seed)
         prepare_for_training(self.critic, config, config.seed + 1)
-        self.actor_trainee = Trainee("actor", self.actor, config.ppo.actor, num_updates)
+        self.actor_trainee = Trainee(
+            "actor", self.actor, config.ppo.actor, num_actor_updates or num_updates
+        )
         self.critic_trainee = Trainee("critic", self.critic, config.ppo.critic, num_updates)
         self.ema = MovingAverage(self.actor, config.ppo.ema_decay) if config.ppo.ema else None
 
@@ -221,11 +225,12 @@ class RLHFEngine:
             )
         return on_device(model, self.device)
 
-    def _scalar(self, model: Model) -> PreTrainedModel:
+    def _scalar(self, model: Model, *, needs_head: bool = False) -> PreTrainedModel:
         if isinstance(model, str):
             model = load_scalar_model(
                 model,
                 seed=self.config.seed,
+                from_causal_lm=False if needs_head else None,
                 dropout=self.config.dropout,
                 trust_remote_code=self.config.trust_remote_code,
             )
@@ -237,7 +242,8 @@ class RLHFEngine:
         if model is None:
             return None
         tokenizer = tokenizer or self._tokenizer_of(model, "reward_tokenizer")
-        scalar = self._scalar(model).requires_grad_(False).eval()
+        # A language model here would reward with a head of random weights.
+        scalar = self._scalar(model, needs_head=True).requires_grad_(False).eval()
         check_vocabulary(scalar, tokenizer)
         return RewardScorer(
             scalar,

@@ -8,6 +8,7 @@ Rollout is right-padded like everything else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -105,14 +106,13 @@ def stream(
     for token in range(budget):
         with torch.no_grad():
             logits = model(new_ids, past_key_values=cache, use_cache=True).logits[:, -1].float()
-        if token < sampling.min_new_tokens:
-            logits[:, stop_ids] = -torch.inf
         draw = draw_tokens(
             logits,
             keyed_uniforms(key, token),
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
+            forbidden=stop_ids if token < sampling.min_new_tokens else None,
         )
         if int(draw.tokens) in stops.stop_token_ids:
             return
@@ -151,16 +151,13 @@ class _Sampler(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         token = input_ids.shape[1] - self.prompt_width
-        logits = scores.float()
-        if token < self.sampling.min_new_tokens:
-            logits = logits.clone()
-            logits[:, self.stop_ids] = -torch.inf
         draw = draw_tokens(
-            logits,
+            scores,
             keyed_uniforms(self.keys, token),
             temperature=self.sampling.temperature,
             top_k=self.sampling.top_k,
             top_p=self.sampling.top_p,
+            forbidden=self.stop_ids if token < self.sampling.min_new_tokens else None,
         )
         self.logprobs.append(draw.logprobs)
         self.sampled_logprobs.append(draw.sampled_logprobs)
@@ -181,8 +178,7 @@ def _generate_batch(
     stop_ids = torch.tensor(stops.stop_token_ids, device=device)
     keys = torch.tensor([request.key for request in requests], device=device)
     sampler = _Sampler(keys, width, sampling, stop_ids)
-    # A fresh config: a checkpoint's own generation settings (its temperature, its penalties)
-    # must not change what is sampled. Greedy search then takes the one token that is left.
+    # Greedy search takes the one token that the sampler leaves.
     settings = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
         do_sample=False,
@@ -190,7 +186,7 @@ def _generate_batch(
         pad_token_id=stops.pad_token_id,
         use_cache=True,
     )
-    with torch.no_grad():
+    with torch.no_grad(), _without_own_settings(model):
         sequences = model.generate(  # type: ignore[operator]
             input_ids.to(device),
             attention_mask=attention_mask.to(device),
@@ -203,6 +199,18 @@ def _generate_batch(
         torch.stack(sampler.sampled_logprobs, dim=1).cpu(),
         stops,
     )
+
+
+@contextmanager
+def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
+    """A checkpoint's generation settings (penalties, beams, limits) must not change what is
+    sampled, and `generate` fills in every setting that its caller leaves open from them."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _cut_answers(

@@ -65,6 +65,7 @@ def draw_tokens(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    forbidden: Tensor | None = None,
 ) -> Draw:
     """Draw a token per row by the inverse of the cumulative distribution.
 
@@ -75,9 +76,13 @@ def draw_tokens(
         top_k: keep the k likeliest (ties at the border are kept); 0 is off.
         top_p: of those, keep the smallest set with at least this much of their probability
             (arXiv:1904.09751); 1 is off.
+        forbidden: (n,) ids that may not be drawn now, though the policy gives them probability.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-    kept = truncated(logprobs, top_k=top_k, top_p=top_p)
+    allowed = logprobs
+    if forbidden is not None:
+        allowed = logprobs.index_fill(1, forbidden, -torch.inf)
+    kept = truncated(allowed, top_k=top_k, top_p=top_p)
     # Summed in float64: the last token with any probability is reached, none without one is.
     cumulative = kept.exp().cumsum(dim=-1, dtype=torch.float64)
     target = uniforms[:, None] * cumulative[:, -1:]

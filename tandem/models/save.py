@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandem.errors import ModelError
+from tandem.errors import ModelError, NumericsError
 from tandem.models.adapter import save_adapter
 from tandem.models.lora import is_adapted, merged_state_dict, scalar_head
 from tandem.models.quiet import quiet
@@ -39,7 +39,9 @@ def save_model(
         dtype: of the weights in the folder; by default the model's own, float32.
     Raises:
         ModelError: adapters without a known base.
+        NumericsError: a weight is not finite; nothing is written.
     """
+    _require_finite(model)
     target = Path(folder)
     base = str(base_path or model.name_or_path)
     if is_adapted(model) and not base:
@@ -58,6 +60,15 @@ def save_model(
         config.save_pretrained(target)
     if is_adapted(model):
         save_adapter(model, target / ADAPTER_FOLDER, base)
+
+
+def _require_finite(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise NumericsError(
+                f"weights to save must be finite; got {name} with values that are not. "
+                "Lower the learning rate, and continue from a checkpoint before it."
+            )
 
 
 def _state(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from tandem.config.load import load_config
 from tandem.config.schema import SamplingConfig
 from tandem.data.excerpt import visible
 from tandem.data.render import Renderer
-from tandem.errors import GenerationError, ModelError
+from tandem.errors import ModelError, TandemError
 from tandem.generate.generator import Stops, stream
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.stops import load_stop_ids
@@ -94,9 +95,7 @@ def find_model(path: str, which: str) -> str:
             raise ModelError(f"--model must go with a run's folder; {path} is none. Leave it out.")
         return path
     if which == "base":
-        import yaml
-
-        return str(yaml.safe_load((folder / "config.yaml").read_text())["actor_model"])
+        return load_config(folder / "config.yaml").actor_model
     if which and which not in _LABELS:
         raise ModelError(f"--model must be one of {', '.join(_LABELS)}, base; got {which!r}.")
     candidates = [_LABELS[which]] if which else list(_ORDER)
@@ -183,8 +182,9 @@ def _say(talk: Conversation, write: Callable[[str], None]) -> None:
         write("\n")
     except KeyboardInterrupt:
         write(" [stopped]\n")
-    except GenerationError as error:
-        del talk.turns[-2:]
+    except TandemError as error:  # what the user typed cannot be answered; the rest still can
+        while talk.turns and talk.turns.pop().role != "user":
+            pass
         write(f"{error}\n")
 
 

@@ -69,7 +69,7 @@ def compare(run: Run, rows: StepRows) -> dict[str, Any]:
             ):
                 value = None if score != score else score
                 shown["answers"][label] = {"text": text, "score": value}
-    if scorer is not None and rows.heldout_pairs and "dpo" not in config.steps:
+    if scorer is not None and rows.heldout_pairs:
         models["reward model"] = preference_metrics(scorer, rows.heldout_pairs)
     evaluation = {"models": models, "answers": answers}
     run.write_json("evaluation.json", evaluation)
@@ -115,7 +115,12 @@ def _scorer(run: Run) -> RewardScorer | None:
         return None
     config = run.config
     device = resolve_device(config.device)
-    model = load_scalar_model(source, seed=config.seed, trust_remote_code=config.trust_remote_code)
+    model = load_scalar_model(
+        source,
+        seed=config.seed,
+        from_causal_lm=False,
+        trust_remote_code=config.trust_remote_code,
+    )
     _, renderer = load_renderer(source, trust_remote_code=config.trust_remote_code)
     dtype = resolve_dtype(config.dtype, device)
     return RewardScorer(

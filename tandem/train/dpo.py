@@ -74,7 +74,7 @@ def train_dpo(run: Run, rows: StepRows) -> None:
         "dpo",
         model,
         config.dpo,
-        rows.pairs,
+        rows.dpo_pairs,
         units=lambda pair: 1,
         tokens=lambda pair: len(pair.chosen) + len(pair.rejected),
         sequences_per_row=2,
@@ -88,7 +88,7 @@ def _evaluation(
     model: PreTrainedModel, frozen: PreTrainedModel | None, rows: StepRows, config: RunConfig
 ) -> Callable[[], dict[str, float]]:
     """Held-out loss and accuracy of the implicit reward; the reference is scored only once."""
-    pairs = rows.heldout_pairs
+    pairs = rows.heldout_dpo_pairs
     sides = [[pair.chosen for pair in pairs], [pair.rejected for pair in pairs]]
     if frozen is not None:
         reference = [row_logprobs(frozen, side, rows.renderer, config) for side in sides]

@@ -126,18 +126,21 @@ def policy_metrics(
 
     (ratios,) = scored(rollout.batch, config.micro_batch_tokens, log_ratios)
     metrics = {
-        "heldout_reward": _mean_where(answers.mixed, answers.is_scored),
         "heldout_eos_rate": float(rollout.finished.float().mean()),
         "heldout_kl": float(masked_sum(ratios, mask)) / len(rollout),
         "heldout_response_tokens": rollout.batch.num_response_tokens / len(rollout),
     }
-    if reward_function is not None:
+    if bool(answers.is_scored.any()):
+        metrics["heldout_reward"] = float(answers.mixed[answers.is_scored].mean())
+    if not bool(answers.function.isnan().all()):
         metrics["heldout_reward_function_score"] = float(answers.function.nanmean())
     if engine.ema is not None:
         with engine.ema.applied():
             average = heldout_rollout(engine, prompts, config)
             of_average = score_answers(average, engine, config.ppo, reward_function)
-        metrics["heldout_reward_ema"] = _mean_where(of_average.mixed, of_average.is_scored)
+        if bool(of_average.is_scored.any()):
+            scores = of_average.mixed[of_average.is_scored]
+            metrics["heldout_reward_ema"] = float(scores.mean())
     return metrics, rollout
 
 
@@ -153,7 +156,3 @@ def heldout_rollout(engine: RLHFEngine, prompts: Sequence[PromptRow], config: Ru
             step=0,
             batch_size=config.generation_batch_size,
         )
-
-
-def _mean_where(values: Tensor, mask: Tensor) -> float:
-    return float(values[mask].mean()) if bool(mask.any()) else 0.0

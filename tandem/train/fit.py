@@ -116,7 +116,8 @@ def _train_step(
     dtype = resolve_dtype(config.dtype, device)
     denominator = sum(units(row) for row in batch)
     num_tokens = sum(tokens(row) for row in batch)
-    flops = num_tokens * flops_per_token(model, num_tokens // len(batch), backward=True)
+    length = num_tokens // (len(batch) * sequences_per_row)
+    flops = num_tokens * flops_per_token(model, length, backward=True)
     widths = [sequences_per_row * len(row) for row in batch]
     totals: defaultdict[str, float] = defaultdict(float)
     model.train()

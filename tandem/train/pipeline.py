@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from tandem.config.schema import RunConfig
 from tandem.engine.allocator import keep_freed_memory
 from tandem.errors import ConfigError
 from tandem.metrics.report import write_report
+from tandem.train.check import check_rows
 from tandem.train.compare import compare
 from tandem.train.dpo import train_dpo
 from tandem.train.ppo import train_ppo
@@ -40,11 +42,14 @@ def train(config: RunConfig, *, command: str, say: Callable[[str], None] = print
     _check_inputs(run)
     rows = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(rows)
-    unfinished = [step for step in config.steps if not run.is_finished(step)]
-    run.open(command)
-    (run.path / "data.json").write_text(rows.ledger.to_json(), encoding="utf-8")
     for line in ledger_lines(rows):
         say(line)
+    unfinished = [step for step in config.steps if not run.is_finished(step)]
+    if unfinished:
+        check_rows(config, rows, *tokenizer_sources(run))
+        run.require_continuable(unfinished[0])
+    run.open(command)
+    run.write_json("data.json", json.loads(rows.ledger.to_json()))
     for step in config.steps:
         if step not in unfinished:
             say(f"{step}: finished before, in {run.folder(step)}")

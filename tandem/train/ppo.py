@@ -23,7 +23,7 @@ from tandem.train.fit import load_weights
 from tandem.train.ppo_trainer import PPOTrainer, num_updates
 from tandem.train.reward_function import load_reward_function
 from tandem.train.rows import StepRows
-from tandem.train.run import Run, save_policy
+from tandem.train.run import Run, save_policy, with_template
 from tandem.types import Experience
 
 
@@ -40,6 +40,7 @@ def train_ppo(run: Run, rows: StepRows) -> None:
         reward_model=_reward_source(run),
         config=config,
         num_updates=num_updates(config, num_steps),
+        num_actor_updates=num_updates(config, max(1, num_steps - ppo.critic_warmup_steps)),
     )
     reward_function = load_reward_function(ppo.reward_function) if ppo.reward_function else None
     phases = Phases()
@@ -74,7 +75,7 @@ def train_ppo(run: Run, rows: StepRows) -> None:
         for step, numbers in order.from_step(start):
             with phases("step"):
                 batch = [prompts[i] for i in numbers]
-                experience = trainer.generate_experience(batch, step=step, numbers=numbers)
+                experience = trainer.generate_experience(batch, step=step)
                 values = {**experience.metrics, **trainer.train_rlhf(experience, step=step)}
                 if step == num_steps or (ppo.eval_every and step % ppo.eval_every == 0):
                     evaluation = evaluate()
@@ -142,7 +143,8 @@ def _restore(run: Run, trainer: PPOTrainer) -> int:
 
 def _save(engine: RLHFEngine, rows: StepRows, folder: Path) -> None:
     save_policy(engine.actor, rows, folder / "actor")
-    save_model(engine.critic, engine.tokenizer, folder / "critic")
+    tokenizer = with_template(engine.tokenizer, engine.renderer)
+    save_model(engine.critic, tokenizer, folder / "critic")
     if engine.ema is not None:
         with engine.ema.applied():
             save_policy(engine.actor, rows, folder / "ema")

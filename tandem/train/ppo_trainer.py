@@ -19,6 +19,7 @@ from tandem.engine.forward import response_logprobs, split_rows
 from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import NumericsError
 from tandem.generate.generator import generate
+from tandem.generate.sampler import sequence_key
 from tandem.metrics.timing import Phases
 from tandem.models.summary import flops_per_token
 from tandem.objectives.kl import Estimator, adapted_kl_coef, token_kl
@@ -100,7 +101,9 @@ class PPOTrainer:
             )
             phase.samples, phase.tokens = len(rollout), num_tokens
             passes = 2 * flops_per_token(engine.actor, length)
-            passes += 2 * flops_per_token(engine.critic, length)
+            passes += flops_per_token(engine.critic, length)
+            if engine.scorer is not None:
+                passes += flops_per_token(engine.scorer.model, length)
             phase.flops = num_tokens * passes
         return experience
 
@@ -143,9 +146,7 @@ class PPOTrainer:
 
     def _minibatches(self, experience: Experience, step: int, epoch: int) -> Iterator[Tensor]:
         """Row numbers, shuffled anew each epoch by (seed, step, epoch)."""
-        generator = torch.Generator().manual_seed(
-            (self.config.seed * 1_000_003 + step) * 1_009 + epoch
-        )
+        generator = torch.Generator().manual_seed(sequence_key(self.config.seed, step, epoch, 0))
         order = torch.randperm(len(experience), generator=generator).to(self.engine.device)
         yield from order.split(self.config.ppo.minibatch_size)
 

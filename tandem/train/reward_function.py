@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import math
 import numbers
+import sys
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from tandem.types import Rollout
 RewardFunction = Callable[..., list[float | None]]
 
 
+@cache
 def load_reward_function(name: str) -> RewardFunction:
     """The function that `file.py:name` or `package.module:name` names.
 
@@ -30,20 +34,30 @@ def load_reward_function(name: str) -> RewardFunction:
     if not where or not attribute:
         raise ConfigError(f"{problem}. Write e.g. rewards.py:my_reward.")
     try:
-        if where.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-            if spec is None or spec.loader is None or not Path(where).is_file():
-                raise ConfigError(f"{problem}: no file {where}. Check the path.")
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(where)
-    except ImportError as error:
-        raise ConfigError(f"{problem}: {error}. Check the name, or install it.") from error
+        module = _module_from_file(where) if where.endswith(".py") else import_module(where)
+    # Whatever a user's file does when it runs is told to them in one line, SystemExit too.
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{problem}: {type(error).__name__}: {error}. Mend the file, or its name "
+            "(--debug shows where)."
+        ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ConfigError(f"{problem}: {where} has no function {attribute}. Check its spelling.")
     return function
+
+
+def _module_from_file(path: str) -> ModuleType:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no file {path}")
+    name = f"tandem_reward_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def function_scores(function: RewardFunction, rollout: Rollout) -> Tensor:
@@ -61,6 +75,12 @@ def function_scores(function: RewardFunction, rollout: Rollout) -> Tensor:
         name: [prompt.columns.get(name) for prompt in rollout.prompts]
         for name in sorted({name for prompt in rollout.prompts for name in prompt.columns})
     }
+    taken = {"prompts", "completions", "messages"} & columns.keys()
+    if taken:
+        raise DataError(
+            f"data columns must not be named {', '.join(sorted(taken))}, which a reward function "
+            "is given anyway; rename them in the data."
+        )
     columns["messages"] = [
         [{"role": m.role, "content": m.content} for m in prompt.messages]
         for prompt in rollout.prompts
@@ -74,21 +94,29 @@ def function_scores(function: RewardFunction, rollout: Rollout) -> Tensor:
             f"reward function {label} must score the rollout; it raised "
             f"{type(error).__name__}: {error}. Mend the function (--debug shows where)."
         ) from error
+    if hasattr(rewards, "tolist"):  # arrays and tensors are as good as lists
+        rewards = rewards.tolist()
     if not isinstance(rewards, list | tuple) or len(rewards) != len(rollout):
         found = f"{len(rewards)}" if isinstance(rewards, list | tuple) else type(rewards).__name__
         raise DataError(
             f"reward function {label} must return a list of {len(rollout)} numbers or None; "
             f"got {found}."
         )
-    for i, value in enumerate(rewards):
-        good = isinstance(value, numbers.Real) and math.isfinite(value)
-        if value is not None and not good:
+    scores = []
+    value: Any
+    for response, value in zip(rollout.responses, rewards, strict=True):
+        number: Any = value.item() if hasattr(value, "item") else value
+        if number is not None and not _is_finite_number(number):
             raise DataError(
                 f"reward function {label} must return finite numbers or None; got {value!r} for "
-                f"the answer {rollout.responses[i][:60]!r}."
+                f"the answer {response[:60]!r}."
             )
-    return torch.tensor(
-        [math.nan if value is None else float(value) for value in rewards],
-        dtype=torch.float32,
-        device=rollout.batch.token_ids.device,
-    )
+        scores.append(math.nan if number is None else float(number))
+    return torch.tensor(scores, dtype=torch.float32, device=rollout.batch.token_ids.device)
+
+
+def _is_finite_number(value: Any) -> bool:
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False

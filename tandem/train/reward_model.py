@@ -30,7 +30,7 @@ from tandem.objectives.losses import pairwise_loss
 from tandem.train.evaluate import preference_metrics
 from tandem.train.fit import fit
 from tandem.train.rows import StepRows
-from tandem.train.run import Run
+from tandem.train.run import Run, with_template
 from tandem.types import PairRow, TokenBatch
 
 
@@ -46,6 +46,7 @@ def train_reward_model(run: Run, rows: StepRows) -> None:
     )
     on_device(model, device)
     check_vocabulary(model, rows.reward_tokenizer)
+    set_normalization(model, 0.0, 1.0)  # an earlier reward model's are not this one's
     prepare_for_training(model, config, config.seed)
     scorer = RewardScorer(
         model,
@@ -82,7 +83,9 @@ def train_reward_model(run: Run, rows: StepRows) -> None:
     evaluation |= normalize(run, scorer, rows)
     run.finish(
         "reward",
-        lambda folder: save_model(model, rows.reward_tokenizer, folder),
+        lambda folder: save_model(
+            model, with_template(rows.reward_tokenizer, rows.reward_renderer), folder
+        ),
         evaluation,
     )
 
@@ -98,6 +101,7 @@ def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float
     config = run.config
     prompts = rows.prompts[: config.reward.normalize_prompts]
     if not prompts:
+        run.say("reward: scores stay raw (no prompts to normalize them on)")
         return {}
     policy = _policy(run, config)
     with torch.no_grad(), autocast(policy.device, scorer.dtype):

@@ -15,6 +15,7 @@ from tandem.config.schema import RunConfig
 from tandem.data.dataset import Dataset, load_data, load_text
 from tandem.data.ledger import Ledger
 from tandem.data.length import Fitted, fit, fit_pair, fit_prompt
+from tandem.data.loader import permutation
 from tandem.data.render import Renderer
 from tandem.errors import DataError
 from tandem.models.load import load_tokenizer
@@ -23,14 +24,17 @@ from tandem.types import PairRow, PromptRow, Sample, TokenRow
 
 Row = TypeVar("Row", TokenRow, PairRow, PromptRow)
 
+_SHUFFLE = 2**63  # an epoch number that no training order has
+
 
 @dataclass(frozen=True)
 class StepRows:
     """What each step of a run trains and measures on, rendered.
 
-    sft, pairs, prompts, ptx: to train on. heldout_*: to measure on; no step trains on them.
-    renderer: the policy's. reward_renderer: the reward model's, whose tokens `pairs` are in;
-    DPO's pairs are in the policy's.
+    sft, pairs, dpo_pairs, prompts, ptx: to train on. heldout_*: to measure on; no step trains on
+    them. renderer: the policy's. reward_renderer: the reward model's, whose tokens `pairs` are in;
+    `dpo_pairs` are in the policy's. Prompts come shuffled, so that the first few stand for all
+    data sets.
     """
 
     renderer: Renderer
@@ -42,6 +46,8 @@ class StepRows:
     heldout_sft: list[TokenRow]
     pairs: list[PairRow]
     heldout_pairs: list[PairRow]
+    dpo_pairs: list[PairRow]
+    heldout_dpo_pairs: list[PairRow]
     prompts: list[PromptRow]
     heldout_prompts: list[PromptRow]
     ptx: list[TokenRow]
@@ -70,13 +76,11 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
     )
     data = load_data(config.dataset, config.data, config.sft_data, seed=config.seed)
     render = _Rendering(config, data.ledger)
-    pair_renderer = renderer if "dpo" in config.steps else reward_renderer
     steps = set(config.steps)
     ptx = Dataset()
     if "ppo" in steps and config.ppo.ptx_data:
         text = load_text(config.ppo.ptx_data, config.dataset, seed=config.seed, ledger=data.ledger)
         ptx = Dataset(sft=text.train, heldout=text.heldout)
-    wants_pairs = steps & {"reward", "dpo"}
     # Step 2 needs some of step 3's prompts too, to normalize its scores on.
     wants_prompts = steps & {"reward", "ppo"}
     return StepRows(
@@ -87,13 +91,22 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
         ledger=data.ledger,
         sft=render.texts(data.sft, renderer, "sft") if "sft" in steps else [],
         heldout_sft=render.texts(data.heldout, renderer, None),
-        pairs=render.pairs(data.reward, pair_renderer, "reward") if wants_pairs else [],
-        heldout_pairs=render.pairs(data.heldout, pair_renderer, None),
-        prompts=render.prompts(data.ppo, renderer, "ppo") if wants_prompts else [],
-        heldout_prompts=render.prompts(data.heldout, renderer, None),
+        pairs=render.pairs(data.reward, reward_renderer, "reward") if "reward" in steps else [],
+        heldout_pairs=render.pairs(data.heldout, reward_renderer, None),
+        dpo_pairs=render.pairs(data.reward, renderer, "reward") if "dpo" in steps else [],
+        heldout_dpo_pairs=render.pairs(data.heldout, renderer, None) if "dpo" in steps else [],
+        prompts=shuffled(render.prompts(data.ppo, renderer, "ppo"), config.seed)
+        if wants_prompts
+        else [],
+        heldout_prompts=shuffled(render.prompts(data.heldout, renderer, None), config.seed),
         ptx=render.texts(ptx.sft, renderer, "ptx"),
         heldout_ptx=render.texts(ptx.heldout, renderer, None),
     )
+
+
+def shuffled(rows: list[Row], seed: int) -> list[Row]:
+    """The rows in an order of the seed's own."""
+    return [rows[i] for i in permutation(len(rows), seed, _SHUFFLE)] if rows else rows
 
 
 class _Rendering:

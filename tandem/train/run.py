@@ -7,7 +7,9 @@ RUN/checkpoints/STEP/step-N/                          to continue an unfinished 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import platform
 import shutil
 from collections.abc import Callable, Mapping
@@ -16,12 +18,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandem.checkpoint.folder import MANIFEST, read_facts, write_folder
-from tandem.checkpoint.state import State, load_newest_state, save_state
+from tandem.checkpoint.folder import MANIFEST, read_facts, require_own, write_folder
+from tandem.checkpoint.state import State, load_newest_state, newest_numbers, save_state
 from tandem.config.load import config_knobs, dump_config
 from tandem.config.schema import RunConfig
+from tandem.data.render import Renderer
 from tandem.errors import CheckpointError, ConfigError
 from tandem.metrics.log import MetricLog
 from tandem.models.save import save_model
@@ -93,6 +96,7 @@ class Run:
         Raises:
             CheckpointError: it was finished with others, or its folder is damaged.
         """
+        require_own(self.folder(step))
         if not (self.folder(step) / MANIFEST).exists():
             return False
         facts = read_facts(self.folder(step), verify=step not in self._verified)
@@ -100,10 +104,21 @@ class Run:
         self._require_same(step, self.folder(step), facts["made_from"])
         return True
 
-    def finish(self, step: str, fill: Callable[[Path], None], facts: Mapping[str, Any]) -> None:
+    def require_continuable(self, step: str) -> None:
+        """Refuse, before anything is written, to continue checkpoints of other knobs or rows.
+
+        Raises:
+            CheckpointError: the newest was made with others.
+        """
+        numbers = newest_numbers(self._checkpoints(step))
+        if numbers is not None:
+            self._require_same(step, self._checkpoints(step), numbers.get("made_from", {}))
+
+    def finish(self, step: str, fill: Callable[[Path], None], facts: Mapping[str, float]) -> None:
         """Write the step's outcome, whole or not at all, and drop its checkpoints."""
         made_from = self.made_from(step)
-        write_folder(self.folder(step), fill, {**facts, "made_from": made_from})
+        figures = {k: v for k, v in facts.items() if math.isfinite(v)}
+        write_folder(self.folder(step), fill, {**figures, "made_from": made_from})
         shutil.rmtree(self._checkpoints(step), ignore_errors=True)
 
     def save(self, step: str, state: State) -> None:
@@ -169,6 +184,9 @@ class Run:
             if name.split(".")[0] in DEPENDS_ON[step] and name.split(".")[-1] not in _HARMLESS
         }
         earlier = {"sft": (), "reward": ("sft",), "dpo": ("sft",), "ppo": ("sft", "reward")}[step]
+        script = Path(self.config.ppo.reward_function.rpartition(":")[0])
+        if step == "ppo" and script.is_file():
+            knobs["the reward function"] = hashlib.sha256(script.read_bytes()).hexdigest()
         for kind in ("data", "sft_data") if step == "sft" else ("data",):
             if kind in self.fingerprints:
                 knobs[f"the rows of {kind}"] = self.fingerprints[kind]
@@ -206,12 +224,17 @@ class Run:
             )
 
 
+def with_template(tokenizer: PreTrainedTokenizerBase, renderer: Renderer) -> Any:
+    """The tokenizer with the chat template in use, where it brought none."""
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = renderer.chat_template
+    return tokenizer
+
+
 def save_policy(model: PreTrainedModel, rows: StepRows, folder: Path) -> None:
     """Save a policy so that anyone's `generate` stops where it was taught to stop, with the chat
     template that it was taught."""
-    tokenizer = rows.tokenizer
-    if not tokenizer.chat_template:
-        tokenizer.chat_template = rows.renderer.chat_template
+    tokenizer = with_template(rows.tokenizer, rows.renderer)
     if model.generation_config is not None:
         model.generation_config.eos_token_id = list(rows.renderer.stop_token_ids)
         model.generation_config.pad_token_id = rows.renderer.pad_token_id

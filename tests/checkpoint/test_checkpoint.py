@@ -32,7 +32,9 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000011"]
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest", "no manifest"])
+@pytest.mark.parametrize(
+    "damage", ["flip", "truncate", "remove", "manifest", "no manifest", "empty", "list"]
+)
 def test_any_damage_is_found_and_the_one_before_is_taken(tmp_path: Path, damage: str) -> None:
     save_state(tmp_path, state(1, 0.5), keep=2)
     save_state(tmp_path, state(2, 0.7), keep=2)
@@ -48,8 +50,11 @@ def test_any_damage_is_found_and_the_one_before_is_taken(tmp_path: Path, damage:
         file.unlink()
     elif damage == "manifest":
         (folder / MANIFEST).write_text('{"files"')
-    else:
+    elif damage == "no manifest":
         (folder / MANIFEST).unlink()
+    else:
+        files = "{}" if damage == "empty" else "[1]"
+        (folder / MANIFEST).write_text(f'{{"files": {files}, "facts": {{}}}}')
     loaded, notes = load_newest_state(tmp_path)
     assert loaded is not None
     assert loaded.step == 1
@@ -75,6 +80,16 @@ def test_a_failure_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
     assert read_facts(folder) == {"n": 1}
     assert (folder / "a").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "sft"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match=r"which would be lost\. Move it away"):
+        write_folder(folder, lambda f: None)
+    assert (folder / "thesis.tex").read_text() == "years of work"
+    assert [path.name for path in tmp_path.iterdir()] == ["sft"]
 
 
 def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:

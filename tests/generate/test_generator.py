@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError
@@ -109,6 +109,37 @@ def test_min_new_tokens_forbids_the_stop() -> None:
     model = wide_llama()
     rollout = rollout_of(model, prompts(*[5] * 30), max_new_tokens=60, min_new_tokens=60)
     assert not rollout.finished.any()
+
+
+def test_min_new_tokens_leaves_the_policys_own_logprobs_as_they_are() -> None:
+    model = wide_llama()
+    rollout = rollout_of(model, prompts(5, 9), max_new_tokens=20, min_new_tokens=20)
+    for i in range(2):
+        n = int(rollout.batch.attention_mask[i].sum())
+        ids = rollout.batch.token_ids[i, :n]
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
+        expected = logprobs.gather(1, ids[1:, None]).squeeze(1)
+        chosen = rollout.batch.response_mask[i, 1:n]
+        got = rollout.rollout_logprobs[i, 1:n][chosen]
+        torch.testing.assert_close(got, expected[chosen], atol=2e-5, rtol=1e-4)
+        assert bool((rollout.sampled_logprobs[i, 1:n][chosen] > got).all())
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"repetition_penalty": 3.0}, {"num_beams": 3}, {"max_time": 0.0}, {"min_length": 40},
+     {"stop_strings": ["a"]}, {"suppress_tokens": [5, 6, 7]}],
+)  # fmt: skip
+def test_a_checkpoints_own_generation_settings_change_nothing(own: dict[str, object]) -> None:
+    plain, settled = wide_llama(), wide_llama()
+    settled.load_state_dict(plain.state_dict())
+    settled.generation_config = GenerationConfig(**own)
+    rows = prompts(5, 9, 7)
+    ours, theirs = rollout_of(plain, rows), rollout_of(settled, rows)
+    assert ours.responses == theirs.responses
+    torch.testing.assert_close(ours.rollout_logprobs, theirs.rollout_logprobs)
+    assert settled.generation_config.to_dict()[next(iter(own))] == next(iter(own.values()))
 
 
 def test_truncated_sampling_keeps_both_logprobs() -> None:

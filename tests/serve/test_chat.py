@@ -76,6 +76,12 @@ def test_a_conversation_that_outgrows_the_model_says_so_and_goes_on(model: str) 
     assert out.count("assistant> ") == 2
 
 
+def test_a_line_that_cannot_be_answered_does_not_end_the_talk(model: str) -> None:
+    out = talk(model, "hello", "bad \udcff byte", "hello again")
+    assert "text must hold no half of a surrogate pair" in out
+    assert out.count("assistant> ") == 3
+
+
 def test_which_model_of_a_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "sft").mkdir(parents=True)

@@ -13,11 +13,24 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tandem.config.load import load_config
 from tandem.config.schema import RunConfig
-from tandem.errors import CheckpointError, ConfigError, DataError
+from tandem.errors import CheckpointError, ConfigError, DataError, ModelError
 from tandem.metrics.log import MetricLog, read_metrics
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.train.pipeline import train
-from tests.tiny import tiny_config
+from tandem.train.rows import prepare_rows
+from tandem.types import Message
+from tests.tiny import tiny_config, write_preferences
+
+
+def save_with_another_template(model: str, folder: Path) -> str:
+    """The same model, whose conversations are written in other tokens."""
+    tokenizer = load_tokenizer(model)
+    content = "+ message['content'] +"
+    assert content in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(content, "+ 'So: ' " + content)
+    load_causal_lm(model).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 def quiet(config: RunConfig, lines: list[str] | None = None) -> Path:
@@ -114,6 +127,77 @@ def test_a_finished_step_is_not_taken_for_one_of_other_rows(
     data.write_text("\n".join(lines))
     with pytest.raises(CheckpointError, match="changed: the rows of data"):
         quiet(config)
+
+
+def test_a_folder_of_the_users_is_not_taken_for_a_step(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    (tmp_path / "run" / "sft").mkdir(parents=True)
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["sft"])
+    with pytest.raises(CheckpointError, match="would be lost"):
+        quiet(config)
+
+
+def test_a_language_model_is_no_reward_model(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, steps=["ppo"], reward_model=tiny_model
+    )
+    with pytest.raises(ModelError, match="must have a scalar head already"):
+        quiet(config)
+
+
+def test_a_refused_run_leaves_the_old_ones_configuration(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["sft"])
+    with monkeypatch.context() as patch:
+        stop_at(patch, "sft", 3)
+        with pytest.raises(StopError):
+            quiet(config)
+    with pytest.raises(CheckpointError, match="changed: seed 1234 -> 5"):
+        quiet(replace(config, seed=5))
+    assert load_config(tmp_path / "run" / "config.yaml") == config
+
+
+def test_rows_beyond_the_models_positions_stop_before_the_first_step(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, sampling__max_new_tokens=250)
+    with pytest.raises(ConfigError, match="must fit the model's 256 positions; got"):
+        quiet(config)
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, dataset__split=[1, 0, 1])
+    with pytest.raises(ConfigError, match="step reward must have at least one row; got none"):
+        quiet(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_dpo_pairs_are_in_the_policys_tokens_beside_a_reward_model_with_others(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    other = save_with_another_template(tiny_model, tmp_path / "other")
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, reward_model=other,
+        steps=["sft", "reward", "dpo"],
+    )  # fmt: skip
+    rows = prepare_rows(config, tiny_model, other)
+    assert [len(p.chosen) for p in rows.pairs] != [len(p.chosen) for p in rows.dpo_pairs]
+    prefix = rows.renderer.prompt([Message("user", "x")]).token_ids[:1]
+    assert all(pair.chosen.token_ids[:1] == prefix for pair in rows.dpo_pairs)
+    quiet(config)
+
+
+def test_the_first_prompts_stand_for_every_data_set(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    second = tmp_path / "second.jsonl"
+    write_preferences(second, 120, seed=8)
+    config = tiny_config(tmp_path / "run", tiny_model, preferences)
+    config = replace(config, data=(preferences, str(second)))
+    rows = prepare_rows(config, tiny_model, tiny_model)
+    first = {prompt.source.dataset for prompt in rows.prompts[:16]}
+    assert first == {"prefs", "second"}
 
 
 class StopError(Exception):
@@ -215,12 +299,8 @@ def test_a_reward_function_alone_needs_no_reward_model(
 def test_reward_model_with_another_tokenizer_is_scored_through_text(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
-    other = tmp_path / "other"
-    tokenizer = load_tokenizer(tiny_model)
-    tokenizer.chat_template = tokenizer.chat_template.replace("<|user|>", "<|user|>Q: ")
-    load_causal_lm(tiny_model).save_pretrained(other)
-    tokenizer.save_pretrained(other)
-    config = tiny_config(tmp_path / "run", tiny_model, preferences, reward_model=str(other))
+    other = save_with_another_template(tiny_model, tmp_path / "other")
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, reward_model=other)
     run = quiet(config)
     assert read_metrics(run)[-1].values["heldout_reward"] != 0
 

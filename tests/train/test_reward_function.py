@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,6 +61,7 @@ def fail(*args: object, **columns: object) -> list[float | None]:
         (lambda *a, **k: [1.0], "must return a list of 2 numbers or None; got 1"),
         (lambda *a, **k: 1.0, "must return a list of 2 numbers or None; got float"),
         (lambda *a, **k: [1.0, float("nan")], "must return finite numbers or None; got nan"),
+        (lambda *a, **k: [1.0, 10**400], "must return finite numbers or None; got 1000"),
         (lambda *a, **k: [1.0, "high"], "must return finite numbers or None; got 'high'"),
     ],
 )
@@ -66,6 +69,20 @@ def test_what_it_returns_is_checked(function: Callable[..., object], part: str) 
     with pytest.raises(DataError) as raised:
         function_scores(function, rollout_of("a", "b"))  # type: ignore[arg-type]
     assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "values", [torch.tensor([0.5, 1.0]), np.array([0.5, 1.0]), [torch.tensor(0.5), np.True_]]
+)
+def test_arrays_tensors_and_truths_are_numbers(values: object) -> None:
+    assert function_scores(lambda *a, **k: values, rollout_of("a", "b")).tolist() == [0.5, 1.0]
+
+
+def test_a_column_with_an_arguments_name_is_named() -> None:
+    rollout = rollout_of("a")
+    prompt = replace(rollout.prompts[0], columns={"completions": "x"})
+    with pytest.raises(DataError, match="must not be named completions"):
+        function_scores(lambda *a, **k: [1.0], replace(rollout, prompts=(prompt,)))
 
 
 def test_found_in_a_file_or_a_module(tmp_path: Path) -> None:
@@ -82,11 +99,15 @@ def test_found_in_a_file_or_a_module(tmp_path: Path) -> None:
         ("/nowhere/mine.py:good", "no file /nowhere/mine.py"),
         ("no.such.module:good", "No module named"),
         ("tandem.train.exact_number:rewrd", "has no function rewrd"),
+        ("FOLDER/syntax.py:f", "SyntaxError"),
+        ("FOLDER/exits.py:f", "SystemExit: 3"),
     ],
 )
-def test_a_name_that_leads_nowhere(name: str, part: str) -> None:
+def test_a_name_that_leads_nowhere(tmp_path: Path, name: str, part: str) -> None:
+    (tmp_path / "syntax.py").write_text("def f(:")
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)")
     with pytest.raises(ConfigError) as raised:
-        load_reward_function(name)
+        load_reward_function(name.replace("FOLDER", str(tmp_path)))
     assert part in str(raised.value)
 
 
