@@ -165,6 +165,8 @@ def _report(args: list[str]) -> int:
     parser = _parser("report", "Write a run's one-page HTML report anew.")
     parser.add_argument("run", help="a run's folder")
     options = parser.parse_args(args)
+    if not os.path.exists(os.path.join(options.run, "config.yaml")):
+        raise ConfigError(f"{options.run} must be a run's folder (with config.yaml); it is not.")
     from tandem.metrics.report import write_report
 
     print(write_report(options.run))

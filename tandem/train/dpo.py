@@ -21,7 +21,7 @@ from tandem.models.load import check_vocabulary, load_causal_lm
 from tandem.models.lora import adapters_off
 from tandem.objectives.losses import dpo_loss
 from tandem.train.evaluate import row_logprobs
-from tandem.train.fit import fit
+from tandem.train.fit import Objective, fit
 from tandem.train.rows import StepRows
 from tandem.train.run import Run, save_policy
 from tandem.types import PairRow, TokenBatch
@@ -75,10 +75,13 @@ def train_dpo(run: Run, rows: StepRows) -> None:
         model,
         config.dpo,
         rows.dpo_pairs,
-        units=lambda pair: 1,
-        tokens=lambda pair: len(pair.chosen) + len(pair.rejected),
-        sequences_per_row=2,
-        loss=loss,
+        Objective(
+            units=lambda pair: 1,
+            tokens=lambda pair: len(pair.chosen) + len(pair.rejected),
+            loss=loss,
+            sequences_per_row=2,
+            scoring_passes=1,
+        ),
         evaluate=_evaluation(model, frozen, rows, config),
     )
     run.finish("dpo", lambda folder: save_policy(model, rows, folder), evaluation)

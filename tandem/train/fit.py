@@ -1,7 +1,7 @@
 """The loop that SFT, the reward model and DPO share: rows in order, micro-batches, one step each.
 
-A stage brings its rows and two plain functions: how many units (tokens or pairs) a row counts
-for, and the loss of some rows as a sum. Everything else, the denominator included, is here.
+A stage brings its rows and an Objective: how many units (tokens or pairs) a row counts for, and
+the loss of some rows as a sum. Everything else, the denominator included, is here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import TypeVar, cast
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +28,24 @@ from tandem.models.summary import flops_per_token
 from tandem.train.run import Run
 
 Row = TypeVar("Row", bound=Sized)
-Loss = Callable[[Sequence[Row]], tuple[Tensor, Mapping[str, Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective(Generic[Row]):
+    """What a stage learns from its rows.
+
+    units: what a row adds to the denominator of the loss (tokens or pairs).
+    tokens: its real tokens, for throughput.
+    loss: rows of one micro-batch to (the loss as a sum, other sums by metric name).
+    sequences_per_row: 2 for pairs, so that a micro-batch holds half as many.
+    scoring_passes: forwards beside the trained one (DPO's reference), for TFLOP/s.
+    """
+
+    units: Callable[[Row], int]
+    tokens: Callable[[Row], int]
+    loss: Callable[[Sequence[Row]], tuple[Tensor, Mapping[str, Tensor]]]
+    sequences_per_row: int = 1
+    scoring_passes: int = 0
 
 
 def fit(
@@ -36,21 +54,14 @@ def fit(
     model: PreTrainedModel,
     settings: SupervisedConfig,
     rows: Sequence[Row],
-    *,
-    units: Callable[[Row], int],
-    tokens: Callable[[Row], int],
-    loss: Loss[Row],
+    objective: Objective[Row],
     evaluate: Callable[[], dict[str, float]],
-    sequences_per_row: int = 1,
 ) -> dict[str, float]:
     """Train `model` on `rows`; log, measure and checkpoint on the way; continue if there is one.
 
     Args:
-        units: what a row adds to the denominator of the loss.
-        tokens: its real tokens, for throughput.
-        loss: rows of one micro-batch to (the loss as a sum, other sums by metric name).
+        objective: what is learned from a row.
         evaluate: held-out metrics of the model as it is.
-        sequences_per_row: 2 for pairs, so that a micro-batch holds half as many.
     Returns:
         the last evaluation.
     Raises:
@@ -83,9 +94,7 @@ def fit(
             with phases("step"):
                 batch = [rows[i] for i in indices]
                 torch.manual_seed(config.seed + step)  # only dropout draws from it
-                values = _train_step(
-                    trainee, batch, units, tokens, loss, sequences_per_row, config, phases
-                )
+                values = _train_step(trainee, batch, objective, config, phases)
                 values["epoch"] = step * settings.batch_size / len(rows)
                 if stage == "sft":
                     values["perplexity"] = math.exp(min(values["loss"], 700.0))
@@ -103,10 +112,7 @@ def fit(
 def _train_step(
     trainee: Trainee,
     batch: Sequence[Row],
-    units: Callable[[Row], int],
-    tokens: Callable[[Row], int],
-    loss: Loss[Row],
-    sequences_per_row: int,
+    objective: Objective[Row],
     config: RunConfig,
     phases: Phases,
 ) -> dict[str, float]:
@@ -114,17 +120,19 @@ def _train_step(
     model = cast(PreTrainedModel, trainee.model)
     device = next(model.parameters()).device
     dtype = resolve_dtype(config.dtype, device)
-    denominator = sum(units(row) for row in batch)
-    num_tokens = sum(tokens(row) for row in batch)
-    length = num_tokens // (len(batch) * sequences_per_row)
-    flops = num_tokens * flops_per_token(model, length, backward=True)
-    widths = [sequences_per_row * len(row) for row in batch]
+    denominator = sum(objective.units(row) for row in batch)
+    num_tokens = sum(objective.tokens(row) for row in batch)
+    length = num_tokens // (len(batch) * objective.sequences_per_row)
+    per_token = flops_per_token(model, length, backward=True)
+    per_token += objective.scoring_passes * flops_per_token(model, length)
+    flops = num_tokens * per_token
+    widths = [objective.sequences_per_row * len(row) for row in batch]
     totals: defaultdict[str, float] = defaultdict(float)
     model.train()
     with phases("train", tokens=num_tokens, samples=len(batch), flops=flops):
         for group in microbatches(widths, config.micro_batch_tokens):
             with autocast(device, dtype):
-                loss_sum, sums = loss([batch[i] for i in group])
+                loss_sum, sums = objective.loss([batch[i] for i in group])
             if not bool(torch.isfinite(loss_sum)):
                 raise NumericsError(
                     f"{trainee.name}: the loss must be finite; got {float(loss_sum)} at optimizer "

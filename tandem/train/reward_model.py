@@ -28,7 +28,7 @@ from tandem.models.save import save_model
 from tandem.models.scalar import load_scalar_model, sequence_scores, set_normalization
 from tandem.objectives.losses import pairwise_loss
 from tandem.train.evaluate import preference_metrics
-from tandem.train.fit import fit
+from tandem.train.fit import Objective, fit
 from tandem.train.rows import StepRows
 from tandem.train.run import Run, with_template
 from tandem.types import PairRow, TokenBatch
@@ -74,10 +74,12 @@ def train_reward_model(run: Run, rows: StepRows) -> None:
         model,
         config.reward,
         rows.pairs,
-        units=lambda pair: 1,
-        tokens=lambda pair: len(pair.chosen) + len(pair.rejected),
-        sequences_per_row=2,
-        loss=loss,
+        Objective(
+            units=lambda pair: 1,
+            tokens=lambda pair: len(pair.chosen) + len(pair.rejected),
+            loss=loss,
+            sequences_per_row=2,
+        ),
         evaluate=lambda: preference_metrics(scorer, rows.heldout_pairs),
     )
     evaluation |= normalize(run, scorer, rows)

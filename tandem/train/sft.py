@@ -16,7 +16,7 @@ from tandem.models.head import check_head
 from tandem.models.load import check_vocabulary, load_causal_lm
 from tandem.objectives.losses import sft_loss
 from tandem.train.evaluate import language_model_metrics
-from tandem.train.fit import fit
+from tandem.train.fit import Objective, fit
 from tandem.train.rows import StepRows
 from tandem.train.run import Run, save_policy
 from tandem.types import TokenBatch, TokenRow
@@ -45,9 +45,7 @@ def train_sft(run: Run, rows: StepRows) -> None:
         model,
         config.sft,
         rows.sft,
-        units=lambda row: sum(row.response_mask),
-        tokens=len,
-        loss=loss,
+        Objective(units=lambda row: sum(row.response_mask), tokens=len, loss=loss),
         evaluate=lambda: language_model_metrics(model, rows.heldout_sft, rows.renderer, config),
     )
     run.finish("sft", lambda folder: save_policy(model, rows, folder), evaluation)
