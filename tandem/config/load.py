@@ -59,7 +59,8 @@ def build_config(values: Any, *, where: str) -> RunConfig:
 
 def dump_config(config: RunConfig) -> str:
     """The whole configuration as YAML that `load_config` reads back to an equal one."""
-    return yaml.safe_dump(plain_values(config), sort_keys=False, allow_unicode=True)
+    # Escapes: YAML would fold some line breaks of Unicode into spaces.
+    return yaml.safe_dump(plain_values(config), sort_keys=False, allow_unicode=False)
 
 
 def check_ranges(section: Any, prefix: str = "") -> None:

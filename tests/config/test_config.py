@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tandem.config.flags import SHORT_NAMES, help_page, knob_docs, knob_types, parse_run_flags
@@ -42,6 +42,7 @@ def test_a_saved_configuration_comes_back_equal(tmp_path: Path) -> None:
 
 
 @settings(max_examples=30, deadline=None)
+@example(1.0, 1, True, "\x85\u2028\r x")
 @given(st.floats(1e-9, 1e3), st.integers(1, 10**6), st.booleans(), st.text(max_size=20))
 def test_any_value_survives_yaml(tmp_path_factory: pytest.TempPathFactory, rate: float, n: int,
                                  flag: bool, text: str) -> None:  # fmt: skip
