@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test test-slow lint types docs bench clean
+.PHONY: demo test test-slow lint types docs bench bench-gpu clean
 
 demo: $(STAMP)  ## all three steps on the built-in data set, then a chat sample and a report
 	$(BIN)/tandem demo
@@ -29,6 +29,9 @@ docs: $(STAMP)  ## write docs/config.md and docs/metrics.md from the code
 
 bench: $(STAMP)
 	$(BIN)/python bench/step3.py
+
+bench-gpu: $(STAMP)
+	$(BIN)/python bench/step3.py --device cuda --dtype bf16 --shape b --json bench-gpu.json
 
 # torch comes first and alone, at its pinned version: pip must not pick another build of it.
 $(STAMP): pyproject.toml constraints.txt
