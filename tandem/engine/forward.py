@@ -36,7 +36,7 @@ def response_logprobs(
     Returns:
         logprobs and entropy, (B, T) float32 nats, 0 off the response.
     """
-    hidden = hidden_states(model, batch.token_ids, batch.attention_mask)
+    hidden = hidden_states(model, batch.token_ids)
     selected, targets = predictors(hidden, batch.token_ids, batch.response_mask)
     logprobs, entropy = token_logprobs(
         vocabulary_head(model),

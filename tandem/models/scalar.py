@@ -137,7 +137,7 @@ def head_outputs(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
 
     What stands at padding means nothing.
     """
-    hidden = hidden_states(model, batch.token_ids, batch.attention_mask)
+    hidden = hidden_states(model, batch.token_ids)
     return _require_head(model)(hidden).squeeze(-1).float()
 
 

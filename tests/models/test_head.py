@@ -30,7 +30,7 @@ def test_hidden_states_and_head_are_the_full_logits(family: str) -> None:
     batch = ragged_batch()
     with torch.no_grad():
         full = model(batch.token_ids, attention_mask=batch.attention_mask.long()).logits
-        hidden = hidden_states(model, batch.token_ids, batch.attention_mask)
+        hidden = hidden_states(model, batch.token_ids)
         ours = vocabulary_logits(model, hidden[batch.attention_mask])
     assert torch.equal(ours, full[batch.attention_mask]) or scaled(
         ours, full[batch.attention_mask], 1e-6
@@ -42,10 +42,10 @@ def test_a_row_in_a_padded_batch_is_the_row_alone(family: str) -> None:
     model = tiny_model(family)
     batch = ragged_batch()
     with torch.no_grad():
-        together = hidden_states(model, batch.token_ids, batch.attention_mask)
+        together = hidden_states(model, batch.token_ids)
         for row, n in enumerate(batch.lengths().tolist()):
             ids = batch.token_ids[row : row + 1, :n]
-            alone = hidden_states(model, ids, torch.ones_like(ids, dtype=torch.bool))
+            alone = hidden_states(model, ids)
             assert scaled(together[row, :n], alone[0])
     assert torch.isfinite(together).all(), "a nan at padding would reach gradients"
 
@@ -66,7 +66,7 @@ def test_gradients_are_those_of_the_full_forward(family: str, adapted: bool) -> 
     mask = batch.attention_mask
     full = model(batch.token_ids, attention_mask=mask.long()).logits[mask]
     expected = _gradients(model, full.log_softmax(-1).square().sum())
-    hidden = hidden_states(model, batch.token_ids, mask)
+    hidden = hidden_states(model, batch.token_ids)
     ours = _gradients(model, vocabulary_logits(model, hidden[mask]).log_softmax(-1).square().sum())
     assert ours.keys() == expected.keys()
     assert all(scaled(ours[name], expected[name], 1e-4) for name in ours)

@@ -29,7 +29,7 @@ def _gradients(model: PreTrainedModel) -> tuple[dict[str, Tensor], int]:
     blocks = [m for name, m in model.named_modules() if ".0." in name and not list(m.children())]
     hook = next(m for m in blocks if hasattr(m, "weight")).register_forward_hook(count)
     batch = ragged_batch()
-    hidden = hidden_states(model.train(), batch.token_ids, batch.attention_mask)
+    hidden = hidden_states(model.train(), batch.token_ids)
     hidden[batch.attention_mask].square().sum().backward()
     hook.remove()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, runs
