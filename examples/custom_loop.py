@@ -16,7 +16,8 @@ def brevity(prompts, completions, **columns):
 def main(model: str, num_steps: int = 20, output: str = "runs/custom") -> list[float]:
     """Train MODEL to be brief; returns the mean reward of every step."""
     config = RunConfig(actor_model=model)
-    engine = RLHFEngine(actor=model, config=config, num_updates=4 * num_steps)
+    # Learning rates fall over the optimizer steps to come: 2 epochs of 1 minibatch each a step.
+    engine = RLHFEngine(actor=model, config=config, num_updates=2 * num_steps)
     trainer = PPOTrainer(engine, config, reward_function=brevity)
     questions = ["What is rain?", "Who are you?", "Name a colour.", "Is a cat an animal?"] * 8
     prompts = [engine.renderer.prompt([Message("user", text)]) for text in questions]
@@ -31,4 +32,6 @@ def main(model: str, num_steps: int = 20, output: str = "runs/custom") -> list[f
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(sys.argv[1], *map(int, sys.argv[2:3]))

@@ -49,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tandem: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\ntandem: stopped. The same command continues.", file=sys.stderr)
+        print(
+            "\ntandem: stopped. The same command continues from "
+            "the last checkpoint (--save-every); finished steps are kept.",
+            file=sys.stderr,
+        )
         return 130
 
 
@@ -184,7 +188,9 @@ def _data(args: list[str]) -> int:
     parser.add_argument("--sft-data", nargs="*", default=[], help="data sets for step 1 alone")
     parser.add_argument("--tokenizer", default="", help="a model's folder: show tokens and masks")
     parser.add_argument("--rows", type=int, default=3, help="example rows to show (3)")
-    parser.add_argument("--data-split", default="2,4,4", help="shares of the steps (2,4,4)")
+    parser.add_argument(
+        "--data-split", nargs="+", default=["2,4,4"], help="shares of the steps (2,4,4)"
+    )
     parser.add_argument("--heldout", type=float, default=0.05, help="held-out share (0.05)")
     parser.add_argument("--columns", nargs="*", default=[], help="column map, role=column")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the split (1234)")
@@ -193,11 +199,10 @@ def _data(args: list[str]) -> int:
     from tandem.data.check import check
 
     try:
-        split = tuple(float(share) for share in options.data_split.split(","))
+        shares = ",".join(options.data_split)
+        split = tuple(float(share) for share in shares.split(","))
     except ValueError:
-        raise ConfigError(
-            f"--data-split must be numbers like 2,4,4; got {options.data_split!r}."
-        ) from None
+        raise ConfigError(f"--data-split must be numbers like 2,4,4; got {shares!r}.") from None
     config = DataConfig(
         split=split, heldout=options.heldout, columns=tuple(options.columns), on_bad_row="drop"
     )

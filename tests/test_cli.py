@@ -75,7 +75,7 @@ def test_ctrl_c_is_no_traceback(
     monkeypatch.setattr("tandem.cli._run", stop)
     code, _, err = run(capsys, "train")
     assert code == 130
-    assert "The same command continues." in err
+    assert "The same command continues from the last checkpoint" in err
 
 
 def test_data_check_shows_what_would_be_trained_on(

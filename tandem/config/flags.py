@@ -67,6 +67,10 @@ def parse_run_flags(argv: Sequence[str], command: str) -> RunConfig:
         if value is not None:
             _put(values, name, _read(value, hints[name]))
     if command != "train":
+        if given["steps"] is not None:
+            raise ConfigError(
+                f"--steps must go with tandem train; tandem {command} runs {command} alone."
+            )
         values["steps"] = [command]
     return build_config(values, where="")
 

@@ -159,6 +159,8 @@ def _convert(value: Any, hint: Any) -> Any:
         raise AssertionError("knobs have one type each")
     if origin is tuple:
         item_hint = typing.get_args(hint)[0]
+        if item_hint is str and isinstance(value, str):
+            return (value,)
         if not isinstance(value, list | tuple):
             raise ValueError("a list")
         items = tuple(_convert(item, item_hint) for item in value)
@@ -244,7 +246,8 @@ def _rule_problems(config: RunConfig) -> typing.Iterator[str]:
     if ppo.minibatch_size > rollout_size:
         yield (
             "ppo.minibatch_size must be at most ppo.prompts_per_step * "
-            f"sampling.samples_per_prompt ({rollout_size}); got {ppo.minibatch_size}"
+            f"sampling.samples_per_prompt ({rollout_size}); got {ppo.minibatch_size}. "
+            f"Give --ppo.minibatch-size {rollout_size} or less"
         )
     if config.sampling.min_new_tokens > config.sampling.max_new_tokens:
         yield (

@@ -60,6 +60,9 @@ def check(
     read = read_all(dropping, data, sft_data, ledger, seed=seed)
     assign(read, split, ledger, seed=seed)
     console.print(ledger.table())
+    console.print("used: before a run's length limits (dataset.max_tokens, max_prompt_tokens)")
+    if ledger.num_dropped:
+        console.print("dropped: `tandem train` stops at the first of them, or --on-bad-row drop")
     reasons = ledger.reasons()
     if reasons.row_count:
         console.print(reasons)

@@ -55,8 +55,9 @@ class Trainee:
 
     @property
     def learning_rate(self) -> float:
-        """What the next step will use (the first group's: full weights, or adapters alone)."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """What the next step will use: the adapters' where there are some, beside a scalar head's
+        full weights too; else the full weights'."""
+        return float(self.optimizer.param_groups[-1]["lr"])
 
     def backward(self, loss_sum: Tensor, denominator: float) -> None:
         """Add the gradient of loss_sum / denominator.

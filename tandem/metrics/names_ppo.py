@@ -25,10 +25,9 @@ _REWARD = (
     ),
     Metric(
         "reward_raw",
-        "normalized reward",
+        "reward units",
         _PPO,
-        "Mean score before the clip and before the missing-EOS penalty.",
-        healthy="close to `reward`",
+        "Mean raw score of the reward model, before normalization, clip and penalties.",
     ),
     Metric(
         "reward_model_score",
@@ -243,7 +242,8 @@ _HELDOUT = (
         "heldout_reward",
         "normalized reward",
         _PPO,
-        "`reward` of the policy's answers to held-out prompts.",
+        "`reward` of the policy's answers to held-out prompts, before the clip and without the "
+        "missing-EOS penalty (see `heldout_eos_rate` beside it).",
         healthy="rises with `reward`",
         better="higher",
     ),

@@ -39,8 +39,8 @@ def policies(run: Run) -> Iterator[tuple[str, str]]:
             yield label, str(folder)
 
 
-def compare(run: Run, rows: StepRows) -> dict[str, Any]:
-    """Measure every policy and the reward model on held-out rows; write evaluation.json.
+def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
+    """Measure every policy and the reward model on held-out rows; `save` writes evaluation.json.
 
     All policies answer the same prompts with the same random numbers.
 
@@ -72,7 +72,8 @@ def compare(run: Run, rows: StepRows) -> dict[str, Any]:
     if scorer is not None and rows.heldout_pairs:
         models["reward model"] = preference_metrics(scorer, rows.heldout_pairs)
     evaluation = {"models": models, "answers": answers}
-    run.write_json("evaluation.json", evaluation)
+    if save:
+        run.write_json("evaluation.json", evaluation)
     return evaluation
 
 

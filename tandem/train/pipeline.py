@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from tandem.config.schema import RunConfig
 from tandem.engine.allocator import keep_freed_memory
+from tandem.engine.hybrid import resolve_device
 from tandem.errors import ConfigError
 from tandem.metrics.report import write_report
 from tandem.train.check import check_rows
@@ -86,6 +87,7 @@ def ledger_lines(rows: StepRows) -> list[str]:
 def _check_inputs(run: Run) -> None:
     """What can be known to be missing before anything is loaded."""
     config = run.config
+    resolve_device(config.device)
     problems = []
     if not config.actor_model and not run.is_finished("sft"):
         problems.append(

@@ -219,8 +219,9 @@ class Run:
         ]
         if changed:
             raise CheckpointError(
-                f"{where} must be made with the same knobs to continue; changed: "
-                f"{', '.join(changed)}. Change them back, use another --output-dir, or remove it."
+                f"{where} was made with other knobs or rows than these; changed: "
+                f"{', '.join(changed)}. To redo this step alone, remove {where}; to keep it, use "
+                "another --output-dir."
             )
 
 

@@ -22,10 +22,11 @@ from tandem.train.run import Run
 
 
 def evaluate_run(path: str, num_prompts: int) -> dict[str, Any]:
-    """Measure a run's models anew, show the outcome, and bring its report up to date.
+    """Measure a run's models anew and show the outcome.
 
     Args:
-        num_prompts: held-out prompts to answer; 0 takes the run's own number.
+        num_prompts: held-out prompts to answer, just to look; 0 takes the run's own number and
+            brings its evaluation.json and report up to date.
     Raises:
         CheckpointError: `path` is not a run's folder.
     """
@@ -37,9 +38,10 @@ def evaluate_run(path: str, num_prompts: int) -> dict[str, Any]:
         config = replace(config, ppo=replace(config.ppo, eval_prompts=num_prompts))
     run = Run(config)
     rows = prepare_rows(config, *tokenizer_sources(run))
-    evaluation = compare(run, rows)
+    evaluation = compare(run, rows, save=not num_prompts)
     show_comparison(evaluation)
-    print(f"report: {write_report(folder)}")
+    if not num_prompts:
+        print(f"report: {write_report(folder)}")
     return evaluation
 
 
