@@ -177,6 +177,8 @@ class Rollout:
         sampling temperature, as the generator computed it; 0 off the response.
     sampled_logprobs: (B, T) float32 nats, the same under the distribution that the token was
         really drawn from (after top-k and top-p); equal to rollout_logprobs without truncation.
+    rollout_entropy: (B, T) float32 nats, of the policy at the sampling temperature where each
+        token was drawn; 0 off the response.
     finished: (B,) bool, the response ended with a stop token (it was not cut by the length limit).
     prompts: B rows (each repeated for its samples); responses: B texts, stop token left out.
     """
@@ -184,6 +186,7 @@ class Rollout:
     batch: TokenBatch
     rollout_logprobs: Tensor
     sampled_logprobs: Tensor
+    rollout_entropy: Tensor
     finished: Tensor
     prompts: tuple[PromptRow, ...]
     responses: tuple[str, ...]

@@ -20,6 +20,7 @@ LAYERS = (
     ("errors",),
     ("types",),
     ("config",),
+    ("ops",),
     ("data", "models", "parallel", "objectives", "metrics"),
     ("generate", "checkpoint"),
     ("engine",),

@@ -241,6 +241,10 @@ class PPOConfig:
     """Weight of that loss, a mean per token. InstructGPT's 27.8 is for a per-answer sum."""
     ptx_batch_size: int = knob(16, ge=1)
     """Rows of it per optimizer step."""
+    old_logprobs: Literal["auto", "sampler", "forward"] = knob("auto")
+    """Where the log-probs before the update come from: the sampler kept them (saves the actor's
+    scoring forward), or a forward computes them anew. auto: the sampler's, if a self-test at the
+    start finds them equal to the training forward's (within 1e-3 nats in the mean)."""
     ratio_tolerance: float = knob(0.0, ge=0)
     """How far the mean |log-ratio| before the first update may be from 0; 0 chooses 1e-4 in fp32
     and 3e-2 in bf16. Beyond it the run stops: two forwards of the same policy disagree."""
@@ -289,7 +293,7 @@ class RunConfig:
     dtype: Literal["auto", "fp32", "bf16"] = knob("auto", common=True)
     """Compute type; weights and optimizer states stay fp32. auto: bf16 on a GPU, else fp32."""
     micro_batch_tokens: int = knob(8192, ge=1)
-    """Padded tokens per forward and backward; gradients do not depend on it, memory does."""
+    """Tokens per forward and backward; gradients do not depend on it, memory does."""
     generation_batch_size: int = knob(64, ge=1)
     """Answers that are generated side by side."""
     gradient_checkpointing: bool = knob(False, common=True)

@@ -126,11 +126,11 @@ def permutation(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Positions of a batch in as few groups as padding to the longest allows.
+    """Positions of a batch in groups of at most `max_tokens` tokens, rows of like lengths together.
 
     Args:
         lengths: tokens per row.
-        max_tokens: rows of a group times its longest row stay within this; a longer row is alone.
+        max_tokens: a group's rows together stay within this; a longer row is alone.
     Returns:
         Every position once; the longest rows come first, so that too little memory shows at once.
     Raises:
@@ -140,13 +140,12 @@ def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         raise ConfigError(
             f"micro_batch_tokens must be at least 1; got {max_tokens}. Raise micro_batch_tokens."
         )
-    by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     groups: list[list[int]] = []
     room = 0
-    for i in by_length:
-        if room == 0:
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not groups or lengths[i] > room:
             groups.append([])
-            room = max(1, max_tokens // max(1, lengths[i]))
+            room = max_tokens
         groups[-1].append(i)
-        room -= 1
+        room -= lengths[i]
     return groups

@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.data.loader import microbatches
-from tandem.models.head import hidden_states, vocabulary_head
-from tandem.objectives.logprobs import predictors, scatter_to_tokens, token_logprobs
+from tandem.models.head import vocabulary_head
+from tandem.models.packed import hidden_states, predictor_positions
+from tandem.objectives.logprobs import scatter_to_tokens, token_logprobs
 from tandem.types import TokenBatch
 
 
@@ -36,12 +37,11 @@ def response_logprobs(
     Returns:
         logprobs and entropy, (B, T) float32 nats, 0 off the response.
     """
-    hidden = hidden_states(model, batch.token_ids)
-    selected, targets = predictors(hidden, batch.token_ids, batch.response_mask)
+    selected = hidden_states(model, batch)[predictor_positions(batch)]
     logprobs, entropy = token_logprobs(
         vocabulary_head(model),
         selected,
-        targets,
+        batch.token_ids[batch.response_mask],
         vocabulary=model.config.get_text_config().vocab_size,
         temperature=temperature,
         with_entropy=with_entropy,

@@ -30,7 +30,9 @@ from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer
 from tandem.models.lora import adapters_off, add_lora
 from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.scalar import load_scalar_model, normalization, token_values
+from tandem.models.selfcheck import Agreement, check_twin
 from tandem.models.stops import stop_ids
+from tandem.models.twin import supports_packing
 from tandem.objectives.rewards import normalized_scores
 from tandem.types import Rollout, TokenBatch
 
@@ -39,12 +41,16 @@ Model = PreTrainedModel | str
 
 @dataclass(frozen=True, slots=True)
 class PolicyNumbers:
-    """What the scoring pass says of a rollout's tokens; all (B, T) float32, 0 off the response."""
+    """What the scoring pass says of a rollout's tokens; all (B, T) float32, 0 off the response.
+
+    from_sampler: log-probs and entropy are those that the sampler kept.
+    """
 
     logprobs: Tensor
     entropy: Tensor
     ref_logprobs: Tensor
     values: Tensor
+    from_sampler: bool
 
 
 def resolve_device(name: str) -> torch.device:
@@ -125,6 +131,7 @@ class RLHFEngine:
         self.critic = self._critic(critic, actor)
         self.reference = self._reference()
         check_head(self.actor)
+        self.agreement = self._agreement()
         prepare_for_training(self.actor, config, config.seed)
         prepare_for_training(self.critic, config, config.seed + 1)
         self.actor_trainee = Trainee(
@@ -183,15 +190,32 @@ class RLHFEngine:
         mean, std = normalization(self.critic)
         return normalized_scores(raw, mean, std).masked_fill(~batch.response_mask, 0.0)
 
-    def policy_numbers(self, batch: TokenBatch) -> PolicyNumbers:
-        """The scoring pass: actor, reference and critic over a rollout, without gradient."""
+    def policy_numbers(self, rollout: Rollout) -> PolicyNumbers:
+        """The scoring pass: actor, reference and critic over a rollout, without gradient.
+
+        The actor's forward is left out where the sampler's own numbers are the same.
+        """
+        batch = rollout.batch
+        from_sampler = self.trusts_sampler
 
         def forward(part: TokenBatch) -> tuple[Tensor, ...]:
-            logprobs, entropy = self.actor_logprobs(part, with_entropy=True)
-            return logprobs, entropy, self.reference_logprobs(part), self.values(part)
+            others = self.reference_logprobs(part), self.values(part)
+            if from_sampler:
+                return others
+            return *others, *self.actor_logprobs(part, with_entropy=True)
 
         with _evaluating(self.actor), _evaluating(self.critic):
-            return PolicyNumbers(*scored(batch, self.config.micro_batch_tokens, forward))
+            ref_logprobs, values, *actor = scored(batch, self.config.micro_batch_tokens, forward)
+        logprobs, entropy = actor or (rollout.rollout_logprobs, rollout.rollout_entropy)
+        return PolicyNumbers(logprobs, entropy, ref_logprobs, values, from_sampler)
+
+    @property
+    def trusts_sampler(self) -> bool:
+        """Whether the sampler's log-probs serve as PPO's old ones (`ppo.old_logprobs`)."""
+        chosen = self.config.ppo.old_logprobs
+        if chosen == "auto":
+            return self.agreement is not None and self.agreement.trustworthy
+        return chosen == "sampler"
 
     def scores(self, rollout: Rollout) -> Tensor:
         """The reward model's raw scores, (B,), at each answer's last token.
@@ -263,6 +287,13 @@ class RLHFEngine:
             "RLHFEngine must get critic= where the actor is a module and no reward model shares "
             "its tokenizer; got none. Pass a folder or a model with a scalar head."
         )
+
+    def _agreement(self) -> Agreement | None:
+        """How the twin's decoding compares with its packed forward; None without a twin."""
+        if not supports_packing(self.actor):
+            return None
+        with self.autocast():
+            return check_twin(self.actor)
 
     def _reference(self) -> PreTrainedModel | None:
         """A frozen copy of the actor as it starts; None where switching adapters off gives it."""

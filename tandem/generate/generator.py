@@ -133,6 +133,7 @@ class _Answer:
     token_ids: list[int]
     logprobs: Tensor
     sampled_logprobs: Tensor
+    entropy: Tensor
     finished: bool
 
 
@@ -148,6 +149,7 @@ class _Sampler(LogitsProcessor):
         self.stop_ids = stop_ids
         self.logprobs: list[Tensor] = []
         self.sampled_logprobs: list[Tensor] = []
+        self.entropy: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         token = input_ids.shape[1] - self.prompt_width
@@ -161,6 +163,7 @@ class _Sampler(LogitsProcessor):
         )
         self.logprobs.append(draw.logprobs)
         self.sampled_logprobs.append(draw.sampled_logprobs)
+        self.entropy.append(draw.entropy)
         only = torch.full_like(scores, -torch.inf)
         return only.scatter_(1, draw.tokens[:, None], 0.0)
 
@@ -197,6 +200,7 @@ def _generate_batch(
         sequences[:, width:].cpu(),
         torch.stack(sampler.logprobs, dim=1).cpu(),
         torch.stack(sampler.sampled_logprobs, dim=1).cpu(),
+        torch.stack(sampler.entropy, dim=1).cpu(),
         stops,
     )
 
@@ -214,7 +218,7 @@ def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _cut_answers(
-    new_ids: Tensor, logprobs: Tensor, sampled_logprobs: Tensor, stops: Stops
+    new_ids: Tensor, logprobs: Tensor, sampled_logprobs: Tensor, entropy: Tensor, stops: Stops
 ) -> list[_Answer]:
     """Each row up to and with its first stop token."""
     is_stop = torch.isin(new_ids, torch.tensor(stops.stop_token_ids))
@@ -227,6 +231,7 @@ def _cut_answers(
                 token_ids=new_ids[i, :length].tolist(),
                 logprobs=logprobs[i, :length],
                 sampled_logprobs=sampled_logprobs[i, :length],
+                entropy=entropy[i, :length],
                 finished=len(ends) > 0,
             )
         )
@@ -246,7 +251,11 @@ def _rollout(
     ]
     batch = TokenBatch.from_rows(rows, stops.pad_token_id)
     placed = []
-    for per_answer in ([a.logprobs for a in answers], [a.sampled_logprobs for a in answers]):
+    for per_answer in (
+        [a.logprobs for a in answers],
+        [a.sampled_logprobs for a in answers],
+        [a.entropy for a in answers],
+    ):
         per_token = torch.zeros(batch.token_ids.shape, dtype=torch.float32)
         per_token[batch.response_mask] = torch.cat(per_answer).float()
         placed.append(per_token.to(device))
@@ -258,6 +267,7 @@ def _rollout(
         batch=batch.to(device),
         rollout_logprobs=placed[0],
         sampled_logprobs=placed[1],
+        rollout_entropy=placed[2],
         finished=torch.tensor([answer.finished for answer in answers], device=device),
         prompts=tuple(request.prompt for request in requests),
         responses=texts,

@@ -47,7 +47,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One token per row. tokens: (B,) int64; both log-probs (B,) float32, nats.
+    """One token per row. tokens: (B,) int64; log-probs and entropy (B,) float32, nats.
 
     logprobs: under softmax(logits / temperature). sampled_logprobs: under the distribution that
     the token was drawn from, which top-k and top-p have cut and renormalized.
@@ -56,6 +56,7 @@ class Draw:
     tokens: Tensor
     logprobs: Tensor
     sampled_logprobs: Tensor
+    entropy: Tensor
 
 
 def draw_tokens(
@@ -89,9 +90,11 @@ def draw_tokens(
     tokens = torch.searchsorted(cumulative, target, right=True)
     tokens = tokens.clamp(max=logits.shape[-1] - 1)
     drawn = logprobs.gather(1, tokens).squeeze(1)
+    finite = logprobs.clamp(min=torch.finfo(torch.float32).min)
+    entropy = -torch.linalg.vecdot(logprobs.exp(), finite)
     if kept is logprobs:
-        return Draw(tokens.squeeze(1), drawn, drawn)
-    return Draw(tokens.squeeze(1), drawn, drawn - torch.logsumexp(kept, dim=-1))
+        return Draw(tokens.squeeze(1), drawn, drawn, entropy)
+    return Draw(tokens.squeeze(1), drawn, drawn - torch.logsumexp(kept, dim=-1), entropy)
 
 
 def truncated(logprobs: Tensor, *, top_k: int, top_p: float) -> Tensor:

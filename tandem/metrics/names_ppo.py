@@ -121,6 +121,13 @@ _DISTANCE = (
         healthy="below 5e-3",
         better="lower",
     ),
+    Metric(
+        "old_logprobs_sampled",
+        "share",
+        _PPO,
+        "1 where the sampler's log-probs served as those before the update, 0 where a forward "
+        "computed them.",
+    ),
 )
 
 _UPDATE = (

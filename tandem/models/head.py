@@ -1,7 +1,7 @@
 """Hidden states of all tokens, vocabulary logits of the few that a loss needs.
 
 (B, T, V) logits of a whole batch are the largest tensor in RLHF and almost all of it is thrown
-away. Here the base model gives (B, T, D), the caller picks the N states it needs, and the model's
+away. The base model gives (N, D) (`packed`), the caller picks the states it needs, and the model's
 own head code turns those into (N, V): final soft-caps, logit scales and biases are included
 because it is the model's forward that runs, over a base model that returns the given states.
 """
@@ -20,6 +20,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from tandem.errors import ModelError
+from tandem.models.packed import hidden_states
+from tandem.models.twin import twin_of
+from tandem.types import TokenBatch
 
 
 @dataclass
@@ -46,9 +49,8 @@ class _GivenStates(nn.Module):
 class VocabularyHead:
     """A model's head alone: (N, D) hidden states -> (N, V) logits, with gradient.
 
-    Holds a shallow twin of the model that shares every parameter and module by identity and
-    whose base model is replaced by a stub. The model itself is not changed and not kept alive
-    beyond its modules. Replacing the model's head module later needs a new VocabularyHead.
+    Holds a copy of the model's twin object whose base model is replaced by a stub; every
+    parameter is the model's own.
 
     Raises:
         ModelError: the model keeps its base model where it cannot be replaced.
@@ -61,8 +63,9 @@ class VocabularyHead:
                 f"{model.base_model_prefix!r}; got {type(model).__name__} without it. This family "
                 "is not supported."
             )
-        self._twin = copy.copy(model)
-        self._twin._modules = {**model._modules, model.base_model_prefix: _GivenStates()}
+        # Over the twin, so that its head computes as the generator's does.
+        self._twin = copy.copy(twin_of(model))
+        self._twin._modules = {**self._twin._modules, model.base_model_prefix: _GivenStates()}
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """(N, D) -> (N, V), in the dtype that the model's forward would give."""
@@ -73,30 +76,16 @@ _heads: WeakKeyDictionary[PreTrainedModel, VocabularyHead] = WeakKeyDictionary()
 
 
 def vocabulary_head(model: PreTrainedModel) -> VocabularyHead:
-    """The model's VocabularyHead, built once per model."""
-    if model not in _heads:
-        _heads[model] = VocabularyHead(model)
-    return _heads[model]
+    """The VocabularyHead of the model's twin, built once per twin."""
+    twin = twin_of(model)
+    if twin not in _heads:
+        _heads[twin] = VocabularyHead(model)
+    return _heads[twin]
 
 
 def vocabulary_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Logits (N, V) of hidden states (N, D), by the model's own head code."""
     return vocabulary_head(model)(hidden)
-
-
-def hidden_states(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
-    """Last hidden states (B, T, D) of a right-padded batch, of any decoder with or without a head.
-
-    No padding mask is passed: a causal model's token sees nothing to its right, where all padding
-    is, and positions count from 0 at the first column in every family (`check_head` makes sure).
-    Without a mask attention takes its fast causal path.
-
-    Args:
-        token_ids: (B, T) int64.
-    Returns:
-        (B, T, D); what stands at padding means nothing.
-    """
-    return model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
 
 
 @torch.no_grad()
@@ -115,7 +104,7 @@ def check_head(model: PreTrainedModel, seed: int = 0) -> None:
     model.eval()
     try:
         full = model(input_ids=token_ids, attention_mask=mask.long(), use_cache=False).logits
-        ours = _head_logits(model, hidden_states(model, token_ids)[mask])
+        ours = _head_logits(model, hidden_states(model, TokenBatch(token_ids, mask, mask & False)))
         alone = model(input_ids=token_ids[1:, :4], use_cache=False).logits
     finally:
         model.train(was_training)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,17 +21,25 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.config.schema import LoraConfig
 from tandem.errors import ModelError
+from tandem.ops import dense
 
 ALL_LINEAR = "all-linear"
 SCALAR_HEAD = "score"
 """What Hugging Face calls the head of a decoder's sequence-classification class."""
 
 
+@dataclass(slots=True)
+class AdapterSwitch:
+    """Whether a layer adds its adapter's part; one object for the layer and its twin's copy."""
+
+    on: bool = True
+
+
 class LoraLayer(nn.Module):
     """What the two adapted layers share: A, B, the scale and the switch.
 
     Attributes:
-        adapter_on: whether forward adds the adapter's part.
+        switch: whether forward adds the adapter's part.
         rank, alpha: the update is scaled by alpha / rank.
     """
 
@@ -47,12 +56,12 @@ class LoraLayer(nn.Module):
         nn.init.zeros_(self.lora_A.weight)
         nn.init.zeros_(self.lora_B.weight)
         self.lora_dropout = nn.Dropout(dropout)
-        self.rank, self.alpha, self.adapter_on = rank, alpha, True
+        self.rank, self.alpha, self.switch = rank, alpha, AdapterSwitch()
         self.train(base.training)
 
     def adapted(self, x: Tensor, output: Tensor) -> Tensor:
         """Add the adapter's part to the base layer's output (..., out), where it is on."""
-        if not self.adapter_on:
+        if not self.switch.on:
             return output
         if not torch.is_autocast_enabled(x.device.type):
             x = x.to(self.lora_A.weight.dtype)  # a base in bf16 beside adapters in float32
@@ -77,7 +86,7 @@ class LoraLinear(LoraLayer, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        return self.adapted(x, nn.functional.linear(x, self.weight, self.bias))
+        return self.adapted(x, dense.linear(x, self.weight, self.bias))
 
 
 class LoraConv1D(LoraLayer, Conv1D):
@@ -90,7 +99,7 @@ class LoraConv1D(LoraLayer, Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        return self.adapted(x, Conv1D.forward(self, x))
+        return self.adapted(x, dense.linear(x, self.weight.t(), self.bias))
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
@@ -213,14 +222,14 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     gradient-checkpointed forward and its backward, which runs the forward again.
     """
     layers = [layer for _, layer in lora_layers(model)]
-    before = [layer.adapter_on for layer in layers]
+    before = [layer.switch.on for layer in layers]
     for layer in layers:
-        layer.adapter_on = False
+        layer.switch.on = False
     try:
         yield
     finally:
         for layer, was_on in zip(layers, before, strict=True):
-            layer.adapter_on = was_on
+            layer.switch.on = was_on
 
 
 @torch.no_grad()

@@ -22,7 +22,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from tandem.errors import ModelError
 from tandem.models.adapter import load_adapter
-from tandem.models.head import hidden_states
 from tandem.models.load import (
     attention_for,
     load_causal_lm,
@@ -31,6 +30,7 @@ from tandem.models.load import (
     set_dropout,
 )
 from tandem.models.lora import SCALAR_HEAD, scalar_head
+from tandem.models.packed import hidden_states, last_positions, predictor_positions
 from tandem.models.quiet import quiet
 from tandem.models.source import (
     Located,
@@ -132,41 +132,28 @@ def has_scalar_head(source: Located, config: PreTrainedConfig) -> bool:
     return False
 
 
-def head_outputs(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """The head's output at every position, (B, T) float32: at t it has seen tokens 0 to t.
-
-    What stands at padding means nothing.
-    """
-    hidden = hidden_states(model, batch.token_ids)
-    return _require_head(model)(hidden).squeeze(-1).float()
-
-
 def token_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Values (B, T) float32: at t, of the state before token t.
+    """Values (B, T) float32: at t, of the state before token t; 0 off the response.
 
-    values[:, t] = head output at t - 1; 0 at index 0, which nothing precedes, and off the mask.
+    A response token's value is the head's output at the token before it.
     """
-    return values_from_outputs(head_outputs(model, batch), batch)
+    hidden = hidden_states(model, batch)[predictor_positions(batch)]
+    values = _head_outputs(model, hidden)
+    placed = torch.zeros(batch.token_ids.shape, dtype=torch.float32, device=values.device)
+    return placed.masked_scatter(batch.response_mask, values)
 
 
 def sequence_scores(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Scores (B,) float32, raw: the head's output at each row's last real token, EOS included."""
-    return scores_from_outputs(head_outputs(model, batch), batch)
-
-
-def values_from_outputs(outputs: Tensor, batch: TokenBatch) -> Tensor:
-    """`token_values` from `head_outputs`, (B, T) -> (B, T)."""
-    values = torch.zeros_like(outputs)
-    values[:, 1:] = outputs[:, :-1]
-    return values.masked_fill(~batch.attention_mask, 0.0)
-
-
-def scores_from_outputs(outputs: Tensor, batch: TokenBatch) -> Tensor:
-    """`sequence_scores` from `head_outputs`, (B, T) -> (B,).
+    """Scores (B,) float32, raw: the head's output at each row's last real token, EOS included.
 
     The last real token is told by the mask, never by its id: pad may equal EOS.
     """
-    return outputs.gather(1, batch.lengths()[:, None] - 1).squeeze(1)
+    return _head_outputs(model, hidden_states(model, batch)[last_positions(batch)])
+
+
+def _head_outputs(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """(n, D) -> (n,) float32."""
+    return _require_head(model)(hidden).squeeze(-1).float()
 
 
 def normalization(model: PreTrainedModel) -> tuple[float, float]:

@@ -1,8 +1,4 @@
-"""Log-probs and entropy of chosen tokens, and the one place that shifts by a token.
-
-Index t of a (B, T) tensor speaks of token t, but a model's output at position t speaks of token
-t + 1. `align_to_tokens` and `predictors` are the only functions that know.
-"""
+"""Log-probs and entropy of chosen tokens."""
 
 from __future__ import annotations
 
@@ -12,36 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tandem.errors import ShapeError
-
 DEFAULT_CHUNK_ELEMENTS = 2**24
 """Logits held at once, in elements: 64 MiB in float32."""
-
-
-def align_to_tokens(outputs: Tensor) -> Tensor:
-    """Move per-position outputs (B, T, ...) to the token that each speaks of.
-
-    Result[:, t] = outputs[:, t - 1]; result[:, 0] = 0, for nothing precedes the first token.
-    """
-    aligned = torch.zeros_like(outputs)
-    aligned[:, 1:] = outputs[:, :-1]
-    return aligned
-
-
-def predictors(hidden: Tensor, token_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """For the N tokens in `mask` (B, T): the states (N, D) that predict them, their ids (N,).
-
-    Raises:
-        ShapeError: the mask holds at index 0, which no state predicts.
-    """
-    if mask.shape != token_ids.shape or hidden.shape[:2] != mask.shape:
-        raise ShapeError(
-            f"hidden (B, T, D), token_ids and mask (B, T) must agree; got {tuple(hidden.shape)}, "
-            f"{tuple(token_ids.shape)}, {tuple(mask.shape)}."
-        )
-    if bool(mask[:, 0].any()):
-        raise ShapeError("mask must not hold at index 0; nothing precedes it to predict it from.")
-    return hidden[:, :-1][mask[:, 1:]], token_ids[mask]
 
 
 def scatter_to_tokens(values: Tensor, mask: Tensor) -> Tensor:

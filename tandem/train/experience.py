@@ -46,7 +46,7 @@ def make_experience(
     if not bool(scored.is_scored.all()):
         rollout, scored = _only_scored(rollout, scored)
     batch, mask = rollout.batch, rollout.batch.response_mask
-    numbers = engine.policy_numbers(batch)
+    numbers = engine.policy_numbers(rollout)
     kl = token_kl(numbers.logprobs, numbers.ref_logprobs, reward_estimator(config))
     rewards = token_rewards(
         scored.scores, kl, mask, kl_coef=kl_coef if config.kl_in == "reward" else 0.0
@@ -162,6 +162,7 @@ def _only_scored(rollout: Rollout, scored: ScoredAnswers) -> tuple[Rollout, Scor
             batch=batch,
             rollout_logprobs=rollout.rollout_logprobs[rows, :width],
             sampled_logprobs=rollout.sampled_logprobs[rows, :width],
+            rollout_entropy=rollout.rollout_entropy[rows, :width],
             finished=rollout.finished[rows],
             prompts=tuple(rollout.prompts[i] for i in kept),
             responses=tuple(rollout.responses[i] for i in kept),
@@ -175,20 +176,22 @@ def _experience_metrics(
 ) -> dict[str, float]:
     mask = rollout.batch.response_mask
     log_ratio = numbers.logprobs - numbers.ref_logprobs
-    return {
+    metrics = {
         "shaped_return": float(masked_sum(rewards, mask) / len(rollout)),
         "kl": float(masked_sum(log_ratio, mask) / len(rollout)),
         "kl_per_token": float(masked_mean(log_ratio, mask)),
         "entropy": float(masked_mean(numbers.entropy, mask)),
-        "rollout_gap": float(
-            masked_mean((rollout.rollout_logprobs - numbers.logprobs).abs(), mask)
-        ),
         "explained_variance": explained_variance(numbers.values, returns, mask),
         "advantage_mean": float(masked_mean(advantages, mask)),
         "advantage_std": float(masked_std(advantages, mask)),
         "values_mean": float(masked_mean(numbers.values, mask)),
         "returns_mean": float(masked_mean(returns, mask)),
+        "old_logprobs_sampled": float(numbers.from_sampler),
     }
+    if not numbers.from_sampler:  # else the update's first forward measures it
+        gap = (rollout.rollout_logprobs - numbers.logprobs).abs()
+        metrics["rollout_gap"] = float(masked_mean(gap, mask))
+    return metrics
 
 
 def _require_finite(**tensors: Tensor) -> None:

@@ -166,6 +166,8 @@ class PPOTrainer:
         gap, kl = means.pop("gap"), means["policy_kl"]
         if first:
             log.add("ratio_gap_before_update", gap)
+            if self.engine.trusts_sampler:
+                log.add("rollout_gap", gap)
             log.add("policy_kl_before_update", kl)
             self._require_same_policy(gap, minibatch)
         if self.ptx_rows and ppo.ptx_coef > 0:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.models.head import check_head, hidden_states, vocabulary_logits
+from tandem.models.head import check_head, vocabulary_logits
 from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer
+from tandem.models.packed import hidden_states
+from tandem.types import TokenBatch
 
 NAMES = ["stories260K", "babyllama105"]
 
@@ -28,7 +30,8 @@ def test_logprobs_and_likeliest_tokens(shared: Path, name: str) -> None:
     check_vocabulary(model, tokenizer)
     for case in _cases(folder):
         ids = torch.tensor([case["prompt_ids"]])
-        hidden = hidden_states(model, ids)[0]
+        everything = torch.ones_like(ids, dtype=torch.bool)
+        hidden = hidden_states(model, TokenBatch(ids, everything, everything))
         logprobs = vocabulary_logits(model, hidden).log_softmax(-1)
         chosen = logprobs[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
         assert torch.allclose(chosen, torch.tensor(case["prompt_token_logprobs"]), atol=2e-4)
@@ -45,7 +48,8 @@ def test_greedy_tokens(shared: Path, name: str) -> None:
     model, tokenizer = load_causal_lm(folder / "hf"), load_tokenizer(folder / "hf")
     for case in _cases(folder):
         ids = torch.tensor([case["greedy_ids"]])
-        hidden = hidden_states(model, ids)[0]
+        everything = torch.ones_like(ids, dtype=torch.bool)
+        hidden = hidden_states(model, TokenBatch(ids, everything, everything))
         start = len(case["prompt_ids"])
         greedy = vocabulary_logits(model, hidden[start - 1 : -1]).argmax(-1)
         assert greedy.tolist() == case["greedy_ids"][start:]

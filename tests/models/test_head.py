@@ -15,11 +15,11 @@ from tandem.errors import ModelError
 from tandem.models.head import (
     VocabularyHead,
     check_head,
-    hidden_states,
     vocabulary_head,
     vocabulary_logits,
 )
 from tandem.models.lora import add_lora
+from tandem.models.packed import hidden_states
 
 from .families import CAUSAL_ONLY, FAMILIES, ragged_batch, scaled, tiny_model
 
@@ -30,24 +30,11 @@ def test_hidden_states_and_head_are_the_full_logits(family: str) -> None:
     batch = ragged_batch()
     with torch.no_grad():
         full = model(batch.token_ids, attention_mask=batch.attention_mask.long()).logits
-        hidden = hidden_states(model, batch.token_ids)
-        ours = vocabulary_logits(model, hidden[batch.attention_mask])
+        ours = vocabulary_logits(model, hidden_states(model, batch))
     assert torch.equal(ours, full[batch.attention_mask]) or scaled(
         ours, full[batch.attention_mask], 1e-6
     )
     check_head(model)
-
-
-def test_a_row_in_a_padded_batch_is_the_row_alone(family: str) -> None:
-    model = tiny_model(family)
-    batch = ragged_batch()
-    with torch.no_grad():
-        together = hidden_states(model, batch.token_ids)
-        for row, n in enumerate(batch.lengths().tolist()):
-            ids = batch.token_ids[row : row + 1, :n]
-            alone = hidden_states(model, ids)
-            assert scaled(together[row, :n], alone[0])
-    assert torch.isfinite(together).all(), "a nan at padding would reach gradients"
 
 
 def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
@@ -66,10 +53,14 @@ def test_gradients_are_those_of_the_full_forward(family: str, adapted: bool) -> 
     mask = batch.attention_mask
     full = model(batch.token_ids, attention_mask=mask.long()).logits[mask]
     expected = _gradients(model, full.log_softmax(-1).square().sum())
-    hidden = hidden_states(model, batch.token_ids)
-    ours = _gradients(model, vocabulary_logits(model, hidden[mask]).log_softmax(-1).square().sum())
+    hidden = hidden_states(model, batch)
+    ours = _gradients(model, vocabulary_logits(model, hidden).log_softmax(-1).square().sum())
     assert ours.keys() == expected.keys()
-    assert all(scaled(ours[name], expected[name], 1e-4) for name in ours)
+    # A gradient that is zero by the formula (OPT's key biases) is rounding of the others' size.
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in ours.items():
+        apart = float((gradient - expected[name]).abs().max())
+        assert apart <= 1e-4 * float(expected[name].abs().max()) + 1e-6 * largest, name
 
 
 def test_parameters_are_shared_and_followed() -> None:

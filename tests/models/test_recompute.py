@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from tandem.config.schema import LoraConfig
 from tandem.errors import ModelError
-from tandem.models.head import hidden_states
 from tandem.models.lora import add_lora, lora_parameters
+from tandem.models.packed import hidden_states
 from tandem.models.recompute import enable_gradient_checkpointing
+from tandem.models.twin import supports_packing, twin_of
 
 from .families import ragged_batch, tiny_model
 
@@ -26,11 +27,11 @@ def _gradients(model: PreTrainedModel) -> tuple[dict[str, Tensor], int]:
         nonlocal runs
         runs += 1
 
-    blocks = [m for name, m in model.named_modules() if ".0." in name and not list(m.children())]
+    assert supports_packing(model)
+    twin = twin_of(model.train())
+    blocks = [m for name, m in twin.named_modules() if ".0." in name and not list(m.children())]
     hook = next(m for m in blocks if hasattr(m, "weight")).register_forward_hook(count)
-    batch = ragged_batch()
-    hidden = hidden_states(model.train(), batch.token_ids)
-    hidden[batch.attention_mask].square().sum().backward()
+    hidden_states(model, ragged_batch()).square().sum().backward()
     hook.remove()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, runs
 

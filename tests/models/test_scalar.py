@@ -17,7 +17,6 @@ from tandem.models.load import attention_for, load_causal_lm
 from tandem.models.lora import add_lora, lora_parameters
 from tandem.models.save import save_model
 from tandem.models.scalar import (
-    head_outputs,
     load_scalar_model,
     new_scalar_model,
     normalization,
@@ -69,9 +68,8 @@ def test_the_last_real_token_counts_even_if_pad_is_eos() -> None:
     ids = batch.token_ids.masked_fill(~batch.attention_mask, EOS)
     ids[0, 5] = ids[1, 2] = EOS
     with_eos = TokenBatch(ids, batch.attention_mask, batch.response_mask)
-    alone = head_outputs(
-        model, TokenBatch(*(x[1:, :3] for x in (ids, batch.attention_mask, batch.response_mask)))
-    )
+    states = model.model(ids[1:, :3]).last_hidden_state
+    alone = model.score(states)[..., 0]
     assert torch.isclose(sequence_scores(model, with_eos)[1], alone[0, 2], atol=1e-5)
     pooled = model(ids[1:, :3]).logits[0, 0]
     assert not torch.isclose(pooled, alone[0, 2], atol=1e-3), "Hugging Face's pooling skips EOS"

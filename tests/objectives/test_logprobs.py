@@ -5,37 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.errors import ShapeError
-from tandem.objectives.logprobs import (
-    align_to_tokens,
-    predictors,
-    scatter_to_tokens,
-    token_logprobs,
-)
-
-
-def test_align_moves_each_output_to_the_token_it_speaks_of() -> None:
-    outputs = torch.tensor([[10.0, 20.0, 30.0]])
-    assert align_to_tokens(outputs).tolist() == [[0.0, 10.0, 20.0]]
-
-
-def test_predictors_are_the_states_before_each_selected_token() -> None:
-    hidden = torch.arange(2 * 4 * 3).float().view(2, 4, 3)
-    token_ids = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
-    mask = torch.tensor([[False, False, True, True], [False, True, False, False]])
-    states, targets = predictors(hidden, token_ids, mask)
-    assert targets.tolist() == [7, 8, 2]
-    assert torch.equal(states, torch.stack([hidden[0, 1], hidden[0, 2], hidden[1, 0]]))
-
-
-def test_predictors_refuse_a_mask_at_index_0() -> None:
-    with pytest.raises(ShapeError, match="index 0; nothing precedes it"):
-        predictors(torch.zeros(1, 2, 3), torch.zeros(1, 2).long(), torch.ones(1, 2).bool())
-
-
-def test_predictors_refuse_shapes_that_disagree() -> None:
-    with pytest.raises(ShapeError, match="must agree; got"):
-        predictors(torch.zeros(1, 3, 3), torch.zeros(1, 2).long(), torch.zeros(1, 2).bool())
+from tandem.objectives.logprobs import scatter_to_tokens, token_logprobs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -13,6 +13,7 @@ from tandem.data.render import Renderer
 from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import NumericsError
 from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.ops import native
 from tandem.train.ppo_trainer import PPOTrainer, num_updates
 from tandem.types import Experience, Message, PromptRow
 from tests.tiny import tiny_config
@@ -46,9 +47,13 @@ def experience(tiny_model: str, tmp_path: Path) -> tuple[PPOTrainer, Experience]
 def test_first_rollout_is_the_reference_and_agrees_with_the_sampler(
     experience: tuple[PPOTrainer, Experience],
 ) -> None:
-    _, made = experience
-    assert made.metrics["kl"] == 0.0
-    assert made.metrics["rollout_gap"] < 1e-5
+    trainer, made = experience
+    # The sampler's log-probs served as the old ones: decoding and a forward give the same bits
+    # with the C++ operations, and nearly so without.
+    assert made.metrics["old_logprobs_sampled"] == 1.0
+    assert made.metrics["kl"] == (0.0 if native.available() else pytest.approx(0, abs=1e-4))
+    assert trainer.engine.agreement is not None
+    assert trainer.engine.agreement.bitwise or not native.available()
     mask = made.batch.response_mask
     assert not made.old_logprobs[~mask].any()
     assert bool((made.old_logprobs[mask] < 0).all())

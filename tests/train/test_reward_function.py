@@ -29,7 +29,7 @@ def rollout_of(*answers: str) -> Rollout:
         for i in range(len(answers))
     )
     zeros = torch.zeros(len(answers), 2)
-    return Rollout(batch, zeros, zeros, torch.ones(len(answers)).bool(), prompts, answers)
+    return Rollout(batch, zeros, zeros, zeros, torch.ones(len(answers)).bool(), prompts, answers)
 
 
 def test_the_function_sees_prompts_answers_and_every_column() -> None:

@@ -1,0 +1,125 @@
+"""What a twin must show before a run relies on it, on the very model in use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.errors import ModelError
+from tandem.models.twin import kv_shapes, twin_of
+from tandem.ops.steps import BLOCK_TOKENS, Decode, KVMemory, Packed, attending
+
+TRUSTED_GAP = 1e-3
+"""Mean |log-prob difference|, in nats, up to which the sampler's numbers stand for a forward's."""
+
+_LENGTHS = (23, 9)  # past a block of KV memory, and inside one
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How the twin's numbers compare on random tokens.
+
+    bitwise: decoding token by token gives the packed forward's logits to the last bit.
+    gap: mean |log-prob difference| of decoding and the packed forward, in nats.
+    to_model: largest difference of packed logits and the model's own forward, relative to the
+        largest logit.
+    """
+
+    bitwise: bool
+    gap: float
+    to_model: float
+
+    @property
+    def trustworthy(self) -> bool:
+        """Whether what decoding says of a token may stand for what the training forward says."""
+        return self.bitwise or self.gap < TRUSTED_GAP
+
+
+@torch.no_grad()
+def check_twin(model: PreTrainedModel, seed: int = 0) -> Agreement:
+    """Compare the model's own forward, the twin's packed one and its decoding.
+
+    Raises:
+        ModelError: the twin's logits, or the tokens that are likeliest by them, are not the
+            model's.
+    """
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or max(_LENGTHS)
+    lengths = [min(length, limit) for length in _LENGTHS]
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(config.vocab_size, (n,), generator=generator) for n in lengths]
+    rows = [row.to(model.device) for row in rows]
+    was_training = model.training
+    model.eval()
+    try:
+        own = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows])
+        packed = _packed_logits(model, rows)
+        decoded = _decoded_logits(model, rows)
+    finally:
+        model.train(was_training)
+    to_model = _require_close(own, packed, config.model_type, "packed")
+    _require_close(own, decoded, config.model_type, "decoding")
+    gap = torch.log_softmax(decoded.float(), -1) - torch.log_softmax(packed.float(), -1)
+    return Agreement(torch.equal(decoded, packed), float(gap.abs().mean()), to_model)
+
+
+def _packed_logits(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
+    device = model.device
+    positions = torch.cat([torch.arange(len(row), device=device) for row in rows])
+    with attending(Packed.of_lengths([len(row) for row in rows], device)):
+        return _logits(model, torch.cat(rows), positions)
+
+
+def _decoded_logits(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
+    """Prefill of each row's first half, then the rest token by token, both rows side by side."""
+    device = model.device
+    width = -(-max(len(row) for row in rows) // BLOCK_TOKENS)
+    dtype = model.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    memory = KVMemory(kv_shapes(model), width * len(rows), dtype=dtype, device=device)
+    # Blocks in descending order: a table that is not read would be found out.
+    tables = torch.arange(width * len(rows) - 1, -1, -1, dtype=torch.int32, device=device)
+    tables = tables.view(len(rows), width)
+    halves = [max(1, len(row) // 2) for row in rows]
+    begin = Packed.of_lengths(halves, device)
+    begin = Packed(begin.cu_seqlens, begin.max_length, memory, tables)
+    positions = torch.cat([torch.arange(n, device=device) for n in halves])
+    with attending(begin):
+        ids = torch.cat([row[:n] for row, n in zip(rows, halves, strict=True)])
+        parts = [list(part) for part in _logits(model, ids, positions).split(halves)]
+    for place in range(min(halves), max(len(row) for row in rows)):
+        live = [i for i, row in enumerate(rows) if halves[i] <= place < len(row)]
+        if not live:
+            continue
+        at = torch.full((len(live),), place, device=device)
+        with attending(Decode(at, tables[live], memory)):
+            ids = torch.stack([rows[i][place] for i in live])
+            for i, logits in zip(live, _logits(model, ids, at), strict=True):
+                parts[i].append(logits)
+    return torch.cat([torch.stack(part) for part in parts])
+
+
+def _logits(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor:
+    output = twin_of(model)(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+    return output.logits[0]
+
+
+def _require_close(own: Tensor, ours: Tensor, family: str, road: str) -> float:
+    """Equal up to rounding, and the same likeliest token wherever that is not a near tie."""
+    scale = max(1.0, float(own.float().abs().max()))
+    tolerance = 4 * math.sqrt(torch.finfo(own.dtype).eps)
+    apart = float((own.float() - ours.float()).abs().max()) / scale
+    top = own.float().topk(2, dim=-1)
+    clear = top.values[:, 0] - top.values[:, 1] > 2 * tolerance * scale
+    same = ours.argmax(-1) == top.indices[:, 0]
+    if not apart <= tolerance or not bool(same[clear].all()):
+        raise ModelError(
+            f"the {road} forward of family {family!r} must give its own forward's logits; got a "
+            f"largest difference of {apart:.3g} of the largest logit. This family is not supported."
+        )
+    return apart

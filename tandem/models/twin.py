@@ -1,0 +1,203 @@
+"""The generation twin: a second module tree over the very same weights.
+
+A model is trained, saved and read as the Hugging Face module that it is. What computes is its
+twin: copies of its module objects whose parameter and buffer tables are the originals' own, so
+that no weight exists twice and none can differ. In the twin, attention goes to
+`ops.attention.tandem_attention` and plain layers to the operations of `ops.dense`, packed
+sequences and KV memory included; hooks and flags of the original stay where they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from tandem.models.fused import fuse
+from tandem.ops.attention import TANDEM_ATTENTION
+from tandem.ops.steps import LayerShape, Packed, Recording, attending, current_step
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+@dataclass(slots=True)
+class _Twin:
+    """A twin and the originals of its modules, both in the order of `modules()`."""
+
+    model: PreTrainedModel
+    originals: list[ReferenceType[nn.Module]]
+    copies: list[nn.Module]
+    shapes: tuple[LayerShape, ...] | None = None
+    why_unpacked: str | None = None
+
+
+_twins: WeakKeyDictionary[PreTrainedModel, _Twin] = WeakKeyDictionary()
+
+
+def twin_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model's twin, built once and kept in step with it.
+
+    Its forward must run inside `ops.steps.attending`, on packed token ids (1, N) with their
+    positions (1, N). Gradients reach the model's own parameters.
+    """
+    return _current(model).model
+
+
+def shares_every_tensor(model: nn.Module) -> bool:
+    """Whether the twin's parameters and buffers are the model's own objects, by identity."""
+    assert isinstance(model, PreTrainedModel)
+    twin = twin_of(model)
+    ours = [*model.named_parameters(), *model.named_buffers()]
+    theirs = [*twin.named_parameters(), *twin.named_buffers()]
+    return len(ours) == len(theirs) and all(
+        name == other and tensor is same
+        for (name, tensor), (other, same) in zip(ours, theirs, strict=True)
+    )
+
+
+def kv_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
+    """What each attention layer keeps per token, in the order of the layers.
+
+    Empty where the model's attention does not go through transformers' attention interface.
+    """
+    entry = _current(model)
+    if entry.shapes is None:
+        entry.shapes, entry.why_unpacked = _recorded(entry.model)
+    return entry.shapes
+
+
+def supports_packing(model: PreTrainedModel) -> bool:
+    """Whether the twin computes this family: its attention is reached through the interface."""
+    return bool(kv_shapes(model))
+
+
+def why_unpacked(model: PreTrainedModel) -> str:
+    """Why `supports_packing` says no; empty where it says yes."""
+    kv_shapes(model)
+    return _current(model).why_unpacked or ""
+
+
+def _current(model: PreTrainedModel) -> _Twin:
+    entry = _twins.get(model)
+    if entry is None or not _follow(model, entry):
+        entry = _twins[model] = _build(model)
+        _follow(model, entry)
+    return entry
+
+
+def _follow(model: PreTrainedModel, entry: _Twin) -> bool:
+    """Take over what may change on a module object; False if the module tree itself changed."""
+    originals, copies = entry.originals, entry.copies
+    count = 0
+    for module in model.modules():
+        if count == len(originals) or originals[count]() is not module:
+            return False
+        twin = copies[count].__dict__
+        count += 1
+        if twin["training"] is not module.training:
+            twin["training"] = module.training
+        if "gradient_checkpointing" in module.__dict__:
+            twin["gradient_checkpointing"] = module.gradient_checkpointing
+    return count == len(originals)
+
+
+def _build(model: PreTrainedModel) -> _Twin:
+    made: dict[int, nn.Module] = {}
+    configs: dict[int, Any] = {}
+    root = _copied(model, made, configs)
+    assert isinstance(root, PreTrainedModel)
+    modules = list(model.modules())
+    copies = [made[id(module)] for module in modules]
+    for twin in copies:
+        fuse(twin)
+    return _Twin(root, [ref(module) for module in modules], copies)
+
+
+def _copied(module: nn.Module, made: dict[int, nn.Module], configs: dict[int, Any]) -> nn.Module:
+    """A new object of the module's class over its own parameter and buffer tables."""
+    if id(module) in made:
+        return made[id(module)]
+    twin = copy.copy(module)
+    made[id(module)] = twin
+    state = twin.__dict__
+    # copy.copy keeps references: the tables of parameters and buffers stay the original's.
+    state["_modules"] = {
+        name: None if child is None else _copied(child, made, configs)
+        for name, child in module._modules.items()
+    }
+    for name in _HOOKS:
+        if name in state:
+            state[name] = OrderedDict()
+    if "config" in state:
+        state["config"] = _with_our_attention(state["config"], configs)
+    if hasattr(twin, "_gradient_checkpointing_func") or hasattr(twin, "gradient_checkpointing"):
+        state["_gradient_checkpointing_func"] = _checkpointed
+    return twin
+
+
+def _with_our_attention(config: Any, configs: dict[int, Any]) -> Any:
+    if id(config) not in configs:
+        changed = copy.deepcopy(config)
+        changed._attn_implementation = TANDEM_ATTENTION
+        configs[id(config)] = changed
+    return configs[id(config)]
+
+
+def _checkpointed(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Gradient checkpointing that remembers what the forward was over when it runs it again."""
+    step = current_step()
+
+    def again(*inputs: Any) -> Any:
+        with attending(step):
+            return function(*inputs)
+
+    return checkpoint(again, *arguments, use_reentrant=False)
+
+
+@torch.no_grad()
+def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
+    """Run the twin on three tokens and see which layers ask for attention."""
+    device = twin.device
+    recording = Recording(Packed.of_lengths([3], device))
+    ids = torch.zeros((1, 3), dtype=torch.long, device=device)
+    family = twin.config.model_type
+    was_training = [(module, module.training) for module in twin.modules()]
+    twin.eval()
+    try:
+        with attending(recording):
+            base_forward(twin, ids, torch.arange(3, device=device)[None])
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return (), f"family {family!r} does not run on packed tokens ({reason})"
+    finally:
+        for module, training in was_training:
+            module.training = training
+    layers = twin.config.get_text_config().num_hidden_layers
+    if sorted(recording.shapes) != list(range(layers)):
+        return (), (
+            f"{len(recording.shapes)} of {layers} layers of family {family!r} attend through "
+            "transformers' attention interface"
+        )
+    return tuple(recording.shapes[i] for i in range(layers)), ""
+
+
+def base_forward(twin: PreTrainedModel, token_ids: Tensor, positions: Tensor) -> Tensor:
+    """Last hidden states (1, N, D) of a twin, inside `attending`."""
+    output = twin.base_model(input_ids=token_ids, position_ids=positions, use_cache=False)
+    return output.last_hidden_state

@@ -1,0 +1,234 @@
+"""The one attention of prefill, decode, scoring and training, under transformers' interface.
+
+A model whose config names TANDEM_ATTENTION calls `tandem_attention` from every attention layer.
+On a CPU a token's output depends on its own sequence alone, to the last bit, and is the same
+whether the token comes with its sequence or alone on top of KV memory (`native`); the plain torch
+paths below mean the same to rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from tandem.ops import native
+from tandem.ops.steps import (
+    BLOCK_TOKENS,
+    Decode,
+    KVMemory,
+    LayerShape,
+    Packed,
+    Recording,
+    current_step,
+)
+
+TANDEM_ATTENTION = "tandem"
+"""The name to set as a config's `_attn_implementation`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a layer attends: score scale; keys in sight (0: all); soft cap (0: none); sinks (H,)."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+
+
+def tandem_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query (1, Hq, N, D), key and value (1, Hkv, N, D).
+
+    Returns:
+        (1, N, Hq, Dv) and no weights.
+    """
+    kind = Kind(
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=int(sliding_window or 0),
+        softcap=float(softcap or 0.0),
+        sinks=s_aux,
+        dropout=dropout if module.training else 0.0,
+    )
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    return attend(int(module.layer_idx), q, k, v, kind).unsqueeze(0), None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(TANDEM_ATTENTION, tandem_attention)
+
+
+def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> Tensor:
+    """Attention of N tokens, q (N, Hq, Dk), k (N, Hkv, Dk), v (N, Hkv, Dv) -> (N, Hq, Dv)."""
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    elif not q.dtype == k.dtype == v.dtype:
+        q, k = q.to(v.dtype), k.to(v.dtype)
+    step = current_step()
+    if isinstance(step, Decode):
+        return paged_attention(q, k, v, step, layer, kind)
+    if isinstance(step, Recording):
+        step.shapes[layer] = LayerShape(k.shape[1], k.shape[2], v.shape[2])
+        step = step.packed
+    if step.memory is not None and step.block_tables is not None:
+        store_kv(k, v, step.memory, layer, step.block_tables, step.cu_seqlens)
+    return varlen_attention(q, k, v, step, kind)
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: Kind) -> Tensor:
+    """Causal attention inside each of the packed sequences, with gradient."""
+    if q.device.type == "cpu" and kind.dropout == 0 and _native(q.dtype):
+        return torch.ops.tandem.varlen_attention(
+            q, k, v, step.cu_seqlens, kind.scale, kind.window, kind.softcap, kind.sinks
+        )
+    if q.device.type == "cuda" and _varlen_kernel_fits(q, v, kind):
+        return _varlen_on_gpu(q, k, v, step, kind)
+    bounds = step.cu_seqlens.tolist()
+    if not q.shape[0]:
+        return q.new_empty(0, q.shape[1], v.shape[2])
+    parts = [_one_sequence(q[a:b], k[a:b], v[a:b], kind) for a, b in pairwise(bounds) if b > a]
+    return torch.cat(parts)
+
+
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, step: Decode, layer: int, kind: Kind
+) -> Tensor:
+    """One new token per row: keep its key and value, attend to the row's tokens so far."""
+    keys, values = step.memory.layers[layer]
+    if q.device.type == "cpu" and _native(q.dtype):
+        return torch.ops.tandem.paged_attention(
+            q, k, v, keys, values, step.block_tables, step.positions,
+            kind.scale, kind.window, kind.softcap, kind.sinks,
+        )  # fmt: skip
+    if q.device.type == "cuda":
+        from tandem.ops.paged_gpu import paged_attention_gpu  # triton is there with a GPU only
+
+        return paged_attention_gpu(q, k, v, keys, values, step, kind)
+    return _paged_plain(q, k, v, keys, values, step, kind)
+
+
+def store_kv(
+    k: Tensor, v: Tensor, memory: KVMemory, layer: int, block_tables: Tensor, cu_seqlens: Tensor
+) -> None:
+    """Keep the keys and values of packed sequences, row b of `block_tables` for sequence b."""
+    keys, values = memory.layers[layer]
+    k, v = k.detach(), v.detach()
+    if k.device.type == "cpu" and _native(k.dtype):
+        torch.ops.tandem.store_kv(k, v, keys, values, block_tables, cu_seqlens)
+        return
+    lengths = cu_seqlens.diff().long()
+    rows = torch.repeat_interleave(torch.arange(len(lengths), device=k.device), lengths)
+    places = torch.arange(k.shape[0], device=k.device) - cu_seqlens[:-1].long()[rows]
+    blocks = block_tables[rows, places // BLOCK_TOKENS].long()
+    offsets = places % BLOCK_TOKENS
+    if k.device.type == "cpu":
+        keys[blocks, :, :, offsets] = k
+        values[blocks, :, offsets] = v
+    else:
+        keys[blocks, offsets] = k
+        values[blocks, offsets] = v
+
+
+def _native(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float32, torch.bfloat16) and native.available()
+
+
+def _one_sequence(q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> Tensor:
+    """(T, Hq, D) and (T, Hkv, D) -> (T, Hq, Dv), causal."""
+    q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    T = q.shape[1]
+    plain = kind.softcap == 0 and kind.sinks is None and kind.dropout == 0
+    if plain and (kind.window == 0 or kind.window >= T):
+        out = F.scaled_dot_product_attention(
+            q[None], k[None], v[None], is_causal=True, scale=kind.scale, enable_gqa=True
+        )[0]
+        return out.transpose(0, 1)
+    places = torch.arange(T, device=q.device)
+    seen = places[None] <= places[:, None]
+    if kind.window:
+        seen = seen & (places[None] > places[:, None] - kind.window)
+    return _weighted(q, k, v, seen, kind).transpose(0, 1)
+
+
+def _weighted(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, kind: Kind) -> Tensor:
+    """The formula itself: q (..., Hq, T, D), k, v (..., Hkv, S, D), seen (..., T, S) bool."""
+    groups = q.shape[-3] // k.shape[-3]
+    k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+    scores = (q.float() @ k.float().transpose(-1, -2)) * kind.scale
+    if kind.softcap:
+        scores = kind.softcap * torch.tanh(scores / kind.softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if kind.sinks is not None:
+        sinks = kind.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = F.dropout(torch.softmax(scores, dim=-1), kind.dropout)[..., : k.shape[-2]]
+    return (weights @ v.float()).to(v.dtype)
+
+
+def _paged_plain(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, step: Decode, kind: Kind
+) -> Tensor:
+    """`paged_attention` on CPU memory, through a dense copy of the blocks in use."""
+    positions, tables = step.positions, step.block_tables.long()
+    blocks = tables.gather(1, (positions // BLOCK_TOKENS)[:, None])[:, 0]
+    offsets = positions % BLOCK_TOKENS
+    keys[blocks, :, :, offsets] = k
+    values[blocks, :, offsets] = v
+    used = int(positions.max()) // BLOCK_TOKENS + 1
+    n, heads = q.shape[0], k.shape[1]
+    chosen = tables[:, :used]
+    dense_k = keys[chosen].permute(0, 2, 1, 4, 3).reshape(n, heads, used * BLOCK_TOKENS, -1)
+    dense_v = values[chosen].permute(0, 2, 1, 3, 4).reshape(n, heads, used * BLOCK_TOKENS, -1)
+    places = torch.arange(used * BLOCK_TOKENS)[None]
+    seen = places <= positions[:, None]
+    # A block may hold anything past its row's end: zero weight does not stop a NaN.
+    dense_v = dense_v.masked_fill(~seen[:, None, :, None], 0.0)
+    if kind.window:
+        seen = seen & (places > positions[:, None] - kind.window)
+    return _weighted(q[:, :, None], dense_k, dense_v, seen[:, None, None], kind)[:, :, 0]
+
+
+def _varlen_kernel_fits(q: Tensor, v: Tensor, kind: Kind) -> bool:
+    """Whether torch's variable-length flash attention computes this layer."""
+    return (
+        q.dtype in (torch.bfloat16, torch.float16)
+        and kind.softcap == 0
+        and kind.sinks is None
+        and kind.dropout == 0
+        and q.shape[-1] == v.shape[-1]
+        and q.shape[-1] <= 256
+        and q.shape[-1] % 8 == 0
+    )
+
+
+def _varlen_on_gpu(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: Kind) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # imports the GPU kernels
+
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    window = (kind.window - 1, 0) if kind.window else (-1, 0)
+    out = varlen_attn(
+        q.contiguous(), k.contiguous(), v.contiguous(), step.cu_seqlens, step.cu_seqlens,
+        step.max_length, step.max_length, scale=kind.scale, window_size=window,
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out

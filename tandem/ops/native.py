@@ -1,0 +1,163 @@
+"""Builds and loads the C++ operations on first use; says why where it cannot.
+
+Compiling takes about half a minute, once per machine, torch version and change of the sources. The
+result is kept in TANDEM_CACHE (default: the user's cache folder). TANDEM_NATIVE=off uses the plain
+torch paths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent / "csrc"
+
+
+def available() -> bool:
+    """Whether the C++ operations are there (torch.ops.tandem); builds them at the first call."""
+    return not why_not()
+
+
+@cache
+def why_not() -> str:
+    """Why the plain torch paths run instead of the C++ ones; empty where the C++ ones run."""
+    if os.environ.get("TANDEM_NATIVE", "on").lower() in ("off", "0", "no", "false"):
+        return "TANDEM_NATIVE is off"
+    if sys.platform not in ("linux", "darwin"):
+        return f"the C++ operations are not built on {sys.platform}"
+    compiler = _compiler()
+    if compiler is None:
+        return "no C++ compiler was found (set CXX, or install g++ or clang++)"
+    try:
+        torch.ops.load_library(str(_built(compiler)))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return f"the C++ operations did not build: {_first_line(error)}"
+    return ""
+
+
+def cache_folder() -> Path:
+    """Where built libraries are kept."""
+    chosen = os.environ.get("TANDEM_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+
+
+def _compiler() -> str | None:
+    named = os.environ.get("CXX")
+    return next((path for name in (named, "g++", "clang++", "c++") if name
+                 and (path := shutil.which(name))), None)  # fmt: skip
+
+
+def _built(compiler: str) -> Path:
+    """The library of these sources for this machine, built if it is not there.
+
+    Built under a name of its own and then renamed: processes that build at once do not disturb
+    each other, and a build that is killed leaves nothing that anyone waits for.
+    """
+    flags = _flags()
+    sources = sorted(SOURCES.glob("*.cpp"))
+    library = cache_folder() / f"native-{_key(compiler, flags)}.so"
+    if library.is_file():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
+        objects = _compiled(compiler, flags, sources, Path(folder))
+        linked = Path(folder) / library.name
+        _run([compiler, "-shared", "-o", str(linked), *map(str, objects), *_link_flags()])
+        os.replace(linked, library)
+    return library
+
+
+def _compiled(compiler: str, flags: list[str], sources: list[Path], folder: Path) -> list[Path]:
+    """One object per source, compiled side by side."""
+    running = []
+    for source in sources:
+        target = folder / f"{source.stem}.o"
+        command = [compiler, *flags, "-c", str(source), "-o", str(target)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        running.append((target, process))
+    failed = [
+        error
+        for _, process in running
+        for error in [process.communicate()[1].decode(errors="replace")]
+        if process.returncode
+    ]
+    if failed:
+        raise RuntimeError(_first_error(failed[0]))
+    return [target for target, _ in running]
+
+
+def _flags() -> list[str]:
+    root = Path(torch.__file__).parent
+    includes = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include"]
+    # Sums must not be reordered, so no -ffast-math; a product and a sum become one rounding.
+    flags = [
+        "-O3",
+        "-std=c++20",
+        "-fPIC",
+        "-ffp-contract=fast",
+        "-fno-math-errno",
+        "-DNDEBUG",
+        "-w",
+    ]
+    flags += ["-mcpu=native"] if platform.machine() in ("arm64", "aarch64") else ["-march=native"]
+    if sys.platform == "linux":
+        flags.append("-fopenmp")
+    flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
+    includes.append(Path(sysconfig.get_paths()["include"]))
+    return [*flags, *(f"-I{folder}" for folder in includes)]
+
+
+def _link_flags() -> list[str]:
+    folder = Path(torch.__file__).parent / "lib"
+    flags = [f"-L{folder}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{folder}"]
+    if sys.platform == "darwin":
+        return [*flags, "-undefined", "dynamic_lookup"]
+    # torch has brought its OpenMP threads into the process; a second runtime would fight them.
+    return [*flags, "-fopenmp"]
+
+
+def _key(compiler: str, flags: list[str]) -> str:
+    """What the library depends on: sources, flags, compiler, torch, the processor's abilities."""
+    parts = [shlex.join(flags), torch.__version__, _run([compiler, "--version"]), _processor()]
+    for file in sorted(SOURCES.iterdir()):
+        if file.suffix in (".cpp", ".h"):
+            parts += [file.name, file.read_text(encoding="utf-8")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        lines = cpuinfo.read_text("utf-8", "replace").splitlines()
+        chosen = [s for s in lines if s.lower().startswith(("model name", "flags", "features"))]
+        return "\n".join(sorted(set(chosen)))
+    return f"{platform.machine()} {platform.processor()}"
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        raise RuntimeError(_first_error(done.stderr))
+    return done.stdout
+
+
+def _first_error(output: str) -> str:
+    lines = [line for line in output.splitlines() if "error" in line.lower()]
+    return (lines or output.strip().splitlines() or ["the compiler failed without a word"])[0]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,142 @@
+"""What one forward pass is over, for the attention layers inside it to read.
+
+A model's forward knows nothing of packed sequences or block tables; `attending` says, around the
+call, which sequences stand side by side (`Packed`) or which rows continue by a token (`Decode`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tandem.errors import ShapeError
+
+BLOCK_TOKENS = 16
+"""Tokens in one block of KV memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one attention layer keeps per token: kv_heads keys and as many values."""
+
+    kv_heads: int
+    key_width: int
+    value_width: int
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Keys and values of a token, counted in numbers."""
+        return self.kv_heads * (self.key_width + self.value_width)
+
+
+class KVMemory:
+    """Keys and values of every layer, in blocks of BLOCK_TOKENS tokens that a table lists.
+
+    On a CPU a layer's keys are (blocks, heads, key_width, 16), transposed so that sixteen keys
+    are read at once, and its values (blocks, heads, 16, value_width); on a GPU both are
+    (blocks, 16, heads, width).
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        num_blocks: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Zeroed memory of `num_blocks` blocks per layer."""
+        self.num_blocks, self.shapes = num_blocks, tuple(shapes)
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        for shape in shapes:
+            heads, key, value = shape.kv_heads, shape.key_width, shape.value_width
+            if device.type == "cpu":
+                sizes = (heads, key, BLOCK_TOKENS), (heads, BLOCK_TOKENS, value)
+            else:
+                sizes = (BLOCK_TOKENS, heads, key), (BLOCK_TOKENS, heads, value)
+            keys, values = (
+                torch.zeros(num_blocks, *size, dtype=dtype, device=device) for size in sizes
+            )
+            self.layers.append((keys, values))
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block of every layer, for a sequence that leaves a shared prefix."""
+        for keys, values in self.layers:
+            keys[target] = keys[source]
+            values[target] = values[source]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """B whole sequences side by side, N tokens: training, scoring and prefill.
+
+    cu_seqlens: (B + 1,) int32, where each begins. max_length: of the longest, in tokens.
+    memory, block_tables: where prefill keeps keys and values, (B, max_blocks) int32.
+    """
+
+    cu_seqlens: Tensor
+    max_length: int
+    memory: KVMemory | None = None
+    block_tables: Tensor | None = None
+
+    @staticmethod
+    def of_lengths(lengths: Sequence[int], device: torch.device) -> Packed:
+        """Sequences of these lengths, in this order."""
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return Packed(ends.to(device), max(lengths, default=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """n sequences that each get one more token, which attends to all before it.
+
+    positions: (n,) int64, the new token's index in its sequence.
+    block_tables: (n, max_blocks) int32; entry j of a row is the block of tokens 16 j to 16 j + 15.
+    """
+
+    positions: Tensor
+    block_tables: Tensor
+    memory: KVMemory
+
+
+@dataclass(slots=True)
+class Recording:
+    """One sequence, to learn what each layer keeps; `shapes` fills by layer index."""
+
+    packed: Packed
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+
+
+Step = Packed | Decode | Recording
+_local = threading.local()
+
+
+@contextmanager
+def attending(step: Step) -> Iterator[None]:
+    """Within, on this thread: attention layers work on `step`."""
+    before = getattr(_local, "step", None)
+    _local.step = step
+    try:
+        yield
+    finally:
+        _local.step = before
+
+
+def current_step() -> Step:
+    """What `attending` set.
+
+    Raises:
+        ShapeError: a forward of a twin outside `attending`.
+    """
+    step: Step | None = getattr(_local, "step", None)
+    if step is None:
+        raise ShapeError(
+            "a twin's forward must run inside `attending`; got none. Call it through "
+            "models.forward, which says what the forward is over."
+        )
+    return step
