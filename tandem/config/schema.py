@@ -6,8 +6,11 @@ these as YAML and checks them; `docs/config.md` is generated from this file.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from tandem.errors import ConfigError
 
 
 def knob(
@@ -147,12 +150,46 @@ class SamplingConfig:
     """Draw from the smallest set of tokens with this much probability; 1 is off."""
     top_k: int = knob(0, ge=0)
     """Draw from the k likeliest tokens; 0 is off."""
+    min_p: float = knob(0.0, ge=0, lt=1)
+    """Draw from tokens at least this share as likely as the likeliest (arXiv:2407.01082); 0 is
+    off."""
+    repetition_penalty: float = knob(1.0, gt=0)
+    """Divide a positive logit of a token that occurred in prompt or answer by this, multiply a
+    negative one (arXiv:1909.05858); 1 is off."""
+    presence_penalty: float = knob(0.0)
+    """Taken from the logit of each token that the answer has already."""
+    frequency_penalty: float = knob(0.0)
+    """Taken from a token's logit as often as the answer has it already."""
+    logit_bias: tuple[str, ...] = knob(())
+    """Added to logits, as TOKEN_ID:BIAS each; -100 forbids a token."""
+    stop_strings: tuple[str, ...] = knob(())
+    """Texts that end an answer; the text is cut before them, the tokens stay as sampled."""
     max_new_tokens: int = knob(128, ge=1, common=True)
     """Longest answer, in tokens."""
     min_new_tokens: int = knob(0, ge=0)
     """Stop tokens cannot be drawn before this many tokens."""
     samples_per_prompt: int = knob(1, ge=1)
     """Answers drawn per prompt in step 3."""
+
+    def logit_biases(self) -> dict[int, float]:
+        """`logit_bias` by token id.
+
+        Raises:
+            ConfigError: an entry that is not ID:BIAS.
+        """
+        biases: dict[int, float] = {}
+        for entry in self.logit_bias:
+            token_id, _, bias = entry.partition(":")
+            try:
+                biases[int(token_id)] = float(bias)
+                if int(token_id) < 0 or math.isnan(float(bias)):
+                    raise ValueError
+            except ValueError:
+                raise ConfigError(
+                    "sampling.logit_bias must list ID:BIAS, a token's id and a number; got "
+                    f"{entry!r}. Use e.g. 50256:-5."
+                ) from None
+        return biases
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,27 @@
 """Drawing a token, and the log-prob of what was drawn.
 
 Randomness is a pure function of (seed, step, prompt, sample, token), so a text does not depend on
-which batch, slot, order or rank it was drawn in.
+which batch, slot, order or rank it was drawn in. Each step here treats a row by itself for the
+same reason.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-# splitmix64's finaliser (G. Steele et al., OOPSLA 2014), its constants as signed 64-bit numbers.
-_GOLDEN = -0x61C8864680B583EB
-_MIX_1 = -0x40A7B892E31B1A47
-_MIX_2 = -0x6B2FB644ECCEEE15
+from tandem.config.schema import SamplingConfig
+from tandem.errors import GenerationError
+from tandem.ops import dense
+
+_FIRST_LOOK = 1024
+"""Tokens among which the nucleus is looked for before the whole vocabulary is summed."""
 
 
 def sequence_key(seed: int, step: int, prompt: int, sample: int) -> int:
@@ -24,33 +30,12 @@ def sequence_key(seed: int, step: int, prompt: int, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
-def keyed_uniforms(keys: Tensor, token: int) -> Tensor:
-    """(B,) float64 in [0, 1), one per sequence key (B,) int64, for its token number `token`."""
-    return _shift_right(_mix(keys + _wrapped(_GOLDEN * (token + 1))), 11).double() * 2.0**-53
-
-
-def _wrapped(number: int) -> int:
-    """The number as 64-bit arithmetic would have it, for torch takes no larger one."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch shifts int64 arithmetically, so the copied sign bits are cut off."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One token per row. tokens: (B,) int64; log-probs and entropy (B,) float32, nats.
+    """One token per row. tokens: (n,) int64; log-probs and entropy (n,) float32, nats.
 
-    logprobs: under softmax(logits / temperature). sampled_logprobs: under the distribution that
-    the token was drawn from, which top-k and top-p have cut and renormalized.
+    logprobs, entropy: of softmax(logits / temperature). sampled_logprobs: under the distribution
+    that the token was drawn from, which biases, penalties and truncation have changed.
     """
 
     tokens: Tensor
@@ -59,53 +44,185 @@ class Draw:
     entropy: Tensor
 
 
-def draw_tokens(
+class TokenCounts:
+    """Which tokens each row's prompt holds and how often its answer does; for penalties."""
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
+        """Of nothing yet."""
+        self.prompted = torch.zeros((rows, vocabulary), dtype=torch.bool, device=device)
+        self.answered = torch.zeros((rows, vocabulary), dtype=torch.int32, device=device)
+
+    def begin(self, row: int, prompt: Sequence[int]) -> None:
+        """A row begins anew, after this prompt."""
+        self.prompted[row] = False
+        self.prompted[row, torch.tensor(prompt, device=self.prompted.device)] = True
+        self.answered[row] = 0
+
+    def add(self, rows: slice, tokens: Tensor) -> None:
+        """Each of these rows has drawn a token."""
+        column = tokens[:, None]
+        self.answered[rows].scatter_add_(1, column, torch.ones_like(column, dtype=torch.int32))
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Rows take other places."""
+        self.prompted[targets] = self.prompted[sources]
+        self.answered[targets] = self.answered[sources]
+
+    def of(self, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """(n, V) bool and (n, V) int32 of these rows."""
+        return self.prompted[rows], self.answered[rows]
+
+
+class Sampler:
+    """Draws as one SamplingConfig says."""
+
+    def __init__(
+        self, sampling: SamplingConfig, stop_token_ids: Sequence[int], device: torch.device
+    ) -> None:
+        """Nothing is drawn yet; the same sampler serves any number of rows.
+
+        Raises:
+            ConfigError: a logit bias that is none.
+        """
+        self.sampling = sampling
+        self.penalizes = (
+            sampling.repetition_penalty != 1.0
+            or sampling.presence_penalty != 0.0
+            or sampling.frequency_penalty != 0.0
+        )
+        self._truncates = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        biases = sampling.logit_biases()
+        self._biased = torch.tensor(list(biases), dtype=torch.long, device=device)
+        self._biases = torch.tensor(list(biases.values()), device=device)
+        self._largest_id = max(biases, default=-1)
+        self._stop_ids = torch.tensor(stop_token_ids, dtype=torch.long, device=device)
+        self._edits = bool(biases) or self.penalizes or sampling.min_new_tokens > 0
+
+    def draw(
+        self,
+        logits: Tensor,
+        keys: Tensor,
+        token_numbers: Tensor,
+        counts: tuple[Tensor, Tensor] | None = None,
+    ) -> Draw:
+        """Draw a token per row.
+
+        Args:
+            logits: (n, V); -inf for tokens that may not be drawn.
+            keys: (n,) int64, each answer's `sequence_key`.
+            token_numbers: (n,) int64, how many tokens each answer has before this one.
+            counts: what `TokenCounts.of` says of the rows; needed where `penalizes`.
+        Raises:
+            GenerationError: a logit bias for a token that the model does not have.
+        """
+        temperature = self.sampling.temperature
+        if not self._edits and not self._truncates:
+            tokens, logprobs, entropy = dense.sample(logits, keys, token_numbers, temperature)
+            return Draw(tokens, logprobs, logprobs, entropy)
+        changed = self._edited(logits.float(), token_numbers, counts) if self._edits else logits
+        if self._truncates:
+            s = self.sampling
+            changed = truncated(
+                changed, temperature=temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
+            )
+        tokens, sampled, _ = dense.sample(changed, keys, token_numbers, temperature)
+        logprobs, entropy = dense.token_logprobs(logits, tokens, temperature)
+        return Draw(tokens, logprobs, sampled, entropy)
+
+    def _edited(
+        self, logits: Tensor, token_numbers: Tensor, counts: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Biases, penalties, then stop tokens that may not be drawn yet."""
+        if self._largest_id >= logits.shape[1]:
+            raise GenerationError(
+                f"sampling.logit_bias must name tokens below the model's {logits.shape[1]}; got "
+                f"{self._largest_id}. Use ids of its tokenizer."
+            )
+        if len(self._biased):
+            logits = logits.index_add(1, self._biased, self._biases.expand(len(logits), -1))
+        if self.penalizes:
+            assert counts is not None
+            logits = penalized(logits, *counts, self.sampling)
+        if self.sampling.min_new_tokens > 0:
+            young = token_numbers < self.sampling.min_new_tokens
+            stops = logits[:, self._stop_ids]
+            logits = logits.index_copy(
+                1, self._stop_ids, stops.masked_fill(young[:, None], -torch.inf)
+            )
+        return logits
+
+
+def penalized(
+    logits: Tensor, prompted: Tensor, answered: Tensor, sampling: SamplingConfig
+) -> Tensor:
+    """Logits (n, V) float32 after the penalties for tokens that have occurred.
+
+    repetition_penalty r (arXiv:1909.05858, as Hugging Face has it): a token of prompt or answer
+    has its logit divided by r if positive, multiplied by r if negative. frequency_penalty is
+    subtracted once per occurrence in the answer, presence_penalty once in all.
+    """
+    penalty = sampling.repetition_penalty
+    if penalty != 1.0:
+        seen = prompted | (answered > 0)
+        changed = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = torch.where(seen, changed, logits)
+    if sampling.frequency_penalty != 0.0:
+        logits = logits - sampling.frequency_penalty * answered
+    if sampling.presence_penalty != 0.0:
+        logits = logits - sampling.presence_penalty * (answered > 0)
+    return logits
+
+
+def truncated(
     logits: Tensor,
-    uniforms: Tensor,
     *,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    forbidden: Tensor | None = None,
-) -> Draw:
-    """Draw a token per row by the inverse of the cumulative distribution.
+    min_p: float = 0.0,
+) -> Tensor:
+    """Logits (n, V) with -inf for every token that top-k, then top-p, then min-p leaves out.
+
+    Tokens that tie with the last one kept are kept.
 
     Args:
-        logits: (B, V), -inf for tokens that may not be drawn.
-        uniforms: (B,) float64 in [0, 1).
-        temperature: > 0.
-        top_k: keep the k likeliest (ties at the border are kept); 0 is off.
-        top_p: of those, keep the smallest set with at least this much of their probability
-            (arXiv:1904.09751); 1 is off.
-        forbidden: (n,) ids that may not be drawn now, though the policy gives them probability.
+        temperature: what the logits are divided by before they are probabilities; > 0.
+        top_k: keep the k likeliest; 0 is off.
+        top_p: of those, the smallest set with this much of their probability (arXiv:1904.09751).
+        min_p: of all, those at least this likely relative to the likeliest (arXiv:2407.01082).
     """
-    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-    allowed = logprobs
-    if forbidden is not None:
-        allowed = logprobs.index_fill(1, forbidden, -torch.inf)
-    kept = truncated(allowed, top_k=top_k, top_p=top_p)
-    # Summed in float64: the last token with any probability is reached, none without one is.
-    cumulative = kept.exp().cumsum(dim=-1, dtype=torch.float64)
-    target = uniforms[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, target, right=True)
-    tokens = tokens.clamp(max=logits.shape[-1] - 1)
-    drawn = logprobs.gather(1, tokens).squeeze(1)
-    finite = logprobs.clamp(min=torch.finfo(torch.float32).min)
-    entropy = -torch.linalg.vecdot(logprobs.exp(), finite)
-    if kept is logprobs:
-        return Draw(tokens.squeeze(1), drawn, drawn, entropy)
-    return Draw(tokens.squeeze(1), drawn, drawn - torch.logsumexp(kept, dim=-1), entropy)
-
-
-def truncated(logprobs: Tensor, *, top_k: int, top_p: float) -> Tensor:
-    """`logprobs` (B, V) with -inf for every token that top-k, then top-p, leaves out."""
-    if 0 < top_k < logprobs.shape[-1]:
-        border = logprobs.topk(top_k, dim=-1).values[:, -1:]
-        logprobs = logprobs.masked_fill(logprobs < border, -torch.inf)
+    if 0 < top_k < logits.shape[-1]:
+        border = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < border, -torch.inf)
     if top_p < 1:
-        ordered, order = logprobs.sort(dim=-1, descending=True)
-        probabilities = torch.softmax(ordered, dim=-1)
+        probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+        logits = logits.masked_fill(
+            probabilities < _nucleus_border(probabilities, top_p), -torch.inf
+        )
+    if min_p > 0:
+        scaled = logits.float() / temperature
+        border = scaled.amax(dim=-1, keepdim=True) + math.log(min_p)
+        logits = logits.masked_fill(scaled < border, -torch.inf)
+    return logits
+
+
+def _nucleus_border(probabilities: Tensor, top_p: float) -> Tensor:
+    """(n, 1): probability of the last token kept."""
+    vocabulary = probabilities.shape[-1]
+    ascending = _sorted(probabilities)
+    # Asking a GPU whether a first look was enough would make the host wait for it.
+    widths = (vocabulary,) if probabilities.is_cuda else (min(_FIRST_LOOK, vocabulary), vocabulary)
+    for width in widths:
+        likeliest = ascending[:, vocabulary - width :].flip(-1)
         # A token stays while the ones before it have not reached top_p: the first always does.
-        left_out = probabilities.cumsum(dim=-1) - probabilities >= top_p
-        logprobs = logprobs.masked_fill(left_out.scatter(1, order, left_out), -torch.inf)
-    return logprobs
+        stays = likeliest.cumsum(dim=-1, dtype=torch.float64) - likeliest < top_p
+        if width == vocabulary or not bool(stays[:, -1].any()):
+            break
+    return likeliest.gather(1, stays.sum(dim=-1, keepdim=True) - 1)
+
+
+def _sorted(values: Tensor) -> Tensor:
+    """Each row in ascending order; numpy does it tens of times faster than torch on a CPU."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.sort(values.numpy(), axis=-1))
+    return values.sort(dim=-1).values

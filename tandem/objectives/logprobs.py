@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tandem.ops import dense
+
 DEFAULT_CHUNK_ELEMENTS = 2**24
 """Logits held at once, in elements: 64 MiB in float32."""
 
@@ -69,13 +71,4 @@ def _chunk_logprobs(
     temperature: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    logits = logits_of(hidden).float()
-    if temperature != 1.0:  # dividing by 1 would copy the largest tensor of the step
-        logits = logits / temperature
-    all_logprobs = torch.log_softmax(logits, dim=-1)
-    logprobs = all_logprobs.gather(1, targets[:, None]).squeeze(1)
-    if not with_entropy:
-        return logprobs, torch.zeros_like(logprobs)
-    # A token that cannot occur (log-prob -inf) adds nothing; 0 * -inf must not become NaN.
-    finite = all_logprobs.clamp(min=torch.finfo(torch.float32).min)
-    return logprobs, -torch.linalg.vecdot(all_logprobs.exp(), finite)
+    return dense.token_logprobs(logits_of(hidden), targets, temperature, with_entropy)

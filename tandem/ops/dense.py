@@ -1,44 +1,197 @@
-"""The dense operations of a layer, in plain torch."""
+"""The dense operations of a layer, the same in training, scoring, prefill and decoding.
+
+On a CPU in float32 or bfloat16 they run in C++ (`csrc/dense.cpp`), where a row's result depends on
+that row alone to the last bit; elsewhere in plain torch, equal to rounding.
+"""
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.errors import ConfigError, ShapeError
+from tandem.ops import native
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(..., in) by (out, in) -> (..., out)."""
+    """x (..., in) by weight (out, in), which may be a transposed view, plus bias -> (..., out)."""
+    if _native(x) and (weight.dtype == x.dtype or torch.is_autocast_enabled("cpu")):
+        return _op("linear")(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
+def pack_weight(weight: Tensor) -> Tensor:
+    """A weight (out, in) laid out for `linear_packed`, which reads it faster; a copy."""
+    if _native(weight):
+        return _op("pack_weight")(weight.detach())
+    return weight.detach().clone(memory_format=torch.contiguous_format)
+
+
+def linear_packed(
+    x: Tensor, packed: Tensor, outputs: int, inputs: int, bias: Tensor | None = None
+) -> Tensor:
+    """`linear` on what `pack_weight` made, the same to the last bit, without gradient."""
+    if _native(x):
+        return _op("linear_packed")(x, packed, outputs, inputs, bias)
+    return F.linear(x, packed.view(outputs, inputs), bias)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
-    """(..., D): x / rms(x) * weight, or Gemma's x / rms(x) * (1 + weight)."""
-    h = x.float()
-    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    """Root-mean-square norm of (..., D) in float32, as Llama's: round(x / rms(x)) * weight.
+
+    unit_offset: Gemma's, x / rms(x) * (1 + weight), rounded once.
+    """
+    if _native(x) and weight.dtype in _DTYPES:
+        return _op("rms_norm")(x, weight, eps, unit_offset)
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if unit_offset:
-        return (h * (1.0 + weight.float())).to(x.dtype)
-    return weight * h.to(x.dtype)
+        return (normed * (1.0 + weight.float())).type_as(x)
+    return weight * normed.to(x.dtype)
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate the first R columns of q (N, Hq, D) and k (N, Hkv, D) by cos and sin (N, R)."""
+    """Rotary positions (arXiv:2104.09864), Hugging Face's pairing of halves and its rounding.
+
+    The first R columns of q (N, Hq, D) and k (N, Hkv, D) turn by cos and sin (N, R).
+    """
+    if _native(q) and q.dtype == k.dtype == cos.dtype:
+        return _op("rotary")(q, k, cos, sin)
 
     def turned(x: Tensor) -> Tensor:
         width = cos.shape[-1]
-        part, rest = x[..., :width], x[..., width:]
-        a, b = part.chunk(2, -1)
-        part = part * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]
-        return torch.cat([part, rest], -1)
+        first, second = x[..., :width].chunk(2, -1)
+        part = x[..., :width] * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+        return torch.cat([part, x[..., width:]], -1)
 
     return turned(q), turned(k)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """silu(gate) * up (arXiv:2002.05202), both (..., I)."""
+    if _native(gate) and gate.dtype == up.dtype:
+        return _op("swiglu")(gate, up)
     return F.silu(gate) * up
 
 
 def geglu_tanh(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up, with the tanh approximation."""
+    """gelu(gate) * up, both (..., I), with the tanh approximation."""
+    if _native(gate) and gate.dtype == up.dtype:
+        return _op("geglu_tanh")(gate, up)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def token_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and the entropy it was chosen with, under softmax(logits / T).
+
+    Args:
+        logits: (n, V), -inf allowed.
+        targets: (n,) int64.
+        temperature: T, above 0.
+        with_entropy: compute the entropy (zeros otherwise).
+    Returns:
+        (n,) and (n,), float32 nats, with gradient.
+    Raises:
+        ShapeError: targets are not one per row.
+        ConfigError: the temperature is not above 0.
+    """
+    _check_rows(logits, temperature, targets=targets)
+    if _native(logits):
+        return _op("token_logprobs")(logits, targets, temperature, with_entropy)
+    scaled = logits.float()
+    if temperature != 1.0:  # dividing by 1 would copy the largest tensor of the step
+        scaled = scaled / temperature
+    all_logprobs = torch.log_softmax(scaled, dim=-1)
+    logprobs = all_logprobs.gather(1, targets[:, None]).squeeze(1)
+    if not with_entropy:
+        return logprobs, torch.zeros_like(logprobs)
+    # A token that cannot occur (log-prob -inf) adds nothing; 0 * -inf must not become NaN, nor
+    # its gradient overflow. e^-200 is 0 in float32.
+    finite = all_logprobs.clamp(min=-200.0)
+    return logprobs, -torch.linalg.vecdot(all_logprobs.exp(), finite)
+
+
+def sample(
+    logits: Tensor, keys: Tensor, token_numbers: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw a token per row of softmax(logits / T) by the inverse of its cumulative distribution.
+
+    The token is the first whose cumulative probability, summed in float64, is above the row's
+    `uniforms`; one without probability is never drawn.
+
+    Args:
+        logits: (n, V), -inf allowed.
+        keys, token_numbers: (n,) int64, what `uniforms` makes each row's number of.
+        temperature: T, above 0.
+    Returns:
+        tokens (n,) int64, and as `token_logprobs` gives them, to the bit, their log-probs and
+        the entropy.
+    Raises:
+        ShapeError: keys or token numbers are not one per row.
+        ConfigError: the temperature is not above 0.
+    """
+    _check_rows(logits, temperature, keys=keys, token_numbers=token_numbers)
+    if _native(logits):
+        return _op("sample")(logits.detach(), keys, token_numbers, temperature)
+    logits = logits.detach()
+    cumulative = torch.softmax(logits.float() / temperature, -1).cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:].contiguous()
+    goal = uniforms(keys, token_numbers)[:, None] * total
+    # Where rounding leaves no sum above the goal: the last token with any probability.
+    last = torch.searchsorted(cumulative, total)
+    tokens = torch.minimum(torch.searchsorted(cumulative, goal, right=True), last)
+    tokens = tokens.squeeze(1).clamp(max=logits.shape[1] - 1)
+    return tokens, *token_logprobs(logits, tokens, temperature)
+
+
+# splitmix64's finaliser (G. Steele et al., OOPSLA 2014), its constants as signed 64-bit numbers.
+_GOLDEN = -0x61C8864680B583EB
+_MIX_1 = -0x40A7B892E31B1A47
+_MIX_2 = -0x6B2FB644ECCEEE15
+
+
+def uniforms(keys: Tensor, token_numbers: Tensor) -> Tensor:
+    """(n,) float64 in [0, 1), a pure function of each answer's key and its token's number."""
+    x = keys + _GOLDEN * (token_numbers + 1)
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    x = x ^ _shift_right(x, 31)
+    return _shift_right(x, 11).double() * 2.0**-53
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch shifts int64 arithmetically, so the copied sign bits are cut off."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _check_rows(logits: Tensor, temperature: float, **per_row: Tensor) -> None:
+    """Raise where a tensor is not (n,) int64 for logits (n, V), or T is not above 0."""
+    for name, given in per_row.items():
+        if logits.dim() != 2 or given.shape != logits.shape[:1] or given.dtype != torch.int64:
+            raise ShapeError(
+                f"{name} must be (n,) int64 for logits (n, V); got {tuple(given.shape)} "
+                f"{given.dtype} for {tuple(logits.shape)}. Give one per row."
+            )
+    if not temperature > 0:
+        raise ConfigError(
+            f"temperature must be above 0; got {temperature}. Use a small one for the likeliest "
+            "token."
+        )
+
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _native(x: Tensor) -> bool:
+    return x.is_cpu and x.dtype in _DTYPES and native.available()
+
+
+@cache
+def _op(name: str) -> Any:
+    return getattr(torch.ops.tandem, name).default

@@ -64,11 +64,11 @@ class KVMemory:
             )
             self.layers.append((keys, values))
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy one block of every layer, for a sequence that leaves a shared prefix."""
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy blocks (m,) of every layer, for sequences that leave a shared prefix."""
         for keys, values in self.layers:
-            keys[target] = keys[source]
-            values[target] = values[source]
+            keys[targets] = keys[sources]
+            values[targets] = values[sources]
 
 
 @dataclass(frozen=True, slots=True)

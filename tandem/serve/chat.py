@@ -15,7 +15,9 @@ from tandem.config.schema import SamplingConfig
 from tandem.data.excerpt import visible
 from tandem.data.render import Renderer
 from tandem.errors import ModelError, TandemError
-from tandem.generate.generator import Stops, stream
+from tandem.generate.conversations import stream
+from tandem.generate.generator import Stops
+from tandem.generate.text import AnswerText
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.stops import load_stop_ids
 from tandem.types import Message
@@ -55,8 +57,9 @@ class Conversation:
         stops = Stops(
             self.renderer.stop_token_ids, self.renderer.pad_token_id, self.renderer.decode
         )
-        ids: list[int] = []
-        said = ""
+        said = AnswerText(
+            self.renderer.decode, self.sampling.stop_strings, self.sampling.min_new_tokens
+        )
         self.num_answers += 1
         try:
             for token in stream(
@@ -66,17 +69,12 @@ class Conversation:
                 stops,
                 seed=self.seed + self.num_answers,
             ):
-                ids.append(token)
-                text = self.renderer.decode(ids)
-                # A character of several tokens is shown when it is whole.
-                if not text.endswith("\ufffd") and len(text) > len(said):
-                    yield text[len(said) :]
-                    said = text
-            whole = self.renderer.decode(ids)
-            if len(whole) > len(said):
-                yield whole[len(said) :]
+                if piece := said.push(token):
+                    yield piece
+            if piece := said.flush():
+                yield piece
         finally:
-            self.turns.append(Message("assistant", self.renderer.decode(ids)))
+            self.turns.append(Message("assistant", said.text))
 
     def messages(self) -> list[Message]:
         """The conversation so far, its system prompt first."""

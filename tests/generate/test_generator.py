@@ -8,7 +8,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError
-from tandem.generate.generator import Stops, generate, stream
+from tandem.generate.conversations import stream
+from tandem.generate.generator import Stops, generate
 from tandem.types import Message, PromptRow, Rollout, Source
 from tests.models.families import FAMILIES, tiny_model
 

@@ -1,0 +1,126 @@
+"""Blocks of KV memory: which are free, who holds the others, and how many there is room for.
+
+An answer takes all the blocks it can come to need when it begins (prompt and `max_new_tokens`), so
+once begun it never waits and nothing has to be computed twice; until they are free it waits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from tandem.errors import GenerationError
+from tandem.ops.steps import BLOCK_TOKENS, LayerShape
+
+CPU_SHARE = 0.5
+"""Of the memory that is free when generation begins, what KV memory may take on a CPU."""
+GPU_SHARE = 0.9
+"""The same on a GPU."""
+
+
+def blocks_for(num_tokens: int) -> int:
+    """Blocks that this many tokens fill or begin."""
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
+class BlockPool:
+    """Numbers of blocks, each free or held by one or more sequences."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """All of them free."""
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._holders = [0] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Hold `count` free blocks; the caller has asked `num_free` before."""
+        assert count <= len(self._free)
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
+            self._holders[block] = 1
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more sequence holds these held blocks."""
+        for block in blocks:
+            assert self._holders[block] > 0
+            self._holders[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One sequence less holds these; a block that none holds is free."""
+        for block in blocks:
+            assert self._holders[block] > 0
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                self._free.append(block)
+
+
+def affordable_blocks(
+    shapes: Sequence[LayerShape],
+    *,
+    needed: int,
+    largest: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    free: int | None = None,
+) -> int:
+    """How many blocks to allocate: what is needed, or what memory allows if that is less.
+
+    Args:
+        needed: blocks that would let every answer run at once.
+        largest: blocks of the one that needs most; without them generation cannot go on.
+        free: bytes that are free; measured if None.
+    Raises:
+        GenerationError: there is no room for the largest.
+    """
+    share = CPU_SHARE if device.type == "cpu" else GPU_SHARE
+    block_bytes = sum(s.numbers_per_token for s in shapes) * BLOCK_TOKENS * dtype.itemsize
+    allowed = int((free_bytes(device) if free is None else free) * share) // block_bytes
+    if allowed < largest:
+        raise GenerationError(
+            f"KV memory must hold the longest prompt and answer, {largest * block_bytes >> 20} MiB "
+            f"({largest} blocks); got {allowed * block_bytes >> 20} MiB, {share:.0%} of what is "
+            "free. Lower sampling.max_new_tokens or dataset.max_prompt_tokens, or free memory."
+        )
+    return min(needed, allowed)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device, its container's limit respected."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    limits = [_machine_bytes()]
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        numbers = [_number_in(Path("/sys/fs/cgroup") / name) for name in (limit, used)]
+        if numbers[0] is not None and numbers[1] is not None:
+            limits.append(max(0, numbers[0] - numbers[1]))
+    return min(limits)
+
+
+def _machine_bytes() -> int:
+    """What the system says is available; where it does not say, half of what is built in."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _number_in(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no such controller, or "max": no limit
+        return None

@@ -1,0 +1,151 @@
+"""The road of families whose attention cannot be reached: Hugging Face's `generate` and cache.
+
+It runs the model; drawing a token, the numbers kept of it and what ends an answer are ours. It
+wants prompts padded on the left: that stays inside this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from tandem.generate.sampler import Draw, TokenCounts
+from tandem.generate.scheduler import Request
+
+
+def answer(
+    model: PreTrainedModel,
+    requests: Sequence[Request],
+    stop_token_ids: Sequence[int],
+    pad_token_id: int,
+) -> Draw:
+    """Answer requests of one sampler side by side; they know their ends afterwards.
+
+    Returns:
+        All draws, (n, T) each, T the longest answer; meaningless past an answer's end.
+    """
+    device = model.device
+    width = max(len(request.prompt) for request in requests)
+    input_ids = torch.full((len(requests), width), pad_token_id, dtype=torch.long)
+    attention_mask = torch.zeros((len(requests), width), dtype=torch.long)
+    for i, request in enumerate(requests):
+        input_ids[i, width - len(request.prompt) :] = torch.tensor(request.prompt)
+        attention_mask[i, width - len(request.prompt) :] = 1
+    sampler = _Sampler(requests, device)
+    # Greedy search takes the one token that the sampler leaves.
+    settings = GenerationConfig(
+        max_new_tokens=max(request.limit for request in requests),
+        do_sample=False,
+        eos_token_id=list(stop_token_ids),
+        pad_token_id=pad_token_id,
+        use_cache=True,
+    )
+    with torch.no_grad(), _without_own_settings(model):
+        model.generate(  # type: ignore[operator]
+            input_ids.to(device),
+            attention_mask=attention_mask.to(device),
+            generation_config=settings,
+            logits_processor=LogitsProcessorList([sampler]),
+            stopping_criteria=StoppingCriteriaList([_Ends(requests, stop_token_ids)]),
+        )
+    draws = sampler.draws
+    return Draw(
+        torch.stack([draw.tokens for draw in draws], dim=1),
+        torch.stack([draw.logprobs for draw in draws], dim=1),
+        torch.stack([draw.sampled_logprobs for draw in draws], dim=1),
+        torch.stack([draw.entropy for draw in draws], dim=1),
+    )
+
+
+def stream(
+    model: PreTrainedModel, request: Request, stop_token_ids: Sequence[int]
+) -> Iterator[int]:
+    """One answer's tokens as they are drawn, a stop token included; the request knows its end."""
+    cache = DynamicCache(config=model.config)
+    new_ids = torch.tensor([list(request.prompt)], device=model.device)
+    draw_next = _Sampler([request], model.device)
+    while not request.ended:
+        with torch.no_grad():
+            logits = model(new_ids, past_key_values=cache, use_cache=True).logits[:, -1]
+        new_ids = draw_next.draw(logits).tokens[:, None]
+        token = int(new_ids)
+        _see(request, token, stop_token_ids)
+        yield token
+
+
+class _Sampler(LogitsProcessor):
+    """Draws our token and leaves `generate` no other: every other logit becomes -inf."""
+
+    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+        self.requests = requests
+        self.draws: list[Draw] = []
+        self._keys = torch.tensor([request.key for request in requests], device=device)
+        self._counts: TokenCounts | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        tokens = self.draw(scores).tokens
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+
+    def draw(self, logits: Tensor) -> Draw:
+        sampler, rows = self.requests[0].sampler, slice(0, len(self.requests))
+        if sampler.penalizes and self._counts is None:
+            self._counts = TokenCounts(len(self.requests), logits.shape[1], logits.device)
+            for row, request in enumerate(self.requests):
+                self._counts.begin(row, request.prompt)
+        numbers = torch.full_like(self._keys, len(self.draws))
+        counts = self._counts.of(rows) if self._counts else None
+        draw = sampler.draw(logits, self._keys, numbers, counts)
+        if self._counts is not None:
+            self._counts.add(rows, draw.tokens)
+        self.draws.append(draw)
+        return draw
+
+
+class _Ends(StoppingCriteria):
+    """Tells `generate` which rows have ended."""
+
+    def __init__(self, requests: Sequence[Request], stop_token_ids: Sequence[int]) -> None:
+        self._requests, self._stop_token_ids = requests, stop_token_ids
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Any:
+        for request, token in zip(self._requests, input_ids[:, -1].tolist(), strict=True):
+            if not request.ended:
+                _see(request, token, self._stop_token_ids)
+        ended = [request.ended for request in self._requests]
+        return torch.tensor(ended, device=input_ids.device)
+
+
+def _see(request: Request, token: int, stop_token_ids: Sequence[int]) -> None:
+    """Count a token of an answer, and end it where that ends it."""
+    request.length += 1
+    if token in stop_token_ids:
+        request.ended = request.finished = True
+    elif request.text is not None:
+        request.text.push(token)
+        request.ended = request.finished = request.text.ended
+    request.ended = request.ended or request.length == request.limit
+
+
+@contextmanager
+def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
+    """A checkpoint's generation settings (penalties, beams, limits) must not change what is
+    sampled, and `generate` fills in every setting that its caller leaves open from them."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own

@@ -1,0 +1,130 @@
+"""Decoding of Llama-like models on a CPU in one C++ call a step, on weights packed for the phase.
+
+The call runs the very operations of the twin's modules, so its numbers are theirs to the last bit.
+The packed weights are a copy that lives while the runner does; where memory is short, and for
+every other model, the modules run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.generate.runner import TwinRunner
+from tandem.models.twin import twin_of
+from tandem.ops import dense, native
+from tandem.ops.steps import KVMemory
+
+_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_LAYER_CLASSES = {"input_layernorm": "_RMSNorm", "post_attention_layernorm": "_RMSNorm",
+                  "self_attn": "_RotaryAttention", "mlp": "_GatedMLP"}  # fmt: skip
+_STEADY_ROPE = ("default", "linear", "llama3", "yarn")
+_SHARE_OF_FREE = 0.25
+
+
+def runs_natively(model: PreTrainedModel, free: int) -> bool:
+    """Whether this model decodes in one call, with `free` bytes for a copy of its weights."""
+    twin: Any = twin_of(model)
+    if (
+        model.device.type != "cpu"
+        or type(twin).__name__ not in _MODELS
+        or model.dtype not in (torch.float32, torch.bfloat16)
+        or torch.is_autocast_enabled("cpu")
+        or not native.available()
+    ):
+        return False
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    if size > _SHARE_OF_FREE * free or not _is_linear(twin.lm_head):
+        return False
+    return getattr(twin.model.rotary_emb, "rope_type", "default") in _STEADY_ROPE and all(
+        _is_plain(layer) for layer in twin.model.layers
+    )
+
+
+def _is_plain(layer: Any) -> bool:
+    """A layer whose every part is one that the call computes (no adapters, SiLU, no extras)."""
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
+                   mlp.gate_proj, mlp.up_proj, mlp.down_proj)  # fmt: skip
+    return (
+        set(layer._modules) == set(_LAYER_CLASSES)
+        and all(type(m).__name__ == _LAYER_CLASSES[n] for n, m in layer._modules.items())
+        and all(_is_linear(projection) for projection in projections)
+        and not mlp._tanh
+        and attention._softcap == 0.0
+    )
+
+
+def _is_linear(module: Any) -> bool:
+    return type(module).__name__ == "_Linear"
+
+
+class NativeRunner(TwinRunner):
+    """Prefill by the twin's modules, decoding by `ops.llama_step`."""
+
+    def __init__(self, model: PreTrainedModel, memory: KVMemory, longest: int) -> None:
+        """Packs the weights; no sequence may pass `longest` tokens."""
+        super().__init__(model, memory)
+        twin: Any = twin_of(model)
+        base, first = twin.model, twin.model.layers[0]
+        self._embedding = base.embed_tokens.weight.detach()
+        positions = torch.arange(longest + 1)[None]
+        cos, sin = base.rotary_emb(self._embedding[:1][None], position_ids=positions)
+        self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
+        self._weights = [part for layer in base.layers for part in _layer_parts(layer)]
+        self._weights += [base.norm.weight.detach(), *_packed([twin.lm_head])]
+        self._windows = [layer.self_attn._window for layer in base.layers]
+        attention = first.self_attn
+        self._eps, self._scale = base.norm._eps, attention.scaling
+        width = attention.head_dim
+        self._shape = [
+            attention.q_proj.out_features // width,
+            attention.k_proj.out_features // width,
+            width,
+            first.mlp.gate_proj.out_features,
+            twin.lm_head.out_features,
+        ]
+        self._keys = [keys for keys, _ in memory.layers]
+        self._values = [values for _, values in memory.layers]
+
+    def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+        """As `Runner` says."""
+        return torch.ops.tandem.llama_step(
+            token_ids, positions, tables, self._embedding, self._cos, self._sin, self._weights,
+            self._keys, self._values, self._shape, self._windows, self._eps, self._scale,
+        )  # fmt: skip
+
+
+def _layer_parts(layer: Any) -> list[Tensor]:
+    """In the order of `Part` in csrc/step.cpp, empty where the layer has none."""
+    attention, mlp = layer.self_attn, layer.mlp
+    none = torch.empty(0)
+    norms = [
+        attention._modules[name].weight.detach() if name in attention._modules else none
+        for name in ("q_norm", "k_norm")
+    ]
+    return [
+        layer.input_layernorm.weight.detach(),
+        *_packed([attention.q_proj, attention.k_proj, attention.v_proj]),
+        *norms,
+        *_packed([attention.o_proj]),
+        layer.post_attention_layernorm.weight.detach(),
+        *_packed([mlp.gate_proj, mlp.up_proj]),
+        *_packed([mlp.down_proj]),
+    ]
+
+
+def _packed(layers: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """The layers' weights as one packed weight, and their biases as one (empty without)."""
+    weights = [layer.weight.detach() for layer in layers]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    biases = [
+        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
+        for layer in layers
+    ]
+    has_bias = any(layer.bias is not None for layer in layers)
+    return dense.pack_weight(weight), torch.cat(biases) if has_bias else torch.empty(0)

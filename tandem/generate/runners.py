@@ -1,0 +1,21 @@
+"""Which runner a model gets."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from tandem.generate.blocks import free_bytes
+from tandem.generate.native_runner import NativeRunner, runs_natively
+from tandem.generate.runner import Runner, TwinRunner
+from tandem.ops.steps import KVMemory
+
+
+def make_runner(model: PreTrainedModel, memory: KVMemory, longest: int) -> Runner:
+    """The fastest runner that computes this model; no sequence may pass `longest` tokens.
+
+    What a runner computes does not depend on which one it is: the choice follows from the model
+    and from whether memory is short.
+    """
+    if runs_natively(model, free_bytes(model.device)):
+        return NativeRunner(model, memory, longest)
+    return TwinRunner(model, memory)

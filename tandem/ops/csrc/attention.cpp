@@ -1,0 +1,1375 @@
+// Attention on the CPU: packed sequences (forward and backward) and one new token on KV memory.
+//
+// A query's result is the same to the last bit whether its sequence is computed at once or the token
+// alone on top of KV memory, in whatever company, because its arithmetic is one fixed order:
+//   scores   keys in blocks of 16 by absolute position, a lane per key; the product sums over the
+//            width from first to last;
+//   softmax  against the largest score (the sink among them); 16 sums, one per lane, over blocks;
+//            then `sum` across lanes;
+//   values   key j adds to chain j mod C, first to last; the chains are added in order. C depends on
+//            the width of a value alone (`value_chains`).
+// A key that a query must not see has weight exactly 0. Tiles of up to 4 queries share loaded keys
+// and values; that and the split over threads change who computes, never what.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <numeric>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "vec.h"
+
+namespace tandem {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kBlock = kLanes;  // tokens in a block of KV memory
+constexpr int64_t kTile = 4;        // queries that share what is loaded
+constexpr int64_t kBackTile = 16;   // queries whose weights the backward holds at once
+constexpr int64_t kTogether = 4;   // pairs of row and key head that decode works on stage by stage
+constexpr int64_t kTogetherScores = 8192;  // and the numbers they may hold between stages
+constexpr float kHidden = -1e30f;   // the score of a key out of sight: its exp is 0
+
+// How scores become weights.
+struct Kind {
+  float scale;
+  int64_t window;      // keys in sight, the query's own among them; 0: all
+  float softcap;       // 0: none
+  const float* sinks;  // one per query head, or null
+
+  int64_t first_key(int64_t query) const {
+    return window > 0 ? std::max<int64_t>(0, query - window + 1) : 0;
+  }
+};
+
+// Memory that grows and stays, aligned to a cache line.
+template <class T>
+class Buffer {
+ public:
+  T* take(int64_t count) {
+    if (count > room_) {
+      const size_t bytes = (static_cast<size_t>(count) * sizeof(T) * 5 / 4 + 127) / 64 * 64;
+      memory_.reset(static_cast<T*>(std::aligned_alloc(64, bytes)));
+      if (!memory_) throw std::bad_alloc();
+      room_ = static_cast<int64_t>(bytes / sizeof(T));
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { std::free(p); }
+  };
+  std::unique_ptr<T, Free> memory_;
+  int64_t room_ = 0;
+};
+
+struct Normaliser {
+  float inverse;  // of the sum of weights
+  float largest, total;
+  float lse() const { return largest + std::log(total); }
+};
+
+struct Scratch {
+  Buffer<float> queries, scores, outputs, keys, values;
+  Buffer<float> key_rows, grad_keys, grad_values, grad_outputs, grad_scores;
+  Buffer<const void*> key_blocks, value_blocks, row_blocks;
+  Buffer<Normaliser> norms;
+};
+
+Scratch& scratch() {
+  static thread_local Scratch mine;
+  return mine;
+}
+
+int64_t blocks_of(int64_t tokens) { return (tokens + kBlock - 1) / kBlock; }
+
+// Numbers from one row to the next in scratch: whole vectors, and 8 for the narrowest heads.
+int64_t row_width(int64_t width) { return width == 8 ? 8 : (width + kLanes - 1) / kLanes * kLanes; }
+
+// Independent sums per output number; enough of them to hide the latency of a multiply-add.
+int64_t value_chains(int64_t width) {
+  const int64_t vectors = (width + kLanes - 1) / kLanes;
+  return vectors == 1 ? 8 : vectors == 2 ? 4 : vectors < 8 ? 2 : 1;
+}
+
+// How many of `left` to take next, at most `most`, so that the last share is not a small one.
+int64_t share(int64_t left, int64_t most) {
+  return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most;
+}
+
+// f(i) for i < count, every i by whichever thread is free; the costliest should come first.
+template <class F>
+void share_out(int64_t count, int64_t threads, const F& f) {
+  if (threads <= 1 || count <= 1) {
+    for (int64_t i = 0; i < count; ++i) f(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min(threads, count), 1, [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < count; i = next++) f(i);
+  });
+}
+
+// ---- rows in, rows out ----
+
+template <class T>
+TANDEM_INLINE void copy_row(const T* from, int64_t width, float factor, float* to) {
+  int64_t d = 0;
+  for (; d + kLanes <= width; d += kLanes) store(to + d, load(from + d) * factor);
+  if (d == width) return;
+  const v16 last = load(from + d, static_cast<int>(width - d)) * factor;
+  if (width == 8) {
+    store(to, last, 8);
+  } else {
+    store(to + d, last);
+  }
+}
+
+template <class T>
+TANDEM_INLINE void write_row(const float* from, int64_t width, float factor, T* to) {
+  int64_t d = 0;
+  for (; d + kLanes <= width; d += kLanes) store(to + d, load(from + d) * factor);
+  if (d == width) return;
+  const int rest = static_cast<int>(width - d);
+  store(to + d, load(from + d, rest) * factor, rest);
+}
+
+// One step of a transposition: x[i] and x[i + S] exchange their off-diagonal S-blocks.
+template <int S>
+TANDEM_INLINE void exchange(v16& a, v16& b) {
+#define TANDEM_LOW(l) ((l) & S ? 16 + (l)-S : (l))
+#define TANDEM_HIGH(l) ((l) & S ? 16 + (l) : (l) + S)
+#define TANDEM_LANES(f)                                                                         \
+  f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), \
+      f(15)
+  const v16 low = __builtin_shufflevector(a, b, TANDEM_LANES(TANDEM_LOW));
+  b = __builtin_shufflevector(a, b, TANDEM_LANES(TANDEM_HIGH));
+  a = low;
+#undef TANDEM_LOW
+#undef TANDEM_HIGH
+#undef TANDEM_LANES
+}
+
+template <int S, int Count>
+TANDEM_INLINE void exchange_all(v16 (&x)[Count]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < Count; ++i) {
+    if (!(i & S)) exchange<S>(x[i], x[i + S]);
+  }
+}
+
+template <class T>
+TANDEM_INLINE v16 load_some(const T* p, int64_t count) {
+  return count >= kLanes ? load(p) : load(p, static_cast<int>(count));
+}
+
+// Up to 16 rows of T, `stride` apart, to (width, 16) of Out; rows that are not there become 0.
+template <class T, class Out>
+void transpose_block(const T* rows, int64_t stride, int64_t count, int64_t width, Out* to) {
+  int64_t d = 0;
+  for (; width - d > 8; d += kLanes) {
+    const int64_t some = std::min<int64_t>(kLanes, width - d);
+    v16 x[16];
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; ++j) x[j] = j < count ? load_some(rows + j * stride + d, some) : v16{};
+    exchange_all<8>(x);
+    exchange_all<4>(x);
+    exchange_all<2>(x);
+    exchange_all<1>(x);
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; ++j) {
+      if (j < some) store_exact(to + (d + j) * kLanes, x[j]);
+    }
+  }
+  if (d >= width) return;
+  const int rest = static_cast<int>(width - d);
+  v16 x[8];
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; ++j) {
+    const v16 a = j < count ? load(rows + j * stride + d, rest) : v16{};
+    const v16 b = j + 8 < count ? load(rows + (j + 8) * stride + d, rest) : v16{};
+    x[j] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+  }
+  exchange_all<4>(x);
+  exchange_all<2>(x);
+  exchange_all<1>(x);
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; ++j) {
+    if (j < rest) store_exact(to + (d + j) * kLanes, x[j]);
+  }
+}
+
+// ---- scores ----
+
+// Q queries (rows of floats) against NB blocks of transposed keys.
+template <int Q, int NB, class T>
+TANDEM_INLINE void score_blocks(const float* q, int64_t q_stride, const T* const* keys,
+                                int64_t width, float* s, int64_t stride) {
+  v16 sums[Q][NB] = {};
+  const T* at[NB];
+#pragma GCC unroll 8
+  for (int b = 0; b < NB; ++b) at[b] = keys[b];
+  const auto add = [&](int64_t d) __attribute__((always_inline)) {
+    v16 x[Q];
+#pragma GCC unroll 4
+    for (int r = 0; r < Q; ++r) x[r] = splat(q[r * q_stride + d]);
+#pragma GCC unroll 8
+    for (int b = 0; b < NB; ++b) {
+      v16 key = load(at[b] + d * kLanes);
+      if constexpr (Q > 1) in_register(key);
+#pragma GCC unroll 4
+      for (int r = 0; r < Q; ++r) sums[r][b] = x[r] * key + sums[r][b];
+    }
+  };
+  int64_t d = 0;
+  for (; d + 4 <= width; d += 4) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) add(d + i);
+  }
+  for (; d < width; ++d) add(d);
+#pragma GCC unroll 4
+  for (int r = 0; r < Q; ++r) {
+#pragma GCC unroll 8
+    for (int b = 0; b < NB; ++b) store(s + r * stride + b * kLanes, sums[r][b]);
+  }
+}
+
+template <int Q, class T>
+void score_keys(const float* q, int64_t q_stride, const T* const* keys, int64_t blocks,
+                int64_t width, float* s, int64_t stride) {
+  constexpr int most = Q <= 2 ? 8 : 6, few = Q <= 2 ? 8 : 4;
+  for (; blocks > most; blocks -= few, keys += few, s += few * kLanes) {
+    score_blocks<Q, few>(q, q_stride, keys, width, s, stride);
+  }
+  switch (blocks) {
+    case 1: return score_blocks<Q, 1>(q, q_stride, keys, width, s, stride);
+    case 2: return score_blocks<Q, 2>(q, q_stride, keys, width, s, stride);
+    case 3: return score_blocks<Q, 3>(q, q_stride, keys, width, s, stride);
+    case 4: return score_blocks<Q, 4>(q, q_stride, keys, width, s, stride);
+    case 5: return score_blocks<Q, 5>(q, q_stride, keys, width, s, stride);
+    case 6: return score_blocks<Q, 6>(q, q_stride, keys, width, s, stride);
+    case 7:
+      if constexpr (Q <= 2) score_blocks<Q, 7>(q, q_stride, keys, width, s, stride);
+      return;
+    default:
+      if constexpr (Q <= 2) score_blocks<Q, 8>(q, q_stride, keys, width, s, stride);
+  }
+}
+
+// ---- softmax of one row ----
+
+// s holds the blocks from first_block on. Applies the soft cap, hides what is out of sight.
+TANDEM_INLINE void see(float* s, int64_t blocks, int64_t first_block, int64_t query,
+                       const Kind& kind) {
+  if (kind.softcap != 0) {
+    const float inverse = 1.0f / kind.softcap;
+    for (int64_t b = 0; b < blocks; ++b) {
+      store(s + b * kLanes, tanh(load(s + b * kLanes) * inverse) * kind.softcap);
+    }
+  }
+  const int64_t last = query - first_block * kBlock;
+  const int64_t first = kind.first_key(query) - first_block * kBlock;
+  for (int64_t b = 0; b * kBlock < first; ++b) {
+    const v16i out = lane_index() < static_cast<int32_t>(first - b * kBlock);
+    store(s + b * kLanes, select(out, splat(kHidden), load(s + b * kLanes)));
+  }
+  for (int64_t b = (last + 1) / kBlock; b < blocks; ++b) {
+    const v16i out = lane_index() > static_cast<int32_t>(last - b * kBlock);
+    store(s + b * kLanes, select(out, splat(kHidden), load(s + b * kLanes)));
+  }
+}
+
+// Q rows of scores, `stride` apart, to weights exp(score - largest), not yet divided by their sum.
+// The rows' queries are `step` apart, 1 or 0, and end in the same block.
+template <int Q>
+TANDEM_INLINE void soften(float* s, int64_t stride, int64_t blocks, int64_t first_block,
+                          int64_t query, int64_t step, const float* sinks, int64_t sink_step,
+                          const Kind& kind, Normaliser* norms) {
+  if (kind.softcap != 0 || kind.window != 0) {
+    for (int r = 0; r < Q; ++r) see(s + r * stride, blocks, first_block, query + r * step, kind);
+  } else {
+    const int32_t last = static_cast<int32_t>(query % kBlock);
+#pragma GCC unroll 4
+    for (int r = 0; r < Q; ++r) {
+      float* end = s + r * stride + (blocks - 1) * kLanes;
+      const v16i out = lane_index() > static_cast<int32_t>(last + r * step);
+      store(end, select(out, splat(kHidden), load(end)));
+    }
+  }
+  v16 top[Q], totals[Q] = {};
+#pragma GCC unroll 4
+  for (int r = 0; r < Q; ++r) top[r] = load(s + r * stride);
+  for (int64_t b = 1; b < blocks; ++b) {
+#pragma GCC unroll 4
+    for (int r = 0; r < Q; ++r) top[r] = max(top[r], load(s + r * stride + b * kLanes));
+  }
+  float largest[Q];
+#pragma GCC unroll 4
+  for (int r = 0; r < Q; ++r) largest[r] = max(top[r]);
+  if (sinks) {
+    for (int r = 0; r < Q; ++r) largest[r] = std::max(largest[r], sinks[r * sink_step]);
+  }
+  for (int64_t b = 0; b < blocks; ++b) {
+#pragma GCC unroll 4
+    for (int r = 0; r < Q; ++r) {
+      float* at = s + r * stride + b * kLanes;
+      const v16 weight = exp_below(load(at) - largest[r]);
+      store(at, weight);
+      totals[r] = totals[r] + weight;
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < Q; ++r) {
+    float total = sum(totals[r]);
+    if (sinks) total += exp_below(splat(sinks[r * sink_step] - largest[r]))[0];
+    norms[r] = {1.0f / total, largest[r], total};
+  }
+}
+
+// ---- weighted sums of rows ----
+
+// What a tile adds up: weights (Q rows, `stride` apart) of the rows in `blocks` blocks, the last
+// with `last_count` rows, to `out` (Q rows, out_stride apart).
+template <class T>
+struct Sum {
+  const float* weights;
+  int64_t stride;
+  const T* const* rows;
+  int64_t blocks, last_count, width;
+  float* out;
+  int64_t out_stride;
+};
+
+// NC vectors from column d on; NP chains of `chains` at a time. Vectors of bfloat16 are widened two
+// by two, which leaves the even and the odd columns apart until the end.
+template <int Q, int NC, int NP, class T>
+TANDEM_INLINE void add_columns(const Sum<T>& work, int64_t d, int64_t chains) {
+  const int64_t stride = work.stride, width = work.width, blocks = work.blocks;
+  const T* const* rows = work.rows;
+  constexpr bool paired = std::is_same_v<T, bf16> && NC % 2 == 0;
+  for (int64_t chain = 0; chain < chains; chain += NP) {
+    v16 sums[Q][NC][NP] = {};
+    const auto add = [&](const T* row, const float* weight, int i) __attribute__((always_inline)) {
+      v16 x[Q];
+#pragma GCC unroll 4
+      for (int r = 0; r < Q; ++r) x[r] = splat(weight[r * stride]);
+      v16 value[NC];
+#pragma GCC unroll 8
+      for (int c = 0; c < NC; ++c) {
+        if constexpr (!paired) {
+          value[c] = load(row + c * kLanes);
+        } else if (c % 2 == 0) {
+          load_pairs(row + c * kLanes, value[c], value[c + 1]);
+        }
+        if constexpr (Q > 1) in_register(value[c]);
+#pragma GCC unroll 4
+        for (int r = 0; r < Q; ++r) sums[r][c][i] = x[r] * value[c] + sums[r][c][i];
+      }
+    };
+    const float* weights = work.weights + chain;
+    for (int64_t b = 0; b < blocks; ++b, weights += kLanes) {
+      const T* row = rows[b] + d + chain * width;
+      const float* weight = weights;
+      int64_t left = (b + 1 == blocks ? work.last_count : kBlock) - chain;
+      for (; left >= NP; left -= chains, weight += chains) {
+#pragma GCC unroll 8
+        for (int i = 0; i < NP; ++i, row += width) add(row, weight + i, i);
+        row += (chains - NP) * width;
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < NP; ++i, row += width) {
+        if (i < left) add(row, weight + i, i);
+      }
+    }
+    if constexpr (paired) {
+#pragma GCC unroll 4
+      for (int r = 0; r < Q; ++r) {
+#pragma GCC unroll 4
+        for (int c = 0; c < NC; c += 2) {
+#pragma GCC unroll 8
+          for (int i = 0; i < NP; ++i) interleave(sums[r][c][i], sums[r][c + 1][i]);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < Q; ++r) {
+#pragma GCC unroll 8
+      for (int c = 0; c < NC; ++c) {
+        float* out = work.out + r * work.out_stride + d + c * kLanes;
+        v16 total = chain ? load(out) + sums[r][c][0] : sums[r][c][0];
+#pragma GCC unroll 8
+        for (int i = 1; i < NP; ++i) total = total + sums[r][c][i];
+        store(out, total);
+      }
+    }
+  }
+}
+
+template <int Q, int NC, class T>
+void add_vectors(const Sum<T>& work, int64_t d, int64_t chains) {
+  constexpr int room = 16 / (Q * NC);
+  if constexpr (room >= 8) {
+    if (chains == 8) return add_columns<Q, NC, 8>(work, d, chains);
+  }
+  if constexpr (room >= 4) {
+    if (chains >= 4) return add_columns<Q, NC, 4>(work, d, chains);
+  }
+  if constexpr (room >= 2) {
+    if (chains >= 2) return add_columns<Q, NC, 2>(work, d, chains);
+  }
+  return add_columns<Q, NC, 1>(work, d, chains);
+}
+
+// Rows of 8 numbers, two to a vector: 8 chains in 4 vectors.
+template <int Q, class T>
+void add_pairs(const Sum<T>& work) {
+  v16 sums[Q][4] = {};
+  const auto add = [&](const T* row, const v16 (&weights)[Q], auto pair, bool both)
+                       __attribute__((always_inline)) {
+    constexpr int i = decltype(pair)::value, a = 2 * i, b = 2 * i + 1;
+    const v16 value = both ? load(row + i * kLanes) : load(row + i * kLanes, 8);
+#pragma GCC unroll 4
+    for (int r = 0; r < Q; ++r) {
+      const v16 x = __builtin_shufflevector(weights[r], weights[r], a, a, a, a, a, a, a, a, b, b,
+                                            b, b, b, b, b, b);
+      sums[r][i % 4] = x * value + sums[r][i % 4];
+    }
+  };
+  const auto each = [&](auto f) __attribute__((always_inline)) {
+    [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+      (f(std::integral_constant<int, I>{}), ...);
+    }(std::make_integer_sequence<int, 8>{});
+  };
+  const float* weight = work.weights;
+  for (int64_t b = 0; b < work.blocks; ++b, weight += kLanes) {
+    const T* row = work.rows[b];
+    v16 weights[Q];
+#pragma GCC unroll 4
+    for (int r = 0; r < Q; ++r) weights[r] = load(weight + r * work.stride);
+    const int64_t count = b + 1 == work.blocks ? work.last_count : kBlock;
+    if (count == kBlock) {
+      each([&](auto pair) __attribute__((always_inline)) { add(row, weights, pair, true); });
+    } else {
+      each([&](auto pair) __attribute__((always_inline)) {
+        constexpr int first = 2 * decltype(pair)::value;
+        if (first < count) add(row, weights, pair, first + 1 < count);
+      });
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < Q; ++r) {
+    const v16 total = ((sums[r][0] + sums[r][1]) + sums[r][2]) + sums[r][3];
+    const v8 out = lower(total) + upper(total);
+    __builtin_memcpy(work.out + r * work.out_stride, &out, sizeof out);
+  }
+}
+
+template <int Q, class T>
+void add_rows(const Sum<T>& work, int64_t width) {
+  if (width == 8) return add_pairs<Q>(work);
+  const int64_t chains = value_chains(width), vectors = (width + kLanes - 1) / kLanes;
+  for (int64_t done = 0, now; done < vectors; done += now) {
+    now = share(vectors - done, Q == 1 ? 8 : 4);
+    const int64_t d = done * kLanes;
+    switch (now) {
+      case 1: add_vectors<Q, 1>(work, d, chains); break;
+      case 2: add_vectors<Q, 2>(work, d, chains); break;
+      case 3: add_vectors<Q, 3>(work, d, chains); break;
+      case 4: add_vectors<Q, 4>(work, d, chains); break;
+      default:
+        if constexpr (Q == 1) {
+          if (now == 5) add_vectors<Q, 5>(work, d, chains);
+          if (now == 6) add_vectors<Q, 6>(work, d, chains);
+          if (now == 7) add_vectors<Q, 7>(work, d, chains);
+          if (now == 8) add_vectors<Q, 8>(work, d, chains);
+        }
+    }
+  }
+}
+
+// ---- one tile of queries ----
+
+// Q queries and the blocks of keys and values that any of them sees.
+template <class T>
+struct Tile {
+  const float* queries;  // scaled, q_stride apart
+  int64_t q_stride;
+  const T* const* keys;    // from first_block on
+  const T* const* values;  // rows v_stride apart
+  int64_t v_stride, blocks, first_block;
+  int64_t query, head;  // position of the first query in its sequence
+  int64_t key_width, value_width;
+};
+
+// Weighted values, not divided by the weights' sum, to scratch `out` (Q, row_width(value_width)).
+template <int Q, class T>
+void attend_tile(const Tile<T>& tile, const Kind& kind, float* out, Normaliser (&norms)[kTile]) {
+  const int64_t stride = tile.blocks * kLanes;
+  float* s = scratch().scores.take(stride * Q);
+  score_keys<Q>(tile.queries, tile.q_stride, tile.keys, tile.blocks, tile.key_width, s, stride);
+  soften<Q>(s, stride, tile.blocks, tile.first_block, tile.query, 1,
+            kind.sinks ? kind.sinks + tile.head : nullptr, 0, kind, norms);
+  const int64_t last = (tile.query + Q - 1) % kBlock + 1;
+  add_rows<Q>(Sum<T>{s, stride, tile.values, tile.blocks, last, tile.v_stride, out,
+                     row_width(tile.value_width)},
+              tile.value_width);
+}
+
+template <class T>
+void attend(const Tile<T>& tile, int64_t queries, const Kind& kind, float* out,
+            Normaliser (&norms)[kTile]) {
+  switch (queries) {
+    case 1: return attend_tile<1>(tile, kind, out, norms);
+    case 2: return attend_tile<2>(tile, kind, out, norms);
+    case 3: return attend_tile<3>(tile, kind, out, norms);
+    default: return attend_tile<4>(tile, kind, out, norms);
+  }
+}
+
+// ---- packed sequences, forward ----
+
+template <class T>
+struct Rows {
+  T* data;
+  int64_t token, head;  // strides
+  T* at(int64_t t, int64_t h) const { return data + t * token + h * head; }
+};
+
+template <class T>
+Rows<T> rows_of(const Tensor& x) {
+  return {static_cast<T*>(x.data_ptr()), x.stride(0), x.stride(1)};
+}
+
+struct Sizes {
+  int64_t query_heads, heads, groups, key_width, value_width;
+};
+
+Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v) {
+  return {q.size(1), k.size(1), q.size(1) / k.size(1), k.size(2), v.size(2)};
+}
+
+// Queries [begin, end) of one sequence under one key head.
+struct Piece {
+  int64_t start, head, begin, end;
+  int64_t cost() const { return end * end - begin * begin; }
+};
+
+// One piece per sequence and head, or more where threads would stand idle; the costliest first.
+std::vector<Piece> pieces_of(const int32_t* bounds, int64_t count, int64_t heads, bool divisible) {
+  const int64_t threads = at::get_num_threads();
+  const int64_t parts = divisible ? (2 * threads + count * heads - 1) / (count * heads) : 1;
+  std::vector<Piece> pieces;
+  pieces.reserve(count * heads);
+  for (int64_t b = 0; b < count; ++b) {
+    const int64_t start = bounds[b], length = bounds[b + 1] - start;
+    // A piece prepares all keys before it, so it should have work enough to pay for that.
+    const int64_t size = std::max<int64_t>(
+        128, ((length + parts - 1) / parts + kBlock - 1) / kBlock * kBlock);
+    for (int64_t h = 0; h < heads; ++h) {
+      for (int64_t t = 0; t < length; t += threads > 1 && divisible ? size : length) {
+        pieces.push_back({start, h, t, threads > 1 && divisible ? std::min(t + size, length) : length});
+      }
+    }
+  }
+  if (threads > 1) {
+    std::stable_sort(pieces.begin(), pieces.end(),
+                     [](const Piece& a, const Piece& b) { return a.cost() > b.cost(); });
+  }
+  return pieces;
+}
+
+// The keys of tokens [start, start + tokens) as float blocks (width, 16), and pointers to them.
+template <class T>
+const float* const* transposed(const T* rows, int64_t stride, int64_t tokens, int64_t width,
+                               Buffer<float>& memory, Buffer<const void*>& pointers) {
+  const int64_t blocks = blocks_of(tokens);
+  float* to = memory.take(blocks * width * kLanes);
+  const float** at = reinterpret_cast<const float**>(pointers.take(blocks));
+  for (int64_t b = 0; b < blocks; ++b) {
+    at[b] = to + b * width * kLanes;
+    transpose_block(rows + b * kBlock * stride, stride, std::min(kBlock, tokens - b * kBlock),
+                    width, to + b * width * kLanes);
+  }
+  return at;
+}
+
+// The rows of these tokens as floats, row_width apart, in blocks filled up with 0, and pointers.
+template <class T>
+const float* const* copied(const T* rows, int64_t stride, int64_t tokens, int64_t width,
+                           Buffer<float>& memory, Buffer<const void*>& pointers) {
+  const int64_t blocks = blocks_of(tokens), wide = row_width(width);
+  float* to = memory.take(blocks * kBlock * wide);
+  const float** at = reinterpret_cast<const float**>(pointers.take(blocks));
+  for (int64_t b = 0; b < blocks; ++b) at[b] = to + b * kBlock * wide;
+  for (int64_t t = 0; t < tokens; ++t) copy_row(rows + t * stride, width, 1.0f, to + t * wide);
+  std::fill(to + tokens * wide, to + blocks * kBlock * wide, 0.0f);
+  return at;
+}
+
+template <class T>
+struct Packed {
+  Rows<const T> q, k, v;
+  T* out;      // (N, Hq, Dv)
+  float* lse;  // (N, Hq), or null
+  Sizes sizes;
+  Kind kind;
+};
+
+template <class T>
+void forward_piece(const Packed<T>& in, const Piece& piece) {
+  const Sizes& size = in.sizes;
+  const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
+  Scratch& mine = scratch();
+  const int64_t skipped = in.kind.first_key(piece.begin) / kBlock, from = skipped * kBlock;
+  const auto keys = transposed(in.k.at(piece.start + from, piece.head), in.k.token,
+                               piece.end - from, size.key_width, mine.keys, mine.key_blocks);
+  const auto values = copied(in.v.at(piece.start + from, piece.head), in.v.token,
+                             piece.end - from, size.value_width, mine.values, mine.value_blocks);
+  float* queries = mine.queries.take(kTile * key_width);
+  float* out = mine.outputs.take(kTile * value_width);
+  Normaliser norms[kTile];
+  for (int64_t g = 0; g < size.groups; ++g) {
+    const int64_t head = piece.head * size.groups + g;
+    for (int64_t t = piece.begin; t < piece.end; t += kTile) {
+      const int64_t count = std::min(kTile, piece.end - t);
+      for (int64_t r = 0; r < count; ++r) {
+        copy_row(in.q.at(piece.start + t + r, head), size.key_width, in.kind.scale,
+                 queries + r * key_width);
+      }
+      const int64_t first = in.kind.first_key(t) / kBlock;
+      const Tile<float> tile{queries, key_width, keys + (first - skipped),
+                             values + (first - skipped), value_width, t / kBlock - first + 1,
+                             first, t, head, size.key_width, size.value_width};
+      attend(tile, count, in.kind, out, norms);
+      for (int64_t r = 0; r < count; ++r) {
+        const int64_t row = (piece.start + t + r) * size.query_heads + head;
+        write_row(out + r * value_width, size.value_width, norms[r].inverse,
+                  in.out + row * size.value_width);
+        if (in.lse) in.lse[row] = norms[r].lse();
+      }
+    }
+  }
+}
+
+// ---- packed sequences, backward ----
+
+template <class T>
+struct Gradients {
+  Packed<T> in;          // `out` is the forward's
+  Rows<const T> output;  // gradient of `out`
+  T *q, *k, *v;          // contiguous
+  float* delta;          // (N, Hq): sum of gradient times output, for the sinks
+};
+
+// to (keys, width) += weights^T rows, over `count` queries of which query r sees keys up to
+// `diagonal` + r; lanes along the width.
+template <int NC>
+TANDEM_INLINE void add_outer(const float* weights, int64_t stride, const float* rows, int64_t width,
+                             int64_t count, int64_t keys, int64_t diagonal, float* to) {
+  for (int64_t j = 0; j < keys; j += 4) {
+    v16 sums[4][NC];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 4
+      for (int c = 0; c < NC; ++c) sums[i][c] = load(to + (j + i) * width + c * kLanes);
+    }
+    for (int64_t r = std::max<int64_t>(0, j - diagonal); r < count; ++r) {
+      v16 x[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) x[i] = splat(weights[r * stride + j + i]);
+#pragma GCC unroll 4
+      for (int c = 0; c < NC; ++c) {
+        v16 row = load(rows + r * width + c * kLanes);
+        in_register(row);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) sums[i][c] = x[i] * row + sums[i][c];
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 4
+      for (int c = 0; c < NC; ++c) store(to + (j + i) * width + c * kLanes, sums[i][c]);
+    }
+  }
+}
+
+// The same for rows of 8 numbers, with `to` in transposed blocks: lanes along the keys.
+void add_outer_narrow(const float* weights, int64_t stride, const float* rows, int64_t count,
+                      int64_t keys, float* to) {
+  for (int64_t j = 0; j < keys; j += kBlock, to += 8 * kLanes) {
+    v16 sums[8];
+#pragma GCC unroll 8
+    for (int d = 0; d < 8; ++d) sums[d] = load(to + d * kLanes);
+    for (int64_t r = 0; r < count; ++r) {
+      const v16 x = load(weights + r * stride + j);
+#pragma GCC unroll 8
+      for (int d = 0; d < 8; ++d) sums[d] = x * rows[r * 8 + d] + sums[d];
+    }
+#pragma GCC unroll 8
+    for (int d = 0; d < 8; ++d) store(to + d * kLanes, sums[d]);
+  }
+}
+
+void add_outer(const float* weights, int64_t stride, const float* rows, int64_t width,
+               int64_t count, int64_t keys, int64_t diagonal, float* to) {
+  if (width == 8) return add_outer_narrow(weights, stride, rows, count, keys, to);
+  const int64_t vectors = width / kLanes;
+  for (int64_t done = 0, now; done < vectors; done += now) {
+    now = share(vectors - done, 4);
+    const int64_t d = done * kLanes;
+    switch (now) {
+      case 1: add_outer<1>(weights, stride, rows + d, width, count, keys, diagonal, to + d); break;
+      case 2: add_outer<2>(weights, stride, rows + d, width, count, keys, diagonal, to + d); break;
+      case 3: add_outer<3>(weights, stride, rows + d, width, count, keys, diagonal, to + d); break;
+      default: add_outer<4>(weights, stride, rows + d, width, count, keys, diagonal, to + d);
+    }
+  }
+}
+
+// Scores and products with the output's gradient, in place, to weights and gradients of scores.
+TANDEM_INLINE void differentiate(float* s, float* g, int64_t blocks, float lse, float delta,
+                                 float softcap) {
+  for (int64_t b = 0; b < blocks; ++b) {
+    const v16 score = load(s + b * kLanes);
+    const v16 weight = exp_below(score - lse);
+    v16 grad = weight * (load(g + b * kLanes) - delta);
+    if (softcap != 0) {
+      const v16 bent = score * (1.0f / softcap);
+      // A hidden key has weight 0 and a score far off, whose square must not make it NaN.
+      grad = select(score > 0.5f * kHidden, grad * (1.0f - bent * bent), v16{});
+    }
+    store(s + b * kLanes, weight);
+    store(g + b * kLanes, grad);
+  }
+}
+
+template <int Q>
+void backward_scores(const float* q, int64_t q_width, const float* dout, int64_t out_width,
+                     const float* const* keys, const float* const* values, int64_t blocks,
+                     const Sizes& size, float* s, float* g) {
+  const int64_t stride = blocks * kLanes;
+  score_keys<Q>(q, q_width, keys, blocks, size.key_width, s, stride);
+  score_keys<Q>(dout, out_width, values, blocks, size.value_width, g, stride);
+}
+
+// A tile of 16 queries, ready for `backward_tile`.
+struct BackTile {
+  const float *queries, *grads;  // scaled queries and output gradients, rows row_width apart
+  const float *lse, *delta;      // per query
+  int64_t query, count, blocks, first_block;
+  const float* const* keys;    // transposed, from first_block on
+  const float* const* values;  // the same of values
+  const float* const* rows;    // keys as rows
+  float *scores, *grad_scores; // (16, blocks * 16)
+};
+
+template <int Q>
+void backward_rows(const BackTile& tile, int64_t r, const Sizes& size, const Kind& kind,
+                   float* grad_queries) {
+  const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
+  const int64_t stride = tile.blocks * kLanes;
+  float *s = tile.scores + r * stride, *g = tile.grad_scores + r * stride;
+  backward_scores<Q>(tile.queries + r * key_width, key_width, tile.grads + r * value_width,
+                     value_width, tile.keys, tile.values, tile.blocks, size, s, g);
+  for (int i = 0; i < Q; ++i) {
+    see(s + i * stride, tile.blocks, tile.first_block, tile.query + r + i, kind);
+    differentiate(s + i * stride, g + i * stride, tile.blocks, tile.lse[r + i], tile.delta[r + i],
+                  kind.softcap);
+  }
+  const int64_t last = (tile.query + r + Q - 1) % kBlock + 1;
+  add_rows<Q>(Sum<float>{g, stride, tile.rows, tile.blocks, last, key_width, grad_queries,
+                         key_width},
+              size.key_width);
+}
+
+void backward_tile(const BackTile& tile, const Sizes& size, const Kind& kind,
+                   float* grad_queries) {
+  const int64_t key_width = row_width(size.key_width);
+  for (int64_t r = 0; r < tile.count; r += kTile) {
+    float* to = grad_queries + r * key_width;
+    switch (std::min(kTile, tile.count - r)) {
+      case 1: backward_rows<1>(tile, r, size, kind, to); break;
+      case 2: backward_rows<2>(tile, r, size, kind, to); break;
+      case 3: backward_rows<3>(tile, r, size, kind, to); break;
+      default: backward_rows<4>(tile, r, size, kind, to);
+    }
+  }
+}
+
+float dot(const float* a, const float* b, int64_t width) {
+  if (width == 8) return sum(load(a, 8) * load(b, 8));
+  v16 total = {};
+  for (int64_t d = 0; d < width; d += kLanes) total = load(a + d) * load(b + d) + total;
+  return sum(total);
+}
+
+// The gradients that the rows of `from` (transposed blocks where rows are 8 wide) hold, as T.
+template <class T>
+void write_grads(const float* from, int64_t tokens, int64_t width, T* to, int64_t stride) {
+  if (width != 8) {
+    for (int64_t t = 0; t < tokens; ++t) {
+      write_row(from + t * row_width(width), width, 1.0f, to + t * stride);
+    }
+    return;
+  }
+  for (int64_t t = 0; t < tokens; ++t) {
+    const float* block = from + t / kBlock * 8 * kLanes + t % kBlock;
+    for (int64_t d = 0; d < 8; ++d) to[t * stride + d] = static_cast<T>(block[d * kLanes]);
+  }
+}
+
+// Queries of one head, row by row from its first; fills in a tile's own scratch.
+template <class T>
+void load_tile(const Gradients<T>& work, int64_t row, int64_t count, int64_t head, float* queries,
+               float* grads, float* lse, float* delta) {
+  const Sizes& size = work.in.sizes;
+  const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
+  float* out = scratch().outputs.take(value_width);
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t at = (row + r) * size.query_heads + head;
+    copy_row(work.in.q.at(row + r, head), size.key_width, work.in.kind.scale,
+             queries + r * key_width);
+    copy_row(work.output.at(row + r, head), size.value_width, 1.0f, grads + r * value_width);
+    copy_row(work.in.out + at * size.value_width, size.value_width, 1.0f, out);
+    lse[r] = work.in.lse[at];
+    work.delta[at] = delta[r] = dot(grads + r * value_width, out, value_width);
+  }
+}
+
+template <class T>
+void backward_piece(const Gradients<T>& work, const Piece& piece) {
+  const Packed<T>& in = work.in;
+  const Sizes& size = in.sizes;
+  const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
+  const int64_t length = piece.end, padded = blocks_of(length) * kBlock;
+  Scratch& mine = scratch();
+  const T* key = in.k.at(piece.start, piece.head);
+  const T* value = in.v.at(piece.start, piece.head);
+  const auto keys =
+      transposed(key, in.k.token, length, size.key_width, mine.keys, mine.key_blocks);
+  const auto values =
+      transposed(value, in.v.token, length, size.value_width, mine.values, mine.value_blocks);
+  const auto rows = copied(key, in.k.token, length, size.key_width, mine.key_rows, mine.row_blocks);
+  float* grad_keys = mine.grad_keys.take(padded * key_width);
+  float* grad_values = mine.grad_values.take(padded * value_width);
+  std::fill(grad_keys, grad_keys + padded * key_width, 0.0f);
+  std::fill(grad_values, grad_values + padded * value_width, 0.0f);
+  float* queries = mine.queries.take(2 * kBackTile * key_width);
+  float* grad_queries = queries + kBackTile * key_width;
+  float* grads = mine.grad_outputs.take(kBackTile * value_width);
+  float lse[kBackTile], delta[kBackTile];
+  for (int64_t g = 0; g < size.groups; ++g) {
+    const int64_t head = piece.head * size.groups + g;
+    for (int64_t t = 0; t < length; t += kBackTile) {
+      const int64_t count = std::min(kBackTile, length - t), row = piece.start + t;
+      load_tile(work, row, count, head, queries, grads, lse, delta);
+      const int64_t first = in.kind.first_key(t) / kBlock, blocks = t / kBlock - first + 1;
+      const BackTile tile{queries, grads, lse, delta, t, count, blocks, first,
+                          keys + first, values + first, rows + first,
+                          mine.scores.take(kBackTile * blocks * kLanes),
+                          mine.grad_scores.take(kBackTile * blocks * kLanes)};
+      backward_tile(tile, size, in.kind, grad_queries);
+      for (int64_t r = 0; r < count; ++r) {
+        write_row(grad_queries + r * key_width, size.key_width, in.kind.scale,
+                  work.q + ((row + r) * size.query_heads + head) * size.key_width);
+      }
+      const int64_t stride = blocks * kLanes, diagonal = t - first * kBlock;
+      add_outer(tile.scores, stride, grads, value_width, count, stride, diagonal,
+                grad_values + first * kBlock * value_width);
+      add_outer(tile.grad_scores, stride, queries, key_width, count, stride, diagonal,
+                grad_keys + first * kBlock * key_width);
+    }
+  }
+  const int64_t at = piece.start * size.heads + piece.head;
+  write_grads(grad_keys, length, size.key_width, work.k + at * size.key_width,
+              size.heads * size.key_width);
+  write_grads(grad_values, length, size.value_width, work.v + at * size.value_width,
+              size.heads * size.value_width);
+}
+
+// ---- the operations ----
+
+template <class F>
+void by_type(const Tensor& x, const F& f) {
+  if (x.scalar_type() == at::kFloat) {
+    f(float{});
+  } else {
+    f(bf16{});
+  }
+}
+
+void check_rows(const Tensor& q, const Tensor& k, const Tensor& v, const char* where) {
+  TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && k.size(0) == q.size(0) &&
+                  v.size(0) == q.size(0) && k.size(1) == v.size(1) && k.size(2) == q.size(2),
+              where, " must get q (N, Hq, Dk), k (N, Hkv, Dk), v (N, Hkv, Dv); got ", q.sizes(),
+              ", ", k.sizes(), ", ", v.sizes(), ".");
+  TORCH_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0, where,
+              " must get a multiple of the key heads as query heads; got ", q.size(1), " and ",
+              k.size(1), ".");
+  const auto type = q.scalar_type();
+  TORCH_CHECK((type == at::kFloat || type == at::kBFloat16) && k.scalar_type() == type &&
+                  v.scalar_type() == type,
+              where, " must get float32 or bfloat16 of one kind; got ", type, ", ",
+              k.scalar_type(), ", ", v.scalar_type(), ".");
+}
+
+void check_bounds(const Tensor& bounds, int64_t tokens, const char* where) {
+  TORCH_CHECK(bounds.dim() == 1 && bounds.size(0) > 0 && bounds.scalar_type() == at::kInt &&
+                  bounds.is_contiguous(),
+              where, " must get cu_seqlens (B + 1,) int32; got ", bounds.sizes(), " of ",
+              bounds.scalar_type(), ".");
+  const int32_t* at = bounds.const_data_ptr<int32_t>();
+  const int64_t count = bounds.size(0) - 1;
+  TORCH_CHECK(at[0] == 0 && at[count] == tokens && std::is_sorted(at, at + count + 1), where,
+              " must get cu_seqlens that rise from 0 to the number of tokens ", tokens, "; got ",
+              at[0], " to ", at[count], ".");
+}
+
+Tensor dense_rows(const Tensor& x) { return x.stride(2) == 1 || x.size(2) <= 1 ? x : x.contiguous(); }
+
+std::optional<Tensor> float_sinks(const std::optional<Tensor>& sinks, int64_t heads) {
+  if (!sinks || !sinks->defined()) return std::nullopt;
+  TORCH_CHECK(sinks->dim() == 1 && sinks->size(0) == heads,
+              "sinks must have one number per query head, (", heads, "); got ", sinks->sizes(),
+              ".");
+  return sinks->to(at::kFloat).contiguous();
+}
+
+Kind kind_of(double scale, int64_t window, double softcap, const std::optional<Tensor>& sinks) {
+  return {static_cast<float>(scale), window, static_cast<float>(softcap),
+          sinks ? sinks->const_data_ptr<float>() : nullptr};
+}
+
+Tensor run_forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& bounds,
+                   double scale, int64_t window, double softcap,
+                   const std::optional<Tensor>& sinks_, Tensor* lse) {
+  check_rows(q_, k_, v_, "varlen_attention");
+  check_bounds(bounds, q_.size(0), "varlen_attention");
+  const Tensor q = dense_rows(q_), k = dense_rows(k_), v = dense_rows(v_);
+  const Sizes size = sizes_of(q, k, v);
+  const auto sinks = float_sinks(sinks_, size.query_heads);
+  Tensor out = at::empty({q.size(0), size.query_heads, size.value_width}, q.options());
+  if (lse) *lse = at::empty({q.size(0), size.query_heads}, q.options().dtype(at::kFloat));
+  if (q.size(0) == 0) return out;
+  const auto pieces =
+      pieces_of(bounds.const_data_ptr<int32_t>(), bounds.size(0) - 1, size.heads, true);
+  by_type(q, [&](auto zero) {
+    using T = decltype(zero);
+    const Packed<T> in{rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
+                       static_cast<T*>(out.data_ptr()), lse ? lse->data_ptr<float>() : nullptr,
+                       size, kind_of(scale, window, softcap, sinks)};
+    share_out(pieces.size(), at::get_num_threads(), [&](int64_t i) { forward_piece(in, pieces[i]); });
+  });
+  return out;
+}
+
+// The sink takes the weight exp(sink - lse) and gives nothing for it.
+Tensor sink_gradient(const Tensor& sinks, const Tensor& lse, const Tensor& delta) {
+  const Tensor weight = (sinks.to(at::kFloat) - lse).exp();
+  return -(weight * delta).sum(0, false, at::kDouble).to(sinks.scalar_type());
+}
+
+struct Grads {
+  Tensor q, k, v, sinks;
+};
+
+Grads run_backward(const Tensor& grad_, const Tensor& q_, const Tensor& k_, const Tensor& v_,
+                   const Tensor& bounds, const std::optional<Tensor>& sinks_, const Tensor& out,
+                   const Tensor& lse, double scale, int64_t window, double softcap) {
+  const Tensor q = dense_rows(q_), k = dense_rows(k_), v = dense_rows(v_);
+  const Tensor grad = dense_rows(grad_.to(q.scalar_type()));
+  const Sizes size = sizes_of(q, k, v);
+  const auto sinks = float_sinks(sinks_, size.query_heads);
+  Grads grads{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
+              at::empty(v.sizes(), v.options()), {}};
+  Tensor delta = at::empty_like(lse);
+  if (q.size(0) > 0) {
+    const auto pieces =
+        pieces_of(bounds.const_data_ptr<int32_t>(), bounds.size(0) - 1, size.heads, false);
+    by_type(q, [&](auto zero) {
+      using T = decltype(zero);
+      const Gradients<T> work{
+          {rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
+           static_cast<T*>(out.data_ptr()), lse.data_ptr<float>(), size,
+           kind_of(scale, window, softcap, sinks)},
+          rows_of<const T>(grad), static_cast<T*>(grads.q.data_ptr()),
+          static_cast<T*>(grads.k.data_ptr()), static_cast<T*>(grads.v.data_ptr()),
+          delta.data_ptr<float>()};
+      share_out(pieces.size(), at::get_num_threads(),
+                [&](int64_t i) { backward_piece(work, pieces[i]); });
+    });
+  }
+  if (sinks) grads.sinks = sink_gradient(*sinks_, lse, delta);
+  return grads;
+}
+
+Tensor varlen_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens,
+                        double scale, int64_t window, double softcap,
+                        const std::optional<Tensor>& sinks) {
+  return run_forward(q, k, v, cu_seqlens, scale, window, softcap, sinks, nullptr);
+}
+
+class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
+ public:
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& q, const Tensor& k,
+                        const Tensor& v, const Tensor& cu_seqlens, double scale, int64_t window,
+                        double softcap, const std::optional<Tensor>& sinks) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    Tensor lse;
+    Tensor out = run_forward(q, k, v, cu_seqlens, scale, window, softcap, sinks, &lse);
+    ctx->save_for_backward({q, k, v, cu_seqlens, sinks ? *sinks : Tensor(), out, lse});
+    ctx->saved_data["scale"] = scale;
+    ctx->saved_data["window"] = window;
+    ctx->saved_data["softcap"] = softcap;
+    return out;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    TORCH_CHECK(!at::GradMode::is_enabled(),
+                "varlen_attention must be differentiated once; got create_graph=True.");
+    const auto saved = ctx->get_saved_variables();
+    const std::optional<Tensor> sinks =
+        saved[4].defined() ? std::optional<Tensor>(saved[4]) : std::nullopt;
+    const Grads done =
+        run_backward(grads[0], saved[0], saved[1], saved[2], saved[3], sinks, saved[5], saved[6],
+                     ctx->saved_data["scale"].toDouble(), ctx->saved_data["window"].toInt(),
+                     ctx->saved_data["softcap"].toDouble());
+    return {done.q, done.k, done.v, Tensor(), Tensor(), Tensor(), Tensor(), done.sinks};
+  }
+};
+
+Tensor varlen_attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                 const Tensor& cu_seqlens, double scale, int64_t window,
+                                 double softcap, const std::optional<Tensor>& sinks) {
+  const bool learned = q.requires_grad() || k.requires_grad() || v.requires_grad() ||
+                       (sinks && sinks->requires_grad());
+  if (at::GradMode::is_enabled() && learned) {
+    return VarlenAttention::apply(q, k, v, cu_seqlens, scale, window, softcap, sinks);
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return varlen_attention(q, k, v, cu_seqlens, scale, window, softcap, sinks);
+}
+
+// ---- one new token per row, on KV memory ----
+
+void check_memory(const Tensor& k, const Tensor& v, const Tensor& k_memory, const Tensor& v_memory,
+                  const Tensor& tables, const char* where) {
+  TORCH_CHECK(k_memory.dim() == 4 && v_memory.dim() == 4 && k_memory.is_contiguous() &&
+                  v_memory.is_contiguous() && k_memory.size(0) == v_memory.size(0) &&
+                  k_memory.size(1) == k.size(1) && v_memory.size(1) == k.size(1) &&
+                  k_memory.size(2) == k.size(2) && k_memory.size(3) == kBlock &&
+                  v_memory.size(2) == kBlock && v_memory.size(3) == v.size(2),
+              where, " must get memory (blocks, Hkv, Dk, 16) and (blocks, Hkv, 16, Dv); got ",
+              k_memory.sizes(), " and ", v_memory.sizes(), ".");
+  TORCH_CHECK(k_memory.scalar_type() == k.scalar_type() &&
+                  v_memory.scalar_type() == k.scalar_type(),
+              where, " must get memory of the keys' dtype ", k.scalar_type(), "; got ",
+              k_memory.scalar_type(), ".");
+  TORCH_CHECK(tables.dim() == 2 && tables.scalar_type() == at::kInt &&
+                  (tables.stride(1) == 1 || tables.size(1) <= 1),
+              where, " must get block_tables (n, max_blocks) int32; got ", tables.sizes(), " of ",
+              tables.scalar_type(), ".");
+}
+
+void check_tables(const Tensor& tables, int64_t row, int64_t first, int64_t tokens, int64_t blocks,
+                  const char* where) {
+  const int32_t* table = tables.const_data_ptr<int32_t>() + row * tables.stride(0);
+  TORCH_CHECK(blocks_of(tokens) <= tables.size(1), where, " must get a block for each of row ", row,
+              "'s ", tokens, " tokens; got ", tables.size(1), " blocks.");
+  for (int64_t j = first / kBlock; j < blocks_of(tokens); ++j) {
+    TORCH_CHECK(table[j] >= 0 && table[j] < blocks, where, " must get blocks below ", blocks,
+                "; got ", table[j], " in row ", row, ".");
+  }
+}
+
+template <class T>
+struct Paged {
+  Rows<const T> q, k, v;
+  T *k_memory, *v_memory, *out;
+  const int32_t* tables;
+  int64_t table_stride;
+  const int64_t* positions;
+  Sizes sizes;
+  Kind kind;
+
+  T* key_block(int64_t row, int64_t head, int64_t block) const {
+    const int64_t at = tables[row * table_stride + block] * sizes.heads + head;
+    return k_memory + at * sizes.key_width * kBlock;
+  }
+  T* value_block(int64_t row, int64_t head, int64_t block) const {
+    const int64_t at = tables[row * table_stride + block] * sizes.heads + head;
+    return v_memory + at * sizes.value_width * kBlock;
+  }
+};
+
+template <class T>
+void keep_token(const Paged<T>& in, int64_t row, int64_t head) {
+  const int64_t block = in.positions[row] / kBlock, place = in.positions[row] % kBlock;
+  T* to = in.key_block(row, head, block) + place;
+  const T* key = in.k.at(row, head);
+  for (int64_t d = 0; d < in.sizes.key_width; ++d) to[d * kBlock] = key[d];
+  std::copy_n(in.v.at(row, head), in.sizes.value_width,
+              in.value_block(row, head, block) + place * in.sizes.value_width);
+}
+
+// One row and key head: the blocks in sight, and its part of the scratch.
+template <class T, class V>
+struct Item {
+  int64_t row, head, query, first, blocks;
+  const T** keys;
+  const V** values;  // rows v_stride apart
+  float *queries, *scores, *out;
+  Normaliser* norms;
+};
+
+// The values of an item's tokens, as floats, where their width is no whole number of vectors.
+template <class T>
+void copy_values(const Paged<T>& in, const Item<T, float>& item, float* to) {
+  const int64_t width = in.sizes.value_width, wide = row_width(width);
+  for (int64_t b = 0; b < item.blocks; ++b, to += kBlock * wide) {
+    const T* from = in.value_block(item.row, item.head, item.first + b);
+    const int64_t count = std::min(kBlock, item.query + 1 - (item.first + b) * kBlock);
+    item.values[b] = to;
+    for (int64_t j = 0; j < count; ++j) copy_row(from + j * width, width, 1.0f, to + j * wide);
+  }
+}
+
+// f(first query head, how many as a constant): the query heads of one key head, up to 4 at a time.
+template <class F>
+TANDEM_INLINE void by_tiles(int64_t groups, const F& f) {
+  for (int64_t done = 0, now; done < groups; done += now) {
+    now = share(groups - done, kTile);
+    switch (now) {
+      case 1: f(done, std::integral_constant<int, 1>{}); break;
+      case 2: f(done, std::integral_constant<int, 2>{}); break;
+      case 3: f(done, std::integral_constant<int, 3>{}); break;
+      default: f(done, std::integral_constant<int, 4>{});
+    }
+  }
+}
+
+// Several items, stage by stage: one's softmax is a chain of waits that another's can fill.
+template <class T, class V>
+void decode_items(const Paged<T>& in, const Item<T, V>* items, int64_t count, int64_t v_stride) {
+  const Sizes& size = in.sizes;
+  const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
+  for (int64_t i = 0; i < count; ++i) {
+    const Item<T, V>& x = items[i];
+    const int64_t stride = x.blocks * kLanes;
+    for (int64_t g = 0; g < size.groups; ++g) {
+      copy_row(in.q.at(x.row, x.head * size.groups + g), size.key_width, in.kind.scale,
+               x.queries + g * key_width);
+    }
+    by_tiles(size.groups, [&](int64_t g, auto tile) {
+      score_keys<decltype(tile)::value>(x.queries + g * key_width, key_width, x.keys, x.blocks,
+                                        size.key_width, x.scores + g * stride, stride);
+    });
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const Item<T, V>& x = items[i];
+    const int64_t stride = x.blocks * kLanes;
+    const float* sinks = in.kind.sinks ? in.kind.sinks + x.head * size.groups : nullptr;
+    by_tiles(size.groups, [&](int64_t g, auto tile) {
+      soften<decltype(tile)::value>(x.scores + g * stride, stride, x.blocks, x.first, x.query, 0,
+                                    sinks ? sinks + g : nullptr, 1, in.kind, x.norms + g);
+    });
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const Item<T, V>& x = items[i];
+    const int64_t stride = x.blocks * kLanes;
+    by_tiles(size.groups, [&](int64_t g, auto tile) {
+      add_rows<decltype(tile)::value>(
+          Sum<V>{x.scores + g * stride, stride, x.values, x.blocks, x.query % kBlock + 1, v_stride,
+                 x.out + g * value_width, value_width},
+          size.value_width);
+    });
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const Item<T, V>& x = items[i];
+    for (int64_t g = 0; g < size.groups; ++g) {
+      write_row(x.out + g * value_width, size.value_width, x.norms[g].inverse,
+                in.out + (x.row * size.query_heads + x.head * size.groups + g) * size.value_width);
+    }
+  }
+}
+
+// Items [begin, end) of rows by key heads, whose queries see `blocks` blocks in all. Copies: values
+// cannot be read as they lie.
+template <bool Copies, class T>
+void decode_range(const Paged<T>& in, int64_t begin, int64_t end, int64_t blocks) {
+  using V = std::conditional_t<Copies, float, T>;
+  const Sizes& size = in.sizes;
+  const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
+  const int64_t count = end - begin, rows = count * size.groups;
+  Scratch& mine = scratch();
+  const T** keys = reinterpret_cast<const T**>(mine.key_blocks.take(blocks));
+  const V** values = reinterpret_cast<const V**>(mine.value_blocks.take(blocks));
+  float* queries = mine.queries.take(rows * key_width);
+  float* out = mine.outputs.take(rows * value_width);
+  float* scores = mine.scores.take(blocks * kLanes * size.groups);
+  Normaliser* norms = mine.norms.take(rows);
+  float* copied = Copies ? mine.values.take(blocks * kBlock * value_width) : nullptr;
+  Item<T, V> items[kTogether];
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = (begin + i) / size.heads, head = (begin + i) % size.heads;
+    const int64_t query = in.positions[row], first = in.kind.first_key(query) / kBlock;
+    Item<T, V>& x = items[i] = {row, head, query, first, query / kBlock - first + 1, keys, values,
+                                queries, scores, out, norms};
+    for (int64_t b = 0; b < x.blocks; ++b) keys[b] = in.key_block(row, head, first + b);
+    if constexpr (Copies) {
+      copy_values(in, x, copied);
+      copied += x.blocks * kBlock * value_width;
+    } else {
+      for (int64_t b = 0; b < x.blocks; ++b) values[b] = in.value_block(row, head, first + b);
+    }
+    keys += x.blocks, values += x.blocks, norms += size.groups;
+    queries += size.groups * key_width, out += size.groups * value_width;
+    scores += x.blocks * kLanes * size.groups;
+  }
+  decode_items<T, V>(in, items, count, Copies ? value_width : size.value_width);
+}
+
+template <class T>
+void decode(const Paged<T>& in, int64_t begin, int64_t end) {
+  const Sizes& size = in.sizes;
+  // Keys just stored one number at a time cannot be loaded as vectors at once: stored well before.
+  for (int64_t i = begin; i < end; ++i) keep_token(in, i / size.heads, i % size.heads);
+  while (begin < end) {
+    int64_t next = begin, blocks = 0;
+    do {
+      const int64_t query = in.positions[next++ / size.heads];
+      blocks += query / kBlock - in.kind.first_key(query) / kBlock + 1;
+    } while (next < end && blocks * kLanes * size.groups < kTogetherScores);
+    if (size.value_width % kLanes == 0 || size.value_width == 8) {
+      decode_range<false>(in, begin, next, blocks);
+    } else {
+      decode_range<true>(in, begin, next, blocks);
+    }
+    begin = next;
+  }
+}
+
+Tensor paged_attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, Tensor& k_memory,
+                       Tensor& v_memory, const Tensor& block_tables, const Tensor& positions_,
+                       double scale, int64_t window, double softcap,
+                       const std::optional<Tensor>& sinks_) {
+  check_rows(q_, k_, v_, "paged_attention");
+  check_memory(k_, v_, k_memory, v_memory, block_tables, "paged_attention");
+  TORCH_CHECK(positions_.dim() == 1 && positions_.size(0) == q_.size(0) &&
+                  block_tables.size(0) == q_.size(0) && positions_.scalar_type() == at::kLong,
+              "paged_attention must get positions (n,) int64 and a table row for each; got ",
+              positions_.sizes(), " of ", positions_.scalar_type(), ".");
+  const Tensor q = dense_rows(q_), k = dense_rows(k_), v = dense_rows(v_);
+  const Tensor positions = positions_.contiguous();
+  const Sizes size = sizes_of(q, k, v);
+  const auto sinks = float_sinks(sinks_, size.query_heads);
+  const int64_t n = q.size(0), *at = positions.const_data_ptr<int64_t>();
+  Tensor out = at::empty({n, size.query_heads, size.value_width}, q.options());
+  const Kind kind = kind_of(scale, window, softcap, sinks);
+  int64_t tokens = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    TORCH_CHECK(at[i] >= 0, "positions must not be negative; got ", at[i], " in row ", i, ".");
+    check_tables(block_tables, i, kind.first_key(at[i]), at[i] + 1, k_memory.size(0), "paged_attention");
+    tokens += at[i] + 1;
+  }
+  // Below about 10 us of work, waking threads costs more than it saves.
+  const int64_t work = tokens * size.query_heads * (size.key_width + size.value_width);
+  const int64_t threads = work > (int64_t{1} << 20) ? at::get_num_threads() : 1;
+  by_type(q, [&](auto zero) {
+    using T = decltype(zero);
+    const Paged<T> in{rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
+                      static_cast<T*>(k_memory.data_ptr()), static_cast<T*>(v_memory.data_ptr()),
+                      static_cast<T*>(out.data_ptr()), block_tables.const_data_ptr<int32_t>(),
+                      block_tables.stride(0), at, size, kind};
+    const int64_t items = n * size.heads;
+    share_out((items + kTogether - 1) / kTogether, threads, [&](int64_t i) {
+      decode(in, i * kTogether, std::min(items, (i + 1) * kTogether));
+    });
+  });
+  return out;
+}
+
+void store_kv(const Tensor& k_, const Tensor& v_, Tensor& k_memory, Tensor& v_memory,
+              const Tensor& block_tables, const Tensor& cu_seqlens) {
+  check_rows(k_, k_, v_, "store_kv");
+  check_memory(k_, v_, k_memory, v_memory, block_tables, "store_kv");
+  check_bounds(cu_seqlens, k_.size(0), "store_kv");
+  const int64_t count = cu_seqlens.size(0) - 1, heads = k_.size(1);
+  TORCH_CHECK(block_tables.size(0) == count, "store_kv must get a table row per sequence, ", count,
+              "; got ", block_tables.size(0), ".");
+  const Tensor k = dense_rows(k_), v = dense_rows(v_);
+  const int32_t* bounds = cu_seqlens.const_data_ptr<int32_t>();
+  for (int64_t b = 0; b < count; ++b) {
+    check_tables(block_tables, b, 0, bounds[b + 1] - bounds[b], k_memory.size(0), "store_kv");
+  }
+  const int64_t key_width = k.size(2), value_width = v.size(2);
+  by_type(k, [&](auto zero) {
+    using T = decltype(zero);
+    const auto keys = rows_of<const T>(k), values = rows_of<const T>(v);
+    T *k_to = static_cast<T*>(k_memory.data_ptr()), *v_to = static_cast<T*>(v_memory.data_ptr());
+    at::parallel_for(0, count, 8, [&](int64_t from, int64_t to) {
+      for (int64_t b = from; b < to; ++b) {
+        const int32_t* table = block_tables.const_data_ptr<int32_t>() + b * block_tables.stride(0);
+        const int64_t length = bounds[b + 1] - bounds[b];
+        for (int64_t t = 0; t < length; t += kBlock) {
+          const int64_t some = std::min(kBlock, length - t), row = bounds[b] + t;
+          for (int64_t h = 0; h < heads; ++h) {
+            const int64_t at = (int64_t{table[t / kBlock]} * heads + h) * kBlock;
+            transpose_block(keys.at(row, h), keys.token, some, key_width, k_to + at * key_width);
+            for (int64_t j = 0; j < some; ++j) {
+              std::copy_n(values.at(row + j, h), value_width, v_to + (at + j) * value_width);
+            }
+          }
+        }
+      }
+    });
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(tandem, m) {
+  m.def(
+      "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float scale, int window, "
+      "float softcap, Tensor? sinks) -> Tensor");
+  m.def(
+      "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_memory, Tensor(b!) v_memory, "
+      "Tensor block_tables, Tensor positions, float scale, int window, float softcap, "
+      "Tensor? sinks) -> Tensor");
+  m.def(
+      "store_kv(Tensor k, Tensor v, Tensor(a!) k_memory, Tensor(b!) v_memory, "
+      "Tensor block_tables, Tensor cu_seqlens) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(tandem, CPU, m) {
+  m.impl("varlen_attention", &varlen_attention);
+  m.impl("paged_attention", &paged_attention);
+  m.impl("store_kv", &store_kv);
+}
+
+TORCH_LIBRARY_IMPL(tandem, Autograd, m) {
+  m.impl("varlen_attention", &varlen_attention_autograd);
+  m.impl("paged_attention", torch::CppFunction::makeFallthrough());
+  m.impl("store_kv", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(tandem, ADInplaceOrView, m) {
+  m.impl("paged_attention", torch::CppFunction::makeFallthrough());
+  m.impl("store_kv", torch::CppFunction::makeFallthrough());
+}
+
+}  // namespace tandem

@@ -1,0 +1,618 @@
+// The dense operations of a layer as torch operators, with gradients: linear, root-mean-square norm,
+// rotation, gated activations, log-probs of chosen tokens, drawing tokens.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "gemm.h"
+#include "rows.h"
+#include "sample.h"
+
+namespace tandem {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+using OptionalTensor = std::optional<Tensor>;
+
+// body(type tag) for float or bfloat16.
+template <class Body>
+void for_dtype(at::ScalarType dtype, const char* what, Body body) {
+  if (dtype == at::kFloat) {
+    body(float{});
+  } else {
+    TORCH_CHECK(dtype == at::kBFloat16, what, " must be float32 or bfloat16; got ", dtype, ".");
+    body(bf16{});
+  }
+}
+
+// A tensor as rows of `width` contiguous numbers; copied where its strides allow no such view.
+struct RowsOf {
+  Tensor held;
+  int64_t count, width, stride;
+
+  explicit RowsOf(const Tensor& x) : held(x.dim() == 2 ? x : x.reshape({-1, x.size(-1)})) {
+    if (held.stride(1) != 1 && held.size(1) != 1) held = held.contiguous();
+    count = held.size(0);
+    width = held.size(1);
+    stride = held.stride(0);
+  }
+
+  template <class T>
+  T* data() const {
+    return const_cast<T*>(held.const_data_ptr<T>());
+  }
+};
+
+// body(from, to) over rows of about `numbers` numbers each, on threads where that is worth it.
+template <class Body>
+void for_rows(int64_t rows, int64_t numbers, Body body) {
+  at::parallel_for(0, rows, 1 + 32768 / std::max<int64_t>(1, numbers), body);
+}
+
+void check_first_derivative(const char* what) {
+  TORCH_CHECK(!at::GradMode::is_enabled(), what,
+              " must be differentiated once; got create_graph=True. Use TANDEM_NATIVE=off.");
+}
+
+bool records(const Tensor& x) { return x.requires_grad() && at::GradMode::is_enabled(); }
+
+// ---- linear ----
+
+void check_linear(const Tensor& x, int64_t K, at::ScalarType dtype, const OptionalTensor& bias,
+                  int64_t N) {
+  TORCH_CHECK(x.dim() >= 1 && x.size(-1) == K && x.scalar_type() == dtype,
+              "linear's input must be (..., ", K, ") ", dtype, "; got ", x.sizes(), " ",
+              x.scalar_type(), ".");
+  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == N && bias->scalar_type() == dtype),
+              "linear's bias must be (", N, ",) ", dtype, "; got ", bias->sizes(), " ",
+              bias->scalar_type(), ".");
+}
+
+// Processors with matrix units multiply bfloat16 faster than any vector code.
+#if defined(__AMX_BF16__)
+constexpr bool kMatrixUnits = true;
+#else
+constexpr bool kMatrixUnits = false;
+#endif
+
+bool ours(at::ScalarType dtype) { return dtype == at::kFloat || !kMatrixUnits; }
+
+// `run(x, rows, weight matrix's N and K, y)` into a new (..., N).
+template <class Run>
+Tensor product(const Tensor& x, int64_t N, Run run) {
+  auto sizes = x.sizes().vec();
+  sizes.back() = N;
+  const RowsOf rows(x);
+  Tensor y = at::empty(sizes, x.options());
+  if (y.numel()) run(rows, y);
+  return y;
+}
+
+Tensor linear_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  TORCH_CHECK(weight.dim() == 2, "linear's weight must be (N, K); got ", weight.sizes(), ".");
+  const int64_t N = weight.size(0), K = weight.size(1);
+  check_linear(x, K, weight.scalar_type(), bias, N);
+  if (!ours(x.scalar_type()) || !x.numel()) return at::linear(x, weight, bias);
+  const bool plain = weight.stride(0) == 1 || weight.stride(1) == 1;
+  const Tensor w = plain ? weight : weight.contiguous();
+  const Tensor b = bias ? bias->contiguous() : Tensor();
+  return product(x, N, [&](const RowsOf& rows, Tensor& y) {
+    for_dtype(x.scalar_type(), "linear's input", [&](auto tag) {
+      using T = decltype(tag);
+      const Matrix<T> matrix{w.const_data_ptr<T>(), w.stride(0), w.stride(1)};
+      multiply(rows.data<T>(), rows.stride, rows.count, matrix, N, K, y.mutable_data_ptr<T>(), N,
+               Epilogue<T>{bias ? b.const_data_ptr<T>() : nullptr});
+    });
+  });
+}
+
+Tensor pack_weight(const Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 2, "a weight to pack must be (N, K); got ", weight.sizes(), ".");
+  const int64_t N = weight.size(0), K = weight.size(1);
+  if (!ours(weight.scalar_type())) return weight.clone(at::MemoryFormat::Contiguous);
+  const bool plain = weight.stride(0) == 1 || weight.stride(1) == 1;
+  const Tensor w = plain ? weight : weight.contiguous();
+  Tensor packed;
+  for_dtype(w.scalar_type(), "a weight to pack", [&](auto tag) {
+    using T = decltype(tag);
+    packed = at::empty({packed_size<T>(N, K)}, w.options().dtype(at::kFloat));
+    if (packed.numel())
+      pack(Matrix<T>{w.const_data_ptr<T>(), w.stride(0), w.stride(1)}, N, K,
+           packed.mutable_data_ptr<float>());
+  });
+  return packed;
+}
+
+Tensor linear_packed(const Tensor& x, const Tensor& packed, int64_t N, int64_t K,
+                     const OptionalTensor& bias) {
+  check_linear(x, K, x.scalar_type(), bias, N);
+  if (!ours(x.scalar_type())) return at::linear(x, packed.view({N, K}), bias);
+  const Tensor b = bias ? bias->contiguous() : Tensor();
+  return product(x, N, [&](const RowsOf& rows, Tensor& y) {
+    for_dtype(x.scalar_type(), "linear's input", [&](auto tag) {
+      using T = decltype(tag);
+      TORCH_CHECK(packed.numel() == packed_size<T>(N, K), "a packed weight must hold ",
+                  packed_size<T>(N, K), " words; got ", packed.numel(), ".");
+      multiply_packed(rows.data<T>(), rows.stride, rows.count, packed.const_data_ptr<float>(), N, K,
+                      y.mutable_data_ptr<T>(), N,
+                      Epilogue<T>{bias ? b.const_data_ptr<T>() : nullptr});
+    });
+  });
+}
+
+// a (..., N) and b (..., K), M rows each, to (N, K). Pairs of bfloat16 would have to be made along
+// M first: torch's own product is faster.
+Tensor turned_product(const Tensor& a, const Tensor& b) {
+  const RowsOf left(a), right(b);
+  if (a.scalar_type() == at::kBFloat16) return at::mm(left.held.t(), right.held);
+  if (!left.count) return at::zeros({left.width, right.width}, a.options());
+  Tensor y = at::empty({left.width, right.width}, a.options());
+  if (y.numel())
+    multiply_turned(left.data<float>(), left.stride, right.data<float>(), right.stride, left.count,
+                    left.width, right.width, y.mutable_data_ptr<float>(), right.width);
+  return y;
+}
+
+struct Linear : Function<Linear> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
+                        const OptionalTensor& bias, bool wants_x, bool wants_weight,
+                        bool wants_bias) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    ctx->saved_data["wants"] = std::vector<bool>{wants_x, wants_weight, wants_bias};
+    ctx->saved_data["turned"] = weight.stride(0) == 1 && weight.stride(1) != 1;
+    ctx->save_for_backward({wants_weight ? x : Tensor(), wants_x ? weight : Tensor()});
+    return linear_cpu(x, weight, bias);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    check_first_derivative("linear");
+    const auto wants = ctx->saved_data["wants"].toBoolList();
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1];
+    const Tensor g = grads[0].contiguous().view({-1, grads[0].size(-1)});
+    Tensor grad_x, grad_weight, grad_bias;
+    if (wants[0]) {
+      auto sizes = grads[0].sizes().vec();
+      sizes.back() = weight.size(1);
+      grad_x = linear_cpu(g, weight.t(), std::nullopt).view(sizes);
+    }
+    if (wants[1]) {
+      // In the weight's own layout, so that nothing is copied when it becomes the gradient.
+      const bool turned = ctx->saved_data["turned"].toBool();
+      grad_weight = turned ? turned_product(x, g).t() : turned_product(g, x);
+    }
+    if (wants[2]) grad_bias = g.sum(0);
+    return {grad_x, grad_weight, grad_bias, Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  const bool wants_x = records(x), wants_weight = records(weight);
+  const bool wants_bias = bias && records(*bias);
+  if (wants_x || wants_weight || wants_bias)
+    return Linear::apply(x, weight, bias, wants_x, wants_weight, wants_bias);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return linear_cpu(x, weight, bias);
+}
+
+// Under autocast, as torch's own linear: everything in autocast's dtype, casts of weights kept.
+Tensor linear_autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  c10::impl::ExcludeDispatchKeyGuard inside(c10::DispatchKey::AutocastCPU);
+  const auto dtype = at::autocast::get_autocast_dtype(at::kCPU);
+  const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, at::kCPU); };
+  const OptionalTensor b = bias ? OptionalTensor(cast(*bias)) : bias;
+  if (dtype != at::kBFloat16 && dtype != at::kFloat) return at::linear(cast(x), cast(weight), b);
+  return linear_autograd(cast(x), cast(weight), b);
+}
+
+// ---- root-mean-square norm ----
+
+// body(x, weight and y type tags): y has x's type, or float32 where only the weight has it.
+template <class Body>
+void for_norm_dtypes(const Tensor& x, const Tensor& weight, bool offset, Body body) {
+  for_dtype(x.scalar_type(), "rms_norm's input", [&](auto x_tag) {
+    for_dtype(weight.scalar_type(), "rms_norm's weight", [&](auto weight_tag) {
+      using T = decltype(x_tag);
+      using W = decltype(weight_tag);
+      using Wider = std::conditional_t<std::is_same_v<T, W>, T, float>;
+      if (offset) {
+        body(std::true_type{}, x_tag, weight_tag, x_tag);
+      } else {
+        body(std::false_type{}, x_tag, weight_tag, Wider{});
+      }
+    });
+  });
+}
+
+// y and, if `scales` is given, 1 / rms of each row.
+Tensor rms_norm_rows(const Tensor& x, const Tensor& weight, double eps, bool offset,
+                     Tensor* scales) {
+  TORCH_CHECK(weight.dim() == 1 && x.dim() >= 1 && x.size(-1) == weight.size(0),
+              "rms_norm's weight must be (", x.dim() ? x.size(-1) : 0, ",); got ", weight.sizes(),
+              ".");
+  const RowsOf rows(x);
+  const Tensor w = weight.contiguous();
+  Tensor y;
+  if (scales) *scales = at::empty({rows.count}, x.options().dtype(at::kFloat));
+  float* scale = scales ? scales->mutable_data_ptr<float>() : nullptr;
+  for_norm_dtypes(x, w, offset, [&](auto kind, auto x_tag, auto weight_tag, auto y_tag) {
+    using T = decltype(x_tag);
+    using W = decltype(weight_tag);
+    using Y = decltype(y_tag);
+    y = at::empty(x.sizes(), x.options().dtype(c10::CppTypeToScalarType<Y>::value));
+    const int64_t D = rows.width;
+    const W* weights = w.const_data_ptr<W>();
+    Y* out = y.mutable_data_ptr<Y>();
+    for_rows(rows.count, D, [&, from_x = rows.data<T>()](int64_t from, int64_t to) {
+      for (int64_t i = from; i < to; ++i) {
+        const float s = rms_row<decltype(kind)::value>(from_x + i * rows.stride, weights,
+                                                       out + i * D, D, static_cast<float>(eps));
+        if (scale) scale[i] = s;
+      }
+    });
+  });
+  return y;
+}
+
+Tensor rms_norm_cpu(const Tensor& x, const Tensor& weight, double eps, bool unit_offset) {
+  return rms_norm_rows(x, weight, eps, unit_offset, nullptr);
+}
+
+// Rows whose weight gradients are summed one after another; the sums of such runs are then added
+// in order, whatever the threads.
+constexpr int64_t kGradientRows = 128;
+
+struct RmsNorm : Function<RmsNorm> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, double eps,
+                        bool offset, bool wants_x, bool wants_weight) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    Tensor scales;
+    Tensor y = rms_norm_rows(x, weight, eps, offset, &scales);
+    ctx->saved_data["offset"] = offset;
+    ctx->saved_data["wants"] = std::vector<bool>{wants_x, wants_weight};
+    ctx->save_for_backward({x, weight, scales});
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    check_first_derivative("rms_norm");
+    const auto saved = ctx->get_saved_variables();
+    const auto wants = ctx->saved_data["wants"].toBoolList();
+    const Tensor &x = saved[0], w = saved[1].contiguous(), &scales = saved[2];
+    const RowsOf rows(x), g(grads[0]);
+    const int64_t D = rows.width, runs = (rows.count + kGradientRows - 1) / kGradientRows;
+    Tensor grad_x = wants[0] ? at::empty(x.sizes(), x.options()) : Tensor();
+    Tensor sums = wants[1] ? at::zeros({runs, D}, scales.options()) : Tensor();
+    const float* scale = scales.const_data_ptr<float>();
+    float* run_sums = wants[1] ? sums.mutable_data_ptr<float>() : nullptr;
+    for_norm_dtypes(x, w, ctx->saved_data["offset"].toBool(), [&](auto kind, auto x_tag,
+                                                                  auto weight_tag, auto y_tag) {
+      using T = decltype(x_tag);
+      using W = decltype(weight_tag);
+      using Y = decltype(y_tag);
+      const W* weights = w.const_data_ptr<W>();
+      T* out = wants[0] ? grad_x.mutable_data_ptr<T>() : nullptr;
+      const T* xs = rows.data<T>();
+      const Y* gs = g.data<Y>();
+      at::parallel_for(0, runs, 1, [&](int64_t from, int64_t to) {
+        for (int64_t run = from; run < to; ++run)
+          for (int64_t i = run * kGradientRows; i < std::min(rows.count, (run + 1) * kGradientRows);
+               ++i)
+            rms_row_backward<decltype(kind)::value>(
+                gs + i * g.stride, xs + i * rows.stride, weights, scale[i],
+                out ? out + i * D : nullptr, run_sums ? run_sums + run * D : nullptr, D);
+      });
+    });
+    Tensor grad_weight = wants[1] ? sums.sum(0).to(w.scalar_type()) : Tensor();
+    return {grad_x, grad_weight, Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor rms_norm_autograd(const Tensor& x, const Tensor& weight, double eps, bool unit_offset) {
+  const bool wants_x = records(x), wants_weight = records(weight);
+  if (wants_x || wants_weight)
+    return RmsNorm::apply(x, weight, eps, unit_offset, wants_x, wants_weight);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return rms_norm_cpu(x, weight, eps, unit_offset);
+}
+
+// ---- rotation ----
+
+// x (N, H, D) turned by cos and sin (N, R).
+template <bool back>
+Tensor turned(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  TORCH_CHECK(x.dim() == 3 && cos.dim() == 2 && cos.sizes() == sin.sizes() &&
+                  cos.size(0) == x.size(0) && cos.size(1) <= x.size(2) && cos.size(1) % 2 == 0,
+              "rotary's cos and sin must be (", x.dim() ? x.size(0) : 0,
+              ", R), R even and at most the head's width; got ", cos.sizes(), " and ", sin.sizes(),
+              " for ", x.sizes(), ".");
+  TORCH_CHECK(cos.scalar_type() == x.scalar_type() && sin.scalar_type() == x.scalar_type(),
+              "rotary's cos and sin must be ", x.scalar_type(), "; got ", cos.scalar_type(), ".");
+  const Tensor source = x.stride(2) == 1 ? x : x.contiguous();
+  const Tensor c = cos.contiguous(), s = sin.contiguous();
+  Tensor y = at::empty(x.sizes(), x.options());
+  const int64_t heads = x.size(1), D = x.size(2), R = c.size(1);
+  for_dtype(x.scalar_type(), "rotary's input", [&](auto tag) {
+    using T = decltype(tag);
+    const T *from_x = source.const_data_ptr<T>(), *cosines = c.const_data_ptr<T>(),
+            *sines = s.const_data_ptr<T>();
+    T* out = y.mutable_data_ptr<T>();
+    for_rows(x.size(0), heads * D, [&](int64_t from, int64_t to) {
+      for (int64_t n = from; n < to; ++n)
+        for (int64_t h = 0; h < heads; ++h)
+          rope_row<back>(from_x + n * source.stride(0) + h * source.stride(1), cosines + n * R,
+                         sines + n * R, out + (n * heads + h) * D, D, R);
+    });
+  });
+  return y;
+}
+
+using TwoTensors = std::tuple<Tensor, Tensor>;
+
+TwoTensors rotary(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin) {
+  return {turned<false>(q, cos, sin), turned<false>(k, cos, sin)};
+}
+
+struct Rotary : Function<Rotary> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k,
+                               const Tensor& cos, const Tensor& sin) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    ctx->save_for_backward({cos, sin});
+    return {turned<false>(q, cos, sin), turned<false>(k, cos, sin)};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    check_first_derivative("rotary");
+    const auto saved = ctx->get_saved_variables();
+    return {turned<true>(grads[0], saved[0], saved[1]), turned<true>(grads[1], saved[0], saved[1]),
+            Tensor(), Tensor()};
+  }
+};
+
+TwoTensors rotary_autograd(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin) {
+  if (records(q) || records(k)) {
+    const auto both = Rotary::apply(q, k, cos, sin);
+    return {both[0], both[1]};
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return rotary(q, k, cos, sin);
+}
+
+// ---- gated activations ----
+
+template <class Act>
+Tensor gated(const Tensor& gate, const Tensor& up) {
+  TORCH_CHECK(gate.dim() >= 1 && gate.sizes() == up.sizes() && gate.dtype() == up.dtype(),
+              "gate and up must agree in shape and dtype; got ", gate.sizes(), " ",
+              gate.scalar_type(), " and ", up.sizes(), " ", up.scalar_type(), ".");
+  const RowsOf gates(gate), ups(up);
+  Tensor y = at::empty(gate.sizes(), gate.options());
+  for_dtype(gate.scalar_type(), "gate", [&](auto tag) {
+    using T = decltype(tag);
+    T* out = y.mutable_data_ptr<T>();
+    for_rows(gates.count, 4 * gates.width, [&](int64_t from, int64_t to) {
+      for (int64_t i = from; i < to; ++i)
+        gated_row<Act>(gates.data<T>() + i * gates.stride, ups.data<T>() + i * ups.stride,
+                       out + i * gates.width, gates.width);
+    });
+  });
+  return y;
+}
+
+template <class Act>
+struct Gated : Function<Gated<Act>> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    ctx->save_for_backward({gate, up});
+    return gated<Act>(gate, up);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    check_first_derivative("a gated activation");
+    const auto saved = ctx->get_saved_variables();
+    const RowsOf g(grads[0]), gates(saved[0]), ups(saved[1]);
+    Tensor grad_gate = at::empty(grads[0].sizes(), saved[0].options());
+    Tensor grad_up = at::empty(grads[0].sizes(), saved[0].options());
+    for_dtype(saved[0].scalar_type(), "gate", [&](auto tag) {
+      using T = decltype(tag);
+      const int64_t I = gates.width;
+      T *to_gate = grad_gate.mutable_data_ptr<T>(), *to_up = grad_up.mutable_data_ptr<T>();
+      for_rows(gates.count, 4 * I, [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; ++i)
+          gated_row_backward<Act>(g.data<T>() + i * g.stride, gates.data<T>() + i * gates.stride,
+                                  ups.data<T>() + i * ups.stride, to_gate + i * I, to_up + i * I,
+                                  I);
+      });
+    });
+    return {grad_gate, grad_up};
+  }
+};
+
+template <class Act>
+Tensor gated_autograd(const Tensor& gate, const Tensor& up) {
+  if (records(gate) || records(up)) return Gated<Act>::apply(gate, up);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return gated<Act>(gate, up);
+}
+
+// ---- log-probs and drawing ----
+
+void check_logits(const Tensor& logits, const Tensor& of_rows, const char* what) {
+  TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && of_rows.dim() == 1 &&
+                  of_rows.size(0) == logits.size(0) && of_rows.scalar_type() == at::kLong,
+              what, " must be (n,) int64 for logits (n, V); got ", of_rows.sizes(), " ",
+              of_rows.scalar_type(), " for ", logits.sizes(), ".");
+}
+
+// Log-probs, entropies (0 unless wanted) and, for the gradient, log of the sum of e^z.
+std::tuple<Tensor, Tensor, Tensor> logprob_rows(const Tensor& logits, const Tensor& targets,
+                                                double temperature, bool with_entropy) {
+  check_logits(logits, targets, "targets");
+  const RowsOf rows(logits);
+  const Tensor chosen = targets.contiguous();
+  const auto floats = logits.options().dtype(at::kFloat);
+  const int64_t n = rows.count, V = rows.width;
+  Tensor logprobs = at::empty({n}, floats), logsumexps = at::empty({n}, floats);
+  Tensor entropies = at::zeros({n}, floats);
+  const int64_t* tokens = chosen.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < n; ++i)
+    TORCH_CHECK(tokens[i] >= 0 && tokens[i] < V, "a target must be in [0, ", V, "); got ",
+                tokens[i], ".");
+  float* logprob = logprobs.mutable_data_ptr<float>();
+  float* logsumexp = logsumexps.mutable_data_ptr<float>();
+  float* entropy = entropies.mutable_data_ptr<float>();
+  const float T = static_cast<float>(temperature);
+  for_dtype(logits.scalar_type(), "logits", [&](auto tag) {
+    using Logit = decltype(tag);
+    for_rows(n, 4 * V, [&](int64_t from, int64_t to) {
+      for (int64_t i = from; i < to; ++i) {
+        const Logit* row = rows.data<Logit>() + i * rows.stride;
+        const RowSums sums = with_entropy ? row_sums<true>(row, V, T, nullptr)
+                                          : row_sums<false>(row, V, T, nullptr);
+        logprob[i] = sums.logprob(static_cast<float>(row[tokens[i]]) / T);
+        logsumexp[i] = sums.logsumexp();
+        if (with_entropy) entropy[i] = sums.entropy();
+      }
+    });
+  });
+  return {logprobs, entropies, logsumexps};
+}
+
+TwoTensors token_logprobs(const Tensor& logits, const Tensor& targets, double temperature,
+                          bool with_entropy) {
+  auto [logprobs, entropies, logsumexps] = logprob_rows(logits, targets, temperature, with_entropy);
+  return {logprobs, entropies};
+}
+
+struct TokenLogprobs : Function<TokenLogprobs> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Tensor& targets,
+                               double temperature, bool with_entropy) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [logprobs, entropies, logsumexps] =
+        logprob_rows(logits, targets, temperature, with_entropy);
+    ctx->saved_data["temperature"] = temperature;
+    ctx->saved_data["with_entropy"] = with_entropy;
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({logits, targets, logsumexps, entropies});
+    return {logprobs, entropies};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    check_first_derivative("token_logprobs");
+    const auto saved = ctx->get_saved_variables();
+    const RowsOf rows(saved[0]);
+    const Tensor chosen = saved[1].contiguous(), &logsumexps = saved[2], &entropies = saved[3];
+    const int64_t n = rows.count, V = rows.width;
+    const auto given = [&](const Tensor& grad) {
+      return grad.defined() ? grad.to(at::kFloat).contiguous() : Tensor();
+    };
+    const bool with_entropy = ctx->saved_data["with_entropy"].toBool();
+    const Tensor of_logprobs = given(grads[0]);
+    const Tensor of_entropies = with_entropy ? given(grads[1]) : Tensor();
+    Tensor grad = at::empty(saved[0].sizes(), saved[0].options());
+    const float T = static_cast<float>(ctx->saved_data["temperature"].toDouble());
+    const auto at_row = [](const Tensor& t, int64_t i) {
+      return t.defined() ? t.const_data_ptr<float>()[i] : 0.0f;
+    };
+    for_dtype(saved[0].scalar_type(), "logits", [&](auto tag) {
+      using Logit = decltype(tag);
+      Logit* out = grad.mutable_data_ptr<Logit>();
+      for_rows(n, 4 * V, [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; ++i)
+          logprob_row_backward(rows.data<Logit>() + i * rows.stride, V, T,
+                               logsumexps.const_data_ptr<float>()[i],
+                               at_row(entropies, i), chosen.const_data_ptr<int64_t>()[i], at_row(of_logprobs, i),
+                               at_row(of_entropies, i), out + i * V);
+      });
+    });
+    return {grad, Tensor(), Tensor(), Tensor()};
+  }
+};
+
+TwoTensors token_logprobs_autograd(const Tensor& logits, const Tensor& targets, double temperature,
+                                   bool with_entropy) {
+  if (records(logits)) {
+    const auto both = TokenLogprobs::apply(logits, targets, temperature, with_entropy);
+    return {both[0], both[1]};
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return token_logprobs(logits, targets, temperature, with_entropy);
+}
+
+std::tuple<Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& keys,
+                                          const Tensor& token_numbers, double temperature) {
+  check_logits(logits, keys, "keys");
+  check_logits(logits, token_numbers, "token_numbers");
+  const RowsOf rows(logits);
+  const Tensor seeds = keys.contiguous(), numbers = token_numbers.contiguous();
+  const int64_t n = rows.count, V = rows.width;
+  const auto floats = logits.options().dtype(at::kFloat);
+  Tensor tokens = at::empty({n}, seeds.options());
+  Tensor logprobs = at::empty({n}, floats), entropies = at::empty({n}, floats);
+  int64_t* token = tokens.mutable_data_ptr<int64_t>();
+  float *logprob = logprobs.mutable_data_ptr<float>(), *entropy = entropies.mutable_data_ptr<float>();
+  for_dtype(logits.scalar_type(), "logits", [&](auto tag) {
+    using Logit = decltype(tag);
+    for_rows(n, 4 * V, [&](int64_t from, int64_t to) {
+      std::vector<double> blocks((V + kSumBlock - 1) / kSumBlock);
+      for (int64_t i = from; i < to; ++i) {
+        const double u = keyed_uniform(seeds.const_data_ptr<int64_t>()[i],
+                                       numbers.const_data_ptr<int64_t>()[i]);
+        const Drawn drawn = sample_row(rows.data<Logit>() + i * rows.stride, V,
+                                       static_cast<float>(temperature), u, blocks.data());
+        token[i] = drawn.token;
+        logprob[i] = drawn.logprob;
+        entropy[i] = drawn.entropy;
+      }
+    });
+  });
+  return {tokens, logprobs, entropies};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(tandem, m) {
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("pack_weight(Tensor weight) -> Tensor");
+  m.def("linear_packed(Tensor x, Tensor packed, int N, int K, Tensor? bias) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset) -> Tensor");
+  m.def("rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
+  m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
+  m.def("geglu_tanh(Tensor gate, Tensor up) -> Tensor");
+  m.def("token_logprobs(Tensor logits, Tensor targets, float temperature, bool with_entropy)"
+        " -> (Tensor, Tensor)");
+  m.def("sample(Tensor logits, Tensor keys, Tensor token_numbers, float temperature)"
+        " -> (Tensor, Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(tandem, CPU, m) {
+  m.impl("linear", &linear_cpu);
+  m.impl("pack_weight", &pack_weight);
+  m.impl("linear_packed", &linear_packed);
+  m.impl("rms_norm", &rms_norm_cpu);
+  m.impl("rotary", &rotary);
+  m.impl("swiglu", &gated<Silu>);
+  m.impl("geglu_tanh", &gated<GeluTanh>);
+  m.impl("token_logprobs", &token_logprobs);
+  m.impl("sample", &sample);
+}
+
+TORCH_LIBRARY_IMPL(tandem, Autograd, m) {
+  m.impl("linear", &linear_autograd);
+  m.impl("rms_norm", &rms_norm_autograd);
+  m.impl("rotary", &rotary_autograd);
+  m.impl("swiglu", &gated_autograd<Silu>);
+  m.impl("geglu_tanh", &gated_autograd<GeluTanh>);
+  m.impl("token_logprobs", &token_logprobs_autograd);
+}
+
+TORCH_LIBRARY_IMPL(tandem, AutocastCPU, m) { m.impl("linear", &linear_autocast); }
+
+}  // namespace tandem

@@ -1,0 +1,353 @@
+"""The C++ attention against a slow loop, and against itself by every other road, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.ops import native
+from tandem.ops.steps import BLOCK_TOKENS
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not() or "available")
+
+LENGTHS = (1, 15, 16, 17, 100, 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    query_heads: int
+    heads: int
+    key_width: int
+    value_width: int
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+
+    @property
+    def scale(self) -> float:
+        return float(self.key_width**-0.5)
+
+
+CASES = {
+    "narrow": Case(8, 4, 8, 8),
+    "16": Case(4, 4, 16, 16),
+    "odd": Case(3, 1, 20, 20),
+    "below 8": Case(2, 2, 5, 3),
+    "32": Case(6, 6, 32, 32),
+    "window": Case(4, 2, 32, 32, window=7),
+    "window of blocks": Case(2, 1, 64, 64, window=33),
+    "narrow window": Case(4, 2, 8, 8, window=20),
+    "softcap": Case(4, 2, 16, 16, softcap=2.0),
+    "softcap and window": Case(4, 2, 64, 64, softcap=1.5, window=18),
+    "sinks": Case(4, 2, 64, 64, sinks=True),
+    "sinks, softcap, window": Case(4, 4, 8, 8, window=5, softcap=3.0, sinks=True),
+    "five queries to a key": Case(5, 1, 80, 80),
+    "latent": Case(2, 2, 192, 128),
+    "latent, odd": Case(2, 2, 24, 40),
+    "96": Case(2, 1, 96, 96),
+    "128": Case(7, 1, 128, 128),
+    "256": Case(1, 1, 256, 256),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens: Tensor
+    sinks: Tensor | None
+
+
+def inputs(
+    case: Case, lengths: tuple[int, ...] = LENGTHS, dtype: torch.dtype = torch.float32
+) -> Inputs:
+    N = sum(lengths)
+    width = case.query_heads * case.key_width + case.heads * (case.key_width + case.value_width)
+    # One projection's output, as a fused layer gives it: rows are far apart.
+    together = (torch.randn(N, width) * 1.5).to(dtype)
+    q, k, v = together.split(
+        [
+            case.query_heads * case.key_width,
+            case.heads * case.key_width,
+            case.heads * case.value_width,
+        ],
+        dim=-1,
+    )
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    return Inputs(
+        q.unflatten(-1, (case.query_heads, -1)),
+        k.unflatten(-1, (case.heads, -1)),
+        v.unflatten(-1, (case.heads, -1)),
+        bounds,
+        torch.randn(case.query_heads) if case.sinks else None,
+    )
+
+
+def varlen(x: Inputs, case: Case) -> Tensor:
+    out: Tensor = torch.ops.tandem.varlen_attention(
+        x.q, x.k, x.v, x.cu_seqlens, case.scale, case.window, case.softcap, x.sinks
+    )
+    return out
+
+
+def slow(q: Tensor, k: Tensor, v: Tensor, x: Inputs, case: Case, sinks: Tensor | None) -> Tensor:
+    """Query by query, head by head, from the definition."""
+    rows = []
+    for begin, end in pairwise(x.cu_seqlens.tolist()):
+        for t in range(begin, end):
+            first = max(begin, t - case.window + 1) if case.window else begin
+            heads = []
+            for h in range(case.query_heads):
+                g = h // (case.query_heads // case.heads)
+                scores = (k[first : t + 1, g] @ q[t, h]) * case.scale
+                if case.softcap:
+                    scores = case.softcap * torch.tanh(scores / case.softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[h : h + 1]])
+                weights = scores.softmax(0)[: t + 1 - first]
+                heads.append(weights @ v[first : t + 1, g])
+            rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+@dataclass
+class Paged:
+    """Memory full of NaN, with the blocks of B sequences scattered over it."""
+
+    k: Tensor
+    v: Tensor
+    tables: Tensor
+
+    @staticmethod
+    def of(case: Case, lengths: tuple[int, ...], dtype: torch.dtype) -> Paged:
+        per_row = max(-(-length // BLOCK_TOKENS) for length in lengths)
+        blocks = per_row * len(lengths) + 3
+        k = torch.full((blocks, case.heads, case.key_width, BLOCK_TOKENS), torch.nan, dtype=dtype)
+        v = torch.full((blocks, case.heads, BLOCK_TOKENS, case.value_width), torch.nan, dtype=dtype)
+        order = torch.randperm(blocks)[: per_row * len(lengths)]
+        return Paged(k, v, order.int().view(len(lengths), per_row))
+
+    def decode(self, x: Inputs, case: Case, rows: list[int], positions: list[int]) -> Tensor:
+        """The tokens at `positions` of the sequences `rows`, together."""
+        at = x.cu_seqlens[rows].long() + torch.tensor(positions)
+        out: Tensor = torch.ops.tandem.paged_attention(
+            x.q[at], x.k[at], x.v[at], self.k, self.v, self.tables[rows],
+            torch.tensor(positions), case.scale, case.window, case.softcap, x.sinks,
+        )  # fmt: skip
+        return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_is_the_definition(name: str) -> None:
+    case = CASES[name]
+    x = inputs(case)
+    sinks = None if x.sinks is None else x.sinks.double()
+    expected = slow(x.q.double(), x.k.double(), x.v.double(), x, case, sinks)
+    out = varlen(x, case)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=1e-5)
+
+
+def test_bfloat16_forward_rounds_once() -> None:
+    case = CASES["sinks"]
+    x = inputs(case, dtype=torch.bfloat16)
+    wide = Inputs(x.q.float(), x.k.float(), x.v.float(), x.cu_seqlens, x.sinks)
+    assert torch.equal(varlen(x, case), varlen(wide, case).bfloat16())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_the_definitions(name: str) -> None:
+    case = CASES[name]
+    x = inputs(case, lengths=(1, 17, 40, 16))
+    leaves = [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)]
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    sinks = None if x.sinks is None else x.sinks.clone().requires_grad_()
+    sinks64 = None if sinks is None else sinks.detach().double().requires_grad_()
+    upstream = torch.randn(x.q.shape[0], case.value_width, case.query_heads).transpose(1, 2)
+    varlen(Inputs(*leaves, x.cu_seqlens, sinks), case).backward(upstream)
+    q, k, v = doubles
+    slow(q, k, v, x, case, sinks64).backward(upstream.double())
+    ours, theirs = [*leaves], [*doubles]
+    if sinks is not None and sinks64 is not None:
+        ours, theirs = [*ours, sinks], [*theirs, sinks64]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_gradients_are_close() -> None:
+    case = CASES["32"]
+    x = inputs(case, dtype=torch.bfloat16)
+    leaves = [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)]
+    wide = [t.detach().float().requires_grad_() for t in leaves]
+    upstream = torch.randn(x.q.shape[0], case.query_heads, case.value_width).bfloat16()
+    varlen(Inputs(*leaves, x.cu_seqlens, None), case).backward(upstream)
+    varlen(Inputs(*wide, x.cu_seqlens, None), case).backward(upstream.float())
+    for a, b in zip(leaves, wide, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert a.grad.dtype == torch.bfloat16
+        error = (a.grad.float() - b.grad).norm() / b.grad.norm()
+        assert error < 5e-3
+
+
+def test_training_forward_is_the_forward_without_gradient() -> None:
+    case = CASES["softcap and window"]
+    x = inputs(case)
+    learned = replace(x, q=x.q.detach().requires_grad_())
+    assert torch.equal(varlen(learned, case).detach(), varlen(x, case))
+    with torch.inference_mode():
+        assert torch.equal(varlen(x, case), varlen(x, case).clone())
+
+
+def test_differentiating_twice_is_refused() -> None:
+    case = CASES["16"]
+    x = inputs(case, lengths=(4,))
+    q = x.q.detach().requires_grad_()
+    out = varlen(replace(x, q=q), case)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_decoding_token_by_token_is_the_forward_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    x = inputs(case, dtype=dtype)
+    whole = varlen(x, case)
+    paged = Paged.of(case, LENGTHS, dtype)
+    for t in range(max(LENGTHS)):
+        rows = [b for b, length in enumerate(LENGTHS) if t < length]
+        out = paged.decode(x, case, rows, [t] * len(rows))
+        assert torch.equal(out, whole[x.cu_seqlens[rows].long() + t]), t
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_decoding_after_prefill_is_the_forward_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    x = inputs(case, dtype=dtype)
+    whole = varlen(x, case)
+    paged = Paged.of(case, LENGTHS, dtype)
+    torch.ops.tandem.store_kv(x.k, x.v, paged.k, paged.v, paged.tables, x.cu_seqlens)
+    last = [length - 1 for length in LENGTHS]
+    # The last token is stored by decode itself, whatever prefill left in its place.
+    out = paged.decode(x, case, list(range(len(LENGTHS))), last)
+    assert torch.equal(out, whole[x.cu_seqlens[1:].long() - 1])
+
+
+def test_stored_numbers_are_the_ones_given() -> None:
+    case = Case(2, 2, 20, 24)
+    x = inputs(case, dtype=torch.bfloat16)
+    x.k[0, 0, 0] = 1e-40  # a subnormal number, which rounding instructions may flush to zero
+    paged = Paged.of(case, LENGTHS, torch.bfloat16)
+    torch.ops.tandem.store_kv(x.k, x.v, paged.k, paged.v, paged.tables, x.cu_seqlens)
+    for b, (begin, end) in enumerate(pairwise(x.cu_seqlens.tolist())):
+        for t in range(end - begin):
+            block, place = int(paged.tables[b, t // BLOCK_TOKENS]), t % BLOCK_TOKENS
+            assert torch.equal(paged.k[block, :, :, place], x.k[begin + t])
+            assert torch.equal(paged.v[block, :, place], x.v[begin + t])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_a_sequence_alone_is_the_same_as_in_a_batch(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    x = inputs(case, dtype=dtype)
+    whole = varlen(x, case)
+    paged = Paged.of(case, LENGTHS, dtype)
+    torch.ops.tandem.store_kv(x.k, x.v, paged.k, paged.v, paged.tables, x.cu_seqlens)
+    for b, (begin, end) in enumerate(pairwise(x.cu_seqlens.tolist())):
+        one = torch.tensor([0, end - begin], dtype=torch.int32)
+        alone = Inputs(x.q[begin:end], x.k[begin:end], x.v[begin:end], one, x.sinks)
+        assert torch.equal(varlen(alone, case), whole[begin:end])
+        assert torch.equal(paged.decode(x, case, [b], [end - begin - 1])[0], whole[end - 1])
+
+
+@pytest.mark.parametrize("name", ["narrow", "sinks", "128"])
+def test_threads_do_not_change_a_bit(name: str) -> None:
+    case = CASES[name]
+    lengths = (300, 5, 70, 1)
+    x = inputs(case, lengths)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
+            out = varlen(Inputs(q, k, v, x.cu_seqlens, x.sinks), case)
+            out.backward(out.detach())
+            paged = Paged.of(case, lengths, torch.float32)
+            torch.ops.tandem.store_kv(x.k, x.v, paged.k, paged.v, paged.tables, x.cu_seqlens)
+            rows = [0, 0, 1, 2, 3] * 8  # work enough for the threads to share
+            decoded = paged.decode(x, case, rows, [299, 299, 4, 69, 0] * 8)
+            results.append((out.detach(), q.grad, k.grad, v.grad, decoded))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert a is not None
+            assert b is not None
+            assert torch.equal(a, b)
+
+
+def test_an_empty_batch_gives_nothing() -> None:
+    case = CASES["16"]
+    for lengths in ((), (0, 0)):
+        x = inputs(case, lengths)
+        q = x.q.detach().requires_grad_()
+        out = varlen(replace(x, q=q), case)
+        assert out.shape == (0, 4, 16)
+        out.sum().backward()
+        assert q.grad is not None
+        assert q.grad.shape == q.shape
+    paged = Paged.of(case, (1,), torch.float32)
+    paged.tables = paged.tables[:0]
+    none = torch.ops.tandem.paged_attention(
+        x.q, x.k, x.v, paged.k, paged.v, paged.tables, torch.empty(0, dtype=torch.long),
+        1.0, 0, 0.0, None,
+    )  # fmt: skip
+    assert none.shape == (0, 4, 16)
+
+
+def test_an_empty_sequence_among_others_changes_nothing() -> None:
+    case = CASES["narrow"]
+    x = inputs(case, (5, 0, 9, 0))
+    dense = replace(x, cu_seqlens=torch.tensor([0, 5, 14], dtype=torch.int32))
+    assert torch.equal(varlen(x, case), varlen(dense, case))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seqlens": torch.tensor([0, 3], dtype=torch.int32)}, "rise from 0"),
+        ({"cu_seqlens": torch.tensor([0, 8])}, "int32"),
+        ({"k": torch.zeros(8, 3, 16)}, "multiple of the key heads|get q"),
+        ({"q": torch.zeros(8, 4, 16).double()}, "float32 or bfloat16"),
+        ({"sinks": torch.zeros(3)}, "one number per query head"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Tensor], message: str) -> None:
+    case = CASES["16"]
+    with pytest.raises(RuntimeError, match=message):
+        varlen(replace(inputs(case, (8,)), **change), case)
+
+
+def test_blocks_that_are_not_there_are_refused() -> None:
+    case = CASES["16"]
+    x = inputs(case, (20,))
+    paged = Paged.of(case, (20,), torch.float32)
+    with pytest.raises(RuntimeError, match="a block for each"):
+        torch.ops.tandem.paged_attention(
+            x.q[:1], x.k[:1], x.v[:1], paged.k, paged.v, paged.tables, torch.tensor([32]),
+            1.0, 0, 0.0, None,
+        )  # fmt: skip
+    paged.tables[0, 1] = 1000
+    with pytest.raises(RuntimeError, match="blocks below"):
+        paged.decode(x, case, [0], [19])
