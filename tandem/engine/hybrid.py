@@ -32,8 +32,9 @@ from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.scalar import load_scalar_model, normalization, token_values
 from tandem.models.selfcheck import Agreement, check_twin
 from tandem.models.stops import stop_ids
-from tandem.models.twin import supports_packing
+from tandem.models.twin import supports_packing, why_unpacked
 from tandem.objectives.rewards import normalized_scores
+from tandem.ops import native
 from tandem.types import Rollout, TokenBatch
 
 Model = PreTrainedModel | str
@@ -216,6 +217,23 @@ class RLHFEngine:
         if chosen == "auto":
             return self.agreement is not None and self.agreement.trustworthy
         return chosen == "sampler"
+
+    def says(self) -> str:
+        """One line: on what the actor generates, and where PPO's old log-probs come from."""
+        if self.agreement is None:
+            return (
+                f"generation: Hugging Face's generate, because {why_unpacked(self.actor)}; old "
+                "log-probs: a forward"
+            )
+        operations = "the GPU" if self.device.type == "cuda" else "C++ operations"
+        if self.device.type == "cpu" and native.why_not():
+            operations = f"plain torch ({native.why_not()})"
+        found = "bit for bit" if self.agreement.bitwise else f"within {self.agreement.gap:.1g} nats"
+        source = "the sampler's" if self.trusts_sampler else "a forward's"
+        return (
+            f"generation: {operations}; decoding equals the training forward {found}; old "
+            f"log-probs: {source}"
+        )
 
     def scores(self, rollout: Rollout) -> Tensor:
         """The reward model's raw scores, (B,), at each answer's last token.

@@ -13,7 +13,8 @@ from transformers.activations import GELUTanh, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from tandem.ops import dense
-from tandem.ops.attention import Kind, attend
+from tandem.ops.attention import attend
+from tandem.ops.steps import Kind
 
 _PLAIN_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "MixtralRMSNorm",
                 "Phi3RMSNorm", "Olmo2RMSNorm", "SmolLM3RMSNorm", "GraniteRMSNorm")  # fmt: skip

@@ -8,7 +8,7 @@ paths below mean the same to rounding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,7 @@ from tandem.ops import native
 from tandem.ops.steps import (
     BLOCK_TOKENS,
     Decode,
+    Kind,
     KVMemory,
     LayerShape,
     Packed,
@@ -30,17 +31,6 @@ from tandem.ops.steps import (
 
 TANDEM_ATTENTION = "tandem"
 """The name to set as a config's `_attn_implementation`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How a layer attends: score scale; keys in sight (0: all); soft cap (0: none); sinks (H,)."""
-
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
-    sinks: Tensor | None = None
-    dropout: float = 0.0
 
 
 def tandem_attention(
@@ -118,8 +108,8 @@ def paged_attention(
             q, k, v, keys, values, step.block_tables, step.positions,
             kind.scale, kind.window, kind.softcap, kind.sinks,
         )  # fmt: skip
-    if q.device.type == "cuda":
-        from tandem.ops.paged_gpu import paged_attention_gpu  # triton is there with a GPU only
+    if q.device.type == "cuda" and find_spec("triton") is not None:
+        from tandem.ops.paged_gpu import paged_attention_gpu  # imports Triton
 
         return paged_attention_gpu(q, k, v, keys, values, step, kind)
     return _paged_plain(q, k, v, keys, values, step, kind)
@@ -186,18 +176,25 @@ def _weighted(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, kind: Kind) -> Tens
 def _paged_plain(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, step: Decode, kind: Kind
 ) -> Tensor:
-    """`paged_attention` on CPU memory, through a dense copy of the blocks in use."""
+    """`paged_attention` in plain torch, through a dense copy of the blocks that the tables list.
+
+    Nothing is read back from the device.
+    """
     positions, tables = step.positions, step.block_tables.long()
+    n, heads, length = q.shape[0], k.shape[1], tables.shape[1] * BLOCK_TOKENS
     blocks = tables.gather(1, (positions // BLOCK_TOKENS)[:, None])[:, 0]
     offsets = positions % BLOCK_TOKENS
-    keys[blocks, :, :, offsets] = k
-    values[blocks, :, offsets] = v
-    used = int(positions.max()) // BLOCK_TOKENS + 1
-    n, heads = q.shape[0], k.shape[1]
-    chosen = tables[:, :used]
-    dense_k = keys[chosen].permute(0, 2, 1, 4, 3).reshape(n, heads, used * BLOCK_TOKENS, -1)
-    dense_v = values[chosen].permute(0, 2, 1, 3, 4).reshape(n, heads, used * BLOCK_TOKENS, -1)
-    places = torch.arange(used * BLOCK_TOKENS)[None]
+    if q.device.type == "cpu":
+        keys[blocks, :, :, offsets] = k
+        values[blocks, :, offsets] = v
+        dense_k = keys[tables].permute(0, 2, 1, 4, 3).reshape(n, heads, length, -1)
+        dense_v = values[tables].permute(0, 2, 1, 3, 4).reshape(n, heads, length, -1)
+    else:
+        keys[blocks, offsets] = k
+        values[blocks, offsets] = v
+        dense_k = keys[tables].permute(0, 3, 1, 2, 4).reshape(n, heads, length, -1)
+        dense_v = values[tables].permute(0, 3, 1, 2, 4).reshape(n, heads, length, -1)
+    places = torch.arange(length, device=q.device)[None]
     seen = places <= positions[:, None]
     # A block may hold anything past its row's end: zero weight does not stop a NaN.
     dense_v = dense_v.masked_fill(~seen[:, None, :, None], 0.0)

@@ -21,6 +21,17 @@ BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """How a layer attends: score scale; keys in sight (0: all); soft cap (0: none); sinks (H,)."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerShape:
     """What one attention layer keeps per token: kv_heads keys and as many values."""
 

@@ -42,6 +42,7 @@ def train_ppo(run: Run, rows: StepRows) -> None:
         num_updates=num_updates(config, num_steps),
         num_actor_updates=num_updates(config, max(1, num_steps - ppo.critic_warmup_steps)),
     )
+    run.say(f"ppo: {engine.says()}")
     reward_function = load_reward_function(ppo.reward_function) if ppo.reward_function else None
     phases = Phases()
     trainer = PPOTrainer(

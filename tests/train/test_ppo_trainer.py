@@ -54,6 +54,7 @@ def test_first_rollout_is_the_reference_and_agrees_with_the_sampler(
     assert made.metrics["kl"] == (0.0 if native.available() else pytest.approx(0, abs=1e-4))
     assert trainer.engine.agreement is not None
     assert trainer.engine.agreement.bitwise or not native.available()
+    assert "old log-probs: the sampler's" in trainer.engine.says()
     mask = made.batch.response_mask
     assert not made.old_logprobs[~mask].any()
     assert bool((made.old_logprobs[mask] < 0).all())
@@ -269,3 +270,17 @@ def make_learner(model: str, folder: Path, seed: int) -> tuple[PPOTrainer, list[
     renderer = Renderer(load_tokenizer(model))
     prompts = [renderer.prompt([Message("user", f"Say {n}.")]) for n in range(8)]
     return PPOTrainer(engine, config, reward_function=early_letters), prompts
+
+
+def test_old_logprobs_by_a_forward_are_the_samplers(tiny_model: str, tmp_path: Path) -> None:
+    made = []
+    for source in ("sampler", "forward"):
+        trainer, prompts = make(tiny_model, tmp_path, ppo__old_logprobs=source)
+        made.append(trainer.generate_experience(prompts, step=1))
+    ours, forward = made
+    assert (ours.metrics["old_logprobs_sampled"], forward.metrics["old_logprobs_sampled"]) == (1, 0)
+    assert torch.allclose(ours.old_logprobs, forward.old_logprobs, atol=1e-5)
+    assert forward.metrics["rollout_gap"] == (
+        0.0 if native.available() else pytest.approx(0, abs=1e-5)
+    )
+    assert ours.metrics["entropy"] == pytest.approx(forward.metrics["entropy"], abs=1e-5)
