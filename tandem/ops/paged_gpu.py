@@ -13,7 +13,7 @@ for an H100; their speed, and their arithmetic in bfloat16 on tensor cores, are 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,41 +158,17 @@ def _kernel(function: Any) -> Any:
     return function if triton is None else triton.jit(function)
 
 
+# fmt: off
 @_kernel
-def _attend_chunk(
-    q_ptr,  # type: ignore[no-untyped-def]
-    k_ptr,
-    v_ptr,
-    keys_ptr,
-    values_ptr,
-    tables_ptr,
-    positions_ptr,
-    sums_ptr,
-    tops_ptr,
-    scale,
-    softcap,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    table_row,
-    chunks,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    CHUNK_TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    K_WIDTH: tl.constexpr,
-    K_PAD: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    V_PAD: tl.constexpr,
-    BY_ADDRESS: tl.constexpr,
+def _attend_chunk(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, tables_ptr, positions_ptr, sums_ptr, tops_ptr,
+    scale, softcap, q_row, q_head, k_row, k_head, v_row, v_head, table_row, chunks,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    CHUNK_TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, K_WIDTH: tl.constexpr, K_PAD: tl.constexpr,
+    V_WIDTH: tl.constexpr, V_PAD: tl.constexpr, BY_ADDRESS: tl.constexpr,
 ):
+    # fmt: on
     """One chunk of one row for the GROUP query heads of one key head.
 
     Leaves sum(2^(score - top) * value) in sums, and top and sum(2^(score - top)) in tops; scores
@@ -263,22 +239,14 @@ def _scored(dots, scale, softcap, CAPPED: tl.constexpr):  # type: ignore[no-unty
     return scores * 1.4426950408889634
 
 
+# fmt: off
 @_kernel
-def _merge_chunks(
-    sums_ptr,  # type: ignore[no-untyped-def]
-    tops_ptr,
-    positions_ptr,
-    sinks_ptr,
-    out_ptr,
-    chunks,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHUNK_TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    V_PAD: tl.constexpr,
-    SINKS: tl.constexpr,
+def _merge_chunks(  # type: ignore[no-untyped-def]
+    sums_ptr, tops_ptr, positions_ptr, sinks_ptr, out_ptr, chunks,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, CHUNK_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
+    V_WIDTH: tl.constexpr, V_PAD: tl.constexpr, SINKS: tl.constexpr,
 ):
+    # fmt: on
     """One query head of one row: its chunks in order; a sink weighs in with no value."""
     row, query_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     last = tl.load(positions_ptr + row).to(tl.int32)

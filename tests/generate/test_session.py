@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ bitwise = pytest.mark.skipif(not native.available(), reason=native.why_not() or 
 CPU = torch.device("cpu")
 
 
+@cache
 def wide(family: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Room for long answers; some of the answers end, some reach their limit."""
     names = {"gpt2": "n_positions"}
