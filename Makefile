@@ -29,9 +29,12 @@ docs: $(STAMP)  ## write docs/config.md and docs/metrics.md from the code
 
 bench: $(STAMP)
 	$(BIN)/python bench/step3.py
+	$(BIN)/python bench/generation.py
+	$(BIN)/python bench/packed.py
 
 bench-gpu: $(STAMP)
 	$(BIN)/python bench/step3.py --device cuda --dtype bf16 --shape b --json bench-gpu.json
+	$(BIN)/python bench/generation.py --device cuda --rows opt-1.3b llama-7b --json bench-gpu-generation.json
 
 # torch comes first and alone, at its pinned version: pip must not pick another build of it.
 $(STAMP): pyproject.toml constraints.txt

@@ -169,7 +169,8 @@ def test_gradients_are_the_definitions(name: str) -> None:
     sinks = None if x.sinks is None else x.sinks.clone().requires_grad_()
     sinks64 = None if sinks is None else sinks.detach().double().requires_grad_()
     upstream = torch.randn(x.q.shape[0], case.value_width, case.query_heads).transpose(1, 2)
-    varlen(Inputs(*leaves, x.cu_seqlens, sinks), case).backward(upstream)
+    q, k, v = leaves
+    varlen(Inputs(q, k, v, x.cu_seqlens, sinks), case).backward(upstream)
     q, k, v = doubles
     slow(q, k, v, x, case, sinks64).backward(upstream.double())
     ours, theirs = [*leaves], [*doubles]
@@ -187,8 +188,8 @@ def test_bfloat16_gradients_are_close() -> None:
     leaves = [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)]
     wide = [t.detach().float().requires_grad_() for t in leaves]
     upstream = torch.randn(x.q.shape[0], case.query_heads, case.value_width).bfloat16()
-    varlen(Inputs(*leaves, x.cu_seqlens, None), case).backward(upstream)
-    varlen(Inputs(*wide, x.cu_seqlens, None), case).backward(upstream.float())
+    for (q, k, v), grad in ((leaves, upstream), (wide, upstream.float())):
+        varlen(Inputs(q, k, v, x.cu_seqlens, None), case).backward(grad)
     for a, b in zip(leaves, wide, strict=True):
         assert a.grad is not None
         assert b.grad is not None
@@ -270,7 +271,7 @@ def test_a_sequence_alone_is_the_same_as_in_a_batch(name: str, dtype: torch.dtyp
         assert torch.equal(paged.decode(x, case, [b], [end - begin - 1])[0], whole[end - 1])
 
 
-@pytest.mark.parametrize("name", ["narrow", "sinks", "128"])
+@pytest.mark.parametrize("name", ["narrow", "sinks", "128", "window of blocks"])
 def test_threads_do_not_change_a_bit(name: str) -> None:
     case = CASES[name]
     lengths = (300, 5, 70, 1)

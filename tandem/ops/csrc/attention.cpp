@@ -1,13 +1,13 @@
 // Attention on the CPU: packed sequences (forward and backward) and one new token on KV memory.
 //
-// A query's result is the same to the last bit whether its sequence is computed at once or the token
-// alone on top of KV memory, in whatever company, because its arithmetic is one fixed order:
+// A query's result is the same to the last bit whether its sequence is computed at once or the
+// token alone on top of KV memory, in whatever company, because its arithmetic is one fixed order:
 //   scores   keys in blocks of 16 by absolute position, a lane per key; the product sums over the
 //            width from first to last;
 //   softmax  against the largest score (the sink among them); 16 sums, one per lane, over blocks;
 //            then `sum` across lanes;
-//   values   key j adds to chain j mod C, first to last; the chains are added in order. C depends on
-//            the width of a value alone (`value_chains`).
+//   values   key j adds to chain j mod C, first to last; the chains are added in order. C depends
+//            on the width of a value alone (`value_chains`).
 // A key that a query must not see has weight exactly 0. Tiles of up to 4 queries share loaded keys
 // and values; that and the split over threads change who computes, never what.
 
@@ -38,8 +38,8 @@ using at::Tensor;
 constexpr int64_t kBlock = kLanes;  // tokens in a block of KV memory
 constexpr int64_t kTile = 4;        // queries that share what is loaded
 constexpr int64_t kBackTile = 16;   // queries whose weights the backward holds at once
-constexpr int64_t kTogether = 4;   // pairs of row and key head that decode works on stage by stage
-constexpr int64_t kTogetherScores = 8192;  // and the numbers they may hold between stages
+constexpr int64_t kTogether = 16;   // rows by key heads that decode works on stage by stage
+constexpr int64_t kTogetherScores = 8192;  // and how many scores of theirs it holds, roughly
 constexpr float kHidden = -1e30f;   // the score of a key out of sight: its exp is 0
 
 // How scores become weights.
@@ -301,7 +301,7 @@ TANDEM_INLINE void soften(float* s, int64_t stride, int64_t blocks, int64_t firs
   if (kind.softcap != 0 || kind.window != 0) {
     for (int r = 0; r < Q; ++r) see(s + r * stride, blocks, first_block, query + r * step, kind);
   } else {
-    const int32_t last = static_cast<int32_t>(query % kBlock);
+    const int64_t last = query % kBlock;
 #pragma GCC unroll 4
     for (int r = 0; r < Q; ++r) {
       float* end = s + r * stride + (blocks - 1) * kLanes;
@@ -570,17 +570,18 @@ struct Piece {
 // One piece per sequence and head, or more where threads would stand idle; the costliest first.
 std::vector<Piece> pieces_of(const int32_t* bounds, int64_t count, int64_t heads, bool divisible) {
   const int64_t threads = at::get_num_threads();
-  const int64_t parts = divisible ? (2 * threads + count * heads - 1) / (count * heads) : 1;
+  const int64_t parts =
+      threads > 1 && divisible ? (2 * threads + count * heads - 1) / (count * heads) : 1;
   std::vector<Piece> pieces;
-  pieces.reserve(count * heads);
+  pieces.reserve(count * heads * parts);
   for (int64_t b = 0; b < count; ++b) {
     const int64_t start = bounds[b], length = bounds[b + 1] - start;
     // A piece prepares all keys before it, so it should have work enough to pay for that.
-    const int64_t size = std::max<int64_t>(
-        128, ((length + parts - 1) / parts + kBlock - 1) / kBlock * kBlock);
+    const int64_t part = blocks_of((length + parts - 1) / parts) * kBlock;
+    const int64_t size = parts > 1 ? std::max<int64_t>(128, part) : length;
     for (int64_t h = 0; h < heads; ++h) {
-      for (int64_t t = 0; t < length; t += threads > 1 && divisible ? size : length) {
-        pieces.push_back({start, h, t, threads > 1 && divisible ? std::min(t + size, length) : length});
+      for (int64_t t = 0; t < length; t += size) {
+        pieces.push_back({start, h, t, std::min(t + size, length)});
       }
     }
   }
@@ -765,7 +766,7 @@ void backward_scores(const float* q, int64_t q_width, const float* dout, int64_t
   score_keys<Q>(dout, out_width, values, blocks, size.value_width, g, stride);
 }
 
-// A tile of 16 queries, ready for `backward_tile`.
+// Up to 16 queries, ready for `backward_tile`.
 struct BackTile {
   const float *queries, *grads;  // scaled queries and output gradients, rows row_width apart
   const float *lse, *delta;      // per query
@@ -773,7 +774,7 @@ struct BackTile {
   const float* const* keys;    // transposed, from first_block on
   const float* const* values;  // the same of values
   const float* const* rows;    // keys as rows
-  float *scores, *grad_scores; // (16, blocks * 16)
+  float *scores, *grad_scores;  // (16, blocks * 16)
 };
 
 template <int Q>
@@ -831,7 +832,7 @@ void write_grads(const float* from, int64_t tokens, int64_t width, T* to, int64_
   }
 }
 
-// Queries of one head, row by row from its first; fills in a tile's own scratch.
+// `count` queries of one head from token `row` on: what a tile needs of them. Fills in their delta.
 template <class T>
 void load_tile(const Gradients<T>& work, int64_t row, int64_t count, int64_t head, float* queries,
                float* grads, float* lse, float* delta) {
@@ -938,7 +939,9 @@ void check_bounds(const Tensor& bounds, int64_t tokens, const char* where) {
               at[0], " to ", at[count], ".");
 }
 
-Tensor dense_rows(const Tensor& x) { return x.stride(2) == 1 || x.size(2) <= 1 ? x : x.contiguous(); }
+Tensor dense_rows(const Tensor& x) {
+  return x.stride(2) == 1 || x.size(2) <= 1 ? x : x.contiguous();
+}
 
 std::optional<Tensor> float_sinks(const std::optional<Tensor>& sinks, int64_t heads) {
   if (!sinks || !sinks->defined()) return std::nullopt;
@@ -971,7 +974,8 @@ Tensor run_forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const T
     const Packed<T> in{rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
                        static_cast<T*>(out.data_ptr()), lse ? lse->data_ptr<float>() : nullptr,
                        size, kind_of(scale, window, softcap, sinks)};
-    share_out(pieces.size(), at::get_num_threads(), [&](int64_t i) { forward_piece(in, pieces[i]); });
+    share_out(pieces.size(), at::get_num_threads(),
+              [&](int64_t i) { forward_piece(in, pieces[i]); });
   });
   return out;
 }
@@ -1283,7 +1287,8 @@ Tensor paged_attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, Ten
   int64_t tokens = 0;
   for (int64_t i = 0; i < n; ++i) {
     TORCH_CHECK(at[i] >= 0, "positions must not be negative; got ", at[i], " in row ", i, ".");
-    check_tables(block_tables, i, kind.first_key(at[i]), at[i] + 1, k_memory.size(0), "paged_attention");
+    check_tables(block_tables, i, kind.first_key(at[i]), at[i] + 1, k_memory.size(0),
+                 "paged_attention");
     tokens += at[i] + 1;
   }
   // Below about 10 us of work, waking threads costs more than it saves.

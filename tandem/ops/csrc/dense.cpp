@@ -1,5 +1,5 @@
-// The dense operations of a layer as torch operators, with gradients: linear, root-mean-square norm,
-// rotation, gated activations, log-probs of chosen tokens, drawing tokens.
+// The dense operations of a layer as torch operators, with gradients: linear, root-mean-square
+// norm, rotation, gated activations, log-probs of chosen tokens, drawing tokens.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
@@ -528,8 +528,8 @@ struct TokenLogprobs : Function<TokenLogprobs> {
         for (int64_t i = from; i < to; ++i)
           logprob_row_backward(rows.data<Logit>() + i * rows.stride, V, T,
                                logsumexps.const_data_ptr<float>()[i],
-                               at_row(entropies, i), chosen.const_data_ptr<int64_t>()[i], at_row(of_logprobs, i),
-                               at_row(of_entropies, i), out + i * V);
+                               at_row(entropies, i), chosen.const_data_ptr<int64_t>()[i],
+                               at_row(of_logprobs, i), at_row(of_entropies, i), out + i * V);
       });
     });
     return {grad, Tensor(), Tensor(), Tensor()};
@@ -557,7 +557,8 @@ std::tuple<Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& ke
   Tensor tokens = at::empty({n}, seeds.options());
   Tensor logprobs = at::empty({n}, floats), entropies = at::empty({n}, floats);
   int64_t* token = tokens.mutable_data_ptr<int64_t>();
-  float *logprob = logprobs.mutable_data_ptr<float>(), *entropy = entropies.mutable_data_ptr<float>();
+  float* logprob = logprobs.mutable_data_ptr<float>();
+  float* entropy = entropies.mutable_data_ptr<float>();
   for_dtype(logits.scalar_type(), "logits", [&](auto tag) {
     using Logit = decltype(tag);
     for_rows(n, 4 * V, [&](int64_t from, int64_t to) {

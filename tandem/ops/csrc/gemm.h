@@ -1,13 +1,13 @@
-// Matrix products whose every element is summed in one order, so that a row's bits depend on nothing
-// but the row: y[m, n] = sum over k of x[m, k] * w[n, k], by fused multiply-adds, k ascending.
+// Matrix products whose every element is summed in one order, so that a row's bits depend on
+// nothing but the row: y[m, n] = sum over k of x[m, k] * w[n, k], fused multiply-adds, k ascending.
 //
 // Because the order is fixed per element, how the work is cut is free, and chosen for speed: lanes
-// over n with the weight transposed into panels (many rows, or packed ahead of time), or lanes over m
-// with the few rows transposed and the weight read where it lies. Both give the same bits.
+// over n with the weight turned into panels (many rows, or packed ahead of time), or lanes over m
+// with the rows turned and the weight read where it lies. The bits are the same.
 //
-// bfloat16 is multiplied two k at a time (vdpbf16ps) where the processor can, summed in float32; two
-// bfloat16 then travel as one 32-bit word wherever float32 has one number. Elsewhere bfloat16 is
-// widened to float32 first.
+// bfloat16 is multiplied two k at a time (vdpbf16ps) where the processor can, summed in float32;
+// two bfloat16 then travel as one 32-bit word wherever float32 has one number. Elsewhere bfloat16
+// is widened to float32 first.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -22,8 +22,8 @@
 
 namespace tandem {
 
-// A vector that the processor has, and the widest tile of sums that its registers hold: columns of a
-// panel, and rows beside 16, 32, 48 and 64 columns.
+// A vector that the processor has, and the tiles of sums that its registers hold: columns of a
+// panel, and how many rows beside 16, 32, 48 and 64 columns.
 #if defined(__AVX512F__)
 typedef v16 wide;
 constexpr int64_t kPanel = 64;
@@ -31,11 +31,11 @@ constexpr int kMostRows[] = {0, 12, 12, 8, 6};
 #elif defined(__AVX__)
 typedef v8 wide;
 constexpr int64_t kPanel = 16;
-constexpr int kMostRows[] = {0, 6, 1, 1, 1};
+constexpr int kMostRows[] = {0, 6, 0, 0, 0};
 #else
 typedef v4 wide;
 constexpr int64_t kPanel = 16;
-constexpr int kMostRows[] = {0, 6, 1, 1, 1};
+constexpr int kMostRows[] = {0, 6, 0, 0, 0};
 #endif
 constexpr int kWide = sizeof(wide) / sizeof(float);
 
@@ -113,14 +113,16 @@ template <class T>
 struct TileWork {
   const word* rows;  // R rows `row_stride` words apart, their words `row_step` apart
   int64_t row_stride, row_step;
-  const word* panel;   // (words, 16 C)
+  const word* panel;    // (words, 16 C)
   int64_t words;
-  const float* before;  // sums so far (R, 64), or null: start at 0
-  float* raw;           // where sums go as they are (R, 64), or null: finish them into y
+  const float* before;  // sums so far (R, kPanel), or null: start at 0
+  float* raw;           // where sums go as they are (R, kPanel), or null: finish them into y
   T* y;
   int64_t y_stride;
   int64_t width;  // columns of y, at most 16 C
   Epilogue<T> epilogue;
+  const word* ahead = nullptr;  // fetched meanwhile, `ahead_step` words per k, or null
+  int64_t ahead_step = 0;
 };
 
 template <class T, class V>
@@ -155,7 +157,7 @@ TANDEM_INLINE void for_sums(Body body) {
     for (int c = 0; c < C; ++c) body(r, c);
 }
 
-// A vector as it lies in memory, wherever; a plain load and store, unlike memcpy on some processors.
+// A vector as it lies in memory. memcpy would go through the stack in pieces on some processors.
 typedef wide wide_word __attribute__((may_alias, aligned(2)));
 
 TANDEM_INLINE wide load_wide(const word* p) { return *reinterpret_cast<const wide_word*>(p); }
@@ -180,7 +182,11 @@ void tile(const TileWork<T>& work) {
   const word* row = work.rows;
   const word* panel = work.panel;
   const int64_t stride = work.row_stride, step = work.row_step;
+  const word* ahead = work.ahead ? work.ahead : panel;
+  const int64_t ahead_step = work.ahead_step;
   for (int64_t k = 0; k < work.words; ++k, row += step, panel += kLanes * vectors) {
+    __builtin_prefetch(ahead, 0, 2);
+    ahead += ahead_step;
     wide b[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) b[c] = load_wide(panel + c * kWide);
@@ -236,7 +242,7 @@ TileFunction<T> tile_for(int C, int R) {
 }
 
 // `count` rows (at most kGroup) by one panel: tiles of nearly equal heights, k in blocks that leave
-// room in the second cache. Sums go to `raw` (count, 64) if given, else finished into y.
+// room in the second cache. Sums go to `raw` (count, kPanel) if given, else finished into y.
 constexpr int64_t kGroup = 48;
 constexpr int64_t kBlockWords = 1024;
 
@@ -259,7 +265,15 @@ void multiply_group(TileWork<T> work, int64_t count, int vectors, float* raw) {
       one.raw = last && !raw ? nullptr : partial + m * kPanel;
       one.y = work.y + m * work.y_stride;
       one.epilogue = work.epilogue.at(m, 0);
-      one.epilogue.bias = work.epilogue.bias;
+      if (raw) {  // the rows are the weight's: those of the next tile
+        one.ahead = one.rows + height * work.row_stride;
+        one.ahead_step = height;
+      } else if (work.ahead && i < vectors) {  // a quarter of the next panel
+        one.ahead = work.ahead + (i * words + k) * kLanes;
+        one.ahead_step = kLanes;
+      } else {
+        one.ahead = nullptr;
+      }
       tile_for<T>(vectors, static_cast<int>(height))(one);
       m += height;
     }
@@ -349,7 +363,7 @@ struct Matrix {
 
 constexpr int64_t kAhead = 2 * kLanes;  // words fetched before their turn: rows lie far apart
 
-// Words k to k + 15 of `count` <= 16 contiguous rows from row `first`: x[i] holds word k + i of all.
+// Words k to k + 15 of `count` <= 16 contiguous rows from row `first`: x[i] is word k + i of all.
 template <class T>
 TANDEM_INLINE void load_turned(const Matrix<T>& m, int64_t first, int64_t count, int64_t k,
                                int64_t K, v16 (&x)[16]) {
@@ -385,7 +399,7 @@ TANDEM_INLINE v16 column_words(const Matrix<T>& m, int64_t first, int64_t count,
   }
 }
 
-// Rows first to first + width (at most 64) into out (words, round_up(width, 16)).
+// Rows first to first + width (at most kPanel) into out (words, round_up(width, 16)).
 template <class T>
 void pack_panel(const Matrix<T>& m, int64_t first, int64_t width, int64_t K, float* out) {
   const int64_t words = words_of<T>(K), lanes = round_up(width, kLanes);
@@ -436,7 +450,7 @@ Words words_of_rows(const T* x, int64_t x_stride, int64_t M, int64_t K) {
     for (int64_t m = 0; m < M; ++m)
       for (int64_t k = 0; k < words; k += kLanes)
         store_lanes(copy + m * words + k, row_words(x + m * x_stride, k, K),
-                   static_cast<int>(std::min<int64_t>(kLanes, words - k)));
+                    static_cast<int>(std::min<int64_t>(kLanes, words - k)));
     return {copy, words};
   }
 }
@@ -445,12 +459,13 @@ Words words_of_rows(const T* x, int64_t x_stride, int64_t M, int64_t K) {
 // panel's first column.
 template <class T>
 void multiply_panel(const Words& x, int64_t m0, int64_t m1, const word* panel, int64_t width,
-                    int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
+                    int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue,
+                    const word* ahead = nullptr) {
   const int vectors = static_cast<int>((width + kLanes - 1) / kLanes);
   for (int64_t m = m0; m < m1; m += kGroup) {
     TileWork<T> work{x.data + m * x.stride, x.stride, x.step, panel, words_of<T>(K), nullptr,
                      nullptr, y + m * y_stride, y_stride, width, epilogue.at(m, 0)};
-    work.epilogue.bias = epilogue.bias;
+    if (m == m0) work.ahead = ahead;
     multiply_group(work, std::min(kGroup, m1 - m), vectors, nullptr);
   }
 }
@@ -467,12 +482,16 @@ void multiply_packed(const T* x, int64_t x_stride, int64_t M, const float* packe
                      int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
   const Words rows = words_of_rows(x, x_stride, M, K);
   const int64_t words = words_of<T>(K), panels = (N + kPanel - 1) / kPanel;
+  const bool small = packed_size<T>(N, K) <= kSmall;
+  const bool fetches = !small && M >= 16;  // fewer rows take no longer than the next panel
   const auto one = [&](int64_t m, int64_t count, int64_t p) {
     const int64_t n = p * kPanel;
     multiply_panel(rows, m, m + count, reinterpret_cast<const word*>(packed + n * words),
-                   std::min(kPanel, N - n), K, y + n, y_stride, epilogue.at(0, n));
+                   std::min(kPanel, N - n), K, y + n, y_stride, epilogue.at(0, n),
+                   fetches && n + kPanel < N
+                       ? reinterpret_cast<const word*>(packed + (n + kPanel) * words)
+                       : nullptr);
   };
-  const bool small = packed_size<T>(N, K) <= kSmall;
   const int64_t chunk = small || panels < 2 * at::get_num_threads() ? kGroup : M;
   const int64_t chunks = (M + chunk - 1) / chunk;
   const int64_t grain = kGrain / std::max<int64_t>(1, words * kPanel * std::min(M, chunk)) + 1;
@@ -508,7 +527,7 @@ void multiply_packing(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& 
 }
 
 // The same with lanes over m: the rows of x become panels and the weight's rows are broadcast from
-// where they lie, so each of its words is read once per 64 rows and nothing of it is copied.
+// where they lie, so each of its words is read once per panel and nothing of it is copied.
 template <class T>
 void multiply_across(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
                      int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
@@ -626,7 +645,7 @@ void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, 
 // whose copies stay in the second cache, added up in y.
 inline void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
                             int64_t M, int64_t N, int64_t K, float* y, int64_t y_stride) {
-  constexpr int64_t kRun = 512;           // rows of a run
+  constexpr int64_t kRun = 512;          // rows of a run
   constexpr int64_t kSlab = 4 * kPanel;  // columns of a that are packed at a time
   const int64_t right = (K + kPanel - 1) / kPanel, longest = std::min(M, kRun);
   float* columns = scratch(Use::weights, packed_size<float>(K, longest));

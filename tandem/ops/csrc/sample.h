@@ -87,7 +87,8 @@ inline RowSums row_sums(const T* logits, int64_t V, float temperature, double* b
     });
     const double block = sum(low + high);
     sums.total += block;
-    if constexpr (entropy) sums.weighted += sum(as_double(lower(weighted)) + as_double(upper(weighted)));
+    if constexpr (entropy)
+      sums.weighted += sum(as_double(lower(weighted)) + as_double(upper(weighted)));
     if (blocks) *blocks++ = block;
   }
   return sums;

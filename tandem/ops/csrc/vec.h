@@ -186,7 +186,9 @@ TANDEM_INLINE v16 max(v16 a, v16 b) {
 }
 
 TANDEM_INLINE v8 lower(v16 x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7); }
-TANDEM_INLINE v8 upper(v16 x) { return __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15); }
+TANDEM_INLINE v8 upper(v16 x) {
+  return __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+}
 TANDEM_INLINE v4 lower(v8 x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3); }
 TANDEM_INLINE v4 upper(v8 x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7); }
 

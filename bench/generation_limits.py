@@ -1,0 +1,107 @@
+"""What generation could cost at best: arithmetic at the best matrix product's rate, or memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bench.generation_work import DTYPES, GenerationWork
+from tandem.models.summary import flops_per_token
+from tandem.ops.dense import linear
+
+GEMM_SHAPES = ((512, 1024, 1024), (512, 512, 2048), (256, 2048, 512))
+"""Rows, inputs and outputs of the products that the best rate is looked for among."""
+
+
+def gemm_rate(dtype: str, repeats: int = 10) -> float:
+    """The best FLOP/s per CPU second that any linear here reaches on this machine, now.
+
+    Tried are torch's, oneDNN's and Tandem's, over GEMM_SHAPES; the best single call counts.
+    """
+    best = 0.0
+    linears: list[Callable[[Tensor, Tensor], Tensor]] = [F.linear, linear]
+    if torch.backends.mkldnn.is_available():
+        linears.append(_onednn_linear)
+    generator = torch.Generator().manual_seed(0)
+    for rows, inputs, outputs in GEMM_SHAPES:
+        x = torch.randn((rows, inputs), generator=generator).to(DTYPES[dtype])
+        weight = torch.randn((outputs, inputs), generator=generator).to(DTYPES[dtype])
+        for function in linears:
+            with torch.no_grad():
+                function(x, weight)
+                seconds = min(_cpu_seconds(function, x, weight) for _ in range(repeats))
+            best = max(best, 2 * rows * inputs * outputs / seconds)
+    return best
+
+
+def _onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product
+
+
+def _cpu_seconds(function: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> float:
+    begin = time.process_time()
+    function(x, weight)
+    return time.process_time() - begin
+
+
+def real_flops(
+    model: PreTrainedModel, prompt_lengths: Sequence[int], answer_lengths: Sequence[int]
+) -> float:
+    """Arithmetic of the real tokens alone: every prompt once, every answer's tokens once.
+
+    Args:
+        prompt_lengths: (P,) tokens. answer_lengths: (P * samples,) tokens, the samples of a prompt
+            side by side; an answer's last token is drawn but never read.
+    """
+
+    def layers(length: int) -> float:
+        return length * flops_per_token(model, length, logits=False) if length else 0.0
+
+    samples = len(answer_lengths) // len(prompt_lengths)
+    head = flops_per_token(model, 1) - flops_per_token(model, 1, logits=False)
+    total = sum(map(layers, prompt_lengths))
+    for i, length in enumerate(answer_lengths):
+        prompt = prompt_lengths[i // samples]
+        total += layers(prompt + length - 1) - layers(prompt) + length * head
+    return total
+
+
+def copy_bandwidth(device: str, repeats: int = 10) -> float:
+    """Bytes per second that a copy of 1 GiB within the device's memory reads and writes."""
+    source = torch.empty(2**28, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return 2 * source.numel() * source.element_size() / statistics.median(seconds)
+
+
+def decode_bytes(model: PreTrainedModel, work: GenerationWork) -> float:
+    """Bytes that decoding must read: per step the weights once and every answer's keys and values.
+
+    All answers have `max_new_tokens`. The embedding counts where it is also the vocabulary head.
+    """
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings().weight
+    tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    weights = sum(
+        p.numel() * p.element_size() for p in model.parameters() if id(p) not in tables or p is head
+    )
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * width * DTYPES[work.dtype].itemsize
+    steps = work.max_new_tokens - 1
+    # Step k (from 1) attends to the prompt and k tokens of the answer.
+    context = statistics.mean(work.prompt_tokens) + (steps + 1) / 2
+    return float(steps * (weights + work.num_answers * context * per_token))
