@@ -29,8 +29,9 @@ from bench.plain_hf_supervised import Settings, language_loss, row_chunks
 from bench.ragged import PAD, SHAPES, apart, llama_config, ragged_rows
 from bench.training_table import show, summary
 from tandem.engine.allocator import keep_freed_memory
-from tandem.engine.forward import autocast, response_logprobs, split_rows
+from tandem.engine.forward import autocast, deal_batch, response_logprobs
 from tandem.objectives.losses import sft_loss
+from tandem.parallel.world import World
 from tandem.types import TokenBatch, TokenRow
 
 AGREEMENT = {"fp32": 1e-5, "bf16": 3e-2}
@@ -80,7 +81,7 @@ class Sides:
         watch = Stopwatch()
         dtype = torch.bfloat16 if self.work.dtype == "bf16" else torch.float32
         with watch("train"):
-            for chosen in split_rows(self.batch, micro_batch_tokens):
+            for chosen, _ in deal_batch(self.batch, micro_batch_tokens, World()):
                 part = self.batch.select(chosen)
                 with autocast(part.token_ids.device, dtype):
                     logprobs, _ = response_logprobs(self.tandem, part)

@@ -105,10 +105,18 @@ def _train(command: str, args: list[str]) -> int:
         return 0
     config = parse_run_flags(args, command)
     check_config(config)
+    from tandem.engine.hybrid import resolve_device
+    from tandem.parallel.world import join, leave
     from tandem.train.pipeline import train
 
-    run = train(config, command=shlex.join(["tandem", command, *args]))
-    print(f"chat:   tandem chat {shlex.quote(str(run.path))}")
+    world = join(
+        resolve_device(config.device),
+        ranks_per_node=config.parallel.ranks_per_node,
+        timeout_minutes=config.parallel.timeout_minutes,
+    )
+    run = train(config, command=shlex.join(["tandem", command, *args]), world=world)
+    run.say(f"chat:   tandem chat {shlex.quote(str(run.path))}")
+    leave()
     return 0
 
 

@@ -17,30 +17,40 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import CheckpointError
+from tandem.parallel.world import World
 
 MANIFEST = "MANIFEST.json"
 
 
 def write_folder(
-    folder: Path, fill: Callable[[Path], None], facts: Mapping[str, Any] | None = None
+    folder: Path,
+    fill: Callable[[Path], None],
+    facts: Mapping[str, Any] | None = None,
+    *,
+    world: World | None = None,
 ) -> None:
     """Make `folder` with what `fill` writes, all or nothing.
 
     Args:
-        fill: given an empty folder, writes files into it.
+        fill: given an empty folder, writes files into it; every rank calls it, for the weights in
+            pieces that it gathers, and writes what is its own.
         facts: kept in the manifest (step, fingerprint, figures): anything JSON can say.
+        world: the ranks that write together, into a folder that all of them see.
     Raises:
-        CheckpointError: the disk refused, or `folder` holds something that this did not make;
-            what was there before is untouched.
+        CheckpointError: the disk refused, on whichever rank, or `folder` holds something that this
+            did not make; what was there before is untouched.
     """
+    world = world or World()
     require_own(folder)
-    aside = folder.parent / f".tmp-{folder.name}-{os.getpid()}"
-    try:
+    aside = folder.parent / f".tmp-{folder.name}-{world.collect(os.getpid())[0]}"
+
+    def prepare() -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for old in folder.parent.glob(f".tmp-{folder.name}-*"):
             shutil.rmtree(old, ignore_errors=True)
         aside.mkdir()
-        fill(aside)
+
+    def publish() -> None:
         manifest = {"files": _describe(aside), "facts": dict(facts or {})}
         text = json.dumps(manifest, indent=1, allow_nan=False)
         (aside / MANIFEST).write_text(text, encoding="utf-8")
@@ -53,13 +63,34 @@ def write_folder(
         else:
             os.replace(aside, folder)
         _sync_path(folder.parent)
+
+    _together(prepare if world.is_first else None, folder, aside, world)
+    _together(lambda: fill(aside), folder, aside, world)
+    _together(publish if world.is_first else None, folder, aside, world)
+
+
+def _together(do: Callable[[], None] | None, folder: Path, aside: Path, world: World) -> None:
+    """Do something on some ranks and wait for all; if the disk refuses one, every rank says so."""
+    refused = ""
+    try:
+        if do is not None:
+            do()
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        free = shutil.disk_usage(_existing(folder)).free
-        raise CheckpointError(
-            f"{folder} must be writable; got: {error.strerror or error} ({free:,} bytes free). "
-            "Free some space or choose another --output-dir; earlier checkpoints are whole."
-        ) from error
+        refused = error.strerror or str(error)
+        if world.size == 1:
+            raise _unwritable(folder, aside, refused) from error
+    problems = [problem for problem in world.collect(refused) if problem]
+    if problems:
+        raise _unwritable(folder, aside, problems[0])
+
+
+def _unwritable(folder: Path, aside: Path, why: str) -> CheckpointError:
+    shutil.rmtree(aside, ignore_errors=True)
+    free = shutil.disk_usage(_existing(folder)).free
+    return CheckpointError(
+        f"{folder} must be writable; got: {why} ({free:,} bytes free). "
+        "Free some space or choose another --output-dir; earlier checkpoints are whole."
+    )
 
 
 def require_own(folder: Path) -> None:

@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.checkpoint.folder import MANIFEST, read_facts, write_folder
 from tandem.errors import CheckpointError
+from tandem.parallel.pieces import whole
+from tandem.parallel.world import World
 
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -31,22 +34,54 @@ class State:
     numbers: Mapping[str, Any]
 
 
-def save_state(folder: Path, state: State, *, keep: int) -> None:
+class SavedTensors(Mapping[str, Tensor]):
+    """The tensors of one safetensors file by name, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the names alone."""
+        self._file = safe_open(path, framework="pt")
+        self._names = list(self._file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def save_state(folder: Path, state: State, *, keep: int, world: World | None = None) -> None:
     """Write `folder/step-N`, then remove all but the newest `keep`.
+
+    Tensors in pieces are written whole, so that any number of ranks can continue from them; they
+    are gathered one at a time, and the parts' files are written by the ranks in turn.
 
     Raises:
         CheckpointError: the disk refused; older checkpoints are untouched.
     """
+    ranks = world or World()
 
     def fill(aside: Path) -> None:
-        for part, tensors in state.tensors.items():
-            # Cloning tensors that share storage (tied weights) is what safetensors asks for.
-            flat = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-            save_file(flat, aside / f"{part}.safetensors")
-        (aside / "numbers.json").write_text(json.dumps(dict(state.numbers)), encoding="utf-8")
+        for number, (part, tensors) in enumerate(state.tensors.items()):
+            is_writer = number % ranks.size == ranks.rank
+            flat = {}
+            for name, tensor in tensors.items():
+                full = whole(tensor.detach())
+                if is_writer:
+                    # Cloning tensors that share storage (tied weights) is what safetensors asks.
+                    flat[name] = full.cpu().contiguous().clone()
+            if is_writer:
+                save_file(flat, aside / f"{part}.safetensors")
+        if ranks.is_first:
+            (aside / "numbers.json").write_text(json.dumps(dict(state.numbers)), encoding="utf-8")
 
-    write_folder(folder / f"step-{state.step:06d}", fill, {"step": state.step})
-    for old in _numbered(folder)[:-keep]:
+    write_folder(folder / f"step-{state.step:06d}", fill, {"step": state.step}, world=ranks)
+    for old in () if not ranks.is_first else _numbered(folder)[:-keep]:
         # The manifest first: a half-removed folder must not look whole.
         (old / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(old, ignore_errors=True)
@@ -80,7 +115,7 @@ def newest_numbers(folder: Path) -> Mapping[str, Any] | None:
 def _load(folder: Path) -> State:
     facts = read_facts(folder)
     try:
-        tensors = {path.stem: load_file(path) for path in folder.glob("*.safetensors")}
+        tensors = {path.stem: SavedTensors(path) for path in folder.glob("*.safetensors")}
         numbers = json.loads((folder / "numbers.json").read_text(encoding="utf-8"))
         return State(int(facts["step"]), tensors, numbers)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -34,6 +34,9 @@ SHORT_NAMES = {
     "ppo.ema": "ema",
     "ppo.ptx_data": "ptx-data",
     "ppo.ptx_coef": "ptx-coef",
+    "parallel.actor_zero_stage": "actor-zero-stage",
+    "parallel.critic_zero_stage": "critic-zero-stage",
+    "parallel.zero_hpz": "zero-hpz",
     "log.tensorboard": "tensorboard",
 }
 """Dotted knob to the flag that people reach for; the dotted flag works too."""

@@ -292,6 +292,25 @@ class PPOConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How weights and work lie over the ranks. At one rank the stages mean nothing."""
+
+    actor_zero_stage: int = knob(2, ge=0, le=3, common=True)
+    """ZeRO stage (arXiv:1910.02054) of the policy, in every step: 0 whole on every rank; 1
+    optimizer states and weights in pieces between steps; 2 gradients too; 3 weights always, a block
+    being gathered when it runs. The reference is split from 3 on."""
+    critic_zero_stage: int = knob(2, ge=0, le=3, common=True)
+    """The same for critic and reward model; the reward model of step 3 is split from 3 on."""
+    zero_hpz: bool = knob(False, common=True)
+    """ZeRO++ (arXiv:2306.10209): keep a second copy in pieces within each node from forward to
+    backward, so that the backward's gathers stay inside it. For stage 3 over several nodes."""
+    ranks_per_node: int = knob(0, ge=0)
+    """Ranks that share a fast network; 0 takes the launcher's."""
+    timeout_minutes: float = knob(30.0, gt=0)
+    """How long a collective waits for a rank before the run ends with its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """What a run shows and keeps."""
 
@@ -350,4 +369,5 @@ class RunConfig:
     dpo: DPOConfig = field(default_factory=DPOConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -1,18 +1,27 @@
-"""Forwards over batches: log-probs, values and scores per token, in micro-batches."""
+"""Forwards over batches: log-probs, values and scores per token, in micro-batches, over ranks.
+
+Every rank knows the whole batch. `deal` gives each its rows; what the ranks compute is added up,
+so that every rank has the whole result.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.data.loader import microbatches
+from tandem.models import scalar
 from tandem.models.head import vocabulary_head
 from tandem.models.packed import hidden_states, predictor_positions
+from tandem.models.twin import without_hooks
 from tandem.objectives.logprobs import scatter_to_tokens, token_logprobs
+from tandem.parallel.shard import shards_of
+from tandem.parallel.world import World
 from tandem.types import TokenBatch
 
 
@@ -21,6 +30,13 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     if dtype == torch.float32:
         return nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+@contextmanager
+def whole_weights(model: PreTrainedModel) -> Iterator[None]:
+    """Within: the model's weights are whole on this rank, and no forward waits for another rank."""
+    with shards_of(model).gathered(), without_hooks(model):
+        yield
 
 
 def response_logprobs(
@@ -37,42 +53,109 @@ def response_logprobs(
     Returns:
         logprobs and entropy, (B, T) float32 nats, 0 off the response.
     """
-    selected = hidden_states(model, batch)[predictor_positions(batch)]
-    logprobs, entropy = token_logprobs(
-        vocabulary_head(model),
-        selected,
-        batch.token_ids[batch.response_mask],
-        vocabulary=model.config.get_text_config().vocab_size,
-        temperature=temperature,
-        with_entropy=with_entropy,
-    )
-    return (
-        scatter_to_tokens(logprobs, batch.response_mask),
-        scatter_to_tokens(entropy, batch.response_mask),
-    )
+
+    def forward() -> tuple[Tensor, Tensor]:
+        selected = hidden_states(model, batch)[predictor_positions(batch)]
+        logprobs, entropy = token_logprobs(
+            vocabulary_head(model),
+            selected,
+            batch.token_ids[batch.response_mask],
+            vocabulary=model.config.get_text_config().vocab_size,
+            temperature=temperature,
+            with_entropy=with_entropy,
+        )
+        return (
+            scatter_to_tokens(logprobs, batch.response_mask),
+            scatter_to_tokens(entropy, batch.response_mask),
+        )
+
+    return shards_of(model).forward(forward)
 
 
-def split_rows(batch: TokenBatch, max_tokens: int) -> list[Tensor]:
-    """Row numbers of each micro-batch: similar lengths, at most `max_tokens` padded tokens."""
-    groups = microbatches(batch.lengths().tolist(), max_tokens)
-    return [torch.tensor(group, device=batch.token_ids.device) for group in groups]
+def token_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """`models.scalar.token_values`, wherever the weights lie."""
+    return shards_of(model).forward(lambda: scalar.token_values(model, batch))
+
+
+def sequence_scores(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """`models.scalar.sequence_scores`, wherever the weights lie."""
+    return shards_of(model).forward(lambda: scalar.sequence_scores(model, batch))
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some rows of a batch that go through a model together.
+
+    rows: their numbers. weight: 1, or 0 where the rows only keep this rank in step with the others
+    and must count for nothing. is_last: the last of this rank's, and of every other's.
+    """
+
+    rows: list[int]
+    weight: float
+    is_last: bool
+
+
+def deal(lengths: Sequence[int], max_tokens: int, world: World) -> list[MicroBatch]:
+    """This rank's micro-batches of a batch that every rank knows; all ranks get as many.
+
+    Rows go to the rank with the fewest tokens so far, the longest first; a rank's own rows are
+    then grouped by like lengths, at most `max_tokens` together.
+
+    Args:
+        lengths: tokens of each row.
+    """
+    if not lengths:
+        return []
+    hands: list[list[int]] = [[] for _ in range(world.size)]
+    loads = [0] * world.size
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        rank = loads.index(min(loads))
+        hands[rank].append(row)
+        loads[rank] += lengths[row]
+    groups = [
+        [[hand[i] for i in group] for group in microbatches([lengths[i] for i in hand], max_tokens)]
+        for hand in hands
+    ]
+    count = max(map(len, groups))
+    mine = groups[world.rank]
+    filler = [min(range(len(lengths)), key=lambda row: lengths[row])]
+    return [
+        MicroBatch(
+            mine[i] if i < len(mine) else filler, float(i < len(mine)), is_last=i == count - 1
+        )
+        for i in range(count)
+    ]
+
+
+def deal_batch(batch: TokenBatch, max_tokens: int, world: World) -> list[tuple[Tensor, MicroBatch]]:
+    """As `deal`, with the rows' numbers as a tensor on the batch's device."""
+    device = batch.token_ids.device
+    return [
+        (torch.tensor(part.rows, device=device), part)
+        for part in deal(batch.lengths().tolist(), max_tokens, world)
+    ]
 
 
 @torch.no_grad()
 def scored(
-    batch: TokenBatch, max_tokens: int, forward: Callable[[TokenBatch], tuple[Tensor, ...]]
+    batch: TokenBatch,
+    max_tokens: int,
+    forward: Callable[[TokenBatch], tuple[Tensor, ...]],
+    models: Sequence[PreTrainedModel],
 ) -> tuple[Tensor, ...]:
     """Run `forward` micro-batch by micro-batch without gradient and put the parts together.
 
     Args:
         forward: a batch (b, t) to tensors of shape (b, t) or (b,).
+        models: those it runs; they lie over the same ranks, and rest afterwards.
     Returns:
-        the same tensors for the whole batch, (B, T) or (B,), float32, 0 where nothing was written.
+        the same tensors for the whole batch, (B, T) or (B,), float32, 0 where nothing was written;
+        the same on every rank.
     """
+    world = shards_of(models[0]).world
     results: list[Tensor] = []
-    for rows in split_rows(batch, max_tokens):
-        part = batch.select(rows)
-        outputs = forward(part)
+    for rows, part in deal_batch(batch, max_tokens, world):
+        outputs = forward(batch.select(rows))
         if not results:
             results = [
                 torch.zeros(
@@ -82,10 +165,15 @@ def scored(
                 for output in outputs
             ]
         for result, output in zip(results, outputs, strict=True):
+            if part.weight == 0:
+                continue
+            where = rows.to(output.device)
             if output.dim() == 2:
-                result[rows[:, None], torch.arange(output.shape[1], device=rows.device)] = (
-                    output.float()
-                )
+                columns = torch.arange(output.shape[1], device=where.device)
+                result[where[:, None], columns] = output.float()
             else:
-                result[rows] = output.float()
+                result[where] = output.float()
+    for model in models:
+        shards_of(model).rest()
+    world.sum_(*results)
     return tuple(results)

@@ -9,7 +9,7 @@ reward_model  one score per answer
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -20,22 +20,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandem.config.schema import RunConfig
 from tandem.data.render import Renderer
 from tandem.engine.ema import MovingAverage
-from tandem.engine.forward import autocast, response_logprobs, scored
+from tandem.engine.forward import (
+    autocast,
+    response_logprobs,
+    scored,
+    token_values,
+    whole_weights,
+)
 from tandem.engine.optimizer import Trainee
+from tandem.engine.rollouts import shared_rollout
 from tandem.engine.scoring import RewardScorer
+from tandem.engine.spread import spread
 from tandem.errors import ModelError
 from tandem.generate.generator import Stops
 from tandem.models.head import check_head
 from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer
 from tandem.models.lora import adapters_off, add_lora
 from tandem.models.recompute import enable_gradient_checkpointing
-from tandem.models.scalar import load_scalar_model, normalization, token_values
+from tandem.models.scalar import load_scalar_model, normalization
 from tandem.models.selfcheck import Agreement, check_twin
 from tandem.models.stops import stop_ids
 from tandem.models.twin import supports_packing, why_unpacked
 from tandem.objectives.rewards import normalized_scores
 from tandem.ops import native
-from tandem.types import Rollout, TokenBatch
+from tandem.parallel.world import World
+from tandem.types import PromptRow, Rollout, TokenBatch
 
 Model = PreTrainedModel | str
 
@@ -106,6 +115,7 @@ class RLHFEngine:
         reward_tokenizer: PreTrainedTokenizerBase | None = None,
         num_updates: int,
         num_actor_updates: int | None = None,
+        world: World | None = None,
     ) -> None:
         """Load what is given as a folder or hub name; take modules as they are.
 
@@ -117,11 +127,13 @@ class RLHFEngine:
             tokenizer, reward_tokenizer: needed for models given as modules.
             num_updates: optimizer steps that the schedules last.
             num_actor_updates: the actor's own, if it takes fewer (the critic warms up alone).
+            world: the ranks that share the work and the weights; alone if None.
         Raises:
             ModelError: a model or tokenizer cannot be used.
         """
         self.config = config
-        self.device = resolve_device(config.device)
+        self.world = world or World(device=resolve_device(config.device))
+        self.device = self.world.device
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.tokenizer = tokenizer or self._tokenizer_of(actor, "tokenizer")
         self.actor = self._causal_lm(actor)
@@ -135,6 +147,7 @@ class RLHFEngine:
         self.agreement = self._agreement()
         prepare_for_training(self.actor, config, config.seed)
         prepare_for_training(self.critic, config, config.seed + 1)
+        self._spread()
         self.actor_trainee = Trainee(
             "actor", self.actor, config.ppo.actor, num_actor_updates or num_updates
         )
@@ -148,14 +161,41 @@ class RLHFEngine:
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
-        """The actor in generation mode: no dropout, no gradient checkpointing, compute type set."""
+        """The actor in generation mode: its weights whole on every rank, no dropout, no gradient
+        checkpointing, compute type set."""
         was_training = self.actor.training
         self.actor.eval()
         try:
-            with torch.no_grad(), self.autocast():
+            with whole_weights(self.actor), torch.no_grad(), self.autocast():
                 yield self.actor
         finally:
             self.actor.train(was_training)
+
+    def rollout(
+        self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
+    ) -> Rollout:
+        """The actor's answers, made by all ranks and known to all.
+
+        Args:
+            step, numbers: with the seed they key the sampling (see `generate.generate`).
+        """
+        with self.generating() as actor:
+            return shared_rollout(
+                actor,
+                prompts,
+                self.config.sampling,
+                self.stops,
+                self.world,
+                seed=self.config.seed,
+                step=step,
+                prompt_numbers=numbers,
+                batch_size=self.config.generation_batch_size,
+            )
+
+    @property
+    def policy_models(self) -> list[PreTrainedModel]:
+        """The models that log-probs of the policy and of its reference come from."""
+        return [self.actor] if self.reference is None else [self.actor, self.reference]
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context that computes in the configured type."""
@@ -206,7 +246,12 @@ class RLHFEngine:
             return *others, *self.actor_logprobs(part, with_entropy=True)
 
         with _evaluating(self.actor), _evaluating(self.critic):
-            ref_logprobs, values, *actor = scored(batch, self.config.micro_batch_tokens, forward)
+            ref_logprobs, values, *actor = scored(
+                batch,
+                self.config.micro_batch_tokens,
+                forward,
+                [*self.policy_models, self.critic],
+            )
         logprobs, entropy = actor or (rollout.rollout_logprobs, rollout.rollout_entropy)
         return PolicyNumbers(logprobs, entropy, ref_logprobs, values, from_sampler)
 
@@ -305,6 +350,17 @@ class RLHFEngine:
             "RLHFEngine must get critic= where the actor is a module and no reward model shares "
             "its tokenizer; got none. Pass a folder or a model with a scalar head."
         )
+
+    def _spread(self) -> None:
+        """Lay every role's weights over the ranks, as `parallel` says."""
+        parallel = self.config.parallel
+        spread(self.actor, parallel.actor_zero_stage, self.config, self.dtype, self.world)
+        spread(self.critic, parallel.critic_zero_stage, self.config, self.dtype, self.world)
+        if self.reference is not None:
+            spread(self.reference, parallel.actor_zero_stage, self.config, self.dtype, self.world)
+        if self.scorer is not None:
+            stage = parallel.critic_zero_stage
+            spread(self.scorer.model, stage, self.config, self.dtype, self.world)
 
     def _agreement(self) -> Agreement | None:
         """How the twin's decoding compares with its packed forward; None without a twin."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from tandem.config.schema import OptimizerConfig
 from tandem.errors import CheckpointError, NumericsError
+from tandem.parallel.pieces import fill, local, piece_like
+from tandem.parallel.shard import shards_of
 
 
 def learning_rate_factor(step: int, num_steps: int, settings: OptimizerConfig) -> float:
@@ -33,13 +35,15 @@ class Trainee:
     """A model in training: gradients are summed into it, then it takes a step.
 
     backward() may be called any number of times per step(), with sums divided by the step's whole
-    denominator, so the gradient does not depend on how the step was cut up.
+    denominator, so the gradient does not depend on how the step was cut up, nor over how many
+    ranks. Over several ranks every rank calls it as often as every other.
     """
 
     def __init__(self, name: str, model: nn.Module, settings: OptimizerConfig, num_steps: int):
         """`name` is for messages; `num_steps` is how long the schedule lasts."""
         self.name = name
         self.model = model
+        self.shards = shards_of(model)
         self.settings = settings
         self.num_steps = num_steps
         self.steps_taken = 0
@@ -59,14 +63,20 @@ class Trainee:
         full weights too; else the full weights'."""
         return float(self.optimizer.param_groups[-1]["lr"])
 
-    def backward(self, loss_sum: Tensor, denominator: float) -> None:
-        """Add the gradient of loss_sum / denominator.
+    def backward(
+        self, loss_sum: Tensor, denominator: float, *, weight: float = 1.0, is_last: bool = True
+    ) -> None:
+        """Add the gradient of weight * loss_sum / denominator.
 
         Args:
             loss_sum: a sum over tokens or rows of one micro-batch.
             denominator: their count over the whole step: every micro-batch, every rank.
+            weight: 0 where this rank only keeps in step with the others.
+            is_last: whether it is the step's last backward on every rank; where weights lie in
+                pieces, gradients may not be reduced before.
         """
-        (loss_sum / denominator).backward()
+        self.shards.before_backward(last=is_last)
+        (loss_sum * (weight / denominator) if weight != 1.0 else loss_sum / denominator).backward()
 
     def step(self) -> float:
         """Clip, update, forget the gradient. Returns the gradient's norm before the clip.
@@ -74,14 +84,19 @@ class Trainee:
         Raises:
             NumericsError: the gradient is not finite; no weight has changed.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
-        norm_value = float(norm)
+        parameters = self.parameters
+        self.shards.finish_gradients(parameters)
+        norm_value = self.shards.gradient_norm(parameters)
         if not math.isfinite(norm_value):
             self.optimizer.zero_grad(set_to_none=True)
             raise NumericsError(
                 f"{self.name}: the gradient must be finite; got norm {norm_value} at optimizer "
                 f"step {self.steps_taken + 1}. Lower the learning rate ({self.learning_rate:.3g})."
             )
+        # torch.nn.utils.clip_grad_norm_'s rule, on the pieces that lie here.
+        scale = min(1.0, self.settings.max_grad_norm / (norm_value + 1e-6))
+        if scale < 1.0:
+            torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], scale)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps_taken += 1
@@ -89,14 +104,17 @@ class Trainee:
         return norm_value
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """AdamW's moments by parameter name, and the count of steps, as tensors to save."""
+        """AdamW's moments by parameter name, and the count of steps, as tensors to save.
+
+        Those of split weights are split alike.
+        """
         tensors = {"steps_taken": torch.tensor(self.steps_taken)}
         for name, parameter in self._named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"{key}.{name}"] = value
         return tensors
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Continue from `state_tensors` of the same model.
 
         Raises:
@@ -114,11 +132,22 @@ class Trainee:
                     f"{tuple(value.shape)}. The checkpoint is of another model: use another "
                     "--output-dir."
                 )
-            place = value.clone() if value.dim() == 0 else value.to(named[name].device).clone()
+            place = value.clone() if value.dim() == 0 else piece_like(value, named[name])
             self.optimizer.state[named[name]][moment] = place
         self._set_learning_rates()
 
+    def weights(self) -> dict[str, Tensor]:
+        """The trained weights by name, as they lie over the ranks, to save."""
+        return {name: parameter.detach() for name, parameter in self._named_parameters()}
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy whole saved weights into the model, in place."""
+        parameters = dict(self._named_parameters())
+        for name, tensor in tensors.items():
+            fill(parameters[name], tensor)
+
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        self.shards.rest()
         return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
 
     def _set_learning_rates(self) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.data.render import Renderer
-from tandem.engine.forward import autocast, scored
-from tandem.models.scalar import normalization, sequence_scores
+from tandem.engine.forward import autocast, scored, sequence_scores
+from tandem.models.scalar import normalization
 from tandem.objectives.rewards import normalized_scores
 from tandem.types import Rollout, TokenBatch, TokenRow
 
@@ -61,7 +61,7 @@ class RewardScorer:
             with autocast(self.model.device, self.dtype):
                 return (sequence_scores(self.model, part),)
 
-        return scored(batch, self.max_tokens, forward)[0]
+        return scored(batch, self.max_tokens, forward, [self.model])[0]
 
     def normalized(self, raw: Tensor) -> Tensor:
         """Raw scores in units of the SFT policy's spread, by the constants kept with the model."""

@@ -23,7 +23,24 @@ from tandem.metrics.records import (
 )
 from tandem.metrics.sinks import Sink, TensorBoard, WandB
 
-__all__ = ["Answer", "MetricLog", "Record", "read_metrics"]
+__all__ = ["Answer", "MetricLog", "MutedLog", "Record", "read_metrics"]
+
+
+class MutedLog:
+    """What the ranks beside the first log to: nothing is written or shown."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
+        """No record, no alarm."""
+        return []
+
+    def sample(self, step: int, prompt: str, answers: Mapping[str, Answer]) -> None:
+        """No sample."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
 
 
 class MetricLog:

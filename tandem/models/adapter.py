@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,33 +46,53 @@ _UNSUPPORTED = (
 )
 
 
-def save_adapter(model: PreTrainedModel, folder: str | Path, base_path: str | Path) -> None:
+def adapter_tensors(
+    model: PreTrainedModel, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> dict[str, Tensor]:
+    """The adapters' weights and a scalar head's, under PEFT's names.
+
+    Args:
+        whole: all of a weight of which every rank has a piece.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, layer in lora_layers(model):
+        for part in ("lora_A", "lora_B"):
+            weight = whole(getattr(layer, part).weight.detach())
+            tensors[f"{_PREFIX}{name}.{part}.weight"] = weight.contiguous()
+    head = scalar_head(model)
+    if head is not None:
+        for name, weight in head.state_dict().items():
+            tensors[f"{_PREFIX}{SCALAR_HEAD}.{name}"] = whole(weight).contiguous()
+    return tensors
+
+
+def save_adapter(
+    model: PreTrainedModel,
+    folder: str | Path,
+    base_path: str | Path,
+    *,
+    tensors: dict[str, Tensor] | None = None,
+) -> None:
     """Write the adapters (and a scalar head) of a model to a folder that PEFT opens.
 
     Args:
         base_path: the base model's folder or hub name, written into the config; a local folder as
             an absolute path, so that the adapter loads from anywhere on this machine.
+        tensors: `adapter_tensors` of the model, where it has been taken already.
     Raises:
         ModelError: the model has no adapters.
     """
-    layers = lora_layers(model)
-    if not layers:
+    if not lora_layers(model):
         raise ModelError("save_adapter must get a model with adapters; got none. Call add_lora.")
-    tensors: dict[str, Tensor] = {}
-    for name, layer in layers:
-        tensors[f"{_PREFIX}{name}.lora_A.weight"] = layer.lora_A.weight.detach().contiguous()
-        tensors[f"{_PREFIX}{name}.lora_B.weight"] = layer.lora_B.weight.detach().contiguous()
     metadata = {"format": "pt"}
-    head = scalar_head(model)
-    if head is not None:
-        for name, weight in head.state_dict().items():
-            tensors[f"{_PREFIX}{SCALAR_HEAD}.{name}"] = weight.contiguous()
+    if scalar_head(model) is not None:
         for name in ("score_mean", "score_std"):
             if hasattr(model.config, name):
                 metadata[name] = repr(float(getattr(model.config, name)))
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, target / ADAPTER_WEIGHTS, metadata=metadata)
+    weights = adapter_tensors(model) if tensors is None else tensors
+    save_file(weights, target / ADAPTER_WEIGHTS, metadata=metadata)
     text = json.dumps(_peft_config(model, base_path), indent=2, sort_keys=True)
     (target / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -25,6 +27,8 @@ from tandem.models.fused import fuse
 from tandem.ops.attention import TANDEM_ATTENTION
 from tandem.ops.steps import LayerShape, Packed, Recording, attending, current_step
 
+# What a model says of itself alone, and its twin must not: how it lies over the ranks.
+_OWN = ("tandem_shards", "sharded_call")
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -37,12 +41,21 @@ _HOOKS = (
 
 
 @dataclass(slots=True)
+class _Switch:
+    """Whether the hooks that gather a split model's weights, block by block, are heeded."""
+
+    on: bool = True
+
+
+@dataclass(slots=True)
 class _Twin:
     """A twin and the originals of its modules, both in the order of `modules()`."""
 
     model: PreTrainedModel
+    kind: type[PreTrainedModel]
     originals: list[ReferenceType[nn.Module]]
     copies: list[nn.Module]
+    hooks: _Switch
     shapes: tuple[LayerShape, ...] | None = None
     why_unpacked: str | None = None
 
@@ -93,6 +106,17 @@ def why_unpacked(model: PreTrainedModel) -> str:
     return _current(model).why_unpacked or ""
 
 
+@contextmanager
+def without_hooks(model: PreTrainedModel) -> Iterator[None]:
+    """Within: the twin of a model split over ranks gathers nothing; its weights must be whole."""
+    hooks = _current(model).hooks
+    before, hooks.on = hooks.on, False
+    try:
+        yield
+    finally:
+        hooks.on = before
+
+
 def _current(model: PreTrainedModel) -> _Twin:
     entry = _twins.get(model)
     if entry is None or not _follow(model, entry):
@@ -104,6 +128,8 @@ def _current(model: PreTrainedModel) -> _Twin:
 def _follow(model: PreTrainedModel, entry: _Twin) -> bool:
     """Take over what may change on a module object; False if the module tree itself changed."""
     originals, copies = entry.originals, entry.copies
+    if type(model) is not entry.kind:  # it has been split over the ranks
+        return False
     count = 0
     for module in model.modules():
         if count == len(originals) or originals[count]() is not module:
@@ -120,35 +146,70 @@ def _follow(model: PreTrainedModel, entry: _Twin) -> bool:
 def _build(model: PreTrainedModel) -> _Twin:
     made: dict[int, nn.Module] = {}
     configs: dict[int, Any] = {}
-    root = _copied(model, made, configs)
+    hooks = _Switch()
+    root = _copied(model, made, configs, hooks)
+    _drop_hooks(root)  # the root's are run by the one call that a forward is (parallel.shard)
     assert isinstance(root, PreTrainedModel)
     modules = list(model.modules())
     copies = [made[id(module)] for module in modules]
     for twin in copies:
         fuse(twin)
-    return _Twin(root, [ref(module) for module in modules], copies)
+    return _Twin(root, type(model), [ref(module) for module in modules], copies, hooks)
 
 
-def _copied(module: nn.Module, made: dict[int, nn.Module], configs: dict[int, Any]) -> nn.Module:
+def _copied(
+    module: nn.Module, made: dict[int, nn.Module], configs: dict[int, Any], hooks: _Switch
+) -> nn.Module:
     """A new object of the module's class over its own parameter and buffer tables."""
     if id(module) in made:
         return made[id(module)]
-    twin = copy.copy(module)
+    is_split = isinstance(module, FSDPModule)
+    # A split module's class is one made for it; the class that it was comes two after.
+    kind = type(module).__mro__[2] if is_split else type(module)
+    twin: nn.Module = object.__new__(kind)
     made[id(module)] = twin
     state = twin.__dict__
-    # copy.copy keeps references: the tables of parameters and buffers stay the original's.
+    # References: the tables of parameters and buffers stay the original's.
+    state.update(module.__dict__)
+    for name in _OWN:
+        state.pop(name, None)
     state["_modules"] = {
-        name: None if child is None else _copied(child, made, configs)
+        name: None if child is None else _copied(child, made, configs, hooks)
         for name, child in module._modules.items()
     }
-    for name in _HOOKS:
-        if name in state:
-            state[name] = OrderedDict()
+    gathering = {
+        name: OrderedDict(
+            (number, _guarded(hook, hooks)) for number, hook in module.__dict__[name].items()
+        )
+        for name in ("_forward_pre_hooks", "_forward_hooks")
+        if is_split
+    }
+    with_arguments = dict(state["_forward_pre_hooks_with_kwargs"]) if is_split else {}
+    _drop_hooks(twin)
+    state.update(gathering)
+    state["_forward_pre_hooks_with_kwargs"].update(with_arguments)
     if "config" in state:
         state["config"] = _with_our_attention(state["config"], configs)
     if hasattr(twin, "_gradient_checkpointing_func") or hasattr(twin, "gradient_checkpointing"):
         state["_gradient_checkpointing_func"] = _checkpointed
     return twin
+
+
+def _drop_hooks(twin: nn.Module) -> None:
+    for name in _HOOKS:
+        if name in twin.__dict__:
+            twin.__dict__[name] = OrderedDict()
+
+
+def _guarded(hook: Callable[..., Any], switch: _Switch) -> Callable[..., Any]:
+    """The hook where the switch is on. Weakly held: a hook knows the module that it is of."""
+    held = WeakMethod(hook) if hasattr(hook, "__self__") else lambda: hook
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        live = held() if switch.on else None
+        return live(*arguments, **keywords) if live is not None else None
+
+    return call
 
 
 def _with_our_attention(config: Any, configs: dict[int, Any]) -> Any:

@@ -10,12 +10,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
-from tandem.engine.forward import autocast
-from tandem.engine.hybrid import on_device, resolve_device, resolve_dtype
+from tandem.engine.forward import autocast, whole_weights
+from tandem.engine.hybrid import on_device, resolve_dtype
+from tandem.engine.rollouts import shared_rollout
 from tandem.engine.scoring import RewardScorer
-from tandem.generate.generator import Stops, generate
+from tandem.engine.spread import spread
+from tandem.generate.generator import Stops
 from tandem.models.load import load_causal_lm
 from tandem.models.scalar import load_scalar_model
+from tandem.parallel.shard import shards_of
+from tandem.parallel.world import World
 from tandem.train.evaluate import language_model_metrics, preference_metrics
 from tandem.train.reward_function import RewardFunction, function_scores, load_reward_function
 from tandem.train.rows import StepRows, load_renderer
@@ -58,11 +62,13 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     ]
     for label, source in policies(run):
         model = load_causal_lm(source, trust_remote_code=config.trust_remote_code)
-        on_device(model, resolve_device(config.device))
+        on_device(model, run.device).requires_grad_(False)
+        dtype = resolve_dtype(config.dtype, run.device)
+        spread(model, config.parallel.actor_zero_stage, config, dtype, run.world)
         models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
         if prompts:
             rollout = answer(model, prompts, rows, config)
-            scores = _scores(rollout, rows, scorer, function, config)
+            scores = _scores(rollout, rows, scorer, function, config, run.world)
             models[label] |= rollout_metrics(rollout, scores)
             for shown, text, score in zip(
                 answers, rollout.responses, scores.tolist(), strict=False
@@ -81,12 +87,14 @@ def answer(
     model: PreTrainedModel, prompts: Sequence[PromptRow], rows: StepRows, config: RunConfig
 ) -> Rollout:
     """One sampled answer per prompt, the same random numbers for every policy."""
-    with torch.no_grad(), autocast(model.device, resolve_dtype(config.dtype, model.device)):
-        return generate(
+    computes = autocast(model.device, resolve_dtype(config.dtype, model.device))
+    with whole_weights(model), torch.no_grad(), computes:
+        return shared_rollout(
             model.eval(),
             prompts,
             config.sampling,
             Stops(rows.renderer.stop_token_ids, rows.renderer.pad_token_id, rows.renderer.decode),
+            shards_of(model).world,
             seed=config.seed,
             step=0,
             batch_size=config.generation_batch_size,
@@ -115,7 +123,6 @@ def _scorer(run: Run) -> RewardScorer | None:
     if "ppo" in run.config.steps and run.config.ppo.reward_model_weight == 0:
         return None
     config = run.config
-    device = resolve_device(config.device)
     model = load_scalar_model(
         source,
         seed=config.seed,
@@ -123,10 +130,10 @@ def _scorer(run: Run) -> RewardScorer | None:
         trust_remote_code=config.trust_remote_code,
     )
     _, renderer = load_renderer(source, trust_remote_code=config.trust_remote_code)
-    dtype = resolve_dtype(config.dtype, device)
-    return RewardScorer(
-        on_device(model, device).eval(), renderer, dtype=dtype, max_tokens=config.micro_batch_tokens
-    )
+    dtype = resolve_dtype(config.dtype, run.device)
+    on_device(model, run.device).requires_grad_(False).eval()
+    spread(model, config.parallel.critic_zero_stage, config, dtype, run.world)
+    return RewardScorer(model, renderer, dtype=dtype, max_tokens=config.micro_batch_tokens)
 
 
 def _scores(
@@ -135,6 +142,7 @@ def _scores(
     scorer: RewardScorer | None,
     function: RewardFunction | None,
     config: RunConfig,
+    world: World,
 ) -> Tensor:
     """(B,) weighted rewards as step 3 mixes them, without penalties; NaN where nothing scores."""
     scores = torch.full((len(rollout),), torch.nan)
@@ -142,6 +150,6 @@ def _scores(
         raw = scorer.raw(rollout, rows.renderer)
         scores = config.ppo.reward_model_weight * scorer.normalized(raw).cpu()
     if function is not None:
-        extra = config.ppo.reward_function_weight * function_scores(function, rollout).cpu()
+        extra = config.ppo.reward_function_weight * function_scores(function, rollout, world).cpu()
         scores = torch.where(scores.isnan(), extra, scores + extra.nan_to_num())
     return scores

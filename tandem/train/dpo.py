@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
 from tandem.engine.forward import response_logprobs
-from tandem.engine.hybrid import on_device, prepare_for_training, resolve_device
+from tandem.engine.hybrid import on_device, prepare_for_training, resolve_dtype
+from tandem.engine.spread import spread
 from tandem.models.head import check_head
 from tandem.models.load import check_vocabulary, load_causal_lm
 from tandem.models.lora import adapters_off
@@ -30,7 +31,7 @@ from tandem.types import PairRow, TokenBatch
 def train_dpo(run: Run, rows: StepRows) -> None:
     """Train with DPO and leave `RUN/dpo`, a folder that from_pretrained opens."""
     config = run.config
-    device = resolve_device(config.device)
+    device = run.device
     model = load_causal_lm(
         run.policy_source(), dropout=config.dropout, trust_remote_code=config.trust_remote_code
     )
@@ -41,6 +42,10 @@ def train_dpo(run: Run, rows: StepRows) -> None:
     if config.lora.rank == 0:
         frozen = copy.deepcopy(model).requires_grad_(False).eval()
     prepare_for_training(model, config, config.seed)
+    for each in (model, frozen):
+        if each is not None:
+            dtype = resolve_dtype(config.dtype, device)
+            spread(each, config.parallel.actor_zero_stage, config, dtype, run.world)
 
     def reference_of(batch: TokenBatch) -> Tensor:
         with torch.no_grad():
@@ -52,8 +57,8 @@ def train_dpo(run: Run, rows: StepRows) -> None:
     def loss(part: Sequence[PairRow]) -> tuple[Tensor, dict[str, Tensor]]:
         both = [pair.chosen for pair in part] + [pair.rejected for pair in part]
         batch = TokenBatch.from_rows(both, rows.renderer.pad_token_id).to(device)
-        chosen, rejected = response_logprobs(model, batch)[0].sum(dim=1).chunk(2)
         ref_chosen, ref_rejected = reference_of(batch).chunk(2)
+        chosen, rejected = response_logprobs(model, batch)[0].sum(dim=1).chunk(2)
         result = dpo_loss(
             chosen,
             rejected,

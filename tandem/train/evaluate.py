@@ -15,7 +15,6 @@ from tandem.data.render import Renderer
 from tandem.engine.forward import autocast, response_logprobs, scored
 from tandem.engine.hybrid import RLHFEngine, resolve_dtype
 from tandem.engine.scoring import RewardScorer
-from tandem.generate.generator import generate
 from tandem.objectives.masked import masked_sum
 from tandem.train.experience import score_answers
 from tandem.train.reward_function import RewardFunction
@@ -55,7 +54,7 @@ def row_logprobs(
 
     was_training = model.training
     model.eval()
-    (sums,) = scored(batch, config.micro_batch_tokens, forward)
+    (sums,) = scored(batch, config.micro_batch_tokens, forward, [model])
     model.train(was_training)
     return sums.cpu()
 
@@ -112,11 +111,12 @@ def policy_metrics(
 ) -> tuple[dict[str, float], Rollout | None]:
     """Held-out reward, KL, EOS rate and length of the actor as it is, and of its average.
 
-    The same random numbers are used every time, so that a difference is the policy's.
+    The same random numbers, those of step 0, are used every time, so that a difference is the
+    policy's.
     """
     if not prompts:
         return {}, None
-    rollout = heldout_rollout(engine, prompts, config)
+    rollout = engine.rollout(prompts, step=0)
     answers = score_answers(rollout, engine, config.ppo, reward_function)
     mask = rollout.batch.response_mask
 
@@ -124,7 +124,7 @@ def policy_metrics(
         logprobs, _ = engine.actor_logprobs(part, with_entropy=False)
         return (logprobs - engine.reference_logprobs(part),)
 
-    (ratios,) = scored(rollout.batch, config.micro_batch_tokens, log_ratios)
+    (ratios,) = scored(rollout.batch, config.micro_batch_tokens, log_ratios, engine.policy_models)
     metrics = {
         "heldout_eos_rate": float(rollout.finished.float().mean()),
         "heldout_kl": float(masked_sum(ratios, mask)) / len(rollout),
@@ -136,23 +136,9 @@ def policy_metrics(
         metrics["heldout_reward_function_score"] = float(answers.function.nanmean())
     if engine.ema is not None:
         with engine.ema.applied():
-            average = heldout_rollout(engine, prompts, config)
+            average = engine.rollout(prompts, step=0)
             of_average = score_answers(average, engine, config.ppo, reward_function)
         if bool(of_average.is_scored.any()):
             scores = of_average.mixed[of_average.is_scored]
             metrics["heldout_reward_ema"] = float(scores.mean())
     return metrics, rollout
-
-
-def heldout_rollout(engine: RLHFEngine, prompts: Sequence[PromptRow], config: RunConfig) -> Rollout:
-    """The actor's answers to held-out prompts, keyed by step 0 whenever they are made."""
-    with engine.generating() as actor:
-        return generate(
-            actor,
-            prompts,
-            config.sampling,
-            engine.stops,
-            seed=config.seed,
-            step=0,
-            batch_size=config.generation_batch_size,
-        )

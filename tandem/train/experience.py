@@ -127,7 +127,7 @@ def score_answers(
         raw = engine.scores(rollout)
         model = engine.scorer.normalized(raw)
     if reward_function is not None:
-        function = function_scores(reward_function, rollout)
+        function = function_scores(reward_function, rollout, engine.world)
     is_scored = ~(model.isnan() & function.isnan())
     mixed = (
         config.reward_model_weight * model.nan_to_num()

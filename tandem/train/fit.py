@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from tandem.checkpoint.state import State
 from tandem.config.schema import RunConfig, SupervisedConfig
-from tandem.data.loader import BatchOrder, microbatches
-from tandem.engine.forward import autocast
+from tandem.data.loader import BatchOrder
+from tandem.engine.forward import autocast, deal
 from tandem.engine.hybrid import resolve_dtype
 from tandem.engine.optimizer import Trainee
 from tandem.errors import DataError, NumericsError
@@ -93,7 +93,8 @@ def fit(
         for step, indices in order.from_step(start):
             with phases("step"):
                 batch = [rows[i] for i in indices]
-                torch.manual_seed(config.seed + step)  # only dropout draws from it
+                # Only dropout draws from it, other numbers on every rank.
+                torch.manual_seed(config.seed + step + (run.world.rank << 40))
                 values = _train_step(trainee, batch, objective, config, phases)
                 values["epoch"] = step * settings.batch_size / len(rows)
                 if stage == "sft":
@@ -130,21 +131,19 @@ def _train_step(
     totals: defaultdict[str, float] = defaultdict(float)
     model.train()
     with phases("train", tokens=num_tokens, samples=len(batch), flops=flops):
-        for group in microbatches(widths, config.micro_batch_tokens):
+        world = trainee.shards.world
+        for part in deal(widths, config.micro_batch_tokens, world):
             with autocast(device, dtype):
-                loss_sum, sums = objective.loss([batch[i] for i in group])
-            if not bool(torch.isfinite(loss_sum)):
-                raise NumericsError(
-                    f"{trainee.name}: the loss must be finite; got {float(loss_sum)} at optimizer "
-                    f"step {trainee.steps_taken + 1}. Lower the learning rate, or look at the rows."
-                )
-            trainee.backward(loss_sum, denominator)
+                loss_sum, sums = objective.loss([batch[i] for i in part.rows])
+            trainee.backward(loss_sum, denominator, weight=part.weight, is_last=part.is_last)
             for name, value in (("loss", loss_sum), *sums.items()):
-                totals[name] += float(value.detach())
+                totals[name] += part.weight * float(value.detach())
+        summed = world.sums(totals)
+        _require_finite_loss(trainee, summed["loss"])
         learning_rate = trainee.learning_rate
         grad_norm = trainee.step()
     model.eval()
-    means = {name: total / denominator for name, total in totals.items()}
+    means = {name: total / denominator for name, total in summed.items()}
     return {
         **means,
         "grad_norm": grad_norm,
@@ -153,27 +152,29 @@ def _train_step(
     }
 
 
+def _require_finite_loss(trainee: Trainee, loss: float) -> None:
+    """Every rank has the same sum, so that all of them stop or none."""
+    if not math.isfinite(loss):
+        trainee.optimizer.zero_grad(set_to_none=True)
+        raise NumericsError(
+            f"{trainee.name}: the loss must be finite; got {loss} at optimizer step "
+            f"{trainee.steps_taken + 1}. Lower the learning rate, or look at the rows."
+        )
+
+
 def _is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
 def _state(step: int, trainee: Trainee) -> State:
-    weights = {n: p.detach() for n, p in trainee.model.named_parameters() if p.requires_grad}
-    return State(step, {"model": weights, "optimizer": trainee.state_tensors()}, {})
+    tensors = {"model": trainee.weights(), "optimizer": trainee.state_tensors()}
+    return State(step, tensors, {})
 
 
 def _restore(run: Run, stage: str, trainee: Trainee) -> int:
     state = run.load(stage)
     if state is None:
         return 0
-    load_weights(trainee.model, state.tensors["model"])
-    trainee.load_state_tensors(dict(state.tensors["optimizer"]))
+    trainee.load_weights(state.tensors["model"])
+    trainee.load_state_tensors(state.tensors["optimizer"])
     return state.step
-
-
-def load_weights(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy saved trained weights into the model, in place."""
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            parameters[name].copy_(tensor)

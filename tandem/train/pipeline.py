@@ -11,6 +11,7 @@ from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.hybrid import resolve_device
 from tandem.errors import ConfigError
 from tandem.metrics.report import write_report
+from tandem.parallel.world import World
 from tandem.train.check import check_rows
 from tandem.train.compare import compare
 from tandem.train.dpo import train_dpo
@@ -29,17 +30,25 @@ STEPS: dict[str, Callable[[Run, StepRows], None]] = {
 }
 
 
-def train(config: RunConfig, *, command: str, say: Callable[[str], None] = print) -> Run:
+def train(
+    config: RunConfig,
+    *,
+    command: str,
+    say: Callable[[str], None] = print,
+    world: World | None = None,
+) -> Run:
     """Run the configured steps in `config.output_dir`, then compare the models and report.
 
     Args:
         command: how to do the same again, for the report.
-        say: shows a line to the user.
+        say: shows a line to the user, on the first rank.
+        world: the ranks that run this together; alone if None.
     Returns:
         the run, whose folder holds everything.
     """
     keep_freed_memory()
-    run = Run(config, say)
+    run = Run(config, say, world)
+    say = run.say
     _check_inputs(run)
     rows = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(rows)
@@ -49,6 +58,7 @@ def train(config: RunConfig, *, command: str, say: Callable[[str], None] = print
     if unfinished:
         check_rows(config, rows, *tokenizer_sources(run))
         run.require_continuable(unfinished[0])
+    run.world.wait()  # every rank has seen what was there before the first changes it
     run.open(command)
     run.write_json("data.json", json.loads(rows.ledger.to_json()))
     for step in config.steps:
@@ -61,7 +71,9 @@ def train(config: RunConfig, *, command: str, say: Callable[[str], None] = print
         say(f"{step}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(step)}")
     if unfinished or not (run.path / "evaluation.json").exists():
         compare(run, rows)
-    say(f"report: {write_report(run.path)}")
+    if run.world.is_first:
+        say(f"report: {write_report(run.path)}")
+    run.world.wait()
     return run
 
 

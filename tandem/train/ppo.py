@@ -15,15 +15,13 @@ from tandem.checkpoint.state import State
 from tandem.data.loader import BatchOrder
 from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import ConfigError, DataError
-from tandem.metrics.log import Answer, MetricLog
+from tandem.metrics.log import Answer, MetricLog, MutedLog
 from tandem.metrics.timing import Phases
-from tandem.models.save import save_model
 from tandem.train.evaluate import language_model_metrics, policy_metrics
-from tandem.train.fit import load_weights
 from tandem.train.ppo_trainer import PPOTrainer, num_updates
 from tandem.train.reward_function import load_reward_function
 from tandem.train.rows import StepRows
-from tandem.train.run import Run, save_policy, with_template
+from tandem.train.run import Run, save_anywhere, save_policy, with_template
 from tandem.types import Experience
 
 
@@ -41,6 +39,7 @@ def train_ppo(run: Run, rows: StepRows) -> None:
         config=config,
         num_updates=num_updates(config, num_steps),
         num_actor_updates=num_updates(config, max(1, num_steps - ppo.critic_warmup_steps)),
+        world=run.world,
     )
     run.say(f"ppo: {engine.says()}")
     reward_function = load_reward_function(ppo.reward_function) if ppo.reward_function else None
@@ -102,7 +101,7 @@ def _reward_source(run: Run) -> str | None:
     return source
 
 
-def _show_samples(log: MetricLog, step: int, experience: Experience, every: int) -> None:
+def _show_samples(log: MetricLog | MutedLog, step: int, experience: Experience, every: int) -> None:
     """Show the first prompt's answers of a step, with their scores."""
     if every == 0 or step % every:
         return
@@ -120,8 +119,7 @@ def _state(step: int, trainer: PPOTrainer) -> State:
     engine = trainer.engine
     tensors: dict[str, Mapping[str, Any]] = {}
     for name, trainee in (("actor", engine.actor_trainee), ("critic", engine.critic_trainee)):
-        weights = {n: p.detach() for n, p in trainee.model.named_parameters() if p.requires_grad}
-        tensors[name] = weights
+        tensors[name] = trainee.weights()
         tensors[f"{name}_optimizer"] = trainee.state_tensors()
     if engine.ema is not None:
         tensors["ema"] = engine.ema.state_tensors()
@@ -134,10 +132,10 @@ def _restore(run: Run, trainer: PPOTrainer) -> int:
         return 0
     engine = trainer.engine
     for name, trainee in (("actor", engine.actor_trainee), ("critic", engine.critic_trainee)):
-        load_weights(trainee.model, state.tensors[name])
-        trainee.load_state_tensors(dict(state.tensors[f"{name}_optimizer"]))
+        trainee.load_weights(state.tensors[name])
+        trainee.load_state_tensors(state.tensors[f"{name}_optimizer"])
     if engine.ema is not None:
-        engine.ema.load_state_tensors(dict(state.tensors["ema"]))
+        engine.ema.load_state_tensors(state.tensors["ema"])
     trainer.kl_coef = float(state.numbers["kl_coef"])
     return state.step
 
@@ -145,7 +143,7 @@ def _restore(run: Run, trainer: PPOTrainer) -> int:
 def _save(engine: RLHFEngine, rows: StepRows, folder: Path) -> None:
     save_policy(engine.actor, rows, folder / "actor")
     tokenizer = with_template(engine.tokenizer, engine.renderer)
-    save_model(engine.critic, tokenizer, folder / "critic")
+    save_anywhere(engine.critic, tokenizer, folder / "critic")
     if engine.ema is not None:
         with engine.ema.applied():
             save_policy(engine.actor, rows, folder / "ema")

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from tandem.config.schema import RunConfig
 from tandem.data.loader import BatchOrder
-from tandem.engine.forward import response_logprobs, split_rows
+from tandem.engine.forward import deal_batch, response_logprobs
 from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import NumericsError
-from tandem.generate.generator import generate
 from tandem.generate.sampler import sequence_key
 from tandem.metrics.timing import Phases
 from tandem.models.summary import flops_per_token
@@ -76,17 +75,8 @@ class PPOTrainer:
             step, numbers: with the seed they key the sampling (see `generate`).
         """
         engine, config = self.engine, self.config
-        with self.phases("generate") as phase, engine.generating() as actor:
-            rollout = generate(
-                actor,
-                prompts,
-                config.sampling,
-                engine.stops,
-                seed=config.seed,
-                step=step,
-                prompt_numbers=numbers,
-                batch_size=config.generation_batch_size,
-            )
+        with self.phases("generate") as phase:
+            rollout = engine.rollout(prompts, step=step, numbers=numbers)
             phase.samples, phase.tokens = len(rollout), rollout.batch.num_response_tokens
             num_tokens = int(rollout.batch.attention_mask.sum())
             length = num_tokens // len(rollout)
@@ -117,7 +107,8 @@ class PPOTrainer:
         trains_actor = step > ppo.critic_warmup_steps
         actor_log, critic_log = _Means(), _Means()
         epochs_done, stop = 0, False
-        torch.manual_seed(self.config.seed + step)  # only dropout draws from it
+        # Only dropout draws from it, other numbers on every rank.
+        torch.manual_seed(self.config.seed + step + (self.engine.world.rank << 40))
         with self.phases("train") as phase:
             engine.train()
             for epoch in range(ppo.epochs):
@@ -158,11 +149,15 @@ class PPOTrainer:
         count = minibatch.batch.num_response_tokens
         learning_rate = trainee.learning_rate
         totals: defaultdict[str, float] = defaultdict(float)
-        for rows in split_rows(minibatch.batch, self.config.micro_batch_tokens):
-            loss = self._actor_loss(minibatch.select(rows), totals)
-            trainee.backward(loss, count)
-        log.maximum("ratio_max", totals.pop("ratio_max"))
-        means = {name: total / count for name, total in totals.items()}
+        has_ptx = bool(self.ptx_rows) and ppo.ptx_coef > 0
+        dealt = deal_batch(minibatch.batch, self.config.micro_batch_tokens, self.engine.world)
+        for rows, part in dealt:
+            loss = self._actor_loss(minibatch.select(rows), totals, part.weight)
+            is_last = part.is_last and not has_ptx
+            trainee.backward(loss, count, weight=part.weight, is_last=is_last)
+        log.maximum("ratio_max", self.engine.world.largest([totals.pop("ratio_max")])[0])
+        sums = self.engine.world.sums(totals)
+        means = {name: total / count for name, total in sums.items()}
         gap, kl = means.pop("gap"), means["policy_kl"]
         if first:
             log.add("ratio_gap_before_update", gap)
@@ -170,7 +165,7 @@ class PPOTrainer:
                 log.add("rollout_gap", gap)
             log.add("policy_kl_before_update", kl)
             self._require_same_policy(gap, minibatch)
-        if self.ptx_rows and ppo.ptx_coef > 0:
+        if has_ptx:
             log.add("ptx_loss", self._add_ptx_gradient(step, epoch, number))
         for name, value in means.items():
             log.add(name, value)
@@ -181,8 +176,11 @@ class PPOTrainer:
             self.engine.ema.update()
         return bool(ppo.target_kl > 0 and kl > ppo.target_kl)
 
-    def _actor_loss(self, part: Experience, totals: defaultdict[str, float]) -> Tensor:
-        """The micro-batch's loss as a sum over response tokens, and sums for the metrics."""
+    def _actor_loss(
+        self, part: Experience, totals: defaultdict[str, float], weight: float
+    ) -> Tensor:
+        """The micro-batch's loss as a sum over response tokens; `weight` times the metrics' sums
+        join `totals`."""
         ppo, mask = self.config.ppo, part.batch.response_mask
         logprobs, entropy = self.engine.actor_logprobs(
             part.batch, with_entropy=ppo.entropy_coef > 0
@@ -197,8 +195,8 @@ class PPOTrainer:
             estimator: Estimator = "k3" if ppo.kl_estimator == "k3" else "k2"
             kl = masked_sum(token_kl(logprobs, part.ref_logprobs, estimator), mask)
             loss = loss + self.kl_coef * kl
-            totals["kl_loss"] += float(kl.detach())
-        _add_policy_sums(totals, surrogate)
+            totals["kl_loss"] += weight * float(kl.detach())
+        _add_policy_sums(totals, surrogate, weight)
         return loss
 
     def _update_critic(self, minibatch: Experience, log: _Means) -> None:
@@ -207,19 +205,20 @@ class PPOTrainer:
         count = minibatch.batch.num_response_tokens
         learning_rate = trainee.learning_rate
         totals: defaultdict[str, float] = defaultdict(float)
-        for rows in split_rows(minibatch.batch, self.config.micro_batch_tokens):
-            part = minibatch.select(rows)
+        world = self.engine.world
+        for rows, part in deal_batch(minibatch.batch, self.config.micro_batch_tokens, world):
+            chosen = minibatch.select(rows)
             loss = value_loss(
-                self.engine.values(part.batch),
-                part.values,
-                part.returns,
-                part.batch.response_mask,
+                self.engine.values(chosen.batch),
+                chosen.values,
+                chosen.returns,
+                chosen.batch.response_mask,
                 value_clip=self.config.ppo.value_clip,
             )
-            trainee.backward(loss.loss, count)
-            totals["value_loss"] += float(loss.loss.detach())
-            totals["value_clip_fraction"] += float(loss.clipped)
-        for name, total in totals.items():
+            trainee.backward(loss.loss, count, weight=part.weight, is_last=part.is_last)
+            totals["value_loss"] += part.weight * float(loss.loss.detach())
+            totals["value_clip_fraction"] += part.weight * float(loss.clipped)
+        for name, total in world.sums(totals).items():
             log.add(name, total / count)
         log.add("critic_grad_norm", trainee.step())
         log.add("critic_learning_rate", learning_rate)
@@ -241,13 +240,15 @@ class PPOTrainer:
         count = sum(sum(row.response_mask) for row in rows)
         batch = TokenBatch.from_rows(rows, self.engine.renderer.pad_token_id)
         total = 0.0
-        for positions in split_rows(batch, self.config.micro_batch_tokens):
-            part = batch.select(positions).to(self.engine.device)
+        world = self.engine.world
+        for positions, part in deal_batch(batch, self.config.micro_batch_tokens, world):
+            text = batch.select(positions).to(self.engine.device)
             with self.engine.autocast():
-                loss = sft_loss(response_logprobs(self.engine.actor, part)[0], part.response_mask)
-            trainee.backward(ppo.ptx_coef * loss, count)
-            total += float(loss.detach())
-        return total / count
+                loss = sft_loss(response_logprobs(self.engine.actor, text)[0], text.response_mask)
+            scaled = ppo.ptx_coef * loss
+            trainee.backward(scaled, count, weight=part.weight, is_last=part.is_last)
+            total += part.weight * float(loss.detach())
+        return world.sums({"loss": total})["loss"] / count
 
     def _require_same_policy(self, gap: float, minibatch: Experience) -> None:
         """The policy must not differ from itself before it is updated."""
@@ -300,10 +301,10 @@ class _Means:
         return {**means, **self._largest, **self._counts}
 
 
-def _add_policy_sums(totals: defaultdict[str, float], loss: PolicyLoss) -> None:
-    totals["policy_loss"] += float(loss.loss.detach())
-    totals["clip_fraction"] += float(loss.clipped)
-    totals["policy_kl"] += float(loss.kl)
-    totals["ratio_mean"] += float(loss.ratio)
-    totals["gap"] += float(loss.abs_log_ratio)
-    totals["ratio_max"] = max(totals["ratio_max"], float(loss.max_ratio))
+def _add_policy_sums(totals: defaultdict[str, float], loss: PolicyLoss, weight: float) -> None:
+    totals["policy_loss"] += weight * float(loss.loss.detach())
+    totals["clip_fraction"] += weight * float(loss.clipped)
+    totals["policy_kl"] += weight * float(loss.kl)
+    totals["ratio_mean"] += weight * float(loss.ratio)
+    totals["gap"] += weight * float(loss.abs_log_ratio)
+    totals["ratio_max"] = max(totals["ratio_max"], weight * float(loss.max_ratio))

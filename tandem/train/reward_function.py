@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError, DataError
+from tandem.parallel.world import World
 from tandem.types import Rollout
 
 RewardFunction = Callable[..., list[float | None]]
@@ -60,7 +61,31 @@ def _module_from_file(path: str) -> ModuleType:
     return module
 
 
-def function_scores(function: RewardFunction, rollout: Rollout) -> Tensor:
+def function_scores(
+    function: RewardFunction, rollout: Rollout, world: World | None = None
+) -> Tensor:
+    """As `_called`, once for all ranks: the first calls the function, all get its numbers.
+
+    Raises:
+        DataError: on every rank, what the function did wrong on the first.
+    """
+    world = world or World()
+    scores: list[float] = []
+    problem = ""
+    if world.is_first:
+        try:
+            scores = _called(function, rollout).tolist()
+        except DataError as error:
+            if world.size == 1:
+                raise
+            problem = str(error)
+    scores, problem = world.collect((scores, problem))[0]
+    if problem:
+        raise DataError(problem)
+    return torch.tensor(scores, device=rollout.batch.token_ids.device)
+
+
+def _called(function: RewardFunction, rollout: Rollout) -> Tensor:
     """(B,) float32 rewards of a rollout's answers; NaN where the function says None.
 
     The function is called once as f(prompts, completions, **columns): `prompts` the text of each

@@ -8,36 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
-from tandem.engine.forward import autocast
+from tandem.engine.forward import sequence_scores
 from tandem.engine.hybrid import (
     on_device,
     prepare_for_training,
-    resolve_device,
     resolve_dtype,
 )
 from tandem.engine.scoring import RewardScorer
+from tandem.engine.spread import spread
 from tandem.errors import ModelError
-from tandem.generate.generator import Stops, generate
 from tandem.models.load import check_vocabulary, load_causal_lm
-from tandem.models.save import save_model
-from tandem.models.scalar import load_scalar_model, sequence_scores, set_normalization
+from tandem.models.scalar import load_scalar_model, set_normalization
 from tandem.objectives.losses import pairwise_loss
+from tandem.train.compare import answer
 from tandem.train.evaluate import preference_metrics
 from tandem.train.fit import Objective, fit
 from tandem.train.rows import StepRows
-from tandem.train.run import Run, with_template
+from tandem.train.run import Run, save_anywhere, with_template
 from tandem.types import PairRow, TokenBatch
 
 
 def train_reward_model(run: Run, rows: StepRows) -> None:
     """Train step 2 and leave `RUN/reward`, which AutoModelForSequenceClassification opens."""
     config = run.config
-    device = resolve_device(config.device)
+    device = run.device
     model = load_scalar_model(
         config.reward_model or run.policy_source(),
         seed=config.seed,
@@ -48,10 +46,12 @@ def train_reward_model(run: Run, rows: StepRows) -> None:
     check_vocabulary(model, rows.reward_tokenizer)
     set_normalization(model, 0.0, 1.0)  # an earlier reward model's are not this one's
     prepare_for_training(model, config, config.seed)
+    dtype = resolve_dtype(config.dtype, device)
+    spread(model, config.parallel.critic_zero_stage, config, dtype, run.world)
     scorer = RewardScorer(
         model,
         rows.reward_renderer,
-        dtype=resolve_dtype(config.dtype, device),
+        dtype=dtype,
         max_tokens=config.micro_batch_tokens,
     )
 
@@ -85,7 +85,7 @@ def train_reward_model(run: Run, rows: StepRows) -> None:
     evaluation |= normalize(run, scorer, rows)
     run.finish(
         "reward",
-        lambda folder: save_model(
+        lambda folder: save_anywhere(
             model, with_template(rows.reward_tokenizer, rows.reward_renderer), folder
         ),
         evaluation,
@@ -106,16 +106,7 @@ def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float
         run.say("reward: scores stay raw (no prompts to normalize them on)")
         return {}
     policy = _policy(run, config)
-    with torch.no_grad(), autocast(policy.device, scorer.dtype):
-        rollout = generate(
-            policy,
-            prompts,
-            config.sampling,
-            Stops(rows.renderer.stop_token_ids, rows.renderer.pad_token_id, rows.renderer.decode),
-            seed=config.seed,
-            step=0,
-            batch_size=config.generation_batch_size,
-        )
+    rollout = answer(policy, prompts, rows, config)
     raw = scorer.raw(rollout, rows.renderer)
     mean, std = float(raw.mean()), float(raw.std(correction=0))
     if len(raw) < 2 or std < 1e-6:
@@ -130,4 +121,7 @@ def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float
 
 def _policy(run: Run, config: RunConfig) -> PreTrainedModel:
     model = load_causal_lm(run.policy_source(), trust_remote_code=config.trust_remote_code)
-    return on_device(model, resolve_device(config.device)).eval()
+    on_device(model, run.device).requires_grad_(False).eval()
+    dtype = resolve_dtype(config.dtype, run.device)
+    spread(model, config.parallel.actor_zero_stage, config, dtype, run.world)
+    return model

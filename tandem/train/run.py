@@ -25,9 +25,13 @@ from tandem.checkpoint.state import State, load_newest_state, newest_numbers, sa
 from tandem.config.load import config_knobs, dump_config
 from tandem.config.schema import RunConfig
 from tandem.data.render import Renderer
+from tandem.engine.hybrid import resolve_device
 from tandem.errors import CheckpointError, ConfigError
-from tandem.metrics.log import MetricLog
+from tandem.metrics.log import MetricLog, MutedLog
 from tandem.models.save import save_model
+from tandem.parallel.pieces import whole
+from tandem.parallel.shard import shards_of
+from tandem.parallel.world import World
 from tandem.train.rows import StepRows
 
 # What each step's outcome depends on: these knobs and whole sections.
@@ -45,10 +49,17 @@ _HARMLESS = ("eval_every", "eval_prompts")
 class Run:
     """The run's folder and configuration."""
 
-    def __init__(self, config: RunConfig, say: Callable[[str], None] = print) -> None:
-        """`say` shows a line to the user."""
+    def __init__(
+        self,
+        config: RunConfig,
+        say: Callable[[str], None] = print,
+        world: World | None = None,
+    ) -> None:
+        """`say` shows a line to the user, on the first rank of `world` (alone if None)."""
         self.config = config
-        self.say = say
+        self.world = world or World(device=resolve_device(config.device))
+        self.device = self.world.device
+        self.say = say if self.world.is_first else _say_nothing
         self.path = Path(config.output_dir)
         self.fingerprints: dict[str, list[str]] = {}
         self._verified: set[str] = set()  # hashing a large model once a run is enough
@@ -59,6 +70,8 @@ class Run:
         Raises:
             CheckpointError: the folder cannot be written.
         """
+        if not self.world.is_first:
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "config.yaml").write_text(dump_config(self.config), encoding="utf-8")
@@ -81,7 +94,9 @@ class Run:
         }
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write one of the run's JSON files, replacing it whole."""
+        """Write one of the run's JSON files, replacing it whole; the first rank does."""
+        if not self.world.is_first:
+            return
         aside = self.path / f".{name}.tmp"
         aside.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
         aside.replace(self.path / name)
@@ -115,17 +130,24 @@ class Run:
             self._require_same(step, self._checkpoints(step), numbers.get("made_from", {}))
 
     def finish(self, step: str, fill: Callable[[Path], None], facts: Mapping[str, float]) -> None:
-        """Write the step's outcome, whole or not at all, and drop its checkpoints."""
+        """Write the step's outcome, whole or not at all, and drop its checkpoints.
+
+        Args:
+            fill: writes into the folder it is given; every rank calls it, the first writes.
+        """
         made_from = self.made_from(step)
         figures = {k: v for k, v in facts.items() if math.isfinite(v)}
-        write_folder(self.folder(step), fill, {**figures, "made_from": made_from})
-        shutil.rmtree(self._checkpoints(step), ignore_errors=True)
+        known = {**figures, "made_from": made_from}
+        write_folder(self.folder(step), fill, known, world=self.world)
+        if self.world.is_first:
+            shutil.rmtree(self._checkpoints(step), ignore_errors=True)
 
     def save(self, step: str, state: State) -> None:
         """Keep a checkpoint of an unfinished step."""
         numbers = {**state.numbers, "made_from": self.made_from(step)}
         state = State(state.step, state.tensors, numbers)
-        save_state(self._checkpoints(step), state, keep=self.config.keep_checkpoints)
+        keep = self.config.keep_checkpoints
+        save_state(self._checkpoints(step), state, keep=keep, world=self.world)
 
     def load(self, step: str) -> State | None:
         """The newest whole checkpoint of an unfinished step.
@@ -143,8 +165,10 @@ class Run:
 
     def metric_log(
         self, step: str, num_steps: int, start: int, thresholds: Mapping[str, float] | None = None
-    ) -> MetricLog:
+    ) -> MetricLog | MutedLog:
         """Where the step's metrics go; `start` steps are done. See MetricLog for thresholds."""
+        if not self.world.is_first:
+            return MutedLog()
         return MetricLog(
             self.path,
             step,
@@ -225,6 +249,10 @@ class Run:
             )
 
 
+def _say_nothing(line: str) -> None:
+    """What the other ranks say."""
+
+
 def with_template(tokenizer: PreTrainedTokenizerBase, renderer: Renderer) -> Any:
     """The tokenizer with the chat template in use, where it brought none."""
     if not tokenizer.chat_template:
@@ -239,7 +267,14 @@ def save_policy(model: PreTrainedModel, rows: StepRows, folder: Path) -> None:
     if model.generation_config is not None:
         model.generation_config.eos_token_id = list(rows.renderer.stop_token_ids)
         model.generation_config.pad_token_id = rows.renderer.pad_token_id
-    save_model(model, tokenizer, folder)
+    save_anywhere(model, tokenizer, folder)
+
+
+def save_anywhere(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """`models.save.save_model`, wherever the weights lie: all ranks call it, the first writes."""
+    shards = shards_of(model)
+    shards.rest()
+    save_model(model, tokenizer, folder, whole=whole, writes=shards.world.is_first)
 
 
 def environment() -> dict[str, str]:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tandem.engine.forward import response_logprobs
-from tandem.engine.hybrid import on_device, prepare_for_training, resolve_device
+from tandem.engine.hybrid import on_device, prepare_for_training, resolve_dtype
+from tandem.engine.spread import spread
 from tandem.models.head import check_head
 from tandem.models.load import check_vocabulary, load_causal_lm
 from tandem.objectives.losses import sft_loss
@@ -25,7 +26,7 @@ from tandem.types import TokenBatch, TokenRow
 def train_sft(run: Run, rows: StepRows) -> None:
     """Train step 1 and leave `RUN/sft`, a folder that from_pretrained opens."""
     config = run.config
-    device = resolve_device(config.device)
+    device = run.device
     model = load_causal_lm(
         config.actor_model, dropout=config.dropout, trust_remote_code=config.trust_remote_code
     )
@@ -33,6 +34,8 @@ def train_sft(run: Run, rows: StepRows) -> None:
     check_head(model)
     check_vocabulary(model, rows.tokenizer)
     prepare_for_training(model, config, config.seed)
+    dtype = resolve_dtype(config.dtype, device)
+    spread(model, config.parallel.actor_zero_stage, config, dtype, run.world)
 
     def loss(part: Sequence[TokenRow]) -> tuple[Tensor, dict[str, Tensor]]:
         batch = TokenBatch.from_rows(part, rows.renderer.pad_token_id).to(device)

@@ -1,0 +1,120 @@
+"""One rollout by all ranks: each answers its share of the prompts, then all know all answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.config.schema import SamplingConfig
+from tandem.engine.forward import deal
+from tandem.generate.generator import Stops, generate
+from tandem.parallel.world import World
+from tandem.types import PromptRow, Rollout, TokenBatch
+
+_PER_TOKEN = ("rollout_logprobs", "sampled_logprobs", "rollout_entropy")
+
+
+def shared_rollout(
+    model: PreTrainedModel,
+    prompts: Sequence[PromptRow],
+    sampling: SamplingConfig,
+    stops: Stops,
+    world: World,
+    *,
+    seed: int,
+    step: int,
+    prompt_numbers: Sequence[int] | None = None,
+    batch_size: int = 64,
+) -> Rollout:
+    """`generate.generate` by all ranks together; the same texts at any number of ranks.
+
+    The model's weights must be whole on every rank. Prompts are dealt by their lengths.
+
+    Returns:
+        the rollout of all prompts, in their order, on every rank.
+    """
+    settings: dict[str, Any] = {"seed": seed, "step": step, "batch_size": batch_size}
+    if world.size == 1:
+        return generate(model, prompts, sampling, stops, prompt_numbers=prompt_numbers, **settings)
+    numbers = list(prompt_numbers) if prompt_numbers is not None else list(range(len(prompts)))
+    longest = sampling.max_new_tokens
+    hands = [_hand([len(p) + longest for p in prompts], world, r) for r in range(world.size)]
+    mine = hands[world.rank]
+    own = (
+        generate(
+            model,
+            [prompts[i] for i in mine],
+            sampling,
+            stops,
+            prompt_numbers=[numbers[i] for i in mine],
+            **settings,
+        )
+        if mine
+        else None
+    )
+    return _exchanged(own, prompts, hands, sampling.samples_per_prompt, stops, world)
+
+
+def _hand(lengths: Sequence[int], world: World, rank: int) -> list[int]:
+    """The prompts of one rank, in their order."""
+    dealt = deal(lengths, sum(lengths) + 1, replace(world, rank=rank))
+    return sorted(i for part in dealt if part.weight for i in part.rows)
+
+
+def _exchanged(
+    own: Rollout | None,
+    prompts: Sequence[PromptRow],
+    hands: Sequence[Sequence[int]],
+    samples: int,
+    stops: Stops,
+    world: World,
+) -> Rollout:
+    """Every rank's rows put together in the order of the prompts."""
+    rows = [len(hand) * samples for hand in hands]
+    none = torch.zeros(0, dtype=torch.long)
+    lengths = world.gather_flat(own.batch.lengths() if own else none, rows)
+    per_rank = [int(part.sum()) for part in lengths.split(rows)]
+
+    def gathered(values: Tensor | None, dtype: torch.dtype) -> Tensor:
+        mine = values[own.batch.attention_mask] if own and values is not None else none
+        return world.gather_flat(mine.to(dtype), per_rank)
+
+    order = torch.tensor([i * samples + s for hand in hands for i in hand for s in range(samples)])
+    places = order.to(lengths.device)
+    width = int(lengths.max())
+    mask = torch.zeros((len(order), width), dtype=torch.bool, device=lengths.device)
+    mask[places] = torch.arange(width, device=lengths.device) < lengths[:, None]
+
+    def placed(values: Tensor, fill: float) -> Tensor:
+        """(N,) in the order of the ranks to (B, T) in the order of the prompts."""
+        ranked = torch.full((len(order), width), fill, dtype=values.dtype, device=values.device)
+        ranked[mask[places]] = values
+        ordered = torch.empty_like(ranked)
+        ordered[places] = ranked
+        return ordered
+
+    token_ids = placed(gathered(own.batch.token_ids if own else None, torch.long), 0)
+    token_ids[~mask] = stops.pad_token_id
+    response = placed(gathered(own.batch.response_mask if own else None, torch.uint8), 0).bool()
+    texts = [text for part in world.collect(own.responses if own else ()) for text in part]
+    responses = [""] * len(order)
+    for place, text in zip(order.tolist(), texts, strict=True):
+        responses[place] = text
+    ended = world.gather_flat(own.finished.to(torch.uint8) if own else none.to(torch.uint8), rows)
+    finished = torch.empty_like(ended)
+    finished[places] = ended
+    return Rollout(
+        batch=TokenBatch(token_ids, mask, response),
+        finished=finished.bool(),
+        prompts=tuple(prompt for prompt in prompts for _ in range(samples)),
+        responses=tuple(responses),
+        **{
+            name: placed(gathered(getattr(own, name) if own else None, torch.float32), 0.0)
+            for name in _PER_TOKEN
+        },
+    )

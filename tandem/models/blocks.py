@@ -1,0 +1,25 @@
+"""Where a model's repeated blocks are: what is gathered, recomputed or offloaded one at a time."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from tandem.errors import ModelError
+
+
+def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder's blocks, in their order.
+
+    Raises:
+        ModelError: the base model holds no list of as many modules as it says it has layers.
+    """
+    layers = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return list(module)
+    raise ModelError(
+        f"family {model.config.model_type!r} must keep its {layers} blocks in one list; got none "
+        "of that length. It cannot be split over ranks: use --actor-zero-stage 0 and "
+        "--critic-zero-stage 0."
+    )

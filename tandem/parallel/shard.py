@@ -1,0 +1,242 @@
+"""One model over many ranks: ZeRO's stages on FSDP2 (arXiv:1910.02054).
+
+stage 0   whole weights everywhere; gradients are summed once per step
+stage 1   optimizer states and weights lie in pieces between steps; weights are gathered and
+          gradients reduced once per step
+stage 2   as 1, and gradients are reduced, and kept in pieces, after every micro-batch
+stage 3   as 2, and a block's weights are gathered when it runs and given back after
+
+A model is split block by block in place: its parameters become pieces of which every rank has
+one. What computes on them goes through `Shards.forward`, or inside `Shards.gathered`, where all
+weights are whole and no hook is needed. At one rank nothing is wrapped.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from tandem.parallel.pieces import local
+from tandem.parallel.world import World
+
+Result = TypeVar("Result")
+
+SHARDS = "tandem_shards"
+"""Where a model keeps how it lies over the ranks."""
+SHARDED_CALL = "sharded_call"
+"""The method of a split model under whose hooks anything may run as its forward."""
+
+_BUCKET_ELEMENTS = 2**23
+"""Gradient elements that travel in one sum of stage 0: 32 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """How one model is to lie over the ranks.
+
+    stage: ZeRO stage, 0 to 3.
+    gather_dtype: what weights travel and compute in; None leaves them as they are kept.
+    hpz: keep a second copy in pieces within each node from forward to backward (ZeRO++), so that
+        the backward's gathers stay inside it. For stage 3.
+    offload_params: the pieces live in host memory and come up block by block.
+    """
+
+    stage: int = 0
+    gather_dtype: torch.dtype | None = None
+    hpz: bool = False
+    offload_params: bool = False
+
+
+class Shards:
+    """How a model lies over the ranks, and what may be done with it."""
+
+    def __init__(self, model: nn.Module, plan: ShardPlan, world: World) -> None:
+        """`model` is split already if the plan says so (see `shard`)."""
+        self.plan = plan
+        self.world = world
+        self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._call = getattr(model, SHARDED_CALL, None)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether weights lie in pieces."""
+        return bool(self.units)
+
+    def forward(self, function: Callable[[], Result]) -> Result:
+        """Run `function`, which computes on the model, as the model's forward.
+
+        Every rank must call it as often as every other.
+        """
+        return function() if self._call is None else self._call(function)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within: every weight whole on every rank, one collective per block; after: pieces again.
+
+        The model's modules then hold plain parameters, in `gather_dtype`. No rank waits for
+        another inside.
+        """
+        if not self.units:
+            yield
+            return
+        self.rest()
+        with torch.no_grad():
+            self.forward(lambda: None)  # the first call of all sets the streams up
+        handles = [unit.unshard(async_op=True) for unit in self.units]
+        for handle in handles:
+            if handle is not None:
+                handle.wait()
+        try:
+            yield
+        finally:
+            self.rest()
+
+    def rest(self) -> None:
+        """Give gathered weights back: the model's parameters are pieces again."""
+        for unit in self.units:
+            unit.reshard()
+
+    def before_backward(self, *, last: bool) -> None:
+        """Say whether the next backward is the last of its optimizer step."""
+        if not self.units:
+            return
+        for unit in self.units:
+            if self.plan.stage == 1:
+                unit.set_requires_gradient_sync(last, recurse=False)
+            if self.plan.stage < 3:
+                unit.set_reshard_after_backward(last, recurse=False)
+            unit.set_is_last_backward(last)
+
+    def finish_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """After the last backward: what stage 0 has not summed yet; weights rest."""
+        self.rest()
+        if self.world.size > 1 and not self.units:
+            _sum_gradients(parameters)
+
+    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> float:
+        """Euclidean norm of the whole gradient, the same number on every rank."""
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        if self.world.size == 1 or not self.units:
+            return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        norms = torch._foreach_norm([g for g in gradients if g.numel()], dtype=torch.float32)
+        total = torch.zeros((), device=self.world.device, dtype=torch.float64)
+        if norms:
+            total += torch.stack(norms).double().square().sum().to(total.device)
+        self.world.sum_(total)
+        return math.sqrt(float(total))
+
+
+def shards_of(model: nn.Module) -> Shards:
+    """How the model lies over the ranks; one that was never laid out is whole on one rank."""
+    found = model.__dict__.get(SHARDS)
+    return found if isinstance(found, Shards) else Shards(model, ShardPlan(), World())
+
+
+def shard(model: nn.Module, blocks: Sequence[nn.Module], plan: ShardPlan, world: World) -> Shards:
+    """Split `model` over the ranks in place, block by block.
+
+    Every rank must hold the same weights. Parameter objects change: optimizers come after.
+
+    Args:
+        blocks: the modules that are gathered one at a time; the rest of the model is one more
+            unit, which stays gathered from forward to backward.
+    """
+    if world.size > 1 and plan.stage > 0:
+        _split(model, blocks, plan, world)
+    # On the model itself: a table elsewhere would keep it alive through its own method.
+    model.__dict__[SHARDS] = Shards(model, plan, world)
+    return shards_of(model)
+
+
+def _split(model: nn.Module, blocks: Sequence[nn.Module], plan: ShardPlan, world: World) -> None:
+    # Some families' blocks return views; none of them changes one in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    offload: OffloadPolicy = OffloadPolicy()
+    if plan.offload_params:
+        offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "offload_policy": offload,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=plan.gather_dtype,
+            # Summed in float32 whatever the weights compute in.
+            reduce_dtype=torch.float32,
+            # Masks, positions and rotation tables must keep their type.
+            cast_forward_inputs=False,
+        ),
+    }
+    after_forward: bool | int = plan.stage == 3
+    if plan.stage == 3 and plan.hpz and 1 < world.ranks_per_node < world.size:
+        after_forward = world.ranks_per_node
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=after_forward, **settings)
+    fully_shard(model, reshard_after_forward=False, **settings)
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            # Losses are divided once, by the count over all ranks: gradients add up.
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_gradient_divide_factor(1.0)
+    _add_call(model)
+
+
+def _add_call(model: Any) -> None:
+    """Give the model a method under whose hooks any function may run as its forward."""
+
+    def sharded_call(self: nn.Module, function: Callable[[], Any]) -> Any:
+        return _without_views(function())
+
+    setattr(model, SHARDED_CALL, types.MethodType(sharded_call, model))
+    register_fsdp_forward_method(model, SHARDED_CALL)
+
+
+def _without_views(output: Any) -> Any:
+    """FSDP2 hangs a hook on what a forward returns, which an in-place change of a view loses."""
+    if isinstance(output, tuple):
+        return tuple(_without_views(part) for part in output)
+    if isinstance(output, Tensor) and output._is_view():
+        return output.clone()
+    return output
+
+
+@torch.no_grad()
+def _sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Add every gradient over the ranks, in buckets; a rank without one counts as zero."""
+    bucket: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        bucket.append(parameter.grad)
+        size += parameter.grad.numel()
+        if size >= _BUCKET_ELEMENTS:
+            _sum_bucket(bucket)
+            bucket, size = [], 0
+    _sum_bucket(bucket)
+
+
+def _sum_bucket(gradients: list[Tensor]) -> None:
+    if not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,139 @@
+"""The ranks of a run: who I am, who else there is, and the few exchanges that are not weights.
+
+Every rank knows the whole batch and the whole experience; what is divided is the work and the
+weights. So the exchanges here are small: sums of partial results, rows of a rollout, agreement.
+At one rank everything is the identity and torch.distributed is never touched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tandem.errors import ConfigError
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One rank's view of all.
+
+    rank, size: this process among all. ranks_per_node: ranks that share a fast network; ranks
+    0 to ranks_per_node - 1 are the first node's.
+    """
+
+    rank: int = 0
+    size: int = 1
+    ranks_per_node: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes and speaks for all."""
+        return self.rank == 0
+
+    @property
+    def num_nodes(self) -> int:
+        """Groups of ranks that share a fast network."""
+        return self.size // self.ranks_per_node
+
+    def share(self, items: Sequence[Item]) -> list[Item]:
+        """This rank's items: every size-th from the rank-th on."""
+        return list(items[self.rank :: self.size])
+
+    def sum_(self, *tensors: Tensor) -> None:
+        """Add each tensor over all ranks, in place."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    def sums(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Add numbers over all ranks, name by name, in float64; every rank has the same names."""
+        if self.size == 1:
+            return dict(numbers)
+        values = torch.tensor(list(numbers.values()), dtype=torch.float64, device=self.device)
+        dist.all_reduce(values)
+        return dict(zip(numbers, values.tolist(), strict=True))
+
+    def largest(self, numbers: Iterable[float]) -> list[float]:
+        """The largest of each number over all ranks."""
+        values = list(numbers)
+        if self.size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return [float(value) for value in tensor.tolist()]
+
+    def agree(self, holds: bool) -> bool:
+        """Whether something holds on every rank."""
+        return self.largest([0.0 if holds else 1.0])[0] == 0.0
+
+    def collect(self, item: Item) -> list[Item]:
+        """Every rank's small Python object, in the order of the ranks."""
+        if self.size == 1:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item)
+        return items
+
+    def gather_flat(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
+        """All ranks' 1-D tensors behind one another.
+
+        Args:
+            counts: elements of each rank's tensor, known everywhere.
+        """
+        if self.size == 1:
+            return tensor
+        longest = max(counts)
+        padded = torch.zeros(longest, dtype=tensor.dtype, device=self.device)
+        padded[: len(tensor)] = tensor.to(self.device)
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(gathered, padded)
+        return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def join(device: torch.device, *, ranks_per_node: int = 0, timeout_minutes: float = 30.0) -> World:
+    """Meet the other ranks that the launcher's environment speaks of; alone without one.
+
+    Args:
+        device: cpu, or cuda, which becomes this rank's own GPU.
+        ranks_per_node: ranks that share a fast network; 0 takes the launcher's.
+        timeout_minutes: how long a collective may wait for a rank.
+    Raises:
+        ConfigError: ranks_per_node does not divide the ranks.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if size == 1:
+        return World(device=device)
+    local = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    if size % local:
+        raise ConfigError(
+            f"parallel.ranks_per_node must divide the ranks; got {local} of {size}. Use as many "
+            "ranks on every node."
+        )
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    return World(dist.get_rank(), size, local, device)
+
+
+def leave() -> None:
+    """Say goodbye to the other ranks; nothing where there are none."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

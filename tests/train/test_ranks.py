@@ -1,0 +1,69 @@
+"""A run of all steps over ranks against the same run by one process, stage by stage."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig
+from tandem.parallel.world import World
+from tandem.train.pipeline import train
+from tests.ranks import on_ranks
+from tests.tiny import tiny_config
+
+# What depends on the clock, and what greedy choices of a moved policy amplify.
+_UNLIKE = ("seconds", "tokens_per", "samples_per", "tflops", "peak_memory", "rank_")
+
+
+def ran(world: World, config: RunConfig) -> None:
+    train(config, command="test", say=lambda line: None, world=world)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def assert_same_run(ours: Path, alone: Path) -> None:
+    for left, right in zip(records(ours), records(alone), strict=True):
+        assert (left["stage"], left["step"]) == (right["stage"], right["step"])
+        names = {n for n in right["values"] if not n.startswith(_UNLIKE)}
+        assert names == {n for n in left["values"] if not n.startswith(_UNLIKE)}
+        for name in names:
+            expected = right["values"][name]
+            assert left["values"][name] == pytest.approx(expected, rel=2e-3, abs=2e-4), (
+                left["stage"],
+                left["step"],
+                name,
+            )
+    for part in ("sft", "reward", "ppo/actor", "ppo/critic", "ppo/ema"):
+        weights = load_file(ours / part / "model.safetensors")
+        expected = load_file(alone / part / "model.safetensors")
+        assert weights.keys() == expected.keys()
+        for name, weight in expected.items():
+            assert float((weights[name] - weight).abs().mean()) < 1e-5, (part, name)
+
+
+@pytest.mark.parametrize(("stage", "rank", "size"), [(0, 0, 2), (1, 0, 2), (2, 2, 2), (3, 0, 3)])
+def test_all_steps_over_ranks_are_those_of_one(
+    tmp_path: Path, tiny_model: str, preferences: str, stage: int, rank: int, size: int
+) -> None:
+    config = tiny_config(tmp_path / "alone", tiny_model, preferences)
+    config = replace(
+        config,
+        lora=LoraConfig(rank=rank),
+        ppo=replace(config.ppo, ema=True, ptx_data=(preferences,)),
+        parallel=ParallelConfig(actor_zero_stage=stage, critic_zero_stage=stage),
+    )
+    ran(World(), config)
+    on_ranks(size, ran, replace(config, output_dir=str(tmp_path / "ranks")))
+    assert_same_run(tmp_path / "ranks", tmp_path / "alone")
+    if rank:
+        adapter = load_file(tmp_path / "ranks/ppo/actor/adapter/adapter_model.safetensors")
+        assert all(torch.isfinite(value).all() for value in adapter.values())
