@@ -37,6 +37,7 @@ SHORT_NAMES = {
     "parallel.actor_zero_stage": "actor-zero-stage",
     "parallel.critic_zero_stage": "critic-zero-stage",
     "parallel.zero_hpz": "zero-hpz",
+    "parallel.inference_tp_size": "inference-tp-size",
     "log.tensorboard": "tensorboard",
 }
 """Dotted knob to the flag that people reach for; the dotted flag works too."""

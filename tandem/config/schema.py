@@ -304,6 +304,9 @@ class ParallelConfig:
     zero_hpz: bool = knob(False, common=True)
     """ZeRO++ (arXiv:2306.10209): keep a second copy in pieces within each node from forward to
     backward, so that the backward's gathers stay inside it. For stage 3 over several nodes."""
+    inference_tp_size: int = knob(1, ge=1, common=True)
+    """Ranks that hold slices of one model while it generates (tensor parallelism), where the whole
+    does not fit on each; 1 gathers it whole. Made from the same pieces that train."""
     ranks_per_node: int = knob(0, ge=0)
     """Ranks that share a fast network; 0 takes the launcher's."""
     timeout_minutes: float = knob(30.0, gt=0)

@@ -18,9 +18,12 @@ from tandem.data.loader import microbatches
 from tandem.models import scalar
 from tandem.models.head import vocabulary_head
 from tandem.models.packed import hidden_states, predictor_positions
-from tandem.models.twin import without_hooks
+from tandem.models.sliced import sliced_twin
+from tandem.models.twin import standing_in, without_hooks
 from tandem.objectives.logprobs import scatter_to_tokens, token_logprobs
+from tandem.parallel.pieces import whole
 from tandem.parallel.shard import shards_of
+from tandem.parallel.tensor import TensorGroup
 from tandem.parallel.world import World
 from tandem.types import TokenBatch
 
@@ -37,6 +40,33 @@ def whole_weights(model: PreTrainedModel) -> Iterator[None]:
     """Within: the model's weights are whole on this rank, and no forward waits for another rank."""
     with shards_of(model).gathered(), without_hooks(model):
         yield
+
+
+@contextmanager
+def generation_weights(model: PreTrainedModel, group: TensorGroup | None) -> Iterator[None]:
+    """Within: the model's twin can generate: whole on this rank, or in slices over its group.
+
+    A group's ranks must then make the same calls.
+    """
+    if group is None:
+        with whole_weights(model):
+            yield
+        return
+    shards = shards_of(model)
+    shards.rest()
+    twin = sliced_twin(
+        model,
+        group.size,
+        slice_of=group.slice,
+        whole=whole,
+        add_up=group.add_up,
+        dtype=shards.plan.gather_dtype,
+    )
+    try:
+        with standing_in(model, twin):
+            yield
+    finally:
+        shards.rest()
 
 
 def response_logprobs(

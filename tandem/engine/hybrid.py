@@ -22,10 +22,10 @@ from tandem.data.render import Renderer
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import (
     autocast,
+    generation_weights,
     response_logprobs,
     scored,
     token_values,
-    whole_weights,
 )
 from tandem.engine.optimizer import Trainee
 from tandem.engine.rollouts import shared_rollout
@@ -43,6 +43,7 @@ from tandem.models.stops import stop_ids
 from tandem.models.twin import supports_packing, why_unpacked
 from tandem.objectives.rewards import normalized_scores
 from tandem.ops import native
+from tandem.parallel.tensor import tensor_group
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Rollout, TokenBatch
 
@@ -134,6 +135,7 @@ class RLHFEngine:
         self.config = config
         self.world = world or World(device=resolve_device(config.device))
         self.device = self.world.device
+        self.tensor_group = tensor_group(self.world, config.parallel.inference_tp_size)
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.tokenizer = tokenizer or self._tokenizer_of(actor, "tokenizer")
         self.actor = self._causal_lm(actor)
@@ -148,6 +150,7 @@ class RLHFEngine:
         prepare_for_training(self.actor, config, config.seed)
         prepare_for_training(self.critic, config, config.seed + 1)
         self._spread()
+        self._check_slices()
         self.actor_trainee = Trainee(
             "actor", self.actor, config.ppo.actor, num_actor_updates or num_updates
         )
@@ -161,12 +164,13 @@ class RLHFEngine:
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
-        """The actor in generation mode: its weights whole on every rank, no dropout, no gradient
-        checkpointing, compute type set."""
+        """The actor in generation mode: its weights whole on every rank, or in slices over its
+        group; no dropout, no gradient checkpointing, compute type set."""
         was_training = self.actor.training
         self.actor.eval()
         try:
-            with whole_weights(self.actor), torch.no_grad(), self.autocast():
+            weights = generation_weights(self.actor, self.tensor_group)
+            with torch.no_grad(), weights, self.autocast():
                 yield self.actor
         finally:
             self.actor.train(was_training)
@@ -190,6 +194,7 @@ class RLHFEngine:
                 step=step,
                 prompt_numbers=numbers,
                 batch_size=self.config.generation_batch_size,
+                group=self.tensor_group,
             )
 
     @property
@@ -361,6 +366,13 @@ class RLHFEngine:
         if self.scorer is not None:
             stage = parallel.critic_zero_stage
             spread(self.scorer.model, stage, self.config, self.dtype, self.world)
+
+    def _check_slices(self) -> None:
+        """A wrong plan of slices must stop the run: the sliced twin's logits, against the model's
+        own; from here on the sampler's numbers are the sliced twin's."""
+        if self.tensor_group is not None:
+            with self.generating():
+                self.agreement = check_twin(self.actor, trains_elsewhere=True)
 
     def _agreement(self) -> Agreement | None:
         """How the twin's decoding compares with its packed forward; None without a twin."""

@@ -47,6 +47,7 @@ class Trainee:
         self.settings = settings
         self.num_steps = num_steps
         self.steps_taken = 0
+        self.shards.rest()  # what is trained is the pieces
         self.optimizer = torch.optim.AdamW(
             list(parameter_groups(model, settings)), betas=settings.betas, fused=True
         )

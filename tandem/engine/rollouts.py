@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from tandem.config.schema import SamplingConfig
 from tandem.engine.forward import deal
 from tandem.generate.generator import Stops, generate
+from tandem.parallel.tensor import TensorGroup
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Rollout, TokenBatch
 
@@ -30,21 +31,31 @@ def shared_rollout(
     step: int,
     prompt_numbers: Sequence[int] | None = None,
     batch_size: int = 64,
+    group: TensorGroup | None = None,
 ) -> Rollout:
     """`generate.generate` by all ranks together; the same texts at any number of ranks.
 
-    The model's weights must be whole on every rank. Prompts are dealt by their lengths.
+    Inside `forward.generation_weights`. Prompts are dealt by their lengths, to ranks, or to the
+    groups of ranks that hold slices of the same weights.
 
     Returns:
         the rollout of all prompts, in their order, on every rank.
     """
     settings: dict[str, Any] = {"seed": seed, "step": step, "batch_size": batch_size}
+    if group is not None:
+        settings["agreed_blocks"] = group.lowest  # a group's ranks must schedule alike
     if world.size == 1:
         return generate(model, prompts, sampling, stops, prompt_numbers=prompt_numbers, **settings)
     numbers = list(prompt_numbers) if prompt_numbers is not None else list(range(len(prompts)))
-    longest = sampling.max_new_tokens
-    hands = [_hand([len(p) + longest for p in prompts], world, r) for r in range(world.size)]
-    mine = hands[world.rank]
+    together = group.size if group is not None else 1
+    batches = world if group is None else group.batches
+    costs = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
+    mine = _hand(costs, batches, batches.rank)
+    # One rank of a group brings what all of them have made.
+    hands = [
+        _hand(costs, batches, rank // together) if rank % together == 0 else []
+        for rank in range(world.size)
+    ]
     own = (
         generate(
             model,
@@ -57,6 +68,8 @@ def shared_rollout(
         if mine
         else None
     )
+    if not hands[world.rank]:
+        own = None
     return _exchanged(own, prompts, hands, sampling.samples_per_prompt, stops, world)
 
 

@@ -50,6 +50,7 @@ def generate(
     share_prompts: bool = True,
     refill: int | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
+    agreed_blocks: Callable[[int], int] = int,
 ) -> Rollout:
     """Answer each prompt `sampling.samples_per_prompt` times.
 
@@ -64,9 +65,11 @@ def generate(
         share_prompts: run a prompt once for all its samples, which then share its memory.
         refill: free rows that are worth letting others in; None takes an eighth of batch_size.
         prefill_tokens: most tokens of prompts that are run at once.
+        agreed_blocks: what to make of the blocks that there is room for, where several ranks run
+            the same answers and must let them in alike.
     Returns:
         P * samples rows, the samples of a prompt side by side, on the model's device. None of the
-        last four arguments changes any of it (on a CPU with the C++ operations, to the last bit).
+        last five arguments changes any of it (on a CPU with the C++ operations, to the last bit).
     Raises:
         GenerationError: a prompt is empty, prompt and answer exceed the model's positions, or
             there is no memory for the longest of them.
@@ -85,6 +88,8 @@ def generate(
     if supports_packing(model):
         samples = sampling.samples_per_prompt if share_prompts else 1
         groups = [requests[i : i + samples] for i in range(0, len(requests), samples)]
+        if kv_blocks is None:
+            kv_blocks = agreed_blocks(_kv_blocks(model, groups, batch_size))
         draws = _drawn_side_by_side(
             model, groups, stops, batch_size, kv_blocks, refill, prefill_tokens
         )
@@ -106,26 +111,31 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return limit
 
 
+def _kv_blocks(model: PreTrainedModel, groups: list[list[Request]], slots: int) -> int:
+    """Blocks of KV memory for the requests, as far as there is room."""
+    lengths = [len(group[0].prompt) for group in groups]
+    limit, samples = groups[0][0].limit, len(groups[0])
+    return affordable_blocks(
+        kv_shapes(model),
+        needed=blocks_wanted(lengths, limit, samples, slots),
+        largest=blocks_needed(max(lengths), limit, samples),
+        dtype=kv_dtype(model),
+        device=model.device,
+    )
+
+
 def _drawn_side_by_side(
     model: PreTrainedModel,
     groups: list[list[Request]],
     stops: Stops,
     slots: int,
-    kv_blocks: int | None,
+    kv_blocks: int,
     refill: int | None,
     prefill_tokens: int,
 ) -> Draw:
     """All draws, (requests, limit); the requests know their ends."""
     lengths = [len(group[0].prompt) for group in groups]
     limit, samples = groups[0][0].limit, len(groups[0])
-    if kv_blocks is None:
-        kv_blocks = affordable_blocks(
-            kv_shapes(model),
-            needed=blocks_wanted(lengths, limit, samples, slots),
-            largest=blocks_needed(max(lengths), limit, samples),
-            dtype=kv_dtype(model),
-            device=model.device,
-        )
     record = Record(len(groups) * samples, limit)
     session = Session(
         model,

@@ -40,8 +40,14 @@ class Agreement:
 
 
 @torch.no_grad()
-def check_twin(model: PreTrainedModel, seed: int = 0) -> Agreement:
+def check_twin(
+    model: PreTrainedModel, seed: int = 0, *, trains_elsewhere: bool = False
+) -> Agreement:
     """Compare the model's own forward, the twin's packed one and its decoding.
+
+    Args:
+        trains_elsewhere: this twin only generates (it stands in, `twin.standing_in`): its decoding
+            is compared with the model's own forward, for the packed one here is not the trained.
 
     Raises:
         ModelError: the twin's logits, or the tokens that are likeliest by them, are not the
@@ -63,8 +69,9 @@ def check_twin(model: PreTrainedModel, seed: int = 0) -> Agreement:
         model.train(was_training)
     to_model = _require_close(own, packed, config.model_type, "packed")
     _require_close(own, decoded, config.model_type, "decoding")
-    gap = torch.log_softmax(decoded.float(), -1) - torch.log_softmax(packed.float(), -1)
-    return Agreement(torch.equal(decoded, packed), float(gap.abs().mean()), to_model)
+    trained = own if trains_elsewhere else packed
+    gap = torch.log_softmax(decoded.float(), -1) - torch.log_softmax(trained.float(), -1)
+    return Agreement(torch.equal(decoded, trained), float(gap.abs().mean()), to_model)
 
 
 def _packed_logits(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:

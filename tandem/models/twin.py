@@ -61,6 +61,7 @@ class _Twin:
 
 
 _twins: WeakKeyDictionary[PreTrainedModel, _Twin] = WeakKeyDictionary()
+_stand_ins: WeakKeyDictionary[PreTrainedModel, _Twin] = WeakKeyDictionary()
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -117,7 +118,37 @@ def without_hooks(model: PreTrainedModel) -> Iterator[None]:
         hooks.on = before
 
 
+@contextmanager
+def standing_in(model: PreTrainedModel, twin: PreTrainedModel) -> Iterator[None]:
+    """Within: `twin` computes in place of the model's own twin."""
+    _stand_ins[model] = _Twin(twin, type(model), [], [], _Switch())
+    try:
+        yield
+    finally:
+        del _stand_ins[model]
+
+
+def copied_tree(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[nn.Module, nn.Module]]:
+    """A copy of the model's module objects as its twin has them, without hooks.
+
+    Its parameter tables are the model's own until they are replaced.
+
+    Returns:
+        the copy, and the original of each of its modules.
+    """
+    made: dict[int, nn.Module] = {}
+    root = _copied(model, made, {}, _Switch(on=False))
+    assert isinstance(root, PreTrainedModel)
+    originals = {made[id(module)]: module for module in model.modules()}
+    for twin in originals:
+        _drop_hooks(twin)
+        fuse(twin)
+    return root, originals
+
+
 def _current(model: PreTrainedModel) -> _Twin:
+    if model in _stand_ins:
+        return _stand_ins[model]
     entry = _twins.get(model)
     if entry is None or not _follow(model, entry):
         entry = _twins[model] = _build(model)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
-from tandem.engine.forward import autocast, whole_weights
+from tandem.engine.forward import autocast, generation_weights
 from tandem.engine.hybrid import on_device, resolve_dtype
 from tandem.engine.rollouts import shared_rollout
 from tandem.engine.scoring import RewardScorer
@@ -19,6 +19,7 @@ from tandem.generate.generator import Stops
 from tandem.models.load import load_causal_lm
 from tandem.models.scalar import load_scalar_model
 from tandem.parallel.shard import shards_of
+from tandem.parallel.tensor import tensor_group
 from tandem.parallel.world import World
 from tandem.train.evaluate import language_model_metrics, preference_metrics
 from tandem.train.reward_function import RewardFunction, function_scores, load_reward_function
@@ -88,16 +89,19 @@ def answer(
 ) -> Rollout:
     """One sampled answer per prompt, the same random numbers for every policy."""
     computes = autocast(model.device, resolve_dtype(config.dtype, model.device))
-    with whole_weights(model), torch.no_grad(), computes:
+    world = shards_of(model).world
+    group = tensor_group(world, config.parallel.inference_tp_size)
+    with torch.no_grad(), generation_weights(model, group), computes:
         return shared_rollout(
             model.eval(),
             prompts,
             config.sampling,
             Stops(rows.renderer.stop_token_ids, rows.renderer.pad_token_id, rows.renderer.decode),
-            shards_of(model).world,
+            world,
             seed=config.seed,
             step=0,
             batch_size=config.generation_batch_size,
+            group=group,
         )
 
 

@@ -43,6 +43,8 @@ def trained(
     prepare_for_training(model, config, seed=5)
     model.eval()  # some families bring dropout
     spread(model, stage, config, torch.float32, world)
+    with torch.no_grad():  # leaves weights whole, which must not be taken for the trained ones
+        model(torch.ones(1, 3, dtype=torch.long))
     trainee = Trainee(role, model, replace(SETTINGS, lora_learning_rate=1e-2), num_steps=3)
     average = MovingAverage(model, 0.5)
     losses, norms = [], []

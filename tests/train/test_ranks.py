@@ -50,9 +50,18 @@ def assert_same_run(ours: Path, alone: Path) -> None:
             assert float((weights[name] - weight).abs().mean()) < 1e-5, (part, name)
 
 
-@pytest.mark.parametrize(("stage", "rank", "size"), [(0, 0, 2), (1, 0, 2), (2, 2, 2), (3, 0, 3)])
+@pytest.mark.parametrize(
+    ("stage", "rank", "size", "slices"),
+    [(0, 0, 2, 1), (1, 0, 2, 1), (2, 2, 2, 1), (3, 0, 3, 1), (3, 0, 2, 2)],
+)
 def test_all_steps_over_ranks_are_those_of_one(
-    tmp_path: Path, tiny_model: str, preferences: str, stage: int, rank: int, size: int
+    tmp_path: Path,
+    tiny_model: str,
+    preferences: str,
+    stage: int,
+    rank: int,
+    size: int,
+    slices: int,
 ) -> None:
     config = tiny_config(tmp_path / "alone", tiny_model, preferences)
     config = replace(
@@ -62,7 +71,8 @@ def test_all_steps_over_ranks_are_those_of_one(
         parallel=ParallelConfig(actor_zero_stage=stage, critic_zero_stage=stage),
     )
     ran(World(), config)
-    on_ranks(size, ran, replace(config, output_dir=str(tmp_path / "ranks")))
+    sliced = replace(config.parallel, inference_tp_size=slices)
+    on_ranks(size, ran, replace(config, output_dir=str(tmp_path / "ranks"), parallel=sliced))
     assert_same_run(tmp_path / "ranks", tmp_path / "alone")
     if rank:
         adapter = load_file(tmp_path / "ranks/ppo/actor/adapter/adapter_model.safetensors")

@@ -1,0 +1,152 @@
+"""Tensor-parallel generation against the whole model: logits, texts, adapters, wrong plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.config.schema import LoraConfig, RunConfig, SamplingConfig
+from tandem.engine.forward import generation_weights, response_logprobs, scored
+from tandem.engine.hybrid import prepare_for_training
+from tandem.engine.rollouts import shared_rollout
+from tandem.engine.spread import spread
+from tandem.errors import ConfigError, ModelError
+from tandem.generate.generator import Stops
+from tandem.models import sliced
+from tandem.models.lora import lora_layers
+from tandem.models.selfcheck import Agreement, check_twin
+from tandem.models.twin import twin_of
+from tandem.parallel.pieces import fill, whole
+from tandem.parallel.tensor import TensorGroup, tensor_group
+from tandem.parallel.world import World
+from tandem.types import PromptRow, Source
+from tests.models.families import EOS, PAD, ragged_batch, tiny_model
+from tests.ranks import on_ranks
+
+STOPS = Stops((EOS,), PAD, lambda ids: " ".join(map(str, ids)))
+SAMPLING = SamplingConfig(max_new_tokens=10, samples_per_prompt=2)
+
+
+def prompts() -> list[PromptRow]:
+    return [
+        PromptRow(tuple(4 + (i * j) % 90 for j in range(n)), (), {}, Source("x", "x", i))
+        for i, n in enumerate((3, 9, 4, 17, 2))
+    ]
+
+
+def generated(
+    world: World, family: str, stage: int, parts: int, rank: int
+) -> tuple[Tensor, Tensor, Agreement, int, Tensor]:
+    config = RunConfig(lora=LoraConfig(rank=rank))
+    model = tiny_model(family).eval()
+    prepare_for_training(model, config, 0)
+    for _, layer in lora_layers(model):
+        with torch.no_grad():
+            layer.lora_B.weight.copy_(torch.ones_like(layer.lora_B.weight) * 0.03)
+    spread(model, stage, config, torch.float32, world)
+    group = tensor_group(world, parts)
+    before = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    with torch.no_grad(), generation_weights(model, group):
+        agreement = check_twin(model, trains_elsewhere=group is not None)
+        rollout = shared_rollout(
+            model, prompts(), SAMPLING, STOPS, world, seed=1, step=2, group=group
+        )
+        numbers = sum(p.numel() for p in twin_of(model).parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole(parameter.detach()), before[name]), name
+
+    def forward(part):  # type: ignore[no-untyped-def]
+        return (response_logprobs(model, part)[0],)
+
+    (trained,) = scored(ragged_batch(), 100, forward, [model])
+    return rollout.batch.token_ids, rollout.rollout_logprobs, agreement, numbers, trained
+
+
+@pytest.mark.parametrize(
+    ("family", "stage", "rank"),
+    [
+        ("llama", 3, 0),
+        ("llama", 2, 2),
+        ("llama", 0, 0),
+        ("opt", 3, 0),
+        ("opt", 3, 2),
+        ("gpt_neox", 2, 0),
+        ("qwen2", 3, 0),
+        ("gemma2", 3, 2),
+        ("mistral", 3, 0),
+    ],
+)
+def test_two_slices_say_what_the_whole_says(family: str, stage: int, rank: int) -> None:
+    tokens, logprobs, _, numbers, trained = generated(World(), family, stage, 1, rank)
+    for theirs in on_ranks(2, generated, family, stage, 2, rank):
+        assert torch.equal(theirs[0], tokens)
+        assert torch.allclose(theirs[1], logprobs, atol=2e-5)
+        assert theirs[2].trustworthy
+        assert theirs[3] < numbers  # embeddings and norms are whole, the rest is halved
+        assert torch.allclose(theirs[4], trained, atol=2e-5)  # training goes on as before
+
+
+def test_two_groups_of_two() -> None:
+    tokens, logprobs, *_ = generated(World(), "llama", 3, 1, 0)
+    for theirs in on_ranks(4, generated, "llama", 3, 2, 0):
+        assert torch.equal(theirs[0], tokens)
+        assert torch.allclose(theirs[1], logprobs, atol=2e-5)
+
+
+def wrongly_planned(world: World) -> str:
+    plan = sliced._PLANS["opt"]
+    sliced._PLANS["opt"] = replace(plan, head_counts=())  # what torch's own plan forgets
+    model = tiny_model("opt").eval()
+    spread(model, 3, RunConfig(), torch.float32, world)
+    try:
+        with torch.no_grad(), generation_weights(model, tensor_group(world, 2)):
+            check_twin(model, trains_elsewhere=True)
+    except (ModelError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_wrong_plan_stops_the_run() -> None:
+    assert all(on_ranks(2, wrongly_planned))
+
+
+def refused(world: World, family: str, parts: int) -> str:
+    model = tiny_model(family)
+    try:
+        sliced.check_sliceable(model, parts)
+        TensorGroup(world, parts)
+    except (ModelError, ConfigError) as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_be_sliced_is_refused_by_name() -> None:
+    assert "gpt2" in refused(World(), "gpt2", 2)
+    assert "key and value heads" in refused(World(), "llama", 4)
+    assert all("inference_tp_size must divide" in text for text in on_ranks(3, refused, "llama", 2))
+
+
+def cut(world: World, shape: tuple[int, ...], dim: int, parts: int) -> bool:
+    full = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    module = torch.nn.Linear(1, 1)
+    module.weight = torch.nn.Parameter(torch.zeros(shape))
+    from tandem.parallel.shard import ShardPlan, shard
+
+    shard(module, [], ShardPlan(stage=3), world)
+    fill(module.weight, full)
+    group = TensorGroup(world, parts)
+    ours = group.slice(module.weight, dim)
+    return torch.equal(ours, full.chunk(parts, dim)[group.index])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "size", "parts"),
+    [((8, 6), 0, 4, 2), ((8, 6), 1, 4, 2), ((6, 4), 0, 4, 2), ((2, 4), 1, 4, 4), ((10,), 0, 2, 2)],
+)
+def test_a_slice_is_made_of_the_pieces(
+    shape: tuple[int, ...], dim: int, size: int, parts: int
+) -> None:
+    assert all(on_ranks(size, cut, shape, dim, parts))
