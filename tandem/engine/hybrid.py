@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.config.schema import RunConfig
@@ -27,27 +27,29 @@ from tandem.engine.forward import (
     scored,
     token_values,
 )
+from tandem.engine.loading import (
+    Model,
+    check_policy,
+    place_policy,
+    place_scalar,
+    resolve_device,
+    resolve_dtype,
+)
 from tandem.engine.optimizer import Trainee
 from tandem.engine.rollouts import shared_rollout
 from tandem.engine.scoring import RewardScorer
-from tandem.engine.spread import spread
 from tandem.errors import ModelError
 from tandem.generate.generator import Stops
-from tandem.models.head import check_head
-from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer
-from tandem.models.lora import adapters_off, add_lora
-from tandem.models.recompute import enable_gradient_checkpointing
-from tandem.models.scalar import load_scalar_model, normalization
-from tandem.models.selfcheck import Agreement, check_twin
+from tandem.models.load import check_vocabulary, load_tokenizer
+from tandem.models.lora import adapters_off
+from tandem.models.scalar import normalization
 from tandem.models.stops import stop_ids
-from tandem.models.twin import supports_packing, why_unpacked
+from tandem.models.twin import why_unpacked
 from tandem.objectives.rewards import normalized_scores
 from tandem.ops import native
 from tandem.parallel.tensor import tensor_group
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Rollout, TokenBatch
-
-Model = PreTrainedModel | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,40 +64,6 @@ class PolicyNumbers:
     ref_logprobs: Tensor
     values: Tensor
     from_sampler: bool
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device a knob names; auto takes a GPU if there is one.
-
-    Raises:
-        ModelError: cuda was asked for and is not there.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ModelError("device must be one that is here; got cuda, and no GPU. Use --device cpu.")
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The compute type a knob names; auto is bf16 on a GPU and fp32 elsewhere."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
-
-
-def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """The model itself, moved to `device`."""
-    nn.Module.to(model, device)
-    return model
-
-
-def prepare_for_training(model: PreTrainedModel, config: RunConfig, seed: int) -> None:
-    """Adapters and gradient checkpointing as configured; in place."""
-    if config.lora.rank > 0:
-        add_lora(model, config.lora, seed)
-    if config.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
 
 
 class RLHFEngine:
@@ -138,19 +106,17 @@ class RLHFEngine:
         self.tensor_group = tensor_group(self.world, config.parallel.inference_tp_size)
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.tokenizer = tokenizer or self._tokenizer_of(actor, "tokenizer")
-        self.actor = self._causal_lm(actor)
+        # What starts as a copy of another is copied before that one gets adapters or is split.
+        reference, critic = self._starts(actor, reward_model, critic, reward_tokenizer)
+        self.actor = place_policy(actor, config, self.world, trained=True, seed=config.seed)
         check_vocabulary(self.actor, self.tokenizer)
         self.renderer = Renderer(self.tokenizer, stop_ids(self.actor.generation_config))
         self.scorer = self._scorer(reward_model, reward_tokenizer)
-        # The critic must start from what was loaded, before adapters are added anywhere.
-        self.critic = self._critic(critic, actor)
-        self.reference = self._reference()
-        check_head(self.actor)
-        self.agreement = self._agreement()
-        prepare_for_training(self.actor, config, config.seed)
-        prepare_for_training(self.critic, config, config.seed + 1)
-        self._spread()
-        self._check_slices()
+        self.critic = place_scalar(critic, config, self.world, trained=True, seed=config.seed + 1)
+        self.reference = None
+        if reference is not None:
+            self.reference = place_policy(reference, config, self.world, trained=False)
+        self.agreement = check_policy(self.actor, config, self.tensor_group)
         self.actor_trainee = Trainee(
             "actor", self.actor, config.ppo.actor, num_actor_updates or num_updates
         )
@@ -308,25 +274,27 @@ class RLHFEngine:
             f"Pass {argument}=."
         )
 
-    def _causal_lm(self, model: Model) -> PreTrainedModel:
-        if isinstance(model, str):
-            model = load_causal_lm(
-                model,
-                dropout=self.config.dropout,
-                trust_remote_code=self.config.trust_remote_code,
-            )
-        return on_device(model, self.device)
-
-    def _scalar(self, model: Model, *, needs_head: bool = False) -> PreTrainedModel:
-        if isinstance(model, str):
-            model = load_scalar_model(
-                model,
-                seed=self.config.seed,
-                from_causal_lm=False if needs_head else None,
-                dropout=self.config.dropout,
-                trust_remote_code=self.config.trust_remote_code,
-            )
-        return on_device(model, self.device)
+    def _starts(
+        self,
+        actor: Model,
+        reward_model: Model | None,
+        critic: Model | None,
+        reward_tokenizer: PreTrainedTokenizerBase | None,
+    ) -> tuple[Model | None, Model]:
+        """What reference and critic start from: names to load again, or copies of modules."""
+        reference = None if self.config.lora.rank > 0 else _another(actor)
+        if critic is not None:
+            return reference, critic
+        if reward_model is not None:
+            tokenizer = reward_tokenizer or self._tokenizer_of(reward_model, "reward_tokenizer")
+            if Renderer(tokenizer).renders_like(Renderer(self.tokenizer)):
+                return reference, _another(reward_model)
+        if isinstance(actor, str):
+            return reference, actor
+        raise ModelError(
+            "RLHFEngine must get critic= where the actor is a module and no reward model shares "
+            "its tokenizer; got none. Pass a folder or a model with a scalar head."
+        )
 
     def _scorer(
         self, model: Model | None, tokenizer: PreTrainedTokenizerBase | None
@@ -335,7 +303,9 @@ class RLHFEngine:
             return None
         tokenizer = tokenizer or self._tokenizer_of(model, "reward_tokenizer")
         # A language model here would reward with a head of random weights.
-        scalar = self._scalar(model, needs_head=True).requires_grad_(False).eval()
+        scalar = place_scalar(
+            model, self.config, self.world, trained=False, seed=0, needs_head=True
+        )
         check_vocabulary(scalar, tokenizer)
         return RewardScorer(
             scalar,
@@ -344,48 +314,10 @@ class RLHFEngine:
             max_tokens=self.config.micro_batch_tokens,
         )
 
-    def _critic(self, critic: Model | None, actor: Model) -> PreTrainedModel:
-        if critic is not None:
-            return self._scalar(critic)
-        if self.scorer is not None and self.scorer.renderer.renders_like(self.renderer):
-            return copy.deepcopy(self.scorer.model).requires_grad_(True)
-        if isinstance(actor, str):
-            return self._scalar(actor)
-        raise ModelError(
-            "RLHFEngine must get critic= where the actor is a module and no reward model shares "
-            "its tokenizer; got none. Pass a folder or a model with a scalar head."
-        )
 
-    def _spread(self) -> None:
-        """Lay every role's weights over the ranks, as `parallel` says."""
-        parallel = self.config.parallel
-        spread(self.actor, parallel.actor_zero_stage, self.config, self.dtype, self.world)
-        spread(self.critic, parallel.critic_zero_stage, self.config, self.dtype, self.world)
-        if self.reference is not None:
-            spread(self.reference, parallel.actor_zero_stage, self.config, self.dtype, self.world)
-        if self.scorer is not None:
-            stage = parallel.critic_zero_stage
-            spread(self.scorer.model, stage, self.config, self.dtype, self.world)
-
-    def _check_slices(self) -> None:
-        """A wrong plan of slices must stop the run: the sliced twin's logits, against the model's
-        own; from here on the sampler's numbers are the sliced twin's."""
-        if self.tensor_group is not None:
-            with self.generating():
-                self.agreement = check_twin(self.actor, trains_elsewhere=True)
-
-    def _agreement(self) -> Agreement | None:
-        """How the twin's decoding compares with its packed forward; None without a twin."""
-        if not supports_packing(self.actor):
-            return None
-        with self.autocast():
-            return check_twin(self.actor)
-
-    def _reference(self) -> PreTrainedModel | None:
-        """A frozen copy of the actor as it starts; None where switching adapters off gives it."""
-        if self.config.lora.rank > 0:
-            return None
-        return copy.deepcopy(self.actor).requires_grad_(False).eval()
+def _another(model: Model) -> Model:
+    """The same to load again, or a copy of a module."""
+    return model if isinstance(model, str) else copy.deepcopy(model)
 
 
 @contextmanager

@@ -89,9 +89,13 @@ def vocabulary_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def check_head(model: PreTrainedModel, seed: int = 0) -> None:
+def check_head(
+    model: PreTrainedModel, own: PreTrainedModel | None = None, seed: int = 0
+) -> None:
     """Compare hidden states plus head with the full forward on random tokens.
 
+    Args:
+        own: what runs the full forward, where the model itself cannot now (`twin.plain_copy`).
     Raises:
         ModelError: they differ, or a token's logits depend on later tokens or on padding.
     """
@@ -100,12 +104,13 @@ def check_head(model: PreTrainedModel, seed: int = 0) -> None:
     token_ids = torch.randint(config.vocab_size, (2, 6), generator=generator).to(model.device)
     mask = torch.ones_like(token_ids, dtype=torch.bool)
     mask[1, 4:] = False
+    own = own or model
     was_training = model.training
     model.eval()
     try:
-        full = model(input_ids=token_ids, attention_mask=mask.long(), use_cache=False).logits
+        full = own(input_ids=token_ids, attention_mask=mask.long(), use_cache=False).logits
         ours = _head_logits(model, hidden_states(model, TokenBatch(token_ids, mask, mask & False)))
-        alone = model(input_ids=token_ids[1:, :4], use_cache=False).logits
+        alone = own(input_ids=token_ids[1:, :4], use_cache=False).logits
     finally:
         model.train(was_training)
     family = config.model_type

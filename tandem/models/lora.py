@@ -9,7 +9,7 @@ Source: arXiv:2106.09685. Differs: A starts as torch's linear layers do (PEFT's 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -114,13 +114,25 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]
     """
     names = match_targets(model, config.targets)
     attach_adapters(model, names, config.rank, config.alpha, config.dropout)
+    start_adapters(model, seed)
+    return names
+
+
+@torch.no_grad()
+def start_adapters(
+    model: nn.Module, seed: int, put: Callable[[Tensor, Tensor], object] = Tensor.copy_
+) -> None:
+    """Give A its start, drawn from `seed`, and B its zeros.
+
+    Args:
+        put: copies a whole tensor into a parameter, wherever that lies.
+    """
     generator = torch.Generator().manual_seed(seed)
     for _, layer in lora_layers(model):
         start = torch.empty(layer.lora_A.weight.shape)
         nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
-        with torch.no_grad():
-            layer.lora_A.weight.copy_(start)
-    return names
+        put(layer.lora_A.weight, start)
+        put(layer.lora_B.weight, torch.zeros(layer.lora_B.weight.shape))
 
 
 def attach_adapters(

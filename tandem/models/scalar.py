@@ -8,6 +8,7 @@ attributes of its config, `score_mean` and `score_std`, and so live in config.js
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -255,13 +256,26 @@ def _one_output(config: PreTrainedConfig) -> None:
     config.problem_type = "regression"
 
 
+def start_new_head(
+    model: PreTrainedModel, seed: int, put: Callable[[Tensor, Tensor], object] = Tensor.copy_
+) -> None:
+    """Start the scalar head of a model anew.
+
+    Args:
+        put: copies a whole tensor into a parameter, wherever that lies.
+    """
+    _start_head(_require_head(model), seed, put)
+
+
 @torch.no_grad()
-def _start_head(head: nn.Linear, seed: int) -> None:
+def _start_head(
+    head: nn.Linear, seed: int, put: Callable[[Tensor, Tensor], object] = Tensor.copy_
+) -> None:
     """Small scores at the start, of about the same size at any width."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.empty(head.weight.shape).normal_(
         0.0, 1.0 / math.sqrt(head.in_features + 1), generator=generator
     )
-    head.weight.copy_(start)
+    put(head.weight, start)
     if head.bias is not None:
-        head.bias.zero_()
+        put(head.bias, torch.zeros(head.bias.shape))

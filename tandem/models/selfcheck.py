@@ -41,11 +41,16 @@ class Agreement:
 
 @torch.no_grad()
 def check_twin(
-    model: PreTrainedModel, seed: int = 0, *, trains_elsewhere: bool = False
+    model: PreTrainedModel,
+    own: PreTrainedModel | None = None,
+    seed: int = 0,
+    *,
+    trains_elsewhere: bool = False,
 ) -> Agreement:
     """Compare the model's own forward, the twin's packed one and its decoding.
 
     Args:
+        own: what runs its own forward, where the model itself cannot now (`twin.plain_copy`).
         trains_elsewhere: this twin only generates (it stands in, `twin.standing_in`): its decoding
             is compared with the model's own forward, for the packed one here is not the trained.
 
@@ -62,14 +67,15 @@ def check_twin(
     was_training = model.training
     model.eval()
     try:
-        own = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows])
+        runs = own or model
+        full = torch.cat([runs(input_ids=row[None], use_cache=False).logits[0] for row in rows])
         packed = _packed_logits(model, rows)
         decoded = _decoded_logits(model, rows)
     finally:
         model.train(was_training)
-    to_model = _require_close(own, packed, config.model_type, "packed")
-    _require_close(own, decoded, config.model_type, "decoding")
-    trained = own if trains_elsewhere else packed
+    to_model = _require_close(full, packed, config.model_type, "packed")
+    _require_close(full, decoded, config.model_type, "decoding")
+    trained = full if trains_elsewhere else packed
     gap = torch.log_softmax(decoded.float(), -1) - torch.log_softmax(trained.float(), -1)
     return Agreement(torch.equal(decoded, trained), float(gap.abs().mean()), to_model)
 

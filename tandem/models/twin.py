@@ -128,21 +128,34 @@ def standing_in(model: PreTrainedModel, twin: PreTrainedModel) -> Iterator[None]
         del _stand_ins[model]
 
 
-def copied_tree(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[nn.Module, nn.Module]]:
+def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The model's own forward without hooks, over its own tables: for weights that are whole."""
+    root, originals = copied_tree(model, own_forward=True)
+    for twin, original in originals.items():
+        twin.training = original.training
+    return root
+
+
+def copied_tree(
+    model: PreTrainedModel, *, own_forward: bool = False
+) -> tuple[PreTrainedModel, dict[nn.Module, nn.Module]]:
     """A copy of the model's module objects as its twin has them, without hooks.
 
     Its parameter tables are the model's own until they are replaced.
 
+    Args:
+        own_forward: leave layers and attention as the model has them.
     Returns:
         the copy, and the original of each of its modules.
     """
     made: dict[int, nn.Module] = {}
-    root = _copied(model, made, {}, _Switch(on=False))
+    root = _copied(model, made, None if own_forward else {}, _Switch(on=False))
     assert isinstance(root, PreTrainedModel)
     originals = {made[id(module)]: module for module in model.modules()}
     for twin in originals:
         _drop_hooks(twin)
-        fuse(twin)
+        if not own_forward:
+            fuse(twin)
     return root, originals
 
 
@@ -189,9 +202,13 @@ def _build(model: PreTrainedModel) -> _Twin:
 
 
 def _copied(
-    module: nn.Module, made: dict[int, nn.Module], configs: dict[int, Any], hooks: _Switch
+    module: nn.Module, made: dict[int, nn.Module], configs: dict[int, Any] | None, hooks: _Switch
 ) -> nn.Module:
-    """A new object of the module's class over its own parameter and buffer tables."""
+    """A new object of the module's class over its own parameter and buffer tables.
+
+    Args:
+        configs: by identity, the configs with our attention that were made; None keeps its own.
+    """
     if id(module) in made:
         return made[id(module)]
     is_split = isinstance(module, FSDPModule)
@@ -219,7 +236,7 @@ def _copied(
     _drop_hooks(twin)
     state.update(gathering)
     state["_forward_pre_hooks_with_kwargs"].update(with_arguments)
-    if "config" in state:
+    if "config" in state and configs is not None:
         state["config"] = _with_our_attention(state["config"], configs)
     if hasattr(twin, "_gradient_checkpointing_func") or hasattr(twin, "gradient_checkpointing"):
         state["_gradient_checkpointing_func"] = _checkpointed

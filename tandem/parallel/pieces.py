@@ -43,6 +43,14 @@ def as_piece(piece: Tensor, like: Tensor) -> Tensor:
     )
 
 
+def own_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """This rank's piece of a tensor, sharing memory, and the number of its first row."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), 0
+    rows = -(-tensor.shape[0] // tensor.device_mesh.size())
+    return local(tensor.detach()), tensor.device_mesh.get_local_rank() * rows
+
+
 @torch.no_grad()
 def fill(target: Tensor, full: Tensor) -> None:
     """Copy a whole tensor, the same on every rank, into a target that may lie in pieces."""

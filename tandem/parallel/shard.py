@@ -166,6 +166,20 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], plan: ShardPlan, world:
     return shards_of(model)
 
 
+def give_memory(module: nn.Module, device: torch.device) -> None:
+    """Parameters on the meta device get memory of their own, its content undefined; tied ones stay
+    one. Split block by block, no more than a block is ever there whole."""
+    made: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                memory = torch.empty_like(parameter, device=device)
+                made[id(parameter)] = nn.Parameter(memory, parameter.requires_grad)
+            child._parameters[name] = made[id(parameter)]
+
+
 def _split(model: nn.Module, blocks: Sequence[nn.Module], plan: ShardPlan, world: World) -> None:
     # Some families' blocks return views; none of them changes one in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -188,7 +202,9 @@ def _split(model: nn.Module, blocks: Sequence[nn.Module], plan: ShardPlan, world
     if plan.stage == 3 and plan.hpz and 1 < world.ranks_per_node < world.size:
         after_forward = world.ranks_per_node
     for block in blocks:
+        give_memory(block, world.device)
         fully_shard(block, reshard_after_forward=after_forward, **settings)
+    give_memory(model, world.device)
     fully_shard(model, reshard_after_forward=False, **settings)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):

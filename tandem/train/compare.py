@@ -11,13 +11,10 @@ from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
 from tandem.engine.forward import autocast, generation_weights
-from tandem.engine.hybrid import on_device, resolve_dtype
+from tandem.engine.loading import place_policy, place_scalar, resolve_dtype
 from tandem.engine.rollouts import shared_rollout
 from tandem.engine.scoring import RewardScorer
-from tandem.engine.spread import spread
 from tandem.generate.generator import Stops
-from tandem.models.load import load_causal_lm
-from tandem.models.scalar import load_scalar_model
 from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import tensor_group
 from tandem.parallel.world import World
@@ -62,10 +59,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
         {"prompt": prompt.messages[-1].content, "answers": {}} for prompt in prompts[:NUM_SHOWN]
     ]
     for label, source in policies(run):
-        model = load_causal_lm(source, trust_remote_code=config.trust_remote_code)
-        on_device(model, run.device).requires_grad_(False)
-        dtype = resolve_dtype(config.dtype, run.device)
-        spread(model, config.parallel.actor_zero_stage, config, dtype, run.world)
+        model = place_policy(source, config, run.world, trained=False)
         models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
         if prompts:
             rollout = answer(model, prompts, rows, config)
@@ -127,16 +121,11 @@ def _scorer(run: Run) -> RewardScorer | None:
     if "ppo" in run.config.steps and run.config.ppo.reward_model_weight == 0:
         return None
     config = run.config
-    model = load_scalar_model(
-        source,
-        seed=config.seed,
-        from_causal_lm=False,
-        trust_remote_code=config.trust_remote_code,
+    model = place_scalar(
+        source, config, run.world, trained=False, seed=config.seed, needs_head=True
     )
     _, renderer = load_renderer(source, trust_remote_code=config.trust_remote_code)
     dtype = resolve_dtype(config.dtype, run.device)
-    on_device(model, run.device).requires_grad_(False).eval()
-    spread(model, config.parallel.critic_zero_stage, config, dtype, run.world)
     return RewardScorer(model, renderer, dtype=dtype, max_tokens=config.micro_batch_tokens)
 
 

@@ -6,7 +6,6 @@ copy. Log-probs are summed over the answer, its EOS included.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,10 +14,8 @@ from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
 from tandem.engine.forward import response_logprobs
-from tandem.engine.hybrid import on_device, prepare_for_training, resolve_dtype
-from tandem.engine.spread import spread
-from tandem.models.head import check_head
-from tandem.models.load import check_vocabulary, load_causal_lm
+from tandem.engine.loading import check_policy, place_policy
+from tandem.models.load import check_vocabulary
 from tandem.models.lora import adapters_off
 from tandem.objectives.losses import dpo_loss
 from tandem.train.evaluate import row_logprobs
@@ -31,21 +28,13 @@ from tandem.types import PairRow, TokenBatch
 def train_dpo(run: Run, rows: StepRows) -> None:
     """Train with DPO and leave `RUN/dpo`, a folder that from_pretrained opens."""
     config = run.config
-    device = run.device
-    model = load_causal_lm(
-        run.policy_source(), dropout=config.dropout, trust_remote_code=config.trust_remote_code
-    )
-    on_device(model, device)
-    check_head(model)
+    device, source = run.device, run.policy_source()
+    model = place_policy(source, config, run.world, trained=True, seed=config.seed)
     check_vocabulary(model, rows.tokenizer)
+    check_policy(model, config, None)
     frozen = None
     if config.lora.rank == 0:
-        frozen = copy.deepcopy(model).requires_grad_(False).eval()
-    prepare_for_training(model, config, config.seed)
-    for each in (model, frozen):
-        if each is not None:
-            dtype = resolve_dtype(config.dtype, device)
-            spread(each, config.parallel.actor_zero_stage, config, dtype, run.world)
+        frozen = place_policy(source, config, run.world, trained=False)
 
     def reference_of(batch: TokenBatch) -> Tensor:
         with torch.no_grad():

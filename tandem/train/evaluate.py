@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from tandem.config.schema import RunConfig
 from tandem.data.render import Renderer
 from tandem.engine.forward import autocast, response_logprobs, scored
-from tandem.engine.hybrid import RLHFEngine, resolve_dtype
+from tandem.engine.hybrid import RLHFEngine
+from tandem.engine.loading import resolve_dtype
 from tandem.engine.scoring import RewardScorer
 from tandem.objectives.masked import masked_sum
 from tandem.train.experience import score_answers

@@ -20,7 +20,7 @@ from tandem.checkpoint.state import State
 from tandem.config.schema import RunConfig, SupervisedConfig
 from tandem.data.loader import BatchOrder
 from tandem.engine.forward import autocast, deal
-from tandem.engine.hybrid import resolve_dtype
+from tandem.engine.loading import resolve_dtype
 from tandem.engine.optimizer import Trainee
 from tandem.errors import DataError, NumericsError
 from tandem.metrics.timing import Phases

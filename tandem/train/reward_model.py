@@ -9,20 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from tandem.config.schema import RunConfig
 from tandem.engine.forward import sequence_scores
-from tandem.engine.hybrid import (
-    on_device,
-    prepare_for_training,
-    resolve_dtype,
-)
+from tandem.engine.loading import place_policy, place_scalar, resolve_dtype
 from tandem.engine.scoring import RewardScorer
-from tandem.engine.spread import spread
 from tandem.errors import ModelError
-from tandem.models.load import check_vocabulary, load_causal_lm
-from tandem.models.scalar import load_scalar_model, set_normalization
+from tandem.models.load import check_vocabulary
+from tandem.models.scalar import set_normalization
 from tandem.objectives.losses import pairwise_loss
 from tandem.train.compare import answer
 from tandem.train.evaluate import preference_metrics
@@ -36,22 +29,14 @@ def train_reward_model(run: Run, rows: StepRows) -> None:
     """Train step 2 and leave `RUN/reward`, which AutoModelForSequenceClassification opens."""
     config = run.config
     device = run.device
-    model = load_scalar_model(
-        config.reward_model or run.policy_source(),
-        seed=config.seed,
-        dropout=config.dropout,
-        trust_remote_code=config.trust_remote_code,
-    )
-    on_device(model, device)
+    source = config.reward_model or run.policy_source()
+    model = place_scalar(source, config, run.world, trained=True, seed=config.seed)
     check_vocabulary(model, rows.reward_tokenizer)
     set_normalization(model, 0.0, 1.0)  # an earlier reward model's are not this one's
-    prepare_for_training(model, config, config.seed)
-    dtype = resolve_dtype(config.dtype, device)
-    spread(model, config.parallel.critic_zero_stage, config, dtype, run.world)
     scorer = RewardScorer(
         model,
         rows.reward_renderer,
-        dtype=dtype,
+        dtype=resolve_dtype(config.dtype, device),
         max_tokens=config.micro_batch_tokens,
     )
 
@@ -105,7 +90,7 @@ def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float
     if not prompts:
         run.say("reward: scores stay raw (no prompts to normalize them on)")
         return {}
-    policy = _policy(run, config)
+    policy = place_policy(run.policy_source(), config, run.world, trained=False)
     rollout = answer(policy, prompts, rows, config)
     raw = scorer.raw(rollout, rows.renderer)
     mean, std = float(raw.mean()), float(raw.std(correction=0))
@@ -117,11 +102,3 @@ def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float
     set_normalization(scorer.model, mean, std)
     run.say(f"reward: scores of {len(raw)} SFT answers have mean {mean:.3f}, sd {std:.3f}")
     return {"normalize_mean": mean, "normalize_std": std}
-
-
-def _policy(run: Run, config: RunConfig) -> PreTrainedModel:
-    model = load_causal_lm(run.policy_source(), trust_remote_code=config.trust_remote_code)
-    on_device(model, run.device).requires_grad_(False).eval()
-    dtype = resolve_dtype(config.dtype, run.device)
-    spread(model, config.parallel.actor_zero_stage, config, dtype, run.world)
-    return model

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tandem.engine.forward import response_logprobs
-from tandem.engine.hybrid import on_device, prepare_for_training, resolve_dtype
-from tandem.engine.spread import spread
-from tandem.models.head import check_head
-from tandem.models.load import check_vocabulary, load_causal_lm
+from tandem.engine.loading import check_policy, place_policy
+from tandem.models.load import check_vocabulary
 from tandem.objectives.losses import sft_loss
 from tandem.train.evaluate import language_model_metrics
 from tandem.train.fit import Objective, fit
@@ -27,15 +25,9 @@ def train_sft(run: Run, rows: StepRows) -> None:
     """Train step 1 and leave `RUN/sft`, a folder that from_pretrained opens."""
     config = run.config
     device = run.device
-    model = load_causal_lm(
-        config.actor_model, dropout=config.dropout, trust_remote_code=config.trust_remote_code
-    )
-    on_device(model, device)
-    check_head(model)
+    model = place_policy(config.actor_model, config, run.world, trained=True, seed=config.seed)
     check_vocabulary(model, rows.tokenizer)
-    prepare_for_training(model, config, config.seed)
-    dtype = resolve_dtype(config.dtype, device)
-    spread(model, config.parallel.actor_zero_stage, config, dtype, run.world)
+    check_policy(model, config, None)
 
     def loss(part: Sequence[TokenRow]) -> tuple[Tensor, dict[str, Tensor]]:
         batch = TokenBatch.from_rows(part, rows.renderer.pad_token_id).to(device)
