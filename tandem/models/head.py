@@ -89,9 +89,7 @@ def vocabulary_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def check_head(
-    model: PreTrainedModel, own: PreTrainedModel | None = None, seed: int = 0
-) -> None:
+def check_head(model: PreTrainedModel, own: PreTrainedModel | None = None, seed: int = 0) -> None:
     """Compare hidden states plus head with the full forward on random tokens.
 
     Args:
