@@ -37,6 +37,8 @@ def runs_natively(model: PreTrainedModel, free: int) -> bool:
         or not native.available()
     ):
         return False
+    if any(p.dtype != model.dtype for p in model.parameters()):
+        return False
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     if size > _SHARE_OF_FREE * free or not _is_linear(twin.lm_head):
         return False
@@ -64,39 +66,42 @@ def _is_linear(module: Any) -> bool:
 
 
 class NativeRunner(TwinRunner):
-    """Prefill by the twin's modules, decoding by `ops.llama_step`."""
+    """Prefill by the twin's modules, decoding by `LlamaDecoder` of csrc/step.cpp."""
 
     def __init__(self, model: PreTrainedModel, memory: KVMemory, longest: int) -> None:
         """Packs the weights; no sequence may pass `longest` tokens."""
         super().__init__(model, memory)
         twin: Any = twin_of(model)
         base, first = twin.model, twin.model.layers[0]
-        self._embedding = base.embed_tokens.weight.detach()
+        embedding = base.embed_tokens.weight.detach()
         positions = torch.arange(longest + 1)[None]
-        cos, sin = base.rotary_emb(self._embedding[:1][None], position_ids=positions)
-        self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
-        self._weights = [part for layer in base.layers for part in _layer_parts(layer)]
-        self._weights += [base.norm.weight.detach(), *_packed([twin.lm_head])]
-        self._windows = [layer.self_attn._window for layer in base.layers]
+        cos, sin = base.rotary_emb(embedding[:1][None], position_ids=positions)
+        weights = [part for layer in base.layers for part in _layer_parts(layer)]
+        weights += [base.norm.weight.detach(), *_packed([twin.lm_head])]
         attention = first.self_attn
-        self._eps, self._scale = base.norm._eps, attention.scaling
         width = attention.head_dim
-        self._shape = [
+        shape = [
             attention.q_proj.out_features // width,
             attention.k_proj.out_features // width,
             width,
             first.mlp.gate_proj.out_features,
             twin.lm_head.out_features,
         ]
-        self._keys = [keys for keys, _ in memory.layers]
-        self._values = [values for _, values in memory.layers]
+        self._decoder = torch.classes.tandem.LlamaDecoder(
+            embedding.contiguous(), cos[0].contiguous(), sin[0].contiguous(), weights,
+            [keys for keys, _ in memory.layers], [values for _, values in memory.layers],
+            shape, [layer.self_attn._window for layer in base.layers],
+            base.norm._eps, attention.scaling,
+        )  # fmt: skip
 
     def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
         """As `Runner` says."""
-        return torch.ops.tandem.llama_step(
-            token_ids, positions, tables, self._embedding, self._cos, self._sin, self._weights,
-            self._keys, self._values, self._shape, self._windows, self._eps, self._scale,
-        )  # fmt: skip
+        logits: Tensor = self._decoder.step(token_ids, positions, tables)
+        return logits
+
+    def close(self) -> None:
+        """Frees the packed weights, and lets go of the memory."""
+        del self._decoder
 
 
 def _layer_parts(layer: Any) -> list[Tensor]:
@@ -127,4 +132,6 @@ def _packed(layers: Sequence[Any]) -> tuple[Tensor, Tensor]:
         for layer in layers
     ]
     has_bias = any(layer.bias is not None for layer in layers)
-    return dense.pack_weight(weight), torch.cat(biases) if has_bias else torch.empty(0)
+    packed = dense.pack_weight(weight)
+    native.prefer_large_pages(packed)
+    return packed, torch.cat(biases) if has_bias else torch.empty(0)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from tandem.models.head import vocabulary_logits
 from tandem.models.twin import base_forward, kv_shapes, twin_of
+from tandem.ops import native
 from tandem.ops.steps import Decode, KVMemory, Packed, attending
 
 
@@ -44,7 +45,9 @@ def new_memory(model: PreTrainedModel, num_blocks: int) -> KVMemory:
 
     One block more than asked, the last, is there for rows that only fill a batch up.
     """
-    return KVMemory(kv_shapes(model), num_blocks + 1, dtype=kv_dtype(model), device=model.device)
+    memory = KVMemory(kv_shapes(model), num_blocks + 1, dtype=kv_dtype(model), device=model.device)
+    native.prefer_large_pages(*(tensor for layer in memory.layers for tensor in layer))
+    return memory
 
 
 def kv_dtype(model: PreTrainedModel) -> torch.dtype:

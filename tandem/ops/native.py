@@ -16,10 +16,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import torch
+
+if sys.platform != "win32":
+    import fcntl
 
 SOURCES = Path(__file__).parent / "csrc"
 
@@ -46,6 +50,17 @@ def why_not() -> str:
     return ""
 
 
+def prefer_large_pages(*tensors: torch.Tensor) -> None:
+    """Ask for pages of 2 MiB under what will be read here and there for long; CPU tensors only.
+
+    Blocks of KV memory lie anywhere in it, and with pages of 4 KiB decoding waits for page tables.
+    What the tensors hold stays; a system without such pages does nothing.
+    """
+    for tensor in tensors:
+        if tensor.is_cpu and available():
+            torch.ops.tandem.large_pages(tensor)
+
+
 def cache_folder() -> Path:
     """Where built libraries are kept."""
     chosen = os.environ.get("TANDEM_CACHE")
@@ -63,8 +78,9 @@ def _compiler() -> str | None:
 def _built(compiler: str) -> Path:
     """The library of these sources for this machine, built if it is not there.
 
-    Built under a name of its own and then renamed: processes that build at once do not disturb
-    each other, and a build that is killed leaves nothing that anyone waits for.
+    Of processes that want it at once, such as the ranks of a run, one builds and the others wait.
+    The lock is the system's, so a build that is killed leaves nothing that anyone waits for; and
+    where a file system has no locks, building under a name of its own and renaming is enough.
     """
     flags = _flags()
     sources = sorted(SOURCES.glob("*.cpp"))
@@ -72,7 +88,14 @@ def _built(compiler: str) -> Path:
     if library.is_file():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
+    with (
+        library.with_suffix(".lock").open("w") as lock,
+        tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder,
+    ):
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.is_file():  # built while this process waited
+            return library
         objects = _compiled(compiler, flags, sources, Path(folder))
         linked = Path(folder) / library.name
         _run([compiler, "-shared", "-o", str(linked), *map(str, objects), *_link_flags()])

@@ -40,6 +40,7 @@ constexpr int64_t kTile = 4;        // queries that share what is loaded
 constexpr int64_t kBackTile = 16;   // queries whose weights the backward holds at once
 constexpr int64_t kTogether = 16;   // rows by key heads that decode works on stage by stage
 constexpr int64_t kTogetherScores = 8192;  // and how many scores of theirs it holds, roughly
+constexpr int64_t kAhead = 8;       // blocks that decode fetches before their turn
 constexpr float kHidden = -1e30f;   // the score of a key out of sight: its exp is 0
 
 // How scores become weights.
@@ -214,15 +215,24 @@ void transpose_block(const T* rows, int64_t stride, int64_t count, int64_t width
 
 // ---- scores ----
 
-// Q queries (rows of floats) against NB blocks of transposed keys.
-template <int Q, int NB, class T>
+// Q queries (rows of floats) against NB blocks of transposed keys. Fetches: the blocks kAhead
+// entries further on in `keys` are fetched meanwhile. Blocks of KV memory lie anywhere, and one is
+// over before the processor has seen that it is read in order.
+template <int Q, int NB, bool Fetches, class T>
 TANDEM_INLINE void score_blocks(const float* q, int64_t q_stride, const T* const* keys,
                                 int64_t width, float* s, int64_t stride) {
   v16 sums[Q][NB] = {};
-  const T* at[NB];
+  const T *at[NB], *ahead[NB];
 #pragma GCC unroll 8
-  for (int b = 0; b < NB; ++b) at[b] = keys[b];
+  for (int b = 0; b < NB; ++b) {
+    at[b] = keys[b];
+    if constexpr (Fetches) ahead[b] = keys[b + kAhead];
+  }
   const auto add = [&](int64_t d) __attribute__((always_inline)) {
+    if constexpr (Fetches) {
+#pragma GCC unroll 8
+      for (int b = 0; b < NB; ++b) __builtin_prefetch(ahead[b] + d * kLanes);
+    }
     v16 x[Q];
 #pragma GCC unroll 4
     for (int r = 0; r < Q; ++r) x[r] = splat(q[r * q_stride + d]);
@@ -247,25 +257,25 @@ TANDEM_INLINE void score_blocks(const float* q, int64_t q_stride, const T* const
   }
 }
 
-template <int Q, class T>
+template <int Q, bool Fetches = false, class T>
 void score_keys(const float* q, int64_t q_stride, const T* const* keys, int64_t blocks,
                 int64_t width, float* s, int64_t stride) {
   constexpr int most = Q <= 2 ? 8 : 6, few = Q <= 2 ? 8 : 4;
   for (; blocks > most; blocks -= few, keys += few, s += few * kLanes) {
-    score_blocks<Q, few>(q, q_stride, keys, width, s, stride);
+    score_blocks<Q, few, Fetches>(q, q_stride, keys, width, s, stride);
   }
   switch (blocks) {
-    case 1: return score_blocks<Q, 1>(q, q_stride, keys, width, s, stride);
-    case 2: return score_blocks<Q, 2>(q, q_stride, keys, width, s, stride);
-    case 3: return score_blocks<Q, 3>(q, q_stride, keys, width, s, stride);
-    case 4: return score_blocks<Q, 4>(q, q_stride, keys, width, s, stride);
-    case 5: return score_blocks<Q, 5>(q, q_stride, keys, width, s, stride);
-    case 6: return score_blocks<Q, 6>(q, q_stride, keys, width, s, stride);
+    case 1: return score_blocks<Q, 1, Fetches>(q, q_stride, keys, width, s, stride);
+    case 2: return score_blocks<Q, 2, Fetches>(q, q_stride, keys, width, s, stride);
+    case 3: return score_blocks<Q, 3, Fetches>(q, q_stride, keys, width, s, stride);
+    case 4: return score_blocks<Q, 4, Fetches>(q, q_stride, keys, width, s, stride);
+    case 5: return score_blocks<Q, 5, Fetches>(q, q_stride, keys, width, s, stride);
+    case 6: return score_blocks<Q, 6, Fetches>(q, q_stride, keys, width, s, stride);
     case 7:
-      if constexpr (Q <= 2) score_blocks<Q, 7>(q, q_stride, keys, width, s, stride);
+      if constexpr (Q <= 2) score_blocks<Q, 7, Fetches>(q, q_stride, keys, width, s, stride);
       return;
     default:
-      if constexpr (Q <= 2) score_blocks<Q, 8>(q, q_stride, keys, width, s, stride);
+      if constexpr (Q <= 2) score_blocks<Q, 8, Fetches>(q, q_stride, keys, width, s, stride);
   }
 }
 
@@ -355,14 +365,20 @@ struct Sum {
 
 // NC vectors from column d on; NP chains of `chains` at a time. Vectors of bfloat16 are widened two
 // by two, which leaves the even and the odd columns apart until the end.
-template <int Q, int NC, int NP, class T>
+template <int Q, int NC, int NP, bool Fetches, class T>
 TANDEM_INLINE void add_columns(const Sum<T>& work, int64_t d, int64_t chains) {
   const int64_t stride = work.stride, width = work.width, blocks = work.blocks;
   const T* const* rows = work.rows;
   constexpr bool paired = std::is_same_v<T, bf16> && NC % 2 == 0;
   for (int64_t chain = 0; chain < chains; chain += NP) {
     v16 sums[Q][NC][NP] = {};
+    int64_t ahead = 0;  // how far from a row the one to fetch is
     const auto add = [&](const T* row, const float* weight, int i) __attribute__((always_inline)) {
+      if constexpr (Fetches) {
+#pragma GCC unroll 8
+        for (int c = 0; c < NC; ++c)
+          __builtin_prefetch(reinterpret_cast<const char*>(row + c * kLanes) + ahead);
+      }
       v16 x[Q];
 #pragma GCC unroll 4
       for (int r = 0; r < Q; ++r) x[r] = splat(weight[r * stride]);
@@ -383,6 +399,9 @@ TANDEM_INLINE void add_columns(const Sum<T>& work, int64_t d, int64_t chains) {
     for (int64_t b = 0; b < blocks; ++b, weights += kLanes) {
       const T* row = rows[b] + d + chain * width;
       const float* weight = weights;
+      if constexpr (Fetches) {
+        ahead = reinterpret_cast<intptr_t>(rows[b + kAhead]) - reinterpret_cast<intptr_t>(rows[b]);
+      }
       int64_t left = (b + 1 == blocks ? work.last_count : kBlock) - chain;
       for (; left >= NP; left -= chains, weight += chains) {
 #pragma GCC unroll 8
@@ -418,19 +437,19 @@ TANDEM_INLINE void add_columns(const Sum<T>& work, int64_t d, int64_t chains) {
   }
 }
 
-template <int Q, int NC, class T>
+template <int Q, int NC, bool Fetches, class T>
 void add_vectors(const Sum<T>& work, int64_t d, int64_t chains) {
   constexpr int room = 16 / (Q * NC);
   if constexpr (room >= 8) {
-    if (chains == 8) return add_columns<Q, NC, 8>(work, d, chains);
+    if (chains == 8) return add_columns<Q, NC, 8, Fetches>(work, d, chains);
   }
   if constexpr (room >= 4) {
-    if (chains >= 4) return add_columns<Q, NC, 4>(work, d, chains);
+    if (chains >= 4) return add_columns<Q, NC, 4, Fetches>(work, d, chains);
   }
   if constexpr (room >= 2) {
-    if (chains >= 2) return add_columns<Q, NC, 2>(work, d, chains);
+    if (chains >= 2) return add_columns<Q, NC, 2, Fetches>(work, d, chains);
   }
-  return add_columns<Q, NC, 1>(work, d, chains);
+  return add_columns<Q, NC, 1, Fetches>(work, d, chains);
 }
 
 // Rows of 8 numbers, two to a vector: 8 chains in 4 vectors.
@@ -477,7 +496,7 @@ void add_pairs(const Sum<T>& work) {
   }
 }
 
-template <int Q, class T>
+template <int Q, bool Fetches = false, class T>
 void add_rows(const Sum<T>& work, int64_t width) {
   if (width == 8) return add_pairs<Q>(work);
   const int64_t chains = value_chains(width), vectors = (width + kLanes - 1) / kLanes;
@@ -485,16 +504,16 @@ void add_rows(const Sum<T>& work, int64_t width) {
     now = share(vectors - done, Q == 1 ? 8 : 4);
     const int64_t d = done * kLanes;
     switch (now) {
-      case 1: add_vectors<Q, 1>(work, d, chains); break;
-      case 2: add_vectors<Q, 2>(work, d, chains); break;
-      case 3: add_vectors<Q, 3>(work, d, chains); break;
-      case 4: add_vectors<Q, 4>(work, d, chains); break;
+      case 1: add_vectors<Q, 1, Fetches>(work, d, chains); break;
+      case 2: add_vectors<Q, 2, Fetches>(work, d, chains); break;
+      case 3: add_vectors<Q, 3, Fetches>(work, d, chains); break;
+      case 4: add_vectors<Q, 4, Fetches>(work, d, chains); break;
       default:
         if constexpr (Q == 1) {
-          if (now == 5) add_vectors<Q, 5>(work, d, chains);
-          if (now == 6) add_vectors<Q, 6>(work, d, chains);
-          if (now == 7) add_vectors<Q, 7>(work, d, chains);
-          if (now == 8) add_vectors<Q, 8>(work, d, chains);
+          if (now == 5) add_vectors<Q, 5, Fetches>(work, d, chains);
+          if (now == 6) add_vectors<Q, 6, Fetches>(work, d, chains);
+          if (now == 7) add_vectors<Q, 7, Fetches>(work, d, chains);
+          if (now == 8) add_vectors<Q, 8, Fetches>(work, d, chains);
         }
     }
   }
@@ -1179,8 +1198,9 @@ void decode_items(const Paged<T>& in, const Item<T, V>* items, int64_t count, in
                x.queries + g * key_width);
     }
     by_tiles(size.groups, [&](int64_t g, auto tile) {
-      score_keys<decltype(tile)::value>(x.queries + g * key_width, key_width, x.keys, x.blocks,
-                                        size.key_width, x.scores + g * stride, stride);
+      score_keys<decltype(tile)::value, true>(x.queries + g * key_width, key_width, x.keys,
+                                              x.blocks, size.key_width, x.scores + g * stride,
+                                              stride);
     });
   }
   for (int64_t i = 0; i < count; ++i) {
@@ -1196,7 +1216,7 @@ void decode_items(const Paged<T>& in, const Item<T, V>* items, int64_t count, in
     const Item<T, V>& x = items[i];
     const int64_t stride = x.blocks * kLanes;
     by_tiles(size.groups, [&](int64_t g, auto tile) {
-      add_rows<decltype(tile)::value>(
+      add_rows<decltype(tile)::value, true>(
           Sum<V>{x.scores + g * stride, stride, x.values, x.blocks, x.query % kBlock + 1, v_stride,
                  x.out + g * value_width, value_width},
           size.value_width);
@@ -1220,8 +1240,9 @@ void decode_range(const Paged<T>& in, int64_t begin, int64_t end, int64_t blocks
   const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
   const int64_t count = end - begin, rows = count * size.groups;
   Scratch& mine = scratch();
-  const T** keys = reinterpret_cast<const T**>(mine.key_blocks.take(blocks));
-  const V** values = reinterpret_cast<const V**>(mine.value_blocks.take(blocks));
+  // Both lists go on for as many blocks as are fetched ahead.
+  const T** keys = reinterpret_cast<const T**>(mine.key_blocks.take(blocks + kAhead));
+  const V** values = reinterpret_cast<const V**>(mine.value_blocks.take(blocks + kAhead));
   float* queries = mine.queries.take(rows * key_width);
   float* out = mine.outputs.take(rows * value_width);
   float* scores = mine.scores.take(blocks * kLanes * size.groups);
@@ -1243,6 +1264,11 @@ void decode_range(const Paged<T>& in, int64_t begin, int64_t end, int64_t blocks
     keys += x.blocks, values += x.blocks, norms += size.groups;
     queries += size.groups * key_width, out += size.groups * value_width;
     scores += x.blocks * kLanes * size.groups;
+  }
+  const void** after_keys = reinterpret_cast<const void**>(keys);
+  for (int64_t i = 0; i < kAhead; ++i) {
+    after_keys[i] = values[std::min(i, blocks - 1) - blocks];  // the first ones that come next
+    values[i] = values[-1];
   }
   decode_items<T, V>(in, items, count, Copies ? value_width : size.value_width);
 }

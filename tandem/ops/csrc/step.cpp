@@ -1,32 +1,28 @@
-// One decode step of a Llama-like model in one call: the same operations, in the same order, that its
-// modules would run one by one, without the way through Python between them.
+// One decode step of a Llama-like model in one call: the arithmetic of its modules, operation by
+// operation and in the same order, over buffers that are used again from layer to layer.
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <optional>
-#include <tuple>
+#include <string>
+#include <vector>
+
+#include "gemm.h"
+#include "rows.h"
 
 namespace tandem {
 namespace {
 
 using at::Tensor;
-using Bias = std::optional<Tensor>;
+using Tensors = std::vector<Tensor>;
 
-template <typename F>
+template <class F>
 c10::TypedOperatorHandle<F> op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>();
-}
-
-Tensor linear(const Tensor& x, const Tensor& packed, int64_t N, const Tensor& bias) {
-  static const auto f = op<Tensor(const Tensor&, const Tensor&, int64_t, int64_t, const Bias&)>(
-      "tandem::linear_packed");
-  return f.call(x, packed, N, x.size(-1), bias.numel() ? Bias(bias) : Bias());
-}
-
-Tensor rms_norm(const Tensor& x, const Tensor& w, double eps) {
-  static const auto f = op<Tensor(const Tensor&, const Tensor&, double, bool)>("tandem::rms_norm");
-  return f.call(x, w, eps, false);
 }
 
 // Tensors of a layer in `weights`, an empty one where the layer has none.
@@ -34,58 +30,176 @@ enum Part {
   kInputNorm, kQKV, kQKVBias, kQNorm, kKNorm, kOut, kOutBias, kPostNorm, kGateUp, kGateUpBias,
   kDown, kDownBias, kParts
 };
+// After the layers: the last norm, the vocabulary head and its bias.
+enum Last { kLastNorm, kHead, kHeadBias, kLastParts };
 
-// shape: query heads, key heads, head width, inner width, vocabulary.
-Tensor llama_step(const Tensor& tokens, const Tensor& positions, const Tensor& tables,
-                  const Tensor& embedding, const Tensor& cos, const Tensor& sin,
-                  at::TensorList weights, at::TensorList keys, at::TensorList values,
-                  at::IntArrayRef shape, at::IntArrayRef windows, double eps, double scale) {
-  static const auto rotary = op<std::tuple<Tensor, Tensor>(
-      const Tensor&, const Tensor&, const Tensor&, const Tensor&)>("tandem::rotary");
-  static const auto attend =
-      op<Tensor(const Tensor&, const Tensor&, const Tensor&, Tensor&, Tensor&, const Tensor&,
-                const Tensor&, double, int64_t, double, const Bias&)>("tandem::paged_attention");
-  static const auto swiglu =
-      op<Tensor(const Tensor&, const Tensor&)>("tandem::swiglu");
-  const int64_t n = tokens.size(0), Hq = shape[0], Hkv = shape[1], D = shape[2], I = shape[3];
-  const int64_t layers = static_cast<int64_t>(keys.size());
-  const Tensor c = cos.index_select(0, positions), s = sin.index_select(0, positions);
-  Tensor h = embedding.index_select(0, tokens);
-  for (int64_t l = 0; l < layers; l++) {
-    const auto part = [&](Part p) -> const Tensor& { return weights[l * kParts + p]; };
-    const Tensor qkv = linear(rms_norm(h, part(kInputNorm), eps), part(kQKV), (Hq + 2 * Hkv) * D,
-                              part(kQKVBias));
-    const auto head = [&](int64_t first, int64_t count) {
-      return qkv.as_strided({n, count, D}, {qkv.size(1), D, 1}, first * D);
-    };
-    Tensor q = head(0, Hq), k = head(Hq, Hkv);
-    if (part(kQNorm).numel()) {
-      q = rms_norm(q.contiguous(), part(kQNorm), eps);
-      k = rms_norm(k.contiguous(), part(kKNorm), eps);
-    }
-    std::tie(q, k) = rotary.call(q, k, c, s);
-    Tensor key_memory = keys[l], value_memory = values[l];
-    const Tensor mixed = attend.call(q, k, head(Hq + Hkv, Hkv), key_memory, value_memory, tables,
-                                     positions, scale, windows[l], 0.0, Bias());
-    h = h + linear(mixed.view({n, Hq * D}), part(kOut), h.size(1), part(kOutBias));
-    const Tensor inner = linear(rms_norm(h, part(kPostNorm), eps), part(kGateUp), 2 * I,
-                                part(kGateUpBias));
-    const Tensor gated = swiglu.call(inner.narrow(1, 0, I), inner.narrow(1, I, I));
-    h = h + linear(gated, part(kDown), h.size(1), part(kDownBias));
-  }
-  const Tensor last = rms_norm(h, weights[layers * kParts], eps);
-  return linear(last, weights[layers * kParts + 1], shape[4], weights[layers * kParts + 2]);
+// body(row) on threads where rows of about `numbers` numbers are worth it.
+template <class Body>
+void for_each_row(int64_t rows, int64_t numbers, Body body) {
+  at::parallel_for(0, rows, 1 + 32768 / numbers, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) body(i);
+  });
 }
+
+// A model's weights and KV memory, held from step to step.
+class LlamaDecoder : public torch::CustomClassHolder {
+ public:
+  // embedding (V, width); cos and sin (positions, D); per layer keys, values and window; shape:
+  // query heads, key heads, head width D, inner width, outputs of the vocabulary head.
+  LlamaDecoder(Tensor embedding, Tensor cos, Tensor sin, Tensors weights, Tensors keys,
+               Tensors values, std::vector<int64_t> shape, std::vector<int64_t> windows,
+               double eps, double scale)
+      : embedding_(std::move(embedding)), cos_(std::move(cos)), sin_(std::move(sin)),
+        weights_(std::move(weights)), keys_(std::move(keys)), values_(std::move(values)),
+        windows_(std::move(windows)), scale_(scale), eps_(static_cast<float>(eps)) {
+    TORCH_CHECK(shape.size() == 5, "LlamaDecoder's shape must be 5 numbers; got ", shape.size(),
+                ".");
+    Hq_ = shape[0], Hkv_ = shape[1], D_ = shape[2], I_ = shape[3], outputs_ = shape[4];
+    const size_t layers = windows_.size();
+    TORCH_CHECK(keys_.size() == layers && values_.size() == layers &&
+                    weights_.size() == layers * kParts + kLastParts,
+                "LlamaDecoder must get keys, values and ", static_cast<int>(kParts),
+                " weights for each of ", layers, " layers; got ", keys_.size(), ", ",
+                values_.size(), " and ", weights_.size(), ".");
+    for (const Tensor* t : {&embedding_, &cos_, &sin_})
+      TORCH_CHECK(t->dim() == 2 && t->is_contiguous() &&
+                      t->scalar_type() == embedding_.scalar_type(),
+                  "LlamaDecoder's embedding, cos and sin must be contiguous and of one type; got ",
+                  t->sizes(), " ", t->scalar_type(), ".");
+    TORCH_CHECK(cos_.sizes() == sin_.sizes() && cos_.size(1) <= D_ && cos_.size(1) % 2 == 0,
+                "LlamaDecoder's cos and sin must be (positions, R), R even and at most ", D_,
+                "; got ", cos_.sizes(), " and ", sin_.sizes(), ".");
+  }
+
+  // tokens and positions (n,) int64, tables (n, W) int32; logits (n, outputs) of what follows.
+  Tensor step(const Tensor& tokens, const Tensor& positions, const Tensor& tables) {
+    if (embedding_.scalar_type() == at::kFloat) return run<float>(tokens, positions, tables);
+    TORCH_CHECK(embedding_.scalar_type() == at::kBFloat16,
+                "LlamaDecoder's weights must be float32 or bfloat16; got ",
+                embedding_.scalar_type(), ".");
+    return run<bf16>(tokens, positions, tables);
+  }
+
+ private:
+  template <class T>
+  Tensor run(const Tensor& tokens_, const Tensor& positions_, const Tensor& tables) {
+    const Tensor tokens = tokens_.contiguous(), positions = positions_.contiguous();
+    check_rows(tokens, positions);
+    const int64_t n = tokens.size(0), width = embedding_.size(1), qkv_width = (Hq_ + 2 * Hkv_) * D_;
+    const auto options = embedding_.options();
+    Tensor h = at::empty({n, width}, options), normed = at::empty({n, width}, options);
+    Tensor qkv = at::empty({n, qkv_width}, options), inner = at::empty({n, 2 * I_}, options);
+    T *state = h.mutable_data_ptr<T>(), *x = normed.mutable_data_ptr<T>();
+    const int64_t* ids = tokens.const_data_ptr<int64_t>();
+    const T* table = embedding_.const_data_ptr<T>();
+    for (int64_t i = 0; i < n; ++i) std::copy_n(table + ids[i] * width, width, state + i * width);
+    for (size_t l = 0; l < windows_.size(); ++l) {
+      norm(state, l * kParts + kInputNorm, n, width, width, x);
+      linear(x, width, n, width, l * kParts + kQKV, qkv_width, qkv.mutable_data_ptr<T>());
+      turn(qkv.mutable_data_ptr<T>(), l, positions);
+      const Tensor mixed = attend(qkv, l, tables, positions);
+      linear(mixed.const_data_ptr<T>(), Hq_ * D_, n, Hq_ * D_, l * kParts + kOut, width, state,
+             state);
+      norm(state, l * kParts + kPostNorm, n, width, width, x);
+      T* gate = inner.mutable_data_ptr<T>();
+      linear(x, width, n, width, l * kParts + kGateUp, 2 * I_, gate);
+      for_each_row(n, 4 * I_, [&](int64_t i) {
+        T* row = gate + i * 2 * I_;
+        gated_row<Silu>(row, row + I_, row, I_);
+      });
+      linear(gate, 2 * I_, n, I_, l * kParts + kDown, width, state, state);
+    }
+    const size_t last = windows_.size() * kParts;
+    norm(state, last + kLastNorm, n, width, width, x);
+    Tensor logits = at::empty({n, outputs_}, options);
+    linear(x, width, n, width, last + kHead, outputs_, logits.mutable_data_ptr<T>());
+    return logits;
+  }
+
+  void check_rows(const Tensor& tokens, const Tensor& positions) const {
+    TORCH_CHECK(tokens.dim() == 1 && tokens.sizes() == positions.sizes() &&
+                    tokens.scalar_type() == at::kLong && positions.scalar_type() == at::kLong,
+                "tokens and positions must be (n,) int64; got ", tokens.sizes(), " and ",
+                positions.sizes(), ".");
+    const int64_t *id = tokens.const_data_ptr<int64_t>(), *at = positions.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < tokens.size(0); ++i) {
+      TORCH_CHECK(id[i] >= 0 && id[i] < embedding_.size(0), "a token must be in [0, ",
+                  embedding_.size(0), "); got ", id[i], ".");
+      TORCH_CHECK(at[i] >= 0 && at[i] < cos_.size(0), "a position must be in [0, ", cos_.size(0),
+                  "); got ", at[i], ".");
+    }
+  }
+
+  // y (rows, D) = x / rms(x) * weight; rows of x and y are `stride` apart and may be the same.
+  template <class T>
+  void norm(const T* x, size_t weight, int64_t rows, int64_t D, int64_t stride, T* y) const {
+    const T* w = weights_[weight].const_data_ptr<T>();
+    for_each_row(rows, D,
+                 [&](int64_t i) { rms_row<false>(x + i * stride, w, y + i * stride, D, eps_); });
+  }
+
+  // y (n, N) = x (n, K) by the packed weight and the bias after it, added to `residual` if given.
+  template <class T>
+  void linear(const T* x, int64_t x_stride, int64_t n, int64_t K, size_t weight, int64_t N, T* y,
+              const T* residual = nullptr) const {
+    const Tensor &packed = weights_[weight], &bias = weights_[weight + 1];
+    TORCH_CHECK(packed.numel() == packed_size<T>(N, K) && (!bias.numel() || bias.numel() == N),
+                "a packed weight must hold ", packed_size<T>(N, K), " words; got ", packed.numel(),
+                ".");
+    multiply_packed(x, x_stride, n, packed.const_data_ptr<float>(), N, K, y, N,
+                    Epilogue<T>{bias.numel() ? bias.const_data_ptr<T>() : nullptr, residual, N});
+  }
+
+  // Queries and keys, each head normed where the layer does that, then turned by their positions.
+  template <class T>
+  void turn(T* qkv, size_t layer, const Tensor& positions) const {
+    const int64_t *at = positions.const_data_ptr<int64_t>(), R = cos_.size(1);
+    const int64_t stride = (Hq_ + 2 * Hkv_) * D_;
+    const Tensor &q_norm = weights_[layer * kParts + kQNorm],
+                 &k_norm = weights_[layer * kParts + kKNorm];
+    const bool norms = q_norm.numel();
+    for_each_row(positions.size(0), stride, [&](int64_t i) {
+      const T* cosines = cos_.const_data_ptr<T>() + at[i] * R;
+      const T* sines = sin_.const_data_ptr<T>() + at[i] * R;
+      for (int64_t j = 0; j < Hq_ + Hkv_; ++j) {
+        T* head = qkv + i * stride + j * D_;
+        if (norms) {
+          const T* w = (j < Hq_ ? q_norm : k_norm).const_data_ptr<T>();
+          rms_row<false>(head, w, head, D_, eps_);
+        }
+        rope_row<false>(head, cosines, sines, head, D_, R);
+      }
+    });
+  }
+
+  Tensor attend(const Tensor& qkv, size_t layer, const Tensor& tables, const Tensor& positions) {
+    static const auto attention =
+        op<Tensor(const Tensor&, const Tensor&, const Tensor&, Tensor&, Tensor&, const Tensor&,
+                  const Tensor&, double, int64_t, double, const std::optional<Tensor>&)>(
+            "tandem::paged_attention");
+    const auto heads = [&](int64_t first, int64_t count) {
+      return qkv.as_strided({qkv.size(0), count, D_}, {qkv.size(1), D_, 1}, first * D_);
+    };
+    return attention.call(heads(0, Hq_), heads(Hq_, Hkv_), heads(Hq_ + Hkv_, Hkv_), keys_[layer],
+                          values_[layer], tables, positions, scale_, windows_[layer], 0.0,
+                          std::nullopt);
+  }
+
+  Tensor embedding_, cos_, sin_;
+  Tensors weights_, keys_, values_;
+  std::vector<int64_t> windows_;
+  int64_t Hq_, Hkv_, D_, I_, outputs_;
+  double scale_;
+  float eps_;
+};
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
-  m.def(
-      "llama_step(Tensor tokens, Tensor positions, Tensor tables, Tensor embedding, Tensor cos, "
-      "Tensor sin, Tensor[] weights, Tensor(a!)[] keys, Tensor(b!)[] values, int[] shape, "
-      "int[] windows, float eps, float scale) -> Tensor");
+  m.class_<LlamaDecoder>("LlamaDecoder")
+      .def(torch::init<Tensor, Tensor, Tensor, Tensors, Tensors, Tensors, std::vector<int64_t>,
+                       std::vector<int64_t>, double, double>())
+      .def("step", &LlamaDecoder::step);
 }
-
-TORCH_LIBRARY_IMPL(tandem, CPU, m) { m.impl("llama_step", &llama_step); }
 
 }  // namespace tandem
