@@ -20,7 +20,7 @@ from tandem.generate import compatible
 from tandem.generate.blocks import affordable_blocks, blocks_for
 from tandem.generate.runner import kv_dtype
 from tandem.generate.sampler import Draw, Sampler, sequence_key
-from tandem.generate.scheduler import Request, blocks_needed, blocks_wanted
+from tandem.generate.scheduler import Request, blocks_wanted, most_needed
 from tandem.generate.session import PREFILL_TOKENS, Record, Session
 from tandem.generate.text import AnswerText
 from tandem.models.twin import kv_shapes, supports_packing
@@ -118,7 +118,7 @@ def _kv_blocks(model: PreTrainedModel, groups: list[list[Request]], slots: int) 
     return affordable_blocks(
         kv_shapes(model),
         needed=blocks_wanted(lengths, limit, samples, slots),
-        largest=blocks_needed(max(lengths), limit, samples),
+        largest=most_needed(lengths, limit, samples),
         dtype=kv_dtype(model),
         device=model.device,
     )

@@ -183,4 +183,10 @@ def blocks_wanted(prompts: Sequence[int], limit: int, samples: int, slots: int) 
         slots -= rows
         own = blocks_for(length + limit) - length // BLOCK_TOKENS
         wanted += blocks_needed(length, limit, samples) + (rows - 1) * own
-    return wanted
+    # A shorter prompt that ends inside a block may need one more than a longer one that does not.
+    return max(wanted, most_needed(prompts, limit, samples))
+
+
+def most_needed(prompts: Sequence[int], limit: int, samples: int) -> int:
+    """Blocks without which some prompt could never run."""
+    return max((blocks_needed(prompt, limit, samples) for prompt in prompts), default=0)

@@ -137,7 +137,7 @@ def test_with_the_blocks_wanted_rows_never_wait_for_memory(
     prompts: list[int], limit: int, samples: int, slots: int
 ) -> None:
     wanted = blocks_wanted(prompts, limit, samples, slots)
-    assert wanted >= blocks_needed(max(prompts), limit, samples)
+    assert all(wanted >= blocks_needed(prompt, limit, samples) for prompt in prompts)
     scheduler = Scheduler(BlockPool(wanted), slots, prefill_tokens=10**6, refill=1)
     for prompt in sorted(prompts, reverse=True):
         scheduler.submit(requests_of(prompt, limit, samples))
