@@ -32,9 +32,8 @@ bench: $(STAMP)
 	$(BIN)/python bench/generation.py
 	$(BIN)/python bench/packed.py
 
-bench-gpu: $(STAMP)
-	$(BIN)/python bench/step3.py --device cuda --dtype bf16 --shape b --json bench-gpu.json
-	$(BIN)/python bench/generation.py --device cuda --rows opt-1.3b llama-7b --json bench-gpu-generation.json
+bench-gpu: $(STAMP)  ## all of it on a GPU; without one, try it by bench/gpu.py --tiny --device cpu
+	$(BIN)/python bench/gpu.py --json bench-gpu.json
 
 # torch comes first and alone, at its pinned version: pip must not pick another build of it.
 $(STAMP): pyproject.toml constraints.txt

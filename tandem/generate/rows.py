@@ -72,10 +72,10 @@ class Rows:
             [0] * len(requests),
             list(places),
         ]
-        self._columns[:, part.rows] = torch.tensor(columns, device=self.device)
+        self._columns[:, part.rows] = self._on_device(columns, torch.long)
         width = self._tables.shape[1]
         tables = [request.blocks + [0] * (width - len(request.blocks)) for request in requests]
-        part.tables.copy_(torch.tensor(tables, dtype=torch.int32))
+        part.tables.copy_(self._on_device(tables, torch.int32))
         self._samplers = []  # others may have come with them
         self._look()
         return part
@@ -132,7 +132,7 @@ class Rows:
             if self._counts is not None:
                 self._counts.move(torch.tensor(sources), torch.tensor(targets))
             return
-        source, target = torch.tensor([sources, targets], device=self.device)
+        source, target = self._on_device([sources, targets], torch.long)
         self._columns.index_copy_(1, target, self._columns.index_select(1, source))
         self._tables.index_copy_(0, target, self._tables.index_select(0, source))
         if self._counts is not None:
@@ -158,6 +158,11 @@ class Rows:
                 request.is_counted = True
                 self._counts.begin(request.row, request.prompt)
         return self._counts
+
+    def _on_device(self, numbers: list[list[int]], dtype: torch.dtype) -> Tensor:
+        """Numbers of the host there; from pinned memory, so that the host does not wait."""
+        made = torch.tensor(numbers, dtype=dtype, pin_memory=self.device.type == "cuda")
+        return made.to(self.device, non_blocking=True)
 
     def _look(self) -> None:
         """Made again whenever rows come or go, and not at every step."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tandem.generate.rows import Part
+from tandem.generate.sampler import Draw
 from tandem.models.head import vocabulary_logits
 from tandem.models.twin import base_forward, kv_shapes, twin_of
 from tandem.ops import native
@@ -35,6 +37,9 @@ class Runner(Protocol):
 
         The logits are read before the next call: a runner may write them in the same place.
         """
+
+    def draw(self, logits: Tensor, part: Part) -> Draw | None:
+        """Draw for the rows of a part as `Rows.draw` does, faster; None where it cannot."""
 
     def close(self) -> None:
         """Give back what the runner holds besides the memory."""
@@ -84,6 +89,10 @@ class TwinRunner:
         """As `Runner` says."""
         with attending(Decode(positions, tables, self._memory)):
             return self._logits(token_ids, positions)
+
+    def draw(self, logits: Tensor, part: Part) -> Draw | None:
+        """As `Runner` says: it never can."""
+        return None
 
     def close(self) -> None:
         """Nothing is held."""

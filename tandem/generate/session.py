@@ -162,7 +162,7 @@ class Session:
 
     def _draw(self, logits: Tensor, part: Part) -> None:
         """Draw for these rows; those that have reached their limit leave before the next step."""
-        draw = self.rows.draw(logits, part)
+        draw = self.runner.draw(logits, part) or self.rows.draw(logits, part)
         places = self.rows.advance(draw.tokens, part)
         if self._record is not None:
             self._record.keep(places, draw)
