@@ -8,6 +8,7 @@
       GenerationError  a rollout that cannot be made
       NumericsError    a number that must hold and does not: stop before it does harm
       CheckpointError  a folder that cannot be written, read or trusted
+      RankError        another rank of the run died or hangs
 
 A message says where, what was found, what is expected and what to do, in one line:
 `<where> must <rule>; got <value>. <what to do>.` The command line prints that line alone and
@@ -45,3 +46,7 @@ class NumericsError(TandemError):
 
 class CheckpointError(TandemError):
     """A saved folder is missing, incomplete or not what it says it is."""
+
+
+class RankError(TandemError):
+    """Another rank died or hangs, so that this one cannot go on; the message names it."""

@@ -36,6 +36,7 @@ SHORT_NAMES = {
     "ppo.ptx_coef": "ptx-coef",
     "parallel.actor_zero_stage": "actor-zero-stage",
     "parallel.critic_zero_stage": "critic-zero-stage",
+    "parallel.offload": "offload",
     "parallel.zero_hpz": "zero-hpz",
     "parallel.inference_tp_size": "inference-tp-size",
     "log.tensorboard": "tensorboard",

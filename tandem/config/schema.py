@@ -301,6 +301,12 @@ class ParallelConfig:
     being gathered when it runs. The reference is split from 3 on."""
     critic_zero_stage: int = knob(2, ge=0, le=3, common=True)
     """The same for critic and reward model; the reward model of step 3 is split from 3 on."""
+    offload: tuple[Literal["optimizer", "params", "reference", "reward"], ...] = knob(
+        (), common=True
+    )
+    """What rests in host memory: `optimizer` its states and the fp32 masters of every trained
+    model, the update computed there (ZeRO-Offload, arXiv:2101.06840); `params` the trained weights
+    too, a block coming up when it runs; `reference`, `reward` those frozen models."""
     zero_hpz: bool = knob(False, common=True)
     """ZeRO++ (arXiv:2306.10209): keep a second copy in pieces within each node from forward to
     backward, so that the backward's gathers stay inside it. For stage 3 over several nodes."""
@@ -349,8 +355,9 @@ class RunConfig:
     """Seeds the split, the order of rows, new weights and every sampled token."""
     device: Literal["auto", "cpu", "cuda"] = knob("auto", common=True)
     """Where to run; auto takes a GPU if there is one."""
-    dtype: Literal["auto", "fp32", "bf16"] = knob("auto", common=True)
-    """Compute type; weights and optimizer states stay fp32. auto: bf16 on a GPU, else fp32."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob("auto", common=True)
+    """Compute type; weights and optimizer states stay fp32. auto: bf16 on a GPU, else fp32. fp16
+    scales its losses dynamically; a step that overflows is skipped, for all models, and counted."""
     micro_batch_tokens: int = knob(8192, ge=1)
     """Tokens per forward and backward; gradients do not depend on it, memory does."""
     generation_batch_size: int = knob(64, ge=1)

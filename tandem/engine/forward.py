@@ -7,7 +7,7 @@ so that every rank has the whole result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.data.loader import microbatches
+from tandem.engine.spread import visiting
 from tandem.models import scalar
 from tandem.models.head import vocabulary_head
 from tandem.models.packed import hidden_states, predictor_positions
@@ -184,26 +185,39 @@ def scored(
     """
     world = shards_of(models[0]).world
     results: list[Tensor] = []
-    for rows, part in deal_batch(batch, max_tokens, world):
-        outputs = forward(batch.select(rows))
-        if not results:
-            results = [
-                torch.zeros(
-                    batch.token_ids.shape if output.dim() == 2 else (len(batch),),
-                    device=output.device,
-                )
-                for output in outputs
-            ]
-        for result, output in zip(results, outputs, strict=True):
-            if part.weight == 0:
-                continue
-            where = rows.to(output.device)
-            if output.dim() == 2:
-                columns = torch.arange(output.shape[1], device=where.device)
-                result[where[:, None], columns] = output.float()
-            else:
-                result[where] = output.float()
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(visiting(model))
+        for rows, part in deal_batch(batch, max_tokens, world):
+            _keep(results, forward(batch.select(rows)), rows, part, batch)
     for model in models:
         shards_of(model).rest()
     world.sum_(*results)
     return tuple(results)
+
+
+def _keep(
+    results: list[Tensor],
+    outputs: tuple[Tensor, ...],
+    rows: Tensor,
+    part: MicroBatch,
+    batch: TokenBatch,
+) -> None:
+    """Put a micro-batch's outputs where they belong; the first makes room for all."""
+    if not results:
+        results += [
+            torch.zeros(
+                batch.token_ids.shape if output.dim() == 2 else (len(batch),),
+                device=output.device,
+            )
+            for output in outputs
+        ]
+    for result, output in zip(results, outputs, strict=True):
+        if part.weight == 0:
+            continue
+        where = rows.to(output.device)
+        if output.dim() == 2:
+            columns = torch.arange(output.shape[1], device=where.device)
+            result[where[:, None], columns] = output.float()
+        else:
+            result[where] = output.float()

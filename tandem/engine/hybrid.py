@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandem.config.schema import RunConfig
+from tandem.config.schema import OptimizerConfig, RunConfig
 from tandem.data.render import Renderer
+from tandem.engine.devices import resolve_device, resolve_dtype
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import (
     autocast,
@@ -27,14 +28,7 @@ from tandem.engine.forward import (
     scored,
     token_values,
 )
-from tandem.engine.loading import (
-    Model,
-    check_policy,
-    place_policy,
-    place_scalar,
-    resolve_device,
-    resolve_dtype,
-)
+from tandem.engine.loading import Model, check_policy, place_policy, place_scalar
 from tandem.engine.optimizer import Trainee
 from tandem.engine.rollouts import shared_rollout
 from tandem.engine.scoring import RewardScorer
@@ -47,6 +41,7 @@ from tandem.models.stops import stop_ids
 from tandem.models.twin import why_unpacked
 from tandem.objectives.rewards import normalized_scores
 from tandem.ops import native
+from tandem.parallel.scaling import LossScaler
 from tandem.parallel.tensor import tensor_group
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Rollout, TokenBatch
@@ -115,12 +110,19 @@ class RLHFEngine:
         self.critic = place_scalar(critic, config, self.world, trained=True, seed=config.seed + 1)
         self.reference = None
         if reference is not None:
-            self.reference = place_policy(reference, config, self.world, trained=False)
+            self.reference = place_policy(
+                reference,
+                config,
+                self.world,
+                trained=False,
+                on_host="reference" in config.parallel.offload,
+            )
         self.agreement = check_policy(self.actor, config, self.tensor_group)
-        self.actor_trainee = Trainee(
+        self.scaler = LossScaler() if self.dtype == torch.float16 else None
+        self.actor_trainee = self._trainee(
             "actor", self.actor, config.ppo.actor, num_actor_updates or num_updates
         )
-        self.critic_trainee = Trainee("critic", self.critic, config.ppo.critic, num_updates)
+        self.critic_trainee = self._trainee("critic", self.critic, config.ppo.critic, num_updates)
         self.ema = MovingAverage(self.actor, config.ppo.ema_decay) if config.ppo.ema else None
 
     @property
@@ -274,6 +276,19 @@ class RLHFEngine:
             f"Pass {argument}=."
         )
 
+    def _trainee(
+        self, name: str, model: PreTrainedModel, settings: OptimizerConfig, num_steps: int
+    ) -> Trainee:
+        return Trainee(
+            name,
+            model,
+            settings,
+            num_steps,
+            offload=self.config.parallel.offload,
+            dtype=self.dtype,
+            scaler=self.scaler,
+        )
+
     def _starts(
         self,
         actor: Model,
@@ -304,7 +319,13 @@ class RLHFEngine:
         tokenizer = tokenizer or self._tokenizer_of(model, "reward_tokenizer")
         # A language model here would reward with a head of random weights.
         scalar = place_scalar(
-            model, self.config, self.world, trained=False, seed=0, needs_head=True
+            model,
+            self.config,
+            self.world,
+            trained=False,
+            seed=0,
+            needs_head=True,
+            on_host="reward" in self.config.parallel.offload,
         )
         check_vocabulary(scalar, tokenizer)
         return RewardScorer(

@@ -7,9 +7,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
+from tandem.engine.devices import resolve_dtype
 from tandem.engine.forward import autocast, generation_weights
-from tandem.engine.spread import is_split, spread
-from tandem.errors import ModelError
+from tandem.engine.spread import keep_on_host, plan_for, spread
 from tandem.models.head import check_head
 from tandem.models.load import load_causal_lm
 from tandem.models.lora import add_lora, lora_layers, start_adapters
@@ -19,31 +19,11 @@ from tandem.models.selfcheck import Agreement, check_twin
 from tandem.models.stream import EmptyModel, empty_causal_lm, empty_scalar_model
 from tandem.models.twin import plain_copy, supports_packing
 from tandem.parallel.pieces import fill, own_rows
-from tandem.parallel.shard import shards_of
+from tandem.parallel.shard import ShardPlan, shards_of
 from tandem.parallel.tensor import TensorGroup
 from tandem.parallel.world import World
 
 Model = PreTrainedModel | str
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device a knob names; auto takes a GPU if there is one.
-
-    Raises:
-        ModelError: cuda was asked for and is not there.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ModelError("device must be one that is here; got cuda, and no GPU. Use --device cpu.")
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The compute type a knob names; auto is bf16 on a GPU and fp32 elsewhere."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
 def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -61,7 +41,13 @@ def prepare_for_training(model: PreTrainedModel, config: RunConfig, seed: int) -
 
 
 def place_policy(
-    source: Model, config: RunConfig, world: World, *, trained: bool, seed: int = 0
+    source: Model,
+    config: RunConfig,
+    world: World,
+    *,
+    trained: bool,
+    seed: int = 0,
+    on_host: bool = False,
 ) -> PreTrainedModel:
     """A language model, loaded or as given, ready for its role and laid over the ranks.
 
@@ -69,21 +55,22 @@ def place_policy(
         source: a folder or hub name, or a module, which is changed in place.
         trained: it gets adapters and gradient checkpointing as configured; else it is frozen.
         seed: of the adapters.
+        on_host: frozen weights rest in host memory; the model then only scores.
     Raises:
         ModelError: it cannot be used.
     """
-    stage = config.parallel.actor_zero_stage
-    if isinstance(source, str) and is_split(stage, world, trained=trained):
+    plan = plan_for(config.parallel.actor_zero_stage, config, world, trained, on_host)
+    if isinstance(source, str) and plan.stage > 0:
         empty = empty_causal_lm(
             source, dropout=config.dropout, trust_remote_code=config.trust_remote_code
         )
         if empty is not None:
-            return _filled(empty, stage, config, world, trained=trained, seed=seed)
+            return _filled(empty, plan, config, world, trained=trained, seed=seed)
     if isinstance(source, str):
         source = load_causal_lm(
             source, dropout=config.dropout, trust_remote_code=config.trust_remote_code
         )
-    return _placed(source, stage, config, world, trained=trained, seed=seed)
+    return _placed(source, plan, config, world, trained=trained, seed=seed, on_host=on_host)
 
 
 def place_scalar(
@@ -94,22 +81,23 @@ def place_scalar(
     trained: bool,
     seed: int,
     needs_head: bool = False,
+    on_host: bool = False,
 ) -> PreTrainedModel:
     """A model with a scalar head, loaded or as given, ready for its role and laid over the ranks.
 
     Args:
-        source, trained, seed: as `place_policy`; a new head starts from `config.seed`.
+        source, trained, seed, on_host: as `place_policy`; a new head starts from `config.seed`.
         needs_head: refuse a language model, whose head would be random.
     Raises:
         ModelError: it cannot be used.
     """
-    stage = config.parallel.critic_zero_stage
-    if isinstance(source, str) and is_split(stage, world, trained=trained):
+    plan = plan_for(config.parallel.critic_zero_stage, config, world, trained, on_host)
+    if isinstance(source, str) and plan.stage > 0:
         empty = empty_scalar_model(
             source, dropout=config.dropout, trust_remote_code=config.trust_remote_code
         )
         if empty is not None and not (needs_head and empty.missing):
-            return _filled(empty, stage, config, world, trained=trained, seed=seed)
+            return _filled(empty, plan, config, world, trained=trained, seed=seed)
     if isinstance(source, str):
         source = load_scalar_model(
             source,
@@ -118,7 +106,7 @@ def place_scalar(
             dropout=config.dropout,
             trust_remote_code=config.trust_remote_code,
         )
-    return _placed(source, stage, config, world, trained=trained, seed=seed)
+    return _placed(source, plan, config, world, trained=trained, seed=seed, on_host=on_host)
 
 
 def check_policy(
@@ -145,25 +133,29 @@ def check_policy(
 
 def _placed(
     model: PreTrainedModel,
-    stage: int,
+    plan: ShardPlan,
     config: RunConfig,
     world: World,
     *,
     trained: bool,
     seed: int,
+    on_host: bool,
 ) -> PreTrainedModel:
-    on_device(model, world.device)
+    if not on_host:
+        on_device(model, world.device)
     if trained:
         prepare_for_training(model, config, seed)
     else:
         model.requires_grad_(False).eval()
-    spread(model, stage, config, world, trained=trained)
+    spread(model, plan, world)
+    if on_host and plan.stage == 0:
+        keep_on_host(model, world.device)
     return model
 
 
 def _filled(
     empty: EmptyModel,
-    stage: int,
+    plan: ShardPlan,
     config: RunConfig,
     world: World,
     *,
@@ -180,7 +172,7 @@ def _filled(
         prepare_for_training(model, config, seed)
     else:
         model.requires_grad_(False)
-    spread(model, stage, config, world, trained=trained)
+    spread(model, plan, world)
     empty.fill(own_rows)
     if lora_layers(model):
         start_adapters(model, seed, fill)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tandem.config.schema import OptimizerConfig
 from tandem.errors import CheckpointError, NumericsError
+from tandem.parallel.offload import HostAdamW
 from tandem.parallel.pieces import fill, local, piece_like
+from tandem.parallel.scaling import LossScaler
 from tandem.parallel.shard import shards_of
+
+OffloadConfig = Sequence[str]
+
+_MOST_SKIPPED = 30
+"""Overflows in a row, from any first scale to below the smallest that could help."""
 
 
 def learning_rate_factor(step: int, num_steps: int, settings: OptimizerConfig) -> float:
@@ -39,18 +46,46 @@ class Trainee:
     ranks. Over several ranks every rank calls it as often as every other.
     """
 
-    def __init__(self, name: str, model: nn.Module, settings: OptimizerConfig, num_steps: int):
-        """`name` is for messages; `num_steps` is how long the schedule lasts."""
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        settings: OptimizerConfig,
+        num_steps: int,
+        *,
+        offload: OffloadConfig = (),
+        dtype: torch.dtype = torch.float32,
+        scaler: LossScaler | None = None,
+    ):
+        """Begin with the weights as they are.
+
+        Args:
+            name: for messages.
+            num_steps: how long the schedule lasts.
+            offload: what rests in host memory (`parallel.offload`).
+            dtype: what the run computes in. Where the masters are on the host, whole weights on a
+                device are kept in it.
+            scaler: of the losses, in fp16; then `step_together` takes the steps.
+        """
         self.name = name
         self.model = model
         self.shards = shards_of(model)
         self.settings = settings
         self.num_steps = num_steps
+        self.scaler = scaler
         self.steps_taken = 0
         self.shards.rest()  # what is trained is the pieces
-        self.optimizer = torch.optim.AdamW(
-            list(parameter_groups(model, settings)), betas=settings.betas, fused=True
-        )
+        groups = list(parameter_groups(model, settings))
+        # Offloaded weights are on the host already, and so is whatever is made of them.
+        on_host = "optimizer" in offload and not self.shards.plan.offload_params
+        self.optimizer: torch.optim.AdamW | HostAdamW
+        if on_host:
+            stream = self.shards.world.size == 1
+            self.optimizer = HostAdamW(groups, betas=settings.betas, stream=stream)
+            if not self.shards.is_split:
+                self._cast_weights(dtype)
+        else:
+            self.optimizer = torch.optim.AdamW(groups, betas=settings.betas, fused=True)
         self._set_learning_rates()
 
     @property
@@ -77,7 +112,15 @@ class Trainee:
                 pieces, gradients may not be reduced before.
         """
         self.shards.before_backward(last=is_last)
-        (loss_sum * (weight / denominator) if weight != 1.0 else loss_sum / denominator).backward()
+        factor = weight * (self.scaler.scale if self.scaler is not None else 1.0)
+        (loss_sum * (factor / denominator) if factor != 1.0 else loss_sum / denominator).backward()
+
+    def finished_gradients(self) -> list[Tensor]:
+        """After the last backward: the gradients' pieces on this rank, which the step will use."""
+        self.shards.finish_gradients(self.parameters)
+        if isinstance(self.optimizer, HostAdamW):
+            return self.optimizer.collect()
+        return [local(p.grad) for p in self.parameters if p.grad is not None]
 
     def step(self) -> float:
         """Clip, update, forget the gradient. Returns the gradient's norm before the clip.
@@ -85,24 +128,37 @@ class Trainee:
         Raises:
             NumericsError: the gradient is not finite; no weight has changed.
         """
-        parameters = self.parameters
-        self.shards.finish_gradients(parameters)
-        norm_value = self.shards.gradient_norm(parameters)
+        return self.apply(self.finished_gradients())
+
+    def apply(self, gradients: list[Tensor]) -> float:
+        """As `step`, of `finished_gradients`."""
+        norm_value = self.shards.gradient_norm(gradients)
         if not math.isfinite(norm_value):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.forget()
             raise NumericsError(
                 f"{self.name}: the gradient must be finite; got norm {norm_value} at optimizer "
                 f"step {self.steps_taken + 1}. Lower the learning rate ({self.learning_rate:.3g})."
             )
         # torch.nn.utils.clip_grad_norm_'s rule, on the pieces that lie here.
         scale = min(1.0, self.settings.max_grad_norm / (norm_value + 1e-6))
-        if scale < 1.0:
-            torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], scale)
+        if scale < 1.0 and gradients:
+            torch._foreach_mul_(gradients, scale)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps_taken += 1
         self._set_learning_rates()
         return norm_value
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def settle(self) -> None:
+        """After the last step: the weights as exactly as the masters have them."""
+        if isinstance(self.optimizer, HostAdamW) and not self.shards.is_split:
+            for parameter in self.parameters:
+                master = self.optimizer.state[parameter]["master"]
+                parameter.data = master.to(parameter.device, copy=True)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """AdamW's moments by parameter name, and the count of steps, as tensors to save.
@@ -133,8 +189,12 @@ class Trainee:
                     f"{tuple(value.shape)}. The checkpoint is of another model: use another "
                     "--output-dir."
                 )
-            place = value.clone() if value.dim() == 0 else piece_like(value, named[name])
-            self.optimizer.state[named[name]][moment] = place
+            if isinstance(self.optimizer, HostAdamW):
+                entry = self.optimizer.state[named[name]]
+                entry[moment] = value if value.dim() == 0 else piece_like(value, entry["master"])
+            elif moment != "master":  # the weights themselves, from a run that kept it on the host
+                place = value.clone() if value.dim() == 0 else piece_like(value, named[name])
+                self.optimizer.state[named[name]][moment] = place
         self._set_learning_rates()
 
     def weights(self) -> dict[str, Tensor]:
@@ -146,6 +206,13 @@ class Trainee:
         parameters = dict(self._named_parameters())
         for name, tensor in tensors.items():
             fill(parameters[name], tensor)
+        if isinstance(self.optimizer, HostAdamW):
+            self.optimizer.read_weights()
+
+    def _cast_weights(self, dtype: torch.dtype) -> None:
+        """The masters are on the host: what computes needs no more than the compute type."""
+        for parameter in self.parameters:
+            parameter.data = parameter.data.to(dtype)
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         self.shards.rest()
@@ -155,6 +222,40 @@ class Trainee:
         factor = learning_rate_factor(self.steps_taken, self.num_steps, self.settings)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
+
+
+def step_together(trainees: Sequence[Trainee], scaler: LossScaler) -> list[float] | None:
+    """The steps of models whose losses one scaler scales: all of them or, on overflow, none.
+
+    Returns:
+        the gradients' norms before the clip; None where a gradient of any model overflowed.
+    Raises:
+        NumericsError: gradients overflow however small the scale.
+    """
+    gradients = [trainee.finished_gradients() for trainee in trainees]
+    world = trainees[0].shards.world
+    flat = [gradient for part in gradients for gradient in part]
+    overflowed = scaler.overflowed(flat, world.sum_ if world.size > 1 else None)
+    norms = None
+    if overflowed:
+        for trainee in trainees:
+            trainee.forget()
+    else:
+        scaler.unscale_(flat)
+        norms = [t.apply(part) for t, part in zip(trainees, gradients, strict=True)]
+    scaler.update(overflowed)
+    if scaler.skipped_in_a_row >= _MOST_SKIPPED:
+        raise NumericsError(
+            f"{trainees[0].name}: the gradient must be finite in fp16 at some loss scale; got "
+            f"overflows in {scaler.skipped_in_a_row} steps in a row, down to scale "
+            f"{scaler.scale:g}. Use --dtype bf16 or fp32, or look at the rows."
+        )
+    return norms
+
+
+def scaling_metrics(scaler: LossScaler) -> dict[str, float]:
+    """The loss scale of the next step, and the steps skipped so far."""
+    return {"loss_scale": scaler.scale, "overflows": float(scaler.skipped)}
 
 
 def parameter_groups(

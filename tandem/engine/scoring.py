@@ -12,6 +12,7 @@ from tandem.data.render import Renderer
 from tandem.engine.forward import autocast, scored, sequence_scores
 from tandem.models.scalar import normalization
 from tandem.objectives.rewards import normalized_scores
+from tandem.parallel.shard import shards_of
 from tandem.types import Rollout, TokenBatch, TokenRow
 
 
@@ -52,13 +53,13 @@ class RewardScorer:
     def raw_rows(self, rows: Sequence[TokenRow]) -> Tensor:
         """(B,) float32 raw scores of rendered conversations."""
         batch = TokenBatch.from_rows(rows, self.renderer.pad_token_id)
-        return self.raw_batch(batch.to(self.model.device))
+        return self.raw_batch(batch.to(shards_of(self.model).world.device))
 
     def raw_batch(self, batch: TokenBatch) -> Tensor:
         """(B,) float32 raw scores of a batch in this model's own tokens."""
 
         def forward(part: TokenBatch) -> tuple[Tensor, ...]:
-            with autocast(self.model.device, self.dtype):
+            with autocast(part.token_ids.device, self.dtype):
                 return (sequence_scores(self.model, part),)
 
         return scored(batch, self.max_tokens, forward, [self.model])[0]

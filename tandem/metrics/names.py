@@ -43,6 +43,20 @@ _TRAINING = (
         "Global L2 norm of the gradient before clipping.",
         healthy="steady; no spikes of 10 times its median",
     ),
+    Metric(
+        "loss_scale",
+        "factor",
+        STAGES,
+        "What losses are multiplied by in fp16; doubled after 1,000 good steps, halved on overflow",
+        healthy="changes seldom",
+    ),
+    Metric(
+        "overflows",
+        "steps",
+        STAGES,
+        "Optimizer steps skipped so far because a gradient overflowed in fp16.",
+        healthy="a few at the start, then rarely",
+    ),
     Metric("tokens", "tokens", _SUPERVISED, "Tokens in this step's batch that are not padding."),
     Metric("epoch", "passes", _SUPERVISED, "Passes over the stage's data so far, as a fraction."),
     Metric(

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -34,7 +35,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from tandem.parallel.pieces import local
 from tandem.parallel.world import World
 
 Result = TypeVar("Result")
@@ -52,7 +52,7 @@ _BUCKET_ELEMENTS = 2**23
 class ShardPlan:
     """How one model is to lie over the ranks.
 
-    stage: ZeRO stage, 0 to 3.
+    stage: ZeRO stage, 0 to 3; from 1 on a model is split, at one rank too.
     gather_dtype: what weights travel and compute in; None leaves them as they are kept.
     hpz: keep a second copy in pieces within each node from forward to backward (ZeRO++), so that
         the backward's gathers stay inside it. For stage 3.
@@ -131,9 +131,12 @@ class Shards:
         if self.world.size > 1 and not self.units:
             _sum_gradients(parameters)
 
-    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> float:
-        """Euclidean norm of the whole gradient, the same number on every rank."""
-        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
+        """Euclidean norm of the whole gradient, the same number on every rank.
+
+        Args:
+            gradients: what lies on this rank of it.
+        """
         if self.world.size == 1 or not self.units:
             return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
         norms = torch._foreach_norm([g for g in gradients if g.numel()], dtype=torch.float32)
@@ -159,7 +162,10 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], plan: ShardPlan, world:
         blocks: the modules that are gathered one at a time; the rest of the model is one more
             unit, which stays gathered from forward to backward.
     """
-    if world.size > 1 and plan.stage > 0:
+    if plan.stage > 0:
+        if world.size == 1 and not dist.is_initialized():
+            # FSDP2 wants a group even where nobody else is: offloaded weights come block by block.
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         _split(model, blocks, plan, world)
     # On the model itself: a table elsewhere would keep it alive through its own method.
     model.__dict__[SHARDS] = Shards(model, plan, world)

@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
+from tandem.engine.devices import resolve_dtype
 from tandem.engine.forward import autocast, generation_weights
-from tandem.engine.loading import place_policy, place_scalar, resolve_dtype
+from tandem.engine.loading import place_policy, place_scalar
 from tandem.engine.rollouts import shared_rollout
 from tandem.engine.scoring import RewardScorer
 from tandem.generate.generator import Stops

@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
 from tandem.data.render import Renderer
+from tandem.engine.devices import resolve_dtype
 from tandem.engine.forward import autocast, response_logprobs, scored
 from tandem.engine.hybrid import RLHFEngine
-from tandem.engine.loading import resolve_dtype
 from tandem.engine.scoring import RewardScorer
 from tandem.objectives.masked import masked_sum
+from tandem.parallel.shard import shards_of
 from tandem.train.experience import score_answers
 from tandem.train.reward_function import RewardFunction
 from tandem.types import PairRow, PromptRow, Rollout, TokenBatch, TokenRow
@@ -46,12 +47,13 @@ def row_logprobs(
     """(B,) float32 on the CPU: each row's log-prob summed over its learned tokens; no gradient."""
     if not rows:
         return torch.zeros(0)
-    dtype = resolve_dtype(config.dtype, model.device)
+    device = shards_of(model).world.device
+    dtype = resolve_dtype(config.dtype, device)
     batch = TokenBatch.from_rows(rows, renderer.pad_token_id)
 
     def forward(part: TokenBatch) -> tuple[Tensor, ...]:
-        with autocast(model.device, dtype):
-            return (response_logprobs(model, part.to(model.device))[0].sum(dim=1),)
+        with autocast(device, dtype):
+            return (response_logprobs(model, part.to(device))[0].sum(dim=1),)
 
     was_training = model.training
     model.eval()

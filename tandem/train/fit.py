@@ -19,12 +19,14 @@ from transformers import PreTrainedModel
 from tandem.checkpoint.state import State
 from tandem.config.schema import RunConfig, SupervisedConfig
 from tandem.data.loader import BatchOrder
+from tandem.engine.devices import resolve_dtype
 from tandem.engine.forward import autocast, deal
-from tandem.engine.loading import resolve_dtype
-from tandem.engine.optimizer import Trainee
+from tandem.engine.optimizer import Trainee, scaling_metrics, step_together
 from tandem.errors import DataError, NumericsError
 from tandem.metrics.timing import Phases
 from tandem.models.summary import flops_per_token
+from tandem.parallel.scaling import LossScaler
+from tandem.parallel.watch import note
 from tandem.train.run import Run
 
 Row = TypeVar("Row", bound=Sized)
@@ -81,7 +83,17 @@ def fit(
         epochs=settings.epochs,
         max_steps=settings.max_steps,
     )
-    trainee = Trainee(stage, model, settings, order.num_steps)
+    dtype = resolve_dtype(config.dtype, run.device)
+    scaler = LossScaler() if dtype == torch.float16 else None
+    trainee = Trainee(
+        stage,
+        model,
+        settings,
+        order.num_steps,
+        offload=config.parallel.offload,
+        dtype=dtype,
+        scaler=scaler,
+    )
     start = _restore(run, stage, trainee)
     phases = Phases()
     evaluation: dict[str, float] = {}
@@ -91,6 +103,7 @@ def fit(
                 evaluation = evaluate()
             log.log(0, {**evaluation, **phases.metrics()})
         for step, indices in order.from_step(start):
+            note(f"{stage} step {step}")
             with phases("step"):
                 batch = [rows[i] for i in indices]
                 # Only dropout draws from it, other numbers on every rank.
@@ -107,6 +120,7 @@ def fit(
                     with phases("save"):
                         run.save(stage, _state(step, trainee))
             log.log(step, {**values, **phases.metrics()})
+    trainee.settle()
     return evaluation or evaluate()
 
 
@@ -119,7 +133,7 @@ def _train_step(
 ) -> dict[str, float]:
     """One optimizer step, micro-batch by micro-batch; means of every sum over the whole batch."""
     model = cast(PreTrainedModel, trainee.model)
-    device = next(model.parameters()).device
+    device = trainee.shards.world.device
     dtype = resolve_dtype(config.dtype, device)
     denominator = sum(objective.units(row) for row in batch)
     num_tokens = sum(objective.tokens(row) for row in batch)
@@ -141,21 +155,30 @@ def _train_step(
         summed = world.sums(totals)
         _require_finite_loss(trainee, summed["loss"])
         learning_rate = trainee.learning_rate
-        grad_norm = trainee.step()
+        stepped = _step(trainee)
     model.eval()
     means = {name: total / denominator for name, total in summed.items()}
     return {
         **means,
-        "grad_norm": grad_norm,
+        **stepped,
         "learning_rate": learning_rate,
         "tokens": float(num_tokens),
     }
 
 
+def _step(trainee: Trainee) -> dict[str, float]:
+    """Take the step and say how: in fp16 it may have been skipped."""
+    if trainee.scaler is None:
+        return {"grad_norm": trainee.step()}
+    norms = step_together([trainee], trainee.scaler)
+    taken = {} if norms is None else {"grad_norm": norms[0]}
+    return taken | scaling_metrics(trainee.scaler)
+
+
 def _require_finite_loss(trainee: Trainee, loss: float) -> None:
     """Every rank has the same sum, so that all of them stop or none."""
     if not math.isfinite(loss):
-        trainee.optimizer.zero_grad(set_to_none=True)
+        trainee.forget()
         raise NumericsError(
             f"{trainee.name}: the loss must be finite; got {loss} at optimizer step "
             f"{trainee.steps_taken + 1}. Lower the learning rate, or look at the rows."
@@ -168,6 +191,8 @@ def _is_due(step: int, every: int, last: int) -> bool:
 
 def _state(step: int, trainee: Trainee) -> State:
     tensors = {"model": trainee.weights(), "optimizer": trainee.state_tensors()}
+    if trainee.scaler is not None:
+        tensors["scaler"] = trainee.scaler.state_tensors()
     return State(step, tensors, {})
 
 
@@ -177,4 +202,6 @@ def _restore(run: Run, stage: str, trainee: Trainee) -> int:
         return 0
     trainee.load_weights(state.tensors["model"])
     trainee.load_state_tensors(state.tensors["optimizer"])
+    if trainee.scaler is not None and "scaler" in state.tensors:
+        trainee.scaler.load_state_tensors(state.tensors["scaler"])
     return state.step

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tandem.config.schema import RunConfig
 from tandem.engine.allocator import keep_freed_memory
-from tandem.engine.loading import resolve_device
+from tandem.engine.devices import resolve_device
 from tandem.errors import ConfigError
 from tandem.metrics.report import write_report
 from tandem.parallel.world import World

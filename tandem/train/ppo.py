@@ -17,6 +17,7 @@ from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import ConfigError, DataError
 from tandem.metrics.log import Answer, MetricLog, MutedLog
 from tandem.metrics.timing import Phases
+from tandem.parallel.watch import note
 from tandem.train.evaluate import language_model_metrics, policy_metrics
 from tandem.train.ppo_trainer import PPOTrainer, num_updates
 from tandem.train.reward_function import load_reward_function
@@ -73,6 +74,7 @@ def train_ppo(run: Run, rows: StepRows) -> None:
             evaluation = evaluate()
             log.log(0, {**evaluation, **phases.metrics()})
         for step, numbers in order.from_step(start):
+            note(f"ppo step {step}")
             with phases("step"):
                 batch = [prompts[i] for i in numbers]
                 experience = trainer.generate_experience(batch, step=step)
@@ -85,6 +87,8 @@ def train_ppo(run: Run, rows: StepRows) -> None:
                         run.save("ppo", _state(step, trainer))
             log.log(step, {**values, **phases.metrics()})
             _show_samples(log, step, experience, config.log.print_samples_every)
+    engine.actor_trainee.settle()
+    engine.critic_trainee.settle()
     facts = {**evaluation, "steps": num_steps}
     run.finish("ppo", lambda folder: _save(engine, rows, folder), facts)
 
@@ -121,6 +125,8 @@ def _state(step: int, trainer: PPOTrainer) -> State:
     for name, trainee in (("actor", engine.actor_trainee), ("critic", engine.critic_trainee)):
         tensors[name] = trainee.weights()
         tensors[f"{name}_optimizer"] = trainee.state_tensors()
+    if engine.scaler is not None:
+        tensors["scaler"] = engine.scaler.state_tensors()
     if engine.ema is not None:
         tensors["ema"] = engine.ema.state_tensors()
     return State(step, tensors, {"kl_coef": trainer.kl_coef})
@@ -134,6 +140,8 @@ def _restore(run: Run, trainer: PPOTrainer) -> int:
     for name, trainee in (("actor", engine.actor_trainee), ("critic", engine.critic_trainee)):
         trainee.load_weights(state.tensors[name])
         trainee.load_state_tensors(state.tensors[f"{name}_optimizer"])
+    if engine.scaler is not None and "scaler" in state.tensors:
+        engine.scaler.load_state_tensors(state.tensors["scaler"])
     if engine.ema is not None:
         engine.ema.load_state_tensors(state.tensors["ema"])
     trainer.kl_coef = float(state.numbers["kl_coef"])

@@ -17,6 +17,7 @@ from tandem.config.schema import RunConfig
 from tandem.data.loader import BatchOrder
 from tandem.engine.forward import deal_batch, response_logprobs
 from tandem.engine.hybrid import RLHFEngine
+from tandem.engine.optimizer import scaling_metrics, step_together
 from tandem.errors import NumericsError
 from tandem.generate.sampler import sequence_key
 from tandem.metrics.timing import Phases
@@ -28,7 +29,7 @@ from tandem.train.experience import make_experience
 from tandem.train.reward_function import RewardFunction
 from tandem.types import Experience, PromptRow, TokenBatch, TokenRow
 
-RATIO_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+RATIO_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Mean |log-ratio| that two forwards of one policy may differ by, in nats."""
 
 
@@ -118,6 +119,7 @@ class PPOTrainer:
                     if trains_actor:
                         stop = self._update_actor(minibatch, actor_log, step, epoch, number, first)
                     self._update_critic(minibatch, critic_log)
+                    self._step_scaled(trains_actor, actor_log, critic_log)
                     phase.samples += len(minibatch)
                     phase.tokens += int(minibatch.batch.attention_mask.sum())
                     if stop:
@@ -169,11 +171,9 @@ class PPOTrainer:
             log.add("ptx_loss", self._add_ptx_gradient(step, epoch, number))
         for name, value in means.items():
             log.add(name, value)
-        log.add("actor_grad_norm", trainee.step())
         log.add("actor_learning_rate", learning_rate)
-        log.count("updates")
-        if self.engine.ema is not None:
-            self.engine.ema.update()
+        if self.engine.scaler is None:
+            self._note_actor_step(trainee.step(), log)
         return bool(ppo.target_kl > 0 and kl > ppo.target_kl)
 
     def _actor_loss(
@@ -220,8 +220,30 @@ class PPOTrainer:
             totals["value_clip_fraction"] += part.weight * float(loss.clipped)
         for name, total in world.sums(totals).items():
             log.add(name, total / count)
-        log.add("critic_grad_norm", trainee.step())
+        if self.engine.scaler is None:
+            log.add("critic_grad_norm", trainee.step())
         log.add("critic_learning_rate", learning_rate)
+
+    def _note_actor_step(self, norm: float, log: _Means) -> None:
+        log.add("actor_grad_norm", norm)
+        log.count("updates")
+        if self.engine.ema is not None:
+            self.engine.ema.update()
+
+    def _step_scaled(self, trains_actor: bool, actor_log: _Means, critic_log: _Means) -> None:
+        """In fp16 both models step once both gradients are known to be good, or neither does."""
+        engine = self.engine
+        if engine.scaler is None:
+            return
+        trainees = [engine.critic_trainee, *([engine.actor_trainee] if trains_actor else [])]
+        norms = step_together(trainees, engine.scaler)
+        for name, value in scaling_metrics(engine.scaler).items():
+            critic_log.latest(name, value)
+        if norms is None:
+            return
+        critic_log.add("critic_grad_norm", norms[0])
+        if trains_actor:
+            self._note_actor_step(norms[1], actor_log)
 
     def _add_ptx_gradient(self, step: int, epoch: int, number: int) -> float:
         """Add the gradient of ptx_coef * language-model loss per token; returns that loss."""
@@ -255,7 +277,7 @@ class PPOTrainer:
         tolerance = self.ratio_tolerance
         if gap <= tolerance:
             return
-        self.engine.actor_trainee.optimizer.zero_grad(set_to_none=True)
+        self.engine.actor_trainee.forget()
         cause = (
             "dropout is on: two forwards of one policy differ. Use --dropout 0"
             if self.config.dropout > 0 or self.config.lora.dropout > 0
@@ -292,6 +314,9 @@ class _Means:
 
     def maximum(self, name: str, value: float) -> None:
         self._largest[name] = max(value, self._largest.get(name, value))
+
+    def latest(self, name: str, value: float) -> None:
+        self._largest[name] = value
 
     def count(self, name: str) -> None:
         self._counts[name] += 1

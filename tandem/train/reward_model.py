@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tandem.engine.devices import resolve_dtype
 from tandem.engine.forward import sequence_scores
-from tandem.engine.loading import place_policy, place_scalar, resolve_dtype
+from tandem.engine.loading import place_policy, place_scalar
 from tandem.engine.scoring import RewardScorer
 from tandem.errors import ModelError
 from tandem.models.load import check_vocabulary

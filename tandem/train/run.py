@@ -25,7 +25,7 @@ from tandem.checkpoint.state import State, load_newest_state, newest_numbers, sa
 from tandem.config.load import config_knobs, dump_config
 from tandem.config.schema import RunConfig
 from tandem.data.render import Renderer
-from tandem.engine.loading import resolve_device
+from tandem.engine.devices import resolve_device
 from tandem.errors import CheckpointError, ConfigError
 from tandem.metrics.log import MetricLog, MutedLog
 from tandem.models.save import save_model

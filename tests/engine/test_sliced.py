@@ -12,7 +12,7 @@ from tandem.config.schema import LoraConfig, RunConfig, SamplingConfig
 from tandem.engine.forward import generation_weights, response_logprobs, scored
 from tandem.engine.loading import prepare_for_training
 from tandem.engine.rollouts import shared_rollout
-from tandem.engine.spread import spread
+from tandem.engine.spread import plan_for, spread
 from tandem.errors import ConfigError, ModelError
 from tandem.generate.generator import Stops
 from tandem.models import sliced
@@ -46,7 +46,7 @@ def generated(
     for _, layer in lora_layers(model):
         with torch.no_grad():
             layer.lora_B.weight.copy_(torch.ones_like(layer.lora_B.weight) * 0.03)
-    spread(model, stage, config, world)
+    spread(model, plan_for(stage, config, world, trained=True), world)
     group = tensor_group(world, parts)
     before = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
     with torch.no_grad(), generation_weights(model, group):
@@ -100,7 +100,7 @@ def wrongly_planned(world: World) -> str:
     plan = sliced._PLANS["opt"]
     sliced._PLANS["opt"] = replace(plan, head_counts=())  # what torch's own plan forgets
     model = tiny_model("opt").eval()
-    spread(model, 3, RunConfig(), world)
+    spread(model, plan_for(3, RunConfig(), world, trained=True), world)
     try:
         with torch.no_grad(), generation_weights(model, tensor_group(world, 2)):
             check_twin(model, trains_elsewhere=True)

@@ -21,7 +21,7 @@ from tandem.engine.forward import (
 from tandem.engine.loading import prepare_for_training
 from tandem.engine.optimizer import Trainee
 from tandem.engine.rollouts import shared_rollout
-from tandem.engine.spread import spread
+from tandem.engine.spread import plan_for, spread
 from tandem.generate.generator import Stops
 from tandem.models.twin import shares_every_tensor
 from tandem.parallel.pieces import local, whole
@@ -42,7 +42,7 @@ def trained(
     model = tiny_model(family) if role == "actor" else tiny_scalar(family)
     prepare_for_training(model, config, seed=5)
     model.eval()  # some families bring dropout
-    spread(model, stage, config, world)
+    spread(model, plan_for(stage, config, world, trained=True), world)
     with torch.no_grad():  # leaves weights whole, which must not be taken for the trained ones
         model(torch.ones(1, 3, dtype=torch.long))
     trainee = Trainee(role, model, replace(SETTINGS, lora_learning_rate=1e-2), num_steps=3)
@@ -112,7 +112,7 @@ def scores(world: World, stage: int) -> Tensor:
     model = tiny_model("llama")
     if stage == 3:
         model.requires_grad_(False)
-    spread(model, stage, RunConfig(), world)
+    spread(model, plan_for(stage, RunConfig(), world, trained=stage < 3), world)
     batch = ragged_batch(LENGTHS)
 
     def forward(part: TokenBatch) -> tuple[Tensor, ...]:
@@ -137,7 +137,7 @@ def prompts(lengths: tuple[int, ...]) -> list[PromptRow]:
 
 def rolled(world: World, stage: int, lengths: tuple[int, ...]) -> tuple[list[object], bool, int]:
     model = tiny_model("llama").eval()
-    spread(model, stage, RunConfig(), world)
+    spread(model, plan_for(stage, RunConfig(), world, trained=True), world)
     sampling = SamplingConfig(max_new_tokens=12, samples_per_prompt=2)
     stops = Stops((EOS,), PAD, lambda ids: " ".join(map(str, ids)))
     with torch.no_grad(), whole_weights(model):

@@ -1,0 +1,27 @@
+"""What the knobs `device` and `dtype` mean here."""
+
+from __future__ import annotations
+
+import torch
+
+from tandem.errors import ModelError
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device a knob names; auto takes a GPU if there is one.
+
+    Raises:
+        ModelError: cuda was asked for and is not there.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device must be one that is here; got cuda, and no GPU. Use --device cpu.")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The compute type a knob names; auto is bf16 on a GPU and fp32 elsewhere."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
