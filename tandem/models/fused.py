@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUTanh, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
+from tandem.models.frozen import FrozenConv1D, FrozenLinear
 from tandem.ops import dense
 from tandem.ops.attention import attend
 from tandem.ops.steps import Kind
@@ -39,6 +40,22 @@ class _Conv1D(Conv1D):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
         return dense.linear(x, self.weight.t(), self.bias)
+
+
+class _FrozenLinear(FrozenLinear):
+    """nn.Linear over a quantized weight, on the linear of `ops`."""
+
+    @staticmethod
+    def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return dense.linear(x, weight, bias)
+
+
+class _FrozenConv1D(FrozenConv1D):
+    """Conv1D over a quantized weight, on the linear of `ops`."""
+
+    @staticmethod
+    def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return dense.linear(x, weight, bias)
 
 
 class _RMSNorm(nn.Module):
@@ -94,6 +111,10 @@ def fuse(module: nn.Module) -> None:
         module.__class__ = _Linear
     elif kind is Conv1D:
         module.__class__ = _Conv1D
+    elif kind is FrozenLinear:
+        module.__class__ = _FrozenLinear
+    elif kind is FrozenConv1D:
+        module.__class__ = _FrozenConv1D
     elif kind.__module__.startswith("transformers."):
         name = kind.__name__
         if name in _PLAIN_NORMS or name in _OFFSET_NORMS:

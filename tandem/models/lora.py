@@ -2,7 +2,8 @@
 
 An adapted layer takes the place of the linear layer and holds the very same weight and bias
 objects under the same names, so the state of the base model keeps Hugging Face's names and bits,
-and `lora_A.weight` (rank, in) and `lora_B.weight` (out, rank) stand beside them as in PEFT.
+and `lora_A.weight` (rank, in) and `lora_B.weight` (out, rank) stand beside them as in PEFT. The
+weight may be quantized (`frozen`), before or after.
 Source: arXiv:2106.09685. Differs: A starts as torch's linear layers do (PEFT's choice), not normal.
 """
 
@@ -12,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.config.schema import LoraConfig
 from tandem.errors import ModelError
-from tandem.ops import dense
+from tandem.models.frozen import LinearLayer
 
 ALL_LINEAR = "all-linear"
 SCALAR_HEAD = "score"
@@ -35,7 +35,7 @@ class AdapterSwitch:
     on: bool = True
 
 
-class LoraLayer(nn.Module):
+class LoraLayer(LinearLayer):
     """What the two adapted layers share: A, B, the scale and the switch.
 
     Attributes:
@@ -43,12 +43,9 @@ class LoraLayer(nn.Module):
         rank, alpha: the update is scaled by alpha / rank.
     """
 
-    weight: Any
-    bias: Any
-
     def attach(self, base: nn.Linear | Conv1D, rank: int, alpha: float, dropout: float) -> None:
         """Take over the base layer's parameters, freeze them, add A (zeros) and B (zeros)."""
-        self.weight, self.bias = base.weight, base.bias
+        self.take_over(base)
         inputs, outputs = _shape(base)
         with torch.device(self.weight.device):
             self.lora_A = nn.Linear(inputs, rank, bias=False, dtype=torch.float32)
@@ -68,12 +65,19 @@ class LoraLayer(nn.Module):
         inner = self.lora_A(self.lora_dropout(x)) * (self.alpha / self.rank)
         return output + self.lora_B(inner).to(output.dtype)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return self.adapted(x, self.product(x))
+
     def merged_weight(self) -> Tensor:
-        """A new tensor: the weight with the adapter in it, in the weight's layout and dtype."""
+        """A new tensor: the weight with the adapter in it, in the weight's layout and dtype.
+
+        A quantized weight is dequantized first, and the sum is not quantized again.
+        """
         update: Tensor = (self.lora_B.weight @ self.lora_A.weight) * (self.alpha / self.rank)
         if isinstance(self, Conv1D):
             update = update.T
-        merged: Tensor = self.weight.float() + update
+        merged: Tensor = self.plain_weight().float() + update
         return merged.to(self.weight.dtype)
 
 
@@ -81,25 +85,14 @@ class LoraLinear(LoraLayer, nn.Linear):
     """nn.Linear with an adapter."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float) -> None:
-        nn.Linear.__init__(self, base.in_features, base.out_features, device="meta")
         self.attach(base, rank, alpha, dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
-        return self.adapted(x, dense.linear(x, self.weight, self.bias))
 
 
 class LoraConv1D(LoraLayer, Conv1D):
     """GPT-2's Conv1D, a linear layer with its weight stored (in, out), with an adapter."""
 
     def __init__(self, base: Conv1D, rank: int, alpha: float, dropout: float) -> None:
-        with torch.device("meta"):
-            Conv1D.__init__(self, base.nf, base.nx)
         self.attach(base, rank, alpha, dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
-        return self.adapted(x, dense.linear(x, self.weight.t(), self.bias))
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
@@ -149,7 +142,6 @@ def attach_adapters(
         raise ModelError(
             "a model must get its adapters once; got one that has adapters. Merge it first."
         )
-    model.requires_grad_(False)
     for name in names:
         base = model.get_submodule(name)
         layer: LoraLayer
@@ -159,6 +151,14 @@ def attach_adapters(
             assert isinstance(base, Conv1D), name
             layer = LoraConv1D(base, rank, alpha, dropout)
         model.set_submodule(name, layer)
+    train_adapters(model)
+
+
+def train_adapters(model: PreTrainedModel) -> None:
+    """Freeze everything but the adapters and a scalar head, and train those; in place."""
+    model.requires_grad_(False)
+    for parameter in lora_parameters(model):
+        parameter.requires_grad_(True)
     head = scalar_head(model)
     if head is not None:
         head.requires_grad_(True)
@@ -194,7 +194,7 @@ def adaptable(model: PreTrainedModel) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if type(module) in (nn.Linear, Conv1D, LoraLinear, LoraConv1D)
+        if (isinstance(module, LinearLayer) or type(module) in (nn.Linear, Conv1D))
         and id(module) not in heads
         and not name.endswith((".lora_A", ".lora_B"))
     ]
@@ -248,13 +248,18 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state of the model with its adapters merged, under the unadapted model's names.
 
-    Adapted weights are new tensors, all others the model's own; the model is not changed.
+    Adapted weights are new tensors, and so are quantized ones, which are dequantized: the folder
+    that they make has full weights. All others are the model's own; the model is not changed.
     """
     state = model.state_dict()
-    for name, layer in lora_layers(model):
-        for ending in ("lora_A.weight", "lora_B.weight"):
-            del state[f"{name}.{ending}"]
-        state[f"{name}.weight"] = layer.merged_weight()
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LinearLayer):
+            continue
+        for ending in ("lora_A.weight", "lora_B.weight", "weight.packed", "weight.scales"):
+            state.pop(f"{name}.{ending}", None)
+        state[f"{name}.weight"] = (
+            layer.merged_weight() if isinstance(layer, LoraLayer) else layer.plain_weight()
+        )
     return dict(state)
 
 

@@ -23,6 +23,7 @@ from tandem.models.lora import (
     lora_parameters,
     match_targets,
     merged_state_dict,
+    train_adapters,
 )
 
 from .families import ragged_batch, scaled, tiny_model, tiny_scalar
@@ -169,6 +170,15 @@ def test_what_trains(family: str) -> None:
         assert {id(p) for p in lora_parameters(model)} == {
             id(p) for n, p in model.named_parameters() if n in expected
         }
+
+
+def test_adapters_are_trained_on() -> None:
+    model = tiny_scalar("llama")
+    add_lora(model, CONFIG, seed=1)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    model.requires_grad_(False)
+    train_adapters(model)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == trained
 
 
 def test_all_linear_leaves_the_heads_out() -> None:

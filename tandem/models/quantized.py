@@ -1,0 +1,156 @@
+"""A frozen weight as packed integers, which a forward unpacks, multiplies by and forgets.
+
+A frozen weight is only ever multiplied by, so nothing else is kept: the backward unpacks it again
+for the gradient to the input. One layer's weight is unpacked at a time.
+Source: QLoRA, arXiv:2305.14314. Differs: scales are not quantized again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tandem.errors import ModelError
+from tandem.ops import blockwise
+
+_CODES = {"int8": blockwise.INT8, "nf4": blockwise.NF4}
+KINDS = tuple(_CODES)
+"""int8: 256 weights a scale, 1.016 bytes a weight. nf4: 64 a scale, 0.531 bytes."""
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class PackedParameter(nn.Parameter):
+    """Integers of a quantized weight, which cannot be trained."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> PackedParameter:
+        """As torch's, but for a message that says what to do.
+
+        Raises:
+            ModelError: gradients are asked for.
+        """
+        if requires_grad:
+            raise ModelError(
+                "a quantized weight must stay frozen; got requires_grad=True. Train adapters on "
+                "it (--lora.rank), or load the model without --frozen-weights."
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What packed integers mean."""
+
+    kind: str
+    shape: torch.Size
+
+    def unpacked(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """A new tensor of `shape`: scale times code, rounded once to `dtype`."""
+        code, count = _CODES[self.kind], self.shape.numel()
+        floats = scales.view(code.scale_dtype)
+        return blockwise.dequantize(packed, floats, count, code, dtype).view(self.shape)
+
+
+class _PackedProduct(torch.autograd.Function):
+    """product(x, W, bias), W unpacked here and again in the backward; only integers are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        packed: Tensor,
+        scales: Tensor,
+        layout: Layout,
+        turned: bool,
+        product: Product,
+    ) -> Tensor:
+        ctx.save_for_backward(packed, scales)
+        ctx.layout, ctx.turned, ctx.product = layout, turned, product
+        with torch.autocast(x.device.type, enabled=False):
+            weight = layout.unpacked(packed, scales, x.dtype)
+            return product(x, weight.t() if turned else weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        packed, scales = ctx.saved_tensors
+        for_x = for_bias = None
+        with torch.autocast(gradient.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                weight = ctx.layout.unpacked(packed, scales, gradient.dtype)
+                for_x = ctx.product(gradient, weight if ctx.turned else weight.t(), None)
+            if ctx.needs_input_grad[1]:
+                for_bias = gradient.flatten(0, -2).sum(0)
+        return for_x, for_bias, None, None, None, None, None
+
+
+class PackedWeight(nn.Module):
+    """A weight as integers: a module where a layer has its weight, so that names tell it.
+
+    Attributes:
+        packed: the codes of `ops.blockwise`, flat.
+        scales: their bytes, so that no cast (`.to`, FSDP2's mixed precision) rounds them, and every
+            backend of torch.distributed carries them.
+        layout: what they mean. shape, dtype: the weight's own.
+    """
+
+    def __init__(self, weight: Tensor, kind: str) -> None:
+        """Quantizes `weight` (any shape, finite), which is not changed."""
+        super().__init__()
+        packed, scales = blockwise.quantize(weight.detach().reshape(-1), _CODES[kind])
+        self.packed = PackedParameter(packed, requires_grad=False)
+        self.scales = PackedParameter(scales.view(torch.uint8), requires_grad=False)
+        self.layout = Layout(kind, weight.shape)
+        self.shape, self.dtype = weight.shape, weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the integers are."""
+        return self.packed.device
+
+    def numel(self) -> int:
+        """Weights, as they were counted before."""
+        return self.shape.numel()
+
+    def is_floating_point(self) -> bool:
+        """Never: what is kept are integers."""
+        return False
+
+    def product(self, x: Tensor, bias: Tensor | None, *, turned: bool, product: Product) -> Tensor:
+        """product(x, W, bias), in autocast's dtype or else x's, with gradient to x (and bias).
+
+        Args:
+            turned: the weight is kept (in, out), as Conv1D's.
+            product: the linear that computes it, and the gradient to x.
+        """
+        kind, dtype = x.device.type, x.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        cast = None if bias is None else bias.to(dtype)
+        integers = self.packed, self.scales
+        result: Tensor = _PackedProduct.apply(
+            x.to(dtype), cast, *integers, self.layout, turned, product
+        )
+        return result
+
+    @torch.no_grad()
+    def dequantized(self) -> Tensor:
+        """The weight that the integers stand for: a new tensor in the weight's own dtype.
+
+        If it lies in pieces over the ranks, all take part, and the result is in pieces again.
+        """
+        if not isinstance(self.packed, DTensor):
+            return self.layout.unpacked(self.packed, self.scales, self.dtype)
+        assert isinstance(self.scales, DTensor)
+        packed, scales = self.packed.full_tensor(), self.scales.full_tensor()
+        weight = self.layout.unpacked(packed, scales, self.dtype)
+        return distribute_tensor(
+            weight, self.packed.device_mesh, self.packed.placements, src_data_rank=None
+        )

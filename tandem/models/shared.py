@@ -1,0 +1,113 @@
+"""One frozen base under several models: actor, critic, reference and reward model.
+
+Models that start from the same one differ in adapters and heads alone. `share_base` makes them
+hold its frozen weights once, as the very same parameter objects, quantized or not; every model
+stays a module tree of its own, and so do its twin, its optimizer and its saving.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from tandem.errors import ModelError
+from tandem.models.frozen import base_modules
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+Slot = tuple[str, nn.Module, str]
+"""A place of a parameter: its whole name, the module that has it, its name there."""
+
+
+def share_base(owner: PreTrainedModel, *others: PreTrainedModel) -> int:
+    """Make the others' frozen weights the owner's own parameter objects; in place.
+
+    Base model and vocabulary head, quantized or not, weights that adapters stand on included.
+    Adapters and scalar heads stay each model's own, trained or not, and so does a weight that the
+    other trains. All models are checked before the first is changed. Models are quantized before
+    they share, and split over ranks after: a split (ZeRO 1 to 3) gives each model pieces of its
+    own. `requires_grad_` on a shared weight speaks for every model.
+
+    Args:
+        owner: the model with the most heads, the actor.
+    Returns:
+        bytes that are given back, once nothing else holds the others' own weights.
+    Raises:
+        ModelError: a weight that another model has frozen is missing in the owner, trained there,
+            of other values or split over ranks, by its name; or another model has none frozen.
+    """
+    mine = {name: module._parameters[key] for name, module, key in _base_slots(owner)}
+    slots: list[Slot] = []
+    for number, other in enumerate(others, start=1):
+        found = [slot for slot in _base_slots(other) if not _slot(slot).requires_grad]
+        if not found:
+            raise ModelError(
+                f"model {number} to share a base must have frozen weights; got none. Give it "
+                "adapters (--lora.rank) or freeze it."
+            )
+        for slot in found:
+            _require_same(slot, mine.get(slot[0]), number)
+        slots += found
+    saved = {id(_slot(slot)): _slot(slot) for slot in slots if _slot(slot) is not mine[slot[0]]}
+    for name, module, key in slots:
+        module._parameters[key] = mine[name]
+    return sum(weight.numel() * weight.element_size() for weight in saved.values())
+
+
+def copied_over_base(model: Model) -> Model:
+    """A copy of a model that has its frozen base weights, and all else of its own.
+
+    Adapters and heads are copied, frozen or not. What may be trained in the copy is the caller's
+    to say, but never its base.
+    """
+    slots = [_slot(slot) for slot in _base_slots(model)]
+    return copy.deepcopy(
+        model, {id(weight): weight for weight in slots if not weight.requires_grad}
+    )
+
+
+def _base_slots(model: PreTrainedModel) -> list[Slot]:
+    """Every place of a base parameter: its whole name, its module and its name there."""
+    return [
+        (f"{name}.{key}", module, key)
+        for name, module in base_modules(model)
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _slot(slot: Slot) -> nn.Parameter:
+    parameter = slot[1]._parameters[slot[2]]
+    assert parameter is not None
+    return parameter
+
+
+def _require_same(slot: Slot, mine: nn.Parameter | None, number: int) -> None:
+    """Refuse a frozen weight of model `number` that the owner does not have, frozen and equal."""
+    name, theirs = slot[0], _slot(slot)
+    if mine is theirs:
+        return
+    if mine is None:
+        found = "which the first model lacks"
+    elif isinstance(theirs, DTensor) or isinstance(mine, DTensor):
+        found = "which is split over ranks already"
+    elif mine.requires_grad:
+        found = "which the first model trains"
+    elif (theirs.shape, theirs.dtype, theirs.device) != (mine.shape, mine.dtype, mine.device):
+        found = f"{_described(theirs)} where the first model has {_described(mine)}"
+    elif not torch.equal(theirs, mine):
+        found = "whose values differ"
+    else:
+        return
+    raise ModelError(
+        f"models on a shared base must start from the same frozen weights; got {name} of model "
+        f"{number}, {found}. Leave --shared-base off, or start them from one model."
+    )
+
+
+def _described(weight: nn.Parameter) -> str:
+    return f"{tuple(weight.shape)} {weight.dtype} on {weight.device}"
