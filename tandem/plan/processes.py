@@ -1,0 +1,160 @@
+"""One case's processes: started, watched for their peak memory, and ended with this one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_MARK = "TANDEM_SWEEP_CASE"
+_POLL_SECONDS, _SCAN_SECONDS = 0.05, 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a case's processes ended.
+
+    exit_code: the command's; negative is a signal's number. seconds: on the clock.
+    peak_bytes: the most resident memory of each rank, by rank; empty where it cannot be read.
+    error: one line of what went wrong; empty if nothing.
+    """
+
+    exit_code: int
+    seconds: float
+    peak_bytes: dict[int, int]
+    error: str
+
+
+def run_command(arguments: Sequence[str], log: Path) -> Ended:
+    """Run `tandem` with these arguments to its end, all it says going to `log`.
+
+    Ctrl-C here stops it, and it does not outlive this process.
+    """
+    mark = uuid.uuid4().hex
+    start = time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tandem", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, _MARK: mark},
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+        watch = PeakWatch(f"{_MARK}={mark}", process.pid)
+        try:
+            with watch:
+                code = process.wait()
+        except BaseException:
+            _stop(process)
+            raise
+    error = "" if code == 0 else error_line(log, code)
+    return Ended(code, time.monotonic() - start, watch.peaks, error)
+
+
+def error_line(log: Path, code: int) -> str:
+    """What a failed command said last: Tandem's own line if there is one."""
+    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines()]
+    lines = [line for line in lines if line]
+    ours = [line.removeprefix("tandem: ") for line in lines if line.startswith("tandem: ")]
+    said = ours[-1:] or lines[-1:]
+    if code < 0:
+        return f"ended by {_signal_name(-code)}" + (f"; last: {said[0]}" if said else "")
+    return said[0] if said else f"exit code {code}, and nothing was said"
+
+
+class PeakWatch:
+    """Reads the resident peak of a command's ranks while they run (Linux; elsewhere nothing).
+
+    A run resets its own peak from phase to phase, so it is read often and the largest kept.
+    """
+
+    def __init__(self, mark: str, main: int) -> None:
+        """
+        Args:
+            mark: NAME=VALUE that the ranks' environment has and no other process's.
+            main: the process that is the only rank where none says its number.
+        """
+        self.peaks: dict[int, int] = {}
+        self._mark, self._main = mark.encode(), main
+        self._ranks: dict[int, int] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakWatch:
+        if sys.platform == "linux":
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if len(self.peaks) > 1:
+            self.peaks.pop(-1, None)  # the launcher, which is no rank
+        self.peaks = {max(rank, 0): peak for rank, peak in sorted(self.peaks.items())}
+
+    def _watch(self) -> None:
+        scanned = 0.0
+        while not self._over.wait(_POLL_SECONDS):
+            if time.monotonic() - scanned > _SCAN_SECONDS:
+                self._ranks = self._marked()
+                scanned = time.monotonic()
+            for process, rank in self._ranks.items():
+                self.peaks[rank] = max(self.peaks.get(rank, 0), resident_peak(process))
+
+    def _marked(self) -> dict[int, int]:
+        """Process to rank of every process of the command's that has one; -1 is the command's."""
+        found: dict[int, int] = {self._main: -1}
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdigit():
+                continue
+            try:
+                words = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:  # another user's, or gone
+                continue
+            rank = next((word[5:] for word in words if word.startswith(b"RANK=")), None)
+            if self._mark in words and rank is not None:
+                found[int(folder.name)] = int(rank)
+        return found
+
+
+def resident_peak(process: int) -> int:
+    """A process's VmHWM in bytes; 0 once it is gone."""
+    try:
+        text = Path(f"/proc/{process}/status").read_text("ascii", "replace")
+    except OSError:
+        return 0
+    lines = (line for line in text.splitlines() if line.startswith("VmHWM:"))
+    return next((int(line.split()[1]) * 1024 for line in lines), 0)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask, wait, insist."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _end_with_parent() -> None:
+    """In the child: be asked to stop when the sweep is gone, however it went."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,127 @@
+"""What a case came to: read from its run's folder, written beside it, read again to go on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import CheckpointError
+from tandem.metrics.folder import finite, read_folder
+from tandem.metrics.metric import PHASES
+from tandem.metrics.records import write_atomically
+from tandem.plan.cases import Case
+from tandem.plan.processes import Ended
+
+RESULT_FILE = "result.json"
+_OUTCOME = {"sft": "loss", "reward": "loss", "dpo": "loss", "ppo": "reward"}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One case's figures.
+
+    seconds, tokens_per_second: by phase, summed over the training steps and over them in the mean;
+    steps: how many. peak_bytes: resident memory by rank. device_bytes: of the first rank's GPU, by
+    phase; on a CPU its resident memory. outcome: the last step's loss, or in step 3 its reward.
+    digest: of the case's configuration.
+    """
+
+    step: str
+    name: str
+    ranks: int
+    knobs: dict[str, Any]
+    digest: str
+    exit_code: int
+    wall_seconds: float
+    error: str = ""
+    steps: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    tokens_per_second: dict[str, float] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    device_bytes: dict[str, int] = field(default_factory=dict)
+    outcome: float | None = None
+
+    @property
+    def peak(self) -> int:
+        """The largest rank's resident bytes; 0 if unknown."""
+        return max(self.peak_bytes.values(), default=0)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean time of a training step; None if there was none."""
+        return self.seconds["step"] / self.steps if self.steps and "step" in self.seconds else None
+
+
+def result_of(case: Case, digest: str, ended: Ended, run_folder: Path) -> Result:
+    """Put together how the processes ended and what the run logged."""
+    figures = _figures(case.step, run_folder) if run_folder.is_dir() else {}
+    return Result(
+        step=case.step,
+        name=case.name,
+        ranks=case.ranks,
+        knobs=dict(case.knobs),
+        digest=digest,
+        exit_code=ended.exit_code,
+        wall_seconds=ended.seconds,
+        error=ended.error,
+        peak_bytes={str(rank): size for rank, size in ended.peak_bytes.items()},
+        **figures,
+    )
+
+
+def _figures(step: str, run_folder: Path) -> dict[str, Any]:
+    run = read_folder(run_folder)
+    seconds: dict[str, float] = {}
+    rates: dict[str, float] = {}
+    device: dict[str, int] = {}
+    for phase in PHASES:
+        # Step 0 only measures.
+        timed = {at: s for at, s in finite(run.series(step, f"seconds/{phase}")) if at > 0}
+        if timed:
+            seconds[phase] = sum(timed.values())
+        tokens: defaultdict[str, float] = defaultdict(float)
+        for at, rate in finite(run.series(step, f"tokens_per_second/{phase}")):
+            if at in timed:
+                tokens["count"] += rate * timed[at]
+                tokens["seconds"] += timed[at]
+        if tokens["seconds"] > 0:
+            rates[phase] = tokens["count"] / tokens["seconds"]
+        peaks = finite(run.series(step, f"peak_memory_bytes/{phase}"))
+        if peaks:
+            device[phase] = int(max(value for _, value in peaks))
+    outcome = run.series(step, _OUTCOME.get(step, "loss"))
+    last = outcome[-1][1] if outcome else math.nan
+    return {
+        "steps": len([at for at, _ in run.series(step, "seconds/step") if at > 0]),
+        "seconds": seconds,
+        "tokens_per_second": rates,
+        "device_bytes": device,
+        "outcome": last if math.isfinite(last) else None,
+    }
+
+
+def write_result(result: Result, folder: Path) -> None:
+    """Put a case's result.json in its folder, whole: from now on the case is finished."""
+    text = json.dumps(asdict(result), indent=1) + "\n"
+    write_atomically(folder / RESULT_FILE, text.encode("utf-8"))
+
+
+def read_result(folder: Path) -> Result | None:
+    """A finished case's result; None where there is none.
+
+    Raises:
+        CheckpointError: the file is there and cannot be read.
+    """
+    file = folder / RESULT_FILE
+    if not file.exists():
+        return None
+    try:
+        return Result(**json.loads(file.read_text("utf-8")))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} must be a case's result; got: {error}. Remove it to run the case again."
+        ) from None

@@ -1,0 +1,153 @@
+"""What of a model decides its memory: counted on the meta device, so no weight is ever made."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from tandem.models.blocks import decoder_blocks
+from tandem.models.load import attention_for, embedding_rows
+from tandem.models.lora import adaptable
+from tandem.models.quiet import quiet
+
+# Tensors of the inner width that an MLP keeps per token for its backward pass: a gated one the
+# gate, the other projection and their product; another the output of its activation, and, where
+# that cannot be undone, its input; GPT-2's tanh GELU, written out in torch, every part of it.
+_GATED_KEEPS, _RELU_KEEPS, _OTHER_KEEPS, _WRITTEN_OUT_KEEPS = 3, 1, 2, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model in the numbers that memory depends on.
+
+    parameters: all weights, a shared one once. blocks: those of each decoder block.
+    linears: (in, out) of every layer that may get an adapter or rest quantized.
+    largest: elements of the largest single weight. vocabulary: rows of the embedding.
+    query_width, kv_width: heads times their width; inner: the MLP's width.
+    inner_kept: tensors of that width which an MLP keeps for its backward pass.
+    is_scalar: a head of one output in place of the vocabulary's.
+    """
+
+    parameters: int
+    blocks: tuple[int, ...]
+    linears: tuple[tuple[int, int], ...]
+    largest: int
+    layers: int
+    width: int
+    heads: int
+    query_width: int
+    kv_width: int
+    inner: int
+    inner_kept: int
+    vocabulary: int
+    is_scalar: bool
+
+    @property
+    def linear_weights(self) -> int:
+        """Elements of all weights in `linears`."""
+        return sum(inputs * outputs for inputs, outputs in self.linears)
+
+    @property
+    def outside_blocks(self) -> int:
+        """Parameters that belong to no block: embeddings, the last norm, the head."""
+        return self.parameters - sum(self.blocks)
+
+    def adapters(self, rank: int) -> int:
+        """Parameters of adapters of this rank on every linear layer: rank * (in + out) each."""
+        return sum(rank * (inputs + outputs) for inputs, outputs in self.linears)
+
+
+def shape_of(config: PreTrainedConfig, *, scalar: bool = False) -> Shape:
+    """Count a model's weights from its config, exactly, in no memory.
+
+    Args:
+        scalar: with a head of one output, as critic and reward model have.
+    """
+    model = _on_meta(config, scalar)
+    text = config.get_text_config()
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    heads = int(text.num_attention_heads)
+    head_width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    inner, kept = _mlp(model, int(text.hidden_size))
+    return Shape(
+        parameters=sum(sizes.values()),
+        blocks=tuple(sum(p.numel() for p in b.parameters()) for b in decoder_blocks(model)),
+        linears=tuple(_in_out(model.get_submodule(name)) for name in adaptable(model)),
+        largest=max(sizes.values()),
+        layers=int(text.num_hidden_layers),
+        width=int(text.hidden_size),
+        heads=heads,
+        query_width=heads * head_width,
+        kv_width=kv_heads * head_width,
+        inner=inner,
+        inner_kept=kept,
+        vocabulary=embedding_rows(model),
+        is_scalar=scalar,
+    )
+
+
+def _on_meta(config: PreTrainedConfig, scalar: bool) -> PreTrainedModel:
+    config = copy.deepcopy(config)
+    auto: Any = AutoModelForCausalLM
+    if scalar:
+        auto = AutoModelForSequenceClassification
+        config.num_labels = 1
+    with torch.device("meta"), quiet():
+        model: PreTrainedModel = auto.from_config(
+            config, dtype=torch.float32, attn_implementation=attention_for(config)
+        )
+    model.tie_weights()
+    return model
+
+
+def _in_out(layer: nn.Module) -> tuple[int, int]:
+    """(in, out) of a linear layer; of GPT-2's Conv1D, whose weight lies turned, (out, in)."""
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)
+    return int(weight.shape[1]), int(weight.shape[0])
+
+
+def _mlp(model: PreTrainedModel, width: int) -> tuple[int, int]:
+    """The inner width of a block's MLP, and how many tensors of it the backward pass needs."""
+    block = decoder_blocks(model)[0]
+    widest = max(
+        (max(_in_out(m)) for n, m in block.named_modules() if _is_mlp_layer(n, m)),
+        default=4 * width,
+    )
+    text = model.config.get_text_config()
+    names = [name.rsplit(".", 1)[-1] for name, _ in block.named_modules()]
+    if "gate_up_proj" in names:
+        return widest // 2, _GATED_KEEPS
+    if any(name.startswith("gate_proj") for name in names):
+        return widest, _GATED_KEEPS
+    activation = str(
+        next(
+            (
+                getattr(text, n)
+                for n in ("hidden_act", "activation_function", "hidden_activation")
+                if getattr(text, n, None)
+            ),
+            "",
+        )
+    )
+    kept = {"relu": _RELU_KEEPS, "gelu_new": _WRITTEN_OUT_KEEPS}.get(activation, _OTHER_KEEPS)
+    return widest, kept
+
+
+def _is_mlp_layer(name: str, module: nn.Module) -> bool:
+    """A linear layer outside of attention."""
+    weight = getattr(module, "weight", None)
+    return (
+        isinstance(weight, torch.Tensor) and weight.dim() == 2 and "attn" not in name.split(".")[0]
+    ) and "attention" not in name

@@ -1,0 +1,199 @@
+"""The characterization sweep: one run per case, one after another, each in its own processes.
+
+    DIR/start/                          the steps before those that are swept, run once
+    DIR/STEP/CASE/config.yaml log.txt result.json run/
+    DIR/table.txt table.csv report.html over all, brought up to date after every case
+
+The same command goes on where it was stopped: a case with a result is not run again, one without
+begins anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem.config.load import dump_config
+from tandem.config.schema import RunConfig
+from tandem.errors import CheckpointError, ConfigError
+from tandem.plan.cases import Axes, Case, LeftOut, sweep_cases, why_left_out
+from tandem.plan.knobs import with_knobs
+from tandem.plan.processes import run_command
+from tandem.plan.results import Result, read_result, result_of, write_result
+from tandem.plan.table import summary_line, write_tables
+
+START = "start"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What to sweep.
+
+    config: what the cases have in common; its `steps` are swept. ranks: of every case.
+    only: run cases alone whose STEP/NAME holds one of these texts; empty runs all.
+    keep_models: leave the cases' weights in their folders.
+    """
+
+    config: RunConfig
+    folder: Path
+    ranks: int = 1
+    axes: Axes = field(default_factory=Axes)
+    only: tuple[str, ...] = ()
+    retry_failed: bool = False
+    keep_models: bool = False
+
+
+def planned(sweep: Sweep) -> tuple[list[Case], list[LeftOut]]:
+    """The cases to run, in order, and those left out with their reasons."""
+    cases, left_out = sweep_cases(sweep.config, sweep.config.steps, sweep.ranks, sweep.axes)
+
+    def wanted(case: Case | LeftOut) -> bool:
+        where = f"{case.step}/{case.name}"
+        return not sweep.only or any(text in where for text in sweep.only)
+
+    return [c for c in cases if wanted(c)], [c for c in left_out if wanted(c)]
+
+
+def run_sweep(sweep: Sweep, say: Callable[[str], None] = print) -> list[Result]:
+    """Run every case that has no result yet, and write the tables.
+
+    A failing case is noted with its error, and the next begins.
+
+    Returns:
+        the results of all cases, earlier ones included, in order.
+    Raises:
+        ConfigError: nothing to run, or --output-dir's folder cannot be written.
+        CheckpointError: the folder holds results of other knobs.
+    """
+    cases, left_out = planned(sweep)
+    for line in why_left_out(left_out):
+        say(line)
+    if not cases:
+        raise ConfigError(
+            "a sweep must have at least one case; got none. See the reasons above, --sweep-only "
+            "and --steps."
+        )
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    for case in cases:  # before hours go into the first ones
+        _finished(sweep, case)
+    base = _after_start(sweep, cases, say)
+    results: list[Result] = []
+    for number, case in enumerate(cases, start=1):
+        where = f"{case.step}/{case.name} ({number} of {len(cases)})"
+        result = _finished(sweep, case)
+        if result is not None and not (result.exit_code and sweep.retry_failed):
+            say(f"{where}: done before: {summary_line(result)}")
+        else:
+            say(f"{where}: begins")
+            result = _run(sweep, case, base)
+            say(f"{where}: {summary_line(result)}")
+        results.append(result)
+        write_tables(results, left_out, sweep.folder)
+    say(f"table: {sweep.folder / 'table.txt'}   report: {sweep.folder / 'report.html'}")
+    return results
+
+
+def _case_config(sweep: Sweep, case: Case, base: dict[str, object]) -> RunConfig:
+    common = {
+        "steps": [case.step],
+        "output_dir": str(_folder(sweep, case) / "run"),
+        "save_every": 0,
+        "log.tensorboard": False,
+        "log.wandb": "",
+    }
+    # Step 2 begins as the config says, not from what step 2 made before.
+    given = {k: v for k, v in base.items() if k == "actor_model" or case.step == "ppo"}
+    return with_knobs(sweep.config, {**given, **common, **case.knobs})
+
+
+def _run(sweep: Sweep, case: Case, base: dict[str, object]) -> Result:
+    folder = _folder(sweep, case)
+    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted or failed case left
+    folder.mkdir(parents=True)
+    config = folder / "config.yaml"
+    config.write_text(dump_config(_case_config(sweep, case, base)), encoding="utf-8")
+    ended = run_command(_arguments(case.step, config, case.ranks), folder / "log.txt")
+    result = result_of(case, _digest(sweep, case), ended, folder / "run")
+    if not sweep.keep_models:
+        shutil.rmtree(folder / "run" / case.step, ignore_errors=True)
+        shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
+    write_result(result, folder)
+    return result
+
+
+def _finished(sweep: Sweep, case: Case) -> Result | None:
+    """The case's earlier result; refuses one that was made with other knobs."""
+    folder = _folder(sweep, case)
+    result = read_result(folder)
+    if result is not None and result.digest != _digest(sweep, case):
+        raise CheckpointError(
+            f"{folder} must be of these knobs; got a result of others. Use another --sweep-dir, or "
+            "remove that folder."
+        )
+    return result
+
+
+def _after_start(
+    sweep: Sweep, cases: Sequence[Case], say: Callable[[str], None]
+) -> dict[str, object]:
+    """Run once, as configured, the steps that the swept ones start from.
+
+    Returns:
+        the knobs by which cases find what came out.
+    """
+    steps = sweep.config.steps
+    needed = [
+        earlier
+        for earlier in ("sft", "reward")
+        if earlier in steps and any(_starts_from(case.step, earlier) for case in cases)
+    ]
+    if not needed:
+        return {}
+    folder = sweep.folder / START
+    made = folder / "run"
+    case = Case("train", START, {}, sweep.ranks)
+    result = read_result(folder)
+    config = with_knobs(
+        sweep.config,
+        {"steps": needed, "output_dir": str(made), "log.tensorboard": False, "log.wandb": ""},
+    )
+    digest = _digest_of(config, sweep.ranks)
+    if result is None or result.exit_code or result.digest != digest:
+        say(f"start: {' '.join(needed)}, which the swept steps start from")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        arguments = _arguments("train", folder / "config.yaml", sweep.ranks)
+        ended = run_command(arguments, folder / "log.txt")
+        if ended.exit_code:
+            raise ConfigError(
+                f"the steps that the sweep starts from must run; got: {ended.error}. See "
+                f"{folder / 'log.txt'}."
+            )
+        write_result(result_of(case, digest, ended, made), folder)
+    base: dict[str, object] = {"actor_model": str(made / "sft")} if "sft" in needed else {}
+    return base | ({"reward_model": str(made / "reward")} if "reward" in needed else {})
+
+
+def _starts_from(step: str, earlier: str) -> bool:
+    return earlier in {"reward": ("sft",), "dpo": ("sft",), "ppo": ("sft", "reward")}.get(step, ())
+
+
+def _arguments(command: str, config: Path, ranks: int) -> list[str]:
+    return [command, "--config", str(config), *(["--num-gpus", str(ranks)] if ranks > 1 else [])]
+
+
+def _folder(sweep: Sweep, case: Case) -> Path:
+    return sweep.folder / case.step / case.name
+
+
+def _digest(sweep: Sweep, case: Case) -> str:
+    return _digest_of(_case_config(sweep, case, {}), case.ranks)
+
+
+def _digest_of(config: RunConfig, ranks: int) -> str:
+    """Of the knobs and ranks, wherever the folder is."""
+    text = dump_config(with_knobs(config, {"output_dir": ""}))
+    return hashlib.sha256(f"{ranks} ranks\n{text}".encode()).hexdigest()

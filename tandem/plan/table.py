@@ -1,0 +1,183 @@
+"""A sweep's results side by side: text, CSV, and a page with bars."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from markupsafe import Markup
+
+from tandem.metrics.metric import PHASES
+from tandem.metrics.records import write_atomically
+from tandem.metrics.text import duration, short_number, visible, with_unit
+from tandem.plan.cases import LeftOut, why_left_out
+from tandem.plan.results import Result
+
+_COLUMNS: dict[str, Callable[[Result], str]] = {
+    "step": lambda r: r.step,
+    "case": lambda r: r.name,
+    "ranks": lambda r: str(r.ranks),
+    "s/step": lambda r: _number(r.seconds_per_step),
+    "generate tok/s": lambda r: _number(r.tokens_per_second.get("generate")),
+    "train tok/s": lambda r: _number(r.tokens_per_second.get("train")),
+    "peak/rank": lambda r: with_unit(r.peak, "bytes") if r.peak else "",
+    "loss or reward": lambda r: _number(r.outcome),
+    "wall": lambda r: duration(r.wall_seconds),
+    "error": lambda r: visible(r.error),
+}
+_LEFT_ALIGNED = ("step", "case", "error")
+
+_BARS: dict[str, tuple[str, Callable[[Result], float | None]]] = {
+    "Peak resident memory of the largest rank": ("bytes", lambda r: float(r.peak) or None),
+    "Time of a step": ("seconds", lambda r: r.seconds_per_step),
+    "Training throughput": ("tokens/s", lambda r: r.tokens_per_second.get("train")),
+    "Generation throughput": ("tokens/s", lambda r: r.tokens_per_second.get("generate")),
+}
+_ROW, _LABEL, _WIDTH, _VALUE = 22, 210, 720, 100
+
+_PAGE = Markup("""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Sweep {name}</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem;
+  color: #17202c; background: #fff; }}
+pre, td, th {{ font-variant-numeric: tabular-nums; }}
+table {{ border-collapse: collapse; font-size: .86rem; }}
+td, th {{ text-align: right; padding: .15rem .6rem; border-bottom: 1px solid #dfe4ea; }}
+td.left, th.left {{ text-align: left; }}
+svg {{ width: 100%; height: auto; }}
+svg text {{ font-size: 12px; fill: #17202c; }} svg .end {{ text-anchor: end; }}
+.bar {{ fill: #2563d9; }}
+</style></head><body><h1>Sweep {name}</h1>{body}</body></html>
+""")
+
+
+def summary_line(result: Result) -> str:
+    """A finished case in one line."""
+    if result.exit_code:
+        return f"failed with exit code {result.exit_code}: {visible(result.error)}"
+    parts = [duration(result.wall_seconds)]
+    parts += [f"{phase} {rate:,.0f} tokens/s" for phase, rate in result.tokens_per_second.items()]
+    if result.peak:
+        parts.append(f"peak {with_unit(result.peak, 'bytes')} a rank")
+    if result.outcome is not None:
+        parts.append(f"{'reward' if result.step == 'ppo' else 'loss'} {_number(result.outcome)}")
+    return ", ".join(parts)
+
+
+def write_tables(results: Sequence[Result], left_out: Sequence[LeftOut], folder: Path) -> None:
+    """Write table.txt, table.csv and report.html of the results so far."""
+    for name, text in (
+        ("table.txt", text_table(results, left_out)),
+        ("table.csv", csv_table(results)),
+        ("report.html", page(results, left_out, folder.resolve().name)),
+    ):
+        write_atomically(folder / name, text.encode("utf-8"))
+
+
+def text_table(results: Sequence[Result], left_out: Sequence[LeftOut]) -> str:
+    """Columns of even width; under them what was left out and why."""
+    rows = [list(_COLUMNS), *([cell(r) for cell in _COLUMNS.values()] for r in results)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if name in _LEFT_ALIGNED else cell.rjust(width)
+            for name, cell, width in zip(_COLUMNS, row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+    lines += [visible(line) for line in why_left_out(left_out)]
+    return "\n".join(lines) + "\n"
+
+
+def csv_table(results: Sequence[Result]) -> str:
+    """Every figure in plain numbers: seconds, tokens/s, bytes; a column per phase and rank."""
+    phases = [p for p in PHASES if any(p in r.seconds for r in results)]
+    ranks = sorted({rank for r in results for rank in r.peak_bytes}, key=int)
+    knobs = list(dict.fromkeys(name for r in results for name in r.knobs))
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(
+        ["step", "case", "ranks", *knobs, "exit_code", "error", "wall_seconds", "steps", "outcome"]
+        + [f"seconds/{p}" for p in phases]
+        + [f"tokens_per_second/{p}" for p in phases]
+        + [f"device_bytes/{p}" for p in phases]
+        + [f"peak_bytes/rank{rank}" for rank in ranks]
+    )
+    for r in results:
+        writer.writerow(
+            [r.step, r.name, r.ranks]
+            + [_plain(r.knobs.get(name, "")) for name in knobs]
+            + [r.exit_code, visible(r.error), r.wall_seconds, r.steps, r.outcome]
+            + [r.seconds.get(p) for p in phases]
+            + [r.tokens_per_second.get(p) for p in phases]
+            + [r.device_bytes.get(p) for p in phases]
+            + [r.peak_bytes.get(rank) for rank in ranks]
+        )
+    return out.getvalue()
+
+
+def page(results: Sequence[Result], left_out: Sequence[LeftOut], name: str) -> str:
+    """The same as one HTML page, bars over all cases of a step; no script, no network."""
+    parts = []
+    for step in dict.fromkeys(r.step for r in results):
+        of_step = [r for r in results if r.step == step]
+        parts.append(Markup("<h2>{}</h2>").format(step))
+        for title, (unit, figure) in _BARS.items():
+            values = [(r.name, figure(r)) for r in of_step]
+            known = [(label, value) for label, value in values if value is not None]
+            if known:
+                parts.append(Markup("<h3>{}</h3>{}").format(title, bars(title, unit, known)))
+        parts.append(_html_table(of_step))
+    items = [Markup("<li>{}</li>").format(visible(line)) for line in why_left_out(left_out)]
+    if items:
+        parts.append(Markup("<h2>Left out</h2><ul>{}</ul>").format(Markup("").join(items)))
+    return str(_PAGE.format(name=visible(name), body=Markup("").join(parts)))
+
+
+def bars(title: str, unit: str, values: Sequence[tuple[str, float]]) -> Markup:
+    """One horizontal bar a case, from zero, as inline SVG."""
+    most = max(value for _, value in values) or 1.0
+    room = _WIDTH - _LABEL - _VALUE
+    rows = [
+        Markup(
+            '<text class="end" x="{}" y="{}">{}</text>'
+            '<rect class="bar" x="{}" y="{}" width="{:.1f}" height="{}"/>'
+            '<text x="{:.1f}" y="{}">{}</text>'
+        ).format(
+            _LABEL - 8, i * _ROW + 15, visible(label),
+            _LABEL, i * _ROW + 4, room * value / most, _ROW - 8,
+            _LABEL + room * value / most + 6, i * _ROW + 15, with_unit(value, unit),
+        )
+        for i, (label, value) in enumerate(values)
+    ]  # fmt: skip
+    return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
+        _WIDTH, len(values) * _ROW + 4, title, Markup("").join(rows)
+    )
+
+
+def _html_table(results: Sequence[Result]) -> Markup:
+    def row(tag: str, cells: Sequence[str]) -> Markup:
+        return Markup("<tr>{}</tr>").format(
+            Markup("").join(
+                Markup('<{t} class="{c}">{v}</{t}>').format(
+                    t=tag, c="left" if name in _LEFT_ALIGNED else "", v=cell
+                )
+                for name, cell in zip(_COLUMNS, cells, strict=True)
+            )
+        )
+
+    body = [row("td", [cell(r) for cell in _COLUMNS.values()]) for r in results]
+    return Markup("<table>{}{}</table>").format(row("th", list(_COLUMNS)), Markup("").join(body))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else short_number(value)
+
+
+def _plain(value: object) -> object:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else value
