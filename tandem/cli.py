@@ -17,6 +17,8 @@ from typing import NoReturn
 from tandem.config.flags import help_page, parse_run_flags
 from tandem.config.load import check_config, check_ranges
 from tandem.errors import ConfigError, TandemError
+from tandem.launch.failure import complain, is_launched
+from tandem.launch.flags import launch_help, take_launch_flags
 
 _RUN_COMMANDS = {
     "train": "All steps from a pretrained model to an assistant: SFT, reward model, PPO.",
@@ -33,12 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]
     try:
-        return _run(args)
+        return _run(args, debug)
     except TandemError as error:
         if debug:
             traceback.print_exc()
-        print(f"tandem: {error}", file=sys.stderr)
-        return 2
+        return complain(str(error), 2, error)
     except BrokenPipeError:
         # The reader (a pager, `head`) has what it wanted.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -46,18 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if debug:
             traceback.print_exc()
-        print(f"tandem: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(
-            "\ntandem: stopped. The same command continues from "
-            "the last checkpoint (--save-every); finished steps are kept.",
-            file=sys.stderr,
+        line = f"{error.filename or 'a file'}: {error.strerror or error}"
+        return complain(line, 2, error)
+    except KeyboardInterrupt as error:
+        line = (
+            "stopped. The same command continues from the last checkpoint (--save-every); "
+            "finished steps are kept."
         )
-        return 130
+        return complain(line, 130, error)
 
 
-def _run(args: list[str]) -> int:
+def _run(args: list[str], debug: bool) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0
@@ -68,13 +68,14 @@ def _run(args: list[str]) -> int:
         return 0
     command, rest = args[0], args[1:]
     if command in _RUN_COMMANDS:
-        return _train(command, rest)
+        return _train(command, rest, debug)
     commands: dict[str, Callable[[list[str]], int]] = {
         "chat": _chat,
         "eval": _eval,
         "report": _report,
         "data": _data,
         "demo": _demo,
+        "sweep": _sweep,
     }
     if command not in commands:
         near = difflib.get_close_matches(command, [*_RUN_COMMANDS, *commands], n=1)
@@ -92,20 +93,34 @@ def _overview() -> str:
         "  report   Write a run's one-page HTML report anew.",
         "  data     `tandem data check FILE ...`: what would be trained on, row by row.",
         "  demo     All three steps on the built-in data set, in minutes, on a CPU.",
+        "  sweep    A run per ZeRO stage, LoRA, offload, ...: one table of speed and memory.",
         "",
         "--debug shows the traceback of an error. --version shows the version.",
     ]
     return "\n".join(lines)
 
 
-def _train(command: str, args: list[str]) -> int:
+def _train(command: str, args: list[str], debug: bool) -> int:
     if "--help" in args or "-h" in args or "--help-all" in args:
         everything = "--help-all" in args
         print(help_page(command, _RUN_COMMANDS[command], everything=everything))
+        print(f"\n{launch_help()}")
         return 0
-    config = parse_run_flags(args, command)
+    options, flags = take_launch_flags(args)
+    config = parse_run_flags(flags, command)
     check_config(config)
-    from tandem.engine.hybrid import resolve_device
+    if options.is_needed and not is_launched():
+        from tandem.launch.run import launch
+
+        return launch(
+            ["-m", "tandem", command, *args, *(["--debug"] if debug else [])],
+            options,
+            log_folder=os.path.join(config.output_dir, "logs"),
+            device=config.device,
+            patience_seconds=60 * config.parallel.timeout_minutes,
+        )
+    from tandem.engine.devices import resolve_device
+    from tandem.parallel.watch import watching
     from tandem.parallel.world import join, leave
     from tandem.train.pipeline import train
 
@@ -114,7 +129,8 @@ def _train(command: str, args: list[str]) -> int:
         ranks_per_node=config.parallel.ranks_per_node,
         timeout_minutes=config.parallel.timeout_minutes,
     )
-    run = train(config, command=shlex.join(["tandem", command, *args]), world=world)
+    with watching(world.rank, world.size):
+        run = train(config, command=shlex.join(["tandem", command, *args]), world=world)
     run.say(f"chat:   tandem chat {shlex.quote(str(run.path))}")
     leave()
     return 0
@@ -128,6 +144,12 @@ def _demo(args: list[str]) -> int:
 
     demo(options.output_dir)
     return 0
+
+
+def _sweep(args: list[str]) -> int:
+    from tandem.plan.command import sweep_command
+
+    return sweep_command(args)
 
 
 def _chat(args: list[str]) -> int:

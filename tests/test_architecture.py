@@ -11,6 +11,7 @@ import pytest
 
 from tandem.config import reference as config_reference
 from tandem.config.flags import parse_run_flags
+from tandem.launch.flags import take_launch_flags
 from tandem.metrics import reference as metrics_reference
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +25,7 @@ LAYERS = (
     ("data", "models", "parallel", "objectives", "metrics"),
     ("generate", "checkpoint"),
     ("engine",),
-    ("train", "serve", "plan"),
+    ("train", "serve", "plan", "launch"),
     ("cli", "__init__"),
     ("__main__",),
 )
@@ -169,5 +170,6 @@ def test_files_and_commands_that_pages_name_are_there(page: Path) -> None:
         words = shlex.split(line, comments=True)
         if words[:1] == ["tandem"] and len(words) > 1 and words[1] in commands:
             flags = [word for word in words[2:] if word not in ("...", "[flags]")]
+            _, flags = take_launch_flags(flags)
             if "--config" not in flags:
                 parse_run_flags(flags, words[1])

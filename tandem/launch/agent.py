@@ -1,0 +1,266 @@
+"""One node's launcher: torch's elastic agent, with our own way to start, watch and end ranks.
+
+Torch decides when ranks start, meet and start again (`SimpleElasticAgent`, made to be extended);
+this decides what a rank's process is, how long it is waited for, and who is to blame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from tandem.launch.failure import FAILURE_FILE, LAUNCHER, LOG_FILE, read_failure
+from tandem.launch.meeting import ManyNodes, OneNode
+from tandem.launch.peers import Peers
+from tandem.launch.verdict import Ending, Verdict, judge
+from tandem.parallel.watch import INTERVAL_SECONDS, blame, read_notes, watch_prefix
+
+_SETTLE_SECONDS = 1.0
+"""After a failure: for what happened at the same time to show."""
+_SHARED_SECONDS = 6.0
+"""After an error that a user can mend: for the other ranks to meet the same one."""
+_TERM_SECONDS = 2.0
+_POLL_SECONDS = 0.05
+
+
+@dataclass(slots=True)
+class Rank:
+    """A rank's process; `code` and `seen` once its end was noticed."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    log_start: int
+    failure_file: Path
+    code: int | None = None
+    seen: float = 0.0
+
+    def poll(self) -> bool:
+        """Whether it has failed, or left word that it will."""
+        if self.code is None:
+            self.code = self.process.poll()
+            self.seen = time.time()
+        return self.code not in (None, 0) or self.failure_file.exists()
+
+
+class Agent(SimpleElasticAgent):
+    """Starts the ranks of one node, watches them, and ends them all together."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        meeting: OneNode | ManyNodes,
+        command: Sequence[str],
+        *,
+        log_folder: Path,
+        scratch: Path,
+        say: Callable[[str], None],
+        patience_seconds: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            command: what follows `python` for a rank: -m MODULE or SCRIPT, and arguments.
+            scratch: an empty folder of the launcher's own, for words that ranks leave.
+            patience_seconds: how long ranks that were asked to stop may take.
+            environment: on top of this process's own.
+        """
+        super().__init__(spec)
+        self.verdict: Verdict | None = None
+        self.asked_to_stop: signal.Signals | None = None
+        self._must_stop_at_once = False
+        self._can_interrupt = True
+        self._meeting = meeting
+        self._command = list(command)
+        self._log_folder = log_folder
+        self._scratch = scratch
+        self._say = say
+        self._patience = patience_seconds
+        self._environment = dict(environment or {})
+        self._host = socket.gethostname()
+        self._ranks: list[Rank] = []
+        self._peers = Peers(None, 0, 1)
+
+    def stop(self, number: int, frame: object) -> None:
+        """A signal handler: ask all ranks to stop; at the second call end them at once."""
+        if self.asked_to_stop is not None:
+            self._must_stop_at_once = True
+            return
+        self.asked_to_stop = signal.Signals(number)
+        if self._can_interrupt:  # waiting for other nodes, with no rank of ours alive
+            raise SignalException(f"stopped by {self.asked_to_stop.name}", self.asked_to_stop)
+
+    @property
+    def all_finished(self) -> bool:
+        """Whether every rank of this node came to its end, and none failed."""
+        return bool(self._ranks) and all(rank.code == 0 for rank in self._ranks)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._can_interrupt = False
+        group: Any = worker_group  # torch annotates what the meeting fills in as None
+        self._peers = Peers(group.store, group.group_rank, group.group_world_size)
+        attempt = group.spec.max_restarts - self._remaining_restarts
+        self._ranks = [self._start(group, worker.local_rank, attempt) for worker in group.workers]
+        if group.group_world_size > 1:
+            numbers = " ".join(str(rank.number) for rank in self._ranks)
+            node, num_nodes = group.group_rank, group.group_world_size
+            self._say(f"node {node} of {num_nodes}, {self._host}: ranks {numbers}")
+        return {local: rank.process.pid for local, rank in enumerate(self._ranks)}
+
+    def _start(self, group: Any, local_rank: int, attempt: int) -> Rank:
+        worker = group.workers[local_rank]
+        number = worker.global_rank
+        log = self._log_folder / f"rank-{number}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        failure_file = self._scratch / f"attempt-{attempt}-rank-{number}.json"
+        environment = {
+            **os.environ,
+            **self._environment,
+            "RANK": str(number),
+            "WORLD_SIZE": str(worker.world_size),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(group.spec.local_world_size),
+            "GROUP_RANK": str(group.group_rank),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "MASTER_ADDR": str(group.master_addr),
+            "MASTER_PORT": str(group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(group.spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher keeps it, all ranks come to it
+            FAILURE_FILE: str(failure_file),
+            LOG_FILE: str(log),
+            LAUNCHER: str(os.getpid()),
+        }
+        # Without the working folder on the path of modules, unless we have it there ourselves.
+        safe = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
+        with log.open("ab") as output:
+            when = time.strftime("%Y-%m-%d %H:%M:%S")
+            output.write(f"--- {when} rank {number} on {self._host}, start {attempt}\n".encode())
+            output.flush()
+            console = None if number == 0 else output
+            process = subprocess.Popen(
+                [sys.executable, *safe, "-m", "tandem.launch.worker", *self._command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone
+            )
+            return Rank(number, process, log, output.tell(), failure_file)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._heed_stop()
+        told = None
+        if self._peers.is_time_to_ask():
+            self.asked_to_stop = self._peers.asked_to_stop()
+            self._heed_stop()
+            told = self._peers.verdict()
+        failed = [rank for rank in self._ranks if rank.poll()]
+        if failed or told is not None:
+            self.verdict = told or self._judge(worker_group)
+            if not self.verdict.can_retry:
+                self._remaining_restarts = 0
+            if self._remaining_restarts:
+                tries = worker_group.spec.max_restarts
+                number = tries - self._remaining_restarts + 1
+                self._say(f"{self.verdict.line}. All ranks start again ({number} of {tries}).")
+            return RunResult(state=WorkerState.FAILED)
+        if self.all_finished:
+            done = {rank.number: None for rank in self._ranks}
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _heed_stop(self) -> None:
+        if self.asked_to_stop is not None:
+            self._peers.tell_stop(self.asked_to_stop)
+            raise SignalException(f"stopped by {self.asked_to_stop.name}", self.asked_to_stop)
+
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        self._end(signal.SIGTERM, _TERM_SECONDS)
+        self._can_interrupt = True
+        self._heed_stop()
+
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30, **more: Any
+    ) -> None:
+        self._end(death_sig, self._patience if self.asked_to_stop else _TERM_SECONDS)
+
+    def _end(self, number: signal.Signals, seconds: float) -> None:
+        """Ask the ranks, wait, then kill them and whatever they started."""
+        for rank in self._ranks:
+            if rank.process.poll() is None:
+                rank.process.send_signal(number)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._must_stop_at_once:
+            if all(rank.process.poll() is not None for rank in self._ranks):
+                break
+            time.sleep(_POLL_SECONDS)
+        for rank in self._ranks:
+            with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+                os.killpg(rank.process.pid, signal.SIGKILL)
+            rank.process.wait()
+            rank.poll()
+
+    def _judge(self, group: Any) -> Verdict:
+        """Let the others fail too, then decide; with several nodes, together with them."""
+        begun = time.monotonic()
+        while not all(rank.poll() or rank.code is not None for rank in self._ranks):
+            failures = [read_failure(rank.failure_file) for rank in self._ranks]
+            is_error = any(failure and failure.kind == "error" for failure in failures)
+            if time.monotonic() > begun + (_SHARED_SECONDS if is_error else _SETTLE_SECONDS):
+                break
+            time.sleep(_POLL_SECONDS)
+        endings = [
+            Ending(
+                rank=rank.number,
+                host=self._host,
+                log=rank.log,
+                log_start=rank.log_start,
+                code=rank.code,
+                failure=read_failure(rank.failure_file),
+                seen=rank.seen,
+            )
+            for rank in self._ranks
+        ]
+        dumb = [e for e in endings if e.failure is None and (e.code or 0) < 0]
+        places, silent = self._last_seen(group, dumb) if dumb else ({}, [])
+        return self._peers.agree(judge(endings, places, silent))
+
+    def _last_seen(self, group: Any, dumb: Sequence[Ending]) -> tuple[dict[int, str], list[str]]:
+        """Where ranks were that a signal ended, and, for aborted ones, who leaves no notes."""
+        attempt = group.spec.max_restarts - self._remaining_restarts
+        store = self._meeting.ranks_store
+        assert store is not None, "ranks were started"
+        notes = PrefixStore(watch_prefix(str(attempt)), store)
+        size = group.workers[0].world_size
+        try:
+            before = read_notes(notes, size)
+            places = {seen.rank: seen.where() for seen in before if seen is not None}
+            if all(ending.code != -signal.SIGABRT for ending in dumb):
+                return places, []
+            time.sleep(2 * INTERVAL_SECONDS)
+            said = blame(before, read_notes(notes, size))
+        except RuntimeError:  # kept by a node that is gone
+            return {}, []
+        names = tuple(f"rank {ending.rank}," for ending in dumb)
+        return places, [phrase for phrase in said if not phrase.startswith(names)]

@@ -1,0 +1,89 @@
+"""How a rank tells its launcher what went wrong: one small file, written before it leaves.
+
+Without a launcher the same call prints the line, so the command line has one way to complain.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from tandem.errors import RankError, TandemError
+
+FAILURE_FILE = "TANDEM_FAILURE_FILE"
+"""Names the file that a launched rank leaves its failure in."""
+LOG_FILE = "TANDEM_LOG_FILE"
+"""Names the rank's log, where tracebacks go."""
+LAUNCHER = "TANDEM_LAUNCHER"
+"""The launcher's process id."""
+Kind = Literal["error", "crash", "lost", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank left.
+
+    kind: error (one that a user can mend), crash (any other exception), lost (a collective broke,
+    so another rank is to blame) or stopped (by a signal).
+    time: seconds since the epoch. code: the exit code that goes with it.
+    """
+
+    kind: Kind
+    line: str
+    code: int
+    time: float
+
+
+def is_launched() -> bool:
+    """Whether this process is a rank that our launcher started, not one that a rank started."""
+    return os.environ.get(LAUNCHER) == str(os.getppid())
+
+
+def complain(line: str, code: int, error: BaseException | None = None) -> int:
+    """Show one line to the user, through the launcher where there is one; returns `code`.
+
+    Args:
+        error: what was caught; its traceback goes to the rank's log.
+    """
+    if is_launched():
+        leave_failure(kind_of(error), line, code, error)
+        return code
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = f"rank {os.environ.get('RANK', '0')} of {size}: " if size > 1 else ""
+    print(f"tandem: {rank}{line}", file=sys.stderr)
+    return code
+
+
+def leave_failure(kind: Kind, line: str, code: int, error: BaseException | None = None) -> None:
+    """Write this rank's failure for the launcher, and its traceback to the rank's log."""
+    if error is not None and LOG_FILE in os.environ:
+        with open(os.environ[LOG_FILE], "a", encoding="utf-8") as log:
+            log.write("".join(traceback.format_exception(error)))
+    path = Path(os.environ[FAILURE_FILE])
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(asdict(Failure(kind, line, code, time.time()))), encoding="utf-8")
+    aside.replace(path)
+
+
+def read_failure(path: Path) -> Failure | None:
+    """The failure that a rank left, None if it left none."""
+    if not path.exists():
+        return None
+    return Failure(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def kind_of(error: BaseException | None) -> Kind:
+    """What sort of failure an exception is."""
+    if isinstance(error, RankError):
+        return "lost"
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped"
+    if isinstance(error, ConnectionError | TimeoutError):  # OSErrors that pass
+        return "crash"
+    return "error" if isinstance(error, TandemError | OSError) else "crash"

@@ -1,0 +1,222 @@
+"""Launch a program on several ranks, from one node or from each of several, and report on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from tandem.errors import ConfigError
+from tandem.launch.flags import LaunchOptions
+from tandem.parallel.watch import first_line
+
+if TYPE_CHECKING:
+    from tandem.launch.agent import Agent
+    from tandem.launch.meeting import ManyNodes, OneNode
+
+    Meeting: TypeAlias = OneNode | ManyNodes
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_JOIN_SECONDS = 600.0
+
+
+def launch(
+    command: Sequence[str],
+    options: LaunchOptions,
+    *,
+    log_folder: str | Path,
+    device: str = "auto",
+    patience_seconds: float = 1800.0,
+    join_seconds: float = _JOIN_SECONDS,
+    say: Callable[[str], None] | None = None,
+) -> int:
+    """Run a program on all ranks; to be called on the main thread, once on every node.
+
+    Args:
+        command: what follows `python`: -m MODULE or SCRIPT, and arguments. Its
+            torch.distributed finds the others through the environment, as under torchrun.
+        log_folder: where rank-N.log go, all but rank 0's output and every rank's tracebacks.
+        device: auto, cpu or cuda; one rank per GPU where there are GPUs.
+        patience_seconds: how long ranks may take to stop after Ctrl-C or SIGTERM.
+        join_seconds: how long to wait for the other nodes.
+        say: shows a line to the user; stderr if None.
+    Returns:
+        0, the exit code of the first rank that failed, or 128 + the signal that stopped all.
+    Raises:
+        ConfigError: more ranks than GPUs, a launcher under another launcher, no way to meet.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            "--num-gpus must not be given under torchrun, which starts the ranks itself; got "
+            f"{options.num_gpus}. Leave it out, or start tandem without torchrun."
+        )
+    say = say or _say
+    # Before torch is imported: its C++ speaks of every broken connection, and we say it better.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Ranks that start again must not read the last attempt's addresses.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    num_ranks, on_gpus = _ranks_here(options, device)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (cores or 1) // num_ranks)))
+    what = "one per GPU" if on_gpus else "on the CPU with gloo"
+    say(
+        f"{num_ranks} rank{'s' if num_ranks > 1 else ''} here, {what}, OMP_NUM_THREADS {threads}; "
+        f"rank 0 speaks{'' if options.num_nodes == 1 else ' on its node'}, the others in "
+        f"{log_folder}/rank-N.log"
+    )
+    with _scratch() as scratch:
+        agent, meeting = _agent(
+            command,
+            options,
+            num_ranks=num_ranks,
+            threads=threads,
+            log_folder=Path(log_folder),
+            scratch=scratch,
+            patience_seconds=patience_seconds,
+            join_seconds=join_seconds,
+            say=say,
+        )
+        with _handling(agent.stop):
+            return _run(agent, meeting, options, say)
+
+
+def _agent(
+    command: Sequence[str],
+    options: LaunchOptions,
+    *,
+    num_ranks: int,
+    threads: str,
+    log_folder: Path,
+    scratch: Path,
+    patience_seconds: float,
+    join_seconds: float,
+    say: Callable[[str], None],
+) -> tuple[Agent, Meeting]:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    from tandem.launch import meeting as meetings
+    from tandem.launch.agent import Agent
+
+    elastic = logging.getLogger("torch.distributed.elastic")  # we say it in one line
+    elastic.addHandler(logging.NullHandler())
+    elastic.propagate = False
+    meeting: Meeting
+    if options.rdzv is None:
+        local_addr = meetings.LOOPBACK
+        meeting = meetings.OneNode()
+    else:
+        host, port = options.rdzv
+        local_addr = options.local_addr or meetings.address_towards(host, port)
+        meeting = meetings.ManyNodes(host, port, options.num_nodes, local_addr, join_seconds)
+    environment = {"OMP_NUM_THREADS": threads}
+    interface = meetings.interface_of(local_addr)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if interface and variable not in os.environ:
+            environment[variable] = interface
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=num_ranks,
+        rdzv_handler=meeting,
+        entrypoint=sys.executable,
+        max_restarts=options.max_restarts,
+        monitor_interval=0.1,
+        local_addr=local_addr,
+    )
+    agent = Agent(
+        spec,
+        meeting,
+        command,
+        log_folder=log_folder,
+        scratch=scratch,
+        say=say,
+        patience_seconds=patience_seconds,
+        environment=environment,
+    )
+    return agent, meeting
+
+
+def _run(agent: Agent, meeting: Meeting, options: LaunchOptions, say: Callable[[str], None]) -> int:
+    """Run all ranks to their end; the exit code."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+
+    where = ":".join(map(str, options.rdzv or ()))
+    try:
+        result = agent.run()
+    except SignalException as stopped:
+        if agent.all_finished:  # what was asked to stop was done
+            return 0
+        say(
+            f"stopped by {stopped.sigval.name}. The same command continues from the last "
+            "checkpoint (--save-every); finished steps are kept."
+        )
+        return 128 + stopped.sigval
+    except RendezvousTimeoutError:
+        say(
+            f"--num-nodes {options.num_nodes} must all come to the meeting at {where}; some did "
+            "not in time. Start the same command on every node."
+        )
+        return 1
+    except (RendezvousError, DistError) as error:
+        say(f"the launcher that keeps the meeting at {where} is gone: {first_line(error)}")
+        return 1
+    finally:
+        meeting.shutdown()
+    if result is not None and not result.is_failed():
+        return 0
+    verdict = agent.verdict
+    assert verdict is not None, "ranks that failed were judged"
+    say(verdict.line)
+    return verdict.code
+
+
+def _ranks_here(options: LaunchOptions, device: str) -> tuple[int, bool]:
+    """How many ranks this node runs, and whether each has a GPU."""
+    import torch
+
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    num_ranks = options.num_gpus or max(1, gpus)
+    if num_ranks > gpus and (gpus or device == "cuda"):
+        there = {0: "are none", 1: "is 1"}.get(gpus, f"are {gpus}")
+        fewer = f"--num-gpus {gpus}, or " if gpus else ""
+        raise ConfigError(
+            f"--num-gpus must be at most the GPUs of this machine; got {num_ranks}, and there "
+            f"{there}. Use {fewer}--device cpu for processes on the CPU."
+        )
+    return num_ranks, gpus > 0
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    folder = tempfile.mkdtemp(prefix="tandem-launch-")
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _handling(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Have signals that mean stop go to `handler`; the earlier handlers return after.
+
+    One that is ignored (SIGHUP under nohup) stays so.
+    """
+    heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def _say(line: str) -> None:
+    print(f"tandem: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,143 @@
+"""From the ways that ranks ended: which one is to blame, and the one message that says so."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tandem.launch.failure import Failure
+
+_LAST_BYTES = 4096
+_NOTICED_AFTER = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How one rank ended, before its launcher stopped it.
+
+    code: exit code, negative for a signal; None if it had not ended when the others were stopped.
+    failure: what it left word of. seen: when its end was noticed, seconds since the epoch.
+    """
+
+    rank: int
+    host: str
+    log: Path
+    log_start: int
+    code: int | None
+    failure: Failure | None
+    seen: float
+
+    @property
+    def failed_by_itself(self) -> bool:
+        """Whether it ended badly for a reason of its own."""
+        if self.failure is not None:
+            return self.failure.kind in ("error", "crash")
+        return self.code not in (None, 0)
+
+    @property
+    def time(self) -> float:
+        """When it failed, as near as one knows: an end is noticed a little after it came."""
+        return self.seen - _NOTICED_AFTER if self.failure is None else self.failure.time
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What to tell the user.
+
+    is_certain: the culprit is known, rather than only who waited for it.
+    can_retry: starting again may help; not where a user has something to mend.
+    """
+
+    line: str
+    code: int
+    time: float
+    is_certain: bool
+    can_retry: bool
+
+    def to_json(self) -> str:
+        """For the launchers of other nodes."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Verdict:
+        """What another launcher sent."""
+        return Verdict(**json.loads(text))
+
+
+def judge(
+    endings: Sequence[Ending], places: Mapping[int, str] | None = None, silent: Sequence[str] = ()
+) -> Verdict:
+    """The verdict over one node's ranks.
+
+    The first that failed by itself is to blame; those whose collectives broke come after it. An
+    error that all ranks share is shown once and without a rank.
+
+    Args:
+        places: where ranks that left no word were last seen.
+        silent: phrases on ranks that leave no notes any more, from `watch.blame`.
+    """
+    own = sorted((e for e in endings if e.failed_by_itself), key=lambda ending: ending.time)
+    if own:
+        return _blame(own[0], endings, places or {}, silent)
+    lost = sorted(
+        (e for e in endings if e.failure and e.failure.kind == "lost"), key=lambda e: e.time
+    )
+    if lost:
+        failure = lost[0].failure
+        assert failure is not None
+        line = f"{failure.line}. Log: {lost[0].log}"
+        return Verdict(line, failure.code, failure.time, is_certain=False, can_retry=True)
+    stopped = [e for e in endings if e.failure and e.failure.kind == "stopped"]
+    names = ", ".join(str(ending.rank) for ending in stopped) or "unknown"
+    return Verdict(f"rank {names} was stopped", 130, 0.0, is_certain=False, can_retry=False)
+
+
+def _blame(
+    first: Ending, endings: Sequence[Ending], places: Mapping[int, str], silent: Sequence[str]
+) -> Verdict:
+    failure = first.failure
+    name = f"rank {first.rank} on {first.host}"
+    if failure is not None:
+        is_error = failure.kind == "error"
+        lines = {e.failure.line for e in endings if e.failure and e.failure.kind == "error"}
+        is_shared = is_error and len(lines) == 1 and all(e.failed_by_itself for e in endings)
+        line = failure.line if is_shared else f"{name}: {failure.line}"
+        if not is_error:
+            line += f". Log: {first.log}"
+        return Verdict(line, failure.code, first.time, is_certain=True, can_retry=not is_error)
+    code = first.code or 1
+    if code > 0:
+        said = last_line(first.log, first.log_start)
+        line = f"{name} left with exit code {code}{f': {said}' if said else ''}"
+    else:
+        line = f"{name} was killed by {_signal_name(-code)}"
+        if -code == signal.SIGKILL:
+            line += " (out of memory, or by hand)"
+        if first.rank in places:
+            line += f"; it was last in {places[first.rank]}"
+        # Torch aborts a rank whose collective on GPUs took too long; a third is to blame.
+        if -code == signal.SIGABRT and silent:
+            line += f", and waited for {'; '.join(silent)}"
+    exit_code = 128 - code if code < 0 else code
+    return Verdict(f"{line}. Log: {first.log}", exit_code, first.time, True, can_retry=True)
+
+
+def last_line(log: Path, start: int = 0) -> str:
+    """The last line that a rank wrote to its log after byte `start`, made safe to print."""
+    try:
+        size = log.stat().st_size
+        with log.open("rb") as file:
+            file.seek(max(start, size - _LAST_BYTES))
+            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+    except OSError:  # no log, then nothing to quote from it
+        return ""
+    said = lines[-1].strip() if lines else ""
+    return "".join(c if c.isprintable() else "?" for c in said)[:300]
+
+
+def _signal_name(number: int) -> str:
+    names: Mapping[int, str] = {member.value: member.name for member in signal.Signals}
+    return names.get(number, f"signal {number}")

@@ -1,0 +1,52 @@
+"""What a launched rank runs: `python -m tandem.launch.worker (-m MODULE | SCRIPT) ARGS`.
+
+It dies with its launcher, leaves word of what went wrong, and is otherwise the program it runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+
+from tandem.launch.failure import LAUNCHER, LOG_FILE, complain
+from tandem.parallel.watch import first_line
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run the program; returns its exit code."""
+    die_with_launcher(int(os.environ[LAUNCHER]))
+    # A crash in C++ leaves at least the Python calls that led there.
+    log = open(os.environ[LOG_FILE], "a", encoding="utf-8")  # noqa: SIM115 as long as we live
+    faulthandler.enable(file=log)
+    sys.argv = sys.argv[1:]
+    try:
+        if sys.argv[0] == "-m":
+            sys.argv = sys.argv[1:]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except Exception as error:
+        return complain(first_line(error), 1, error)
+    except KeyboardInterrupt as error:
+        return complain("stopped", 130, error)
+    return 0
+
+
+def die_with_launcher(pid: int) -> None:
+    """Have the kernel kill this process when its launcher ends, however it ends; Linux alone."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != pid:  # it ended before the kernel was told
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

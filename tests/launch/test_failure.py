@@ -1,0 +1,55 @@
+"""How a rank leaves word of its failure, and how one without a launcher says it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import DataError, RankError
+from tandem.launch.failure import complain, is_launched, kind_of, read_failure
+
+
+def test_a_launched_rank_leaves_a_file_and_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, log = tmp_path / "failure.json", tmp_path / "log"
+    monkeypatch.setenv("TANDEM_FAILURE_FILE", str(file))
+    monkeypatch.setenv("TANDEM_LOG_FILE", str(log))
+    monkeypatch.setenv("TANDEM_LAUNCHER", str(os.getppid()))
+    assert read_failure(file) is None
+    assert complain("x must hold", 2, DataError("x must hold")) == 2
+    failure = read_failure(file)
+    assert failure is not None
+    assert (failure.kind, failure.line, failure.code) == ("error", "x must hold", 2)
+    assert "DataError: x must hold" in log.read_text()
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("TANDEM_LAUNCHER", "1234567")  # a process that a rank started
+    assert not is_launched()
+
+
+def test_without_a_launcher_the_line_is_printed_with_the_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert complain("x must hold", 2) == 2
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    assert complain("x must hold", 130) == 130
+    said = "tandem: x must hold\ntandem: rank 3 of 4: x must hold\n"
+    assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (DataError("x"), "error"),
+        (PermissionError("x"), "error"),
+        (ConnectionResetError("x"), "crash"),
+        (ValueError("x"), "crash"),
+        (RankError("x"), "lost"),
+        (KeyboardInterrupt(), "stopped"),
+    ],
+)
+def test_kinds_of_failure(error: BaseException, kind: str) -> None:
+    assert kind_of(error) == kind

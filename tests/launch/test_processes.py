@@ -1,0 +1,114 @@
+"""Launchers as processes of their own: killed ones, several nodes, starting again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.launch.flags import LaunchOptions
+from tandem.launch.run import launch
+from tests.launch.programs import EXCHANGES, free_port, is_alive, pids, start_launcher, wait_for
+from tests.tiny import save_tiny_model
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
+    launcher = start_launcher(tmp_path, EXCHANGES, "waits", "--num-gpus", "2")
+    ranks = pids(tmp_path, 2)
+    os.kill(ranks[1], signal.SIGSTOP)  # not even a stopped one
+    launcher.kill()
+    launcher.communicate()
+    wait_for(lambda: not any(is_alive(pid) for pid in ranks), 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "line"),
+    [
+        ("well", 0, ""),
+        ("killed", 137, "was killed by SIGKILL"),
+        ("hangs", 1, "for rank 1, which gives no sign of life for"),
+    ],
+)
+def test_two_launchers_are_two_nodes(tmp_path: Path, how: str, code: int, line: str) -> None:
+    flags = ("--num-nodes", "2", "--num-gpus", "1", "--rdzv", f"127.0.0.1:{free_port()}")
+    launchers = [start_launcher(tmp_path, EXCHANGES, how, *flags) for _ in range(2)]
+    texts = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [code, code]
+    assert "total 2" in "".join(texts)
+    assert all(line in text for text in texts), texts
+    assert all("Traceback" not in text for text in texts)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_node_stops_all(tmp_path: Path) -> None:
+    flags = ("--num-nodes", "2", "--num-gpus", "1", "--rdzv", f"127.0.0.1:{free_port()}")
+    launchers = [start_launcher(tmp_path, EXCHANGES, "waits", *flags) for _ in range(2)]
+    ranks = pids(tmp_path, 2)
+    launchers[0].terminate()
+    texts = [launcher.communicate(timeout=60)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [143, 143], texts
+    assert all("stopped by SIGTERM" in text for text in texts)
+    assert not any(is_alive(pid) for pid in ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_all_ranks_start_again_and_go_on(tmp_path: Path, nodes: int) -> None:
+    flags = ["--num-gpus", str(2 // nodes), "--max-restarts", "1"]
+    if nodes == 2:
+        flags += ["--num-nodes", "2", "--rdzv", f"127.0.0.1:{free_port()}"]
+    launchers = [start_launcher(tmp_path, EXCHANGES, "killed", *flags) for _ in range(nodes)]
+    text = "".join(launcher.communicate(timeout=120)[0] for launcher in launchers)
+    assert [launcher.returncode for launcher in launchers] == [0] * nodes, text
+    assert "total 2, begun False" in text
+    assert "killed by SIGKILL" in text
+    assert "All ranks start again (1 of 1)." in text
+    assert "total 2, begun True" in text
+
+
+@pytest.mark.slow
+def test_nobody_at_the_meeting_place_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="where no launcher answered for 1 s"):
+        launch(
+            ["x.py"],
+            LaunchOptions(num_gpus=1, num_nodes=2, rdzv=("192.0.2.1", 9), local_addr="127.0.0.1"),
+            log_folder=tmp_path,
+            device="cpu",
+            join_seconds=1,
+            say=lambda line: None,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_run_on_two_ranks_from_the_command_line(tmp_path: Path, is_wrong: bool) -> None:
+    model = "/nowhere" if is_wrong else save_tiny_model(tmp_path / "model")
+    rows = [{"prompt": f"Q{i}?", "chosen": "Yes.", "rejected": "No."} for i in range(99)]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = [sys.executable, "-m", "tandem", "sft", "--num-gpus", "2", "--actor-model", model]
+    command += ["--data", str(tmp_path / "p.jsonl"), "--output-dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [*command, "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    if is_wrong:
+        assert done.returncode == 2
+        assert done.stderr.count("model '/nowhere' must be a folder with config.json") == 1
+        assert "Traceback" not in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("sft: done in") == 1
+        assert (tmp_path / "run" / "sft" / "model.safetensors").exists()
+        assert (tmp_path / "run" / "logs" / "rank-1.log").exists()
