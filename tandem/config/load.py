@@ -249,6 +249,11 @@ def _rule_problems(config: RunConfig) -> typing.Iterator[str]:
             f"sampling.samples_per_prompt ({rollout_size}); got {ppo.minibatch_size}. "
             f"Give --ppo.minibatch-size {rollout_size} or less"
         )
+    if config.parallel.inference_tp_size > 1 and not config.hybrid_engine:
+        yield (
+            "parallel.inference_tp_size must be 1 where hybrid_engine is off (slices are of "
+            f"Tandem's engine); got {config.parallel.inference_tp_size}"
+        )
     if config.sampling.min_new_tokens > config.sampling.max_new_tokens:
         yield (
             "sampling.min_new_tokens must be at most sampling.max_new_tokens "

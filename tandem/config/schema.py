@@ -360,6 +360,9 @@ class RunConfig:
     scales its losses dynamically; a step that overflows is skipped, for all models, and counted."""
     micro_batch_tokens: int = knob(8192, ge=1)
     """Tokens per forward and backward; gradients do not depend on it, memory does."""
+    hybrid_engine: bool = knob(True, common=True)
+    """Generate experience by Tandem's engine on the training weights; off, through Hugging Face's
+    `generate` on the same weights: slower, to compare with."""
     generation_batch_size: int = knob(64, ge=1)
     """Answers that are generated side by side."""
     gradient_checkpointing: bool = knob(False, common=True)

@@ -163,6 +163,7 @@ class RLHFEngine:
                 prompt_numbers=numbers,
                 batch_size=self.config.generation_batch_size,
                 group=self.tensor_group,
+                by_hugging_face=not self.config.hybrid_engine,
             )
 
     @property
@@ -233,16 +234,16 @@ class RLHFEngine:
         """Whether the sampler's log-probs serve as PPO's old ones (`ppo.old_logprobs`)."""
         chosen = self.config.ppo.old_logprobs
         if chosen == "auto":
-            return self.agreement is not None and self.agreement.trustworthy
+            agrees = self.agreement is not None and self.agreement.trustworthy
+            return agrees and self.config.hybrid_engine
         return chosen == "sampler"
 
     def says(self) -> str:
         """One line: on what the actor generates, and where PPO's old log-probs come from."""
-        if self.agreement is None:
-            return (
-                f"generation: Hugging Face's generate, because {why_unpacked(self.actor)}; old "
-                "log-probs: a forward"
-            )
+        if self.agreement is None or not self.config.hybrid_engine:
+            why = f"because {why_unpacked(self.actor)}" if self.config.hybrid_engine else "as asked"
+            source = "the sampler's" if self.trusts_sampler else "a forward"
+            return f"generation: Hugging Face's generate, {why}; old log-probs: {source}"
         operations = "the GPU" if self.device.type == "cuda" else "C++ operations"
         if self.device.type == "cpu" and native.why_not():
             operations = f"plain torch ({native.why_not()})"

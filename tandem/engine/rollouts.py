@@ -32,6 +32,7 @@ def shared_rollout(
     prompt_numbers: Sequence[int] | None = None,
     batch_size: int = 64,
     group: TensorGroup | None = None,
+    by_hugging_face: bool = False,
 ) -> Rollout:
     """`generate.generate` by all ranks together; the same texts at any number of ranks.
 
@@ -41,7 +42,12 @@ def shared_rollout(
     Returns:
         the rollout of all prompts, in their order, on every rank.
     """
-    settings: dict[str, Any] = {"seed": seed, "step": step, "batch_size": batch_size}
+    settings: dict[str, Any] = {
+        "seed": seed,
+        "step": step,
+        "batch_size": batch_size,
+        "by_hugging_face": by_hugging_face,
+    }
     if group is not None:
         settings["agreed_blocks"] = group.lowest  # a group's ranks must schedule alike
     if world.size == 1:

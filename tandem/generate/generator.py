@@ -51,6 +51,7 @@ def generate(
     refill: int | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
     agreed_blocks: Callable[[int], int] = int,
+    by_hugging_face: bool = False,
 ) -> Rollout:
     """Answer each prompt `sampling.samples_per_prompt` times.
 
@@ -67,9 +68,11 @@ def generate(
         prefill_tokens: most tokens of prompts that are run at once.
         agreed_blocks: what to make of the blocks that there is room for, where several ranks run
             the same answers and must let them in alike.
+        by_hugging_face: through Hugging Face's `generate`, whatever the family: to compare.
     Returns:
         P * samples rows, the samples of a prompt side by side, on the model's device. None of the
-        last five arguments changes any of it (on a CPU with the C++ operations, to the last bit).
+        last seven arguments changes any of it (on a CPU with the C++ operations, to the last bit;
+        through Hugging Face up to rounding).
     Raises:
         GenerationError: a prompt is empty, prompt and answer exceed the model's positions, or
             there is no memory for the longest of them.
@@ -85,7 +88,7 @@ def generate(
             requests.append(
                 Request(len(requests), row.token_ids, key, sampler, sampling.max_new_tokens, text)
             )
-    if supports_packing(model):
+    if supports_packing(model) and not by_hugging_face:
         samples = sampling.samples_per_prompt if share_prompts else 1
         groups = [requests[i : i + samples] for i in range(0, len(requests), samples)]
         if kv_blocks is None:

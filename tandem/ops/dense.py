@@ -114,7 +114,8 @@ def token_logprobs(
     # A token that cannot occur (log-prob -inf) adds nothing; 0 * -inf must not become NaN, nor
     # its gradient overflow. e^-200 is 0 in float32.
     finite = all_logprobs.clamp(min=-200.0)
-    return logprobs, -torch.linalg.vecdot(all_logprobs.exp(), finite)
+    with torch.autocast(logits.device.type, enabled=False):  # which would take it to half
+        return logprobs, -torch.linalg.vecdot(all_logprobs.exp(), finite)
 
 
 def sample(

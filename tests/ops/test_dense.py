@@ -535,3 +535,14 @@ def test_targets_and_keys_must_be_one_per_row() -> None:
         dense.sample(normal(2, 3), two, one)
     with pytest.raises(ShapeError, match="keys must be"):
         dense.sample(normal(2, 3), two.float(), two)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_log_probs_and_entropy_in_float32(half: torch.dtype) -> None:
+    logits, targets = torch.randn(5, 30).to(half), torch.arange(5)
+    expected = dense.token_logprobs(logits, targets, 0.7)
+    with torch.autocast("cpu", dtype=half):
+        found = dense.token_logprobs(logits, targets, 0.7)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, theirs)

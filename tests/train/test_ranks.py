@@ -30,11 +30,11 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def assert_same_run(ours: Path, alone: Path) -> None:
+def assert_same_run(ours: Path, alone: Path, unlike: tuple[str, ...] = ()) -> None:
     for left, right in zip(records(ours), records(alone), strict=True):
         assert (left["stage"], left["step"]) == (right["stage"], right["step"])
-        names = {n for n in right["values"] if not n.startswith(_UNLIKE)}
-        assert names == {n for n in left["values"] if not n.startswith(_UNLIKE)}
+        names = {n for n in right["values"] if not n.startswith(_UNLIKE + unlike)}
+        assert names == {n for n in left["values"] if not n.startswith(_UNLIKE + unlike)}
         for name in names:
             expected = right["values"][name]
             assert left["values"][name] == pytest.approx(expected, rel=2e-3, abs=2e-4), (
