@@ -181,6 +181,7 @@ class Rollout:
         token was drawn; 0 off the response.
     finished: (B,) bool, the response ended with a stop token (it was not cut by the length limit).
     prompts: B rows (each repeated for its samples); responses: B texts, stop token left out.
+    rank_seconds: how long each rank took for its share; empty where there is but one.
     """
 
     batch: TokenBatch
@@ -190,6 +191,7 @@ class Rollout:
     finished: Tensor
     prompts: tuple[PromptRow, ...]
     responses: tuple[str, ...]
+    rank_seconds: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return len(self.batch)

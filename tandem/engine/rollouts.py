@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -62,6 +63,7 @@ def shared_rollout(
         _hand(costs, batches, rank // together) if rank % together == 0 else []
         for rank in range(world.size)
     ]
+    start = time.perf_counter()
     own = (
         generate(
             model,
@@ -74,9 +76,11 @@ def shared_rollout(
         if mine
         else None
     )
+    seconds = tuple(world.collect(time.perf_counter() - start))
     if not hands[world.rank]:
         own = None
-    return _exchanged(own, prompts, hands, sampling.samples_per_prompt, stops, world)
+    rollout = _exchanged(own, prompts, hands, sampling.samples_per_prompt, stops, world)
+    return replace(rollout, rank_seconds=seconds)
 
 
 def _hand(lengths: Sequence[int], world: World, rank: int) -> list[int]:
@@ -127,13 +131,14 @@ def _exchanged(
     ended = world.gather_flat(own.finished.to(torch.uint8) if own else none.to(torch.uint8), rows)
     finished = torch.empty_like(ended)
     finished[places] = ended
+    per_token: dict[str, Any] = {
+        name: placed(gathered(getattr(own, name) if own else None, torch.float32), 0.0)
+        for name in _PER_TOKEN
+    }
     return Rollout(
         batch=TokenBatch(token_ids, mask, response),
         finished=finished.bool(),
         prompts=tuple(prompt for prompt in prompts for _ in range(samples)),
         responses=tuple(responses),
-        **{
-            name: placed(gathered(getattr(own, name) if own else None, torch.float32), 0.0)
-            for name in _PER_TOKEN
-        },
+        **per_token,
     )

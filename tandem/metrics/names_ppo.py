@@ -225,6 +225,14 @@ _UPDATE = (
 )
 
 _ANSWERS = (
+    Metric(
+        "rank_wait",
+        "share",
+        _PPO,
+        "Of the ranks' time in the rollout, what they waited for the slowest one's answers.",
+        healthy="below 0.2; above, one rank is slow or answers are few",
+        better="lower",
+    ),
     Metric("prompt_tokens", "tokens", _PPO, "Mean length of the step's prompts."),
     Metric(
         "response_tokens",

@@ -166,6 +166,7 @@ def _only_scored(rollout: Rollout, scored: ScoredAnswers) -> tuple[Rollout, Scor
             finished=rollout.finished[rows],
             prompts=tuple(rollout.prompts[i] for i in kept),
             responses=tuple(rollout.responses[i] for i in kept),
+            rank_seconds=rollout.rank_seconds,
         ),
         replace(scored, scores=scored.scores[rows], is_scored=scored.is_scored[rows]),
     )
@@ -188,6 +189,9 @@ def _experience_metrics(
         "returns_mean": float(masked_mean(returns, mask)),
         "old_logprobs_sampled": float(numbers.from_sampler),
     }
+    if rollout.rank_seconds:
+        slowest, total = max(rollout.rank_seconds), sum(rollout.rank_seconds)
+        metrics["rank_wait"] = 1 - total / len(rollout.rank_seconds) / max(slowest, 1e-9)
     if not numbers.from_sampler:  # else the update's first forward measures it
         gap = (rollout.rollout_logprobs - numbers.logprobs).abs()
         metrics["rollout_gap"] = float(masked_mean(gap, mask))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tandem.config.schema import LoraConfig, OptimizerConfig, RunConfig, SamplingConfig
+from tandem.engine import rollouts
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import (
     deal,
@@ -26,7 +29,7 @@ from tandem.generate.generator import Stops
 from tandem.models.twin import shares_every_tensor
 from tandem.parallel.pieces import local, whole
 from tandem.parallel.world import World
-from tandem.types import PromptRow, Source, TokenBatch
+from tandem.types import PromptRow, Rollout, Source, TokenBatch
 from tests.models.families import EOS, PAD, ragged_batch, tiny_model, tiny_scalar
 from tests.ranks import on_ranks
 
@@ -171,6 +174,28 @@ def test_a_rollout_is_bitwise_that_of_one_process(stage: int, lengths: tuple[int
                 assert ours == reference
         if stage:
             assert held < whole_bytes / 2  # gathered weights were given back
+
+
+def rolled_by_a_straggler(world: World) -> tuple[float, ...]:
+    if world.rank == 1:
+        quick = rollouts.generate
+
+        def slow(*arguments: Any, **settings: Any) -> Rollout:
+            time.sleep(0.4)
+            return quick(*arguments, **settings)
+
+        rollouts.generate = slow
+    model = tiny_model("llama").eval()
+    spread(model, plan_for(0, RunConfig(), world, trained=True), world)
+    sampling, stops = SamplingConfig(max_new_tokens=2), Stops((EOS,), PAD, str)
+    with torch.no_grad():
+        rollout = shared_rollout(model, prompts((3, 4)), sampling, stops, world, seed=1, step=2)
+    return rollout.rank_seconds
+
+
+def test_every_rank_knows_who_was_slow() -> None:
+    for seconds in on_ranks(2, rolled_by_a_straggler):
+        assert seconds[1] > seconds[0] + 0.3
 
 
 def test_deal_gives_every_row_once_and_as_many_micro_batches_to_all() -> None:

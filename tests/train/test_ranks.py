@@ -74,6 +74,9 @@ def test_all_steps_over_ranks_are_those_of_one(
     sliced = replace(config.parallel, inference_tp_size=slices)
     on_ranks(size, ran, replace(config, output_dir=str(tmp_path / "ranks"), parallel=sliced))
     assert_same_run(tmp_path / "ranks", tmp_path / "alone")
+    waits = [r["values"].get("rank_wait") for r in records(tmp_path / "ranks")]
+    assert any(wait is not None for wait in waits)
+    assert all(0 <= wait < 1 for wait in waits if wait is not None)
     if rank:
         adapter = load_file(tmp_path / "ranks/ppo/actor/adapter/adapter_model.safetensors")
         assert all(torch.isfinite(value).all() for value in adapter.values())
