@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from tandem.config.flags import help_page, parse_run_flags
 from tandem.config.load import check_config, check_ranges
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, Stopped, TandemError
 from tandem.launch.failure import complain, is_launched
 from tandem.launch.flags import launch_help, take_launch_flags
 
@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         return complain(str(error), 2, error)
+    except Stopped as stopped:
+        line = f"{stopped}. The same command continues; finished steps are kept."
+        return complain(line, stopped.exit_code, stopped)
     except BrokenPipeError:
         # The reader (a pager, `head`) has what it wanted.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

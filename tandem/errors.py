@@ -7,13 +7,16 @@
       ShapeError       tensors that disagree                      (also ValueError)
       GenerationError  a rollout that cannot be made
       NumericsError    a number that must hold and does not: stop before it does harm
+        BadStepError   one that a step brought, before it changed anything: leave that step out
       CheckpointError  a folder that cannot be written, read or trusted
       RankError        another rank of the run died or hangs
 
 A message says where, what was found, what is expected and what to do, in one line:
 `<where> must <rule>; got <value>. <what to do>.` The command line prints that line alone and
-exits with code 2; `--debug` shows the traceback.
+exits with code 2; `--debug` shows the traceback. `Stopped` is no error and apart from the tree.
 """
+
+import signal
 
 
 class TandemError(Exception):
@@ -44,9 +47,22 @@ class NumericsError(TandemError):
     """A number that must hold (a finite loss, a ratio of 1) does not."""
 
 
+class BadStepError(NumericsError):
+    """A step's loss, gradient or rewards are not sound; nothing was changed by it."""
+
+
 class CheckpointError(TandemError):
     """A saved folder is missing, incomplete or not what it says it is."""
 
 
 class RankError(TandemError):
     """Another rank died or hangs, so that this one cannot go on; the message names it."""
+
+
+class Stopped(Exception):  # noqa: N818 because it is no error
+    """The run was asked to stop by a signal, and did; no error of anyone's."""
+
+    def __init__(self, number: int, where: str) -> None:
+        """number: the signal's. where: what was reached, "after ppo step 12, which is saved"."""
+        super().__init__(f"stopped by {signal.Signals(number).name} {where}")
+        self.exit_code = 128 + number

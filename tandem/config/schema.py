@@ -320,6 +320,17 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """When a step is left out for the numbers that it brings, and when that ends the run."""
+
+    spike_sigma: float = knob(6.0, ge=0)
+    """Leave an update out whose gradient norm is so many standard deviations above the last 100
+    (of its logarithm); 0 takes any that is finite. One that is not finite is always left out."""
+    max_skipped: int = knob(5, ge=0)
+    """Steps in a row that may be left out; one more ends the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """What a run shows and keeps."""
 
@@ -383,4 +394,5 @@ class RunConfig:
     ppo: PPOConfig = field(default_factory=PPOConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    guards: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -288,6 +288,7 @@ class RLHFEngine:
             offload=self.config.parallel.offload,
             dtype=self.dtype,
             scaler=self.scaler,
+            spike_sigma=self.config.guards.spike_sigma,
         )
 
     def _starts(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.schema import OptimizerConfig
-from tandem.errors import CheckpointError, NumericsError
+from tandem.engine.spikes import SpikeGuard
+from tandem.errors import BadStepError, CheckpointError, NumericsError
 from tandem.parallel.offload import HostAdamW
 from tandem.parallel.pieces import fill, local, piece_like
 from tandem.parallel.scaling import LossScaler
@@ -56,6 +57,7 @@ class Trainee:
         offload: OffloadConfig = (),
         dtype: torch.dtype = torch.float32,
         scaler: LossScaler | None = None,
+        spike_sigma: float = 0.0,
     ):
         """Begin with the weights as they are.
 
@@ -66,6 +68,8 @@ class Trainee:
             dtype: what the run computes in. Where the masters are on the host, whole weights on a
                 device are kept in it.
             scaler: of the losses, in fp16; then `step_together` takes the steps.
+            spike_sigma: leave a step out whose gradient is so many standard deviations out of line
+                (see `SpikeGuard`); 0 takes any finite one.
         """
         self.name = name
         self.model = model
@@ -73,6 +77,7 @@ class Trainee:
         self.settings = settings
         self.num_steps = num_steps
         self.scaler = scaler
+        self.spikes = SpikeGuard(spike_sigma, settings.max_grad_norm)
         self.steps_taken = 0
         self.shards.rest()  # what is trained is the pieces
         groups = list(parameter_groups(model, settings))
@@ -126,28 +131,47 @@ class Trainee:
         """Clip, update, forget the gradient. Returns the gradient's norm before the clip.
 
         Raises:
-            NumericsError: the gradient is not finite; no weight has changed.
+            BadStepError: the gradient is not finite, or out of line; no weight has changed.
         """
-        return self.apply(self.finished_gradients())
+        gradients = self.finished_gradients()
+        norm = self.sound_norm(gradients)
+        self.apply(gradients, norm)
+        return norm
 
-    def apply(self, gradients: list[Tensor]) -> float:
-        """As `step`, of `finished_gradients`."""
-        norm_value = self.shards.gradient_norm(gradients)
-        if not math.isfinite(norm_value):
+    def sound_norm(self, gradients: list[Tensor]) -> float:
+        """The norm of `finished_gradients`, the same number on every rank.
+
+        Raises:
+            BadStepError: it is not finite, or out of line; the gradients are forgotten.
+        """
+        norm = self.shards.gradient_norm(gradients)
+        if not math.isfinite(norm):
             self.forget()
-            raise NumericsError(
-                f"{self.name}: the gradient must be finite; got norm {norm_value} at optimizer "
+            raise BadStepError(
+                f"{self.name}: the gradient must be finite; got norm {norm} at optimizer "
                 f"step {self.steps_taken + 1}. Lower the learning rate ({self.learning_rate:.3g})."
             )
+        limit = self.spikes.limit
+        self.spikes.add(norm)
+        if norm > limit:
+            self.forget()
+            raise BadStepError(
+                f"{self.name}: the gradient's norm must be at most {limit:.3g}, within "
+                f"guards.spike_sigma={self.spikes.sigma:g} of the last steps'; got {norm:.3g}. "
+                "Look at the rows, or raise it (0 takes any)."
+            )
+        return norm
+
+    def apply(self, gradients: list[Tensor], norm: float) -> None:
+        """Clip `finished_gradients`, whose norm is sound, update, and forget them."""
         # torch.nn.utils.clip_grad_norm_'s rule, on the pieces that lie here.
-        scale = min(1.0, self.settings.max_grad_norm / (norm_value + 1e-6))
+        scale = min(1.0, self.settings.max_grad_norm / (norm + 1e-6))
         if scale < 1.0 and gradients:
             torch._foreach_mul_(gradients, scale)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps_taken += 1
         self._set_learning_rates()
-        return norm_value
 
     def forget(self) -> None:
         """Drop the gradients."""
@@ -165,7 +189,10 @@ class Trainee:
 
         Those of split weights are split alike.
         """
-        tensors = {"steps_taken": torch.tensor(self.steps_taken)}
+        tensors = {
+            "steps_taken": torch.tensor(self.steps_taken),
+            "recent_norms": torch.tensor(self.spikes.history(), dtype=torch.float64),
+        }
         for name, parameter in self._named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"{key}.{name}"] = value
@@ -181,6 +208,9 @@ class Trainee:
         for key, value in tensors.items():
             if key == "steps_taken":
                 self.steps_taken = int(value)
+                continue
+            if key == "recent_norms":
+                self.spikes.restore(value.tolist())
                 continue
             moment, name = key.split(".", 1)
             if name not in named or (value.dim() and value.shape != named[name].shape):
@@ -230,6 +260,7 @@ def step_together(trainees: Sequence[Trainee], scaler: LossScaler) -> list[float
     Returns:
         the gradients' norms before the clip; None where a gradient of any model overflowed.
     Raises:
+        BadStepError: a gradient is out of line; no model has changed.
         NumericsError: gradients overflow however small the scale.
     """
     gradients = [trainee.finished_gradients() for trainee in trainees]
@@ -242,7 +273,9 @@ def step_together(trainees: Sequence[Trainee], scaler: LossScaler) -> list[float
             trainee.forget()
     else:
         scaler.unscale_(flat)
-        norms = [t.apply(part) for t, part in zip(trainees, gradients, strict=True)]
+        norms = _sound_norms(trainees, gradients)
+        for trainee, part, norm in zip(trainees, gradients, norms, strict=True):
+            trainee.apply(part, norm)
     scaler.update(overflowed)
     if scaler.skipped_in_a_row >= _MOST_SKIPPED:
         raise NumericsError(
@@ -251,6 +284,16 @@ def step_together(trainees: Sequence[Trainee], scaler: LossScaler) -> list[float
             f"{scaler.scale:g}. Use --dtype bf16 or fp32, or look at the rows."
         )
     return norms
+
+
+def _sound_norms(trainees: Sequence[Trainee], gradients: Sequence[list[Tensor]]) -> list[float]:
+    """All norms before the first update: a bad gradient of one model leaves all as they were."""
+    try:
+        return [t.sound_norm(part) for t, part in zip(trainees, gradients, strict=True)]
+    except BadStepError:
+        for trainee in trainees:
+            trainee.forget()
+        raise
 
 
 def scaling_metrics(scaler: LossScaler) -> dict[str, float]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from tandem.errors import RankError, TandemError
+from tandem.errors import RankError, Stopped, TandemError
 
 FAILURE_FILE = "TANDEM_FAILURE_FILE"
 """Names the file that a launched rank leaves its failure in."""
@@ -82,7 +82,7 @@ def kind_of(error: BaseException | None) -> Kind:
     """What sort of failure an exception is."""
     if isinstance(error, RankError):
         return "lost"
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt | Stopped):
         return "stopped"
     if isinstance(error, ConnectionError | TimeoutError):  # OSErrors that pass
         return "crash"

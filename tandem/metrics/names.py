@@ -57,6 +57,15 @@ _TRAINING = (
         "Optimizer steps skipped so far because a gradient overflowed in fp16.",
         healthy="a few at the start, then rarely",
     ),
+    Metric(
+        "skipped",
+        "updates",
+        STAGES,
+        "Updates left out so far for a loss, gradient or reward that was not sound; their rows are "
+        "in the run's folder bad-steps.",
+        healthy="0",
+        better="lower",
+    ),
     Metric("tokens", "tokens", _SUPERVISED, "Tokens in this step's batch that are not padding."),
     Metric("epoch", "passes", _SUPERVISED, "Passes over the stage's data so far, as a fraction."),
     Metric(

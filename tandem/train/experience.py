@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.config.schema import PPOConfig
 from tandem.engine.hybrid import PolicyNumbers, RLHFEngine
-from tandem.errors import DataError, NumericsError
+from tandem.errors import BadStepError, DataError
 from tandem.objectives.advantages import generalized_advantages
 from tandem.objectives.kl import Estimator, token_kl
 from tandem.objectives.losses import explained_variance
@@ -33,7 +33,7 @@ def make_experience(
     out and counted in the metric `reward_unscored`.
 
     Raises:
-        NumericsError: a number that comes out is not finite.
+        BadStepError: a number that comes out is not finite.
         DataError: no answer could be scored.
     """
     scored = score_answers(rollout, engine, config, reward_function)
@@ -56,7 +56,13 @@ def make_experience(
     )
     metrics |= _experience_metrics(rollout, numbers, rewards, advantages, returns)
     metrics["kl_coef"] = kl_coef
-    _require_finite(rewards=rewards, values=numbers.values, logprobs=numbers.logprobs)
+    _require_finite(
+        rewards=rewards,
+        values=numbers.values,
+        logprobs=numbers.logprobs,
+        kl=kl,
+        advantages=advantages,
+    )
     return Experience(
         batch=batch,
         old_logprobs=numbers.logprobs,
@@ -201,7 +207,7 @@ def _experience_metrics(
 def _require_finite(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
-            raise NumericsError(
+            raise BadStepError(
                 f"{name} of the rollout must be finite; got {int((~torch.isfinite(tensor)).sum())} "
                 "that are not. Lower the learning rates, or look at the reward function."
             )

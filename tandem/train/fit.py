@@ -22,11 +22,11 @@ from tandem.data.loader import BatchOrder
 from tandem.engine.devices import resolve_dtype
 from tandem.engine.forward import autocast, deal
 from tandem.engine.optimizer import Trainee, scaling_metrics, step_together
-from tandem.errors import DataError, NumericsError
+from tandem.errors import BadStepError, DataError
 from tandem.metrics.timing import Phases
 from tandem.models.summary import flops_per_token
 from tandem.parallel.scaling import LossScaler
-from tandem.parallel.watch import note
+from tandem.train.loop import StepLoop
 from tandem.train.run import Run
 
 Row = TypeVar("Row", bound=Sized)
@@ -68,7 +68,8 @@ def fit(
         the last evaluation.
     Raises:
         DataError: there is nothing to train on.
-        NumericsError: the loss or gradient is not finite; the weights are those before the step.
+        NumericsError: too many steps in a row brought a loss or gradient that is not sound.
+        Stopped: a signal asked for it.
     """
     if not rows:
         raise DataError(
@@ -83,45 +84,56 @@ def fit(
         epochs=settings.epochs,
         max_steps=settings.max_steps,
     )
-    dtype = resolve_dtype(config.dtype, run.device)
-    scaler = LossScaler() if dtype == torch.float16 else None
-    trainee = Trainee(
-        stage,
-        model,
-        settings,
-        order.num_steps,
-        offload=config.parallel.offload,
-        dtype=dtype,
-        scaler=scaler,
-    )
-    start = _restore(run, stage, trainee)
+    trainee = _trainee(stage, model, settings, order.num_steps, run)
+    state = run.load(stage)
+    start = 0 if state is None else state.step
     phases = Phases()
     evaluation: dict[str, float] = {}
     with run.metric_log(stage, order.num_steps, start) as log:
+        loop = StepLoop(run, stage, log, lambda step: _state(step, trainee, loop), phases)
+        if state is not None:
+            _restore(state, trainee, loop)
         if start == 0:
             with phases("evaluate"):
                 evaluation = evaluate()
             log.log(0, {**evaluation, **phases.metrics()})
-        for step, indices in order.from_step(start):
-            note(f"{stage} step {step}")
-            with phases("step"):
-                batch = [rows[i] for i in indices]
-                # Only dropout draws from it, other numbers on every rank.
-                torch.manual_seed(config.seed + step + (run.world.rank << 40))
-                values = _train_step(trainee, batch, objective, config, phases)
-                values["epoch"] = step * settings.batch_size / len(rows)
-                if stage == "sft":
-                    values["perplexity"] = math.exp(min(values["loss"], 700.0))
-                if _is_due(step, settings.eval_every, order.num_steps):
-                    with phases("evaluate"):
-                        evaluation = evaluate()
-                    values |= evaluation
-                if _is_due(step, config.save_every, 0):
-                    with phases("save"):
-                        run.save(stage, _state(step, trainee))
-            log.log(step, {**values, **phases.metrics()})
+        with loop:
+            for step, indices in order.from_step(start):
+                with phases("step"):
+                    batch = [rows[i] for i in indices]
+                    loop.begin(step, batch)
+                    # Only dropout draws from it, other numbers on every rank.
+                    torch.manual_seed(config.seed + step + (run.world.rank << 40))
+                    values = {"epoch": step * settings.batch_size / len(rows)}
+                    try:
+                        values |= _train_step(trainee, batch, objective, config, phases)
+                    except BadStepError as bad:
+                        loop.skip(bad)
+                    if stage == "sft" and "loss" in values:
+                        values["perplexity"] = math.exp(min(values["loss"], 700.0))
+                    if _is_due(step, settings.eval_every, order.num_steps):
+                        with phases("evaluate"):
+                            evaluation = evaluate()
+                        values |= evaluation
+                loop.end(values)
     trainee.settle()
     return evaluation or evaluate()
+
+
+def _trainee(
+    stage: str, model: PreTrainedModel, settings: SupervisedConfig, num_steps: int, run: Run
+) -> Trainee:
+    dtype = resolve_dtype(run.config.dtype, run.device)
+    return Trainee(
+        stage,
+        model,
+        settings,
+        num_steps,
+        offload=run.config.parallel.offload,
+        dtype=dtype,
+        scaler=LossScaler() if dtype == torch.float16 else None,
+        spike_sigma=run.config.guards.spike_sigma,
+    )
 
 
 def _train_step(
@@ -152,11 +164,11 @@ def _train_step(
             trainee.backward(loss_sum, denominator, weight=part.weight, is_last=part.is_last)
             for name, value in (("loss", loss_sum), *sums.items()):
                 totals[name] += part.weight * float(value.detach())
+        model.eval()
         summed = world.sums(totals)
         _require_finite_loss(trainee, summed["loss"])
         learning_rate = trainee.learning_rate
         stepped = _step(trainee)
-    model.eval()
     means = {name: total / denominator for name, total in summed.items()}
     return {
         **means,
@@ -179,9 +191,9 @@ def _require_finite_loss(trainee: Trainee, loss: float) -> None:
     """Every rank has the same sum, so that all of them stop or none."""
     if not math.isfinite(loss):
         trainee.forget()
-        raise NumericsError(
-            f"{trainee.name}: the loss must be finite; got {loss} at optimizer step "
-            f"{trainee.steps_taken + 1}. Lower the learning rate, or look at the rows."
+        raise BadStepError(
+            f"{trainee.name}: the loss must be finite; got {loss}. Lower the learning rate, or "
+            "look at the rows."
         )
 
 
@@ -189,19 +201,16 @@ def _is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def _state(step: int, trainee: Trainee) -> State:
+def _state(step: int, trainee: Trainee, loop: StepLoop) -> State:
     tensors = {"model": trainee.weights(), "optimizer": trainee.state_tensors()}
     if trainee.scaler is not None:
         tensors["scaler"] = trainee.scaler.state_tensors()
-    return State(step, tensors, {})
+    return State(step, tensors, loop.state_numbers())
 
 
-def _restore(run: Run, stage: str, trainee: Trainee) -> int:
-    state = run.load(stage)
-    if state is None:
-        return 0
+def _restore(state: State, trainee: Trainee, loop: StepLoop) -> None:
+    loop.restore(state.numbers)
     trainee.load_weights(state.tensors["model"])
     trainee.load_state_tensors(state.tensors["optimizer"])
     if trainee.scaler is not None and "scaler" in state.tensors:
         trainee.scaler.load_state_tensors(state.tensors["scaler"])
-    return state.step

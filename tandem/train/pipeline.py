@@ -45,10 +45,19 @@ def train(
         world: the ranks that run this together; alone if None.
     Returns:
         the run, whose folder holds everything.
+    Raises:
+        Stopped: SIGINT, SIGTERM, SIGHUP or SIGUSR1 asked for it; the step it came in is saved. A
+            second one ends the process.
     """
     keep_freed_memory()
     run = Run(config, say, world)
-    say = run.say
+    with run.stops:
+        _train(run, command)
+    return run
+
+
+def _train(run: Run, command: str) -> None:
+    config, say = run.config, run.say
     _check_inputs(run)
     rows = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(rows)
@@ -69,12 +78,12 @@ def train(
         say(f"{step}: begins")
         STEPS[step](run, rows)
         say(f"{step}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(step)}")
+        run.stop_if_asked(f"after {step}, which is finished")
     if unfinished or not (run.path / "evaluation.json").exists():
         compare(run, rows)
     if run.world.is_first:
         say(f"report: {write_report(run.path)}")
     run.world.wait()
-    return run
 
 
 def ledger_lines(rows: StepRows) -> list[str]:

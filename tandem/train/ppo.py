@@ -14,11 +14,11 @@ from typing import Any
 from tandem.checkpoint.state import State
 from tandem.data.loader import BatchOrder
 from tandem.engine.hybrid import RLHFEngine
-from tandem.errors import ConfigError, DataError
+from tandem.errors import BadStepError, ConfigError, DataError
 from tandem.metrics.log import Answer, MetricLog, MutedLog
 from tandem.metrics.timing import Phases
-from tandem.parallel.watch import note
 from tandem.train.evaluate import language_model_metrics, policy_metrics
+from tandem.train.loop import StepLoop, rows_of
 from tandem.train.ppo_trainer import PPOTrainer, num_updates
 from tandem.train.reward_function import load_reward_function
 from tandem.train.rows import StepRows
@@ -48,7 +48,8 @@ def train_ppo(run: Run, rows: StepRows) -> None:
     trainer = PPOTrainer(
         engine, config, reward_function=reward_function, ptx_rows=rows.ptx, phases=phases
     )
-    start = _restore(run, trainer)
+    state = run.load("ppo")
+    start = 0 if state is None else state.step
 
     def evaluate() -> dict[str, float]:
         with phases("evaluate"):
@@ -70,23 +71,30 @@ def train_ppo(run: Run, rows: StepRows) -> None:
     evaluation: dict[str, float] = {}
     thresholds = {"ratio-gap": trainer.ratio_tolerance}
     with run.metric_log("ppo", num_steps, start, thresholds) as log:
+        loop = StepLoop(run, "ppo", log, lambda step: _state(step, trainer, loop), phases)
+        trainer.on_bad = lambda bad, answers: loop.skip(bad, rows_of(answers.batch))
+        if state is not None:
+            _restore(state, trainer, loop)
         if start == 0:
             evaluation = evaluate()
             log.log(0, {**evaluation, **phases.metrics()})
-        for step, numbers in order.from_step(start):
-            note(f"ppo step {step}")
-            with phases("step"):
-                batch = [prompts[i] for i in numbers]
-                experience = trainer.generate_experience(batch, step=step)
-                values = {**experience.metrics, **trainer.train_rlhf(experience, step=step)}
-                if step == num_steps or (ppo.eval_every and step % ppo.eval_every == 0):
-                    evaluation = evaluate()
-                    values |= evaluation
-                if config.save_every and step % config.save_every == 0:
-                    with phases("save"):
-                        run.save("ppo", _state(step, trainer))
-            log.log(step, {**values, **phases.metrics()})
-            _show_samples(log, step, experience, config.log.print_samples_every)
+        with loop:
+            for step, numbers in order.from_step(start):
+                with phases("step"):
+                    batch = [prompts[i] for i in numbers]
+                    loop.begin(step, batch)
+                    values: dict[str, float] = {}
+                    try:
+                        experience = trainer.generate_experience(batch, step=step)
+                        values |= experience.metrics
+                        values |= trainer.train_rlhf(experience, step=step)
+                        _show_samples(log, step, experience, config.log.print_samples_every)
+                    except BadStepError as bad:
+                        loop.skip(bad)
+                    if step == num_steps or (ppo.eval_every and step % ppo.eval_every == 0):
+                        evaluation = evaluate()
+                        values |= evaluation
+                loop.end(values)
     engine.actor_trainee.settle()
     engine.critic_trainee.settle()
     facts = {**evaluation, "steps": num_steps}
@@ -119,7 +127,7 @@ def _show_samples(log: MetricLog | MutedLog, step: int, experience: Experience, 
     log.sample(step, first.messages[-1].content, answers)
 
 
-def _state(step: int, trainer: PPOTrainer) -> State:
+def _state(step: int, trainer: PPOTrainer, loop: StepLoop) -> State:
     engine = trainer.engine
     tensors: dict[str, Mapping[str, Any]] = {}
     for name, trainee in (("actor", engine.actor_trainee), ("critic", engine.critic_trainee)):
@@ -129,13 +137,11 @@ def _state(step: int, trainer: PPOTrainer) -> State:
         tensors["scaler"] = engine.scaler.state_tensors()
     if engine.ema is not None:
         tensors["ema"] = engine.ema.state_tensors()
-    return State(step, tensors, {"kl_coef": trainer.kl_coef})
+    return State(step, tensors, {"kl_coef": trainer.kl_coef, **loop.state_numbers()})
 
 
-def _restore(run: Run, trainer: PPOTrainer) -> int:
-    state = run.load("ppo")
-    if state is None:
-        return 0
+def _restore(state: State, trainer: PPOTrainer, loop: StepLoop) -> None:
+    loop.restore(state.numbers)
     engine = trainer.engine
     for name, trainee in (("actor", engine.actor_trainee), ("critic", engine.critic_trainee)):
         trainee.load_weights(state.tensors[name])
@@ -145,7 +151,6 @@ def _restore(run: Run, trainer: PPOTrainer) -> int:
     if engine.ema is not None:
         engine.ema.load_state_tensors(state.tensors["ema"])
     trainer.kl_coef = float(state.numbers["kl_coef"])
-    return state.step
 
 
 def _save(engine: RLHFEngine, rows: StepRows, folder: Path) -> None:

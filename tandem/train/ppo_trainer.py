@@ -7,8 +7,10 @@ is a knob, and the ratio before the first update is measured and must be 1.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,8 +19,8 @@ from tandem.config.schema import RunConfig
 from tandem.data.loader import BatchOrder
 from tandem.engine.forward import deal_batch, response_logprobs
 from tandem.engine.hybrid import RLHFEngine
-from tandem.engine.optimizer import scaling_metrics, step_together
-from tandem.errors import NumericsError
+from tandem.engine.optimizer import Trainee, scaling_metrics, step_together
+from tandem.errors import BadStepError, NumericsError
 from tandem.generate.sampler import sequence_key
 from tandem.metrics.timing import Phases
 from tandem.models.summary import flops_per_token
@@ -60,6 +62,9 @@ class PPOTrainer:
         self.reward_function = reward_function
         self.ptx_rows = ptx_rows
         self.phases = phases or Phases()
+        self.on_bad: Callable[[BadStepError, Experience], None] | None = None
+        """Hears of updates that were left out, and of the answers they were made on; without it
+        the error is raised."""
         self.kl_coef = config.ppo.kl_coef
 
     @property
@@ -102,7 +107,8 @@ class PPOTrainer:
         """Update actor and critic on an experience; returns the step's metrics.
 
         Raises:
-            NumericsError: the ratio before the first update is not 1, or a gradient not finite.
+            NumericsError: the ratio before the first update is not 1; or, without `on_bad`, a
+                gradient is not sound (BadStepError).
         """
         ppo, engine = self.config.ppo, self.engine
         trains_actor = step > ppo.critic_warmup_steps
@@ -116,10 +122,16 @@ class PPOTrainer:
                 for number, rows in enumerate(self._minibatches(experience, step, epoch)):
                     minibatch = experience.select(rows)
                     first = epoch == 0 and number == 0
+                    has_actor = False
                     if trains_actor:
-                        stop = self._update_actor(minibatch, actor_log, step, epoch, number, first)
-                    self._update_critic(minibatch, critic_log)
-                    self._step_scaled(trains_actor, actor_log, critic_log)
+                        with self._left_out_if_bad(minibatch):
+                            stop = self._update_actor(
+                                minibatch, actor_log, step, epoch, number, first
+                            )
+                            has_actor = True
+                    with self._left_out_if_bad(minibatch):
+                        self._update_critic(minibatch, critic_log)
+                        self._step_scaled(has_actor, actor_log, critic_log)
                     phase.samples += len(minibatch)
                     phase.tokens += int(minibatch.batch.attention_mask.sum())
                     if stop:
@@ -160,6 +172,7 @@ class PPOTrainer:
         log.maximum("ratio_max", self.engine.world.largest([totals.pop("ratio_max")])[0])
         sums = self.engine.world.sums(totals)
         means = {name: total / count for name, total in sums.items()}
+        _require_finite_means(trainee, means)
         gap, kl = means.pop("gap"), means["policy_kl"]
         if first:
             log.add("ratio_gap_before_update", gap)
@@ -168,7 +181,8 @@ class PPOTrainer:
             log.add("policy_kl_before_update", kl)
             self._require_same_policy(gap, minibatch)
         if has_ptx:
-            log.add("ptx_loss", self._add_ptx_gradient(step, epoch, number))
+            means["ptx_loss"] = self._add_ptx_gradient(step, epoch, number)
+            _require_finite_means(trainee, means)
         for name, value in means.items():
             log.add(name, value)
         log.add("actor_learning_rate", learning_rate)
@@ -218,11 +232,26 @@ class PPOTrainer:
             trainee.backward(loss.loss, count, weight=part.weight, is_last=part.is_last)
             totals["value_loss"] += part.weight * float(loss.loss.detach())
             totals["value_clip_fraction"] += part.weight * float(loss.clipped)
-        for name, total in world.sums(totals).items():
-            log.add(name, total / count)
+        means = {name: total / count for name, total in world.sums(totals).items()}
+        _require_finite_means(trainee, means)
+        for name, mean in means.items():
+            log.add(name, mean)
         if self.engine.scaler is None:
             log.add("critic_grad_norm", trainee.step())
         log.add("critic_learning_rate", learning_rate)
+
+    @contextmanager
+    def _left_out_if_bad(self, minibatch: Experience) -> Iterator[None]:
+        """An update whose numbers are not sound changed nothing: `on_bad` hears of it."""
+        try:
+            yield
+        except BadStepError as bad:
+            # What the other model of a scaled pair has gathered goes with it.
+            self.engine.actor_trainee.forget()
+            self.engine.critic_trainee.forget()
+            if self.on_bad is None:
+                raise
+            self.on_bad(bad, minibatch)
 
     def _note_actor_step(self, norm: float, log: _Means) -> None:
         log.add("actor_grad_norm", norm)
@@ -230,19 +259,19 @@ class PPOTrainer:
         if self.engine.ema is not None:
             self.engine.ema.update()
 
-    def _step_scaled(self, trains_actor: bool, actor_log: _Means, critic_log: _Means) -> None:
+    def _step_scaled(self, has_actor: bool, actor_log: _Means, critic_log: _Means) -> None:
         """In fp16 both models step once both gradients are known to be good, or neither does."""
         engine = self.engine
         if engine.scaler is None:
             return
-        trainees = [engine.critic_trainee, *([engine.actor_trainee] if trains_actor else [])]
+        trainees = [engine.critic_trainee, *([engine.actor_trainee] if has_actor else [])]
         norms = step_together(trainees, engine.scaler)
         for name, value in scaling_metrics(engine.scaler).items():
             critic_log.latest(name, value)
         if norms is None:
             return
         critic_log.add("critic_grad_norm", norms[0])
-        if trains_actor:
+        if has_actor:
             self._note_actor_step(norms[1], actor_log)
 
     def _add_ptx_gradient(self, step: int, epoch: int, number: int) -> float:
@@ -298,6 +327,17 @@ class PPOTrainer:
                 target=ppo.kl_target,
                 horizon=ppo.kl_horizon,
                 num_answers=len(experience),
+            )
+
+
+def _require_finite_means(trainee: Trainee, means: Mapping[str, float]) -> None:
+    """Every rank has the same sums, so that all of them leave the update out or none."""
+    for name, value in means.items():
+        if not math.isfinite(value):
+            trainee.forget()
+            raise BadStepError(
+                f"{trainee.name}: {name} must be finite; got {value}. Lower the learning rate, or "
+                "look at the rewards."
             )
 
 

@@ -26,16 +26,17 @@ from tandem.config.load import config_knobs, dump_config
 from tandem.config.schema import RunConfig
 from tandem.data.render import Renderer
 from tandem.engine.devices import resolve_device
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError, ConfigError, Stopped
 from tandem.metrics.log import MetricLog, MutedLog
 from tandem.models.save import save_model
 from tandem.parallel.pieces import whole
 from tandem.parallel.shard import shards_of
 from tandem.parallel.world import World
 from tandem.train.rows import StepRows
+from tandem.train.signals import StopSignals
 
 # What each step's outcome depends on: these knobs and whole sections.
-_SHARED = ("seed", "dtype", "dropout", "dataset", "lora", "data")
+_SHARED = ("seed", "dtype", "dropout", "dataset", "lora", "data", "guards")
 DEPENDS_ON: dict[str, tuple[str, ...]] = {
     "sft": (*_SHARED, "actor_model", "sft_data", "sft"),
     "reward": (*_SHARED, "reward_model", "reward", "sampling"),
@@ -62,6 +63,7 @@ class Run:
         self.say = say if self.world.is_first else _say_nothing
         self.path = Path(config.output_dir)
         self.fingerprints: dict[str, list[str]] = {}
+        self.stops = StopSignals(self.say)
         self._verified: set[str] = set()  # hashing a large model once a run is enough
 
     def open(self, command: str) -> None:
@@ -162,6 +164,17 @@ class Run:
             self._require_same(step, self._checkpoints(step), state.numbers["made_from"])
             self.say(f"{step}: continuing after step {state.step} (checkpoint verified)")
         return state
+
+    def stop_if_asked(self, where: str) -> None:
+        """Between two of the run's steps: stop if a signal came, else let the next end at once.
+
+        Raises:
+            Stopped: it came; on every rank if on any.
+        """
+        number = int(self.world.largest([self.stops.requested])[0])
+        if number:
+            raise Stopped(number, where)
+        self.stops.deferring = False
 
     def metric_log(
         self, step: str, num_steps: int, start: int, thresholds: Mapping[str, float] | None = None

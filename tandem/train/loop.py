@@ -1,0 +1,196 @@
+"""What surrounds every step of a stage: stopping, saving, leaving bad steps out, remembering.
+
+with StepLoop(run, "sft", log, state) as loop:
+    for step, ... in order.from_step(start):
+        loop.begin(step, rows)
+        try: values = ...
+        except BadStepError as bad: loop.skip(bad)
+        loop.end(values)        # logs, saves where due or asked, stops where asked
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from tandem.checkpoint.state import State
+from tandem.errors import BadStepError, NumericsError, Stopped
+from tandem.metrics.log import MetricLog, MutedLog
+from tandem.metrics.timing import Phases
+from tandem.parallel.watch import note
+from tandem.train.run import Run
+from tandem.types import TokenBatch
+
+SAVE_NOW = "save-now"
+"""A file of this name in the run's folder asks for a checkpoint after the running step."""
+RECORDER_FILE = "recorder.jsonl"
+BAD_STEPS = "bad-steps"
+_KEPT = 8
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """One step as the recorder keeps it."""
+
+    step: int
+    rows: Sequence[Any]
+    values: Mapping[str, float] | None = None
+
+
+class StepLoop:
+    """One stage's steps; a context manager.
+
+    The flight recorder keeps the last steps' rows, metrics and the seed, and writes them down when
+    the stage ends by an error. A bad step leaves a file of its own in RUN/bad-steps.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        stage: str,
+        log: MetricLog | MutedLog,
+        state: Callable[[int], State],
+        phases: Phases,
+    ) -> None:
+        """`state` makes what a checkpoint after a step holds."""
+        self.run = run
+        self.stage = stage
+        self.skipped = 0
+        self._log = log
+        self._state = state
+        self._phases = phases
+        self._in_a_row = 0
+        self._is_bad = False
+        self._recorded: deque[_Recorded] = deque(maxlen=_KEPT)
+
+    def __enter__(self) -> Self:
+        self.run.stops.deferring = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, Stopped):
+            self._write_recorder(f"{type(error).__name__}: {error}")
+
+    def begin(self, step: int, rows: Sequence[Any]) -> None:
+        """A step begins, on these rows."""
+        note(f"{self.stage} step {step}")
+        self._recorded.append(_Recorded(step, rows))
+        self._is_bad = False
+
+    def skip(self, bad: BadStepError, rows: Sequence[Any] | None = None) -> None:
+        """Leave the step, or one update of it, out: count it, show it, write its rows down.
+
+        Args:
+            rows: what it was made on, if not the step's own rows.
+        Raises:
+            NumericsError: too many steps in a row were bad.
+        """
+        now = self._recorded[-1]
+        if not self._is_bad:
+            self._in_a_row += 1
+            self._is_bad = True
+        self.skipped += 1
+        path = self.run.path / BAD_STEPS / f"{self.stage}-{now.step:06d}-{self.skipped}.json"
+        record = {
+            "stage": self.stage,
+            "step": now.step,
+            "seed": self.run.config.seed,
+            "reason": str(bad),
+            "rows": [_plain(row) for row in (now.rows if rows is None else rows)],
+        }
+        if self.run.world.is_first:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(record, ensure_ascii=False, default=str), encoding="utf-8")
+        self.run.say(f"{self.stage} step {now.step}: left out: {bad} Its rows: {path}")
+        most = self.run.config.guards.max_skipped
+        if self._in_a_row > most:
+            raise NumericsError(
+                f"{self.stage}: no more than guards.max_skipped={most} steps in a row may be left "
+                f"out; got {self._in_a_row} at step {now.step}, the last one because {bad} Go back "
+                "to a checkpoint with a lower learning rate, or look at the rows."
+            )
+
+    def end(self, values: Mapping[str, float]) -> None:
+        """The step is over: log it, save where that is due or asked, stop where that is asked.
+
+        Raises:
+            Stopped: a signal asked for it; the step is saved.
+        """
+        if not self._is_bad:
+            self._in_a_row = 0
+        step = self._recorded[-1].step
+        self._recorded[-1].values = dict(values)
+        # Before the checkpoint, so that no record is missing after it; what saving costs is in the
+        # next step's.
+        self._log.log(step, {**values, "skipped": float(self.skipped), **self._phases.metrics()})
+        number, asked = self._asked()
+        every = self.run.config.save_every
+        if asked or number or (every and step % every == 0):
+            with self._phases("save"):
+                self.run.save(self.stage, self._state(step))
+        if asked:
+            (self.run.path / SAVE_NOW).unlink(missing_ok=True)
+            self.run.say(f"{self.stage} step {step}: saved, as {SAVE_NOW} asked")
+        if number:
+            raise Stopped(number, f"after {self.stage} step {step}, which is saved")
+
+    def state_numbers(self) -> dict[str, Any]:
+        """What a later loop continues from: the count of what was left out."""
+        return {"skipped": self.skipped, "skipped_in_a_row": self._in_a_row}
+
+    def restore(self, numbers: Mapping[str, Any]) -> None:
+        """Continue from an earlier loop's `state_numbers`."""
+        self.skipped = int(numbers.get("skipped", 0))
+        self._in_a_row = int(numbers.get("skipped_in_a_row", 0))
+
+    def _asked(self) -> tuple[int, bool]:
+        """The signal that any rank got (0 for none), and whether a file asks for a checkpoint."""
+        wants = self.run.world.is_first and (self.run.path / SAVE_NOW).exists()
+        number, asked = self.run.world.largest([self.run.stops.requested, float(wants)])
+        return int(number), bool(asked)
+
+    def _write_recorder(self, reason: str) -> None:
+        if not self.run.world.is_first or not self._recorded:
+            return
+        lines = [
+            {
+                "stage": self.stage,
+                "step": recorded.step,
+                "seed": self.run.config.seed,
+                "values": recorded.values,
+                "rows": [_plain(row) for row in recorded.rows],
+            }
+            for recorded in self._recorded
+        ]
+        lines.append({"ended_by": reason})
+        text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
+        try:
+            (self.run.path / RECORDER_FILE).write_text(text, encoding="utf-8")
+        except OSError:
+            return  # the error that ends the stage says more
+        self.run.say(
+            f"{self.stage}: the last steps' rows and metrics: {self.run.path}/{RECORDER_FILE}"
+        )
+
+
+def rows_of(batch: TokenBatch) -> list[dict[str, Any]]:
+    """A batch's rows as what is written down of them: ids, and where the response begins."""
+    return [
+        {"token_ids": ids[mask].tolist(), "response_begins": int(response.float().argmax())}
+        for ids, mask, response in zip(
+            batch.token_ids, batch.attention_mask, batch.response_mask, strict=True
+        )
+    ]
+
+
+def _plain(row: Any) -> Any:
+    return asdict(row) if is_dataclass(row) and not isinstance(row, type) else row
