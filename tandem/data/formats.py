@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.data.excerpt import describe, excerpt, names, visible
-from tandem.data.lines import decode_line, read_lines
+from tandem.data.lines import LONGEST_LINE, decode_line, read_lines, require_regular
 from tandem.data.rows import BadRow, RawRow
 from tandem.errors import DataError
 from tandem.types import Source
@@ -22,7 +22,13 @@ from tandem.types import Source
 OnBlank = Callable[[], None]
 Rows = Iterator[RawRow | BadRow]
 
-_LONGEST_CELL = 2**31 - 1
+_LARGEST_JSON = 2 * 2**30
+"""Bytes of a JSON file that is one value: it is held in memory whole, many times over."""
+_DEEPEST = 100
+"""Levels within a row: Python's own limit depends on its version and on who is calling."""
+_NEST = f"nest at most {_DEEPEST} levels deep"
+_PARQUET_ROWS = 1024
+"""Rows unpacked at a time: a dictionary can make much of little."""
 
 
 def read_jsonl(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
@@ -49,14 +55,15 @@ def read_json(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
         value = json.loads(text, object_pairs_hook=_object)
     except RecursionError:
         raise DataError(
-            f"{path} must nest less deeply; got more levels than can be read. Flatten its rows."
+            f"{visible(str(path))} must nest at most {_DEEPEST} levels deep; got more than can be "
+            "read. Flatten its rows."
         ) from None
     except ValueError as error:
         if text.lstrip().startswith("{") and str(error).startswith("Extra data"):
             yield from read_jsonl(path, dataset, on_blank)
             return
         raise DataError(
-            f"{path} must be whole JSON; got {visible(str(error))}. "
+            f"{visible(str(path))} must be whole JSON; got {visible(str(error))}. "
             "Write the file again, or save its rows one per line as .jsonl."
         ) from None
     for number, row in enumerate(_row_list(value, path), 1):
@@ -65,21 +72,23 @@ def read_json(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
 
 def read_csv(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
     """Comma-separated cells under a line of column names; the row's number is its first line's."""
-    csv.field_size_limit(_LONGEST_CELL)  # the module's own limit of 131,072 refuses real answers
+    csv.field_size_limit(LONGEST_LINE)  # the module's own limit of 131,072 refuses real answers
     bad: list[BadRow] = []
     reader = csv.reader(_csv_lines(path, dataset, bad), strict=True)
     try:
         header = next(reader, [])
     except csv.Error as error:
         raise DataError(
-            f"{path} must begin with column names; got {error}. Close its quotes."
+            f"{visible(str(path))} must begin with column names; got {error}. Close its quotes."
         ) from None
     if bad:
         raise DataError(
-            f"{bad[0].source}: column names must {bad[0].expected}; got {bad[0].found}. "
+            f"{visible(str(bad[0].source))}: column names must {bad[0].expected}; got "
+            f"{bad[0].found}. "
             "Save the file as UTF-8 text."
         )
-    _check_header(header, path)
+    if header:  # none: an empty file, which the caller refuses
+        _check_names(header, f"{visible(str(path))}:1")
     while True:
         source = Source(dataset, str(path), reader.line_num + 1)
         bad.clear()
@@ -108,29 +117,65 @@ def read_parquet(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
         from pyarrow import parquet
     except ImportError:
         raise DataError(
-            f"{path} must be read with pyarrow; got no such package. "
+            f"{visible(str(path))} must be read with pyarrow; got no such package. "
             "Run pip install 'tandem-rlhf[data]'."
         ) from None
     number = 0
     try:
+        require_regular(path)
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
+            _check_names(file.schema_arrow.names, visible(str(path)))
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+                for row in _batch_rows(batch):
                     number += 1
-                    yield RawRow(row, Source(dataset, str(path), number))
+                    source = Source(dataset, str(path), number)
+                    yield (
+                        unconvertible(row, source)
+                        if isinstance(row, Exception)
+                        else RawRow(row, source)
+                    )
     except (arrow.ArrowException, OSError) as error:
+        found = visible((str(error).splitlines() or [""])[0])[:200]
         raise DataError(
-            f"{path} must be a whole Parquet file; got {visible(str(error))}. Write it again."
+            f"{visible(str(path))} must be a whole Parquet file; got {found}. Write it again."
         ) from None
+
+
+def unconvertible(error: Exception, source: Source) -> BadRow:
+    """A row whose stored values Python cannot take: text that is no UTF-8, a date of year 30000."""
+    found = f"{type(error).__name__}: {visible((str(error).splitlines() or [''])[0])[:200]}"
+    return BadRow(source, "", found, "hold values that Python can take")
+
+
+def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | Exception]:
+    """The rows of an Arrow batch; an error in place of one that cannot be converted."""
+    try:
+        yield from batch.to_pylist()
+        return
+    except (ValueError, OverflowError, KeyError, TypeError):
+        pass  # somewhere in it; find the rows
+    for i in range(batch.num_rows):
+        try:
+            yield batch.slice(i, 1).to_pylist()[0]
+        except (ValueError, OverflowError, KeyError, TypeError) as error:
+            yield error
 
 
 def _whole_text(path: Path) -> str:
     lines = []
-    for number, offset, raw in read_lines(path):
-        text = decode_line(raw, offset, Source("", str(path), number))
+    for number, offset, raw in read_lines(path, _LARGEST_JSON):
+        text = decode_line(raw, offset, Source("", str(path), number), _LARGEST_JSON)
         if isinstance(text, BadRow):
             # One array is one piece of JSON: there is no row to leave out.
-            raise DataError(f"{text.source}: the file must {text.expected}; got {text.found}.")
+            raise DataError(
+                f"{visible(str(text.source))}: the file must {text.expected}; got {text.found}. "
+                "Mend it, or save its rows one per line as .jsonl."
+            )
+        if offset > _LARGEST_JSON:
+            raise DataError(
+                f"{visible(str(path))} must be at most {_LARGEST_JSON} bytes of JSON; got more. "
+                "Save its rows one per line as .jsonl."
+            )
         lines.append(text)
     return "\n".join(lines)
 
@@ -150,18 +195,25 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return marked
 
 
-def _repeated_key(value: Any) -> str | None:
-    if isinstance(value, _RepeatedKey):
-        return value.key
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next((key for item in inner if (key := _repeated_key(item)) is not None), None)
+def _trouble(row: dict[str, Any]) -> tuple[str, str] | None:
+    """What is found and expected of a row that repeats a key or nests too deeply."""
+    stack: list[tuple[Any, int]] = [(row, 1)]
+    while stack:
+        value, depth = stack.pop()
+        if isinstance(value, _RepeatedKey):
+            return f"{excerpt(value.key)} twice", "name each key once"
+        if depth > _DEEPEST:
+            return f"more than {_DEEPEST} levels", _NEST
+        inner = value.values() if isinstance(value, dict) else value
+        stack += [(item, depth + 1) for item in inner if isinstance(item, dict | list)]
+    return None
 
 
 def _parse_row(text: str, source: Source) -> RawRow | BadRow:
     try:
         value = json.loads(text, object_pairs_hook=_object)
     except RecursionError:
-        return BadRow(source, "", excerpt(text), "nest less deeply")
+        return BadRow(source, "", excerpt(text), _NEST)
     except ValueError as error:
         return BadRow(
             source, "", f"{excerpt(text)} ({visible(str(error))})", "be one whole JSON object"
@@ -172,8 +224,8 @@ def _parse_row(text: str, source: Source) -> RawRow | BadRow:
 def _checked_row(value: Any, source: Source) -> RawRow | BadRow:
     if not isinstance(value, dict):
         return BadRow(source, "", describe(value), "be one JSON object")
-    if (key := _repeated_key(value)) is not None:
-        return BadRow(source, "", f"{excerpt(key)} twice", "name each key once")
+    if trouble := _trouble(value):
+        return BadRow(source, "", *trouble)
     return RawRow(value, source)
 
 
@@ -186,7 +238,8 @@ def _row_list(value: Any, path: Path) -> list[Any]:
         return value
     if not isinstance(value, dict):
         raise DataError(
-            f"{path} must be an array of rows, or an object with one; got {describe(value)}."
+            f"{visible(str(path))} must be an array of rows, or an object with one; "
+            f"got {describe(value)}. Save the rows one per line as .jsonl."
         )
     if _LIST_COLUMNS & set(value):
         return [value]
@@ -195,7 +248,7 @@ def _row_list(value: Any, path: Path) -> list[Any]:
         return [value]
     if len(lists) > 1:
         raise DataError(
-            f"{path} must hold one list of rows; got lists under {names(lists)}. "
+            f"{visible(str(path))} must hold one list of rows; got lists under {names(lists)}. "
             "Save the one to train on as a file of its own."
         )
     return next(iter(lists.values()))
@@ -211,12 +264,10 @@ def _csv_lines(path: Path, dataset: str, bad: list[BadRow]) -> Iterator[str]:
         yield text + "\n"
 
 
-def _check_header(header: list[str], path: Path) -> None:
-    if not header:
-        return  # an empty file, which the caller refuses
+def _check_names(header: list[str], where: str) -> None:
     blank = any(not name.strip() for name in header)
     if blank or len(set(header)) != len(header):
         raise DataError(
-            f"{path}:1: column names must be different and not blank; got {names(header)}. "
+            f"{where}: column names must be different and not blank; got {names(header)}. "
             "Give every column a name of its own."
         )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, NoReturn, TypeVar
 
+from tandem.data.excerpt import visible
 from tandem.data.render import Renderer
 from tandem.errors import DataError
 from tandem.types import Message, PairRow, PromptRow, Source, TokenRow
@@ -113,6 +114,6 @@ def _without_oldest(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 def _refuse(source: Source, what: str, found: int, limit: int, knob: str) -> NoReturn:
     raise DataError(
-        f"{source}: {what} must have at most {limit} tokens ({knob}); got {found}. "
+        f"{visible(str(source))}: {what} must have at most {limit} tokens ({knob}); got {found}. "
         f"Raise {knob}, or set dataset.on_long_row to drop or truncate."
     )

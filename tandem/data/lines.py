@@ -2,6 +2,9 @@
 
 Compression is told by the file's first bytes, never by its name. Lines end at a line feed alone
 (a carriage return before it belongs to the line end); U+2028 and its like are text.
+
+Nothing a file holds makes a reader wait or fill the memory: pipes and devices are not opened, a
+line is read to LONGEST_LINE bytes, and a gzip file that unpacks to far more than text does is left.
 """
 
 from __future__ import annotations
@@ -12,42 +15,77 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from tandem.data.excerpt import visible
 from tandem.data.rows import BadRow
 from tandem.errors import DataError
 from tandem.types import Source
 
+LONGEST_LINE = 32 * 2**20
+"""Bytes of a line that are kept: more than any model's context."""
+_SWOLLEN = 256 * 2**20
+_LARGEST_RATIO = 100
+"""Above _SWOLLEN bytes a gzip file may unpack to this many times its size; text reaches 20."""
+
 _BOM = b"\xef\xbb\xbf"
-_FOREIGN_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+_FOREIGN = {
+    b"\xff\xfe": "a UTF-16 file. Save it as UTF-8",
+    b"\xfe\xff": "a UTF-16 file. Save it as UTF-8",
+    b"\x1f\x8b": "gzip within gzip. Unpack it once",
+    b"PK\x03\x04": "a zip archive. Unpack it",
+    b"\x28\xb5\x2f\xfd": "a zstd file. Unpack it",
+    b"BZh91AY&SY": "a bzip2 file. Unpack it",
+    b"\xfd7zXZ\0": "an xz file. Unpack it",
+    b"PAR1\x15": "a Parquet file. Name it .parquet",
+    b"ARROW1\0\0": "an Arrow file. Save it as Parquet",
+}
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+def read_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tuple[int, int, bytes]]:
     """Each line as (number from 1, byte offset in the unpacked file, bytes with their line end).
 
+    Of a line that is too long the first `longest` + 1 bytes come: `decode_line` refuses it.
+
     Raises:
-        DataError: the file cannot be opened, is UTF-16, or its compression is damaged.
+        DataError: the file cannot be opened, is no text, or its compression is damaged.
     """
     number, offset = 0, 0
     try:
         with _open(path) as file:
-            for raw in file:
+            most = _most_bytes(path)
+            while raw := file.readline(longest + 1):
                 number += 1
+                rest = 0 if raw.endswith(b"\n") else _skip_line(file, longest, most)
                 if number == 1:
-                    _refuse_foreign_bom(raw, path)
+                    _refuse_foreign(raw, path)
                     skip = len(_BOM) if raw.startswith(_BOM) else 0
                     yield number, skip, raw[skip:]
                 else:
                     yield number, offset, raw
-                offset += len(raw)
+                offset += len(raw) + rest
+                if offset > most:
+                    raise DataError(
+                        f"{visible(str(path))} must be text packed by gzip; got one that unpacks "
+                        f"to over {_LARGEST_RATIO} times its size. Unpack it, if it is to be read."
+                    )
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
-            f"{path} must be a whole gzip file; got {error} after line {number}. Fetch it again."
+            f"{visible(str(path))} must be a whole gzip file; got {visible(str(error))} after line "
+            f"{number}. Fetch it again."
         ) from None
     except OSError as error:
-        raise DataError(f"{path} must be readable; got {error.strerror or error}.") from None
+        raise DataError(
+            f"{visible(str(path))} must be readable; got {error.strerror or error}. "
+            "Check the file and its permissions."
+        ) from None
 
 
-def decode_line(raw: bytes, offset: int, source: Source) -> str | BadRow:
+def decode_line(
+    raw: bytes, offset: int, source: Source, longest: int = LONGEST_LINE
+) -> str | BadRow:
     """The line's text without its line end, or why it is no text."""
+    if len(raw) > longest:
+        found = f"a line of more than {longest} bytes"
+        return BadRow(source, "", found, f"be a line of at most {longest} bytes")
     if (nul := raw.find(b"\0")) >= 0:
         return BadRow(source, "", f"a NUL byte at byte {offset + nul}", "hold no NUL byte")
     try:
@@ -57,12 +95,44 @@ def decode_line(raw: bytes, offset: int, source: Source) -> str | BadRow:
         return BadRow(source, "", found, "be UTF-8")
 
 
+def require_regular(path: Path) -> None:
+    """Refuse what can be opened and never ends: a pipe, a device, a socket.
+
+    Raises:
+        DataError: it is one of these, or a link to nothing.
+        OSError: it cannot be looked at.
+    """
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "a pipe or a device"
+        found = found if path.exists() else "a link to nothing"
+        raise DataError(
+            f"{visible(str(path))} must be a file; got {found}. Write the rows to a file first."
+        )
+
+
 def _open(path: Path) -> BinaryIO:
+    require_regular(path)
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     return cast(BinaryIO, gzip.open(path)) if packed else path.open("rb")
 
 
-def _refuse_foreign_bom(raw: bytes, path: Path) -> None:
-    if encoding := _FOREIGN_BOMS.get(raw[:2]):
-        raise DataError(f"{path} must be UTF-8; got a {encoding} file. Save it as UTF-8.")
+def _most_bytes(path: Path) -> int:
+    """How far a file may unpack; a plain file never gets there."""
+    return max(_SWOLLEN, _LARGEST_RATIO * path.stat().st_size)
+
+
+def _skip_line(file: BinaryIO, step: int, most: int) -> int:
+    """Read on to the line's end (or just over `most` bytes), keeping nothing; the bytes skipped."""
+    skipped = 0
+    while skipped <= most and (raw := file.readline(step)):
+        skipped += len(raw)
+        if raw.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _refuse_foreign(raw: bytes, path: Path) -> None:
+    found = next((what for magic, what in _FOREIGN.items() if raw.startswith(magic)), None)
+    if found is not None:
+        raise DataError(f"{visible(str(path))} must be UTF-8; got {found}.")

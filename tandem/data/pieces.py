@@ -133,8 +133,15 @@ class PieceTokenizer:
         return []  # The tokenizer drops spaces altogether.
 
     def _whole(self, text: str) -> list[int]:
-        # Not verbose: a text over the model's length is the length policy's business.
-        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        try:
+            # Not verbose: a text over the model's length is the length policy's business.
+            return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        except Exception as error:  # the Rust library raises nothing more special
+            raise ModelError(
+                f"tokenizer {self._tokenizer.name_or_path!r} must take any text; got "
+                f"{excerpt(f'{type(error).__name__}: {error}', 200)} for {excerpt(text)}. "
+                "Mend its tokenizer.json (an unknown token, say), or use another."
+            ) from error
 
     def _text(self, ids: list[int]) -> str:
         # Clean-up of spaces is for WordPiece and harms every other tokenizer.

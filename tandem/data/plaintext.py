@@ -66,11 +66,17 @@ def _pieces(path: Path, dataset: str) -> Iterator[tuple[str, str, int] | BadRow]
 
 def _cut(line: str) -> Iterator[str]:
     """The line in parts of at most BLOCK characters."""
-    while len(line) > BLOCK:
-        ends = [match.end() for match in _SENTENCE_END.finditer(line, 0, BLOCK + 1)]
-        cut = ends[-1] if ends else line.rfind(" ", 1, BLOCK + 1)
-        cut = cut if cut > 0 else BLOCK
-        yield line[:cut].strip()
-        line = line[cut:].strip()
-    if line:
-        yield line
+    begin = 0
+    while begin < len(line):
+        # By position: cutting the rest anew each time takes a day for a line of a gigabyte.
+        window = line[begin : begin + BLOCK + 1]
+        cut = len(window)
+        if cut > BLOCK:
+            ends = [match.end() for match in _SENTENCE_END.finditer(window)]
+            cut = ends[-1] if ends else window.rfind(" ", 1)
+            cut = cut if cut > 0 else BLOCK
+        if piece := window[:cut].strip():
+            yield piece
+        begin += cut
+        while begin < len(line) and line[begin].isspace():
+            begin += 1

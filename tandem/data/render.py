@@ -18,7 +18,7 @@ from typing import Any, get_args
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.control import ControlTokens, free_mark
-from tandem.data.excerpt import excerpt
+from tandem.data.excerpt import excerpt, visible
 from tandem.data.pieces import PieceTokenizer
 from tandem.data.template import ChatTemplate, Part
 from tandem.errors import DataError, ModelError
@@ -27,6 +27,8 @@ from tandem.types import Message, PromptRow, Role, Source, TokenRow
 IN_MEMORY = Source(dataset="", path="conversation", line=1)
 """The source of a prompt that comes from no file, such as a chat's."""
 
+_MOST_HOLES = 2**20
+"""Ids without a token that a vocabulary may have, besides one for each token."""
 _PROBES = ("yes", "hello", "a", "x", "1")
 
 
@@ -88,8 +90,8 @@ class Renderer:
             DataError: there is no turn, or the template or the tokenizer cannot take one.
         """
         cut, mark = self._cut(messages, source)
-        parts = self._template.parts(cut, str(source), every_answer=False)
-        ids, _ = self._encode(parts, mark, str(source))
+        parts = self._template.parts(cut, visible(str(source)), every_answer=False)
+        ids, _ = self._encode(parts, mark, visible(str(source)))
         return PromptRow(tuple(ids), tuple(messages), dict(columns or {}), source)
 
     def conversation(
@@ -109,7 +111,7 @@ class Renderer:
             DataError: there is no turn, or the template or the tokenizer cannot take one.
             ModelError: the template does not show which tokens are the assistant's.
         """
-        where = str(source)
+        where = visible(str(source))
         cut, mark = self._cut([*messages, Message("assistant", answer)], source)
         parts = self._template.parts(cut[:-1], where, every_answer=not last_turn_only)
         prompt_ids, prompt_mask = self._encode(parts, mark, where)
@@ -130,7 +132,7 @@ class Renderer:
         self._check_text(text, source)
         mark = free_mark([text])
         # At the start of a text a tokenizer does what it does after its BOS.
-        body = self._pieces.encode(self._control.cut(text, mark), mark, "", str(source))
+        body = self._pieces.encode(self._control.cut(text, mark), mark, "", visible(str(source)))
         ids = (*self._document_prefix, *body, self._eos_id)
         return TokenRow(ids, (False, *[True] * (len(ids) - 1)), source)
 
@@ -165,13 +167,13 @@ class Renderer:
         """The turns with every control string in them cut at the mark, and the mark."""
         if not messages or (len(messages) == 1 and messages[0].role == "assistant"):
             raise DataError(
-                f"{source}: a conversation must hold a turn to answer; got none. "
+                f"{visible(str(source))}: a conversation must hold a turn to answer; got none. "
                 "Put the user's turn before the answer."
             )
         for message in messages:
             if message.role not in get_args(Role):
                 raise DataError(
-                    f"{source}: role must be one of {', '.join(get_args(Role))}; got "
+                    f"{visible(str(source))}: role must be one of {', '.join(get_args(Role))}; got "
                     f"{excerpt(message.role)}. Rename it."
                 )
             self._check_text(message.content, source)
@@ -181,8 +183,8 @@ class Renderer:
     def _check_text(self, text: str, source: Source) -> None:
         if char := self._control.unwritable(text):
             raise DataError(
-                f"{source}: text must hold no half of a surrogate pair and no character that is a "
-                f"control token; got {excerpt(char)}. Take it out of the text."
+                f"{visible(str(source))}: text must hold no half of a surrogate pair and no "
+                f"character that is a control token; got {excerpt(char)}. Take it out of the text."
             )
 
     def _decoded_frame(self) -> tuple[str, str]:
@@ -210,5 +212,13 @@ def _prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], str]:
 
 def _definition(tokenizer: PreTrainedTokenizerBase) -> str:
     """All that decides the ids of a text; what only concerns batches is left out."""
+    vocabulary = tokenizer.get_vocab()
+    largest = max(vocabulary.values(), default=0)
+    if largest > _MOST_HOLES + 2 * len(vocabulary):
+        # The library writes a line for every id that no token has: an id of 2^31 takes hours.
+        raise ModelError(
+            f"tokenizer {tokenizer.name_or_path!r} must number its {len(vocabulary)} tokens "
+            f"without large gaps; got id {largest}. Use the tokenizer as it was published."
+        )
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
     return json.dumps(definition | {"padding": None, "truncation": None}, sort_keys=True)

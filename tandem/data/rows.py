@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.data.excerpt import visible
 from tandem.errors import DataError
 from tandem.types import Source
 
@@ -40,10 +41,11 @@ class BadRow:
 
     def error(self) -> DataError:
         """The error that stops a run at this row."""
-        where = f"field {self.field}" if self.field else "the row"
+        where = f"field {visible(self.field)}" if self.field else "the row"
         advice = f"{self.advice} " if self.advice else ""
         return DataError(
-            f"{self.source}: {where} must {self.expected}; found {self.found}. {advice}"
+            f"{visible(str(self.source))}: {where} must {self.expected}; found {self.found}. "
+            f"{advice}"
             "Correct the row, or leave such rows out, counted, with --on-bad-row drop."
         )
 

@@ -6,17 +6,25 @@ Formats are listed in docs/data.md. `read_rows` hides which one it is.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
-from tandem.data.excerpt import describe, excerpt, names, visible
-from tandem.data.formats import OnBlank, Rows, read_csv, read_json, read_jsonl, read_parquet
+from tandem.data.excerpt import excerpt, visible
+from tandem.data.formats import (
+    OnBlank,
+    Rows,
+    read_csv,
+    read_json,
+    read_jsonl,
+    read_parquet,
+)
 from tandem.data.plaintext import read_text
 from tandem.data.rows import BadRow, RawRow
+from tandem.data.saved import rows_through_datasets
 from tandem.errors import ConfigError, DataError
 from tandem.types import Source
 
@@ -61,7 +69,8 @@ def parse_spec(text: str) -> DataSpec:
     Example: parse_spec("C:/a.jsonl:2::prompt=question") has weight 2 and path "C:/a.jsonl".
 
     Raises:
-        ConfigError: no path, a weight that is not above 0 and finite, or a broken column map.
+        ConfigError: no path, one that is no UTF-8, a weight that is not above 0 and finite, or a
+            broken column map.
     """
     path, mark, tail = text.rpartition("::")
     columns = {}
@@ -78,6 +87,10 @@ def parse_spec(text: str) -> DataSpec:
                 f"the weight of data set {excerpt(text)} must be a finite number above 0; "
                 f"got {number}. Leave the data set out to give it no weight."
             )
+    if not _is_unicode(text):
+        raise ConfigError(
+            f"data set {excerpt(text)} must have a name in UTF-8; got other bytes. Rename the file."
+        )
     if not path.strip():
         raise ConfigError(
             f"data set {excerpt(text)} must name a file, folder or hub name; got none. "
@@ -123,17 +136,17 @@ def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[R
     Raises:
         DataError: nothing is there, its format is unknown, it holds no row, or it is damaged.
     """
-    path = Path(spec.path).expanduser()
+    path = _local(spec.path)
     if spec.path == "embedded":
         rows = _embedded(spec)
     elif _is_saved_dataset(path):
-        rows = _through_datasets(spec, saved=path)
+        rows = rows_through_datasets(spec.name, spec.path, path)
     elif path.is_dir():
         rows = _folder(path, spec.name, on_blank)
     elif path.exists():
         rows = _file(path, spec.name, on_blank)
     elif _looks_like_hub_name(spec.path):
-        rows = _through_datasets(spec, saved=None)
+        rows = rows_through_datasets(spec.name, spec.path, None)
     else:
         raise DataError(
             f"data set {visible(spec.path)} must be a file or folder that exists, or a hub name; "
@@ -149,8 +162,34 @@ def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[R
         )
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written down: a name's bytes that are no UTF-8 come as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _local(path: str) -> Path:
+    """Where `path` would be on this machine.
+
+    Raises:
+        DataError: no file can have that name.
+    """
+    try:
+        local = Path(path).expanduser()
+        local.exists()
+    except (RuntimeError, OSError, ValueError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"data set {excerpt(path)} must be a path that can be; got {cause}. Check its spelling."
+        ) from None
+    return local
+
+
 def _short_name(path: str) -> str:
-    if _looks_like_hub_name(path) and not Path(path).exists():
+    if _looks_like_hub_name(path) and not os.path.exists(path):
         return path
     # Both separators, whatever the machine: a Windows path in a shared config reads the same.
     name = re.split(r"[/\\]", path.rstrip("/\\"))[-1]
@@ -174,7 +213,7 @@ def _file(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
     reader = _READERS.get(_format_of(path))
     if reader is None:
         raise DataError(
-            f"{path} must end in one of {_FORMATS} (or these with .gz); "
+            f"{visible(str(path))} must end in one of {_FORMATS} (or these with .gz); "
             f"got {excerpt(path.name)}. Rename it to what it holds."
         )
     return reader(path, dataset, on_blank)
@@ -185,14 +224,14 @@ def _folder(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
     files = [
         file
         for file in sorted(path.rglob("*"))
-        if file.is_file()
+        if not file.is_dir()  # a pipe or a broken link is told by its reader, not passed over
         and _format_of(file) in _READERS
         and file.name not in _METADATA
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     ]
     if not files:
         raise DataError(
-            f"folder {path} must hold files that end in one of {_FORMATS}; got none. "
+            f"folder {visible(str(path))} must hold files that end in one of {_FORMATS}; got none. "
             "Give the folder that holds the data."
         )
     for file in files:
@@ -204,40 +243,3 @@ def _embedded(spec: DataSpec) -> Rows:
 
     for number, row in enumerate(embedded.rows(), 1):
         yield RawRow(row, Source(spec.name, "embedded", number))
-
-
-def _through_datasets(spec: DataSpec, saved: Path | None) -> Rows:
-    """Rows of a folder written by `save_to_disk`, or of a data set on the hub."""
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(
-            f"data set {visible(spec.path)} must be read with the datasets package; "
-            "got no such package. Run pip install 'tandem-rlhf[data]'."
-        ) from None
-    try:
-        loaded = datasets.load_from_disk(str(saved)) if saved else datasets.load_dataset(spec.path)
-    # The package and the network beneath it raise errors of many unrelated classes.
-    except Exception as error:
-        cause = visible((str(error).splitlines() or [""])[0])[:200]
-        what = "a folder saved by datasets" if saved else "a file, a folder or a reachable hub name"
-        raise DataError(
-            f"data set {visible(spec.path)} must be {what}; got {type(error).__name__}: {cause}. "
-            "Check the path and the network, or give a local file."
-        ) from None
-    for number, row in enumerate(_train_split(loaded, spec.path), 1):
-        yield RawRow(row, Source(spec.name, spec.path, number))
-
-
-def _train_split(loaded: Any, path: str) -> Iterable[dict[str, Any]]:
-    """The split named train, or the only one."""
-    if not isinstance(loaded, dict):
-        return loaded
-    if "train" in loaded:
-        return loaded["train"]
-    if len(loaded) == 1:
-        return next(iter(loaded.values()))
-    raise DataError(
-        f"data set {visible(path)} must have a split named train, or one alone; "
-        f"got {names(loaded) if loaded else describe(None)}. Save the split to use by itself."
-    )

@@ -29,6 +29,8 @@ _DEFAULT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '\\n\\nAssistant:' }}{%- endif %}
 """
 _PROBE = "Qz7probe"
+_FRAME = 100_000
+"""Characters that a template may write of its own for a conversation, and for each of its turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +158,10 @@ class ChatTemplate:
         try:
             prompt = self._call((user,), True)
             text = self._call((user, Message("assistant", _PROBE)), False)
-        except TemplateError as error:
+        except Exception as error:  # a template is a program: it can divide by zero
             raise ModelError(
                 f"{self._name} must render a user's and an assistant's turn; got "
-                f"{excerpt(str(error), 200)}. Give the tokenizer another chat_template."
+                f"{_cause(error)}. Give the tokenizer another chat_template."
             ) from error
         if not text.startswith(prompt):
             raise ModelError(
@@ -179,15 +181,15 @@ class ChatTemplate:
     def _render(self, messages: tuple[Message, ...], prompt: bool, where: str) -> str:
         try:
             return self._call(messages, prompt)
-        except TemplateError as error:
+        except Exception as error:  # as in `_probe`
             raise DataError(
-                f"{where}: turns must suit the {self._name}; got {excerpt(str(error), 200)} from "
-                f"it for {' '.join(m.role for m in messages)}. Reorder or leave out turns."
+                f"{where}: turns must suit the {self._name}; got {_cause(error)} from "
+                f"it for {_roles(messages)}. Reorder or leave out turns."
             ) from error
 
     def _call(self, messages: tuple[Message, ...], prompt: bool) -> str:
         dialog = [{"role": m.role, "content": m.content} for m in messages]
-        return str(
+        text = str(
             self._tokenizer.apply_chat_template(
                 dialog,
                 chat_template=self.source,
@@ -195,3 +197,18 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
             )
         )
+        room = _FRAME + 2 * sum(len(m.content) for m in messages) + _FRAME * len(messages)
+        if len(text) > room:
+            raise ValueError(f"{len(text)} characters where {room} are plenty")
+        return text
+
+
+def _cause(error: Exception) -> str:
+    """What went wrong in a template; a message of its own (raise_exception) without a class."""
+    known = isinstance(error, TemplateError)
+    return excerpt(str(error) if known else f"{type(error).__name__}: {error}", 200)
+
+
+def _roles(messages: Sequence[Message], limit: int = 20) -> str:
+    more = " ..." if len(messages) > limit else ""
+    return " ".join(m.role for m in messages[:limit]) + more

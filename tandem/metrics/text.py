@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import re
 
-# Everything a terminal or a bidi-aware viewer acts on instead of showing: C0 without newline and
-# tab, DEL and C1, bidirectional controls, line separators, lone surrogates, the byte order mark.
+# Everything a terminal or a bidi-aware viewer acts on instead of showing, and what nobody sees: C0
+# without newline and tab, DEL and C1, bidirectional controls, line separators, lone surrogates, the
+# byte order mark, spaces without width, annotations and tags. The joiners of scripts and emoji
+# (U+200C, U+200D) stay.
 _CONTROL = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
+    "\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff]"
 )
 
 
@@ -76,4 +79,6 @@ def trimmed(number: str) -> str:
 
 def _spell(match: re.Match[str]) -> str:
     code = ord(match.group())
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

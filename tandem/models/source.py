@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
-from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
+from tandem.models.claims import (
+    check_finite,
+    check_folder,
+    check_weights,
+    one_line,
+    read_object,
+)
 from tandem.models.quiet import quiet
+
+__all__ = [
+    "ADAPTER_CONFIG",
+    "Located",
+    "adapter_base",
+    "load_config",
+    "load_weights",
+    "locate",
+    "one_line",
+    "read_adapter_config",
+]
 
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_TIMEOUT_SECONDS = 10.0
@@ -36,12 +53,6 @@ class Located:
         return path if path.is_dir() else None
 
 
-def one_line(error: BaseException) -> str:
-    """What an error says, in at most 300 characters of one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
-
-
 def locate(path: str | Path) -> Located:
     """Find a model folder or hub name before anything is loaded.
 
@@ -49,11 +60,24 @@ def locate(path: str | Path) -> Located:
     the hub. A hub that does not answer is asked once, and its cache used where it has the model.
 
     Raises:
-        ModelError: neither a folder nor a model that the hub or its cache has.
+        ModelError: neither a folder nor a model that the hub or its cache has, or a folder whose
+            small files point elsewhere (see `claims.check_folder`).
     """
     text = str(path)
-    folder = Path(text).expanduser()
-    if text and folder.is_dir():
+    try:
+        folder = Path(text).expanduser()
+        is_folder = bool(text) and folder.is_dir()
+    except (RuntimeError, OSError, ValueError) as error:  # ~nobody, a name of a megabyte
+        raise ModelError(
+            f"model {text[:100]!r} must be a folder or hub name that can be; got "
+            f"{one_line(error)[:100]}. Check the spelling."
+        ) from error
+    if not _is_unicode(text):
+        raise ModelError(
+            f"model {text!r} must have a name in UTF-8; got other bytes. Rename the folder."
+        )
+    if is_folder:
+        check_folder(folder)
         return Located(str(folder))
     is_path = folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1
     if is_path or folder.exists() or not text:
@@ -65,26 +89,38 @@ def locate(path: str | Path) -> Located:
     try:
         HfApi().model_info(text, timeout=_HUB_TIMEOUT_SECONDS)
     except Exception as error:  # whichever error the client raises, the answer is the same
-        if isinstance(try_to_load_from_cache(text, "config.json"), str):
+        if _is_in_cache(text):
             return Located(text, offline=True)
         raise ModelError(
             f"model {text!r} must be a folder or a reachable hub name; got no folder "
-            f"{str(folder.resolve())!r}, nothing in the hub's cache, and from the hub: "
+            f"{os.path.abspath(folder)!r}, nothing in the hub's cache, and from the hub: "
             f"{one_line(error)}. Check the spelling, or copy the model here and give its folder."
         ) from error
     return Located(text)
 
 
+def _is_unicode(text: str) -> bool:
+    """A name's bytes that are no UTF-8 come as lone surrogates, which nothing can write down."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _is_in_cache(name: str) -> bool:
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError:  # no name that the hub could have
+        return False
+
+
 def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's config.
+    """The model's config, held against the weights that lie beside it.
 
     Raises:
         ModelError: config.json is missing or broken, names a family that transformers does not
-            know, or needs remote code that was not allowed.
+            know, or needs remote code that was not allowed; or as `claims.check_weights`.
     """
     try:
         with quiet():
-            return AutoConfig.from_pretrained(
+            config = AutoConfig.from_pretrained(
                 source.name, trust_remote_code=trust_remote_code, local_files_only=source.offline
             )
     except Exception as error:  # OSError, ValueError, KeyError, the strict config's own errors
@@ -93,6 +129,14 @@ def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrain
             f"{one_line(error)}. Check the folder, or update transformers; "
             "--trust-remote-code allows a model's own code."
         ) from error
+    if not isinstance(config, PreTrainedConfig):
+        raise ModelError(
+            f"model {source.name!r} must have a config.json with a model_type; got none. "
+            "Copy or save the model again."
+        )
+    if source.folder is not None:
+        check_weights(source.folder, config, trust_remote_code=trust_remote_code)
+    return config
 
 
 def load_weights(
@@ -108,7 +152,7 @@ def load_weights(
     Returns:
         the model in eval mode, the names it has and the files lack, the names only the files have.
     Raises:
-        ModelError: pickled weights, damaged or truncated files, tensors of the wrong shape.
+        ModelError: pickled weights, damaged or truncated files, tensors of the wrong shape, NaN.
     """
     _refuse_pickle(source)
     try:
@@ -123,11 +167,12 @@ def load_weights(
                 local_files_only=source.offline,
                 **options,
             )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except Exception as error:  # whatever a family's own code makes of a wrong value
         raise ModelError(
             f"weights of {source.name!r} must be complete safetensors files that fit config.json; "
             f"got: {one_line(error)}. Copy or save the model again."
         ) from error
+    check_finite(model, source.name)
     return model.eval(), set(report["missing_keys"]), set(report["unexpected_keys"])
 
 
@@ -139,18 +184,7 @@ def read_adapter_config(source: Located) -> dict[str, Any] | None:
     """
     if source.folder is None or not (source.folder / ADAPTER_CONFIG).is_file():
         return None
-    file = source.folder / ADAPTER_CONFIG
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(
-            f"{file} must be JSON; got: {one_line(error)}. Save the adapter again."
-        ) from error
-    if not isinstance(config, dict):
-        raise ModelError(
-            f"{file} must hold a JSON object; got {type(config).__name__}. Save the adapter again."
-        )
-    return config
+    return read_object(source.folder / ADAPTER_CONFIG)
 
 
 def adapter_base(source: Located, adapter: dict[str, Any]) -> Located:
@@ -160,13 +194,13 @@ def adapter_base(source: Located, adapter: dict[str, Any]) -> Located:
         ModelError: no base is named, it does not exist, or it is an adapter itself.
     """
     name = adapter.get("base_model_name_or_path")
-    if not name:
+    if not isinstance(name, str) or not name:
         raise ModelError(
-            f"{source.name}/{ADAPTER_CONFIG} must name its base model; got "
+            f"{source.name!r}: {ADAPTER_CONFIG} must name its base model; got "
             f"base_model_name_or_path={name!r}. Put the base model's folder there."
         )
     beside = Path(source.name) / name
-    base = locate(beside if not Path(name).is_dir() and beside.is_dir() else name)
+    base = locate(beside if not os.path.isdir(name) and os.path.isdir(beside) else name)
     if base.folder is not None and not (base.folder / "config.json").is_file():
         raise ModelError(
             f"the base model of adapter {source.name!r} must be a whole model; got {base.name!r}, "

@@ -90,7 +90,9 @@ def find_model(path: str, which: str) -> str:
     folder = Path(path)
     if not (folder / "config.yaml").exists():
         if which:
-            raise ModelError(f"--model must go with a run's folder; {path} is none. Leave it out.")
+            raise ModelError(
+                f"--model must go with a run's folder; {visible(path)} is none. Leave it out."
+            )
         return path
     if which == "base":
         return load_config(folder / "config.yaml").actor_model
@@ -101,7 +103,7 @@ def find_model(path: str, which: str) -> str:
         if (folder / name / "config.json").exists():
             return str(folder / name)
     raise ModelError(
-        f"{path} must hold a finished {which or 'sft, dpo or ppo'} step; got none. "
+        f"{visible(path)} must hold a finished {which or 'sft, dpo or ppo'} step; got none. "
         "Run the same tandem train command again to finish it."
     )
 
@@ -127,6 +129,8 @@ def chat(
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     model = load_causal_lm(source, trust_remote_code=trust_remote_code).eval()
     renderer = Renderer(tokenizer, load_stop_ids(source))
+    if problem := _unusable(system):
+        raise ModelError(f"--system must be text that can be written down; got {problem}.")
     talk = Conversation(model, renderer, sampling, seed=seed, system=system)
     if sys.stdin.isatty():
         import readline  # noqa: F401  (gives `input` history and line editing)
@@ -139,10 +143,23 @@ def chat(
             return 0
         except KeyboardInterrupt:
             continue
+        except UnicodeDecodeError:
+            write("that is no UTF-8; type it again.\n")
+            continue
+        if problem := _unusable(line):
+            write(f"a message must be text that can be written down; got {problem}.\n")
+            continue
         if line in ("/quit", "/exit"):
             return 0
         if line:
             _turn(talk, line, write)
+
+
+def _unusable(text: str) -> str:
+    """What in `text` no file and no tokenizer takes; "" if there is nothing."""
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        return "bytes that are no UTF-8"
+    return "a NUL character" if "\0" in text else ""
 
 
 def _turn(talk: Conversation, line: str, write: Callable[[str], None]) -> None:
@@ -183,7 +200,7 @@ def _say(talk: Conversation, write: Callable[[str], None]) -> None:
     except TandemError as error:  # what the user typed cannot be answered; the rest still can
         while talk.turns and talk.turns.pop().role != "user":
             pass
-        write(f"{error}\n")
+        write(f"{visible(str(error))}\n")
 
 
 def _set(talk: Conversation, words: Sequence[str]) -> str:
@@ -191,11 +208,13 @@ def _set(talk: Conversation, words: Sequence[str]) -> str:
     try:
         name, value = words
         if name == "seed":
+            if not 0 <= int(value) < 2**63:
+                raise ValueError
             talk.seed, talk.num_answers = int(value), 0
             return f"seed = {talk.seed}\n"
         number = kinds[name](value)
         low = 0 if name == "top_k" else 1 if name == "max_new_tokens" else 1e-6
-        if not low <= number or (name == "top_p" and number > 1):
+        if not low <= number < 2**31 or (name == "top_p" and number > 1):
             raise ValueError
     except (ValueError, KeyError):
         return "write e.g. /set temperature 0.7 (or top_p, top_k, max_new_tokens, seed)\n"
@@ -211,5 +230,5 @@ def _save(talk: Conversation, file: str) -> str:
         with open(file, "a", encoding="utf-8") as out:
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
     except OSError as error:
-        return f"{file}: {error.strerror}\n"
-    return f"saved {len(talk.turns)} turns to {file}\n"
+        return f"{visible(file)}: {error.strerror}\n"
+    return f"saved {len(talk.turns)} turns to {visible(file)}\n"

@@ -47,7 +47,7 @@ def json_file(tmp_path: Path, content: bytes) -> list[RawRow | BadRow]:
         (b'{"m": [{"role": "x", "role": "y"}]}', "'role' twice", "name each key once"),
         (b'{"text": "caf\xe9"}', "byte 0xe9 at byte 28", "be UTF-8"),
         (b'{"text": "a\0b"}', "a NUL byte at byte 26", "hold no NUL byte"),
-        (b'{"a": ' + DEEP, '\'{"a": [[[', "nest less deeply"),
+        (b'{"a": ' + DEEP, '\'{"a": [[[', "nest at most 100 levels deep"),
         (b'{"a": ' + b"9" * 5000 + b"}", "Exceeds the limit", "be one whole JSON object"),
         (b"\x1b[2J\x07", r"'\x1b[2J\x07'", "be one whole JSON object"),
     ],
@@ -86,7 +86,7 @@ def test_very_long_lines_are_read(tmp_path: Path) -> None:
         (b'[{"a": 1}] x', "must be whole JSON; got Extra data"),
         (b'"text"', "must be an array of rows, or an object with one; got 'text'"),
         (b'{"train": [], "test": []}', "must hold one list of rows; got lists under columns train"),
-        (DEEP, "must nest less deeply"),
+        (DEEP, "must nest at most 100 levels deep"),
         (b'[\n{"a": "\xff"}]', "a.json:2: the file must be UTF-8; got byte 0xff at byte 9"),
         (b"[\0]", "a.json:1: the file must hold no NUL byte"),
         (b"\xff\xfe[\0", "must be UTF-8; got a UTF-16 file"),
@@ -178,3 +178,35 @@ def test_a_cut_gzip_file_is_refused_after_its_whole_lines(tmp_path: Path) -> Non
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-3000])
     with pytest.raises(DataError, match=r"must be a whole gzip file; got .* after line \d{3}"):
         list(read_jsonl(tmp_path / "a.jsonl.gz", "a", ignore))
+
+
+def test_nesting_has_one_limit_whatever_python_allows(tmp_path: Path) -> None:
+    rows = jsonl(
+        tmp_path, b"".join(b'{"a": ' + b"[" * n + b"]" * n + b"}\n" for n in (99, 100, 600))
+    )
+    assert [isinstance(row, BadRow) for row in rows] == [False, True, True]
+
+
+def test_parquet_rows_that_python_cannot_take(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    cells = arrow.array([b"fine", b"\xff\xfe", b"too"], arrow.binary())
+    text = arrow.StringArray.from_buffers(3, *cells.buffers()[1:])
+    days = arrow.array([0, 0, 2**30], arrow.date32())
+    parquet.write_table(arrow.table({"text": text, "day": days}), tmp_path / "a.parquet")
+    first, second, third = read_parquet(tmp_path / "a.parquet", "a", ignore)
+    assert isinstance(first, RawRow)
+    assert first.columns["text"] == "fine"
+    for row, found in ((second, "UnicodeDecodeError"), (third, "OverflowError")):
+        assert isinstance(row, BadRow)
+        assert row.found.startswith(found)
+        assert row.expected == "hold values that Python can take"
+
+
+def test_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = [arrow.array(["a"]), arrow.array(["b"])]
+    parquet.write_table(arrow.Table.from_arrays(columns, ["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="column names must be different and not blank"):
+        list(read_parquet(tmp_path / "a.parquet", "a", ignore))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import os
+from collections import deque
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.data import lines as lines_module
 from tandem.data.lines import decode_line, read_lines
+from tandem.data.rows import BadRow
 from tandem.errors import DataError
 from tandem.types import Source
 
@@ -41,7 +45,7 @@ def test_utf16_is_refused(bom: bytes, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="must be readable; got Is a directory"):
+    with pytest.raises(DataError, match="must be a file; got a folder"):
         list(read_lines(tmp_path))
 
 
@@ -49,3 +53,54 @@ def test_damaged_gzip(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(gzip.compress(b"x\n") + b"garbage")
     with pytest.raises(DataError, match="must be a whole gzip file"):
         list(read_lines(tmp_path / "a"))
+
+
+def test_a_line_too_long_is_refused_and_the_next_has_its_place(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"one\n" + b"x" * 1000 + b"\nthree\n" + b"y" * 77)
+    found = list(read_lines(tmp_path / "a", longest=10))
+    places = [(number, offset) for number, offset, _ in found]
+    assert places == [(1, 0), (2, 4), (3, 1005), (4, 1011)]
+    assert max(len(raw) for _, _, raw in found) == 11
+    bad = decode_line(found[1][2], 4, Source("", "a", 2), longest=10)
+    assert isinstance(bad, BadRow)
+    assert bad.expected == "be a line of at most 10 bytes"
+
+
+@pytest.mark.parametrize("content", [b"\0" * 3_000_000, b"a\n" * 1_500_000])
+def test_a_gzip_bomb_is_left_early(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines_module, "_SWOLLEN", 1_000_000)
+    (tmp_path / "a").write_bytes(gzip.compress(content))
+    found = read_lines(tmp_path / "a", longest=1000)
+    with pytest.raises(DataError, match="unpacks to over 100 times its size"):
+        deque(found, maxlen=0)
+    (tmp_path / "b").write_bytes(content)  # as large, but not packed
+    assert sum(1 for _ in read_lines(tmp_path / "b", longest=1000)) > 0
+
+
+@pytest.mark.parametrize(
+    ("magic", "found"),
+    [
+        (gzip.compress(b"x", mtime=0), "gzip within gzip"),
+        (b"PK\x03\x04", "a zip archive"),
+        (b"\x28\xb5\x2f\xfd", "a zstd file"),
+        (b"BZh91AY&SY", "a bzip2 file"),
+        (b"\xfd7zXZ\0", "an xz file"),
+        (b"PAR1\x15\x04", "a Parquet file"),
+        (b"ARROW1\0\0", "an Arrow file"),
+    ],
+)
+def test_other_formats_are_named(magic: bytes, found: str, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(gzip.compress(magic))
+    with pytest.raises(DataError, match=f"must be UTF-8; got {found}"):
+        list(read_lines(tmp_path / "a"))
+
+
+def test_what_never_ends_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "gone").symlink_to("nowhere")
+    for name, found in (("pipe", "a pipe"), ("zero", "a pipe or a dev"), ("gone", "a link")):
+        with pytest.raises(DataError, match=f"must be a file; got {found}"):
+            list(read_lines(tmp_path / name))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.data.plaintext import BLOCK, read_text
@@ -18,6 +19,7 @@ def blocks(path: Path) -> list[RawRow]:
 words = st.text(alphabet="ab .!\n", max_size=400)
 
 
+@settings(deadline=None)  # it writes files
 @given(st.lists(words | st.just("x" * 2500) | st.just("\n\n"), max_size=12))
 def test_blocks_hold_all_text_in_order(tmp_path_factory: object, parts: list[str]) -> None:
     path = tmp_path_factory.mktemp("text") / "a.txt"  # type: ignore[attr-defined]
@@ -64,3 +66,10 @@ def test_wikitext(shared: Path) -> None:
     assert rows[0].columns["text"].startswith("= Homarus gammarus =\n\nHomarus gammarus , known")
     assert sum(len(row.columns["text"]) for row in rows) / len(rows) > BLOCK / 2
     assert "".join(text.split()).count("<unk>") > 1000
+
+
+def test_a_line_of_megabytes_is_cut_in_linear_time(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("word and word, " * 1_000_000)
+    start = time.process_time()
+    assert sum(1 for _ in read_text(tmp_path / "a.txt", "a", lambda: None)) > 14_000
+    assert time.process_time() - start < 10

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tandem.data.render import Renderer
 from tandem.errors import DataError, ModelError
@@ -383,6 +384,16 @@ def test_a_template_that_treats_one_answer_otherwise() -> None:
     assert renderer.conversation(list(TURNS), "even", SOURCE)
     with pytest.raises(ModelError, match=r"must render an answered prompt as .* rows.jsonl:3"):
         renderer.conversation(list(TURNS), "ODD", SOURCE)
+
+
+def test_a_vocabulary_with_a_large_gap() -> None:
+    tokenizer = byte_level()
+    definition = json.loads(tokenizer.backend_tokenizer.to_str())
+    definition["model"]["vocab"]["zz"] = 2**24
+    backend = Tokenizer.from_str(json.dumps(definition))
+    gapped = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    with pytest.raises(ModelError, match=r"without large gaps; got id 16777216\."):
+        Renderer(gapped)
 
 
 def test_a_tokenizer_without_eos() -> None:

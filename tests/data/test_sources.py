@@ -283,3 +283,45 @@ def test_bad_rows_keep_their_place(tmp_path: Path) -> None:
     assert second.source.line == 2
     assert isinstance(first, RawRow)
     assert isinstance(third, RawRow)
+
+
+@pytest.mark.parametrize("name", ["~no_such_user_here/a.jsonl", "x" * 5000, "a/" * 4000])
+def test_a_path_that_cannot_be_is_one_line(name: str) -> None:
+    with pytest.raises(DataError, match="must be a path that can be; got") as error:
+        list(read_rows(parse_spec(name)))
+    assert len(str(error.value)) < 300
+
+
+def test_a_name_that_is_no_utf_8_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must have a name in UTF-8"):
+        parse_spec("a\udcff.jsonl")
+
+
+@pytest.mark.parametrize("name", ["json", "csv", "text", "parquet"])
+def test_the_name_of_a_format_does_not_read_the_current_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "secret.txt").write_text("secret")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="got the name of a format"):
+        list(read_rows(parse_spec(name)))
+
+
+def test_links_and_pipes_of_a_folder_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "loop").symlink_to(".")
+    (tmp_path / "b.jsonl").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"b.jsonl must be a file; got a link to nothing"):
+        list(read_rows(parse_spec(str(tmp_path))))
+
+
+def test_saved_rows_that_python_cannot_take_are_bad_rows(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    arrow = pytest.importorskip("pyarrow")
+    cells = arrow.array([b"a", b"\xff", b"c", b"\xfe"], arrow.binary())
+    text = arrow.StringArray.from_buffers(4, *cells.buffers()[1:])
+    datasets.Dataset(arrow.table({"text": text})).save_to_disk(str(tmp_path / "d"))
+    rows = list(read_rows(parse_spec(str(tmp_path / "d"))))
+    assert [isinstance(row, BadRow) for row in rows] == [False, True, False, True]
+    assert [row.source.line for row in rows] == [1, 2, 3, 4]

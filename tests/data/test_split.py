@@ -109,3 +109,13 @@ def test_copies_are_drawn_apart_from_the_split() -> None:
         row = asked(str(i))
         kept[split.step_of(split_key(row, 3))] += copies(0.5, content_key(row), 3)
     assert all(abs(count - 1000) < 120 for count in kept.values())
+
+
+def test_a_megabyte_of_combining_marks_takes_no_hours() -> None:
+    marks = "\u0301\u0316" * 500_000
+    assert len(opening(asked("a" + marks))) > 900_000
+
+
+def test_long_openings_are_normalized_as_short_ones() -> None:
+    word = "ÉTÉ e\u0301\u0316te\u0301 ﬁn "
+    assert opening(asked(word * 2000)) == " ".join([opening(asked(word))] * 2000)

@@ -6,8 +6,10 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.control import ControlTokens
+from tandem.data.render import Renderer
 from tandem.data.template import ChatTemplate
-from tandem.types import Message
+from tandem.errors import DataError, ModelError
+from tandem.types import Message, Source
 from tests.data.built_tokenizers import CHATML, LLAMA2, PLAIN, THINKING, byte_level, sentencepiece
 
 TURNS = [Message("user", "hello"), Message("assistant", " yes "), Message("user", "bye")]
@@ -62,3 +64,29 @@ def test_named_templates_give_their_default() -> None:
     tokenizer = byte_level()
     tokenizer.chat_template = {"default": CHATML, "tool_use": PLAIN}
     assert template_of(tokenizer).source == CHATML
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{% include '/etc/passwd' %}", "TypeError"),
+        ("{{ cycler.__init__.__globals__.os }}", "unsafe"),
+        ("{% for i in range(1000000) %}{% endfor %}", "OverflowError"),
+        ("{{ 'a' * 5000000 }}", "5000000 characters where"),
+    ],
+)
+def test_a_template_is_a_program_that_can_fail(template: str, found: str) -> None:
+    with pytest.raises(ModelError, match="must render a user's and an assistant's turn") as error:
+        Renderer(byte_level(template))
+    assert found in str(error.value)
+    assert str(error.value).isprintable()
+
+
+def test_a_template_that_fails_on_one_row_fails_for_that_row() -> None:
+    only_short = "{{ 1 / (messages[0].content | length - 3) }}" + PLAIN
+    renderer = Renderer(byte_level(only_short))
+    with pytest.raises(DataError, match=r"a:7: turns must suit .* got 'ZeroDivisionError"):
+        renderer.prompt([Message("user", "abc")], {}, Source("a", "a", 7))
