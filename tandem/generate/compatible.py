@@ -24,23 +24,25 @@ from transformers import (
 
 from tandem.generate.sampler import Draw, TokenCounts
 from tandem.generate.scheduler import Request
+from tandem.models.twin import rope_border
 
 
 def answer(
     model: PreTrainedModel,
     requests: Sequence[Request],
     stop_token_ids: Sequence[int],
-    pad_token_id: int,
 ) -> Draw:
     """Answer requests of one sampler side by side; they know their ends afterwards.
+
+    Rows are filled up with token 0, which every model has and the mask hides.
 
     Returns:
         All draws, (n, T) each, T the longest answer; meaningless past an answer's end.
     """
     device = model.device
     width = max(len(request.prompt) for request in requests)
-    input_ids = torch.full((len(requests), width), pad_token_id, dtype=torch.long)
-    attention_mask = torch.zeros((len(requests), width), dtype=torch.long)
+    input_ids = torch.zeros((len(requests), width), dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
     for i, request in enumerate(requests):
         input_ids[i, width - len(request.prompt) :] = torch.tensor(request.prompt)
         attention_mask[i, width - len(request.prompt) :] = 1
@@ -50,7 +52,7 @@ def answer(
         max_new_tokens=max(request.limit for request in requests),
         do_sample=False,
         eos_token_id=list(stop_token_ids),
-        pad_token_id=pad_token_id,
+        pad_token_id=0,
         use_cache=True,
     )
     with torch.no_grad(), _without_own_settings(model):
@@ -75,15 +77,23 @@ def stream(
 ) -> Iterator[int]:
     """One answer's tokens as they are drawn, a stop token included; the request knows its end."""
     cache = DynamicCache(config=model.config)
-    new_ids = torch.tensor([list(request.prompt)], device=model.device)
+    ids, border = list(request.prompt), rope_border(model)
+    new = len(ids)
     draw_next = _Sampler([request], model.device)
     while not request.ended:
+        if border is not None and len(ids) == border + 1:  # what is kept was turned otherwise
+            cache, new = DynamicCache(config=model.config), len(ids)
+        new_ids = torch.tensor([ids[-new:]], device=model.device)
         with torch.no_grad():
             logits = model(new_ids, past_key_values=cache, use_cache=True).logits[:, -1]
-        new_ids = draw_next.draw(logits).tokens[:, None]
-        token = int(new_ids)
-        _see(request, token, stop_token_ids)
-        yield token
+        draw, new = draw_next.draw(logits), 1
+        if bool(draw.sampled_logprobs.isnan()):
+            request.length += 1
+            request.ended = request.failed = True
+            return
+        ids.append(int(draw.tokens))
+        _see(request, ids[-1], stop_token_ids)
+        yield ids[-1]
 
 
 class _Sampler(LogitsProcessor):

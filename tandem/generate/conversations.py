@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import TracebackType
 
 from transformers import PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
-from tandem.errors import GenerationError
+from tandem.errors import GenerationError, NumericsError
 from tandem.generate import compatible
 from tandem.generate.blocks import affordable_blocks, blocks_for
-from tandem.generate.generator import Stops, max_positions, watched_text
+from tandem.generate.generator import (
+    Stops,
+    check_token_ids,
+    max_positions,
+    not_a_number,
+    vocabulary_size,
+    watched_text,
+)
 from tandem.generate.runner import kv_dtype
 from tandem.generate.sampler import Sampler, sequence_key
 from tandem.generate.scheduler import Request
 from tandem.generate.session import Session
-from tandem.models.twin import kv_shapes, supports_packing
+from tandem.models.twin import decodes, kv_shapes
 
 
 @dataclass(slots=True, eq=False)
@@ -25,12 +33,14 @@ class Handle:
     """One answer on its way.
 
     token_ids: so far, a stop token left out. ended: nothing more will come. finished: a stop token
-    or stop string ended it, not the limit and not `cancel`.
+    or stop string ended it, not the limit and not `cancel`. error: what ended it where nothing
+    could be drawn.
     """
 
     token_ids: list[int] = field(default_factory=list)
     ended: bool = False
     finished: bool = False
+    error: NumericsError | None = None
 
 
 class Conversations:
@@ -65,7 +75,7 @@ class Conversations:
         self._streams: dict[Request, Iterator[int]] = {}
         self._samplers: dict[SamplingConfig, Sampler] = {}
         self._session: Session | None = None
-        if supports_packing(model):
+        if decodes(model):
             longest = blocks_for(max_tokens)
             self._session = Session(
                 model,
@@ -87,12 +97,18 @@ class Conversations:
         """Queue an answer to a prompt; it comes with the next steps.
 
         Raises:
-            GenerationError: the prompt leaves no room for an answer.
+            GenerationError: the prompt leaves no room for an answer, or prompt or logit bias name
+                tokens that the model does not have. The other answers go on.
         """
+        check_token_ids(self._model, prompt_ids, "the conversation")
         limit = _budget(self._model, prompt_ids, sampling, self._max_tokens)
         if sampling not in self._samplers:
-            stop_token_ids, device = self._stops.stop_token_ids, self._model.device
-            self._samplers[sampling] = Sampler(sampling, stop_token_ids, device)
+            self._samplers[sampling] = Sampler(
+                sampling,
+                self._stops.stop_token_ids,
+                self._model.device,
+                vocabulary_size(self._model),
+            )
         request = Request(
             0,
             tuple(prompt_ids),
@@ -120,7 +136,7 @@ class Conversations:
 
         Returns:
             Each answer that got tokens or ended, with its new tokens (none where a stop token
-            ended it).
+            ended it). An answer that met NaN has ended with an `error`; the others go on.
         """
         events: dict[Handle, list[int]] = {}
         for request, token in self._drawn():
@@ -133,6 +149,8 @@ class Conversations:
         for request, handle in list(self._handles.items()):
             if request.ended:
                 handle.ended, handle.finished = True, request.finished
+                if request.failed:
+                    handle.error = not_a_number("the conversation", request.length)
                 events.setdefault(handle, [])
                 self._forget(request)
         return list(events.items())
@@ -171,7 +189,8 @@ class Conversations:
                 yield from zip(drawn.requests, drawn.token_ids, strict=True)
             return
         for request, tokens in list(self._streams.items()):
-            yield request, next(tokens)
+            for token in islice(tokens, 1):  # none where there was nothing to draw from
+                yield request, token
 
     def _forget(self, request: Request) -> None:
         del self._handles[request]
@@ -191,7 +210,9 @@ def stream(
     Closing the iterator ends the answer and frees its memory.
 
     Raises:
-        GenerationError: prompt and answer exceed the model's positions.
+        GenerationError: prompt and answer exceed the model's positions, or prompt or logit bias
+            name tokens that the model does not have.
+        NumericsError: nothing could be drawn, because a logit was NaN or every token forbidden.
     """
     budget = _budget(model, prompt_ids, sampling, max_positions(model))
     with Conversations(model, stops, slots=1, max_tokens=len(prompt_ids) + budget) as talk:
@@ -199,6 +220,8 @@ def stream(
         while not handle.ended:
             for _, token_ids in talk.step():
                 yield from token_ids
+        if handle.error is not None:
+            raise handle.error
 
 
 def _budget(

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
-from tandem.errors import GenerationError
+from tandem.errors import GenerationError, NumericsError
 from tandem.generate import compatible
 from tandem.generate.blocks import affordable_blocks, blocks_for
 from tandem.generate.runner import kv_dtype
@@ -23,7 +23,7 @@ from tandem.generate.sampler import Draw, Sampler, sequence_key
 from tandem.generate.scheduler import Request, blocks_wanted, most_needed
 from tandem.generate.session import PREFILL_TOKENS, Record, Session
 from tandem.generate.text import AnswerText
-from tandem.models.twin import kv_shapes, supports_packing
+from tandem.models.twin import decodes, kv_shapes, rope_border
 from tandem.types import PromptRow, Rollout, TokenBatch, TokenRow
 
 
@@ -36,6 +36,8 @@ class Stops:
     decode: Callable[[Sequence[int]], str]
 
 
+@torch.inference_mode(mode=False)  # else a rollout could not be trained on
+@torch.no_grad()
 def generate(
     model: PreTrainedModel,
     prompts: Sequence[PromptRow],
@@ -74,12 +76,14 @@ def generate(
         last seven arguments changes any of it (on a CPU with the C++ operations, to the last bit;
         through Hugging Face up to rounding).
     Raises:
-        GenerationError: a prompt is empty, prompt and answer exceed the model's positions, or
-            there is no memory for the longest of them.
+        GenerationError: a prompt is empty, a prompt or a logit bias names tokens that the model
+            does not have, prompt and answer exceed the model's positions, or there is no memory
+            for the longest of them.
+        NumericsError: nothing could be drawn, because a logit was NaN or every token forbidden.
     """
-    _check_lengths(model, prompts, sampling.max_new_tokens)
+    _check_prompts(model, prompts, sampling.max_new_tokens)
     numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
-    sampler = Sampler(sampling, stops.stop_token_ids, model.device)
+    sampler = Sampler(sampling, stops.stop_token_ids, model.device, vocabulary_size(model))
     requests: list[Request] = []
     for row, number in zip(prompts, numbers, strict=True):
         for sample in range(sampling.samples_per_prompt):
@@ -88,7 +92,7 @@ def generate(
             requests.append(
                 Request(len(requests), row.token_ids, key, sampler, sampling.max_new_tokens, text)
             )
-    if supports_packing(model) and not by_hugging_face:
+    if decodes(model) and not by_hugging_face:
         samples = sampling.samples_per_prompt if share_prompts else 1
         groups = [requests[i : i + samples] for i in range(0, len(requests), samples)]
         if kv_blocks is None:
@@ -112,6 +116,36 @@ def max_positions(model: PreTrainedModel) -> int | None:
     """Most tokens that prompt and answer may have together; None where there is no limit."""
     limit: int | None = getattr(model.config, "max_position_embeddings", None)
     return limit
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """How many tokens the model has."""
+    size: int = model.config.get_text_config().vocab_size
+    return size
+
+
+def check_token_ids(model: PreTrainedModel, token_ids: Sequence[int], where: str) -> None:
+    """Refuse what no embedding is there for.
+
+    Raises:
+        GenerationError: an id that the model does not have; `where` names the prompt.
+    """
+    size = vocabulary_size(model)
+    for token in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token < size:
+            raise GenerationError(
+                f"{where}: token ids must be from 0 to {size - 1}, the model's; got {token}. "
+                "Tokenize with the model's own tokenizer."
+            )
+
+
+def not_a_number(where: str, token_number: int) -> NumericsError:
+    """The error of an answer whose token, counted from 1, had nothing to be drawn from."""
+    return NumericsError(
+        f"{where}: an answer must have finite logits for some token; got none at its token "
+        f"{token_number}. Look for NaN in the model's weights; see sampling.temperature and "
+        "sampling.logit_bias."
+    )
 
 
 def _kv_blocks(model: PreTrainedModel, groups: list[list[Request]], slots: int) -> int:
@@ -164,12 +198,17 @@ def _drawn_side_by_side(
 def _drawn_compatibly(
     model: PreTrainedModel, requests: list[Request], stops: Stops, batch_size: int
 ) -> Draw:
-    """As `_drawn_side_by_side`, in batches of prompts of like length."""
+    """As `_drawn_side_by_side`, in batches of prompts of like length.
+
+    One by one where a row's rope would follow the longest of its batch.
+    """
+    if rope_border(model) is not None:
+        batch_size = 1
     record = Record(len(requests), requests[0].limit)
     by_length = sorted(requests, key=lambda request: len(request.prompt))
     for i in range(0, len(by_length), batch_size):
         part = by_length[i : i + batch_size]
-        draws = compatible.answer(model, part, stops.stop_token_ids, stops.pad_token_id)
+        draws = compatible.answer(model, part, stops.stop_token_ids)
         first = torch.tensor([record.place(request) for request in part])[:, None]
         places = first + torch.arange(draws.tokens.shape[1])
         record.keep(
@@ -202,6 +241,10 @@ def _rollout(
     batch = TokenBatch.from_rows(rows, stops.pad_token_id).to(device)
     lengths = torch.tensor([request.length for request in requests], device=device)
     drawn = torch.arange(draws.tokens.shape[1], device=device) < lengths[:, None]
+    broken = (draws.logprobs.isnan() | draws.sampled_logprobs.isnan()) & drawn
+    if bool(broken.any()):  # all numbers of the rollout at once: nobody waited for them before
+        row, token = broken.nonzero()[0].tolist()
+        raise not_a_number(str(owners[row].source), token + 1)
 
     def placed(values: Tensor) -> Tensor:
         per_token = torch.zeros(batch.token_ids.shape, dtype=torch.float32, device=device)
@@ -230,13 +273,14 @@ def _text(request: Request, token_ids: list[int], stops: Stops) -> str:
     return stops.decode(token_ids)
 
 
-def _check_lengths(model: PreTrainedModel, prompts: Sequence[PromptRow], new_tokens: int) -> None:
+def _check_prompts(model: PreTrainedModel, prompts: Sequence[PromptRow], new_tokens: int) -> None:
     if not prompts:
         raise GenerationError("generate must get at least one prompt; got none.")
     limit = max_positions(model)
     for row in prompts:
         if len(row) == 0:
             raise GenerationError(f"{row.source}: a prompt must have tokens; got none.")
+        check_token_ids(model, row.token_ids, str(row.source))
         if limit is not None and len(row) + new_tokens > limit:
             raise GenerationError(
                 f"{row.source}: prompt and answer must fit the model's {limit} positions; got "

@@ -15,13 +15,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.generate.runner import TwinRunner
+from tandem.models.fused import (
+    TwinEmbedding,
+    TwinGatedMLP,
+    TwinLinear,
+    TwinRMSNorm,
+    TwinRotaryAttention,
+)
 from tandem.models.twin import twin_of
 from tandem.ops import dense, native
 from tandem.ops.steps import KVMemory
 
-_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_LAYER_CLASSES = {"input_layernorm": "_RMSNorm", "post_attention_layernorm": "_RMSNorm",
-                  "self_attn": "_RotaryAttention", "mlp": "_GatedMLP"}  # fmt: skip
+_FAMILIES = {f"transformers.models.{name.lower()}.modeling_{name.lower()}": name
+             for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}  # fmt: skip
+_LAYER_CLASSES = {"input_layernorm": TwinRMSNorm, "post_attention_layernorm": TwinRMSNorm,
+                  "self_attn": TwinRotaryAttention, "mlp": TwinGatedMLP}  # fmt: skip
 _STEADY_ROPE = ("default", "linear", "llama3", "yarn")
 _SHARE_OF_FREE = 0.25
 
@@ -31,7 +39,7 @@ def runs_natively(model: PreTrainedModel, free: int) -> bool:
     twin: Any = twin_of(model)
     if (
         model.device.type != "cpu"
-        or type(twin).__name__ not in _MODELS
+        or not _is_known(twin)
         or model.dtype not in (torch.float32, torch.bfloat16)
         or torch.is_autocast_enabled("cpu")
         or not native.available()
@@ -40,29 +48,73 @@ def runs_natively(model: PreTrainedModel, free: int) -> bool:
     if any(p.dtype != model.dtype for p in model.parameters()):
         return False
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    if size > _SHARE_OF_FREE * free or not _is_linear(twin.lm_head):
+    layers = twin.model.layers
+    if size > _SHARE_OF_FREE * free or not all(_is_plain(layer) for layer in layers):
         return False
-    return getattr(twin.model.rotary_emb, "rope_type", "default") in _STEADY_ROPE and all(
-        _is_plain(layer) for layer in twin.model.layers
+    numbers = {_numbers(layer, twin.model.norm) for layer in layers}
+    return len(numbers) == 1 and all(len(epsilons) == 1 for epsilons, *_ in numbers)
+
+
+def _is_known(twin: Any) -> bool:
+    """Whether the model around the layers is one that was read, part by part, and unchanged.
+
+    Classes are told by their modules' names, so that no family is imported to be compared with.
+    """
+    home = type(twin).__module__
+    family = _FAMILIES.get(home)
+    if family is None or any("forward" in vars(module) for module in twin.modules()):
+        return False
+
+    def is_own(module: Any, suffix: str) -> bool:
+        return (type(module).__module__, type(module).__qualname__) == (home, family + suffix)
+
+    base = twin.model
+    return (
+        is_own(twin, "ForCausalLM")
+        and is_own(base, "Model")
+        and is_own(base.rotary_emb, "RotaryEmbedding")
+        and all(is_own(layer, "DecoderLayer") for layer in base.layers)
+        and type(base.embed_tokens) is TwinEmbedding
+        and _is_norm(base.norm)
+        and type(twin.lm_head) is TwinLinear
+        and getattr(base.rotary_emb, "rope_type", "default") in _STEADY_ROPE
     )
+
+
+def _is_norm(module: Any) -> bool:
+    return type(module) is TwinRMSNorm and not module._unit_offset
 
 
 def _is_plain(layer: Any) -> bool:
     """A layer whose every part is one that the call computes (no adapters, SiLU, no extras)."""
     attention, mlp = layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
-                   mlp.gate_proj, mlp.up_proj, mlp.down_proj)  # fmt: skip
+    if {name: type(part) for name, part in layer._modules.items()} != _LAYER_CLASSES:
+        return False
+    norms = {"q_norm", "k_norm"} & set(attention._modules)
     return (
-        set(layer._modules) == set(_LAYER_CLASSES)
-        and all(type(m).__name__ == _LAYER_CLASSES[n] for n, m in layer._modules.items())
-        and all(_is_linear(projection) for projection in projections)
+        all(type(module) is TwinLinear for module in _projections(layer))
+        and all(_is_norm(attention._modules[name]) for name in norms)
+        and set(attention._modules) - norms == {"q_proj", "k_proj", "v_proj", "o_proj"}
+        and len(norms) != 1
         and not mlp._tanh
         and attention._softcap == 0.0
+        and (attention.attention_dropout == 0.0 or not attention.training)
     )
 
 
-def _is_linear(module: Any) -> bool:
-    return type(module).__name__ == "_Linear"
+def _projections(layer: Any) -> list[Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
+            mlp.gate_proj, mlp.up_proj, mlp.down_proj]  # fmt: skip
+
+
+def _numbers(layer: Any, last_norm: Any) -> tuple[Any, ...]:
+    """What the call takes to be one number for all layers, the epsilons first."""
+    attention = layer.self_attn
+    own = [module for module in layer.modules() if type(module) is TwinRMSNorm]
+    sizes = [(linear.in_features, linear.out_features) for linear in _projections(layer)]
+    epsilons = frozenset(norm._eps for norm in [*own, last_norm])
+    return epsilons, attention.scaling, attention.head_dim, *sizes
 
 
 class NativeRunner(TwinRunner):

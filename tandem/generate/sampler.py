@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,12 +77,20 @@ class Sampler:
     """Draws as one SamplingConfig says."""
 
     def __init__(
-        self, sampling: SamplingConfig, stop_token_ids: Sequence[int], device: torch.device
+        self,
+        sampling: SamplingConfig,
+        stop_token_ids: Sequence[int],
+        device: torch.device,
+        vocabulary: int,
     ) -> None:
         """Nothing is drawn yet; the same sampler serves any number of rows.
 
+        Args:
+            stop_token_ids: ids that the model does not have are never drawn.
+            vocabulary: how many tokens the model has.
         Raises:
             ConfigError: a logit bias that is none.
+            GenerationError: one for a token that the model does not have, or an infinite one.
         """
         self.sampling = sampling
         self.penalizes = (
@@ -94,8 +102,9 @@ class Sampler:
         biases = sampling.logit_biases()
         self._biased = torch.tensor(list(biases), dtype=torch.long, device=device)
         self._biases = torch.tensor(list(biases.values()), device=device)
-        self._largest_id = max(biases, default=-1)
-        self._stop_ids = torch.tensor(stop_token_ids, dtype=torch.long, device=device)
+        _check_biases(biases, vocabulary)
+        known = [token for token in stop_token_ids if 0 <= token < vocabulary]
+        self._stop_ids = torch.tensor(known, dtype=torch.long, device=device)
         self._edits = bool(biases) or self.penalizes or sampling.min_new_tokens > 0
 
     def draw(
@@ -112,8 +121,9 @@ class Sampler:
             keys: (n,) int64, each answer's `sequence_key`.
             token_numbers: (n,) int64, how many tokens each answer has before this one.
             counts: what `TokenCounts.of` says of the rows; needed where `penalizes`.
-        Raises:
-            GenerationError: a logit bias for a token that the model does not have.
+        Returns:
+            where no token has any probability, or a logit is NaN: a token that means nothing,
+            with NaN as the log-prob that it was drawn with. Nobody waits for the device to tell.
         """
         temperature = self.sampling.temperature
         if not self._edits and not self._truncates:
@@ -133,11 +143,6 @@ class Sampler:
         self, logits: Tensor, token_numbers: Tensor, counts: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         """Biases, penalties, then stop tokens that may not be drawn yet."""
-        if self._largest_id >= logits.shape[1]:
-            raise GenerationError(
-                f"sampling.logit_bias must name tokens below the model's {logits.shape[1]}; got "
-                f"{self._largest_id}. Use ids of its tokenizer."
-            )
         if len(self._biased):
             logits = logits.index_add(1, self._biased, self._biases.expand(len(logits), -1))
         if self.penalizes:
@@ -150,6 +155,21 @@ class Sampler:
                 1, self._stop_ids, stops.masked_fill(young[:, None], -torch.inf)
             )
         return logits
+
+
+def _check_biases(biases: Mapping[int, float], vocabulary: int) -> None:
+    largest = max(biases, default=-1)
+    if largest >= vocabulary:
+        raise GenerationError(
+            f"sampling.logit_bias must name tokens below the model's {vocabulary}; got {largest}. "
+            "Use ids of its tokenizer."
+        )
+    for token, bias in biases.items():
+        if bias > torch.finfo(torch.float32).max:
+            raise GenerationError(
+                f"sampling.logit_bias must be a float32 number or -inf; got {bias} for token "
+                f"{token}. A bias of 1000 leaves no other token."
+            )
 
 
 def penalized(
@@ -218,7 +238,8 @@ def _nucleus_border(probabilities: Tensor, top_p: float) -> Tensor:
         stays = likeliest.cumsum(dim=-1, dtype=torch.float64) - likeliest < top_p
         if width == vocabulary or not bool(stays[:, -1].any()):
             break
-    return likeliest.gather(1, stays.sum(dim=-1, keepdim=True) - 1)
+    # Of NaN none stays; the draw says so by its log-prob.
+    return likeliest.gather(1, (stays.sum(dim=-1, keepdim=True) - 1).clamp(min=0))
 
 
 def _sorted(values: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class Request:
     row: among the live rows, -1 off them. is_counted: its prompt is in the row's counts, for
     penalties. blocks: what it holds. begun: the step that drew its
     first token. length: tokens drawn, the one that ended it included; valid once `ended`.
-    finished: a stop token or stop string ended it.
+    finished: a stop token or stop string ended it. failed: its distribution was none (NaN).
     """
 
     number: int
@@ -45,6 +45,7 @@ class Request:
     length: int = 0
     ended: bool = False
     finished: bool = False
+    failed: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -24,7 +24,9 @@ from tandem.generate.scheduler import Entering, Group, Request, Scheduler
 from tandem.ops.steps import BLOCK_TOKENS
 
 PREFILL_TOKENS = 4096
-"""Most tokens of prompts that are run at once."""
+"""Most tokens of prompts that are let in at once."""
+_FAILED = -1
+"""Stands for a token that was drawn of NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,19 @@ class Session:
             num_blocks: blocks of KV memory.
             table_width: most blocks that one answer can need.
             refill: free rows that are worth letting others in; None takes an eighth of the slots.
-            record: keeps what is drawn.
+            record: keeps what is drawn, and its owner looks at the numbers; without one, an
+                answer whose distribution is NaN ends as failed.
             late: look at tokens one step late; None does so on a GPU.
         """
         memory = new_memory(model, num_blocks)
         self.runner = make_runner(model, memory, table_width * BLOCK_TOKENS)
         self.rows = Rows(slots, table_width, model.device)
         self._memory = memory
+        # On a CPU more in one forward are no faster, and their activations take memory.
+        width = model.config.get_text_config().hidden_size
+        self._run_tokens = (
+            prefill_tokens if model.device.type != "cpu" else max(512, 2**18 // width)
+        )
         self._scheduler = Scheduler(
             BlockPool(num_blocks),
             slots,
@@ -149,6 +157,15 @@ class Session:
         self._draw(logits, part)
 
     def _prefill(self, groups: list[Group]) -> None:
+        part: list[Group] = []
+        for group in groups:
+            if part and sum(len(g.prompt) for g in (*part, group)) > self._run_tokens:
+                self._run(part)
+                part = []
+            part.append(group)
+        self._run(part)
+
+    def _run(self, groups: list[Group]) -> None:
         device = self.rows.device
         width = max(len(group.blocks) for group in groups)
         tables = [group.blocks + [0] * (width - len(group.blocks)) for group in groups]
@@ -168,7 +185,10 @@ class Session:
             self._record.keep(places, draw)
         done = self._limits.pop(self._step, [])
         self._leaving += [request for request in done if request.row >= 0]
-        self._unread.append(_Unread(self._step, part.requests, done, draw.tokens))
+        tokens = draw.tokens
+        if self._record is None:
+            tokens = tokens.masked_fill(draw.sampled_logprobs.isnan(), _FAILED)
+        self._unread.append(_Unread(self._step, part.requests, done, tokens))
 
     def _look(self) -> list[Drawn]:
         """Read the tokens that are due, end what they end, and let the ended rows go."""
@@ -185,6 +205,13 @@ class Session:
         requests, token_ids = unread.requests, unread.token_ids()
         if self._late:  # a row may have been drawn for after its end
             alive = [i for i, request in enumerate(requests) if not request.ended]
+            requests, token_ids = [requests[i] for i in alive], [token_ids[i] for i in alive]
+        if self._record is None and _FAILED in token_ids:
+            for request, token in zip(requests, token_ids, strict=True):
+                if token == _FAILED:
+                    request.failed = True
+                    self._end(request, unread.step, finished=False)
+            alive = [i for i, token in enumerate(token_ids) if token != _FAILED]
             requests, token_ids = [requests[i] for i in alive], [token_ids[i] for i in alive]
         if not self._stop_token_ids.isdisjoint(token_ids):
             for request, token in zip(requests, token_ids, strict=True):

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 _CONTEXT = 6
 """Tokens decoded again before the new ones, for decoders that look at what stands before."""
 
 _HALF = "\ufffd"
+_LONGEST_CHARACTER = 4
+"""Bytes of a character in UTF-8, and so tokens after which its text is settled."""
+_MOST_PENDING = 16
+"""Tokens that may wait for a whole character; of more, the settled ones are taken as they are."""
 
 
 class AnswerText:
     """The text of one answer, grown token by token at a cost that does not grow with it.
+
+    It is what decoding all tokens at once gives. Only where bytes that are no text come right
+    after a character that has been shown does a decoder of byte tokens take that character back.
 
     Attributes:
         ended: a stop string has appeared; the text ends before it, and further tokens add nothing.
@@ -36,9 +44,13 @@ class AnswerText:
         self._min_tokens = min_tokens
         self._ids: list[int] = []
         self._longest = max(map(len, stop_strings), default=0)
-        self._read = 0  # tokens whose text is in _text
         self._text = ""
-        self._before = ""  # of the last of them, as decoded again before what follows
+        self._read = 0  # tokens whose text is in _text
+        # Decoding begins where the text was whole: a decoder of byte tokens makes U+FFFD of a
+        # whole run of them if it begins inside a character.
+        self._start = 0
+        self._borders: deque[int] = deque()  # where else it could begin, up to _read
+        self._before = ""  # text of the tokens from _start to _read
         self._shown = 0
         self._searched = 0  # before this, no stop string begins
 
@@ -55,37 +67,57 @@ class AnswerText:
         self._ids.append(token_id)
         rest = self._rest()
         if rest and not rest.endswith(_HALF):
-            self._take_over(rest)
+            self._take_over(len(self._ids), rest)
             rest = ""
+        elif len(self._ids) - self._read > _MOST_PENDING:
+            rest = self._take_settled(rest)
         if self._stops:
-            self._look_for_stop(self._text + rest.rstrip(_HALF))
+            self._look_for_stop(rest.rstrip(_HALF))
         return self._show(len(self._text) if self.ended else self._safe_length())
 
     def flush(self) -> str:
         """What was held back, when no token follows."""
         if not self.ended:
-            self._take_over(self._rest())
+            self._take_over(len(self._ids), self._rest())
         return self._show(len(self._text))
 
     def _rest(self) -> str:
         """Text of the tokens that are not in _text yet."""
-        start = max(0, self._read - _CONTEXT)
-        return self._decode(self._ids[start:])[len(self._before) :]
+        if self._read == len(self._ids):
+            return ""
+        return self._decode(self._ids[self._start :])[len(self._before) :]
 
-    def _take_over(self, rest: str) -> None:
-        """All tokens' text is in _text now."""
-        self._text += rest
-        self._read = len(self._ids)
-        self._before = self._decode(self._ids[max(0, self._read - _CONTEXT) :])
+    def _take_over(self, end: int, text: str) -> None:
+        """The text of the tokens up to `end` is in _text now, `text` being what is new of it."""
+        self._text += text
+        self._before += text
+        self._read = end
+        self._borders.append(end)
+        if end - self._start > 2 * _CONTEXT:
+            while self._borders[0] <= end - _CONTEXT:
+                self._start = self._borders.popleft()
+            self._before = self._decode(self._ids[self._start : end])
 
-    def _look_for_stop(self, text: str) -> None:
-        while found := [at for s in self._stops if (at := text.find(s, self._searched)) >= 0]:
+    def _take_settled(self, rest: str) -> str:
+        """Take over what no further byte can change; returns the rest that remains."""
+        end = len(self._ids) - _LONGEST_CHARACTER
+        settled = self._decode(self._ids[self._start : end])[len(self._before) :]
+        if not rest.startswith(settled):  # it ends inside a character
+            return rest
+        self._take_over(end, settled)
+        return rest[len(settled) :]
+
+    def _look_for_stop(self, rest: str) -> None:
+        """Look through _text and the rest for stop strings that begin where none was yet."""
+        text, skipped = self._text[self._searched :] + rest, self._searched
+        while found := [at for s in self._stops if (at := text.find(s)) >= 0]:
             if len(self._ids) >= self._min_tokens:
                 self.ended = True
-                self._text = text[: min(found)]
+                self._text = (self._text + rest)[: skipped + min(found)]
                 return
-            self._searched = min(found) + 1  # whole too early to be one
-        self._searched = max(self._searched, len(self._text) - self._longest + 1)
+            text = text[min(found) + 1 :]  # whole too early to be one
+            skipped += min(found) + 1
+        self._searched = max(skipped, len(self._text) - self._longest + 1)
 
     def _safe_length(self) -> int:
         """Length of _text without an end that a stop string may begin with."""

@@ -13,6 +13,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from tandem.models.frozen import FrozenConv1D, FrozenLinear
+from tandem.models.rope import take_over_rope
 from tandem.ops import dense
 from tandem.ops.attention import attend
 from tandem.ops.steps import Kind
@@ -24,14 +25,23 @@ _ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Att
                "GemmaAttention", "Gemma2Attention", "GraniteAttention")  # fmt: skip
 _GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma2MLP", "Gemma3MLP",
           "GraniteMLP", "SmolLM3MLP")  # fmt: skip
+_JOINED = ("Phi3MLP", "GlmMLP", "Glm4MLP")
 
 
-class _Linear(nn.Linear):
+class TwinLinear(nn.Linear):
     """nn.Linear on the linear of `ops`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
         return dense.linear(x, self.weight, self.bias)
+
+
+class TwinEmbedding(nn.Embedding):
+    """nn.Embedding on the embedding of `ops`."""
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """(...) -> (..., D)."""
+        return dense.embedding(token_ids, self.weight, self.padding_idx)
 
 
 class _Conv1D(Conv1D):
@@ -58,7 +68,7 @@ class _FrozenConv1D(FrozenConv1D):
         return dense.linear(x, weight, bias)
 
 
-class _RMSNorm(nn.Module):
+class TwinRMSNorm(nn.Module):
     """Root-mean-square norm, times the weight (Gemma's: times one plus the weight)."""
 
     weight: Tensor
@@ -68,7 +78,7 @@ class _RMSNorm(nn.Module):
         return dense.rms_norm(x, self.weight, self._eps, self._unit_offset)  # type: ignore[arg-type]
 
 
-class _GatedMLP(nn.Module):
+class TwinGatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)), with SiLU or the tanh GELU."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,7 +88,16 @@ class _GatedMLP(nn.Module):
         return self.down_proj(inner)  # type: ignore[operator]
 
 
-class _RotaryAttention(nn.Module):
+class _JoinedMLP(nn.Module):
+    """down(silu(gate) * up), gate and up being halves of one projection."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
+        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)  # type: ignore[operator]
+        return self.down_proj(dense.swiglu(gate, up))  # type: ignore[operator]
+
+
+class TwinRotaryAttention(nn.Module):
     """Projections, norms of queries and keys where the layer has them, rotation, attention."""
 
     def forward(
@@ -108,7 +127,9 @@ def fuse(module: nn.Module) -> None:
     """Give a twin's module the class above that means the same, if there is one."""
     kind, state = type(module), module.__dict__
     if kind is nn.Linear:
-        module.__class__ = _Linear
+        module.__class__ = TwinLinear
+    elif kind is nn.Embedding and _only_looks_up(module):
+        module.__class__ = TwinEmbedding
     elif kind is Conv1D:
         module.__class__ = _Conv1D
     elif kind is FrozenLinear:
@@ -120,14 +141,22 @@ def fuse(module: nn.Module) -> None:
         if name in _PLAIN_NORMS or name in _OFFSET_NORMS:
             state["_eps"] = getattr(module, "variance_epsilon", None) or module.eps
             state["_unit_offset"] = name in _OFFSET_NORMS
-            module.__class__ = _RMSNorm
+            module.__class__ = TwinRMSNorm
         elif name in _GATED and isinstance(module.act_fn, SiLUActivation | GELUTanh | nn.SiLU):
             state["_tanh"] = isinstance(module.act_fn, GELUTanh)
-            module.__class__ = _GatedMLP
+            module.__class__ = TwinGatedMLP
+        elif name in _JOINED and isinstance(module.activation_fn, SiLUActivation | nn.SiLU):
+            module.__class__ = _JoinedMLP
         elif name in _ATTENTIONS:
             state["_window"] = _window(module)
             state["_softcap"] = float(getattr(module, "attn_logit_softcapping", None) or 0.0)
-            module.__class__ = _RotaryAttention
+            module.__class__ = TwinRotaryAttention
+    take_over_rope(module)
+
+
+def _only_looks_up(embedding: Any) -> bool:
+    unscaled = embedding.max_norm is None and not embedding.scale_grad_by_freq
+    return unscaled and not embedding.sparse
 
 
 def _window(module: Any) -> int:

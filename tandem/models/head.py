@@ -69,7 +69,7 @@ class VocabularyHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """(N, D) -> (N, V), in the dtype that the model's forward would give."""
-        return self._twin(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return self._twin(inputs_embeds=hidden[None], use_cache=False).logits.squeeze(0)
 
 
 _heads: WeakKeyDictionary[PreTrainedModel, VocabularyHead] = WeakKeyDictionary()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.errors import ModelError
-from tandem.models.twin import kv_shapes, twin_of
+from tandem.models.twin import decodes, kv_shapes, twin_of
 from tandem.ops.steps import BLOCK_TOKENS, Decode, KVMemory, Packed, attending
 
 TRUSTED_GAP = 1e-3
@@ -19,12 +21,32 @@ TRUSTED_GAP = 1e-3
 _LENGTHS = (23, 9)  # past a block of KV memory, and inside one
 
 
+class Decoder(Protocol):
+    """What draws answers: `generate.runner.Runner`, which lies above this room."""
+
+    def prefill(self, token_ids: Tensor, lengths: Sequence[int], tables: Tensor) -> Tensor:
+        """Logits (G, V) of the last token of each of G prompts."""
+
+    def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+        """Logits (n, V) of one more token per row."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+MakeDecoder = Callable[[PreTrainedModel, KVMemory, int], Decoder]
+"""Of a model, over a memory whose last block is to spare, for sequences of at most so many."""
+
+
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """How the twin's numbers compare on random tokens.
 
-    bitwise: decoding token by token gives the packed forward's logits to the last bit.
-    gap: mean |log-prob difference| of decoding and the packed forward, in nats.
+    bitwise: decoding token by token gave the packed forward's logits to the last bit, on these
+        few tokens and with this number of threads. With operations of `ops` alone that holds for
+        any; a family that keeps layers of its own may yet differ in a last bit in a large batch.
+    gap: mean |log-prob difference| of decoding and the packed forward, in nats; infinite for a
+        family that does not decode (`twin.decodes`).
     to_model: largest difference of packed logits and the model's own forward, relative to the
         largest logit.
     """
@@ -46,6 +68,7 @@ def check_twin(
     seed: int = 0,
     *,
     trains_elsewhere: bool = False,
+    make_decoder: MakeDecoder | None = None,
 ) -> Agreement:
     """Compare the model's own forward, the twin's packed one and its decoding.
 
@@ -53,7 +76,8 @@ def check_twin(
         own: what runs its own forward, where the model itself cannot now (`twin.plain_copy`).
         trains_elsewhere: this twin only generates (it stands in, `twin.standing_in`): its decoding
             is compared with the model's own forward, for the packed one here is not the trained.
-
+        make_decoder: what will draw the run's answers (`generate.runners.make_runner`), so that
+            it is what decodes here; None lets the twin's modules do it.
     Raises:
         ModelError: the twin's logits, or the tokens that are likeliest by them, are not the
             model's.
@@ -70,12 +94,15 @@ def check_twin(
         runs = own or model
         full = torch.cat([runs(input_ids=row[None], use_cache=False).logits[0] for row in rows])
         packed = _packed_logits(model, rows)
-        decoded = _decoded_logits(model, rows)
+        decoded = _decoded_logits(model, rows, make_decoder or _Modules) if decodes(model) else None
     finally:
         model.train(was_training)
     to_model = _require_close(full, packed, config.model_type, "packed")
-    _require_close(full, decoded, config.model_type, "decoding")
-    trained = full if trains_elsewhere else packed
+    if decoded is None:
+        return Agreement(False, math.inf, to_model)
+    places = _decoded_places(rows)
+    _require_close(full[places], decoded, config.model_type, "decoding")
+    trained = (full if trains_elsewhere else packed)[places]
     gap = torch.log_softmax(decoded.float(), -1) - torch.log_softmax(trained.float(), -1)
     return Agreement(torch.equal(decoded, trained), float(gap.abs().mean()), to_model)
 
@@ -87,34 +114,77 @@ def _packed_logits(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
         return _logits(model, torch.cat(rows), positions)
 
 
-def _decoded_logits(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
-    """Prefill of each row's first half, then the rest token by token, both rows side by side."""
+def _decoded_logits(
+    model: PreTrainedModel, rows: list[Tensor], make_decoder: MakeDecoder
+) -> Tensor:
+    """Prefill of each row's first half, then the rest token by token, both rows side by side.
+
+    Returns:
+        logits (M, V) at the M `_decoded_places`.
+    """
     device = model.device
     width = -(-max(len(row) for row in rows) // BLOCK_TOKENS)
     dtype = model.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    memory = KVMemory(kv_shapes(model), width * len(rows), dtype=dtype, device=device)
+    memory = KVMemory(kv_shapes(model), width * len(rows) + 1, dtype=dtype, device=device)
     # Blocks in descending order: a table that is not read would be found out.
     tables = torch.arange(width * len(rows) - 1, -1, -1, dtype=torch.int32, device=device)
     tables = tables.view(len(rows), width)
-    halves = [max(1, len(row) // 2) for row in rows]
-    begin = Packed.of_lengths(halves, device)
-    begin = Packed(begin.cu_seqlens, begin.max_length, memory, tables)
-    positions = torch.cat([torch.arange(n, device=device) for n in halves])
-    with attending(begin):
+    decoder = make_decoder(model, memory, width * BLOCK_TOKENS)
+    try:
+        halves = _halves(rows)
         ids = torch.cat([row[:n] for row, n in zip(rows, halves, strict=True)])
-        parts = [list(part) for part in _logits(model, ids, positions).split(halves)]
-    for place in range(min(halves), max(len(row) for row in rows)):
-        live = [i for i, row in enumerate(rows) if halves[i] <= place < len(row)]
-        if not live:
-            continue
-        at = torch.full((len(live),), place, device=device)
-        with attending(Decode(at, tables[live], memory)):
+        parts = [[logits] for logits in decoder.prefill(ids, halves, tables)]
+        for place in range(min(halves), max(len(row) for row in rows)):
+            live = [i for i, row in enumerate(rows) if halves[i] <= place < len(row)]
+            if not live:
+                continue
+            at = torch.full((len(live),), place, device=device)
             ids = torch.stack([rows[i][place] for i in live])
-            for i, logits in zip(live, _logits(model, ids, at), strict=True):
-                parts[i].append(logits)
+            # A decoder may write its next logits in the same place.
+            logits = decoder.decode(ids, at, tables[live]).clone()
+            for i, row_logits in zip(live, logits, strict=True):
+                parts[i].append(row_logits)
+    finally:
+        decoder.close()
     return torch.cat([torch.stack(part) for part in parts])
+
+
+def _halves(rows: list[Tensor]) -> list[int]:
+    return [max(1, len(row) // 2) for row in rows]
+
+
+def _decoded_places(rows: list[Tensor]) -> Tensor:
+    """Of the rows side by side, the tokens that decoding gives logits of."""
+    places, first = [], 0
+    for row, half in zip(rows, _halves(rows), strict=True):
+        places.append(torch.arange(first + half - 1, first + len(row), device=row.device))
+        first += len(row)
+    return torch.cat(places)
+
+
+class _Modules:
+    """Decodes by the twin's modules."""
+
+    def __init__(self, model: PreTrainedModel, memory: KVMemory, longest: int) -> None:
+        self._model, self._memory = model, memory
+
+    def prefill(self, token_ids: Tensor, lengths: Sequence[int], tables: Tensor) -> Tensor:
+        """As `Decoder` says."""
+        device = token_ids.device
+        plain = Packed.of_lengths(lengths, device)
+        positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+        with attending(Packed(plain.cu_seqlens, plain.max_length, self._memory, tables)):
+            return _logits(self._model, token_ids, positions)[plain.cu_seqlens[1:].long() - 1]
+
+    def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+        """As `Decoder` says."""
+        with attending(Decode(positions, tables, self._memory)):
+            return _logits(self._model, token_ids, positions)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def _logits(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor:

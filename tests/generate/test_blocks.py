@@ -16,7 +16,7 @@ from tandem.generate.sampler import Sampler
 from tandem.generate.scheduler import Request, Scheduler, blocks_needed, blocks_wanted
 from tandem.ops.steps import LayerShape
 
-SAMPLER = Sampler(SamplingConfig(), (2,), torch.device("cpu"))
+SAMPLER = Sampler(SamplingConfig(), (2,), torch.device("cpu"), 99)
 CPU = torch.device("cpu")
 
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig, PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
-from tandem.errors import GenerationError
+from tandem.errors import GenerationError, NumericsError
 from tandem.generate.conversations import Conversations, Handle, stream
 from tandem.generate.generator import Stops
 from tandem.models.load import new_causal_lm
@@ -121,3 +121,37 @@ def test_an_answer_is_cut_where_the_room_ends() -> None:
     never = SamplingConfig(max_new_tokens=500, logit_bias=("2:-100",))
     tokens = list(stream(model, [5] * 500, never, Stops((2,), 2, str), seed=0))
     assert len(tokens) == 12  # of 512 positions
+
+
+@pytest.mark.parametrize("bad", ["bias", "token", "negative"])
+def test_a_bad_request_is_refused_and_the_others_go_on(model: PreTrainedModel, bad: str) -> None:
+    row = prompts(9)[0].token_ids
+    ids = {"bias": [5, 6], "token": [5, 99], "negative": [-1, 5]}[bad]
+    config = SamplingConfig(logit_bias=("120:1",)) if bad == "bias" else SamplingConfig()
+    with Conversations(model, STOPS, slots=4, max_tokens=100) as talks:
+        good = talks.submit(row, CONFIGS[1], seed=3)
+        talks.step()
+        with pytest.raises(GenerationError, match="the model's"):
+            talks.submit(ids, config, seed=1)
+        while talks.busy:
+            talks.step()
+    assert good.token_ids == list(stream(model, row, CONFIGS[1], STOPS, seed=3))
+
+
+def test_an_answer_with_nothing_to_draw_from_ends_alone(model: PreTrainedModel) -> None:
+    row = prompts(9)[0].token_ids
+    none = SamplingConfig(min_new_tokens=2, logit_bias=tuple(f"{i}:-inf" for i in range(99)))
+    with Conversations(model, STOPS, slots=4, max_tokens=100) as talks:
+        good = talks.submit(row, CONFIGS[1], seed=3)
+        talks.step()
+        broken = talks.submit(row, none, seed=1)
+        while talks.busy:
+            talks.step()
+    assert good.token_ids == list(stream(model, row, CONFIGS[1], STOPS, seed=3))
+    assert good.error is None
+    assert broken.ended
+    assert not broken.finished
+    assert broken.token_ids == []
+    assert "the conversation" in str(broken.error)
+    with pytest.raises(NumericsError, match="got none at its token 1"):
+        list(stream(model, row, none, STOPS, seed=1))

@@ -58,9 +58,6 @@ def answer(
         batch_size=batch_size,
         kv_blocks=kv_blocks,
     )
-    sampling = SamplingConfig(**{"max_new_tokens": 24, **options})
-    return generate(model, rows, sampling, STOPS, seed=3, step=1, prompt_numbers=numbers,
-                    batch_size=batch_size, kv_blocks=kv_blocks)  # fmt: skip
 
 
 def by_row(rollout: Rollout) -> list[tuple[list[int], list[float]]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
-from tandem.errors import GenerationError
+from tandem.engine.forward import response_logprobs
+from tandem.errors import GenerationError, NumericsError
 from tandem.generate.conversations import stream
 from tandem.generate.generator import Stops, generate
 from tandem.types import Message, PromptRow, Rollout, Source
@@ -174,3 +177,50 @@ def test_prompts_that_cannot_be_answered(lengths: tuple[int, ...], part: str) ->
 def test_a_conversation_that_leaves_no_room() -> None:
     with pytest.raises(GenerationError, match="must leave room for an answer"):
         list(stream(wide_llama(), [3] * 5000, SamplingConfig(), STOPS, seed=0))
+
+
+@pytest.mark.parametrize("by_hugging_face", [False, True])
+@pytest.mark.parametrize("token", [99, -1])
+def test_a_prompt_of_tokens_that_the_model_does_not_have(token: int, by_hugging_face: bool) -> None:
+    rows = [*prompts(4), replace(prompts(4)[0], token_ids=(5, token))]
+    with pytest.raises(GenerationError, match=rf"must be from 0 to 98, the model's; got {token}"):
+        generate(
+            wide_llama(), rows, SamplingConfig(), STOPS, seed=0, step=0,
+            by_hugging_face=by_hugging_face,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("by_hugging_face", [False, True])
+@pytest.mark.parametrize("knobs", [{}, {"top_p": 0.9}])
+def test_nan_ends_in_one_line_that_says_where(
+    knobs: dict[str, float], by_hugging_face: bool
+) -> None:
+    model = wide_llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.nan
+    rows = [*prompts(4), replace(prompts(4)[0], token_ids=(5, 6), source=Source("t", "file", 9))]
+    sampling = SamplingConfig(
+        max_new_tokens=4,
+        # The second prompt's answer alone comes upon the broken token.
+        logit_bias=("7:-1e4",),
+        **knobs,  # type: ignore[arg-type]
+    )
+    fine = generate(model, rows, sampling, STOPS, seed=0, step=0, by_hugging_face=by_hugging_face)
+    assert bool(fine.rollout_logprobs.isfinite().all())
+    rows[1] = replace(rows[1], token_ids=(5, 7))
+    with pytest.raises(NumericsError, match=r"file.*9.*got none at its token 1\. Look for NaN"):
+        generate(model, rows, sampling, STOPS, seed=0, step=0, by_hugging_face=by_hugging_face)
+
+
+def test_where_every_token_is_forbidden() -> None:
+    forbidden = tuple(f"{token}:-inf" for token in range(99) if token != 2)
+    with pytest.raises(NumericsError, match="must have finite logits for some token"):
+        rollout_of(wide_llama(), prompts(4), min_new_tokens=2, logit_bias=forbidden)  # type: ignore[arg-type]
+
+
+def test_a_rollout_of_inference_mode_can_be_trained_on() -> None:
+    model = wide_llama()
+    with torch.inference_mode():
+        rollout = rollout_of(model, prompts(4))
+    response_logprobs(model, rollout.batch)[0].sum().backward()
+    assert model.lm_head.weight.grad is not None

@@ -195,8 +195,8 @@ def test_only_its_own_logits_and_one_plain_sampler_are_drawn_for() -> None:
     model = wide()
     memory = new_memory(model, 3)
     runner = GraphRunner(model, memory)
-    samplers = [Sampler(SamplingConfig(), (2,), CPU), Sampler(SamplingConfig(), (2,), CPU)]
-    counting = Sampler(SamplingConfig(repetition_penalty=1.2), (2,), CPU)
+    samplers = [Sampler(SamplingConfig(), (2,), CPU, 99), Sampler(SamplingConfig(), (2,), CPU, 99)]
+    counting = Sampler(SamplingConfig(repetition_penalty=1.2), (2,), CPU, 99)
 
     def part_of(*chosen: Sampler) -> Part:
         rows = Rows(2, 1, CPU)

@@ -21,7 +21,7 @@ STOP = 3
 def draw(logits: Tensor, *, drawn: int = 0, prompt: Any = None, answer: Any = None,
          keys: Tensor | None = None, **settings: Any) -> Draw:  # fmt: skip
     n = len(logits)
-    sampler = Sampler(SamplingConfig(**settings), (STOP,), torch.device("cpu"))
+    sampler = Sampler(SamplingConfig(**settings), (STOP,), torch.device("cpu"), logits.shape[1])
     keys = torch.arange(n) * 7919 if keys is None else keys
     counts = None
     if sampler.penalizes:
@@ -147,3 +147,28 @@ def test_a_bias_that_is_none(pair: str) -> None:
 def test_a_bias_for_no_token() -> None:
     with pytest.raises(GenerationError, match="must name tokens below the model's 12; got 99"):
         draw(torch.zeros(1, V), logit_bias=("99:1",))
+
+
+@pytest.mark.parametrize("bias", ["inf", "1e39"])
+def test_a_bias_that_is_no_float32(bias: str) -> None:
+    with pytest.raises(GenerationError, match="must be a float32 number or -inf; got"):
+        draw(torch.zeros(1, V), logit_bias=(f"3:{bias}",))
+
+
+def test_stop_tokens_that_the_model_does_not_have_are_never_drawn() -> None:
+    config = SamplingConfig(min_new_tokens=2)
+    sampler = Sampler(config, (STOP, V + 40), torch.device("cpu"), V)
+    logits = torch.zeros(50, V)
+    made = sampler.draw(logits, torch.arange(50), torch.zeros(50, dtype=torch.long))
+    assert STOP not in made.tokens.tolist()
+
+
+@pytest.mark.parametrize("knobs", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
+@pytest.mark.parametrize("broken", [torch.nan, -torch.inf])
+def test_nothing_to_draw_from_is_told_by_the_log_prob(
+    knobs: dict[str, float], broken: float
+) -> None:
+    logits = torch.zeros(3, V)
+    logits[1] = broken
+    made = draw(logits, **knobs)
+    assert made.sampled_logprobs.isnan().tolist() == [False, True, False]

@@ -171,7 +171,7 @@ def test_first_tokens_follow_the_models_distribution() -> None:
 def session_of(
     model: PreTrainedModel, lengths: Sequence[int], limits: Sequence[int], **how: Any
 ) -> tuple[Session, list[Request], Record]:
-    sampler = Sampler(SamplingConfig(), STOPS.stop_token_ids, CPU)
+    sampler = Sampler(SamplingConfig(), STOPS.stop_token_ids, CPU, 99)
     requests = [
         Request(i, row.token_ids, sequence_key(1, 1, i, 0), sampler, limit)
         for i, (row, limit) in enumerate(zip(prompts(*lengths), limits, strict=True))
@@ -246,7 +246,7 @@ def test_rows_with_different_samplers_run_side_by_side() -> None:
         SamplingConfig(top_k=1),
         SamplingConfig(repetition_penalty=2.0, temperature=0.5),
     ]
-    samplers = [Sampler(config, STOPS.stop_token_ids, CPU) for config in configs]
+    samplers = [Sampler(config, STOPS.stop_token_ids, CPU, 99) for config in configs]
     rows = prompts(9, 12, 4, 8, 3, 7)
 
     def answers(chosen: Sequence[int]) -> dict[int, list[int]]:

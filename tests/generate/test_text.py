@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import pytest
 from hypothesis import given
@@ -100,4 +101,43 @@ def test_the_cost_of_a_token_does_not_grow() -> None:
     said = AnswerText(decode, ("stop",))
     for byte in ("caf\u00e9 " * 100).encode():
         said.push(byte)
-    assert longest < 12
+    assert longest < 20
+    for _ in range(500):
+        said.push(0xC4)  # begins a character that never comes
+    assert longest < 40
+
+
+def fallback_text(ids: Sequence[int]) -> str:
+    """A tokenizer with byte tokens from 128 on, as SentencePiece decodes them: a run of them is
+    text as a whole, or every byte of it is U+FFFD."""
+    text = ""
+    for is_byte, run in groupby(ids, key=lambda i: i >= 128):
+        data = bytes(run)
+        try:
+            text += data.decode("utf-8")
+        except UnicodeDecodeError:
+            assert is_byte
+            text += "\ufffd" * len(data)
+    return text
+
+
+@given(st.text("ab \u00e9\u65e5\u672c\U0001f44d\U0001f389", max_size=40))
+def test_runs_of_byte_tokens_are_decoded_from_where_a_character_begins(text: str) -> None:
+    ids = list(text.encode())
+    assert fallback_text(ids) == text
+    said = AnswerText(fallback_text)
+    assert "".join(map(said.push, ids)) + said.flush() == said.text == text
+
+
+def test_a_stop_string_after_a_run_of_byte_tokens() -> None:
+    text = "great \U0001f389\U0001f389\U0001f389! more"
+    said = AnswerText(fallback_text, ("\U0001f389!",))
+    shown = "".join(map(said.push, text.encode()))
+    assert said.ended
+    assert shown == said.text == "great \U0001f389\U0001f389"
+
+
+@given(st.lists(st.sampled_from([0x41, 0xC4, 0xE2, 0x9C, 0x93, 0xF0, 0x9F, 0xFF]), max_size=120))
+def test_bytes_that_are_no_text_come_as_decoding_all_at_once_gives_them(ids: list[int]) -> None:
+    said = AnswerText(byte_text)
+    assert "".join(map(said.push, ids)) + said.flush() == said.text == byte_text(ids)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tandem.config.schema import LoraConfig
 from tandem.errors import ModelError, ShapeError
 from tandem.models import selfcheck
+from tandem.models.load import new_causal_lm
 from tandem.models.lora import adapters_off, add_lora
 from tandem.models.packed import hidden_states
 from tandem.models.selfcheck import check_twin
@@ -23,9 +24,10 @@ from tandem.models.twin import (
     twin_of,
     why_unpacked,
 )
+from tandem.ops import native
 from tandem.ops.steps import LayerShape
 
-from .families import CAUSAL_ONLY, FAMILIES, ragged_batch, scaled, tiny_model
+from .families import CAUSAL_ONLY, FAMILIES, perturbed, ragged_batch, scaled, tiny_model
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *CAUSAL_ONLY])
@@ -129,3 +131,34 @@ def test_a_twin_that_computes_something_else_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(selfcheck, "_packed_logits", lambda *_: torch.zeros(32, 99))
     with pytest.raises(ModelError, match="packed forward of family 'llama' must give its own"):
         check_twin(model)
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_not())
+@pytest.mark.parametrize("family", ["phi3", "glm", "glm4"])
+def test_halves_of_one_projection_are_gated_alike_by_any_number_of_threads(family: str) -> None:
+    config = AutoConfig.for_model(
+        family, vocab_size=99, hidden_size=32, intermediate_size=1001, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, initializer_range=0.2,
+    )  # fmt: skip
+    model = perturbed(new_causal_lm(config, seed=3))
+    assert check_twin(model).bitwise
+    batch = ragged_batch(tuple(range(20, 40)))
+    before = torch.get_num_threads()
+    states = []
+    with torch.no_grad():
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            try:
+                states.append(hidden_states(model, batch))
+            finally:
+                torch.set_num_threads(before)
+    assert torch.equal(*states)
+
+
+def test_weights_of_two_types_go_another_way_by_name() -> None:
+    model = tiny_model("llama")
+    model.model.embed_tokens.bfloat16()  # type: ignore[union-attr]
+    assert not supports_packing(model)
+    assert "computes in float32 and begins with weights in bfloat16" in why_unpacked(model)
+    assert hidden_states(model, ragged_batch()).dtype == torch.float32

@@ -1,0 +1,68 @@
+"""Ropes that follow a sequence's length: each of the packed sequences by its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tandem.errors import ShapeError
+from tandem.models.packed import hidden_states
+from tandem.models.selfcheck import check_twin
+from tandem.models.twin import decodes, rope_border, supports_packing, why_unpacked
+
+from .families import ragged_batch, scaled, tiny_model
+
+BORDER = 16
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": BORDER,
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+
+
+def longrope(**changes: Any) -> PreTrainedModel:
+    return tiny_model("llama", rope_parameters=LONG, **changes).eval()
+
+
+@torch.no_grad()
+def test_a_row_does_not_turn_by_a_longer_neighbours_frequencies() -> None:
+    model = longrope()
+    lengths = (BORDER, BORDER + 1, 30, 3)
+    batch = ragged_batch(lengths)
+    assert supports_packing(model)
+    packed = hidden_states(model, batch).split(lengths)
+    for row, n, ours in zip(batch.token_ids, lengths, packed, strict=True):
+        own = model.base_model(row[None, :n], use_cache=False).last_hidden_state[0]
+        assert scaled(ours, own)
+    short = model.base_model(batch.token_ids[2:3, :BORDER], use_cache=False).last_hidden_state[0]
+    assert not scaled(packed[2][:BORDER], short, 1e-2), "the long row's tokens turn otherwise"
+
+
+def test_it_does_not_decode_over_memory_and_says_why() -> None:
+    model = longrope()
+    assert rope_border(model) == BORDER
+    assert not decodes(model)
+    assert "'llama' turns all keys of an answer anew past 16 tokens" in why_unpacked(model)
+    assert not check_twin(model).trustworthy
+
+
+def test_one_that_never_turns_is_as_any_other() -> None:
+    model = longrope(max_position_embeddings=BORDER)
+    assert rope_border(model) is None
+    assert decodes(model)
+    assert why_unpacked(model) == ""
+
+
+def test_dynamic_scaling_decodes_and_is_never_stretched() -> None:
+    model = tiny_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=BORDER).eval()
+    assert decodes(model)
+    assert check_twin(model).gap < 1e-5
+    hidden_states(model, ragged_batch((BORDER, 3)))
+    with pytest.raises(ShapeError, match="must fit the 16 positions of a model with dynamic rope"):
+        hidden_states(model, ragged_batch((BORDER + 1, 3)))

@@ -1,0 +1,99 @@
+"""What is changed on a model after its twin exists reaches the twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tandem.models import twin as twins
+from tandem.models.packed import hidden_states
+from tandem.models.selfcheck import check_twin
+from tandem.models.twin import kv_shapes, twin_of
+
+from .families import FAMILIES, ragged_batch, scaled, tiny_model
+
+
+def own_states(model: PreTrainedModel, lengths: tuple[int, ...] = (9, 5)) -> Tensor:
+    batch = ragged_batch(lengths)
+    rows = []
+    for ids, mask in zip(batch.token_ids, batch.attention_mask, strict=True):
+        output = model.base_model(input_ids=ids[mask][None], use_cache=False)
+        rows.append(output.last_hidden_state[0])
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("size", [98, 100, 112, 60])
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_that_are_resized(size: int, tied: bool) -> None:
+    model = tiny_model("llama", tie_word_embeddings=tied)
+    check_twin(model)
+    model.resize_token_embeddings(size)
+    assert check_twin(model).gap < 1e-5
+    assert twin_of(model).lm_head.out_features == size  # type: ignore[union-attr]
+
+
+def set_dropout(model: PreTrainedModel, rate: float) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = rate
+        for name in ("dropout", "attention_dropout"):
+            if isinstance(vars(module).get(name), float):
+                setattr(module, name, rate)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "llama"])
+def test_dropout_that_is_switched(family: str) -> None:
+    model = tiny_model(family).train()
+    batch = ragged_batch()
+    without = hidden_states(model, batch)
+    set_dropout(model, 0.3)
+    assert not torch.equal(hidden_states(model, batch), hidden_states(model, batch))
+    set_dropout(model, 0.0)
+    assert torch.equal(hidden_states(model, batch), without)
+
+
+@torch.no_grad()
+def test_a_window_that_is_taken_from_the_config() -> None:
+    model = tiny_model("mistral").eval()
+    narrow = hidden_states(model, ragged_batch((9, 5)))
+    assert scaled(narrow, own_states(model))
+    model.config.sliding_window = None
+    wide = hidden_states(model, ragged_batch((9, 5)))
+    assert not scaled(wide, narrow, 1e-3)
+    assert scaled(wide, own_states(model))
+
+
+@torch.no_grad()
+def test_an_epsilon_and_a_scale_of_one_layer() -> None:
+    model: Any = tiny_model("llama").eval()
+    hidden_states(model, ragged_batch((9, 5)))
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.5
+    assert scaled(hidden_states(model, ragged_batch((9, 5))), own_states(model))
+    model.model.layers[0].self_attn.scaling = 0.9
+    assert scaled(hidden_states(model, ragged_batch((9, 5))), own_states(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_twin_is_not_made_anew_for_nothing(family: str, tmp_path: Any) -> None:
+    model = tiny_model(family)
+    twin = twin_of(model)
+    model.train()
+    model(input_ids=torch.tensor([[5, 6]]), labels=torch.tensor([[5, 6]]))
+    hidden_states(model, ragged_batch())
+    model.eval()
+    model.save_pretrained(tmp_path)
+    model.config.eos_token_id = 3
+    assert twin_of(model) is twin
+
+
+def test_a_changed_config_needs_no_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    shapes, twin = kv_shapes(model), twin_of(model)
+    monkeypatch.setattr(twins, "_recorded", None)  # which all ranks would have to run
+    model.config.rms_norm_eps = 0.5
+    assert twin_of(model) is not twin
+    assert kv_shapes(model) == shapes
