@@ -19,6 +19,7 @@ from tandem.config.schema import (
     RunConfig,
     SamplingConfig,
 )
+from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.hybrid import RLHFEngine
 from tandem.train.ppo_trainer import PPOTrainer, num_updates
 from tandem.types import Experience, TokenBatch
@@ -36,13 +37,14 @@ class Done:
 class TandemSide:
     """RLHFEngine and PPOTrainer, by their public names."""
 
-    def __init__(self, work: Work, begin: Start) -> None:
+    def __init__(self, work: Work, begin: Start, *, copies: bool = True) -> None:
+        """Without `copies` it trains the start's own models, and later steps go on from there."""
         self.work, self.begin = work, begin
         self.watch = Stopwatch()
         config = run_config(work)
         self.engine = RLHFEngine(
-            actor=copy.deepcopy(begin.actor),
-            reward_model=copy.deepcopy(begin.reward_model),
+            actor=copy.deepcopy(begin.actor) if copies else begin.actor,
+            reward_model=copy.deepcopy(begin.reward_model) if copies else begin.reward_model,
             config=config,
             tokenizer=begin.tokenizer,
             reward_tokenizer=begin.tokenizer,
@@ -71,15 +73,17 @@ class TandemSide:
 class PlainSide:
     """The plain Hugging Face loop, held to Tandem's lengths."""
 
-    def __init__(self, work: Work, begin: Start, lengths: tuple[int, ...]) -> None:
-        """`lengths`: tokens of each answer, EOS included; see `held_lengths`."""
+    def __init__(
+        self, work: Work, begin: Start, lengths: tuple[int, ...], *, copies: bool = True
+    ) -> None:
+        """`lengths`: tokens of each answer (`held_lengths`); `copies`: as of `TandemSide`."""
         self.work, self.begin = work, begin
         self.watch = Stopwatch()
         self.lengths = torch.tensor(lengths)
         self.loop = PlainPPO(
-            _copy(begin.actor, work.device),
+            _copy(begin.actor, work.device) if copies else begin.actor,
             _copy(begin.reward_model, work.device),
-            _copy(begin.reward_model, work.device),
+            _copy(begin.reward_model, work.device) if copies else begin.reward_model,
             plain_settings(work, begin),
         )
 
@@ -115,14 +119,27 @@ def held_lengths(work: Work, experience: Experience) -> tuple[int, ...]:
     )
 
 
-def peak_memory(side: str, work: Work, lengths: tuple[int, ...], threads: int) -> dict[str, int]:
+def peak_memory(
+    side: str, work: Work, lengths: tuple[int, ...], threads: int, keeps: bool
+) -> dict[str, int]:
     """Peak bytes of a process that does two steps of one side, and what it held before them.
 
-    On a GPU the figures are the GPU's.
+    It holds no copy of the start's weights, which only a bench needs. On a GPU the figures are the
+    GPU's.
+
+    Args:
+        keeps: with Tandem's allocator, for either side.
     """
     torch.set_num_threads(threads)
+    if keeps:
+        keep_freed_memory()
     begin = start(work)
-    built = TandemSide(work, begin) if side == "tandem" else PlainSide(work, begin, lengths)
+    copies = work.device == "cuda"
+    built: TandemSide | PlainSide
+    if side == "tandem":
+        built = TandemSide(work, begin, copies=copies)
+    else:
+        built = PlainSide(work, begin, lengths, copies=copies)
     before = _memory(work)
     for _ in range(2):
         built.step()
@@ -140,7 +157,7 @@ def run_config(work: Work) -> RunConfig:
         seed=work.seed,
         device=work.device,
         dtype=work.dtype,
-        micro_batch_tokens=work.micro_batch_tokens,
+        micro_batch_tokens=work.tandem_micro_batch_tokens or work.micro_batch_tokens,
         generation_batch_size=work.num_prompts,
         sampling=SamplingConfig(
             max_new_tokens=work.max_new_tokens,
@@ -170,7 +187,7 @@ def plain_settings(work: Work, begin: Start) -> Settings:
         max_new_tokens=work.max_new_tokens,
         eos_token_id=begin.tokenizer.eos_token_id,
         pad_token_id=begin.tokenizer.pad_token_id,
-        micro_batch_tokens=config.micro_batch_tokens,
+        micro_batch_tokens=work.micro_batch_tokens,
         minibatch_size=ppo.minibatch_size,
         epochs=ppo.epochs,
         actor_learning_rate=ppo.actor.learning_rate,

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.harness import MEGABYTE, Cost, Ratio, alternate, facts, in_child, ratio
 from bench.same import agreement, require_same_work
 from bench.sides import Done, PlainSide, TandemSide, held_lengths, peak_memory
-from bench.work import MICRO_BATCH_TOKENS, SHAPES, Work, start
+from bench.work import MICRO_BATCH_TOKENS, SHAPES, TANDEM_MICRO_BATCH_TOKENS, Work, start
 from tandem.engine.allocator import keep_freed_memory
 
 PHASES = ("generate", "score", "train", "total")
@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         epochs=options.epochs,
         minibatch_size=options.minibatch_size,
         micro_batch_tokens=options.micro_batch_tokens or MICRO_BATCH_TOKENS[options.shape],
+        tandem_micro_batch_tokens=(
+            options.micro_batch_tokens or TANDEM_MICRO_BATCH_TOKENS[options.shape]
+        ),
         dtype=options.dtype,
         device=options.device,
     )
@@ -57,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     memory = {}
     if options.memory:
         for side in ("tandem", "plain"):
-            memory[side] = in_child(peak_memory, side, work, lengths, options.threads)
+            memory[side] = in_child(
+                peak_memory, side, work, lengths, options.threads, options.keep_freed_memory
+            )
     answer_tokens = [min(n, work.max_new_tokens) for n in lengths]
     result = {
         **facts(),

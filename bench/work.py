@@ -43,7 +43,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 """a: Llama of 0.94M parameters. b: of 15.2M, the shape of stories15M."""
 
 MICRO_BATCH_TOKENS = {"a": 1536, "b": 768}
-"""Padded tokens per forward, for both sides: what the plain loop is fastest with, 16 and 8 rows."""
+"""Padded tokens per forward: what the plain loop is fastest with, 16 and 8 rows."""
+
+TANDEM_MICRO_BATCH_TOKENS = {"a": 1536, "b": 384}
+"""Tokens per forward of Tandem's: fewer where the logits of that many rows are what memory goes to;
+it is a little faster with 768, as the plain loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,7 @@ class Work:
     mode: forced: no answer may end, all have max_new_tokens. ragged: answers end after lengths
         from a geometric distribution, cut at max_new_tokens, with half of that as their mean.
     prompt_tokens: each prompt's length in tokens, or the lengths that prompts take in turn.
+    micro_batch_tokens: tokens per forward; of the plain loop alone if Tandem has its own.
     """
 
     shape: Mapping[str, Any]
@@ -63,6 +68,7 @@ class Work:
     epochs: int = 1
     minibatch_size: int = 64
     micro_batch_tokens: int
+    tandem_micro_batch_tokens: int | None = None
     actor_learning_rate: float = 1e-6
     critic_learning_rate: float = 1e-5
     dtype: Literal["fp32", "bf16"] = "fp32"

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.data.loader import microbatches
+from tandem.engine.allocator import give_back_memory
 from tandem.engine.spread import visiting
 from tandem.models import scalar
 from tandem.models.head import vocabulary_head
@@ -47,12 +48,23 @@ def whole_weights(model: PreTrainedModel) -> Iterator[None]:
 def generation_weights(model: PreTrainedModel, group: TensorGroup | None) -> Iterator[None]:
     """Within: the model's twin can generate: whole on this rank, or in slices over its group.
 
-    A group's ranks must then make the same calls.
+    A group's ranks must then make the same calls. What training kept of freed memory is given back
+    before, because KV memory takes a share of what is free, and what generation kept afterwards.
     """
-    if group is None:
-        with whole_weights(model):
-            yield
-        return
+    give_back_memory()
+    try:
+        if group is None:
+            with whole_weights(model):
+                yield
+        else:
+            with _sliced_weights(model, group):
+                yield
+    finally:
+        give_back_memory()
+
+
+@contextmanager
+def _sliced_weights(model: PreTrainedModel, group: TensorGroup) -> Iterator[None]:
     shards = shards_of(model)
     shards.rest()
     twin = sliced_twin(

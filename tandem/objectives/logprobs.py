@@ -71,4 +71,5 @@ def _chunk_logprobs(
     temperature: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    return dense.token_logprobs(logits_of(hidden), targets, temperature, with_entropy)
+    logits = logits_of(hidden)
+    return dense.token_logprobs(logits, targets, temperature, with_entropy, keep_logits=False)

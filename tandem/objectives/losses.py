@@ -166,10 +166,13 @@ def value_loss(
     if value_clip == 0:
         zero = torch.zeros((), device=values.device)
         return ValueLoss(0.5 * masked_sum(plain, response_mask), zero)
-    moved = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    change = values - old_values
+    moved = old_values + change.clamp(-value_clip, value_clip)
     clipped = (moved - returns).square()
     loss = 0.5 * masked_sum(torch.maximum(plain, clipped), response_mask)
-    return ValueLoss(loss, masked_sum((clipped > plain).detach(), response_mask))
+    # Within the clip, old + (v - old) may still be a last bit off v: that is not clipping.
+    counts = (clipped > plain) & (change.abs() > value_clip)
+    return ValueLoss(loss, masked_sum(counts.detach(), response_mask))
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

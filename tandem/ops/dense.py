@@ -40,6 +40,18 @@ def linear_packed(
     return F.linear(x, packed.view(outputs, inputs), bias)
 
 
+def embedding(token_ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """Rows of weight (V, D) by token ids (...) -> (..., D); padding's row gets no gradient.
+
+    Raises:
+        IndexError: an id is not in [0, V).
+    """
+    if _native(weight):
+        padding = -1 if padding_idx is None else padding_idx
+        return _op("embedding")(token_ids, weight, padding)
+    return F.embedding(token_ids, weight, padding_idx)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
     """Root-mean-square norm of (..., D) in float32, as Llama's: round(x / rms(x)) * weight.
 
@@ -86,7 +98,12 @@ def geglu_tanh(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def token_logprobs(
-    logits: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy: bool = True
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    with_entropy: bool = True,
+    *,
+    keep_logits: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and the entropy it was chosen with, under softmax(logits / T).
 
@@ -95,6 +112,8 @@ def token_logprobs(
         targets: (n,) int64.
         temperature: T, above 0.
         with_entropy: compute the entropy (zeros otherwise).
+        keep_logits: False where nobody reads them any more: the backward pass may then write their
+            gradient over them.
     Returns:
         (n,) and (n,), float32 nats, with gradient.
     Raises:
@@ -103,7 +122,7 @@ def token_logprobs(
     """
     _check_rows(logits, temperature, targets=targets)
     if _native(logits):
-        return _op("token_logprobs")(logits, targets, temperature, with_entropy)
+        return _op("token_logprobs")(logits, targets, temperature, with_entropy, keep_logits)
     scaled = logits.float()
     if temperature != 1.0:  # dividing by 1 would copy the largest tensor of the step
         scaled = scaled / temperature

@@ -1,8 +1,8 @@
 """Builds and loads the C++ operations on first use; says why where it cannot.
 
 Compiling takes about half a minute, once per machine, torch version and change of the sources. The
-result is kept in TANDEM_CACHE (default: the user's cache folder). TANDEM_NATIVE=off uses the plain
-torch paths.
+result is kept in TANDEM_CACHE (default: the user's cache folder), and no compiler is needed where
+it is there. TANDEM_NATIVE=off uses the plain torch paths.
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ def why_not() -> str:
         return "TANDEM_NATIVE is off"
     if sys.platform not in ("linux", "darwin"):
         return f"the C++ operations are not built on {sys.platform}"
-    compiler = _compiler()
-    if compiler is None:
-        return "no C++ compiler was found (set CXX, or install g++ or clang++)"
     try:
-        torch.ops.load_library(str(_built(compiler)))
+        library = _kept()
+        if library is None:
+            compiler = _compiler()
+            if compiler is None:
+                return "no C++ compiler was found (set CXX, or install g++ or clang++)"
+            library = _built(compiler)
+        torch.ops.load_library(str(library))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return f"the C++ operations did not build: {_first_line(error)}"
     return ""
@@ -75,6 +78,23 @@ def _compiler() -> str | None:
                  and (path := shutil.which(name))), None)  # fmt: skip
 
 
+def _kept() -> Path | None:
+    """The library of these sources for this machine, if it is in the cache and whole.
+
+    Its name ends in the digest of what it holds: loading half a library would end the process
+    without a word.
+    """
+    prefix = f"native-{_key()}-"
+    return next(
+        (
+            library
+            for library in sorted(cache_folder().glob(f"{prefix}*.so"))
+            if library.is_file() and library.stem == prefix + _digest(library.read_bytes())
+        ),
+        None,
+    )
+
+
 def _built(compiler: str) -> Path:
     """The library of these sources for this machine, built if it is not there.
 
@@ -82,23 +102,21 @@ def _built(compiler: str) -> Path:
     The lock is the system's, so a build that is killed leaves nothing that anyone waits for; and
     where a file system has no locks, building under a name of its own and renaming is enough.
     """
-    flags = _flags()
-    sources = sorted(SOURCES.glob("*.cpp"))
-    library = cache_folder() / f"native-{_key(compiler, flags)}.so"
-    if library.is_file():
-        return library
-    library.parent.mkdir(parents=True, exist_ok=True)
+    name, cache = f"native-{_key()}", cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
     with (
-        library.with_suffix(".lock").open("w") as lock,
-        tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder,
+        (cache / f"{name}.lock").open("w") as lock,
+        tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder,
     ):
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if library.is_file():  # built while this process waited
-            return library
-        objects = _compiled(compiler, flags, sources, Path(folder))
-        linked = Path(folder) / library.name
+        built = _kept()  # while this process waited
+        if built is not None:
+            return built
+        objects = _compiled(compiler, _flags(), sorted(SOURCES.glob("*.cpp")), Path(folder))
+        linked = Path(folder) / "linked.so"
         _run([compiler, "-shared", "-o", str(linked), *map(str, objects), *_link_flags()])
+        library = cache / f"{name}-{_digest(linked.read_bytes())}.so"
         os.replace(linked, library)
     return library
 
@@ -152,13 +170,20 @@ def _link_flags() -> list[str]:
     return [*flags, "-fopenmp"]
 
 
-def _key(compiler: str, flags: list[str]) -> str:
-    """What the library depends on: sources, flags, compiler, torch, the processor's abilities."""
-    parts = [shlex.join(flags), torch.__version__, _run([compiler, "--version"]), _processor()]
+def _key() -> str:
+    """What the library depends on: sources, flags, torch, the processor's abilities.
+
+    Not the compiler, which may be gone where the library is used.
+    """
+    parts = [shlex.join(_flags()), torch.__version__, _processor()]
     for file in sorted(SOURCES.iterdir()):
         if file.suffix in (".cpp", ".h"):
             parts += [file.name, file.read_text(encoding="utf-8")]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return _digest("\0".join(parts).encode())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _processor() -> str:

@@ -94,9 +94,9 @@ def test_large_pages_leave_what_memory_holds(megabytes: int) -> None:
     assert torch.equal(held, before)
 
 
-def test_processes_that_want_the_library_at_once_build_it_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """An empty cache, and a compiler that takes a moment; where it has built."""
     builds = []
 
     def build(compiler: str, flags: list[str], sources: list[Path], folder: Path) -> list[Path]:
@@ -112,8 +112,35 @@ def test_processes_that_want_the_library_at_once_build_it_once(
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
     monkeypatch.setattr(native, "_compiled", build)
     monkeypatch.setattr(native, "_run", link)
+    return builds
+
+
+def test_processes_that_want_the_library_at_once_build_it_once(builds: list[Path]) -> None:
     with ThreadPoolExecutor(4) as threads:
         made = list(threads.map(native._built, ["g++"] * 4))
     assert len(builds) == 1
     assert len(set(made)) == 1
     assert made[0].read_text() == "a library"
+    assert native._kept() == made[0]
+
+
+@pytest.mark.parametrize("left", [0, 4])
+def test_half_a_library_is_built_anew(builds: list[Path], left: int) -> None:
+    library = native._built("g++")
+    library.write_bytes(library.read_bytes()[:left])
+    assert native._kept() is None
+    assert native._built("g++") == library
+    assert native._kept() == library
+    assert len(builds) == 2
+
+
+def test_a_library_that_is_there_needs_no_compiler(
+    builds: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_compiler", lambda: None)
+    loaded: list[str] = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    assert "no C++ compiler was found" in native.why_not.__wrapped__()
+    library = native._built("g++")
+    assert native.why_not.__wrapped__() == ""
+    assert loaded == [str(library)]

@@ -1,5 +1,5 @@
 // The dense operations of a layer as torch operators, with gradients: linear, root-mean-square
-// norm, rotation, gated activations, log-probs of chosen tokens, drawing tokens.
+// norm, embedding, rotation, gated activations, log-probs of chosen tokens, drawing tokens.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "gemm.h"
+#include "gradient.h"
 #include "rows.h"
 #include "sample.h"
 
@@ -147,16 +148,17 @@ Tensor linear_packed(const Tensor& x, const Tensor& packed, int64_t N, int64_t K
   });
 }
 
-// a (..., N) and b (..., K), M rows each, to (N, K). Pairs of bfloat16 would have to be made along
-// M first: torch's own product is faster.
-Tensor turned_product(const Tensor& a, const Tensor& b) {
+// a (..., N) and b (..., K), M rows each, to (N, K), which is added to `sum` if that is given. Pairs
+// of bfloat16 would have to be made along M first: torch's own product is faster.
+Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor& sum = {}) {
   const RowsOf left(a), right(b);
   if (a.scalar_type() == at::kBFloat16) return at::mm(left.held.t(), right.held);
-  if (!left.count) return at::zeros({left.width, right.width}, a.options());
-  Tensor y = at::empty({left.width, right.width}, a.options());
+  if (!left.count) return sum.defined() ? sum : at::zeros({left.width, right.width}, a.options());
+  Tensor y = sum.defined() ? sum : at::empty({left.width, right.width}, a.options());
   if (y.numel())
     multiply_turned(left.data<float>(), left.stride, right.data<float>(), right.stride, left.count,
-                    left.width, right.width, y.mutable_data_ptr<float>(), right.width);
+                    left.width, right.width, y.mutable_data_ptr<float>(), right.width,
+                    sum.defined());
   return y;
 }
 
@@ -167,7 +169,7 @@ struct Linear : Function<Linear> {
     at::AutoDispatchBelowADInplaceOrView below;
     ctx->saved_data["wants"] = std::vector<bool>{wants_x, wants_weight, wants_bias};
     ctx->saved_data["turned"] = weight.stride(0) == 1 && weight.stride(1) != 1;
-    ctx->save_for_backward({wants_weight ? x : Tensor(), wants_x ? weight : Tensor()});
+    ctx->save_for_backward({wants_weight ? x : Tensor(), weight});
     return linear_cpu(x, weight, bias);
   }
 
@@ -186,7 +188,12 @@ struct Linear : Function<Linear> {
     if (wants[1]) {
       // In the weight's own layout, so that nothing is copied when it becomes the gradient.
       const bool turned = ctx->saved_data["turned"].toBool();
-      grad_weight = turned ? turned_product(x, g).t() : turned_product(g, x);
+      Tensor* const kept = g.scalar_type() == at::kFloat ? kept_gradient(weight) : nullptr;
+      if (kept) {
+        *kept = turned_product(g, x, *kept);
+      } else {
+        grad_weight = turned ? turned_product(x, g).t() : turned_product(g, x);
+      }
     }
     if (wants[2]) grad_bias = g.sum(0);
     return {grad_x, grad_weight, grad_bias, Tensor(), Tensor(), Tensor()};
@@ -210,6 +217,49 @@ Tensor linear_autocast(const Tensor& x, const Tensor& weight, const OptionalTens
   const OptionalTensor b = bias ? OptionalTensor(cast(*bias)) : bias;
   if (dtype != at::kBFloat16 && dtype != at::kFloat) return at::linear(cast(x), cast(weight), b);
   return linear_autograd(cast(x), cast(weight), b);
+}
+
+// ---- embedding ----
+
+struct Embedding : Function<Embedding> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& ids, const Tensor& weight,
+                        int64_t padding) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    ctx->saved_data["padding"] = padding;
+    ctx->save_for_backward({ids, weight});
+    return at::embedding(weight, ids, padding);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    check_first_derivative("embedding");
+    const auto saved = ctx->get_saved_variables();
+    const Tensor ids = saved[0].contiguous(), &weight = saved[1];
+    const int64_t padding = ctx->saved_data["padding"].toInt(), V = weight.size(0);
+    Tensor* const kept = kept_gradient(weight);
+    if (!kept)
+      return {Tensor(), at::embedding_dense_backward(grads[0], ids, V, padding, false), Tensor()};
+    if (!kept->defined()) *kept = at::zeros_like(weight);
+    const Tensor g = grads[0].contiguous();
+    const int64_t D = weight.size(1), *id = ids.const_data_ptr<int64_t>();
+    const float* from = g.const_data_ptr<float>();
+    float* const table = kept->mutable_data_ptr<float>();
+    for (int64_t i = 0; i < ids.numel(); ++i) {
+      if (id[i] == padding) continue;
+      float* const row = table + id[i] * D;
+      for (int64_t j = 0; j < D; ++j) row[j] += from[i * D + j];
+    }
+    return {Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor embedding_cpu(const Tensor& ids, const Tensor& weight, int64_t padding) {
+  return at::embedding(weight, ids, padding);
+}
+
+Tensor embedding_autograd(const Tensor& ids, const Tensor& weight, int64_t padding) {
+  if (records(weight)) return Embedding::apply(ids, weight, padding);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return embedding_cpu(ids, weight, padding);
 }
 
 // ---- root-mean-square norm ----
@@ -486,15 +536,24 @@ std::tuple<Tensor, Tensor, Tensor> logprob_rows(const Tensor& logits, const Tens
 }
 
 TwoTensors token_logprobs(const Tensor& logits, const Tensor& targets, double temperature,
-                          bool with_entropy) {
+                          bool with_entropy, bool) {
   auto [logprobs, entropies, logsumexps] = logprob_rows(logits, targets, temperature, with_entropy);
   return {logprobs, entropies};
 }
 
+// Whether no backward pass but our own looks at these logits: `linear` made them.
+bool made_by_linear(const Tensor& logits) {
+  const torch::autograd::Node* node = logits.grad_fn().get();
+  while (node && (node->name().find("SqueezeBackward") == 0 || node->name() == "ViewBackward0"))
+    node = node->next_edge(0).function.get();  // the same numbers in another shape
+  return dynamic_cast<const torch::autograd::CppNode<Linear>*>(node);
+}
+
 struct TokenLogprobs : Function<TokenLogprobs> {
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Tensor& targets,
-                               double temperature, bool with_entropy) {
+                               double temperature, bool with_entropy, bool gives_up) {
     at::AutoDispatchBelowADInplaceOrView below;
+    ctx->saved_data["gives_up"] = gives_up && logits.is_contiguous();
     auto [logprobs, entropies, logsumexps] =
         logprob_rows(logits, targets, temperature, with_entropy);
     ctx->saved_data["temperature"] = temperature;
@@ -516,7 +575,9 @@ struct TokenLogprobs : Function<TokenLogprobs> {
     const bool with_entropy = ctx->saved_data["with_entropy"].toBool();
     const Tensor of_logprobs = given(grads[0]);
     const Tensor of_entropies = with_entropy ? given(grads[1]) : Tensor();
-    Tensor grad = at::empty(saved[0].sizes(), saved[0].options());
+    const bool in_place = ctx->saved_data["gives_up"].toBool() &&
+                          !torch::autograd::get_current_graph_task_keep_graph();
+    Tensor grad = in_place ? saved[0].detach() : at::empty(saved[0].sizes(), saved[0].options());
     const float T = static_cast<float>(ctx->saved_data["temperature"].toDouble());
     const auto at_row = [](const Tensor& t, int64_t i) {
       return t.defined() ? t.const_data_ptr<float>()[i] : 0.0f;
@@ -532,18 +593,19 @@ struct TokenLogprobs : Function<TokenLogprobs> {
                                at_row(of_logprobs, i), at_row(of_entropies, i), out + i * V);
       });
     });
-    return {grad, Tensor(), Tensor(), Tensor()};
+    return {grad, Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
 TwoTensors token_logprobs_autograd(const Tensor& logits, const Tensor& targets, double temperature,
-                                   bool with_entropy) {
+                                   bool with_entropy, bool keep_logits) {
   if (records(logits)) {
-    const auto both = TokenLogprobs::apply(logits, targets, temperature, with_entropy);
+    const bool gives_up = !keep_logits && made_by_linear(logits);
+    const auto both = TokenLogprobs::apply(logits, targets, temperature, with_entropy, gives_up);
     return {both[0], both[1]};
   }
   at::AutoDispatchBelowADInplaceOrView below;
-  return token_logprobs(logits, targets, temperature, with_entropy);
+  return token_logprobs(logits, targets, temperature, with_entropy, keep_logits);
 }
 
 std::tuple<Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& keys,
@@ -583,12 +645,13 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("pack_weight(Tensor weight) -> Tensor");
   m.def("linear_packed(Tensor x, Tensor packed, int N, int K, Tensor? bias) -> Tensor");
+  m.def("embedding(Tensor ids, Tensor weight, int padding) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset) -> Tensor");
   m.def("rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
   m.def("geglu_tanh(Tensor gate, Tensor up) -> Tensor");
-  m.def("token_logprobs(Tensor logits, Tensor targets, float temperature, bool with_entropy)"
-        " -> (Tensor, Tensor)");
+  m.def("token_logprobs(Tensor logits, Tensor targets, float temperature, bool with_entropy,"
+        " bool keep_logits) -> (Tensor, Tensor)");
   m.def("sample(Tensor logits, Tensor keys, Tensor token_numbers, float temperature)"
         " -> (Tensor, Tensor, Tensor)");
 }
@@ -597,6 +660,7 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("linear", &linear_cpu);
   m.impl("pack_weight", &pack_weight);
   m.impl("linear_packed", &linear_packed);
+  m.impl("embedding", &embedding_cpu);
   m.impl("rms_norm", &rms_norm_cpu);
   m.impl("rotary", &rotary);
   m.impl("swiglu", &gated<Silu>);
@@ -607,6 +671,7 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
 
 TORCH_LIBRARY_IMPL(tandem, Autograd, m) {
   m.impl("linear", &linear_autograd);
+  m.impl("embedding", &embedding_autograd);
   m.impl("rms_norm", &rms_norm_autograd);
   m.impl("rotary", &rotary_autograd);
   m.impl("swiglu", &gated_autograd<Silu>);

@@ -641,10 +641,11 @@ void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, 
   }
 }
 
-// y (N, K) = a (M, N) turned, by b (M, K): what a weight's gradient is. A run of rows at a time,
-// whose copies stay in the second cache, added up in y.
+// y (N, K) = a (M, N) turned, by b (M, K), or that added to y: what a weight's gradient is. A run
+// of rows at a time, whose copies stay in the second cache, added up in y.
 inline void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
-                            int64_t M, int64_t N, int64_t K, float* y, int64_t y_stride) {
+                            int64_t M, int64_t N, int64_t K, float* y, int64_t y_stride,
+                            bool adds) {
   constexpr int64_t kRun = 512;          // rows of a run
   constexpr int64_t kSlab = 4 * kPanel;  // columns of a that are packed at a time
   const int64_t right = (K + kPanel - 1) / kPanel, longest = std::min(M, kRun);
@@ -652,7 +653,7 @@ inline void multiply_turned(const float* a, int64_t a_stride, const float* b, in
   float* slab = scratch(Use::rows, packed_size<float>(std::min(N, kSlab), longest));
   for (int64_t m = 0; m < M; m += kRun) {
     const int64_t run = std::min(kRun, M - m);
-    const Epilogue<float> all{nullptr, m ? y : nullptr, y_stride};
+    const Epilogue<float> all{nullptr, m || adds ? y : nullptr, y_stride};
     pack(Matrix<float>{b + m * b_stride, 1, b_stride}, K, run, columns);
     for (int64_t first = 0; first < N; first += kSlab) {
       const int64_t width = std::min(kSlab, N - first), left = (width + kPanel - 1) / kPanel;
