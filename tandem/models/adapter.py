@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -29,6 +27,7 @@ from tandem.models.lora import (
     scalar_head,
 )
 from tandem.models.source import ADAPTER_CONFIG, Located, one_line, read_adapter_config
+from tandem.models.weight_files import Weight, WeightFile, Writers, plain_unit, write_files
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -46,24 +45,17 @@ _UNSUPPORTED = (
 )
 
 
-def adapter_tensors(
-    model: PreTrainedModel, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor
-) -> dict[str, Tensor]:
-    """The adapters' weights and a scalar head's, under PEFT's names.
-
-    Args:
-        whole: all of a weight of which every rank has a piece.
-    """
+def _adapter_weights(model: PreTrainedModel) -> dict[str, Weight]:
+    """The adapters' weights and a scalar head's, under PEFT's names."""
     tensors: dict[str, Tensor] = {}
     for name, layer in lora_layers(model):
         for part in ("lora_A", "lora_B"):
-            weight = whole(getattr(layer, part).weight.detach())
-            tensors[f"{_PREFIX}{name}.{part}.weight"] = weight.contiguous()
+            tensors[f"{_PREFIX}{name}.{part}.weight"] = getattr(layer, part).weight.detach()
     head = scalar_head(model)
     if head is not None:
         for name, weight in head.state_dict().items():
-            tensors[f"{_PREFIX}{SCALAR_HEAD}.{name}"] = whole(weight).contiguous()
-    return tensors
+            tensors[f"{_PREFIX}{SCALAR_HEAD}.{name}"] = weight
+    return {name: Weight.of(tensor) for name, tensor in tensors.items()}
 
 
 def save_adapter(
@@ -71,16 +63,17 @@ def save_adapter(
     folder: str | Path,
     base_path: str | Path,
     *,
-    tensors: dict[str, Tensor] | None = None,
+    writers: Writers | None = None,
 ) -> None:
     """Write the adapters (and a scalar head) of a model to a folder that PEFT opens.
 
     Args:
         base_path: the base model's folder or hub name, written into the config; a local folder as
             an absolute path, so that the adapter loads from anywhere on this machine.
-        tensors: `adapter_tensors` of the model, where it has been taken already.
+        writers: the ranks that take part, of which the first writes; this one alone if None.
     Raises:
         ModelError: the model has no adapters.
+        OSError: the disk refused this rank, after it has taken its part with the others.
     """
     if not lora_layers(model):
         raise ModelError("save_adapter must get a model with adapters; got none. Call add_lora.")
@@ -89,12 +82,14 @@ def save_adapter(
         for name in ("score_mean", "score_std"):
             if hasattr(model.config, name):
                 metadata[name] = repr(float(getattr(model.config, name)))
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    weights = adapter_tensors(model) if tensors is None else tensors
-    save_file(weights, target / ADAPTER_WEIGHTS, metadata=metadata)
-    text = json.dumps(_peft_config(model, base_path), indent=2, sort_keys=True)
-    (target / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
+    target, writers = Path(folder), writers or Writers()
+    if writers.is_first:
+        (target / ADAPTER_WEIGHTS).unlink(missing_ok=True)
+    units = [plain_unit({name: weight}) for name, weight in _adapter_weights(model).items()]
+    write_files(target, [WeightFile(ADAPTER_WEIGHTS, units, metadata)], writers)
+    if writers.is_first:
+        text = json.dumps(_peft_config(model, base_path), indent=2, sort_keys=True)
+        (target / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path) -> list[str]:

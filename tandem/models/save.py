@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import os
+import re
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save
 
 from tandem.errors import ModelError, NumericsError
-from tandem.models.adapter import adapter_tensors, save_adapter
-from tandem.models.lora import is_adapted, merged_state_dict, scalar_head
+from tandem.models.adapter import save_adapter
+from tandem.models.lora import is_adapted, scalar_head
 from tandem.models.quiet import quiet
+from tandem.models.weight_files import (
+    MAX_FILE_BYTES,
+    Writers,
+    model_files,
+    model_units,
+    remove_others,
+    write_files,
+    write_index,
+)
 
 ADAPTER_FOLDER = "adapter"
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+def saved_bytes(model: PreTrainedModel, dtype: torch.dtype | None = None) -> int:
+    """What the weights of `save_model` will take, without the adapter's folder."""
+    return sum(unit.num_bytes for unit in model_units(model, dtype))
 
 
 def save_model(
@@ -29,8 +40,8 @@ def save_model(
     *,
     base_path: str | Path | None = None,
     dtype: torch.dtype | None = None,
-    whole: Callable[[Tensor], Tensor] = _as_it_is,
-    writes: bool = True,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    writers: Writers | None = None,
 ) -> None:
     """Write weights (safetensors), config, generation config, tokenizer and its chat template.
 
@@ -44,11 +55,12 @@ def save_model(
     Args:
         base_path: the base model that the adapter names; by default where the model came from.
         dtype: of the weights in the folder; by default the model's own, float32.
-        whole: all of a weight of which every rank has a piece; called for one after another.
-        writes: whether this rank writes; the others only take part in `whole`.
+        max_file_bytes: weights of more come in several files, with an index.
+        writers: the ranks that write together, each its own files; this one alone if None.
     Raises:
         ModelError: adapters without a known base.
         NumericsError: a weight is not finite; nothing is written.
+        OSError: the disk refused this rank, after it has taken its part with the others.
     """
     _require_finite(model)
     target = Path(folder)
@@ -57,24 +69,50 @@ def save_model(
         raise ModelError(
             "save_model must know the base of a model with adapters; got none. Give base_path."
         )
-    state = _state(model, dtype, whole, writes)
-    adapter = adapter_tensors(model, whole) if is_adapted(model) else {}
-    if not writes:
-        return
-    config = copy.deepcopy(model.config)
-    with quiet():
-        model.save_pretrained(target, state_dict=state)
-        tokenizer.save_pretrained(target)
-        # A split model's class is named for it.
-        names = model.config.architectures or []
-        config.architectures = [name.removeprefix("FSDP") for name in names] or None
-        config.dtype = dtype or model.dtype
-        if scalar_head(model) is not None:
-            pad = tokenizer.pad_token_id
-            config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
-        config.save_pretrained(target)
+    writers = writers or Writers()
+    files = model_files(model_units(model, dtype), writers.size, max_file_bytes)
+    write_files(target, files, writers)
     if is_adapted(model):
-        save_adapter(model, target / ADAPTER_FOLDER, base, tensors=adapter)
+        save_adapter(model, target / ADAPTER_FOLDER, base, writers=writers)
+    if not writers.is_first:
+        return
+    remove_others(target, files)
+    write_index(target, files)
+    _write_settings(model, tokenizer, target, dtype)
+
+
+def _write_settings(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    dtype: torch.dtype | None,
+) -> None:
+    """Everything but weights."""
+    config = copy.deepcopy(model.config)
+    # A split model's class is named for it.
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.dtype = dtype or model.dtype
+    if scalar_head(model) is not None:
+        pad = tokenizer.pad_token_id
+        config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
+    with quiet():
+        if model.is_remote_code():
+            custom_object_save(model, target, config=config)  # type: ignore[arg-type]
+        config.save_pretrained(target)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(target)
+        _write_tokenizer(tokenizer, target)
+
+
+def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
+    """As its save_pretrained, but what the disk refuses is an OSError from its Rust part too."""
+    try:
+        tokenizer.save_pretrained(target)
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if isinstance(error, OSError) or number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(target)) from error
 
 
 def _require_finite(model: PreTrainedModel) -> None:
@@ -84,29 +122,3 @@ def _require_finite(model: PreTrainedModel) -> None:
                 f"weights to save must be finite; got {name} with values that are not. "
                 "Lower the learning rate, and continue from a checkpoint before it."
             )
-
-
-def _state(
-    model: PreTrainedModel,
-    dtype: torch.dtype | None,
-    whole: Callable[[Tensor], Tensor],
-    writes: bool,
-) -> dict[str, Tensor]:
-    """The merged state, whole and cast if asked, where this rank writes it.
-
-    Tied weights are one tensor under all of their names.
-    """
-    # By identity: an address says nothing where a rank's piece is empty.
-    owners = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-    made: dict[int | str, Tensor] = {}
-    state = merged_state_dict(model)
-    for name, tensor in state.items():
-        if owners.get(name, name) in made:
-            continue
-        full = whole(tensor)
-        if full is not tensor and writes:
-            full = full.cpu()  # the whole model may not fit beside its pieces on the device
-        if writes and dtype is not None and full.is_floating_point():
-            full = full.to(dtype)
-        made[owners.get(name, name)] = full if writes else tensor
-    return {name: made[owners.get(name, name)] for name in state} if writes else {}

@@ -4,6 +4,7 @@ ones, handled alike."""
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -16,6 +17,33 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """All of it, on every rank; a collective for a tensor in pieces."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def gathered_to(tensor: Tensor, rank: int) -> Tensor | None:
+    """All of it on one rank, None on the others that have pieces too; a plain tensor as it is.
+
+    A collective for a tensor in pieces. No other rank ever holds more than its piece.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh = tensor.device_mesh
+    if mesh.size() == 1 or tensor.placements != (Shard(0),):
+        return whole(tensor)
+    group, piece = mesh.get_group(), tensor.to_local()
+    rows = -(-tensor.shape[0] // mesh.size())
+    padded = piece.contiguous()
+    if piece.shape[0] < rows:
+        padded = piece.new_zeros(rows, *tensor.shape[1:])
+        padded[: piece.shape[0]] = piece
+    to = dist.get_global_rank(group, rank)
+    if mesh.get_local_rank() != rank:
+        dist.gather(padded, None, dst=to, group=group)
+        return None
+    # Pieces follow one another, so that the padding is all at the end.
+    full = padded.new_empty(rows * mesh.size(), *tensor.shape[1:])
+    dist.gather(padded, list(full.split(rows)), dst=to, group=group)
+    return full[: tensor.shape[0]]
 
 
 def piece_like(full: Tensor, like: Tensor) -> Tensor:

@@ -2,44 +2,68 @@
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from tandem.checkpoint.folder import MANIFEST, is_whole, read_facts, write_folder
-from tandem.checkpoint.state import State, load_newest_state, save_state
-from tandem.errors import CheckpointError
+from tandem.checkpoint import pieces as checkpoint_pieces
+from tandem.checkpoint.folder import MANIFEST, is_whole, read_facts, read_manifest, write_folder
+from tandem.checkpoint.saver import Saver
+from tandem.checkpoint.state import LATEST, State, load_newest_state, newest_numbers
+from tandem.errors import CheckpointError, NumericsError
+from tandem.files import sync
 
 
 def state(step: int, value: float) -> State:
-    tensors = {"actor": {"weight": torch.full((3,), value)}, "optimizer": {"n": torch.tensor(step)}}
+    tensors = {
+        "actor": {"weight": torch.full((3,), value), "half": torch.ones(2, 3).bfloat16()},
+        "optimizer": {"n": torch.tensor(step), "empty": torch.zeros(0, 4)},
+    }
     return State(step, tensors, {"kl_coef": value})
 
 
+def save(folder: Path, *states: State, keep: int = 2) -> None:
+    saver = Saver(folder, keep=keep)
+    for one in states:
+        saver.save(one, {"made_from": "knobs"})
+    saver.wait()
+
+
 def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
-    save_state(tmp_path, state(7, 0.1), keep=2)
+    save(tmp_path, state(7, 0.1))
     loaded, notes = load_newest_state(tmp_path)
     assert loaded is not None
     assert (loaded.step, loaded.numbers["kl_coef"], notes) == (7, 0.1, [])
-    assert torch.equal(loaded.tensors["actor"]["weight"], torch.full((3,), 0.1))
+    for part, tensors in state(7, 0.1).tensors.items():
+        assert set(loaded.tensors[part]) == set(tensors)
+        for name, tensor in tensors.items():
+            found = loaded.tensors[part][name]
+            assert found.dtype == tensor.dtype
+            assert torch.equal(found, tensor)
+    facts = read_facts(tmp_path / "step-000007")
+    assert facts["made_from"] == "knobs"
+    assert newest_numbers(tmp_path) == {"kl_coef": 0.1}
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    for step in (9, 10, 11):
-        save_state(tmp_path, state(step, 1.0), keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000011"]
+def test_only_the_newest_are_kept_and_latest_names_the_last(tmp_path: Path) -> None:
+    save(tmp_path, *(state(step, 1.0) for step in (9, 10, 11)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        LATEST, "step-000010", "step-000011",
+    ]  # fmt: skip
+    assert json.loads((tmp_path / LATEST).read_text())["folder"] == "step-000011"
 
 
 @pytest.mark.parametrize(
-    "damage", ["flip", "truncate", "remove", "manifest", "no manifest", "empty", "list"]
+    "damage", ["flip", "truncate", "remove", "manifest", "no manifest", "empty", "list", "step"]
 )
 def test_any_damage_is_found_and_the_one_before_is_taken(tmp_path: Path, damage: str) -> None:
-    save_state(tmp_path, state(1, 0.5), keep=2)
-    save_state(tmp_path, state(2, 0.7), keep=2)
+    save(tmp_path, state(1, 0.5), state(2, 0.7))
     folder = tmp_path / "step-000002"
-    file = folder / "actor.safetensors"
+    file, manifest = folder / "actor.safetensors", folder / MANIFEST
     if damage == "flip":
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
@@ -49,22 +73,147 @@ def test_any_damage_is_found_and_the_one_before_is_taken(tmp_path: Path, damage:
     elif damage == "remove":
         file.unlink()
     elif damage == "manifest":
-        (folder / MANIFEST).write_text('{"files"')
+        manifest.write_text('{"files"')
     elif damage == "no manifest":
-        (folder / MANIFEST).unlink()
+        manifest.unlink()
+    elif damage == "step":
+        manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3'))
     else:
-        files = "{}" if damage == "empty" else "[1]"
-        (folder / MANIFEST).write_text(f'{{"files": {files}, "facts": {{}}}}')
+        said = "{}" if damage == "empty" else "[1]"
+        manifest.write_text(f'{{"files": {said}, "facts": {{}}}}')
     loaded, notes = load_newest_state(tmp_path)
     assert loaded is not None
     assert loaded.step == 1
-    assert len(notes) == 1
-    assert "step-000002" in notes[0]
-    assert "Falling back" in notes[0]
+    assert "step-000002" in notes[-1]
+    assert "Falling back to the checkpoint before it." in notes[-1]
+    assert all("\n" not in note for note in notes)
+    assert (tmp_path / "damaged-step-000002-0").is_dir(), "kept, but not tried again"
+    save(tmp_path, state(2, 0.9))
+    loaded, notes = load_newest_state(tmp_path)
+    assert loaded is not None
+    assert (loaded.step, notes) == (2, [])
 
 
-def test_nothing_saved_is_no_state(tmp_path: Path) -> None:
+def test_every_bit_of_the_manifest_and_the_pointer_counts(tmp_path: Path) -> None:
+    save(tmp_path, state(1, 0.5))
+    for path in (tmp_path / "step-000001" / MANIFEST, tmp_path / LATEST):
+        sound = path.read_bytes()
+        for bit in range(0, 8 * len(sound), 7):
+            data = bytearray(sound)
+            data[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(bytes(data))
+            if path.name == LATEST:
+                loaded, notes = load_newest_state(tmp_path)
+                assert loaded is not None
+                assert len(notes) == 1, bit
+            else:
+                with pytest.raises(CheckpointError):
+                    read_manifest(path.parent)
+        path.write_bytes(sound)
+
+
+def test_a_checkpoint_that_is_gone_is_noticed(tmp_path: Path) -> None:
+    save(tmp_path, state(1, 0.5), state(2, 0.5))
+    (tmp_path / "step-000002").rename(tmp_path / "elsewhere")
+    loaded, notes = load_newest_state(tmp_path)
+    assert loaded is not None
+    assert loaded.step == 1
+    assert "step-000002 must be there, for latest names it" in notes[0]
+
+
+def test_nothing_whole_says_that_it_starts_anew(tmp_path: Path) -> None:
     assert load_newest_state(tmp_path / "none") == (None, [])
+    save(tmp_path, state(1, 0.5))
+    (tmp_path / "step-000001" / "actor.safetensors").write_bytes(b"")
+    loaded, notes = load_newest_state(tmp_path)
+    assert loaded is None
+    assert notes[-1].endswith("There is none before it: starting anew.")
+
+
+def test_what_changes_after_the_call_is_not_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    write = checkpoint_pieces.write_pieces
+
+    def late(*arguments: object) -> list[str]:
+        go_on.wait(10)
+        return write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tandem.checkpoint.saver.write_pieces", late)
+    now = state(1, 0.5)
+    saver = Saver(tmp_path, keep=2)
+    saver.save(now)
+    assert not (tmp_path / "step-000001").exists(), "the training does not wait"
+    now.tensors["actor"]["weight"].fill_(9.0)
+    go_on.set()
+    saver.wait()
+    loaded, _ = load_newest_state(tmp_path)
+    assert loaded is not None
+    assert torch.equal(loaded.tensors["actor"]["weight"], torch.full((3,), 0.5))
+
+
+def save_twice(saver: Saver) -> None:
+    saver.save(state(2, 0.5))
+    saver.save(state(3, 0.5))
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_what_the_disk_refused_is_said_at_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    save(tmp_path, state(1, 0.5))
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    saver = Saver(tmp_path, keep=2, beside=beside)
+    with monkeypatch.context() as patch:
+        patch.setattr("tandem.checkpoint.saver.write_pieces", refuse)
+        with pytest.raises(CheckpointError, match=r"got: Input/output error \([\d,]+ bytes free"):
+            save_twice(saver)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, "step-000001"]
+    saver.save(state(3, 0.5))
+    saver.wait()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [LATEST, "step-000001", "step-000003"]
+
+
+def test_too_little_room_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 1000})()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(
+        CheckpointError, match=r"must have room for [\d,]+ bytes; got 1,000 bytes free"
+    ):
+        save(tmp_path, state(1, 0.5))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_value_that_is_not_finite_is_ever_saved(tmp_path: Path, value: float) -> None:
+    with pytest.raises(NumericsError, match="others in actor/weight after step 3, which was not"):
+        save(tmp_path, state(3, value))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_grows_beside_is_on_the_disk_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("{}\n")
+    synced: list[str] = []
+
+    def noting(path: Path) -> None:
+        synced.append(path.name)
+        sync(path)
+
+    monkeypatch.setattr("tandem.checkpoint.saver.sync", noting)
+    monkeypatch.setattr("tandem.checkpoint.folder.sync", noting)
+    saver = Saver(tmp_path / "checkpoints", keep=2)
+    saver.save(state(1, 0.5), synced=[log, tmp_path / "missing"])
+    saver.wait()
+    assert synced.index(log.name) < synced.index(MANIFEST)
 
 
 def test_a_failure_while_writing_leaves_what_was_there(tmp_path: Path) -> None:

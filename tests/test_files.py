@@ -1,0 +1,70 @@
+"""Files written tensor by tensor are safetensors files; replaced ones are old or new."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tandem import files
+from tandem.files import Spec, TensorFile
+
+TENSORS = {
+    "bytes": torch.arange(7, dtype=torch.uint8),
+    "half": torch.randn(3, 5).bfloat16(),
+    "turned": torch.randn(4, 6).t(),
+    "count": torch.tensor(5),
+    "none": torch.zeros(0, 3),
+    "truth": torch.tensor([True, False, True]),
+    "double": torch.randn(2, dtype=torch.float64),
+}
+
+
+def test_any_order_and_type_comes_back(tmp_path: Path) -> None:
+    specs = {name: Spec.of(tensor) for name, tensor in TENSORS.items()}
+    with TensorFile(tmp_path / "ours", specs, {"format": "pt"}) as file:
+        for name in reversed(TENSORS):
+            file.put(name, TENSORS[name])
+    found = load_file(tmp_path / "ours")
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    with safe_open(tmp_path / "ours", framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    save_file({n: t.contiguous() for n, t in TENSORS.items()}, tmp_path / "theirs")
+    assert abs((tmp_path / "ours").stat().st_size - (tmp_path / "theirs").stat().st_size) < 64
+
+
+def test_a_tensor_that_is_left_out_or_other_than_said_is_no_file(tmp_path: Path) -> None:
+    specs = {"a": Spec(torch.float32, (2,))}
+    file = TensorFile(tmp_path / "file", specs)
+    with pytest.raises(AssertionError):
+        file.put("a", torch.zeros(3))
+    with pytest.raises(AssertionError), file:
+        pass
+    file.close()
+    with pytest.raises(FileExistsError):
+        TensorFile(tmp_path / "file", specs)
+
+
+def test_replacing_leaves_the_old_where_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "latest"
+    files.replace(path, b"old")
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", refuse)
+        with pytest.raises(OSError, match="Input"):
+            files.replace(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["latest"]
+    files.replace(path, b"new")
+    assert path.read_bytes() == b"new"
