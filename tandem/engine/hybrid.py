@@ -4,6 +4,8 @@ actor         the policy that is trained; it also generates
 reference     where the policy started: with LoRA the actor with its adapters off, else a copy
 critic        values of states, in the units of normalized scores
 reward_model  one score per answer
+
+With `parallel.shared_base` all of them hold one frozen base, and differ in adapters and heads.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from tandem.engine.forward import (
     scored,
     token_values,
 )
-from tandem.engine.loading import Model, check_policy, place_policy, place_scalar
+from tandem.engine.loading import Base, Model, check_policy, place_policy, place_scalar
 from tandem.engine.optimizer import Trainee
 from tandem.engine.rollouts import shared_rollout
 from tandem.engine.scoring import RewardScorer
@@ -103,11 +105,16 @@ class RLHFEngine:
         self.tokenizer = tokenizer or self._tokenizer_of(actor, "tokenizer")
         # What starts as a copy of another is copied before that one gets adapters or is split.
         reference, critic = self._starts(actor, reward_model, critic, reward_tokenizer)
-        self.actor = place_policy(actor, config, self.world, trained=True, seed=config.seed)
+        self.actor = place_policy(
+            actor, config, self.world, trained=True, seed=config.seed, keeps_start=True
+        )
         check_vocabulary(self.actor, self.tokenizer)
+        self._base = self._shared_base(actor)
         self.renderer = Renderer(self.tokenizer, stop_ids(self.actor.generation_config))
         self.scorer = self._scorer(reward_model, reward_tokenizer)
-        self.critic = place_scalar(critic, config, self.world, trained=True, seed=config.seed + 1)
+        self.critic = place_scalar(
+            critic, config, self.world, trained=True, seed=config.seed + 1, base=self._base
+        )
         self.reference = None
         if reference is not None:
             self.reference = place_policy(
@@ -313,6 +320,13 @@ class RLHFEngine:
             "its tokenizer; got none. Pass a folder or a model with a scalar head."
         )
 
+    def _shared_base(self, actor: Model) -> Base | None:
+        """What the other roles are to stand on; None where each has weights of its own."""
+        if not self.config.parallel.shared_base:
+            return None
+        is_named = isinstance(actor, str)
+        return Base(self.actor, self.actor.name_or_path if is_named else None)
+
     def _scorer(
         self, model: Model | None, tokenizer: PreTrainedTokenizerBase | None
     ) -> RewardScorer | None:
@@ -328,6 +342,7 @@ class RLHFEngine:
             seed=0,
             needs_head=True,
             on_host="reward" in self.config.parallel.offload,
+            base=self._base,
         )
         check_vocabulary(scalar, tokenizer)
         return RewardScorer(

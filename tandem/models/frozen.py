@@ -97,7 +97,8 @@ def freeze_quantized(model: PreTrainedModel, kind: str) -> list[str]:
 
     Those of the base model, under adapters too, and a vocabulary head that is not tied. Embeddings,
     norms, biases, adapters, a scalar head and experts that a family stacks in one tensor stay as
-    they are. Adapters may be added before or after; a split over ranks comes after.
+    they are. Adapters may be added before or after; a split over ranks comes after. A model without
+    memory yet (`stream`) gets places for integers, whose numbers are checked when they are filled.
 
     Returns:
         the names of the layers.
@@ -163,7 +164,7 @@ def _require_frozen(name: str, layer: Any) -> None:
         found = "trained. Train adapters instead (--lora.rank), or freeze the model"
     elif isinstance(weight, DTensor):
         found = "split over ranks. Quantize it before"
-    elif not bool(torch.isfinite(weight).all()):
+    elif not weight.is_meta and not bool(torch.isfinite(weight).all()):
         raise NumericsError(
             f"a weight to quantize must be finite; got {name} with values that are not. Load a "
             "sound model."

@@ -3,12 +3,14 @@
 An adapted layer takes the place of the linear layer and holds the very same weight and bias
 objects under the same names, so the state of the base model keeps Hugging Face's names and bits,
 and `lora_A.weight` (rank, in) and `lora_B.weight` (out, rank) stand beside them as in PEFT. The
-weight may be quantized (`frozen`), before or after.
+weight may be quantized (`frozen`), before or after. Adapters that are trained on keep a frozen copy
+of where they started, if asked (`keep_start`).
 Source: arXiv:2106.09685. Differs: A starts as torch's linear layers do (PEFT's choice), not normal.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,10 +29,13 @@ ALL_LINEAR = "all-linear"
 SCALAR_HEAD = "score"
 """What Hugging Face calls the head of a decoder's sequence-classification class."""
 
+_PARTS = (".lora_A", ".lora_B", ".start_a", ".start_b")
+
 
 @dataclass(slots=True)
 class AdapterSwitch:
-    """Whether a layer adds its adapter's part; one object for the layer and its twin's copy."""
+    """Whether a layer adds its adapter's part as trained; one object for the layer and its twin's
+    copy."""
 
     on: bool = True
 
@@ -39,31 +44,41 @@ class LoraLayer(LinearLayer):
     """What the two adapted layers share: A, B, the scale and the switch.
 
     Attributes:
-        switch: whether forward adds the adapter's part.
+        switch: whether forward adds the adapter's part as trained.
         rank, alpha: the update is scaled by alpha / rank.
+        start_a, start_b: what is added where the switch is off; None where nothing is.
     """
+
+    start_a: nn.Linear | None
+    start_b: nn.Linear | None
 
     def attach(self, base: nn.Linear | Conv1D, rank: int, alpha: float, dropout: float) -> None:
         """Take over the base layer's parameters, freeze them, add A (zeros) and B (zeros)."""
         self.take_over(base)
         inputs, outputs = _shape(base)
-        with torch.device(self.weight.device):
+        # Over a base without memory (stream) too: adapters are small, and may be loaded at once.
+        device = self.weight.device
+        with torch.device("cpu" if device.type == "meta" else device):
             self.lora_A = nn.Linear(inputs, rank, bias=False, dtype=torch.float32)
             self.lora_B = nn.Linear(rank, outputs, bias=False, dtype=torch.float32)
         nn.init.zeros_(self.lora_A.weight)
         nn.init.zeros_(self.lora_B.weight)
         self.lora_dropout = nn.Dropout(dropout)
         self.rank, self.alpha, self.switch = rank, alpha, AdapterSwitch()
+        self.start_a = self.start_b = None
         self.train(base.training)
 
     def adapted(self, x: Tensor, output: Tensor) -> Tensor:
-        """Add the adapter's part to the base layer's output (..., out), where it is on."""
+        """Add the adapter's part to the base layer's output (..., out), as trained or started."""
+        down, up = self.lora_A, self.lora_B
         if not self.switch.on:
-            return output
+            if self.start_a is None or self.start_b is None:
+                return output
+            down, up = self.start_a, self.start_b
         if not torch.is_autocast_enabled(x.device.type):
-            x = x.to(self.lora_A.weight.dtype)  # a base in bf16 beside adapters in float32
-        inner = self.lora_A(self.lora_dropout(x)) * (self.alpha / self.rank)
-        return output + self.lora_B(inner).to(output.dtype)
+            x = x.to(down.weight.dtype)  # a base in bf16 beside adapters in float32
+        inner = down(self.lora_dropout(x) if self.switch.on else x) * (self.alpha / self.rank)
+        return output + up(inner).to(output.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -164,6 +179,17 @@ def train_adapters(model: PreTrainedModel) -> None:
         head.requires_grad_(True)
 
 
+def keep_start(model: PreTrainedModel) -> None:
+    """Keep a frozen copy of the adapters as they are, to be used where they are off; in place.
+
+    For adapters that are trained on: the reference is the policy as it started, not the base.
+    """
+    for _, layer in lora_layers(model):
+        layer.start_a, layer.start_b = (
+            copy.deepcopy(part).requires_grad_(False) for part in (layer.lora_A, layer.lora_B)
+        )
+
+
 def match_targets(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
     """Names of the linear layers that `targets` (`all-linear` or endings of names) mean.
 
@@ -196,7 +222,7 @@ def adaptable(model: PreTrainedModel) -> list[str]:
         for name, module in model.named_modules()
         if (isinstance(module, LinearLayer) or type(module) in (nn.Linear, Conv1D))
         and id(module) not in heads
-        and not name.endswith((".lora_A", ".lora_B"))
+        and not name.endswith(_PARTS)
     ]
 
 
@@ -228,10 +254,11 @@ def lora_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within: the base model, bit for bit. This is the reference, at no extra memory.
+    """Within: the model as it started, bit for bit: the base, or with the adapters of `keep_start`.
 
-    Nests, and restores on errors. A scalar head stays the trained one. Do not leave it between a
-    gradient-checkpointed forward and its backward, which runs the forward again.
+    This is the reference, at no extra memory but for those. Nests, and restores on errors. A scalar
+    head stays the trained one. Do not leave it between a gradient-checkpointed forward and its
+    backward, which runs the forward again.
     """
     layers = [layer for _, layer in lora_layers(model)]
     before = [layer.switch.on for layer in layers]
@@ -255,8 +282,8 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     for name, layer in model.named_modules():
         if not isinstance(layer, LinearLayer):
             continue
-        for ending in ("lora_A.weight", "lora_B.weight", "weight.packed", "weight.scales"):
-            state.pop(f"{name}.{ending}", None)
+        for ending in (*(f"{part}.weight" for part in _PARTS), ".weight.packed", ".weight.scales"):
+            state.pop(name + ending, None)
         state[f"{name}.weight"] = (
             layer.merged_weight() if isinstance(layer, LoraLayer) else layer.plain_weight()
         )

@@ -24,6 +24,8 @@ KINDS = tuple(_CODES)
 """int8: 256 weights a scale, 1.016 bytes a weight. nf4: 64 a scale, 0.531 bytes."""
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Rows = Callable[[int, int], Tensor]
+Pieces = Callable[[Tensor], tuple[Tensor, int]]
 
 
 class PackedParameter(nn.Parameter):
@@ -55,6 +57,11 @@ class Layout:
         code, count = _CODES[self.kind], self.shape.numel()
         floats = scales.view(code.scale_dtype)
         return blockwise.dequantize(packed, floats, count, code, dtype).view(self.shape)
+
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of the codes, and of the scales."""
+        code, runs = _CODES[self.kind], [self.shape.numel()]
+        return code.num_bytes(runs), code.num_scales(runs) * code.scale_dtype.itemsize
 
 
 class _PackedProduct(torch.autograd.Function):
@@ -102,18 +109,61 @@ class PackedWeight(nn.Module):
     """
 
     def __init__(self, weight: Tensor, kind: str) -> None:
-        """Quantizes `weight` (any shape, finite), which is not changed."""
+        """Quantizes `weight` (any shape, finite), which is not changed.
+
+        One on the meta device becomes integers there, to be given memory and then `filled`.
+        """
         super().__init__()
-        packed, scales = blockwise.quantize(weight.detach().reshape(-1), _CODES[kind])
-        self.packed = PackedParameter(packed, requires_grad=False)
-        self.scales = PackedParameter(scales.view(torch.uint8), requires_grad=False)
         self.layout = Layout(kind, weight.shape)
         self.shape, self.dtype = weight.shape, weight.dtype
+        if weight.is_meta:
+            sizes = self.layout.sizes()
+            parts = [torch.empty(n, dtype=torch.uint8, device="meta") for n in sizes]
+        else:
+            packed, scales = blockwise.quantize(weight.detach().reshape(-1), _CODES[kind])
+            parts = [packed, scales.view(torch.uint8)]
+        self.packed = PackedParameter(parts[0], requires_grad=False)
+        self.scales = PackedParameter(parts[1], requires_grad=False)
 
     @property
     def device(self) -> torch.device:
         """Where the integers are."""
         return self.packed.device
+
+    @torch.no_grad()
+    def fill(self, rows: Rows, pieces: Pieces) -> bool:
+        """Write the integers of a weight that is read row by row, no more of it than lies here.
+
+        Args:
+            rows: rows first to last of the weight, as floats.
+            pieces: of a parameter, the memory that lies on this rank and where in it that begins.
+        Returns:
+            whether every number that was read is finite.
+        """
+        code, count = _CODES[self.layout.kind], self.shape.numel()
+        # How many numbers a byte of the codes, and one of the scales, stands for.
+        parts = [
+            (self.packed, code.per_byte),
+            (self.scales, code.block // code.scale_dtype.itemsize),
+        ]
+        here = [(*pieces(parameter), numbers) for parameter, numbers in parts]
+        here = [part for part in here if part[0].numel()]
+        if not here:
+            return True
+        # Whole blocks: codes and scale of one depend on all of its numbers.
+        start = min(first * numbers for _, first, numbers in here) // code.block * code.block
+        last = max((first + len(piece)) * numbers for piece, first, numbers in here)
+        end = min(count, -(-last // code.block) * code.block)
+        width = count // self.shape[0]
+        top = start // width
+        read = rows(top, -(-end // width))
+        numbers = read.reshape(-1)[start - top * width : end - top * width]
+        packed, scales = blockwise.quantize(numbers.to(here[0][0].device), code)
+        made = {code.per_byte: packed, parts[1][1]: scales.view(torch.uint8)}
+        for piece, first, numbers_a_byte in here:
+            offset = first - start // numbers_a_byte
+            piece.copy_(made[numbers_a_byte][offset : offset + len(piece)])
+        return bool(torch.isfinite(read).all())
 
     def numel(self) -> int:
         """Weights, as they were counted before."""

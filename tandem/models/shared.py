@@ -2,7 +2,8 @@
 
 Models that start from the same one differ in adapters and heads alone. `share_base` makes them
 hold its frozen weights once, as the very same parameter objects, quantized or not; every model
-stays a module tree of its own, and so do its twin, its optimizer and its saving.
+stays a module tree of its own, and so do its twin, its optimizer and its saving. Models that are
+known to start from the same files need not even be read (`stream`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def share_base(owner: PreTrainedModel, *others: PreTrainedModel) -> int:
     Adapters and scalar heads stay each model's own, trained or not, and so does a weight that the
     other trains. All models are checked before the first is changed. Models are quantized before
     they share, and split over ranks after: a split (ZeRO 1 to 3) gives each model pieces of its
-    own. `requires_grad_` on a shared weight speaks for every model.
+    own. `requires_grad_` on a shared weight speaks for every model. A weight of another model that
+    has no memory yet, on the meta device, is taken to have the owner's values.
 
     Args:
         owner: the model with the most heads, the actor.
@@ -55,7 +57,8 @@ def share_base(owner: PreTrainedModel, *others: PreTrainedModel) -> int:
     saved = {id(_slot(slot)): _slot(slot) for slot in slots if _slot(slot) is not mine[slot[0]]}
     for name, module, key in slots:
         module._parameters[key] = mine[name]
-    return sum(weight.numel() * weight.element_size() for weight in saved.values())
+    freed = (weight for weight in saved.values() if not weight.is_meta)
+    return sum(weight.numel() * weight.element_size() for weight in freed)
 
 
 def copied_over_base(model: Model) -> Model:
@@ -97,9 +100,11 @@ def _require_same(slot: Slot, mine: nn.Parameter | None, number: int) -> None:
         found = "which is split over ranks already"
     elif mine.requires_grad:
         found = "which the first model trains"
-    elif (theirs.shape, theirs.dtype, theirs.device) != (mine.shape, mine.dtype, mine.device):
+    elif (theirs.shape, theirs.dtype) != (mine.shape, mine.dtype) or (
+        theirs.device not in (mine.device, torch.device("meta"))
+    ):
         found = f"{_described(theirs)} where the first model has {_described(mine)}"
-    elif not torch.equal(theirs, mine):
+    elif not theirs.is_meta and not torch.equal(theirs, mine):
         found = "whose values differ"
     else:
         return

@@ -164,7 +164,7 @@ def _layer(
     if not weight.is_floating_point():
         raise ModelError(
             "tensor-parallel generation must slice weights that are not quantized; got "
-            f"{weight.dtype}. Use --frozen-weights full, or --inference-tp-size 1."
+            f"{weight.dtype}. Leave --frozen-weights off, or --inference-tp-size 1."
         )
     layer: Any = _ColumnLinear() if is_column else _RowLinear()
     own = slice_of(weight, 0 if is_column else 1)

@@ -1,14 +1,16 @@
 """Weights straight from safetensors into where they belong: no rank ever holds a whole model.
 
-A model is made without weights (its parameters on the meta device, its buffers real), split over
-the ranks, and filled: of every weight a rank reads its own rows from the files and nothing else.
+A model is made without weights (its parameters on the meta device, its buffers real), adapted,
+quantized, split over the ranks, and filled: of every weight a rank reads its own rows from the
+files and nothing else, and quantizes those.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,12 +26,16 @@ from transformers import (
 )
 
 from tandem.errors import ModelError
+from tandem.models.adapter import load_adapter
 from tandem.models.load import attention_for, require_decoder, set_dropout
-from tandem.models.lora import SCALAR_HEAD
+from tandem.models.lora import SCALAR_HEAD, scalar_head
+from tandem.models.quantized import PackedWeight, Pieces
 from tandem.models.quiet import quiet
 from tandem.models.source import Located, load_config, locate, one_line, read_adapter_config
+from tandem.models.starts import Start
 
 _INDEX = "model.safetensors.index.json"
+_HEAD = f"{SCALAR_HEAD}."
 
 
 class WeightFiles:
@@ -78,7 +84,9 @@ class EmptyModel:
         missing: parameters that the files do not have: a new scalar head.
     """
 
-    def __init__(self, model: PreTrainedModel, files: WeightFiles) -> None:
+    def __init__(
+        self, model: PreTrainedModel, files: WeightFiles, *, trust_remote_code: bool = False
+    ) -> None:
         """`model`'s names are matched with the files'.
 
         Raises:
@@ -86,6 +94,7 @@ class EmptyModel:
         """
         self.model = model
         self._files = files
+        self._trust_remote_code = trust_remote_code
         self._keys: dict[str, str] = {}
         self.missing: list[str] = []
         prefix = f"{model.base_model_prefix}."
@@ -96,7 +105,7 @@ class EmptyModel:
             found = [key for key in names if files.shapes.get(key) == shape]
             if found:
                 self._keys[name] = found[0]
-            elif name.startswith(f"{SCALAR_HEAD}."):
+            elif name.startswith(_HEAD):
                 self.missing.append(name)
             else:
                 without.append(name)
@@ -111,19 +120,66 @@ class EmptyModel:
         elif without:
             raise KeyError(without[0])
 
+    def adapt(self, start: Start) -> None:
+        """Put the adapter that the model starts from on it, live, with memory of its own.
+
+        A scalar model's adapter brings its head; a language model's on a scalar model does not.
+
+        Raises:
+            ModelError: as `adapter.load_adapter`.
+        """
+        assert start.adapter is not None
+        head = scalar_head(self.model)
+        if head is not None and not start.classifies:
+            config, remote = self.model.config, self._trust_remote_code
+            adapted = _without_weights(AutoModelForCausalLM, config, remote)
+            load_adapter(adapted, start.adapter)
+            take_backbone(self.model, adapted)
+            return
+        if head is not None:
+            head.to_empty(device="cpu")
+            self.missing = []
+            self._keys = {n: k for n, k in self._keys.items() if not n.startswith(_HEAD)}
+        load_adapter(self.model, start.adapter)
+
     @torch.no_grad()
-    def fill(self, pieces: Callable[[Tensor], tuple[Tensor, int]]) -> None:
+    def fill(self, pieces: Pieces) -> str:
         """Read the parameters, which have memory by now, from the files.
 
         Args:
             pieces: of a parameter, the memory that lies on this rank and its first row.
+        Returns:
+            the name of a weight to quantize that is not finite, as far as it lies here; or none.
         """
         parameters = dict(self.model.named_parameters())
+        unsound = ""
         for name, key in self._keys.items():
-            # An adapter keeps the base layer's names (lora).
+            # An adapter keeps the base layer's names (lora), integers stand below them (frozen).
+            if name not in parameters:
+                weight = self.model.get_submodule(name)
+                assert isinstance(weight, PackedWeight), name
+                if not weight.fill(partial(self._files.rows, key), pieces):
+                    unsound = name
+                continue
             piece, first = pieces(parameters[name])
             if piece.numel():
                 piece.copy_(self._files.rows(key, first, first + piece.shape[0]))
+        return unsound
+
+
+def take_backbone(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Give a scalar model the backbone of a language model, adapters included; in place.
+
+    Raises:
+        ModelError: the family's two classes have backbones of two kinds.
+    """
+    if type(model.base_model) is not type(other.base_model):
+        raise ModelError(
+            f"family {model.config.model_type!r} must have one backbone for both heads; got "
+            f"{type(other.base_model).__name__} and {type(model.base_model).__name__}. Choose "
+            "another family for the reward model and critic."
+        )
+    setattr(model, model.base_model_prefix, other.base_model)
 
 
 def empty_causal_lm(
@@ -164,7 +220,7 @@ def _empty(
     if kind is AutoModelForCausalLM:
         _take_generation_config(model, source)
     try:
-        return EmptyModel(model, files)
+        return EmptyModel(model, files, trust_remote_code=trust_remote_code)
     except KeyError:
         return None
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from tandem.models.load import embedding_rows
 from tandem.models.lora import scalar_head
+from tandem.models.quantized import PackedWeight
 
 
 class ModelSummary(TypedDict):
@@ -35,13 +36,21 @@ def model_summary(model: PreTrainedModel) -> ModelSummary:
     return ModelSummary(
         family=model.config.model_type,
         kind="causal-lm" if scalar_head(model) is None else "scalar",
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=_num_weights(model),
         trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         layers=int(config.num_hidden_layers),
         width=int(config.hidden_size),
         vocabulary=embedding_rows(model),
         context=int(getattr(config, "max_position_embeddings", None) or 0),
     )
+
+
+def _num_weights(model: PreTrainedModel) -> int:
+    """Weights, quantized ones as they were counted before."""
+    packed = [m for m in model.modules() if isinstance(m, PackedWeight)]
+    integers = {id(p) for weight in packed for p in weight.parameters()}
+    others = sum(p.numel() for p in model.parameters() if id(p) not in integers)
+    return others + sum(weight.numel() for weight in packed)
 
 
 def flops_per_token(
@@ -73,8 +82,11 @@ def flops_per_token(
     if head is not None:
         outside.add(id(head.weight))
         head_size = head.weight.numel() if logits else 0
-    inside = [p for p in model.parameters() if id(p) not in outside]
+    packed = [m for m in model.modules() if isinstance(m, PackedWeight)]
+    integers = {id(p) for weight in packed for p in weight.parameters()}
+    inside = [p for p in model.parameters() if id(p) not in outside | integers]
     weights = sum(p.numel() for p in inside)
+    weights += sum(weight.numel() for weight in packed if id(weight) not in outside)
     trained = sum(p.numel() for p in inside if p.requires_grad)
     heads = int(config.num_attention_heads)
     attention_width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)

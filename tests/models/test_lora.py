@@ -19,6 +19,7 @@ from tandem.models.lora import (
     adapters_off,
     add_lora,
     is_adapted,
+    keep_start,
     lora_layers,
     lora_parameters,
     match_targets,
@@ -214,3 +215,25 @@ def test_adapting_needs_a_rank_and_happens_once() -> None:
     assert is_adapted(model)
     with pytest.raises(ModelError, match="must get its adapters once"):
         add_lora(model, CONFIG, seed=0)
+
+
+def test_adapters_that_are_trained_on_keep_their_start(family: str) -> None:
+    model, _ = adapted(family)
+    start = logits(model)
+    names = set(merged_state_dict(model))
+    keep_start(model)
+    with torch.no_grad():
+        for parameter in lora_parameters(model):
+            parameter += 0.1
+    moved = logits(model)
+    assert not scaled(moved, start, 1e-2)
+    with adapters_off(model):
+        assert torch.equal(logits(model), start), "off is where it started, not the base"
+    assert torch.equal(logits(model), moved)
+    assert [p for p in model.parameters() if p.requires_grad] == lora_parameters(model)
+    assert match_targets(model, ("all-linear",)) == [name for name, _ in lora_layers(model)]
+    merged = merged_state_dict(model)
+    assert set(merged) == names
+    fresh = tiny_model(family)
+    fresh.load_state_dict(merged)
+    assert scaled(logits(fresh), moved, 1e-4)

@@ -225,3 +225,41 @@ def test_gathered_integers_generate_as_one_process() -> None:
         assert torch.equal(theirs_logprobs, logprobs)
         assert "which is split over ranks. Quantize it before" in refusals[0]
         assert "which is split over ranks already" in refusals[1]
+
+
+@kinds
+@pytest.mark.parametrize("shape", [(7, 33), (3, 256), (5, 1), (2, 3, 40), (130,)])
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_filled_piece_by_piece_it_is_the_weight_quantized(
+    kind: str, shape: tuple[int, ...], parts: int
+) -> None:
+    weight = torch.randn(shape)
+    expected = PackedWeight(weight, kind)
+    for part in range(parts):
+        empty = PackedWeight(weight.to("meta"), kind)
+        assert empty.packed.is_meta
+        assert (empty.packed.shape, empty.scales.shape) == (
+            expected.packed.shape,
+            expected.scales.shape,
+        )
+        here: dict[int, tuple[Tensor, int]] = {}
+        for own in (empty.packed, empty.scales):
+            size = -(-len(own) // parts)
+            first = min(part * size, len(own))
+            here[id(own)] = torch.empty(min(size, len(own) - first), dtype=torch.uint8), first
+        assert empty.fill(
+            lambda first, last: weight[first:last], lambda own, here=here: here[id(own)]
+        )
+        for own, whole_one in ((empty.packed, expected.packed), (empty.scales, expected.scales)):
+            piece, first = here[id(own)]
+            assert torch.equal(piece, whole_one[first : first + len(piece)])
+
+
+def test_filling_says_what_is_not_finite() -> None:
+    weight = torch.randn(4, 64)
+    weight[3, 5] = torch.nan
+    empty = PackedWeight(weight.to("meta"), "int8")
+    here = {
+        id(own): torch.empty(own.shape, dtype=own.dtype) for own in (empty.packed, empty.scales)
+    }
+    assert not empty.fill(lambda first, last: weight[first:last], lambda own: (here[id(own)], 0))

@@ -170,7 +170,7 @@ def test_without_architectures_the_files_tell(
     _edit(scalar_folder, architectures=None)
     assert torch.equal(load_scalar_model(scalar_folder, seed=0).score.weight, trained)
     (folder / "model.safetensors").write_bytes(b"123")
-    with pytest.raises(ModelError, match="must be a whole safetensors file"):
+    with pytest.raises(ModelError, match="must be complete safetensors files"):
         load_scalar_model(folder, seed=0)
 
 

@@ -190,3 +190,19 @@ def test_what_is_no_one_base() -> None:
         ModelError, match=r"embed_tokens.weight of model 1, which the first model tr"
     ):
         share_base(critic, actor)
+
+
+def test_a_model_without_memory_takes_the_owners_weights() -> None:
+    roles = separate_roles("llama", "int8")
+    actor, critic = roles["actor"], roles["critic"]
+    expected = token_values(critic, ragged_batch())
+    own = {id(p) for n, p in critic.named_parameters() if "lora_" in n or n.startswith("score")}
+    for module in critic.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in own:
+                module._parameters[key] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+    assert share_base(actor, critic) == 0
+    assert torch.equal(token_values(critic, ragged_batch()), expected)
+    other = tiny_scalar("llama", intermediate_size=40).to("meta").requires_grad_(False)
+    with pytest.raises(ModelError, match=r"mlp.gate_proj.weight of model 1, \(40, 32\).* has \(48"):
+        share_base(tiny_model("llama").requires_grad_(False), other)
