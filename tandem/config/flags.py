@@ -38,7 +38,13 @@ SHORT_NAMES = {
     "parallel.critic_zero_stage": "critic-zero-stage",
     "parallel.offload": "offload",
     "parallel.zero_hpz": "zero-hpz",
+    "parallel.zero_quantized_weights": "zero-quantized-weights",
+    "parallel.zero_quantized_gradients": "zero-quantized-gradients",
+    "parallel.zero_gradient_bits": "zero-gradient-bits",
+    "parallel.zero_forced": "zero-forced",
     "parallel.inference_tp_size": "inference-tp-size",
+    "parallel.frozen_weights": "frozen-weights",
+    "parallel.shared_base": "shared-base",
     "log.tensorboard": "tensorboard",
 }
 """Dotted knob to the flag that people reach for; the dotted flag works too."""
@@ -197,6 +203,8 @@ def _read(value: Any, hint: Any) -> Any:
         if item_hint is not str:  # 2,4,4 is as good as 2 4 4; a path may hold a comma
             words = [word for words in value for word in words.split(",") if word]
         return [_read(word, item_hint) for word in words]
+    if typing.get_origin(hint) is Literal:
+        return next((option for option in typing.get_args(hint) if str(option) == value), value)
     if hint is int:
         try:
             return int(value)

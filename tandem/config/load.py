@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import stat
 import types
 import typing
 from collections.abc import Mapping
@@ -29,12 +30,14 @@ def load_config(path: str | Path) -> RunConfig:
     """
     path = Path(path)
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(0, "not a file")  # a pipe or a device may never end
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"--config must be a readable YAML file; got {path} ({error.strerror}). Check the path."
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a name with a NUL in it
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
         problem = getattr(error, "problem", None) or "not UTF-8 text"
@@ -154,7 +157,8 @@ def _convert(value: Any, hint: Any) -> Any:
             return value
         near = difflib.get_close_matches(str(value), [str(option) for option in options], n=1)
         hint_text = f" (did you mean {near[0]}?)" if near else ""
-        raise ValueError(f"one of {', '.join(map(str, options))}{hint_text}")
+        named = ", ".join(str(option) or "''" for option in options)
+        raise ValueError(f"one of {named}{hint_text}")
     if origin in (Union, types.UnionType):
         raise AssertionError("knobs have one type each")
     if origin is tuple:
@@ -211,6 +215,12 @@ def bounds_text(knob: dataclasses.Field[Any]) -> str:
 def _rule_problems(config: RunConfig) -> typing.Iterator[str]:
     """Rules that tie knobs together: a knob that would be ignored is an error."""
     ppo, steps = config.ppo, config.steps
+    if not _is_path(config.output_dir):
+        shown = ascii(config.output_dir[:80])
+        yield (
+            "output_dir must be a path that prints, of names of at most 200 bytes; got "
+            f"{shown}. Choose another"
+        )
     if not steps:
         yield "steps must name at least one step; got none. Use e.g. --steps sft reward ppo"
     if len(set(steps)) != len(steps):
@@ -249,6 +259,17 @@ def _rule_problems(config: RunConfig) -> typing.Iterator[str]:
             f"sampling.samples_per_prompt ({rollout_size}); got {ppo.minibatch_size}. "
             f"Give --ppo.minibatch-size {rollout_size} or less"
         )
+    for name in ("frozen_weights", "shared_base"):
+        if getattr(config.parallel, name) and config.lora.rank == 0:
+            yield (
+                f"parallel.{name} must go with LoRA, whose base stays frozen; got lora.rank 0. "
+                "Set --lora-rank"
+            )
+    if config.parallel.frozen_weights and config.parallel.inference_tp_size > 1:
+        yield (
+            "parallel.frozen_weights must go without tensor-parallel generation; got "
+            f"parallel.inference_tp_size {config.parallel.inference_tp_size}"
+        )
     if config.parallel.inference_tp_size > 1 and not config.hybrid_engine:
         yield (
             "parallel.inference_tp_size must be 1 where hybrid_engine is off (slices are of "
@@ -261,6 +282,14 @@ def _rule_problems(config: RunConfig) -> typing.Iterator[str]:
         )
     if "ppo" in steps and ppo.reward_model_weight == 0 and not ppo.reward_function:
         yield "ppo.reward_model_weight must be > 0 without a ppo.reward_function; got 0"
+
+
+def _is_path(text: str) -> bool:
+    """Whether a folder can be made there whose name can be shown and written down."""
+    if not text.strip() or not text.isprintable():
+        return False
+    encoded = text.encode()
+    return len(encoded) < 2000 and max(map(len, encoded.split(b"/"))) <= 200
 
 
 def _optimizers(config: RunConfig) -> tuple[Any, ...]:

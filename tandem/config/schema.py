@@ -8,24 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from tandem.config.knob import knob
+from tandem.config.parallel import ParallelConfig
 from tandem.errors import ConfigError
-
-
-def knob(
-    default: Any,
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    common: bool = False,
-) -> Any:
-    """A field with a range; `common` puts its flag on the first help page."""
-    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-    metadata = {"bounds": {k: v for k, v in bounds.items() if v is not None}, "common": common}
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,34 +279,6 @@ class PPOConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """How weights and work lie over the ranks. At one rank the stages mean nothing."""
-
-    actor_zero_stage: int = knob(2, ge=0, le=3, common=True)
-    """ZeRO stage (arXiv:1910.02054) of the policy, in every step: 0 whole on every rank; 1
-    optimizer states and weights in pieces between steps; 2 gradients too; 3 weights always, a block
-    being gathered when it runs. The reference is split from 3 on."""
-    critic_zero_stage: int = knob(2, ge=0, le=3, common=True)
-    """The same for critic and reward model; the reward model of step 3 is split from 3 on."""
-    offload: tuple[Literal["optimizer", "params", "reference", "reward"], ...] = knob(
-        (), common=True
-    )
-    """What rests in host memory: `optimizer` its states and the fp32 masters of every trained
-    model, the update computed there (ZeRO-Offload, arXiv:2101.06840); `params` the trained weights
-    too, a block coming up when it runs; `reference`, `reward` those frozen models."""
-    zero_hpz: bool = knob(False, common=True)
-    """ZeRO++ (arXiv:2306.10209): keep a second copy in pieces within each node from forward to
-    backward, so that the backward's gathers stay inside it. For stage 3 over several nodes."""
-    inference_tp_size: int = knob(1, ge=1, common=True)
-    """Ranks that hold slices of one model while it generates (tensor parallelism), where the whole
-    does not fit on each; 1 gathers it whole. Made from the same pieces that train."""
-    ranks_per_node: int = knob(0, ge=0)
-    """Ranks that share a fast network; 0 takes the launcher's."""
-    timeout_minutes: float = knob(30.0, gt=0)
-    """How long a collective waits for a rank before the run ends with its name."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class GuardConfig:
     """When a step is left out for the numbers that it brings, and when that ends the run."""
 
@@ -371,6 +330,9 @@ class RunConfig:
     scales its losses dynamically; a step that overflows is skipped, for all models, and counted."""
     micro_batch_tokens: int = knob(8192, ge=1)
     """Tokens per forward and backward; gradients do not depend on it, memory does."""
+    halve_micro_batches: bool = knob(False, common=True)
+    """Where memory runs out, go on with micro-batches of half as many tokens; the gradient is the
+    same. At one rank."""
     hybrid_engine: bool = knob(True, common=True)
     """Generate experience by Tandem's engine on the training weights; off, through Hugging Face's
     `generate` on the same weights: slower, to compare with."""
@@ -386,6 +348,9 @@ class RunConfig:
     """Checkpoint every so many steps, to continue from after a stop; 0 only at each step's end."""
     keep_checkpoints: int = knob(2, ge=2)
     """Checkpoints kept per step; never fewer than two, so that one can be damaged."""
+    save_async: bool = knob(True)
+    """Write checkpoints beside the training, from a copy in host memory; off, the training waits
+    and nothing is copied."""
     dataset: DataConfig = field(default_factory=DataConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)

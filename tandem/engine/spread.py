@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
 from tandem.engine.devices import resolve_dtype
+from tandem.errors import ConfigError
 from tandem.models.blocks import decoder_blocks
 from tandem.models.twin import supports_packing, twin_of
 from tandem.parallel.host_weights import HostWeights
@@ -17,6 +19,10 @@ from tandem.parallel.shard import ShardPlan, Shards, shard
 from tandem.parallel.world import World
 
 _HOST_WEIGHTS = "tandem_host_weights"
+
+_HPZ, _WEIGHTS, _GRADIENTS = "zero_hpz", "zero_quantized_weights", "zero_quantized_gradients"
+_NEEDED_STAGE = {_HPZ: 3, _WEIGHTS: 1, _GRADIENTS: 1}
+"""The parts of ZeRO++, and the ZeRO stage from which on there is something for them to do."""
 
 
 def plan_for(
@@ -31,6 +37,8 @@ def plan_for(
     Args:
         stage: ZeRO stage of the role.
         on_host: a frozen model's weights rest in host memory.
+    Raises:
+        ConfigError: knobs of ZeRO++ that do not go together.
     """
     offload_trained = trained and "params" in config.parallel.offload
     splits = world.size > 1 and (stage > 0 if trained else stage == 3)
@@ -39,12 +47,92 @@ def plan_for(
     elif not splits:
         stage = 0
     dtype = resolve_dtype(config.dtype, world.device)
+    extras, _ = zero_plus_plus(config, world)
     return ShardPlan(
         stage=stage,
         gather_dtype=None if dtype == torch.float32 else dtype,
-        hpz=config.parallel.zero_hpz,
+        hpz=extras.hpz,
         offload_params=offload_trained or (on_host and stage > 0),
+        quantized_weights=extras.quantized_weights,
+        gradient_bits=extras.gradient_bits,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroPlusPlus:
+    """What of ZeRO++ a run uses: hpZ, qwZ, and the bits of qgZ between nodes (0 without it)."""
+
+    hpz: bool = False
+    quantized_weights: bool = False
+    gradient_bits: int = 0
+
+
+def zero_plus_plus(config: RunConfig, world: World) -> tuple[ZeroPlusPlus, str]:
+    """What of ZeRO++ is of use where the run is, and one line on what is switched off.
+
+    Returns:
+        the settings, for models that lie in pieces; the line, empty where nothing is switched off.
+    Raises:
+        ConfigError: knobs that do not go together.
+    """
+    parallel = config.parallel
+    _check_zero_plus_plus(config)
+    asked = [name for name in _NEEDED_STAGE if getattr(parallel, name)]
+    reasons = {name: _why_off(name, config, world) for name in asked}
+    used = [name for name in asked if not reasons[name]]
+    by_reason: dict[str, list[str]] = {}
+    for name in asked:
+        if name not in used:
+            by_reason.setdefault(reasons[name], []).append(f"parallel.{name}")
+    settings = ZeroPlusPlus(
+        hpz=_HPZ in used,
+        quantized_weights=_WEIGHTS in used,
+        gradient_bits=parallel.zero_gradient_bits if _GRADIENTS in used else 0,
+    )
+    line = "; ".join(
+        f"{', '.join(names)} switched off: {reason}" for reason, names in by_reason.items()
+    )
+    return settings, line
+
+
+def _check_zero_plus_plus(config: RunConfig) -> None:
+    parallel = config.parallel
+    if parallel.zero_gradient_bits != 8 and not parallel.zero_quantized_gradients:
+        raise ConfigError(
+            "parallel.zero_gradient_bits must go with parallel.zero_quantized_gradients; got "
+            f"{parallel.zero_gradient_bits} without. Add --zero-quantized-gradients."
+        )
+    if parallel.zero_quantized_weights and parallel.inference_tp_size > 1:
+        raise ConfigError(
+            "parallel.zero_quantized_weights must go without tensor-parallel generation, whose "
+            "slices are made of the exact weights, which training does not see; got "
+            f"parallel.inference_tp_size {parallel.inference_tp_size}. Use one of the two."
+        )
+
+
+def _why_off(name: str, config: RunConfig, world: World) -> str:
+    """Why a part of ZeRO++ would do nothing, or nothing useful; empty where it is of use."""
+    stage, needed = _highest_stage(config), _NEEDED_STAGE[name]
+    if world.size == 1:
+        return "one rank sends nothing"
+    if stage < needed:
+        return f"it takes ZeRO stage {needed}, and the stages are at most {stage}"
+    if name == _HPZ and world.ranks_per_node == 1:
+        return "a node of one rank has nobody to share a second copy with"
+    if world.num_nodes > 1 or (name != _HPZ and config.parallel.zero_forced):
+        return ""
+    reason = f"all {world.size} ranks share one node (parallel.ranks_per_node) and its fast network"
+    return reason if name == _HPZ else f"{reason}; --zero-forced keeps it on"
+
+
+def _highest_stage(config: RunConfig) -> int:
+    """Of the models that the run's steps train."""
+    steps, parallel = set(config.steps), config.parallel
+    if "params" in parallel.offload:
+        return 3
+    actor = parallel.actor_zero_stage if steps & {"sft", "dpo", "ppo"} else 0
+    critic = parallel.critic_zero_stage if steps & {"reward", "ppo"} else 0
+    return max(actor, critic)
 
 
 def spread(model: PreTrainedModel, plan: ShardPlan, world: World) -> Shards:

@@ -167,6 +167,17 @@ class QuantizedReduceScatter(_Allocates):
         named = zip(("intra", "inter"), self._hops, strict=True)
         return {name: hop.residual for name, hop in named if hop.residual is not None}
 
+    @property
+    def residual_shapes(self) -> dict[str, tuple[int, int]]:
+        """Of the `residuals` to come, by hop, where every parameter of `numels` gets a gradient."""
+        intra, inter = self._hops
+        rows = {"intra": intra.size * inter.size, "inter": inter.size}
+        return {
+            name: (rows[name], sum(self.numels))
+            for name, hop in zip(rows, self._hops, strict=True)
+            if hop.keeps_residual
+        }
+
     def restore(self, residuals: dict[str, Tensor]) -> None:
         """Go on from `residuals` of an earlier run; from nothing, where it is empty.
 
@@ -206,7 +217,7 @@ class _Hop:
     ) -> None:
         self._group = group
         self._code = code
-        self._keeps_residual = keeps_residual
+        self.keeps_residual = keeps_residual and group is not None
         self._message: Message | None = None
         self.residual: Tensor | None = None
         self.size = 1 if group is None else group.size()
@@ -229,7 +240,7 @@ class _Hop:
 
     def _write(self, rows: Tensor) -> Tensor:
         assert self._message is not None
-        if not self._keeps_residual:
+        if not self.keeps_residual:
             return self._message.write(rows)
         if self.residual is None:
             self.residual = torch.zeros_like(rows, dtype=torch.float32)

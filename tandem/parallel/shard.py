@@ -36,6 +36,7 @@ from torch.distributed.fsdp import (
 )
 
 from tandem.parallel.world import World
+from tandem.parallel.zeropp import QuantizedTraffic
 
 Result = TypeVar("Result")
 
@@ -57,22 +58,41 @@ class ShardPlan:
     hpz: keep a second copy in pieces within each node from forward to backward (ZeRO++), so that
         the backward's gathers stay inside it. For stage 3.
     offload_params: the pieces live in host memory and come up block by block.
+    quantized_weights: whenever weights are gathered they travel as int8 (ZeRO++); the pieces
+        themselves stay exact. For stages 1 to 3.
+    gradient_bits: gradients travel between nodes in so many bits, 8 or 4, inside a node in 8
+        (ZeRO++); 0: exactly. For stages 1 to 3.
     """
 
     stage: int = 0
     gather_dtype: torch.dtype | None = None
     hpz: bool = False
     offload_params: bool = False
+    quantized_weights: bool = False
+    gradient_bits: int = 0
 
 
 class Shards:
     """How a model lies over the ranks, and what may be done with it."""
 
     def __init__(self, model: nn.Module, plan: ShardPlan, world: World) -> None:
-        """`model` is split already if the plan says so (see `shard`)."""
+        """`model` is split already if the plan says so (see `shard`).
+
+        Raises:
+            ConfigError: nodes of unequal size where gradients are to be quantized.
+        """
         self.plan = plan
         self.world = world
-        self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        named = {
+            name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
+        }
+        self.units = list(named.values())
+        self.quantized: QuantizedTraffic | None = None
+        """What travels in few bits; None where nothing does."""
+        if named and world.size > 1 and (plan.quantized_weights or plan.gradient_bits):
+            self.quantized = QuantizedTraffic(
+                named, world, weights=plan.quantized_weights, gradient_bits=plan.gradient_bits
+            )
         self._call = getattr(model, SHARDED_CALL, None)
 
     @property
@@ -91,8 +111,8 @@ class Shards:
     def gathered(self) -> Iterator[None]:
         """Within: every weight whole on every rank, one collective per block; after: pieces again.
 
-        The model's modules then hold plain parameters, in `gather_dtype`. No rank waits for
-        another inside.
+        The model's modules then hold plain parameters, in `gather_dtype`, with the very bits that
+        a training forward computes with. No rank waits for another inside.
         """
         if not self.units:
             yield

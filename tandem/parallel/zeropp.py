@@ -1,0 +1,96 @@
+"""ZeRO++ in a split model: which collectives its units use, and what error feedback holds back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import cast
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from tandem.parallel.collectives import QuantizedAllGather, QuantizedReduceScatter, node_groups
+from tandem.parallel.quantize import shard_numels, unit_parameters
+from tandem.parallel.world import World
+
+
+class QuantizedTraffic:
+    """The quantized collectives of one model, an object for each of its units."""
+
+    def __init__(
+        self,
+        units: Mapping[str, FSDPModule],
+        world: World,
+        *,
+        weights: bool,
+        gradient_bits: int,
+    ) -> None:
+        """Give them to the units. A collective: every rank does so at the same time.
+
+        Args:
+            units: the split modules by name, over all of `world`.
+            weights: gather weights as int8.
+            gradient_bits: of gradients between nodes, 8 or 4; 0 leaves gradients as they are.
+        Raises:
+            ConfigError: nodes of unequal size; bits that are not possible.
+        """
+        self._world = world
+        self._reducers: dict[str, QuantizedReduceScatter] = {}
+        self._meshes: dict[str, DeviceMesh] = {}
+        for name, unit in units.items():
+            parameters = unit_parameters(cast(nn.Module, unit))
+            if weights and parameters:
+                gather = QuantizedAllGather(shard_numels(parameters, world.size), world.size)
+                unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            if gradient_bits and trained:
+                intra, inter = _hops(world)
+                self._reducers[name] = QuantizedReduceScatter(
+                    intra,
+                    inter,
+                    # Inside a node 8 bits cost little time; 4 would cost a residual of every
+                    # weight of the unit on every rank.
+                    bits_intra=8 if inter is not None else gradient_bits,
+                    bits_inter=gradient_bits,
+                    error_feedback=gradient_bits == 4,
+                    numels=shard_numels(trained, world.size),
+                )
+                unit.set_custom_reduce_scatter(self._reducers[name])  # type: ignore[arg-type]
+                self._meshes[name] = cast(DTensor, trained[0]).device_mesh
+
+    def residuals(self) -> dict[str, Tensor]:
+        """What error feedback holds back, by unit and hop, each rank's rows being its piece.
+
+        A part of a run's state; empty before the first gradient and at 8 bits.
+        """
+        return {
+            f"{name}.{hop}": DTensor.from_local(
+                residual, self._meshes[name], [Shard(0)], run_check=False
+            )
+            for name, reducer in self._reducers.items()
+            for hop, residual in reducer.residuals.items()
+        }
+
+    def restore(self, residuals: Mapping[str, Tensor]) -> None:
+        """Go on from whole `residuals` of an earlier run of the same model.
+
+        Those of another number of ranks say nothing here, and are left out: the feedback then
+        starts from nothing, which costs one step's rounding.
+        """
+        for name, reducer in self._reducers.items():
+            own: dict[str, Tensor] = {}
+            for hop, (rows, numel) in reducer.residual_shapes.items():
+                whole = residuals.get(f"{name}.{hop}")
+                if whole is not None and whole.shape == (rows * self._world.size, numel):
+                    part = whole[self._world.rank * rows : (self._world.rank + 1) * rows]
+                    own[hop] = part.to(self._world.device, copy=True)
+            reducer.restore(own)
+
+
+@cache
+def _hops(world: World) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+    """`node_groups`, made once for all models."""
+    return node_groups(world.ranks_per_node)

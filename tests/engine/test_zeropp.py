@@ -1,0 +1,433 @@
+"""ZeRO's stages and ZeRO++ through the engine, at 4 ranks as 2 nodes of 2: bytes, bits, losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.config.schema import LoraConfig, OptimizerConfig, ParallelConfig, RunConfig
+from tandem.engine.devices import resolve_dtype
+from tandem.engine.ema import MovingAverage
+from tandem.engine.forward import autocast, deal_batch, response_logprobs, whole_weights
+from tandem.engine.loading import place_policy
+from tandem.engine.optimizer import Trainee, step_together
+from tandem.engine.spread import ZeroPlusPlus, zero_plus_plus
+from tandem.errors import ConfigError
+from tandem.ops.blockwise import INT8, dequantize, quantize
+from tandem.parallel.pieces import local, whole
+from tandem.parallel.quantize import shard_numels, unit_parameters
+from tandem.parallel.scaling import LossScaler
+from tandem.parallel.shard import Shards, shards_of
+from tandem.parallel.traffic import Total, Traffic, counting_traffic
+from tandem.parallel.world import World
+from tandem.train.saving import save_anywhere
+from tests.models.families import ragged_batch, tiny_model, tokenizer
+from tests.ranks import on_ranks
+
+RANKS, PER_NODE = 4, 2
+LENGTHS = (9, 5, 12, 3, 7, 30, 4, 4, 11)
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 128}
+SETTINGS = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5, warmup=0)
+PLAIN = ParallelConfig(actor_zero_stage=3, critic_zero_stage=3)
+QWZ = replace(PLAIN, zero_quantized_weights=True)
+QGZ = replace(PLAIN, zero_quantized_gradients=True)
+HPZ = replace(PLAIN, zero_hpz=True)
+ALL = replace(QWZ, zero_quantized_gradients=True, zero_hpz=True)
+
+
+def at_stage(parallel: ParallelConfig, stage: int) -> ParallelConfig:
+    return replace(parallel, actor_zero_stage=stage, critic_zero_stage=stage)
+
+
+@dataclass
+class Training:
+    """A tiny actor in training, as the engine lays it out."""
+
+    world: World
+    config: RunConfig
+    model: PreTrainedModel
+    trainee: Trainee
+
+    def step(self, seed: int, micro_batch: int = 1000, traffic: Traffic | None = None) -> float:
+        """One optimizer step over all rows; the loss over all ranks."""
+        phase = (traffic or Traffic(PER_NODE)).phase
+        batch = ragged_batch(LENGTHS, seed=seed)
+        count, total = batch.num_response_tokens, 0.0
+        dtype = resolve_dtype(self.config.dtype, self.world.device)
+        for rows, part in deal_batch(batch, micro_batch, self.world):
+            with phase("forward"), autocast(self.world.device, dtype):
+                loss = -response_logprobs(self.model, batch.select(rows))[0].sum()
+            with phase("backward"):
+                self.trainee.backward(loss, count, weight=part.weight, is_last=part.is_last)
+            total += part.weight * float(loss.detach())
+        with phase("step"):
+            if self.trainee.scaler is None:
+                self.trainee.step()
+            else:
+                step_together([self.trainee], self.trainee.scaler)
+        return self.world.sums({"loss": total})["loss"] / count
+
+
+def training(world: World, config: RunConfig, **changes: Any) -> Training:
+    model = place_policy(tiny_model("llama", **changes), config, world, trained=True, seed=5)
+    trainee = Trainee(
+        "actor",
+        model,
+        replace(SETTINGS, lora_learning_rate=1e-2),
+        num_steps=100,
+        offload=config.parallel.offload,
+        scaler=LossScaler() if config.dtype == "fp16" else None,
+    )
+    return Training(world, config, model, trainee)
+
+
+def gathered(model: PreTrainedModel) -> list[Tensor]:
+    """The weights as forwards see them."""
+    with whole_weights(model):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def shares(world: World, shards: Shards) -> list[int]:
+    """Numbers of each unit that a rank has, padding included."""
+    return [sum(shard_numels(unit_parameters(unit), world.size)) for unit in shards.units]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One optimizer step's collectives on one rank, and the numbers of each unit in its share."""
+
+    totals: dict[tuple[str, str], Total]
+    shares: list[int]
+    num_micro_batches: int
+    weights: int
+
+    def of(self, phase: str, kind: str) -> Total:
+        return self.totals.get((phase, kind), Total())
+
+
+def one_step(world: World, config: RunConfig, micro_batch: int) -> Seen:
+    run = training(world, config, **WIDE)
+    run.step(0)  # what is done once, as groups that are made, is over
+    with counting_traffic(world.ranks_per_node) as traffic:
+        run.step(1, micro_batch, traffic)
+    assert not traffic.unknown
+    units = shares(world, run.trainee.shards) if run.trainee.shards.is_split else []
+    numel = sum(p.numel() for p in run.model.parameters())
+    dealt = deal_batch(ragged_batch(LENGTHS, seed=1), micro_batch, world)
+    return Seen(traffic.totals(), units, len(dealt), numel)
+
+
+def steps_of_every_stage(world: World) -> dict[tuple[int, int], Seen]:
+    return {
+        (stage, micro_batch): one_step(world, RunConfig(parallel=at_stage(PLAIN, stage)), size)
+        for stage in range(4)
+        for micro_batch, size in ((1, 1000), (3, 12))
+    }
+
+
+def test_every_stage_sends_what_theory_says() -> None:
+    for by_stage in on_ranks(RANKS, steps_of_every_stage, ranks_per_node=PER_NODE):
+        for (stage, accumulated), seen in by_stage.items():
+            times = seen.num_micro_batches
+            assert (times > 1) == (accumulated > 1)
+            norm = seen.of("step", "all_reduce")
+            if stage == 0:
+                # All gradients in float32, once a step, 2 * 3/4 of them; one bucket.
+                assert norm.count == 1
+                assert norm.sent_bytes == 4 * seen.weights * 2 * 3 // 4
+                assert not any(phase in ("forward", "backward") for phase, _ in seen.totals)
+                continue
+            gathers = {1: 1, 2: 1, 3: times}[stage]
+            reduces = {1: 1, 2: times, 3: times}[stage]
+            # The model's own unit comes first; it stays whole from forward to backward.
+            model, blocks = 4 * sum(seen.shares), 4 * sum(seen.shares[1:])
+            forward, backward = seen.of("forward", "all_gather"), seen.of("backward", "all_gather")
+            assert forward.sent_bytes == 3 * gathers * model
+            assert forward.inter_node_bytes == 2 * gathers * model
+            assert backward.sent_bytes == (3 * times * blocks if stage == 3 else 0)
+            reduced = seen.of("backward", "reduce_scatter")
+            assert reduced.count == reduces * len(seen.shares)
+            assert reduced.sent_bytes == 3 * reduces * model
+            assert reduced.inter_node_bytes == 2 * reduces * model
+            assert norm.buffer_bytes == 8
+
+
+def steps_of_every_part(world: World) -> dict[str, Seen]:
+    parts = {"plain": PLAIN, "qwz": QWZ, "qgz": QGZ, "hpz": HPZ, "all": ALL}
+    parts["all, 4 bits"] = replace(ALL, zero_gradient_bits=4)
+    for stage in (1, 2):
+        parts[f"plain {stage}"], parts[f"all {stage}"] = (
+            at_stage(PLAIN, stage),
+            at_stage(ALL, stage),
+        )
+    seen = {name: one_step(world, RunConfig(parallel=part), 1000) for name, part in parts.items()}
+    seen["all, 3 micro-batches"] = one_step(world, RunConfig(parallel=ALL), 12)
+    return seen
+
+
+def test_every_part_of_zero_plus_plus_sends_fewer_bytes() -> None:
+    for seen in on_ranks(RANKS, steps_of_every_part, ranks_per_node=PER_NODE):
+        plain, hpz, every = seen["plain"], seen["hpz"], seen["all"]
+        forward, backward = plain.of("forward", "all_gather"), plain.of("backward", "all_gather")
+        reduced = plain.of("backward", "reduce_scatter")
+        for name in ("qwz", "all"):
+            assert forward.sent_bytes > 3.9 * seen[name].of("forward", "all_gather").sent_bytes
+        assert backward.sent_bytes > 3.9 * seen["qwz"].of("backward", "all_gather").sent_bytes
+        for one in (hpz, every):
+            assert one.of("backward", "all_gather").sent_bytes > 0
+            assert one.of("backward", "all_gather").inter_node_bytes == 0
+        for one in (seen["qgz"], every, seen["all, 4 bits"]):
+            assert one.of("backward", "reduce_scatter") == Total()
+            sent = one.of("backward", "all_to_all")
+            assert reduced.sent_bytes > 3.9 * sent.sent_bytes
+            assert reduced.inter_node_bytes > 7.8 * sent.inter_node_bytes
+        int4 = seen["all, 4 bits"].of("backward", "all_to_all")
+        assert reduced.inter_node_bytes > 15 * int4.inter_node_bytes
+        for stage in (1, 2):
+            before, after = seen[f"plain {stage}"], seen[f"all {stage}"]
+            for kind in ("all_gather", "reduce_scatter"):
+                other = "all_to_all" if kind == "reduce_scatter" else kind
+                sent = sum(before.of(phase, kind).sent_bytes for phase in ("forward", "backward"))
+                fewer = sum(after.of(phase, other).sent_bytes for phase in ("forward", "backward"))
+                assert sent > 3.9 * fewer > 0
+        more = seen["all, 3 micro-batches"]
+        per_reduction = every.of("backward", "all_to_all").sent_bytes
+        sent = more.of("backward", "all_to_all").sent_bytes
+        assert sent == more.num_micro_batches * per_reduction
+
+
+CASES: dict[str, RunConfig] = {
+    "plain": RunConfig(parallel=PLAIN),
+    "qwz": RunConfig(parallel=QWZ),
+    "qgz": RunConfig(parallel=QGZ),
+    "hpz": RunConfig(parallel=HPZ),
+    "all": RunConfig(parallel=ALL),
+    "all, 4 bits": RunConfig(parallel=replace(ALL, zero_gradient_bits=4)),
+    "all, stage 1": RunConfig(parallel=at_stage(ALL, 1)),
+    "all, stage 2": RunConfig(parallel=at_stage(ALL, 2)),
+    "all, weights on the host": RunConfig(parallel=replace(ALL, offload=("params",))),
+    "all, masters on the host": RunConfig(parallel=replace(ALL, offload=("optimizer",))),
+    "bf16": RunConfig(parallel=PLAIN, dtype="bf16"),
+    "all, bf16": RunConfig(parallel=ALL, dtype="bf16"),
+    "all, fp16": RunConfig(parallel=ALL, dtype="fp16"),
+    "all, fp16, 4 bits": RunConfig(parallel=replace(ALL, zero_gradient_bits=4), dtype="fp16"),
+    # Rank 2 over 4 ranks: two of them hold nothing of half of the adapters.
+    "lora": RunConfig(parallel=PLAIN, lora=LoraConfig(rank=2)),
+    "all, lora": RunConfig(parallel=ALL, lora=LoraConfig(rank=2)),
+    "all, lora, 4 bits": RunConfig(
+        parallel=replace(ALL, zero_gradient_bits=4), lora=LoraConfig(rank=2)
+    ),
+    "all, lora, bf16": RunConfig(parallel=ALL, lora=LoraConfig(rank=2), dtype="bf16"),
+}
+
+
+def trained(world: World) -> dict[str, tuple[list[float], list[Tensor]]]:
+    """Losses of four steps and the weights that forwards then see, by case."""
+    found = {}
+    for name, config in CASES.items():
+        run = training(world, config)
+        micro_batches = (1000, 12, 1000, 12)
+        losses = [run.step(0, micro_batch) for micro_batch in micro_batches]
+        found[name] = losses, gathered(run.model)
+    return found
+
+
+def test_every_case_trains_and_every_rank_ends_with_the_same_bits() -> None:
+    first, *others = on_ranks(RANKS, trained, ranks_per_node=PER_NODE)
+    for name, (losses, weights) in first.items():
+        plain, _ = first["lora" if "lora" in name else "plain"]
+        assert losses == pytest.approx(plain, rel=0.03 if "bits" in name else 0.02), name
+        assert losses[-1] < losses[0]
+        for other in others:
+            assert other[name][0] == losses
+            for ours, theirs in zip(weights, other[name][1], strict=True):
+                assert torch.equal(ours, theirs), name
+    assert first["hpz"][0] == first["plain"][0]
+    for name in ("qwz", "qgz"):
+        assert first[name][0] != first["plain"][0]
+
+
+def exact_masters(world: World, folder: str) -> list[bool]:
+    """Masters, moving average and what is saved know nothing of how weights travel."""
+    run = training(world, RunConfig(parallel=ALL))
+    start = {name: whole(p.detach()).clone() for name, p in run.model.named_parameters()}
+    average = MovingAverage(run.model, 0.5)
+    run.step(0)
+    average.update()
+    average.update()
+    moved = {name: whole(p.detach()) for name, p in run.model.named_parameters()}
+    shadow = {name: whole(value) for name, value in average.state_tensors().items()}
+    save_anywhere(run.model, tokenizer(), Path(folder))
+    world.wait()
+    saved = load_file(Path(folder) / "model.safetensors")
+    # Where it travelled it is what int8 makes of each rank's share of it.
+    seen = {}
+    with whole_weights(run.model):
+        seen = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    rounded = {name: _as_int8(weight, world.size) for name, weight in moved.items()}
+    return [
+        all(torch.equal(saved[name], weight) for name, weight in moved.items()),
+        all(
+            torch.allclose(shadow[name], 0.25 * start[name] + 0.75 * moved[name], atol=1e-6)
+            for name in shadow
+        ),
+        all(torch.equal(seen[name], rounded[name]) for name in seen),
+        not any(torch.equal(seen[name], moved[name]) for name in seen if moved[name].dim() > 1),
+    ]
+
+
+def _as_int8(weight: Tensor, ranks: int) -> Tensor:
+    """Row by row of the ranks' shares, as torch.chunk deals them."""
+    rows = -(-weight.shape[0] // ranks)
+    parts = [part.reshape(1, -1) for part in weight.split(rows)]
+    read = [dequantize(*quantize(part, INT8), part.shape[1], INT8) for part in parts]
+    return torch.cat([part.view(-1, *weight.shape[1:]) for part in read])
+
+
+def test_only_what_travels_is_rounded(tmp_path: Path) -> None:
+    found = on_ranks(RANKS, exact_masters, str(tmp_path / "model"), ranks_per_node=PER_NODE)
+    assert found == [[True] * 4] * RANKS
+
+
+def resumed(world: World) -> tuple[bool, bool, int]:
+    """Four steps against two, a restart and two, which knows what feedback held back or not."""
+    config = RunConfig(parallel=replace(ALL, zero_gradient_bits=4))
+    run = training(world, config)
+
+    def go(run: Training, steps: range) -> list[Tensor]:
+        for step in steps:
+            run.step(step)
+        return gathered(run.model)
+
+    def kept(shards: Shards) -> dict[str, Tensor]:
+        assert shards.quantized is not None
+        return {name: whole(t).clone() for name, t in shards.quantized.residuals().items()}
+
+    go(run, range(2))
+    state = {name: whole(t).clone() for name, t in run.trainee.state_tensors().items()}
+    weights = {name: whole(t).clone() for name, t in run.trainee.weights().items()}
+    residuals = kept(run.trainee.shards)
+    straight = go(run, range(2, 4))
+    ends = []
+    for known in (residuals, {}):
+        again = training(world, config)
+        again.trainee.load_weights(weights)
+        again.trainee.load_state_tensors(state)
+        quantized = shards_of(again.model).quantized
+        assert quantized is not None
+        quantized.restore(known)
+        ends.append(go(again, range(2, 4)))
+    same, forgetful = (
+        all(torch.equal(a, b) for a, b in zip(straight, end, strict=True)) for end in ends
+    )
+    return same, forgetful, sum(t.nbytes for t in residuals.values())
+
+
+def test_error_feedback_is_a_part_of_the_state() -> None:
+    numel = sum(p.numel() for p in tiny_model("llama").parameters())
+    for same, forgetful, num_bytes in on_ranks(RANKS, resumed, ranks_per_node=PER_NODE):
+        assert same
+        assert not forgetful
+        # Over all ranks, and padded: 4 bytes of each weight for each place in a node.
+        assert num_bytes == pytest.approx(4 * numel * PER_NODE, rel=0.02)
+
+
+def overfitted(world: World, cases: list[ParallelConfig]) -> list[float]:
+    last = []
+    for parallel in cases:
+        run = training(world, RunConfig(parallel=parallel))
+        last.append([run.step(0) for _ in range(50)][-1])
+    return last
+
+
+@pytest.mark.slow
+def test_fifty_steps_converge_as_without() -> None:
+    cases = [PLAIN, QWZ, QGZ, ALL, replace(ALL, zero_gradient_bits=4)]
+    found = on_ranks(RANKS, overfitted, cases, ranks_per_node=PER_NODE)
+    plain, *others = found[0]
+    assert found == [found[0]] * RANKS
+    assert plain < 0.5
+    for loss in others:
+        assert loss == pytest.approx(plain, rel=0.1)
+
+
+def nodes(ranks: int, per_node: int) -> World:
+    return World(0, ranks, per_node)
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "settings", "parts"),
+    [
+        (nodes(4, 2), ALL, ZeroPlusPlus(True, True, 8), ()),
+        (nodes(4, 2), replace(ALL, zero_gradient_bits=4), ZeroPlusPlus(True, True, 4), ()),
+        (nodes(4, 2), PLAIN, ZeroPlusPlus(), ()),
+        (nodes(4, 2), at_stage(ALL, 2), ZeroPlusPlus(False, True, 8),
+         ("parallel.zero_hpz switched off: it takes ZeRO stage 3", "at most 2")),
+        (nodes(4, 2), at_stage(ALL, 0), ZeroPlusPlus(),
+         ("parallel.zero_hpz switched", "it takes ZeRO stage 1, and the stages are at most 0")),
+        (nodes(4, 4), ALL, ZeroPlusPlus(),
+         ("all 4 ranks share one node", "--zero-forced keeps it on", "parallel.zero_hpz")),
+        (nodes(4, 4), replace(ALL, zero_forced=True), ZeroPlusPlus(False, True, 8),
+         ("parallel.zero_hpz switched off: all 4 ranks",)),
+        (nodes(4, 1), ALL, ZeroPlusPlus(False, True, 8), ("zero_hpz switched off: a node of one",)),
+        (nodes(1, 1), replace(ALL, zero_forced=True), ZeroPlusPlus(),
+         ("parallel.zero_quantized_gradients switched off: one rank sends nothing",)),
+    ],
+)  # fmt: skip
+def test_what_is_of_no_use_is_switched_off_and_said(
+    world: World, parallel: ParallelConfig, settings: ZeroPlusPlus, parts: tuple[str, ...]
+) -> None:
+    found, line = zero_plus_plus(RunConfig(parallel=parallel), world)
+    assert found == settings
+    assert bool(line) == bool(parts)
+    assert "\n" not in line
+    for part in parts:
+        assert part in line
+
+
+def test_the_stages_that_count_are_those_of_the_steps_that_run() -> None:
+    parallel = replace(ALL, actor_zero_stage=3, critic_zero_stage=0)
+    assert zero_plus_plus(RunConfig(steps=("reward",), parallel=parallel), nodes(4, 2))[1]
+    assert not zero_plus_plus(RunConfig(steps=("sft",), parallel=parallel), nodes(4, 2))[1]
+    on_host = replace(parallel, offload=("params",))  # offloaded weights lie in pieces always
+    assert not zero_plus_plus(RunConfig(steps=("reward",), parallel=on_host), nodes(4, 2))[1]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "part"),
+    [
+        (replace(PLAIN, zero_gradient_bits=4), "must go with parallel.zero_quantized_gradients"),
+        (replace(ALL, inference_tp_size=2), "must go without tensor-parallel generation"),
+    ],
+)
+def test_knobs_that_do_not_go_together_are_refused(parallel: ParallelConfig, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        zero_plus_plus(RunConfig(parallel=parallel), nodes(4, 2))
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def forced(world: World) -> tuple[bool, bool]:
+    """On one node: exact unless forced."""
+    exact, quantized = (
+        training(world, RunConfig(parallel=replace(ALL, zero_forced=on))) for on in (False, True)
+    )
+    masters = [local(p.detach()) for p in exact.model.parameters()]
+    whole_masters = [whole(p.detach()) for p in exact.model.parameters()]
+    assert masters[0].numel() < whole_masters[0].numel()
+    quantized.step(0)
+    return (
+        all(torch.equal(a, b) for a, b in zip(gathered(exact.model), whole_masters, strict=True)),
+        shards_of(quantized.model).quantized is not None,
+    )
+
+
+def test_one_node_quantizes_only_where_forced() -> None:
+    assert on_ranks(2, forced) == [(True, True)] * 2
