@@ -79,6 +79,7 @@ def _run(args: list[str], debug: bool) -> int:
         "data": _data,
         "demo": _demo,
         "sweep": _sweep,
+        "replay": _replay,
     }
     if command not in commands:
         near = difflib.get_close_matches(command, [*_RUN_COMMANDS, *commands], n=1)
@@ -96,6 +97,7 @@ def _overview() -> str:
         "  report   Write a run's one-page HTML report anew.",
         "  data     `tandem data check FILE ...`: what would be trained on, row by row.",
         "  demo     All three steps on the built-in data set, in minutes, on a CPU.",
+        "  replay   One step of a run again, alone: its metrics, its tokens one by one.",
         "  sweep    A run per ZeRO stage, LoRA, offload, ...: one table of speed and memory.",
         "",
         "--debug shows the traceback of an error. --version shows the version.",
@@ -196,6 +198,18 @@ def _eval(args: list[str]) -> int:
 
     evaluate_run(options.run, options.prompts)
     return 0
+
+
+def _replay(args: list[str]) -> int:
+    parser = _parser("replay", "One step of a run again, alone; nothing in the run is changed.")
+    parser.add_argument("run", help="a run's folder")
+    parser.add_argument("--step", type=int, required=True, help="which, counted from 1")
+    parser.add_argument("--stage", default="", help="sft, reward, dpo or ppo (the last one's)")
+    parser.add_argument("--rows", type=int, default=3, help="sequences to show, token by token (3)")
+    options = parser.parse_args(args)
+    from tandem.train.replay import replay
+
+    return replay(options.run, options.step, stage=options.stage, rows=options.rows)
 
 
 def _report(args: list[str]) -> int:

@@ -21,7 +21,7 @@ LAYERS = (
     ("errors",),
     ("types",),
     ("config",),
-    ("ops",),
+    ("ops", "files"),
     ("data", "models", "parallel", "objectives", "metrics"),
     ("generate", "checkpoint"),
     ("engine",),
@@ -61,7 +61,8 @@ def imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
-            found.add(node.module)
+            whole = node.module == "tandem"  # from tandem import files
+            found |= {f"tandem.{a.name}" for a in node.names} if whole else {node.module}
     return {name for name in found if name.split(".")[0] == "tandem"}
 
 

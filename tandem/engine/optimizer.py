@@ -174,8 +174,19 @@ class Trainee:
         self._set_learning_rates()
 
     def forget(self) -> None:
-        """Drop the gradients."""
+        """Drop the gradients; gathered weights are given back."""
         self.optimizer.zero_grad(set_to_none=True)
+        self.shards.rest()
+
+    def missing_state_bytes(self) -> int:
+        """What the first step will take for the optimizer's states on the weights' device."""
+        if isinstance(self.optimizer, HostAdamW):
+            return 0
+        return sum(
+            2 * local(p).numel() * p.element_size()
+            for p in self.parameters
+            if p not in self.optimizer.state
+        )
 
     def settle(self) -> None:
         """After the last step: the weights as exactly as the masters have them."""
@@ -195,7 +206,11 @@ class Trainee:
         }
         for name, parameter in self._named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{name}"] = value
+                if key != "master":  # these are the weights
+                    tensors[f"{key}.{name}"] = value
+        if self.shards.quantized is not None:
+            residuals = self.shards.quantized.residuals()
+            tensors |= {f"residual.{name}": value for name, value in residuals.items()}
         return tensors
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -205,12 +220,16 @@ class Trainee:
             CheckpointError: the moments are of another model.
         """
         named = dict(self._named_parameters())
+        residuals: dict[str, Tensor] = {}
         for key, value in tensors.items():
             if key == "steps_taken":
                 self.steps_taken = int(value)
                 continue
             if key == "recent_norms":
                 self.spikes.restore(value.tolist())
+                continue
+            if key.startswith("residual."):
+                residuals[key.removeprefix("residual.")] = value
                 continue
             moment, name = key.split(".", 1)
             if name not in named or (value.dim() and value.shape != named[name].shape):
@@ -222,22 +241,28 @@ class Trainee:
             if isinstance(self.optimizer, HostAdamW):
                 entry = self.optimizer.state[named[name]]
                 entry[moment] = value if value.dim() == 0 else piece_like(value, entry["master"])
-            elif moment != "master":  # the weights themselves, from a run that kept it on the host
+            else:
                 place = value.clone() if value.dim() == 0 else piece_like(value, named[name])
                 self.optimizer.state[named[name]][moment] = place
+        if self.shards.quantized is not None:
+            self.shards.quantized.restore(residuals)
         self._set_learning_rates()
 
     def weights(self) -> dict[str, Tensor]:
-        """The trained weights by name, as they lie over the ranks, to save."""
-        return {name: parameter.detach() for name, parameter in self._named_parameters()}
+        """The trained weights by name, as they lie over the ranks, to save: the float32 masters
+        where the model computes on rounded ones, so that a run may continue with others."""
+        named = self._named_parameters()
+        if isinstance(self.optimizer, HostAdamW):
+            return {name: self.optimizer.state[parameter]["master"] for name, parameter in named}
+        return {name: parameter.detach() for name, parameter in named}
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy whole saved weights into the model, in place."""
         parameters = dict(self._named_parameters())
         for name, tensor in tensors.items():
             fill(parameters[name], tensor)
-        if isinstance(self.optimizer, HostAdamW):
-            self.optimizer.read_weights()
+            if isinstance(self.optimizer, HostAdamW):
+                fill(self.optimizer.state[parameters[name]]["master"], tensor)
 
     def _cast_weights(self, dtype: torch.dtype) -> None:
         """The masters are on the host: what computes needs no more than the compute type."""

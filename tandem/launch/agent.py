@@ -114,6 +114,13 @@ class Agent(SimpleElasticAgent):
         """Whether every rank of this node came to its end, and none failed."""
         return bool(self._ranks) and all(rank.code == 0 for rank in self._ranks)
 
+    @property
+    def last_words(self) -> str:
+        """What a rank that was stopped said of where it got to; empty if none did."""
+        failures = [read_failure(rank.failure_file) for rank in self._ranks]
+        lines = [f.line for f in failures if f is not None and f.kind == "stopped"]
+        return next((line for line in lines if line.startswith("stopped by")), "")
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._can_interrupt = False
         group: Any = worker_group  # torch annotates what the meeting fills in as None

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from tandem.data.excerpt import visible
 from tandem.errors import RankError, Stopped, TandemError
 
 FAILURE_FILE = "TANDEM_FAILURE_FILE"
@@ -51,6 +52,7 @@ def complain(line: str, code: int, error: BaseException | None = None) -> int:
     Args:
         error: what was caught; its traceback goes to the rank's log.
     """
+    line = visible(line)  # a name in it may come from anyone: it is shown, not acted out
     if is_launched():
         leave_failure(kind_of(error), line, code, error)
         return code

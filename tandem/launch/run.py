@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Meeting: TypeAlias = OneNode | ManyNodes
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _JOIN_SECONDS = 600.0
 
 
@@ -155,7 +155,8 @@ def _run(agent: Agent, meeting: Meeting, options: LaunchOptions, say: Callable[[
         if agent.all_finished:  # what was asked to stop was done
             return 0
         say(
-            f"stopped by {stopped.sigval.name}. The same command continues from the last "
+            agent.last_words
+            or f"stopped by {stopped.sigval.name}. The same command continues from the last "
             "checkpoint (--save-every); finished steps are kept."
         )
         return 128 + stopped.sigval

@@ -21,7 +21,8 @@ from tandem.objectives.losses import dpo_loss
 from tandem.train.evaluate import row_logprobs
 from tandem.train.fit import Objective, fit
 from tandem.train.rows import StepRows
-from tandem.train.run import Run, save_policy
+from tandem.train.run import Run
+from tandem.train.saving import save_policy
 from tandem.types import PairRow, TokenBatch
 
 
@@ -29,7 +30,9 @@ def train_dpo(run: Run, rows: StepRows) -> None:
     """Train with DPO and leave `RUN/dpo`, a folder that from_pretrained opens."""
     config = run.config
     device, source = run.device, run.policy_source()
-    model = place_policy(source, config, run.world, trained=True, seed=config.seed)
+    model = place_policy(
+        source, config, run.world, trained=True, seed=config.seed, keeps_start=True
+    )
     check_vocabulary(model, rows.tokenizer)
     check_policy(model, config, None)
     frozen = None

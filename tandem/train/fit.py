@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar, cast
 
 import torch
@@ -22,6 +23,7 @@ from tandem.data.loader import BatchOrder
 from tandem.engine.devices import resolve_dtype
 from tandem.engine.forward import autocast, deal
 from tandem.engine.optimizer import Trainee, scaling_metrics, step_together
+from tandem.engine.room import Room
 from tandem.errors import BadStepError, DataError
 from tandem.metrics.timing import Phases
 from tandem.models.summary import flops_per_token
@@ -87,17 +89,17 @@ def fit(
     trainee = _trainee(stage, model, settings, order.num_steps, run)
     state = run.load(stage)
     start = 0 if state is None else state.step
-    phases = Phases()
-    evaluation: dict[str, float] = {}
+    phases, room = Phases(), Room(config, run.world, run.say)
     with run.metric_log(stage, order.num_steps, start) as log:
-        loop = StepLoop(run, stage, log, lambda step: _state(step, trainee, loop), phases)
+        loop = StepLoop(run, stage, log, evaluate, lambda step: _state(step, trainee, loop), phases)
         if state is not None:
             _restore(state, trainee, loop)
-        if start == 0:
-            with phases("evaluate"):
-                evaluation = evaluate()
-            log.log(0, {**evaluation, **phases.metrics()})
+        else:
+            loop.measure_start()
         with loop:
+            if start < order.num_steps:
+                rehearse = partial(_rehearse, trainee, rows, objective, config, room)
+                room.attempt(stage, model, rehearse, trainee.forget)
             for step, indices in order.from_step(start):
                 with phases("step"):
                     batch = [rows[i] for i in indices]
@@ -105,19 +107,18 @@ def fit(
                     # Only dropout draws from it, other numbers on every rank.
                     torch.manual_seed(config.seed + step + (run.world.rank << 40))
                     values = {"epoch": step * settings.batch_size / len(rows)}
+                    work = partial(_train_step, trainee, batch, objective, config, room, phases)
                     try:
-                        values |= _train_step(trainee, batch, objective, config, phases)
+                        values |= room.attempt(stage, model, work, trainee.forget)
                     except BadStepError as bad:
                         loop.skip(bad)
                     if stage == "sft" and "loss" in values:
                         values["perplexity"] = math.exp(min(values["loss"], 700.0))
                     if _is_due(step, settings.eval_every, order.num_steps):
-                        with phases("evaluate"):
-                            evaluation = evaluate()
-                        values |= evaluation
+                        values |= loop.measure()
                 loop.end(values)
     trainee.settle()
-    return evaluation or evaluate()
+    return loop.evaluation or evaluate()
 
 
 def _trainee(
@@ -141,6 +142,7 @@ def _train_step(
     batch: Sequence[Row],
     objective: Objective[Row],
     config: RunConfig,
+    room: Room,
     phases: Phases,
 ) -> dict[str, float]:
     """One optimizer step, micro-batch by micro-batch; means of every sum over the whole batch."""
@@ -158,7 +160,7 @@ def _train_step(
     model.train()
     with phases("train", tokens=num_tokens, samples=len(batch), flops=flops):
         world = trainee.shards.world
-        for part in deal(widths, config.micro_batch_tokens, world):
+        for part in deal(widths, room.tokens, world):
             with autocast(device, dtype):
                 loss_sum, sums = objective.loss([batch[i] for i in part.rows])
             trainee.backward(loss_sum, denominator, weight=part.weight, is_last=part.is_last)
@@ -176,6 +178,24 @@ def _train_step(
         "learning_rate": learning_rate,
         "tokens": float(num_tokens),
     }
+
+
+def _rehearse(
+    trainee: Trainee, rows: Sequence[Row], objective: Objective[Row], config: RunConfig, room: Room
+) -> None:
+    """The largest micro-batch that can come, forward and backward, for nothing: what does not fit
+    is known before the first step."""
+    longest = sorted(rows, key=len, reverse=True)
+    width = objective.sequences_per_row * len(longest[0])
+    device = trainee.shards.world.device
+    model = cast(PreTrainedModel, trainee.model)
+    model.train()
+    with room.kept_for(trainee):
+        with autocast(device, resolve_dtype(config.dtype, device)):
+            loss, _ = objective.loss(longest[: max(1, room.tokens // width)])
+        trainee.backward(loss, 1.0, weight=0.0)
+    trainee.forget()
+    model.eval()
 
 
 def _step(trainee: Trainee) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """What surrounds every step of a stage: stopping, saving, leaving bad steps out, remembering.
 
-with StepLoop(run, "sft", log, state) as loop:
+with StepLoop(run, "sft", log, evaluate, state, phases) as loop:
     for step, ... in order.from_step(start):
         loop.begin(step, rows)
         try: values = ...
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,23 +21,15 @@ from tandem.errors import BadStepError, NumericsError, Stopped
 from tandem.metrics.log import MetricLog, MutedLog
 from tandem.metrics.timing import Phases
 from tandem.parallel.watch import note
-from tandem.train.run import Run
-from tandem.types import TokenBatch
+from tandem.train.recorder import Recorded
+from tandem.train.run import Run, finite
+from tandem.types import Experience
 
 SAVE_NOW = "save-now"
 """A file of this name in the run's folder asks for a checkpoint after the running step."""
 RECORDER_FILE = "recorder.jsonl"
 BAD_STEPS = "bad-steps"
 _KEPT = 8
-
-
-@dataclass(slots=True)
-class _Recorded:
-    """One step as the recorder keeps it."""
-
-    step: int
-    rows: Sequence[Any]
-    values: Mapping[str, float] | None = None
 
 
 class StepLoop:
@@ -53,19 +44,27 @@ class StepLoop:
         run: Run,
         stage: str,
         log: MetricLog | MutedLog,
+        evaluate: Callable[[], dict[str, float]],
         state: Callable[[int], State],
         phases: Phases,
     ) -> None:
-        """`state` makes what a checkpoint after a step holds."""
+        """
+        Args:
+            evaluate: measures the model as it is on held-out rows.
+            state: makes what a checkpoint after a step holds, `state_numbers` among it.
+        """
         self.run = run
         self.stage = stage
         self.skipped = 0
+        self.evaluation: dict[str, float] = {}
+        """What was measured last."""
+        self._evaluate = evaluate
         self._log = log
         self._state = state
         self._phases = phases
         self._in_a_row = 0
         self._is_bad = False
-        self._recorded: deque[_Recorded] = deque(maxlen=_KEPT)
+        self._recorded: deque[Recorded] = deque(maxlen=_KEPT)
 
     def __enter__(self) -> Self:
         self.run.stops.deferring = True
@@ -77,16 +76,30 @@ class StepLoop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None and not isinstance(error, Stopped):
+        if isinstance(error, Exception) and not isinstance(error, Stopped):
             self._write_recorder(f"{type(error).__name__}: {error}")
+
+    def measure(self) -> dict[str, float]:
+        """Evaluate now."""
+        with self._phases("evaluate"):
+            self.evaluation = self._evaluate()
+        return self.evaluation
+
+    def measure_start(self) -> None:
+        """Evaluate and log before the first step."""
+        self._log.log(0, {**self.measure(), **self._phases.metrics()})
 
     def begin(self, step: int, rows: Sequence[Any]) -> None:
         """A step begins, on these rows."""
         note(f"{self.stage} step {step}")
-        self._recorded.append(_Recorded(step, rows))
+        self._recorded.append(Recorded(step, rows))
         self._is_bad = False
 
-    def skip(self, bad: BadStepError, rows: Sequence[Any] | None = None) -> None:
+    def made(self, experience: Experience) -> None:
+        """What the step has made of its rows, to learn from."""
+        self._recorded[-1].made = experience
+
+    def skip(self, bad: BadStepError, rows: list[Any] | None = None) -> None:
         """Leave the step, or one update of it, out: count it, show it, write its rows down.
 
         Args:
@@ -105,7 +118,7 @@ class StepLoop:
             "step": now.step,
             "seed": self.run.config.seed,
             "reason": str(bad),
-            "rows": [_plain(row) for row in (now.rows if rows is None else rows)],
+            "rows": now.lines() if rows is None else rows,
         }
         if self.run.world.is_first:
             path.parent.mkdir(exist_ok=True)
@@ -132,25 +145,33 @@ class StepLoop:
         # Before the checkpoint, so that no record is missing after it; what saving costs is in the
         # next step's.
         self._log.log(step, {**values, "skipped": float(self.skipped), **self._phases.metrics()})
+        self.run.step_ended(self._recorded[-1])
         number, asked = self._asked()
         every = self.run.config.save_every
         if asked or number or (every and step % every == 0):
             with self._phases("save"):
                 self.run.save(self.stage, self._state(step))
         if asked:
+            self.run.finish_saving(self.stage)
             (self.run.path / SAVE_NOW).unlink(missing_ok=True)
             self.run.say(f"{self.stage} step {step}: saved, as {SAVE_NOW} asked")
         if number:
+            self.run.finish_saving(self.stage)
             raise Stopped(number, f"after {self.stage} step {step}, which is saved")
 
     def state_numbers(self) -> dict[str, Any]:
-        """What a later loop continues from: the count of what was left out."""
-        return {"skipped": self.skipped, "skipped_in_a_row": self._in_a_row}
+        """What a later loop continues from."""
+        return {
+            "evaluation": finite(self.evaluation),
+            "skipped": self.skipped,
+            "skipped_in_a_row": self._in_a_row,
+        }
 
     def restore(self, numbers: Mapping[str, Any]) -> None:
         """Continue from an earlier loop's `state_numbers`."""
-        self.skipped = int(numbers.get("skipped", 0))
-        self._in_a_row = int(numbers.get("skipped_in_a_row", 0))
+        self.evaluation = dict(numbers["evaluation"])
+        self.skipped = int(numbers["skipped"])
+        self._in_a_row = int(numbers["skipped_in_a_row"])
 
     def _asked(self) -> tuple[int, bool]:
         """The signal that any rank got (0 for none), and whether a file asks for a checkpoint."""
@@ -167,7 +188,7 @@ class StepLoop:
                 "step": recorded.step,
                 "seed": self.run.config.seed,
                 "values": recorded.values,
-                "rows": [_plain(row) for row in recorded.rows],
+                "rows": recorded.lines(),
             }
             for recorded in self._recorded
         ]
@@ -180,17 +201,3 @@ class StepLoop:
         self.run.say(
             f"{self.stage}: the last steps' rows and metrics: {self.run.path}/{RECORDER_FILE}"
         )
-
-
-def rows_of(batch: TokenBatch) -> list[dict[str, Any]]:
-    """A batch's rows as what is written down of them: ids, and where the response begins."""
-    return [
-        {"token_ids": ids[mask].tolist(), "response_begins": int(response.float().argmax())}
-        for ids, mask, response in zip(
-            batch.token_ids, batch.attention_mask, batch.response_mask, strict=True
-        )
-    ]
-
-
-def _plain(row: Any) -> Any:
-    return asdict(row) if is_dataclass(row) and not isinstance(row, type) else row

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from tandem.config.schema import RunConfig
 from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.devices import resolve_device
+from tandem.engine.spread import zero_plus_plus
 from tandem.errors import ConfigError
 from tandem.metrics.report import write_report
 from tandem.parallel.world import World
@@ -59,6 +60,9 @@ def train(
 def _train(run: Run, command: str) -> None:
     config, say = run.config, run.say
     _check_inputs(run)
+    _, switched_off = zero_plus_plus(config, run.world)
+    if switched_off:
+        say(f"ZeRO++: {switched_off}")
     rows = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(rows)
     for line in ledger_lines(rows):

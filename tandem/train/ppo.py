@@ -16,51 +16,34 @@ from tandem.data.loader import BatchOrder
 from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import BadStepError, ConfigError, DataError
 from tandem.metrics.log import Answer, MetricLog, MutedLog
-from tandem.metrics.timing import Phases
 from tandem.train.evaluate import language_model_metrics, policy_metrics
-from tandem.train.loop import StepLoop, rows_of
+from tandem.train.loop import StepLoop
 from tandem.train.ppo_trainer import PPOTrainer, num_updates
+from tandem.train.recorder import rows_of
 from tandem.train.reward_function import load_reward_function
 from tandem.train.rows import StepRows
-from tandem.train.run import Run, save_anywhere, save_policy, with_template
+from tandem.train.run import Run
+from tandem.train.saving import save_anywhere, save_policy, with_template
 from tandem.types import Experience
 
 
 def train_ppo(run: Run, rows: StepRows) -> None:
-    """Train step 3 and leave `RUN/ppo/{actor,critic,ema}`, folders that from_pretrained opens."""
-    config, ppo = run.config, run.config.ppo
-    source = run.policy_source()
-    prompts, heldout = rows.prompts, rows.heldout_prompts[: ppo.eval_prompts]
+    """Train step 3 and leave `RUN/ppo/{actor,critic,ema}`, folders that from_pretrained opens.
+
+    Raises:
+        DataError: there is no prompt.
+        ConfigError: there is nothing to reward with.
+        NumericsError: too many steps in a row brought numbers that are not sound.
+        Stopped: a signal asked for it.
+    """
+    config, ppo, prompts = run.config, run.config.ppo, rows.prompts
     if not prompts:
         raise DataError("step ppo must have at least one prompt; got none. See the drops above.")
     num_steps = ppo.steps or -(-len(prompts) // ppo.prompts_per_step)
-    engine = RLHFEngine(
-        actor=source,
-        reward_model=_reward_source(run),
-        config=config,
-        num_updates=num_updates(config, num_steps),
-        num_actor_updates=num_updates(config, max(1, num_steps - ppo.critic_warmup_steps)),
-        world=run.world,
-    )
-    run.say(f"ppo: {engine.says()}")
-    reward_function = load_reward_function(ppo.reward_function) if ppo.reward_function else None
-    phases = Phases()
-    trainer = PPOTrainer(
-        engine, config, reward_function=reward_function, ptx_rows=rows.ptx, phases=phases
-    )
+    trainer = _trainer(run, rows, num_steps)
+    engine, phases = trainer.engine, trainer.phases
     state = run.load("ppo")
     start = 0 if state is None else state.step
-
-    def evaluate() -> dict[str, float]:
-        with phases("evaluate"):
-            metrics, _ = policy_metrics(engine, heldout, config, reward_function)
-            if rows.heldout_ptx:
-                forgetting = language_model_metrics(
-                    engine.actor, rows.heldout_ptx, rows.renderer, config
-                )
-                metrics["heldout_ptx_perplexity"] = forgetting["heldout_perplexity"]
-        return metrics
-
     order = BatchOrder(
         num_rows=len(prompts),
         batch_size=ppo.prompts_per_step,
@@ -68,17 +51,24 @@ def train_ppo(run: Run, rows: StepRows) -> None:
         epochs=None,
         max_steps=num_steps,
     )
-    evaluation: dict[str, float] = {}
     thresholds = {"ratio-gap": trainer.ratio_tolerance}
     with run.metric_log("ppo", num_steps, start, thresholds) as log:
-        loop = StepLoop(run, "ppo", log, lambda step: _state(step, trainer, loop), phases)
+        loop = StepLoop(
+            run,
+            "ppo",
+            log,
+            lambda: _evaluated(trainer, rows),
+            lambda step: _state(step, trainer, loop),
+            phases,
+        )
         trainer.on_bad = lambda bad, answers: loop.skip(bad, rows_of(answers.batch))
         if state is not None:
             _restore(state, trainer, loop)
-        if start == 0:
-            evaluation = evaluate()
-            log.log(0, {**evaluation, **phases.metrics()})
+        else:
+            loop.measure_start()
         with loop:
+            if start < num_steps:
+                trainer.rehearse(prompts)
             for step, numbers in order.from_step(start):
                 with phases("step"):
                     batch = [prompts[i] for i in numbers]
@@ -86,19 +76,46 @@ def train_ppo(run: Run, rows: StepRows) -> None:
                     values: dict[str, float] = {}
                     try:
                         experience = trainer.generate_experience(batch, step=step)
+                        loop.made(experience)
                         values |= experience.metrics
                         values |= trainer.train_rlhf(experience, step=step)
                         _show_samples(log, step, experience, config.log.print_samples_every)
                     except BadStepError as bad:
                         loop.skip(bad)
                     if step == num_steps or (ppo.eval_every and step % ppo.eval_every == 0):
-                        evaluation = evaluate()
-                        values |= evaluation
+                        values |= loop.measure()
                 loop.end(values)
     engine.actor_trainee.settle()
     engine.critic_trainee.settle()
-    facts = {**evaluation, "steps": num_steps}
+    facts = {**loop.evaluation, "steps": num_steps}
     run.finish("ppo", lambda folder: _save(engine, rows, folder), facts)
+
+
+def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
+    """The engine with its roles loaded, and what trains it."""
+    config, ppo = run.config, run.config.ppo
+    engine = RLHFEngine(
+        actor=run.policy_source(),
+        reward_model=_reward_source(run),
+        config=config,
+        num_updates=num_updates(config, num_steps),
+        num_actor_updates=num_updates(config, max(1, num_steps - ppo.critic_warmup_steps)),
+        world=run.world,
+    )
+    run.say(f"ppo: {engine.says()}")
+    function = load_reward_function(ppo.reward_function) if ppo.reward_function else None
+    return PPOTrainer(engine, config, reward_function=function, ptx_rows=rows.ptx, say=run.say)
+
+
+def _evaluated(trainer: PPOTrainer, rows: StepRows) -> dict[str, float]:
+    """Scores of answers to held-out prompts, and what was forgotten of the ptx texts."""
+    engine, config = trainer.engine, trainer.config
+    heldout = rows.heldout_prompts[: config.ppo.eval_prompts]
+    metrics, _ = policy_metrics(engine, heldout, config, trainer.reward_function)
+    if rows.heldout_ptx:
+        forgetting = language_model_metrics(engine.actor, rows.heldout_ptx, rows.renderer, config)
+        metrics["heldout_ptx_perplexity"] = forgetting["heldout_perplexity"]
+    return metrics
 
 
 def _reward_source(run: Run) -> str | None:

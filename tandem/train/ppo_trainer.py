@@ -7,19 +7,22 @@ is a knob, and the ratio before the first update is measured and must be 1.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
 from tandem.data.loader import BatchOrder
 from tandem.engine.forward import deal_batch, response_logprobs
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.optimizer import Trainee, scaling_metrics, step_together
+from tandem.engine.room import Room
 from tandem.errors import BadStepError, NumericsError
 from tandem.generate.sampler import sequence_key
 from tandem.metrics.timing import Phases
@@ -28,8 +31,11 @@ from tandem.objectives.kl import Estimator, adapted_kl_coef, token_kl
 from tandem.objectives.losses import PolicyLoss, policy_loss, sft_loss, value_loss
 from tandem.objectives.masked import masked_sum
 from tandem.train.experience import make_experience
+from tandem.train.means import Means, require_finite
 from tandem.train.reward_function import RewardFunction
 from tandem.types import Experience, PromptRow, TokenBatch, TokenRow
+
+Result = TypeVar("Result")
 
 RATIO_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Mean |log-ratio| that two forwards of one policy may differ by, in nats."""
@@ -55,13 +61,16 @@ class PPOTrainer:
         reward_function: RewardFunction | None = None,
         ptx_rows: Sequence[TokenRow] = (),
         phases: Phases | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        """`ptx_rows` are rendered texts for mixture training; `phases` times what is done."""
+        """`ptx_rows` are rendered texts for mixture training; `phases` times what is done; `say`
+        shows a line to the user."""
         self.engine = engine
         self.config = config
         self.reward_function = reward_function
         self.ptx_rows = ptx_rows
         self.phases = phases or Phases()
+        self.room = Room(config, engine.world, say or _say_nothing)
         self.on_bad: Callable[[BadStepError, Experience], None] | None = None
         """Hears of updates that were left out, and of the answers they were made on; without it
         the error is raised."""
@@ -112,7 +121,7 @@ class PPOTrainer:
         """
         ppo, engine = self.config.ppo, self.engine
         trains_actor = step > ppo.critic_warmup_steps
-        actor_log, critic_log = _Means(), _Means()
+        actor_log, critic_log = Means(), Means()
         epochs_done, stop = 0, False
         # Only dropout draws from it, other numbers on every rank.
         torch.manual_seed(self.config.seed + step + (self.engine.world.rank << 40))
@@ -125,12 +134,14 @@ class PPOTrainer:
                     has_actor = False
                     if trains_actor:
                         with self._left_out_if_bad(minibatch):
-                            stop = self._update_actor(
-                                minibatch, actor_log, step, epoch, number, first
+                            update = partial(
+                                self._update_actor, minibatch, actor_log, step, epoch, number, first
                             )
+                            stop = self._fitting(engine.actor_trainee, update)
                             has_actor = True
                     with self._left_out_if_bad(minibatch):
-                        self._update_critic(minibatch, critic_log)
+                        update_critic = partial(self._update_critic, minibatch, critic_log)
+                        self._fitting(engine.critic_trainee, update_critic)
                         self._step_scaled(has_actor, actor_log, critic_log)
                     phase.samples += len(minibatch)
                     phase.tokens += int(minibatch.batch.attention_mask.sum())
@@ -149,6 +160,48 @@ class PPOTrainer:
         self._adapt_kl_coef(experience)
         return {**actor_log.means(), **critic_log.means(), "epochs_done": float(epochs_done)}
 
+    def rehearse(self, prompts: Sequence[PromptRow]) -> None:
+        """The largest micro-batches that can come, forward and backward, for nothing: what does
+        not fit into memory is known before the first step.
+
+        Raises:
+            RoomError: it does not.
+        """
+        engine = self.engine
+        answer = self.config.sampling.max_new_tokens
+        length = max(len(prompt) for prompt in prompts) + answer
+        device = engine.device
+
+        def batch(rows: int) -> TokenBatch:
+            response = torch.zeros((rows, length), dtype=torch.bool, device=device)
+            response[:, length - answer :] = True
+            ids = torch.full((rows, length), engine.renderer.pad_token_id, device=device)
+            return TokenBatch(ids, torch.ones_like(response), response)
+
+        def actor() -> None:
+            answers = batch(max(1, self.room.tokens // length))
+            with_entropy = self.config.ppo.entropy_coef > 0
+            with self.room.kept_for(engine.actor_trainee):
+                loss = engine.actor_logprobs(answers, with_entropy=with_entropy)[0].sum()
+                engine.actor_trainee.backward(loss, 1.0, weight=0.0)
+            engine.actor_trainee.forget()
+
+        def critic() -> None:
+            with self.room.kept_for(engine.critic_trainee):
+                loss = engine.values(batch(max(1, self.room.tokens // length))).sum()
+                engine.critic_trainee.backward(loss, 1.0, weight=0.0)
+            engine.critic_trainee.forget()
+
+        engine.train()
+        self._fitting(engine.actor_trainee, actor)
+        self._fitting(engine.critic_trainee, critic)
+        engine.actor.eval()
+        engine.critic.eval()
+
+    def _fitting(self, trainee: Trainee, work: Callable[[], Result]) -> Result:
+        model = cast(PreTrainedModel, trainee.model)
+        return self.room.attempt(trainee.name, model, work, trainee.forget)
+
     def _minibatches(self, experience: Experience, step: int, epoch: int) -> Iterator[Tensor]:
         """Row numbers, shuffled anew each epoch by (seed, step, epoch)."""
         generator = torch.Generator().manual_seed(sequence_key(self.config.seed, step, epoch, 0))
@@ -156,7 +209,7 @@ class PPOTrainer:
         yield from order.split(self.config.ppo.minibatch_size)
 
     def _update_actor(
-        self, minibatch: Experience, log: _Means, step: int, epoch: int, number: int, first: bool
+        self, minibatch: Experience, log: Means, step: int, epoch: int, number: int, first: bool
     ) -> bool:
         """One optimizer step of the actor. Returns whether to leave the rollout's updates."""
         ppo, trainee = self.config.ppo, self.engine.actor_trainee
@@ -164,7 +217,7 @@ class PPOTrainer:
         learning_rate = trainee.learning_rate
         totals: defaultdict[str, float] = defaultdict(float)
         has_ptx = bool(self.ptx_rows) and ppo.ptx_coef > 0
-        dealt = deal_batch(minibatch.batch, self.config.micro_batch_tokens, self.engine.world)
+        dealt = deal_batch(minibatch.batch, self.room.tokens, self.engine.world)
         for rows, part in dealt:
             loss = self._actor_loss(minibatch.select(rows), totals, part.weight)
             is_last = part.is_last and not has_ptx
@@ -172,7 +225,7 @@ class PPOTrainer:
         log.maximum("ratio_max", self.engine.world.largest([totals.pop("ratio_max")])[0])
         sums = self.engine.world.sums(totals)
         means = {name: total / count for name, total in sums.items()}
-        _require_finite_means(trainee, means)
+        require_finite(trainee, means)
         gap, kl = means.pop("gap"), means["policy_kl"]
         if first:
             log.add("ratio_gap_before_update", gap)
@@ -182,7 +235,7 @@ class PPOTrainer:
             self._require_same_policy(gap, minibatch)
         if has_ptx:
             means["ptx_loss"] = self._add_ptx_gradient(step, epoch, number)
-            _require_finite_means(trainee, means)
+            require_finite(trainee, means)
         for name, value in means.items():
             log.add(name, value)
         log.add("actor_learning_rate", learning_rate)
@@ -213,14 +266,14 @@ class PPOTrainer:
         _add_policy_sums(totals, surrogate, weight)
         return loss
 
-    def _update_critic(self, minibatch: Experience, log: _Means) -> None:
+    def _update_critic(self, minibatch: Experience, log: Means) -> None:
         """One optimizer step of the critic."""
         trainee = self.engine.critic_trainee
         count = minibatch.batch.num_response_tokens
         learning_rate = trainee.learning_rate
         totals: defaultdict[str, float] = defaultdict(float)
         world = self.engine.world
-        for rows, part in deal_batch(minibatch.batch, self.config.micro_batch_tokens, world):
+        for rows, part in deal_batch(minibatch.batch, self.room.tokens, world):
             chosen = minibatch.select(rows)
             loss = value_loss(
                 self.engine.values(chosen.batch),
@@ -233,7 +286,7 @@ class PPOTrainer:
             totals["value_loss"] += part.weight * float(loss.loss.detach())
             totals["value_clip_fraction"] += part.weight * float(loss.clipped)
         means = {name: total / count for name, total in world.sums(totals).items()}
-        _require_finite_means(trainee, means)
+        require_finite(trainee, means)
         for name, mean in means.items():
             log.add(name, mean)
         if self.engine.scaler is None:
@@ -253,13 +306,13 @@ class PPOTrainer:
                 raise
             self.on_bad(bad, minibatch)
 
-    def _note_actor_step(self, norm: float, log: _Means) -> None:
+    def _note_actor_step(self, norm: float, log: Means) -> None:
         log.add("actor_grad_norm", norm)
         log.count("updates")
         if self.engine.ema is not None:
             self.engine.ema.update()
 
-    def _step_scaled(self, has_actor: bool, actor_log: _Means, critic_log: _Means) -> None:
+    def _step_scaled(self, has_actor: bool, actor_log: Means, critic_log: Means) -> None:
         """In fp16 both models step once both gradients are known to be good, or neither does."""
         engine = self.engine
         if engine.scaler is None:
@@ -292,7 +345,7 @@ class PPOTrainer:
         batch = TokenBatch.from_rows(rows, self.engine.renderer.pad_token_id)
         total = 0.0
         world = self.engine.world
-        for positions, part in deal_batch(batch, self.config.micro_batch_tokens, world):
+        for positions, part in deal_batch(batch, self.room.tokens, world):
             text = batch.select(positions).to(self.engine.device)
             with self.engine.autocast():
                 loss = sft_loss(response_logprobs(self.engine.actor, text)[0], text.response_mask)
@@ -330,40 +383,8 @@ class PPOTrainer:
             )
 
 
-def _require_finite_means(trainee: Trainee, means: Mapping[str, float]) -> None:
-    """Every rank has the same sums, so that all of them leave the update out or none."""
-    for name, value in means.items():
-        if not math.isfinite(value):
-            trainee.forget()
-            raise BadStepError(
-                f"{trainee.name}: {name} must be finite; got {value}. Lower the learning rate, or "
-                "look at the rewards."
-            )
-
-
-class _Means:
-    """Means over a step's updates, largest values, and counts, by metric name."""
-
-    def __init__(self) -> None:
-        self._values: defaultdict[str, list[float]] = defaultdict(list)
-        self._largest: dict[str, float] = {}
-        self._counts: defaultdict[str, float] = defaultdict(float)
-
-    def add(self, name: str, value: float) -> None:
-        self._values[name].append(value)
-
-    def maximum(self, name: str, value: float) -> None:
-        self._largest[name] = max(value, self._largest.get(name, value))
-
-    def latest(self, name: str, value: float) -> None:
-        self._largest[name] = value
-
-    def count(self, name: str) -> None:
-        self._counts[name] += 1
-
-    def means(self) -> dict[str, float]:
-        means = {name: sum(values) / len(values) for name, values in self._values.items()}
-        return {**means, **self._largest, **self._counts}
+def _say_nothing(line: str) -> None:
+    """Where nobody listens."""
 
 
 def _add_policy_sums(totals: defaultdict[str, float], loss: PolicyLoss, weight: float) -> None:

@@ -22,7 +22,8 @@ from tandem.train.compare import answer
 from tandem.train.evaluate import preference_metrics
 from tandem.train.fit import Objective, fit
 from tandem.train.rows import StepRows
-from tandem.train.run import Run, save_anywhere, with_template
+from tandem.train.run import Run
+from tandem.train.saving import save_anywhere, with_template
 from tandem.types import PairRow, TokenBatch
 
 

@@ -17,7 +17,8 @@ from tandem.objectives.losses import sft_loss
 from tandem.train.evaluate import language_model_metrics
 from tandem.train.fit import Objective, fit
 from tandem.train.rows import StepRows
-from tandem.train.run import Run, save_policy
+from tandem.train.run import Run
+from tandem.train.saving import save_policy
 from tandem.types import TokenBatch, TokenRow
 
 

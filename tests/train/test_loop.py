@@ -192,6 +192,8 @@ def test_a_second_signal_ends_the_command_at_once(
     )
     lines: list[str] = []
     said_by(process, "in a long step", lines)
+    while not list(tmp_path.rglob("step-000002/MANIFEST.json")):  # written beside the training
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     said_by(process, "Once more ends it at once", lines)
     start = time.monotonic()

@@ -1,0 +1,55 @@
+"""What a PPO step's updates measure, put together to one value a step."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+from tandem.engine.optimizer import Trainee
+from tandem.errors import BadStepError
+
+
+class Means:
+    """Means over a step's updates, largest values, and counts, by metric name."""
+
+    def __init__(self) -> None:
+        self._values: defaultdict[str, list[float]] = defaultdict(list)
+        self._largest: dict[str, float] = {}
+        self._counts: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, name: str, value: float) -> None:
+        """One update's value of what is averaged."""
+        self._values[name].append(value)
+
+    def maximum(self, name: str, value: float) -> None:
+        """One update's value of what is largest over all."""
+        self._largest[name] = max(value, self._largest.get(name, value))
+
+    def latest(self, name: str, value: float) -> None:
+        """One of which only the last value matters."""
+        self._largest[name] = value
+
+    def count(self, name: str) -> None:
+        """One more of it."""
+        self._counts[name] += 1
+
+    def means(self) -> dict[str, float]:
+        """All of them, by name."""
+        means = {name: sum(values) / len(values) for name, values in self._values.items()}
+        return {**means, **self._largest, **self._counts}
+
+
+def require_finite(trainee: Trainee, means: Mapping[str, float]) -> None:
+    """Refuse an update whose numbers are not finite; every rank has the same ones.
+
+    Raises:
+        BadStepError: one is not; the gradients are forgotten.
+    """
+    for name, value in means.items():
+        if not math.isfinite(value):
+            trainee.forget()
+            raise BadStepError(
+                f"{trainee.name}: {name} must be finite; got {value}. Lower the learning rate, or "
+                "look at the rewards."
+            )
