@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test test-slow lint types docs bench bench-gpu clean
+.PHONY: demo test test-slow battery lint types docs bench bench-gpu clean
 
 demo: $(STAMP)  ## all three steps on the built-in data set, then a chat sample and a report
 	$(BIN)/tandem demo
@@ -15,6 +15,11 @@ test: $(STAMP) lint types  ## lint, type-check, test
 
 test-slow: $(STAMP)  ## the longer batteries
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+battery: $(STAMP)  ## kills, faults, damage and hostile input at full size, hours; then one table
+	rm -f battery.jsonl
+	-TANDEM_BATTERY=battery.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/battery -n 2 -m "slow or not slow"
+	$(BIN)/python -m tests.battery.table battery.jsonl
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
