@@ -2,7 +2,7 @@
 
     python bench/memory.py                      # 20M and 100M, stages 0 to 3, LoRA, 1 and 2 ranks
     python bench/memory.py --models 20m --ranks 2 --json memory.json
-    python bench/memory.py --largest 4 --knobs lora.rank=8
+    python bench/memory.py --largest 4 --knobs lora.rank=8 parallel.frozen_weights=nf4
 
 Every case runs in processes of its own. docs/sweep.md says how to read the table.
 """
@@ -31,7 +31,6 @@ from bench.harness import facts
 from bench.memory_case import Measured, MemoryCase, measure, save_models
 from tandem.errors import ConfigError
 from tandem.generate.blocks import free_bytes
-from tandem.plan.knobs import missing_knobs
 from tandem.plan.memory import MemoryPlan
 from tandem.plan.run import plan_memory
 from tandem.plan.shape import shape_of
@@ -68,7 +67,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 }
 """Llamas of about these many parameters, the ladder that --largest climbs."""
 
-# Beside every stage, full and LoRA: one variant each, left out where there is no such knob.
+# Beside every stage, full and LoRA: at the highest one.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "offload optimizer": {"parallel.offload": ["optimizer"]},
     "offload params": {"parallel.offload": ["optimizer", "params"]},
@@ -80,7 +79,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure the cases, or climb the ladder; returns what --json writes."""
     options = _options(arguments)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     result: dict[str, Any] = {**facts()}
     if options.largest:
         result["largest"] = climb(options, console)
@@ -122,10 +121,6 @@ def cases(options: argparse.Namespace, console: Console) -> Iterator[tuple[str, 
                     name = f"stage {stage}" + (f", LoRA {rank}" if rank else "")
                     yield model, name, _case(options, model, ranks, stage, {"lora.rank": rank})
             for variant, knobs in VARIANTS.items() if options.variants else ():
-                missing = missing_knobs(knobs)
-                if missing:
-                    console.print(f"left out: {variant}: there is no knob {', '.join(missing)}")
-                    continue
                 stage = max(stages)
                 name = f"stage {stage}, {variant}"
                 yield model, name, _case(options, model, ranks, stage, knobs)

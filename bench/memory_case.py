@@ -10,13 +10,14 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 from tandem.config.load import build_config, check_config
 from tandem.config.schema import RunConfig
@@ -90,7 +91,7 @@ class MemoryCase:
     @property
     def model_config(self) -> LlamaConfig:
         """Of actor and critic; the tokenizer is the embedded data set's."""
-        tokenizer = build_tokenizer(min(512, self.shape["vocab_size"]))
+        tokenizer = _tokenizer(self.shape["vocab_size"])
         return LlamaConfig(
             **self.shape,
             max_position_embeddings=self.prompt + self.new,
@@ -108,10 +109,15 @@ class Measured:
     seconds: float
 
 
+@cache
+def _tokenizer(vocabulary: int) -> PreTrainedTokenizerBase:
+    return build_tokenizer(min(512, vocabulary))
+
+
 def save_models(case: MemoryCase, folder: Path) -> None:
     """Write a case's actor and reward model, random weights, for its ranks to load."""
     for one, where in ((case, folder), (replace(case, shape=_TINY), folder / "tiny")):
-        tokenizer = build_tokenizer(min(512, one.shape["vocab_size"]))
+        tokenizer = _tokenizer(one.shape["vocab_size"])
         for name, make in (("actor", new_causal_lm), ("reward", new_scalar_model)):
             if not (where / name).exists():
                 with quiet():

@@ -13,7 +13,7 @@ from typing import Any
 
 from tandem.config.schema import RunConfig
 from tandem.errors import ConfigError
-from tandem.plan.knobs import Knobs, missing_knobs, with_knobs
+from tandem.plan.knobs import Knobs, with_knobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +121,20 @@ def _combinations(step: str, axes: Axes) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def _why_not(config: RunConfig, step: str, knobs: Knobs, ranks: int) -> str:
-    """Why a case cannot be run; empty if it can."""
-    missing = missing_knobs(knobs)
-    if missing:
-        return f"there is no knob {', '.join(missing)}"
+    """Why a case cannot be run, or would be another case over again; empty if it is one."""
+    # torch comes with these, and the help must not wait for it.
+    from tandem.engine.bases import check_base
+    from tandem.engine.spread import zero_plus_plus
+    from tandem.parallel.world import World
+
     tp = knobs.get("parallel.inference_tp_size", 1)
     if ranks % tp:
         return f"parallel.inference_tp_size {tp} must divide the ranks; got {ranks}"
-    nodes = ranks // (config.parallel.ranks_per_node or ranks)
-    if "parallel.zero_hpz" in knobs and nodes < 2:
-        return "a second copy within each node is for several nodes; see parallel.ranks_per_node"
+    world = World(size=ranks, ranks_per_node=config.parallel.ranks_per_node or ranks)
     try:
-        with_knobs(config, {**knobs, "steps": [step]})
+        case = with_knobs(config, {**knobs, "steps": [step]})
+        check_base(case, world)
+        switched_off = zero_plus_plus(case, world)[1]
     except ConfigError as error:
         return str(error)
-    return ""
+    return switched_off if any(".zero_" in name for name in knobs) else ""

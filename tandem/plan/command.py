@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tandem.config.flags import parse_run_flags
 from tandem.errors import ConfigError
@@ -33,7 +33,9 @@ def sweep_command(args: Sequence[str]) -> int:
     if dry:
         cases, left_out = planned(sweep)
         for case in cases:
-            print(f"{case.step}/{case.name}: {dict(case.knobs)}, {case.ranks} rank(s)")
+            knobs = " ".join(f"{name}={_shown(value)}" for name, value in case.knobs.items())
+            ranks = "1 rank" if case.ranks == 1 else f"{case.ranks} ranks"
+            print(f"{case.step}/{case.name}: {knobs}, {ranks}")
         for line in why_left_out(left_out):
             print(line)
         return 0
@@ -59,6 +61,8 @@ def parse_sweep(args: Sequence[str]) -> tuple[Sweep, bool]:
     unknown = [stage for stage in options.sweep_stages if stage not in range(4)]
     if unknown:
         raise ConfigError(f"--sweep-stages must be within 0 to 3; got {unknown[0]}.")
+    if min(options.sweep_lora) < 0:
+        raise ConfigError(f"--sweep-lora must be at least 0; got {min(options.sweep_lora)}.")
     sweep = Sweep(
         config=config,
         folder=Path(options.sweep_dir),
@@ -76,6 +80,10 @@ def parse_sweep(args: Sequence[str]) -> tuple[Sweep, bool]:
     return sweep, options.dry_run
 
 
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")
@@ -91,15 +99,22 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--sweep-dir", metavar="DIR", default="", help="where the cases' folders go")
+    add("--sweep-dir", metavar="DIR", default="", help="where everything goes; must be given")
     add("--num-gpus", type=int, metavar="N", default=1, help="ranks of every case (1)")
-    add("--sweep-stages", type=int, nargs="+", default=[0, 1, 2, 3], help="ZeRO stages (all)")
-    add("--sweep-lora", type=int, nargs="+", default=[0, 128], help="ranks of LoRA (0 128)")
+    numbers: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "N"}
+    add("--sweep-stages", **numbers, default=[0, 1, 2, 3], help="ZeRO stages (0 1 2 3)")
+    add("--sweep-lora", **numbers, default=[0, 128], help="ranks of LoRA; 0 is without (0 128)")
     switch = argparse.BooleanOptionalAction
     add("--sweep-offload", action=switch, default=True, help="cross with optimizer offload")
     add("--sweep-variants", action=switch, default=True, help="ZeRO++ and the like at stage 3")
-    add("--sweep-only", nargs="+", default=[], metavar="TEXT", help="cases with this in their name")
+    add(
+        "--sweep-only",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="only cases with this in STEP/NAME",
+    )
     add("--retry-failed", action="store_true", help="run failed cases again")
-    add("--keep-models", action="store_true", help="keep the cases' weights")
+    add("--keep-models", action="store_true", help="keep the weights that cases make")
     add("--dry-run", action="store_true", help="show the cases and what is left out")
     return parser

@@ -1,31 +1,15 @@
-"""Knobs by dotted name: which there are, and a configuration made of them."""
+"""A configuration made of knobs by dotted name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.config.load import build_config, check_config, config_knobs, plain_values
+from tandem.config.load import build_config, check_config, plain_values
 from tandem.config.schema import RunConfig
 
 Knobs = Mapping[str, Any]
 """Values as YAML has them, by dotted name: {"parallel.actor_zero_stage": 3, "lora.rank": 8}."""
-
-
-def missing_knobs(knobs: Knobs) -> list[str]:
-    """Names that the schema does not have."""
-    known = {name for name, _ in config_knobs()}
-    return [name for name in knobs if name not in known]
-
-
-def knob_value(config: RunConfig, dotted: str, default: Any) -> Any:
-    """A knob's value; `default` where the schema has no such knob."""
-    if missing_knobs({dotted: None}):
-        return default
-    value: Any = config
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def nested(knobs: Knobs) -> dict[str, Any]:

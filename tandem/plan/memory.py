@@ -6,9 +6,8 @@ weights rest in float32, so they are their own masters, and P weights of which T
     weights 4 P    gradients 4 T    AdamW 8 T    moving average 4 T        bytes on one rank
 
 of which `ZeRO` stages divide by the ranks: AdamW and resting weights from 1 on, gradients from 2
-on; before stage 3 weights are whole again while a model is at work. What is not of the weights:
-activations after arXiv:2205.05198 (section 4.1), counted anew for this code's operations, the
-chunk of vocabulary logits, and KV memory of a rollout.
+on; before stage 3 weights are whole again while a model is at work. What work holds beside weights
+is in `work`.
 
 Not counted: what the process holds before a model is there, the allocator's fragments, rounding of
 pieces to whole rows, and mixtures of experts' routing. `bench/memory.py` holds this against
@@ -20,24 +19,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.generate.blocks import blocks_for
-from tandem.generate.session import PREFILL_TOKENS
-from tandem.objectives.logprobs import DEFAULT_CHUNK_ELEMENTS
-from tandem.ops.steps import BLOCK_TOKENS
 from tandem.plan.shape import Shape
 
-FrozenKind = Literal["none", "int8", "nf4"]
-FROZEN_BYTES: dict[FrozenKind, float] = {"none": 4.0, "int8": 1 + 4 / 256, "nf4": 0.5 + 2 / 64}
+FrozenKind = Literal["", "int8", "nf4"]
+FROZEN_BYTES: dict[FrozenKind, float] = {"": 4.0, "int8": 1 + 4 / 256, "nf4": 0.5 + 2 / 64}
 """Bytes per frozen linear weight: int8 in blocks of 256 with a float32 scale, NF4 in blocks of 64
 with a bfloat16 one (arXiv:2305.14314)."""
 
 Bytes = dict[str, float]
 
-_ADAMW_BYTES, _FLOAT = 8, 4
+_ADAMW_BYTES, FLOAT = 8, 4
 _GATHERED_AT_ONCE = 2
-"""Blocks whose weights are whole at stage 3: the one that runs and the one that comes next."""
-_HALF_COPIES = 3
-"""Tensors of the model's width that a layer keeps twice, in float32 and in the compute type."""
+"""Blocks whose weights are whole at stage 3: the one that runs and the one that comes next. As many
+are under way where all are gathered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +39,10 @@ class Layout:
     """How one model lies over the ranks.
 
     stage: ZeRO's, 0 to 3. half: computes in two bytes, else in four. is_trained: has gradients.
-    lora_rank: 0 trains all weights. frozen: how frozen linear weights rest. accumulates: more than
-    one micro-batch per optimizer step. moving_average: of what is trained, in float32.
+    lora_rank: 0 trains all weights. frozen: how frozen linear weights rest. shares_base: the frozen
+    base is another model's, who counts it. offload_params: weights rest in host memory; trained
+    ones then lie in pieces, as at stage 3. accumulates: more than one micro-batch per optimizer
+    step. moving_average: of what is trained, in float32. on_cpu: the host is the device.
     """
 
     ranks: int = 1
@@ -54,22 +50,36 @@ class Layout:
     half: bool = False
     is_trained: bool = True
     lora_rank: int = 0
-    frozen: FrozenKind = "none"
+    frozen: FrozenKind = ""
+    shares_base: bool = False
     offload_optimizer: bool = False
     offload_params: bool = False
     accumulates: bool = True
     moving_average: bool = False
     checkpointing: bool = False
+    on_cpu: bool = False
 
     @property
     def is_split(self) -> bool:
         """Whether weights lie in pieces between steps; frozen ones only do from stage 3 on."""
+        if self.is_trained and self.offload_params:
+            return True
         return self.ranks > 1 and self.stage >= (1 if self.is_trained else 3)
+
+    @property
+    def gathers_blocks(self) -> bool:
+        """Whether split weights are made whole block by block, and not all at once."""
+        return self.stage == 3 or self.offload_params
+
+    @property
+    def has_masters_on_host(self) -> bool:
+        """Whether the optimizer on the host keeps weights of its own there."""
+        return self.offload_optimizer and not self.offload_params
 
     @property
     def compute_bytes(self) -> int:
         """Bytes of a number that is computed with."""
-        return 2 if self.half else _FLOAT
+        return 2 if self.half else FLOAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +102,8 @@ class MemoryPlan:
     """Bytes per rank of one step.
 
     resting: what is there in every phase, by `role: name`. phases: what each adds to it, by name.
-    loading: weights alone, when no optimizer is there yet. host: what lies in
-    host memory beside a GPU.
+    loading: what is there while models are read and checked. host: what lies in host memory beside
+    a GPU.
     """
 
     resting: Bytes
@@ -122,67 +132,112 @@ def trained_parameters(shape: Shape, layout: Layout) -> int:
     return shape.adapters(layout.lora_rank) + (shape.width if shape.is_scalar else 0)
 
 
-def weight_bytes(shape: Shape, layout: Layout) -> float:
-    """All weights of one whole model as they rest: float32, frozen linear ones perhaps fewer."""
-    adapters = shape.adapters(layout.lora_rank) if layout.is_trained else 0
+def quantized_weights(shape: Shape, layout: Layout) -> int:
+    """Elements that rest as integers."""
     is_frozen = not layout.is_trained or layout.lora_rank > 0
-    quantized = shape.linear_weights if is_frozen and layout.frozen != "none" else 0
-    others = shape.parameters + adapters - quantized
-    return quantized * FROZEN_BYTES[layout.frozen] + others * _FLOAT
+    return shape.linear_weights + shape.untied_head if is_frozen and layout.frozen else 0
+
+
+def weight_bytes(shape: Shape, layout: Layout, size: int = FLOAT) -> float:
+    """All weights of one whole model as they rest, or travel: integers, and numbers of `size`."""
+    adapters = shape.adapters(layout.lora_rank) if layout.is_trained or layout.shares_base else 0
+    quantized = quantized_weights(shape, layout)
+    plain = shape.parameters + adapters - quantized
+    return quantized * FROZEN_BYTES[layout.frozen] + plain * size
 
 
 def role_memory(shape: Shape, layout: Layout) -> Role:
     """One model's weights, gradients and optimizer states on one rank."""
     trained = trained_parameters(shape, layout)
-    weights = weight_bytes(shape, layout)
     pieces = layout.ranks if layout.is_split else 1
-    resting: Bytes = {"weights": weights / pieces}
-    host: Bytes = {}
-    if layout.offload_params and (layout.is_split or not layout.is_trained):
-        host["weights"] = resting.pop("weights")
-    states: Bytes = {"AdamW": _ADAMW_BYTES * trained / pieces}
-    if layout.offload_optimizer:
-        states["masters"] = _FLOAT * trained / pieces
-        states["gradients"] = _FLOAT * trained / pieces
-    (host if layout.offload_optimizer else resting).update(states if trained else {})
-    if layout.moving_average and trained:
-        resting["moving average"] = _FLOAT * trained / pieces
-    working = _working(shape, layout, weights)
-    return Role(resting, host, working, _gradients(shape, layout, trained))
+    device: Bytes = {}
+    host: Bytes = device if layout.on_cpu else {}
+    (host if layout.offload_params else device)["weights"] = _resting(shape, layout) / pieces
+    if trained:
+        states = {"AdamW": _ADAMW_BYTES * trained / pieces}
+        if layout.has_masters_on_host:
+            states["masters"] = states["gradients kept"] = FLOAT * trained / pieces
+        is_on_host = layout.offload_optimizer or layout.offload_params
+        (host if is_on_host else device).update(states)
+        if layout.moving_average:
+            average = {"moving average": FLOAT * trained / pieces}
+            (host if layout.offload_params else device).update(average)
+    backward = _gradients(shape, layout, trained) if trained else {}
+    return Role(device, {} if layout.on_cpu else host, working_bytes(shape, layout), backward)
 
 
-def _working(shape: Shape, layout: Layout, weights: float) -> Bytes:
-    """Weights made whole, or cast, while the model computes."""
-    if layout.is_split:
-        share = layout.compute_bytes / _FLOAT
-        if layout.stage < 3:
-            return {"gathered weights": share * weights}
-        blocks = _GATHERED_AT_ONCE * max(shape.blocks, default=0)
-        return {"gathered blocks": layout.compute_bytes * (shape.outside_blocks + blocks)}
+def _resting(shape: Shape, layout: Layout) -> float:
+    weights = weight_bytes(shape, layout)
+    if layout.shares_base:
+        head = shape.width if shape.is_scalar else 0
+        weights = FLOAT * (shape.adapters(layout.lora_rank) + head)
+    if layout.has_masters_on_host and not layout.is_split:  # then no more than it computes with
+        weights -= (FLOAT - layout.compute_bytes) * trained_parameters(shape, layout)
+    return weights
+
+
+def working_bytes(
+    shape: Shape, layout: Layout, *, at_once: bool = False, learns: bool = True
+) -> Bytes:
+    """Weights made whole, or cast, or dequantized, while the model computes.
+
+    Args:
+        at_once: all blocks are gathered together, whatever the stage.
+        learns: a backward follows. Without one, autocast keeps casts of trained weights alone.
+    """
+    quantized = quantized_weights(shape, layout)
     working: Bytes = {}
-    if layout.offload_params and not layout.is_trained:
-        blocks = _GATHERED_AT_ONCE * max(shape.blocks, default=0)
-        working["fetched blocks"] = _FLOAT * (shape.outside_blocks + blocks)
-    if layout.half:
+    if quantized:
+        largest = max(inputs * outputs for inputs, outputs in shape.linears)
+        working["dequantized layer"] = layout.compute_bytes * max(largest, shape.untied_head)
+    if layout.is_split:
+        gathered = weight_bytes(shape, layout, layout.compute_bytes)
+        if layout.gathers_blocks and not at_once:
+            gathered = _blocks_at_once(shape, layout, layout.compute_bytes)
+        return working | {"gathered weights": gathered}
+    if layout.offload_params and not layout.on_cpu:
+        working["fetched blocks"] = _blocks_at_once(shape, layout, FLOAT)
+    is_cast = layout.has_masters_on_host and layout.lora_rank == 0 and layout.is_trained
+    if layout.half and not is_cast:
         head = 0 if shape.is_scalar else shape.vocabulary * shape.width
-        working["cast weights"] = layout.compute_bytes * (shape.linear_weights + head)
+        cast = shape.linear_weights + head - quantized
+        if not (learns or (layout.is_trained and layout.lora_rank == 0)):
+            cast = max(head, *(inputs * outputs for inputs, outputs in shape.linears))
+        working["cast weights"] = layout.compute_bytes * cast
     return working
+
+
+def travelling_bytes(shape: Shape, layout: Layout) -> float:
+    """Buffers of the blocks that are on their way to be made whole."""
+    if not layout.is_split or not shape.blocks:
+        return 0.0
+    blocks = _blocks_at_once(shape, layout, layout.compute_bytes)
+    return blocks - layout.compute_bytes * shape.outside_blocks
+
+
+def _blocks_at_once(shape: Shape, layout: Layout, size: int) -> float:
+    """Bytes of two blocks and of what is in none, numbers being of `size`."""
+    share = _GATHERED_AT_ONCE / max(1, len(shape.blocks))
+    in_blocks = weight_bytes(shape, layout, size) - size * shape.outside_blocks
+    return size * shape.outside_blocks + share * in_blocks
 
 
 def _gradients(shape: Shape, layout: Layout, trained: int) -> Bytes:
     """Gradients, and those of one weight or unit that are still under way."""
-    if not trained:
-        return {}
     if not layout.is_split:
         whole = layout.lora_rank == 0
+        under_way = FLOAT * shape.largest
+        if layout.has_masters_on_host and layout.ranks == 1:  # they go down one by one
+            return {"gradient under way": under_way if whole else 0}
         # A gradient is added to the sum of the micro-batches before once it is whole.
-        under_way = shape.largest if whole and layout.accumulates else 0
-        return {"gradients": _FLOAT * trained, "gradient under way": _FLOAT * under_way}
-    unit = _FLOAT * _largest_unit(shape, layout)
-    if layout.stage == 1 and layout.accumulates:
-        return {"gradients": _FLOAT * trained, "gradients being reduced": unit}
+        more = under_way if whole and layout.accumulates else 0
+        return {"gradients": FLOAT * trained, "gradient under way": more}
+    unit = FLOAT * _largest_unit(shape, layout)
+    if layout.stage == 1 and layout.accumulates and not layout.offload_params:
+        return {"gradients": FLOAT * trained, "gradients being reduced": unit}
+    pieces = 0.0 if layout.offload_params and not layout.on_cpu else FLOAT * trained / layout.ranks
     # Whole gradients of a unit beside their copy in the order in which they travel.
-    return {"gradients": _FLOAT * trained / layout.ranks, "gradients being reduced": 2 * unit}
+    return {"gradients": pieces, "gradients being reduced": 2 * unit}
 
 
 def _largest_unit(shape: Shape, layout: Layout) -> float:
@@ -190,71 +245,3 @@ def _largest_unit(shape: Shape, layout: Layout) -> float:
     if layout.lora_rank:
         return shape.adapters(layout.lora_rank) / max(1, shape.layers)
     return max([shape.outside_blocks, *shape.blocks])
-
-
-def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
-    """What a forward keeps for its backward: of every layer, or with checkpointing of one.
-
-        per token and layer   8 D + c (n D + 2 Q + 2 K + m I) + 4 (heads + 2)       bytes
-
-    D the width, Q and K the widths of queries and keys, I and m the MLP's width and tensors kept,
-    c bytes of a number; n is 2, and 5 in half precision, where norms stay in float32 and what they
-    hand on is cast. An adapter keeps rank numbers per token and layer beside its input.
-    """
-    size = layout.compute_bytes
-    copies = 2 + (_HALF_COPIES if layout.half else 0)
-    numbers = float(copies * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
-    numbers += shape.inner_kept * shape.inner
-    if layout.lora_rank:
-        numbers += layout.lora_rank * len(shape.linears) / max(1, shape.layers)
-    layer = 2 * _FLOAT * shape.width + size * numbers + _FLOAT * (shape.heads + 2)
-    ends = 2 * _FLOAT * shape.width  # the embeddings' output and the last norm's input
-    if layout.checkpointing:
-        return tokens * (shape.layers * _FLOAT * shape.width + layer + ends)
-    return tokens * (shape.layers * layer + ends)
-
-
-def forward_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
-    """What a forward without gradient holds at once: a layer's input, output and inner tensors."""
-    inner = max(3 * shape.inner, 2 * (shape.query_width + shape.kv_width))
-    return tokens * (2 * _FLOAT * shape.width + layout.compute_bytes * (shape.width + inner))
-
-
-def logits_bytes(shape: Shape, tokens: int, layout: Layout, *, backward: bool) -> float:
-    """Vocabulary logits held at once, and in the backward their gradient; none of a scalar head."""
-    if shape.is_scalar:
-        return 0.0
-    rows = min(tokens, max(1, DEFAULT_CHUNK_ELEMENTS // shape.vocabulary))
-    return rows * shape.vocabulary * layout.compute_bytes * (2 if backward else 1)
-
-
-def kv_bytes(shape: Shape, rows: int, tokens: int, layout: Layout) -> float:
-    """KV memory of `rows` answers side by side, prompt and answer `tokens` long."""
-    held = blocks_for(tokens) * BLOCK_TOKENS
-    return 2.0 * layout.compute_bytes * shape.layers * shape.kv_width * rows * held
-
-
-def generation_bytes(
-    shape: Shape, layout: Layout, *, rows: int, prompt: int, new: int, packs: bool
-) -> Bytes:
-    """What a rollout adds to the resting weights.
-
-    Args:
-        rows: answers side by side on one rank. prompt, new: tokens of each.
-        packs: decoding reads a second copy of the weights, laid out for it (Llama-like on a CPU).
-    """
-    whole = float(layout.compute_bytes) * (shape.parameters + shape.adapters(layout.lora_rank))
-    decoding: Bytes = {
-        "KV memory": kv_bytes(shape, rows, prompt + new, layout),
-        "logits": 2.0 * _FLOAT * rows * shape.vocabulary,
-        "activations": forward_bytes(shape, min(rows * prompt, PREFILL_TOKENS), layout),
-    }
-    linears = shape.linear_weights + shape.vocabulary * shape.width
-    if packs:
-        decoding["packed weights"] = layout.compute_bytes * linears
-    if not layout.is_split:
-        return decoding | ({"cast weights": layout.compute_bytes * linears} if layout.half else {})
-    # All blocks are asked for at once, and arrive in buffers of their own.
-    arriving: Bytes = {"gathered weights": whole, "weights arriving": whole}
-    decoding["gathered weights"] = whole
-    return max(arriving, decoding, key=lambda phase: sum(phase.values()))

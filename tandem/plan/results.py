@@ -25,9 +25,9 @@ class Result:
     """One case's figures.
 
     seconds, tokens_per_second: by phase, summed over the training steps and over them in the mean;
-    steps: how many. peak_bytes: resident memory by rank. device_bytes: of the first rank's GPU, by
-    phase; on a CPU its resident memory. outcome: the last step's loss, or in step 3 its reward.
-    digest: of the case's configuration.
+    steps: how many. peak_bytes: resident memory by rank. device: cpu or cuda. device_bytes: of the
+    first rank's GPU, by phase; on a CPU its resident memory. outcome: the last step's loss, or in
+    step 3 its reward. digest: of the case's configuration.
     """
 
     step: str
@@ -38,6 +38,7 @@ class Result:
     exit_code: int
     wall_seconds: float
     error: str = ""
+    device: str = "cpu"
     steps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     tokens_per_second: dict[str, float] = field(default_factory=dict)
@@ -51,14 +52,26 @@ class Result:
         return max(self.peak_bytes.values(), default=0)
 
     @property
+    def gpu_peak(self) -> int:
+        """The first rank's GPU's bytes; 0 on a CPU."""
+        return max(self.device_bytes.values(), default=0) if self.device == "cuda" else 0
+
+    @property
     def seconds_per_step(self) -> float | None:
         """Mean time of a training step; None if there was none."""
         return self.seconds["step"] / self.steps if self.steps and "step" in self.seconds else None
 
 
-def result_of(case: Case, digest: str, ended: Ended, run_folder: Path) -> Result:
-    """Put together how the processes ended and what the run logged."""
+def result_of(case: Case, digest: str, ended: Ended, run_folder: Path, device: str) -> Result:
+    """Put together how the processes ended and what the run logged.
+
+    Args:
+        device: what it ran on, cpu or cuda.
+    """
     figures = _figures(case.step, run_folder) if run_folder.is_dir() else {}
+    peaks = dict(ended.peak_bytes)
+    if device == "cpu" and peaks:  # a short peak may fall between two looks from outside
+        peaks[0] = max([peaks.get(0, 0), *figures.get("device_bytes", {}).values()])
     return Result(
         step=case.step,
         name=case.name,
@@ -68,7 +81,8 @@ def result_of(case: Case, digest: str, ended: Ended, run_folder: Path) -> Result
         exit_code=ended.exit_code,
         wall_seconds=ended.seconds,
         error=ended.error,
-        peak_bytes={str(rank): size for rank, size in ended.peak_bytes.items()},
+        device=device,
+        peak_bytes={str(rank): size for rank, size in peaks.items()},
         **figures,
     )
 

@@ -8,7 +8,6 @@ from tandem.config.schema import RunConfig
 from tandem.engine.devices import resolve_device, resolve_dtype
 from tandem.errors import ConfigError
 from tandem.ops import native
-from tandem.plan.knobs import knob_value
 from tandem.plan.memory import Layout, MemoryPlan
 from tandem.plan.shape import shape_of
 from tandem.plan.steps import PPOWork, ppo_memory, supervised_memory
@@ -44,7 +43,8 @@ def plan_memory(
         packs = (
             model.model_type in _PACKED_FAMILIES
             and resolve_device(config.device).type == "cpu"
-            and not (policy.half or policy.lora_rank)
+            and not (policy.half or policy.lora_rank or parallel.inference_tp_size > 1)
+            and config.hybrid_engine
             and native.available()
         )
         work = _ppo_work(config, prompt_tokens or config.dataset.max_prompt_tokens, ranks, packs)
@@ -59,19 +59,22 @@ def plan_memory(
         tokens=config.micro_batch_tokens,
         answered=config.micro_batch_tokens,
         reference=step == "dpo",
+        reference_on_host="reference" in parallel.offload,
     )
 
 
 def _layout(config: RunConfig, ranks: int, stage: int, *, average: bool = False) -> Layout:
-    offload = knob_value(config, "parallel.offload", ())
+    device = resolve_device(config.device)
     return Layout(
         ranks=ranks,
         stage=stage,
-        half=resolve_dtype(config.dtype, resolve_device(config.device)).itemsize == 2,
+        half=resolve_dtype(config.dtype, device).itemsize == 2,
         lora_rank=config.lora.rank,
-        frozen=knob_value(config, "parallel.frozen_weights", "none"),
-        offload_optimizer="optimizer" in offload,
-        offload_params="params" in offload,
+        frozen=config.parallel.frozen_weights,
+        shares_base=config.parallel.shared_base,
+        offload_optimizer="optimizer" in config.parallel.offload,
+        offload_params="params" in config.parallel.offload,
+        on_cpu=device.type == "cpu",
         moving_average=average,
         checkpointing=config.gradient_checkpointing,
     )
@@ -89,5 +92,7 @@ def _ppo_work(config: RunConfig, prompt: int, ranks: int, packs: bool) -> PPOWor
         tokens=tokens,
         answered=tokens * new // (prompt + new),
         packs=packs,
+        slices=config.parallel.inference_tp_size,
+        hosted=tuple(set(config.parallel.offload) & {"reference", "reward"}),
         has_reward_model=config.ppo.reward_model_weight > 0,
     )

@@ -33,6 +33,7 @@ class Shape:
     parameters: all weights, a shared one once. blocks: those of each decoder block.
     linears: (in, out) of every layer that may get an adapter or rest quantized.
     largest: elements of the largest single weight. vocabulary: rows of the embedding.
+    untied_head: elements of a vocabulary head with a weight of its own; else 0.
     query_width, kv_width: heads times their width; inner: the MLP's width.
     inner_kept: tensors of that width which an MLP keeps for its backward pass.
     is_scalar: a head of one output in place of the vocabulary's.
@@ -50,6 +51,7 @@ class Shape:
     inner: int
     inner_kept: int
     vocabulary: int
+    untied_head: int
     is_scalar: bool
 
     @property
@@ -93,6 +95,7 @@ def shape_of(config: PreTrainedConfig, *, scalar: bool = False) -> Shape:
         inner=inner,
         inner_kept=kept,
         vocabulary=embedding_rows(model),
+        untied_head=_untied_head(model),
         is_scalar=scalar,
     )
 
@@ -109,6 +112,13 @@ def _on_meta(config: PreTrainedConfig, scalar: bool) -> PreTrainedModel:
         )
     model.tie_weights()
     return model
+
+
+def _untied_head(model: PreTrainedModel) -> int:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is embedding.weight:
+        return 0
+    return int(head.weight.numel())
 
 
 def _in_out(layer: nn.Module) -> tuple[int, int]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from tandem.plan.memory import (
+    FLOAT,
     Bytes,
     Layout,
     MemoryPlan,
     Role,
-    activation_bytes,
-    forward_bytes,
-    generation_bytes,
-    logits_bytes,
+    quantized_weights,
     role_memory,
+    travelling_bytes,
+    working_bytes,
 )
 from tandem.plan.shape import Shape
+from tandem.plan.work import activation_bytes, forward_bytes, generation_bytes, logits_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +26,9 @@ class PPOWork:
 
     rows: answers it generates side by side. prompt, new: tokens of each. tokens: of the largest
     micro-batch, of which `answered` are answers'. packs: decoding reads a second, packed copy.
-    has_reward_model: a model scores, not only a function.
+    slices: ranks that hold slices of the actor while it generates. has_reward_model: a model
+    scores, not only a function. hosted: frozen models, `reference` and `reward`, whose weights rest
+    in host memory.
     """
 
     rows: int
@@ -33,26 +37,36 @@ class PPOWork:
     tokens: int
     answered: int
     packs: bool = False
+    slices: int = 1
     has_reward_model: bool = True
+    hosted: tuple[str, ...] = ()
 
 
 def supervised_memory(
-    shape: Shape, layout: Layout, *, tokens: int, answered: int, reference: bool = False
+    shape: Shape,
+    layout: Layout,
+    *,
+    tokens: int,
+    answered: int,
+    reference: bool = False,
+    reference_on_host: bool = False,
 ) -> MemoryPlan:
     """SFT, and with a scalar head the reward model; DPO with a reference.
 
     Args:
         tokens: of the largest micro-batch on a rank, of which `answered` go through the head.
         reference: a frozen copy is there too; under LoRA there never is one.
+        reference_on_host: its weights rest in host memory.
     """
-    roles = {"model": role_memory(shape, layout)}
+    layouts = {"model": (shape, layout)}
     if reference and layout.lora_rank == 0:
-        roles["reference"] = role_memory(shape, replace(layout, is_trained=False))
+        layouts["reference"] = (shape, _frozen(layout, on_host=reference_on_host))
+    roles = {name: role_memory(*laid) for name, laid in layouts.items()}
     return MemoryPlan(
         resting=_named(roles, "resting"),
         phases={"train": _training(shape, layout, roles["model"], tokens, answered)},
         host=_named(roles, "host"),
-        loading=_loading(roles),
+        loading=_loading(layouts, roles),
     )
 
 
@@ -67,36 +81,62 @@ def ppo_memory(
     Args:
         policy, value: how actor and critic lie; their frozen copies lie alike.
     """
-    frozen = {"reference": (actor, policy), "reward model": (critic, value)}
-    if policy.lora_rank:
-        del frozen["reference"]
-    if not work.has_reward_model:
-        del frozen["reward model"]
-    layouts = {"actor": (actor, policy), "critic": (critic, value)} | {
-        name: (shape, replace(layout, is_trained=False, lora_rank=0, moving_average=False))
-        for name, (shape, layout) in frozen.items()
+    layouts = {
+        "actor": (actor, replace(policy, shares_base=False)),
+        "critic": (critic, value),
+        "reference": (actor, _frozen(policy, "reference" in work.hosted)),
+        "reward model": (critic, _frozen(value, "reward" in work.hosted)),
     }
-    roles = {name: role_memory(shape, layout) for name, (shape, layout) in layouts.items()}
+    if policy.lora_rank:
+        del layouts["reference"]
+    if not work.has_reward_model:
+        del layouts["reward model"]
+    roles = {name: role_memory(*laid) for name, laid in layouts.items()}
     # The sampler's own log-probs serve as the actor's, so it only runs where it is the reference.
     asked = "actor" if policy.lora_rank else "reference"
-    scoring = {asked: roles[asked], "critic": roles["critic"]}
+    scoring = [layouts[asked], layouts["critic"]]
     tokens, answered = work.tokens, work.answered
+    generating = generation_bytes(
+        actor,
+        policy,
+        rows=work.rows,
+        prompt=work.prompt,
+        new=work.new,
+        packs=work.packs,
+        slices=work.slices,
+    )
     return MemoryPlan(
         resting=_named(roles, "resting"),
         phases={
-            "generate": generation_bytes(
-                actor, policy, rows=work.rows, prompt=work.prompt, new=work.new, packs=work.packs
-            ),
-            "score": _named(scoring, "working")
+            "generate": generating,
+            "score": {
+                f"{name}: {part}": size
+                for name in (asked, "critic")
+                for part, size in working_bytes(*layouts[name], learns=False).items()
+            }
             | {
                 "activations": forward_bytes(actor, tokens, policy),
+                "travelling weights": _travelling_to_all(scoring),
                 "logits": logits_bytes(actor, answered, policy, backward=False),
             },
             "train actor": _training(actor, policy, roles["actor"], tokens, answered),
             "train critic": _training(critic, value, roles["critic"], tokens, answered),
         },
-        loading=_loading(roles),
+        loading=_loading(layouts, roles),
         host=_named(roles, "host"),
+    )
+
+
+def _frozen(layout: Layout, on_host: bool) -> Layout:
+    """How the frozen copy of a trained model lies."""
+    adapters = layout.lora_rank if layout.shares_base else 0
+    return replace(
+        layout,
+        is_trained=False,
+        lora_rank=adapters,
+        moving_average=False,
+        offload_optimizer=False,
+        offload_params=on_host,
     )
 
 
@@ -119,6 +159,29 @@ def _named(roles: dict[str, Role], part: str) -> Bytes:
     }
 
 
-def _loading(roles: dict[str, Role]) -> Bytes:
-    """Weights are read straight to where they rest; no optimizer is there yet."""
-    return {name: role.resting.get("weights", 0.0) for name, role in roles.items()}
+def _travelling_to_all(layouts: Iterable[tuple[Shape, Layout]]) -> float:
+    """Of the models that are gathered whole one after another; at stage 3 none is."""
+    return max(
+        (travelling_bytes(*laid) for laid in layouts if not laid[1].gathers_blocks), default=0.0
+    )
+
+
+def _loading(layouts: Mapping[str, tuple[Shape, Layout]], roles: dict[str, Role]) -> Bytes:
+    """What models and optimizers take until the first step.
+
+    Beside what is kept, one model's weights are read, in full to be split, one by one to become
+    integers; or they are gathered to be checked.
+    """
+    held: Bytes = {}
+    states, passing = 0.0, [0.0]
+    for name, (shape, layout) in layouts.items():
+        resting = roles[name].resting
+        held[f"{name}: weights"] = resting.get("weights", 0.0)
+        if layout.has_masters_on_host and layout.is_trained:
+            states += resting.get("AdamW", 0.0) + resting.get("masters", 0.0)
+        read = shape.parameters if layout.is_split else 0
+        if quantized_weights(shape, layout):
+            read = shape.largest
+        checked = sum(working_bytes(shape, layout, at_once=True, learns=False).values())
+        passing.append(max(checked, FLOAT * read * layout.on_cpu) + travelling_bytes(shape, layout))
+    return held | {"read or checked, then AdamW and masters": max(states, *passing)}

@@ -88,7 +88,11 @@ def run_sweep(sweep: Sweep, say: Callable[[str], None] = print) -> list[Result]:
             say(f"{where}: done before: {summary_line(result)}")
         else:
             say(f"{where}: begins")
-            result = _run(sweep, case, base)
+            try:
+                result = _run(sweep, case, base)
+            except KeyboardInterrupt:
+                say(f"{where}: stopped; with the same command it begins anew")
+                raise
             say(f"{where}: {summary_line(result)}")
         results.append(result)
         write_tables(results, left_out, sweep.folder)
@@ -116,7 +120,7 @@ def _run(sweep: Sweep, case: Case, base: dict[str, object]) -> Result:
     config = folder / "config.yaml"
     config.write_text(dump_config(_case_config(sweep, case, base)), encoding="utf-8")
     ended = run_command(_arguments(case.step, config, case.ranks), folder / "log.txt")
-    result = result_of(case, _digest(sweep, case), ended, folder / "run")
+    result = result_of(case, _digest(sweep, case), ended, folder / "run", _device(sweep))
     if not sweep.keep_models:
         shutil.rmtree(folder / "run" / case.step, ignore_errors=True)
         shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
@@ -168,11 +172,12 @@ def _after_start(
         arguments = _arguments("train", folder / "config.yaml", sweep.ranks)
         ended = run_command(arguments, folder / "log.txt")
         if ended.exit_code:
+            why = ended.error.rstrip(".")
             raise ConfigError(
-                f"the steps that the sweep starts from must run; got: {ended.error}. See "
+                f"the steps that the sweep starts from must run; got: {why}. See "
                 f"{folder / 'log.txt'}."
             )
-        write_result(result_of(case, digest, ended, made), folder)
+        write_result(result_of(case, digest, ended, made, _device(sweep)), folder)
     base: dict[str, object] = {"actor_model": str(made / "sft")} if "sft" in needed else {}
     return base | ({"reward_model": str(made / "reward")} if "reward" in needed else {})
 
@@ -189,11 +194,17 @@ def _folder(sweep: Sweep, case: Case) -> Path:
     return sweep.folder / case.step / case.name
 
 
+def _device(sweep: Sweep) -> str:
+    from tandem.engine.devices import resolve_device  # torch, which the help must not wait for
+
+    return resolve_device(sweep.config.device).type
+
+
 def _digest(sweep: Sweep, case: Case) -> str:
     return _digest_of(_case_config(sweep, case, {}), case.ranks)
 
 
 def _digest_of(config: RunConfig, ranks: int) -> str:
     """Of the knobs and ranks, wherever the folder is."""
-    text = dump_config(with_knobs(config, {"output_dir": ""}))
+    text = dump_config(with_knobs(config, {"output_dir": "run"}))
     return hashlib.sha256(f"{ranks} ranks\n{text}".encode()).hexdigest()

@@ -23,6 +23,7 @@ _COLUMNS: dict[str, Callable[[Result], str]] = {
     "generate tok/s": lambda r: _number(r.tokens_per_second.get("generate")),
     "train tok/s": lambda r: _number(r.tokens_per_second.get("train")),
     "peak/rank": lambda r: with_unit(r.peak, "bytes") if r.peak else "",
+    "GPU peak": lambda r: with_unit(r.gpu_peak, "bytes") if r.gpu_peak else "",
     "loss or reward": lambda r: _number(r.outcome),
     "wall": lambda r: duration(r.wall_seconds),
     "error": lambda r: visible(r.error),
@@ -30,10 +31,11 @@ _COLUMNS: dict[str, Callable[[Result], str]] = {
 _LEFT_ALIGNED = ("step", "case", "error")
 
 _BARS: dict[str, tuple[str, Callable[[Result], float | None]]] = {
+    "Peak of the first rank's GPU memory": ("bytes", lambda r: float(r.gpu_peak) or None),
     "Peak resident memory of the largest rank": ("bytes", lambda r: float(r.peak) or None),
     "Time of a step": ("seconds", lambda r: r.seconds_per_step),
-    "Training throughput": ("tokens/s", lambda r: r.tokens_per_second.get("train")),
-    "Generation throughput": ("tokens/s", lambda r: r.tokens_per_second.get("generate")),
+    "Training, tokens/s": ("tokens/s", lambda r: r.tokens_per_second.get("train")),
+    "Generation, tokens/s": ("tokens/s", lambda r: r.tokens_per_second.get("generate")),
 }
 _ROW, _LABEL, _WIDTH, _VALUE = 22, 210, 720, 100
 
@@ -44,7 +46,7 @@ _PAGE = Markup("""<!doctype html>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem;
   color: #17202c; background: #fff; }}
 pre, td, th {{ font-variant-numeric: tabular-nums; }}
-table {{ border-collapse: collapse; font-size: .86rem; }}
+table {{ border-collapse: collapse; font-size: .86rem; margin-top: 1.5rem; }}
 td, th {{ text-align: right; padding: .15rem .6rem; border-bottom: 1px solid #dfe4ea; }}
 td.left, th.left {{ text-align: left; }}
 svg {{ width: 100%; height: auto; }}
@@ -79,17 +81,24 @@ def write_tables(results: Sequence[Result], left_out: Sequence[LeftOut], folder:
 
 def text_table(results: Sequence[Result], left_out: Sequence[LeftOut]) -> str:
     """Columns of even width; under them what was left out and why."""
-    rows = [list(_COLUMNS), *([cell(r) for cell in _COLUMNS.values()] for r in results)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    names, *cells = _rows(results)
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
     lines = [
         "  ".join(
             cell.ljust(width) if name in _LEFT_ALIGNED else cell.rjust(width)
-            for name, cell, width in zip(_COLUMNS, row, widths, strict=True)
+            for name, cell, width in zip(names, row, widths, strict=True)
         ).rstrip()
-        for row in rows
+        for row in (names, *cells)
     ]
     lines += [visible(line) for line in why_left_out(left_out)]
     return "\n".join(lines) + "\n"
+
+
+def _rows(results: Sequence[Result]) -> list[list[str]]:
+    """The columns' names, then a row a case; a column that is empty in all of them is left out."""
+    columns = {name: [cell(r) for r in results] for name, cell in _COLUMNS.items()}
+    filled = {name: cells for name, cells in columns.items() if any(cells)}
+    return [list(filled), *map(list, zip(*filled.values(), strict=True))]
 
 
 def csv_table(results: Sequence[Result]) -> str:
@@ -131,7 +140,8 @@ def page(results: Sequence[Result], left_out: Sequence[LeftOut], name: str) -> s
             if known:
                 parts.append(Markup("<h3>{}</h3>{}").format(title, bars(title, unit, known)))
         parts.append(_html_table(of_step))
-    items = [Markup("<li>{}</li>").format(visible(line)) for line in why_left_out(left_out)]
+    reasons = [line.removeprefix("left out ") for line in why_left_out(left_out)]
+    items = [Markup("<li>{}</li>").format(visible(line)) for line in reasons]
     if items:
         parts.append(Markup("<h2>Left out</h2><ul>{}</ul>").format(Markup("").join(items)))
     return str(_PAGE.format(name=visible(name), body=Markup("").join(parts)))
@@ -159,18 +169,20 @@ def bars(title: str, unit: str, values: Sequence[tuple[str, float]]) -> Markup:
 
 
 def _html_table(results: Sequence[Result]) -> Markup:
+    names, *rows = _rows(results)
+
     def row(tag: str, cells: Sequence[str]) -> Markup:
         return Markup("<tr>{}</tr>").format(
             Markup("").join(
                 Markup('<{t} class="{c}">{v}</{t}>').format(
                     t=tag, c="left" if name in _LEFT_ALIGNED else "", v=cell
                 )
-                for name, cell in zip(_COLUMNS, cells, strict=True)
+                for name, cell in zip(names, cells, strict=True)
             )
         )
 
-    body = [row("td", [cell(r) for cell in _COLUMNS.values()]) for r in results]
-    return Markup("<table>{}{}</table>").format(row("th", list(_COLUMNS)), Markup("").join(body))
+    body = [row("td", cells) for cells in rows]
+    return Markup("<table>{}{}</table>").format(row("th", names), Markup("").join(body))
 
 
 def _number(value: float | None) -> str:

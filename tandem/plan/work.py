@@ -1,0 +1,84 @@
+"""What a model's work holds beside its weights: activations, logits, KV memory, weights under way.
+
+Activations are counted after arXiv:2205.05198 (section 4.1), anew for this code's operations.
+"""
+
+from __future__ import annotations
+
+from tandem.generate.blocks import blocks_for
+from tandem.generate.session import PREFILL_TOKENS
+from tandem.objectives.logprobs import DEFAULT_CHUNK_ELEMENTS
+from tandem.ops.steps import BLOCK_TOKENS
+from tandem.plan.memory import FLOAT, Bytes, Layout, travelling_bytes, working_bytes
+from tandem.plan.shape import Shape
+
+_HALF_COPIES = 3
+"""Tensors of the model's width that a layer keeps twice, in float32 and in the compute type."""
+
+
+def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
+    """What a forward keeps for its backward: of every layer, or with checkpointing of one.
+
+        per token and layer   8 D + c (n D + 2 Q + 2 K + m I) + 4 (heads + 2)       bytes
+
+    D the width, Q and K the widths of queries and keys, I and m the MLP's width and tensors kept,
+    c bytes of a number; n is 2, and 5 in half precision, where norms stay in float32 and what they
+    hand on is cast. An adapter keeps rank numbers per token and layer beside its input.
+    """
+    size = layout.compute_bytes
+    copies = 2 + (_HALF_COPIES if layout.half else 0)
+    numbers = float(copies * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
+    numbers += shape.inner_kept * shape.inner
+    if layout.lora_rank:
+        numbers += layout.lora_rank * len(shape.linears) / max(1, shape.layers)
+    layer = 2 * FLOAT * shape.width + size * numbers + FLOAT * (shape.heads + 2)
+    ends = 2 * FLOAT * shape.width  # the embeddings' output and the last norm's input
+    if layout.checkpointing:
+        return tokens * (shape.layers * FLOAT * shape.width + layer + ends)
+    return tokens * (shape.layers * layer + ends)
+
+
+def forward_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
+    """What a forward without gradient holds at once: a layer's input, output and inner tensors."""
+    inner = max(3 * shape.inner, 2 * (shape.query_width + shape.kv_width))
+    return tokens * (2 * FLOAT * shape.width + layout.compute_bytes * (shape.width + inner))
+
+
+def logits_bytes(shape: Shape, tokens: int, layout: Layout, *, backward: bool) -> float:
+    """Vocabulary logits held at once, and in the backward their gradient; none of a scalar head."""
+    if shape.is_scalar:
+        return 0.0
+    rows = min(tokens, max(1, DEFAULT_CHUNK_ELEMENTS // shape.vocabulary))
+    return rows * shape.vocabulary * layout.compute_bytes * (2 if backward else 1)
+
+
+def kv_bytes(shape: Shape, rows: int, tokens: int, layout: Layout) -> float:
+    """KV memory of `rows` answers side by side, prompt and answer `tokens` long."""
+    held = blocks_for(tokens) * BLOCK_TOKENS
+    return 2.0 * layout.compute_bytes * shape.layers * shape.kv_width * rows * held
+
+
+def generation_bytes(
+    shape: Shape, layout: Layout, *, rows: int, prompt: int, new: int, packs: bool, slices: int = 1
+) -> Bytes:
+    """What a rollout adds to the resting weights.
+
+    Args:
+        rows: answers side by side on one rank. prompt, new: tokens of each.
+        packs: decoding reads a second copy of the weights, laid out for it (Llama-like on a CPU).
+        slices: ranks that hold slices of one model.
+    """
+    size = layout.compute_bytes
+    decoding: Bytes = {
+        "KV memory": kv_bytes(shape, rows, prompt + new, layout),
+        "logits": 2.0 * FLOAT * rows * shape.vocabulary,
+        "activations": forward_bytes(shape, min(rows * prompt, PREFILL_TOKENS), layout),
+    }
+    if slices > 1:
+        sliced = shape.linear_weights
+        return decoding | {"slices": size * (shape.parameters - sliced + sliced / slices)}
+    if packs:
+        linears = shape.linear_weights + shape.vocabulary * shape.width
+        decoding["packed weights"] = size * linears
+    decoding["travelling weights"] = travelling_bytes(shape, layout)
+    return decoding | working_bytes(shape, layout, at_once=True, learns=False)

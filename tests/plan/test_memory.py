@@ -1,0 +1,231 @@
+"""The formulas against counting: real models, autograd's saved tensors, ZeRO's table by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.config.load import build_config
+from tandem.config.schema import LoraConfig, RunConfig
+from tandem.engine.forward import response_logprobs
+from tandem.errors import ConfigError
+from tandem.generate.runner import new_memory
+from tandem.models.frozen import freeze_quantized
+from tandem.models.lora import add_lora
+from tandem.plan.memory import Layout, role_memory, weight_bytes, working_bytes
+from tandem.plan.run import plan_memory
+from tandem.plan.shape import Shape, shape_of
+from tandem.plan.steps import PPOWork, ppo_memory, supervised_memory
+from tandem.plan.work import activation_bytes, generation_bytes, kv_bytes
+from tests.models.families import ragged_batch, tiny_config, tiny_model, tiny_scalar
+
+SHAPE = Shape(
+    parameters=1000,
+    blocks=(400, 400),
+    linears=((10, 30), (10, 10)),
+    largest=200,
+    layers=2,
+    width=10,
+    heads=2,
+    query_width=10,
+    kv_width=10,
+    inner=30,
+    inner_kept=3,
+    vocabulary=20,
+    untied_head=0,
+    is_scalar=False,
+)
+FAMILIES = ("llama", "opt", "gpt2", "gpt_neox", "qwen2")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shape_counts_the_weights_of_a_real_model(family: str) -> None:
+    shape, model = shape_of(tiny_config(family)), tiny_model(family)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.largest == max(p.numel() for p in model.parameters())
+    assert 0 < shape.outside_blocks < shape.parameters
+    scalar = shape_of(tiny_config(family), scalar=True)
+    assert scalar.parameters == sum(p.numel() for p in tiny_scalar(family).parameters())
+    assert scalar.untied_head == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_as_many_as_lora_adds(family: str) -> None:
+    model = tiny_model(family)
+    before = sum(p.numel() for p in model.parameters())
+    add_lora(model, LoraConfig(rank=3), 0)
+    added = sum(p.numel() for p in model.parameters()) - before
+    assert shape_of(tiny_config(family)).adapters(3) == added
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_quantized_weights_take_the_bytes_that_they_take(kind: Any) -> None:
+    model = tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16)
+    config = model.config
+    model.requires_grad_(False)
+    freeze_quantized(model, kind)
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    layout = Layout(is_trained=False, frozen=kind)
+    assert weight_bytes(shape_of(config), layout) == pytest.approx(held, rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox"])
+def test_activations_are_what_autograd_keeps(family: str) -> None:
+    """By the slope over layers and tokens: no weight, no constant counts."""
+    layers = {n: tiny_model(family, num_hidden_layers=n) for n in (1, 3)}
+    lengths = {"few": (16,), "many": (48,)}
+    kept = {
+        (n, name): _saved_bytes(model, ragged_batch(rows))
+        for n, model in layers.items()
+        for name, rows in lengths.items()
+    }
+    slope = {name: (kept[3, name] - kept[1, name]) / 2 for name in lengths}
+    shapes = {n: shape_of(tiny_config(family, num_hidden_layers=n)) for n in layers}
+    expected = {
+        n: activation_bytes(s, 48, Layout()) - activation_bytes(s, 16, Layout())
+        for n, s in shapes.items()
+    }
+    assert slope["many"] - slope["few"] == pytest.approx((expected[3] - expected[1]) / 2, rel=0.1)
+
+
+def test_kv_memory_is_what_a_rollout_allocates() -> None:
+    model = tiny_model("llama")
+    memory = new_memory(model, num_blocks=11)  # and one for rows that only fill up
+    held = sum(tensor.nbytes for layer in memory.layers for tensor in layer)
+    blocks = kv_bytes(shape_of(model.config), 12, 1, Layout())
+    assert blocks == held
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "adamw", "gathered", "gradients"),
+    [
+        (0, 4000, 8000, None, 4000),
+        (1, 1000, 2000, 4000, 4000),
+        (2, 1000, 2000, 4000, 1000),
+        (3, 1000, 2000, 4 * (200 + 800), 1000),
+    ],
+)
+def test_zero_divides_what_its_stage_says(
+    stage: int, weights: int, adamw: int, gathered: int | None, gradients: int
+) -> None:
+    """1,000 weights in float32 over four ranks, by hand."""
+    role = role_memory(SHAPE, Layout(ranks=4, stage=stage))
+    assert role.resting == {"weights": weights, "AdamW": adamw}
+    assert role.working.get("gathered weights") == gathered
+    assert role.backward["gradients"] == gradients
+    assert role.host == {}
+
+
+def test_a_frozen_model_is_split_at_stage_3_alone() -> None:
+    for stage, weights in ((2, 4000), (3, 1000)):
+        frozen = role_memory(SHAPE, Layout(ranks=4, stage=stage, is_trained=False))
+        assert (frozen.resting, frozen.backward) == ({"weights": weights}, {})
+
+
+def test_lora_trains_adapters_alone() -> None:
+    role = role_memory(SHAPE, Layout(lora_rank=2))
+    adapters = 2 * (40 + 20)
+    assert role.resting == {"weights": 4 * (1000 + adapters), "AdamW": 8 * adapters}
+    assert role.backward["gradients"] == 4 * adapters
+
+
+def test_offload_moves_states_to_the_host() -> None:
+    layout = Layout(offload_optimizer=True, half=True)
+    role = role_memory(SHAPE, layout)
+    assert role.resting == {"weights": 2000}  # in the compute type: the masters are elsewhere
+    assert role.host == {"AdamW": 8000, "masters": 4000, "gradients kept": 4000}
+    assert "cast weights" not in role.working
+    assert role.backward == {"gradient under way": 800}  # each goes down when it is done
+    here = role_memory(SHAPE, replace(layout, on_cpu=True))
+    assert (here.resting, here.host) == ({**role.host, "weights": 2000}, {})
+
+
+def test_offloaded_weights_lie_in_pieces_on_the_host_at_one_rank_too() -> None:
+    role = role_memory(SHAPE, Layout(offload_params=True, offload_optimizer=True))
+    assert role.resting == {}
+    assert role.host == {"weights": 4000, "AdamW": 8000}
+    assert role.working == {"gathered weights": 4 * (200 + 800)}
+
+
+def test_autocast_keeps_casts_of_what_is_trained_or_learnt_from() -> None:
+    head, linears = 200, 400
+    full, adapted = Layout(half=True), Layout(half=True, lora_rank=2)
+    for layout, learns, cast in (
+        (full, True, linears + head),
+        (full, False, linears + head),
+        (adapted, True, linears + head),
+        (adapted, False, 300),
+    ):
+        working = working_bytes(SHAPE, layout, learns=learns)
+        assert working == {"cast weights": 2 * cast}, (layout, learns)
+
+
+def test_a_shared_base_counts_once() -> None:
+    layout = Layout(lora_rank=2, shares_base=True)
+    work = PPOWork(rows=1, prompt=4, new=4, tokens=8, answered=4)
+    scalar = replace(SHAPE, parameters=990, is_scalar=True)
+    plan = ppo_memory(SHAPE, scalar, layout, layout, work)
+    adapters = 4 * 120
+    assert plan.resting["actor: weights"] == 4000 + adapters
+    assert plan.resting["critic: weights"] == adapters + 40
+    assert plan.resting["reward model: weights"] == adapters + 40
+    assert "reference: weights" not in plan.resting
+
+
+def test_slices_divide_the_linear_layers_while_generating() -> None:
+    def weights(parts: int) -> float:
+        return generation_bytes(
+            SHAPE, Layout(), rows=1, prompt=1, new=1, packs=False, slices=parts
+        )["slices"]
+
+    assert weights(2) == 4 * (600 + 200)
+    assert weights(4) == 4 * (600 + 100)
+
+
+def test_dpo_has_a_reference_only_without_lora() -> None:
+    def resting(layout: Layout) -> float:
+        plan = supervised_memory(SHAPE, layout, tokens=8, answered=4, reference=True)
+        return plan.resting.get("reference: weights", 0.0)
+
+    assert resting(Layout()) == 4000
+    assert resting(Layout(lora_rank=2)) == 0
+
+
+def test_a_run_is_read_off_its_knobs() -> None:
+    llama = tiny_config("llama")
+    plain = plan_memory(_config(), "ppo", llama)
+    assert plain.peak_phase in ("generate", "train actor", "train critic")
+    assert plain.host == {}  # it is the device
+    split = plan_memory(_config(actor_zero_stage=3, critic_zero_stage=3), "ppo", llama, ranks=4)
+    ratio = split.resting["actor: AdamW"] / plain.resting["actor: AdamW"]
+    assert ratio == pytest.approx(1 / 4)
+    assert split.resting["reference: weights"] * 4 == plain.resting["reference: weights"]
+    reward = plan_memory(_config(), "reward", llama)
+    assert reward.phases.keys() == {"train"}
+    with pytest.raises(ConfigError, match="step must be one of sft, reward, dpo, ppo; got 'rl'"):
+        plan_memory(_config(), "rl", llama)
+
+
+def _config(**parallel: Any) -> RunConfig:
+    return build_config({"device": "cpu", "parallel": parallel}, where="")
+
+
+def _saved_bytes(model: Any, batch: Any) -> int:
+    """Bytes of the storages that a forward keeps for its backward, weights left out."""
+    model.eval()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logprobs = response_logprobs(model, batch)[0]
+    assert logprobs.requires_grad
+    return sum(storage.nbytes() for storage in storages.values())

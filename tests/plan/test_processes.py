@@ -1,0 +1,97 @@
+"""Processes of a case: how they end, what they said, how much they held."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem.plan.processes import PeakWatch, error_line, resident_peak, run_command
+
+_HOLD = "import time; held = bytearray({size}); held[::4096] = b'x' * len(held[::4096]); "
+_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def test_a_command_that_ends_well(tmp_path: Path) -> None:
+    ended = run_command(["--version"], tmp_path / "log.txt")
+    assert (ended.exit_code, ended.error) == (0, "")
+    assert (tmp_path / "log.txt").read_text().startswith("tandem ")
+    assert 0 < ended.seconds < 60
+
+
+def test_a_command_that_fails_is_known_by_its_own_line(tmp_path: Path) -> None:
+    ended = run_command(["tran"], tmp_path / "log.txt")
+    assert ended.exit_code == 2
+    assert ended.error == "'tran' is not a command. Did you mean train?"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "line"),
+    [
+        ("step 1\ntandem: data must be.\nTraceback\n", 2, "data must be."),
+        ("one\n\nValueError: two\n", 1, "ValueError: two"),
+        ("", 3, "exit code 3, and nothing was said"),
+        ("begins\n", -9, "ended by SIGKILL; last: begins"),
+        ("", -200, "ended by signal 200"),
+    ],
+)
+def test_the_line_of_an_error(tmp_path: Path, text: str, code: int, line: str) -> None:
+    (tmp_path / "log.txt").write_text(text)
+    assert error_line(tmp_path / "log.txt", code) == line
+
+
+@_linux
+def test_the_peak_of_every_rank_is_seen_and_the_launcher_left_out() -> None:
+    sizes = {0: 40 * 2**20, 1: 80 * 2**20}
+    main = subprocess.Popen([sys.executable, "-c", _HOLD.format(size=2**28) + "time.sleep(60)"])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _HOLD.format(size=size) + "time.sleep(60)"],
+            env={**os.environ, "SWEEP_MARK": "this", "RANK": str(rank)},
+        )
+        for rank, size in sizes.items()
+    ]
+    watch = PeakWatch("SWEEP_MARK=this", main.pid)
+    with watch:
+        until = time.monotonic() + 20
+        while time.monotonic() < until and any(
+            watch.peaks.get(rank, 0) < size for rank, size in sizes.items()
+        ):
+            time.sleep(0.05)
+    for process in (main, *ranks):
+        process.kill()
+        process.wait()
+    assert watch.peaks.keys() == {0, 1}
+    for rank, size in sizes.items():
+        assert size < watch.peaks[rank] < size + 30 * 2**20
+    assert resident_peak(main.pid) == 0  # gone
+
+
+@_linux
+def test_an_interruption_stops_the_command(tmp_path: Path) -> None:
+    """The command would run for minutes; Ctrl-C comes while it does."""
+    log = tmp_path / "log.txt"
+    timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_command(["demo", "--output-dir", str(tmp_path / "demo")], log)
+    assert time.monotonic() - start < 30
+    assert not any(str(tmp_path).encode() in line for line in _command_lines())
+
+
+def _command_lines() -> list[bytes]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and folder.name != str(os.getpid()):
+            try:
+                found.append((folder / "cmdline").read_bytes())
+            except OSError:
+                continue
+    return found
