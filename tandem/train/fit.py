@@ -98,7 +98,9 @@ def fit(
             loop.measure_start()
         with loop:
             if start < order.num_steps:
-                rehearse = partial(_rehearse, trainee, rows, objective, config, room)
+                rehearse = partial(
+                    _rehearse, trainee, rows, settings.batch_size, objective, config, room
+                )
                 room.attempt(stage, model, rehearse, trainee.forget)
             for step, indices in order.from_step(start):
                 with phases("step"):
@@ -181,18 +183,25 @@ def _train_step(
 
 
 def _rehearse(
-    trainee: Trainee, rows: Sequence[Row], objective: Objective[Row], config: RunConfig, room: Room
+    trainee: Trainee,
+    rows: Sequence[Row],
+    batch_size: int,
+    objective: Objective[Row],
+    config: RunConfig,
+    room: Room,
 ) -> None:
     """The largest micro-batch that can come, forward and backward, for nothing: what does not fit
     is known before the first step."""
     longest = sorted(rows, key=len, reverse=True)
     width = objective.sequences_per_row * len(longest[0])
-    device = trainee.shards.world.device
+    world = trainee.shards.world
+    share = -(-batch_size // world.size)  # no rank is dealt more of a batch than this
+    device = world.device
     model = cast(PreTrainedModel, trainee.model)
     model.train()
     with room.kept_for(trainee):
         with autocast(device, resolve_dtype(config.dtype, device)):
-            loss, _ = objective.loss(longest[: max(1, room.tokens // width)])
+            loss, _ = objective.loss(longest[: max(1, min(room.tokens // width, share))])
         trainee.backward(loss, 1.0, weight=0.0)
     trainee.forget()
     model.eval()

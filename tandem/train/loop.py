@@ -22,11 +22,9 @@ from tandem.metrics.log import MetricLog, MutedLog
 from tandem.metrics.timing import Phases
 from tandem.parallel.watch import note
 from tandem.train.recorder import Recorded
-from tandem.train.run import Run, finite
+from tandem.train.run import SAVE_NOW, Run, finite
 from tandem.types import Experience
 
-SAVE_NOW = "save-now"
-"""A file of this name in the run's folder asks for a checkpoint after the running step."""
 RECORDER_FILE = "recorder.jsonl"
 BAD_STEPS = "bad-steps"
 _KEPT = 8

@@ -71,6 +71,7 @@ def _train(run: Run, command: str) -> None:
     if unfinished:
         check_rows(config, rows, *tokenizer_sources(run))
         run.require_continuable(unfinished[0])
+    run.require_own_folder()
     run.world.wait()  # every rank has seen what was there before the first changes it
     run.open(command)
     run.write_json("data.json", json.loads(rows.ledger.to_json()))

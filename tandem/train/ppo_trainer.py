@@ -172,23 +172,26 @@ class PPOTrainer:
         length = max(len(prompt) for prompt in prompts) + answer
         device = engine.device
 
-        def batch(rows: int) -> TokenBatch:
+        # No rank is dealt more answers of a minibatch than this.
+        share = -(-self.config.ppo.minibatch_size // engine.world.size)
+
+        def batch() -> TokenBatch:
+            rows = max(1, min(self.room.tokens // length, share))
             response = torch.zeros((rows, length), dtype=torch.bool, device=device)
             response[:, length - answer :] = True
             ids = torch.full((rows, length), engine.renderer.pad_token_id, device=device)
             return TokenBatch(ids, torch.ones_like(response), response)
 
         def actor() -> None:
-            answers = batch(max(1, self.room.tokens // length))
             with_entropy = self.config.ppo.entropy_coef > 0
             with self.room.kept_for(engine.actor_trainee):
-                loss = engine.actor_logprobs(answers, with_entropy=with_entropy)[0].sum()
+                loss = engine.actor_logprobs(batch(), with_entropy=with_entropy)[0].sum()
                 engine.actor_trainee.backward(loss, 1.0, weight=0.0)
             engine.actor_trainee.forget()
 
         def critic() -> None:
             with self.room.kept_for(engine.critic_trainee):
-                loss = engine.values(batch(max(1, self.room.tokens // length))).sum()
+                loss = engine.values(batch()).sum()
                 engine.critic_trainee.backward(loss, 1.0, weight=0.0)
             engine.critic_trainee.forget()
 

@@ -35,6 +35,10 @@ from tandem.train.recorder import Recorded
 from tandem.train.rows import StepRows
 from tandem.train.signals import StopSignals
 
+SAVE_NOW = "save-now"
+"""A file of this name in the run's folder asks for a checkpoint after the running step."""
+STEP_FOLDERS = ("sft", "reward", "dpo", "ppo", "checkpoints")
+
 
 class Run:
     """The run's folder and configuration."""
@@ -55,6 +59,28 @@ class Run:
         self.stops = StopSignals(self.say)
         self._verified: set[str] = set()  # hashing a large model once a run is enough
         self._savers: dict[str, Saver] = {}
+
+    def require_own_folder(self) -> None:
+        """Refuse a folder that is somebody's and no run's, before anything is written there.
+
+        Raises:
+            CheckpointError: it holds other things; the message names one.
+        """
+        if not self.path.is_dir() or (self.path / "config.yaml").exists():
+            return
+        # The launcher keeps its ranks' logs there before a run is; steps are checked by themselves.
+        own = {"logs", SAVE_NOW, *STEP_FOLDERS}
+        others = sorted(
+            path.name
+            for path in self.path.iterdir()
+            if path.name not in own and not path.name.startswith(".")
+        )
+        if others:
+            raise CheckpointError(
+                f"--output-dir must be a run's folder, a new one or an empty one; got {self.path} "
+                f"with {others[0]!r}{f' and {len(others) - 1} more' if others[1:] else ''}. Choose "
+                "another."
+            )
 
     def open(self, command: str) -> None:
         """Make the folder and write down what is about to run.

@@ -21,12 +21,13 @@ from safetensors.torch import load_file
 from tandem.config.load import dump_config
 from tandem.config.schema import GuardConfig, RunConfig
 from tandem.engine import optimizer
-from tandem.errors import NumericsError, Stopped
+from tandem.errors import CheckpointError, NumericsError, Stopped
 from tandem.parallel.world import World
 from tandem.train import experience as experiences
 from tandem.train import fit as fitting
-from tandem.train.loop import BAD_STEPS, RECORDER_FILE, SAVE_NOW, StepLoop
+from tandem.train.loop import BAD_STEPS, RECORDER_FILE, StepLoop
 from tandem.train.pipeline import train
+from tandem.train.run import SAVE_NOW
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
 from tests.train.test_ranks import ran, records
@@ -384,3 +385,13 @@ def test_what_is_bad_on_one_rank_is_left_out_on_all(
     assert torch.isfinite(
         load_file(tmp_path / "sft" / "model.safetensors")["model.norm.weight"]
     ).all()
+
+
+def test_a_folder_of_other_things_is_left_alone(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    (tmp_path / "thesis.tex").write_text("x", encoding="utf-8")
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(CheckpointError, match=r"got .* with 'notes' and 1 more\. Choose another"):
+        quietly(config_of(tmp_path, tiny_model, preferences))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "thesis.tex"]
