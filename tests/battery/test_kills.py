@@ -68,7 +68,7 @@ def lived(child: int, seconds: float) -> bool:
     return False
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_killed_run_is_the_run_that_was_not(tmp_path: Path, kills: int) -> None:
     config = config_of(tmp_path)
     begin = time.monotonic()
