@@ -47,13 +47,16 @@ def answer(
         input_ids[i, width - len(request.prompt) :] = torch.tensor(request.prompt)
         attention_mask[i, width - len(request.prompt) :] = 1
     sampler = _Sampler(requests, device)
+    border = rope_border(model)
+    longest = width + max(request.limit for request in requests)
     # Greedy search takes the one token that the sampler leaves.
     settings = GenerationConfig(
         max_new_tokens=max(request.limit for request in requests),
         do_sample=False,
         eos_token_id=list(stop_token_ids),
         pad_token_id=0,
-        use_cache=True,
+        # What is kept is turned otherwise past the border; not every version begins anew there.
+        use_cache=border is None or not width <= border < longest,
     )
     with torch.no_grad(), _without_own_settings(model):
         model.generate(  # type: ignore[operator]
