@@ -16,8 +16,9 @@ from typing import NoReturn
 
 from tandem.config.flags import help_page, parse_run_flags
 from tandem.config.load import check_config, check_ranges
+from tandem.config.schema import RunConfig
 from tandem.errors import ConfigError, Stopped, TandemError
-from tandem.launch.failure import complain, is_launched
+from tandem.launch.failure import complain, is_launched, leaving_at_signals
 from tandem.launch.flags import launch_help, take_launch_flags
 
 _RUN_COMMANDS = {
@@ -124,6 +125,11 @@ def _train(command: str, args: list[str], debug: bool) -> int:
             device=config.device,
             patience_seconds=60 * config.parallel.timeout_minutes,
         )
+    with leaving_at_signals():
+        return _run_steps(command, args, config)
+
+
+def _run_steps(command: str, args: list[str], config: RunConfig) -> int:
     from tandem.engine.devices import resolve_device
     from tandem.parallel.watch import watching
     from tandem.parallel.world import join, leave

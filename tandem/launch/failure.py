@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 from tandem.data.excerpt import visible
@@ -23,6 +28,7 @@ LOG_FILE = "TANDEM_LOG_FILE"
 """Names the rank's log, where tracebacks go."""
 LAUNCHER = "TANDEM_LAUNCHER"
 """The launcher's process id."""
+_STOPPING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 Kind = Literal["error", "crash", "lost", "stopped"]
 
 
@@ -60,6 +66,34 @@ def complain(line: str, code: int, error: BaseException | None = None) -> int:
     rank = f"rank {os.environ.get('RANK', '0')} of {size}: " if size > 1 else ""
     print(f"tandem: {rank}{line}", file=sys.stderr)
     return code
+
+
+@contextmanager
+def leaving_at_signals() -> Iterator[None]:
+    """Within: a stopping signal ends this process at once, with one line and its code.
+
+    For the time before a run takes signals itself: an exception that a handler raises while
+    modules are imported may be lost there. Nothing where this is not the main thread.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        stopped = Stopped(number, "before a step was running")
+        code = complain(f"{stopped}. The same command continues.", stopped.exit_code, stopped)
+        sys.stderr.flush()
+        os._exit(code)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [getattr(signal, name, None) for name in _STOPPING] if is_main else []
+    before = {
+        number: signal.signal(number, leave)
+        for number in numbers
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def leave_failure(kind: Kind, line: str, code: int, error: BaseException | None = None) -> None:

@@ -62,8 +62,8 @@ class StopSignals:
             # Not through handlers and threads, which might wait for something.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        if not self.deferring:
-            self._restore()
-            raise Stopped(number, "before a step was running")
         self.requested = number
+        if not self.deferring:
+            # Should it get lost where Python ignores exceptions, the next step's end still asks.
+            raise Stopped(number, "before a step was running")
         self._say(f"{name}: the run stops after this step, saved. Once more ends it at once.")

@@ -395,3 +395,15 @@ def test_a_folder_of_other_things_is_left_alone(
     with pytest.raises(CheckpointError, match=r"got .* with 'notes' and 1 more\. Choose another"):
         quietly(config_of(tmp_path, tiny_model, preferences))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "thesis.tex"]
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.9, 1.6])
+def test_a_signal_while_modules_are_imported_is_one_line(
+    tmp_path: Path, tiny_model: str, preferences: str, seconds: float
+) -> None:
+    process = started(config_of(tmp_path / "run", tiny_model, preferences), tmp_path)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode in (128 + signal.SIGINT, -signal.SIGINT)
+    assert "Traceback" not in said or seconds < 0.5  # Python's own start is not ours
