@@ -32,7 +32,14 @@ _RUN_COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (0 done, 1 found bad rows, 2 error, 130 stopped)."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _told(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:  # a second one, while the first was told of
+        return 130
+
+
+def _told(args: list[str]) -> int:
+    """Run one command, and say in one line how it failed."""
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]
     try:
@@ -52,6 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         line = f"{error.filename or 'a file'}: {error.strerror or error}"
+        return complain(line, 2, error)
+    except (RuntimeError, MemoryError) as error:
+        from tandem.engine.room import is_out_of_memory
+        from tandem.parallel.watch import first_line
+
+        if debug or not is_out_of_memory(error):
+            raise
+        line = (
+            f"there must be memory for what was begun; got {first_line(error)[:160]!r}. Free some, "
+            "take a smaller model, --lora-rank or --micro-batch-tokens, or --no-save-async, which "
+            "saves a copy; finished steps and checkpoints are kept."
+        )
         return complain(line, 2, error)
     except KeyboardInterrupt as error:
         line = (
@@ -134,7 +153,9 @@ def _run_steps(command: str, args: list[str], config: RunConfig) -> int:
     from tandem.parallel.watch import watching
     from tandem.parallel.world import join, leave
     from tandem.train.pipeline import train
+    from tandem.train.signals import outlive_readers
 
+    outlive_readers()
     world = join(
         resolve_device(config.device),
         ranks_per_node=config.parallel.ranks_per_node,

@@ -64,8 +64,12 @@ class RankError(TandemError):
     """Another rank died or hangs, so that this one cannot go on; the message names it."""
 
 
-class Stopped(Exception):  # noqa: N818 because it is no error
-    """The run was asked to stop by a signal, and did; no error of anyone's."""
+class Stopped(BaseException):
+    """The run was asked to stop by a signal, and did; no error of anyone's.
+
+    It can come in the middle of anything, like KeyboardInterrupt; and like that, it is no
+    `Exception`, for whoever catches every mistake of a library would take it for one.
+    """
 
     def __init__(self, number: int, where: str) -> None:
         """number: the signal's. where: what was reached, "after ppo step 12, which is saved"."""

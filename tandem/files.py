@@ -6,6 +6,7 @@ What is written here is on the disk when the call returns, not in a cache that a
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -173,6 +174,25 @@ def replace(path: Path, content: bytes) -> None:
         aside.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def lock(path: Path) -> BinaryIO | None:
+    """Hold `path` for this process, not for those it forks; it is free when that ends, in any way.
+
+    Returns:
+        what keeps the lock until it is closed; None if another process has it.
+    Raises:
+        OSError: the file cannot be made.
+    """
+    file = path.open("ab", buffering=0)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.close()
+            return None
+        # The file system knows no locks, so nobody else has one.
+    return file
 
 
 def sync(path: Path) -> None:

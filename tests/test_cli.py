@@ -66,6 +66,25 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" in err
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError("os error 12"), RuntimeError("can't allocate memory: 5 bytes\nat line 7")]
+)
+def test_no_memory_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("tandem.train.demo.demo", full)
+    code, _, err = run(capsys, "demo")
+    assert code == 2
+    assert err.startswith("tandem: there must be memory for what was begun; got")
+    assert err.count("\n") == 1
+    monkeypatch.setattr("tandem.train.demo.demo", lambda folder: [][0])
+    with pytest.raises(IndexError):
+        main(["demo"])
+
+
 def test_ctrl_c_is_no_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +95,17 @@ def test_ctrl_c_is_no_traceback(
     code, _, err = run(capsys, "train")
     assert code == 130
     assert "The same command continues from the last checkpoint" in err
+
+
+def test_ctrl_c_again_while_the_first_is_told_of_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(*args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tandem.cli._run", stop)
+    monkeypatch.setattr("tandem.cli.complain", stop)
+    assert main(["train"]) == 130
 
 
 def test_data_check_shows_what_would_be_trained_on(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,22 @@ def test_replacing_leaves_the_old_where_it_fails(
     assert [p.name for p in tmp_path.iterdir()] == ["latest"]
     files.replace(path, b"new")
     assert path.read_bytes() == b"new"
+
+
+def test_a_lock_is_held_against_other_processes_until_this_one_ends(tmp_path: Path) -> None:
+    command = (
+        "import pathlib, sys, time; from tandem.files import lock; "
+        "held = lock(pathlib.Path(sys.argv[1])); print(held is not None, flush=True); "
+        "time.sleep(60)"
+    )
+    path = tmp_path / "lock"
+    with subprocess.Popen(
+        [sys.executable, "-c", command, str(path)], stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "True\n"
+        assert files.lock(path) is None
+        other.kill()
+    held = files.lock(path)
+    assert held is not None
+    held.close()

@@ -12,6 +12,7 @@ import runpy
 import signal
 import sys
 
+from tandem.errors import Stopped
 from tandem.launch.failure import LAUNCHER, LOG_FILE, complain
 from tandem.parallel.watch import first_line
 
@@ -34,6 +35,8 @@ def main() -> int:
             runpy.run_path(sys.argv[0], run_name="__main__")
     except Exception as error:
         return complain(first_line(error), 1, error)
+    except Stopped as stopped:
+        return complain(f"{stopped}.", stopped.exit_code, stopped)
     except KeyboardInterrupt as error:
         return complain("stopped", 130, error)
     return 0

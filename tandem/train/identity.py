@@ -38,7 +38,7 @@ DEPENDS_ON: dict[str, tuple[str, ...]] = {
     "ppo": (*_SHARED, "ppo", "sampling", "hybrid_engine", "parallel.shared_base"),
 }
 # These change what is measured or shown on the way, never what comes out.
-_HARMLESS = ("eval_every", "eval_prompts")
+_HARMLESS = ("eval_every", "eval_prompts", "max_skipped")
 
 
 class Identity:

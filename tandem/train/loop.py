@@ -74,7 +74,7 @@ class StepLoop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, Stopped):
+        if isinstance(error, Exception):
             self._write_recorder(f"{type(error).__name__}: {error}")
 
     def measure(self) -> dict[str, float]:
@@ -118,7 +118,7 @@ class StepLoop:
             "reason": str(bad),
             "rows": now.lines() if rows is None else rows,
         }
-        if self.run.world.is_first:
+        if self.run.world.is_first and self.run.writes:
             path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps(record, ensure_ascii=False, default=str), encoding="utf-8")
         self.run.say(f"{self.stage} step {now.step}: left out: {bad} Its rows: {path}")
@@ -173,12 +173,13 @@ class StepLoop:
 
     def _asked(self) -> tuple[int, bool]:
         """The signal that any rank got (0 for none), and whether a file asks for a checkpoint."""
-        wants = self.run.world.is_first and (self.run.path / SAVE_NOW).exists()
+        wants = self.run.world.is_first and self.run.writes
+        wants = wants and (self.run.path / SAVE_NOW).is_file()
         number, asked = self.run.world.largest([self.run.stops.requested, float(wants)])
         return int(number), bool(asked)
 
     def _write_recorder(self, reason: str) -> None:
-        if not self.run.world.is_first or not self._recorded:
+        if not self.run.world.is_first or not self.run.writes or not self._recorded:
             return
         lines = [
             {

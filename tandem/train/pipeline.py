@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 from tandem.config.schema import RunConfig
 from tandem.engine.allocator import keep_freed_memory
@@ -52,7 +53,7 @@ def train(
     """
     keep_freed_memory()
     run = Run(config, say, world)
-    with run.stops:
+    with run.stops, closing(run):
         _train(run, command)
     return run
 

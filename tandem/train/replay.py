@@ -30,7 +30,10 @@ from tandem.train.run import Run
 from tandem.types import Experience, PairRow, TokenRow
 
 _WIDTH = 100
-_OF_THE_CLOCK = ("seconds", "tokens_per", "samples_per", "tflops", "peak_memory", "rank_wait")
+_NOT_COMPARED = (
+    *("seconds", "tokens_per_", "samples_per_", "tflops", "peak_memory", "rank_wait"),
+    "skipped",  # a count since the run's beginning
+)
 
 
 class _Reached(BaseException):
@@ -39,6 +42,8 @@ class _Reached(BaseException):
 
 class ReplayRun(Run):
     """A run that reads everything and writes nothing, up to one step of one stage."""
+
+    writes = False
 
     def __init__(
         self, config: RunConfig, stage: str, step: int, say: Callable[[str], None]
@@ -101,8 +106,10 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
         rows: how many sequences to show.
     Raises:
         CheckpointError: the folder is no run's.
-        ConfigError: there is no such step.
+        ConfigError: there is no such step, or `rows` is negative.
     """
+    if rows < 0:
+        raise ConfigError(f"--rows must be >= 0; got {rows}.")
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         raise CheckpointError(f"{folder} must be a run's folder (with config.yaml); it is not.")
@@ -117,7 +124,7 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
     run = ReplayRun(config, stages[0], step, say=print)
     data = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(data)
-    with run.stops, suppress(_Reached):
+    with suppress(_Reached):
         STEPS[stages[0]](run, data)
     assert run.reached is not None
     console = Console()
@@ -133,15 +140,16 @@ def _show_metrics(console: Console, now: Recorded, then: Record | None) -> bool:
     """Every metric now and as recorded; whether they are equal, but for those of the clock."""
     table = Table("metric", "now", "recorded", "", box=box.SIMPLE)
     is_same = True
-    for name, value in (now.values or {}).items():
-        if name.startswith(_OF_THE_CLOCK):
+    values, recorded = now.values or {}, {} if then is None else then.values
+    for name in dict.fromkeys((*values, *recorded)):
+        if name.startswith(_NOT_COMPARED):
             continue
-        before = None if then is None else then.values.get(name)
-        is_equal = before is None or value == before or (math.isnan(value) and math.isnan(before))
+        pair = values.get(name), recorded.get(name)
+        are_nan = all(value is not None and math.isnan(value) for value in pair)
+        is_equal = then is None or pair[0] == pair[1] or are_nan
         is_same &= is_equal
-        table.add_row(
-            name, f"{value:.9g}", "" if before is None else f"{before:.9g}", "" if is_equal else "!"
-        )
+        shown = ("" if value is None else f"{value:.9g}" for value in pair)
+        table.add_row(name, *shown, "" if is_equal else "!")
     console.print(table)
     if then is None:
         console.print("the run has no record of this step")

@@ -114,7 +114,8 @@ def _called(function: RewardFunction, rollout: Rollout) -> Tensor:
     label = getattr(function, "__name__", str(function))
     try:
         rewards = function(prompts, list(rollout.responses), **columns)
-    except Exception as error:  # whatever a user's code does is told to them, by its name
+    # Whatever a user's code does is told to them, by its name; SystemExit too.
+    except (Exception, SystemExit) as error:
         raise DataError(
             f"reward function {label} must score the rollout; it raised "
             f"{type(error).__name__}: {error}. Mend the function (--debug shows where)."

@@ -12,7 +12,7 @@ import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tandem.checkpoint.folder import (
     MANIFEST,
@@ -26,6 +26,7 @@ from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tandem.engine.devices import resolve_device
 from tandem.errors import CheckpointError, ConfigError, Stopped
+from tandem.files import lock
 from tandem.files import replace as replace_file
 from tandem.metrics.log import MetricLog, MutedLog
 from tandem.metrics.records import ALARMS_FILE, METRICS_FILE, SAMPLES_FILE
@@ -38,10 +39,16 @@ from tandem.train.signals import StopSignals
 SAVE_NOW = "save-now"
 """A file of this name in the run's folder asks for a checkpoint after the running step."""
 STEP_FOLDERS = ("sft", "reward", "dpo", "ppo", "checkpoints")
+COMMAND_FILE = "command.txt"
+"""What makes a folder a run's: the first file that is written into it."""
+_LOCK_FILE = ".lock"
 
 
 class Run:
     """The run's folder and configuration."""
+
+    writes = True
+    """Whether it leaves anything in its folder; one that is only looked at does not."""
 
     def __init__(
         self,
@@ -59,6 +66,7 @@ class Run:
         self.stops = StopSignals(self.say)
         self._verified: set[str] = set()  # hashing a large model once a run is enough
         self._savers: dict[str, Saver] = {}
+        self._lock: BinaryIO | None = None
 
     def require_own_folder(self) -> None:
         """Refuse a folder that is somebody's and no run's, before anything is written there.
@@ -66,7 +74,7 @@ class Run:
         Raises:
             CheckpointError: it holds other things; the message names one.
         """
-        if not self.path.is_dir() or (self.path / "config.yaml").exists():
+        if not self.path.is_dir() or (self.path / COMMAND_FILE).exists():
             return
         # The launcher keeps its ranks' logs there before a run is; steps are checked by themselves.
         own = {"logs", SAVE_NOW, *STEP_FOLDERS}
@@ -86,15 +94,22 @@ class Run:
         """Make the folder and write down what is about to run.
 
         Raises:
-            CheckpointError: the folder cannot be written.
+            CheckpointError: the folder cannot be written, or another run is writing in it.
         """
         if not self.world.is_first:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            replace_file(self.path / "config.yaml", dump_config(self.config).encode())
-            with (self.path / "command.txt").open("a", encoding="utf-8") as file:
+            # Two runs would mix their lines and remove each other's checkpoints.
+            self._lock = self._lock or lock(self.path / _LOCK_FILE)
+            if self._lock is None:
+                raise CheckpointError(
+                    f"{self.path} must be written by one run at a time; got another that is "
+                    "running in it. Wait until it ends, or use another --output-dir."
+                )
+            with (self.path / COMMAND_FILE).open("a", encoding="utf-8") as file:
                 file.write(command + "\n")
+            replace_file(self.path / "config.yaml", dump_config(self.config).encode())
             self.write_json("environment.json", environment())
             for step in self.config.steps:  # a kill may come before a finished step's are removed
                 if (self.folder(step) / MANIFEST).exists():
@@ -104,6 +119,12 @@ class Run:
                 f"--output-dir must be a folder that can be written; got {self.path} "
                 f"({error.strerror}). Choose another."
             ) from None
+
+    def close(self) -> None:
+        """Let others write in the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def note_data(self, rows: StepRows) -> None:
         """From now on a step counts as finished only if it was made from these rows."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -18,6 +21,42 @@ STOPPING = tuple(
 )
 """Ctrl-C, a scheduler's or a shell's end, a lost terminal, and what SLURM is asked to send before
 it takes a job off (`--signal=B:USR1@120`)."""
+
+
+class _Lasting(io.RawIOBase):
+    """A descriptor that takes everything, also when its reader has gone."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, content: Any) -> int:
+        try:
+            return os.write(self._descriptor, content)
+        except OSError:
+            return len(content)
+
+
+def outlive_readers() -> None:
+    """From now on what is printed to a terminal or pipe that is gone is lost, and no error: a run
+    whose terminal was closed must save its step."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
+            stream.flush()
+            lasting = io.BufferedWriter(_Lasting(stream.fileno()))
+            # By the line, so that what is said here and there comes out in order.
+            text = io.TextIOWrapper(lasting, stream.encoding, stream.errors, line_buffering=True)
+            setattr(sys, name, text)
 
 
 class StopSignals:
@@ -58,7 +97,8 @@ class StopSignals:
     def _take(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.requested:
-            self._say(f"{name} again: ended at once. The last checkpoint is whole.")
+            with suppress(RuntimeError):  # it came in the middle of printing
+                self._say(f"{name} again: ended at once. The last checkpoint is whole.")
             # Not through handlers and threads, which might wait for something.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -66,4 +106,5 @@ class StopSignals:
         if not self.deferring:
             # Should it get lost where Python ignores exceptions, the next step's end still asks.
             raise Stopped(number, "before a step was running")
-        self._say(f"{name}: the run stops after this step, saved. Once more ends it at once.")
+        with suppress(RuntimeError):
+            self._say(f"{name}: the run stops after this step, saved. Once more ends it at once.")

@@ -47,6 +47,17 @@ def started(config: RunConfig, ranks: int) -> subprocess.Popen[str]:
     )
 
 
+def said_until(process: subprocess.Popen[str], phrase: str) -> str:
+    """What a run says up to a phrase, or to its end."""
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if phrase in line:
+            break
+    return said
+
+
 def finished(config: RunConfig, ranks: int) -> str:
     process = started(config, ranks)
     said = process.communicate(timeout=_HANGS)[0]
@@ -78,9 +89,11 @@ def test_a_stopped_run_is_the_run_that_was_not(tmp_path: Path, ranks: int, stops
                 assert process.returncode == 0, said
                 break
             number = random.choice([signal.SIGTERM, signal.SIGINT])
-            time.sleep(random.uniform(2.0, seconds))  # before that, Python has not come far
+            # Half of them once the run has come to a step, the others anywhere.
+            begun = said_until(process, ": begins") if random.random() < 0.5 else ""
+            time.sleep(random.uniform(0.0, seconds / (4 if begun else 1)))
             process.send_signal(number)
-            said = process.communicate(timeout=_HANGS)[0]
+            said = begun + process.communicate(timeout=_HANGS)[0]
             assert "Traceback" not in said, said
             if process.returncode == 0:  # it was done before
                 break

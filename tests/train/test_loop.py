@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from tandem.config.load import dump_config
 from tandem.config.schema import GuardConfig, RunConfig
@@ -28,6 +30,7 @@ from tandem.train import fit as fitting
 from tandem.train.loop import BAD_STEPS, RECORDER_FILE, StepLoop
 from tandem.train.pipeline import train
 from tandem.train.run import SAVE_NOW
+from tandem.train.signals import StopSignals
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
 from tests.train.test_ranks import ran, records
@@ -98,6 +101,70 @@ def test_a_signal_saves_the_running_step_and_the_same_command_continues(
     assert_same_weights(tmp_path, whole_run)
     steps = [(r["stage"], r["step"]) for r in records(tmp_path)]
     assert steps == [(r["stage"], r["step"]) for r in records(whole_run)]
+
+
+def test_a_signal_is_heeded_in_the_middle_of_anything(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not taken for a mistake of the library or the user's code that it comes in."""
+
+    def interrupted(*args: Any, **more: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    config = config_of(tmp_path / "run", tiny_model, preferences)
+    with monkeypatch.context() as patched:
+        patched.setattr(AutoConfig, "from_pretrained", interrupted)
+        with pytest.raises(Stopped, match="SIGTERM before a step was running"):
+            quietly(config)
+    script = tmp_path / "rewards.py"
+    script.write_text(
+        "import os, signal\ndef reward(prompts, completions, **columns):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    return [0.0] * len(prompts)\n"
+    )
+    ppo = replace(config.ppo, reward_function=f"{script}:reward")
+    with pytest.raises(Stopped, match="SIGTERM before a step was running"):
+        quietly(replace(config, steps=("ppo",), ppo=ppo))
+
+
+def test_a_signal_whose_exception_got_lost_stops_the_run_after_its_step() -> None:
+    with StopSignals(lambda line: None) as stops:
+        with suppress(Stopped):  # as within a destructor
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stops.requested == signal.SIGTERM
+
+
+def test_what_is_printed_to_nobody_is_no_error() -> None:
+    program = (
+        "import sys\nfrom tandem.train.signals import outlive_readers\n"
+        "outlive_readers()\nsys.stdin.read()\n"
+        "for _ in range(3):\n    print('x' * 9000, flush=True)\n"
+        "print('done', file=sys.stderr)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
+        assert process.communicate("")[1] == "done\n"
+    assert process.returncode == 0
+
+
+def test_two_signals_at_once_end_the_process_without_a_traceback() -> None:
+    program = (
+        "import os, signal\nfrom tandem.train.signals import StopSignals\n"
+        "both = signal.SIGINT, signal.SIGUSR1\n"
+        "with StopSignals(print):\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, both)\n"
+        "    for number in both:\n"
+        "        os.kill(os.getpid(), number)\n"
+        "    signal.pthread_sigmask(signal.SIG_UNBLOCK, both)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGUSR1
+    assert "SIGUSR1 again: ended at once" in ended.stdout
+    assert not ended.stderr
 
 
 def stopped_on_one_rank(world: World, config: RunConfig) -> str:

@@ -16,6 +16,7 @@ from tandem.config.schema import RunConfig
 from tandem.errors import CheckpointError, ConfigError, DataError, ModelError
 from tandem.metrics.log import MetricLog, read_metrics
 from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.train import run as run_module
 from tandem.train.pipeline import train
 from tandem.train.rows import prepare_rows
 from tandem.types import Message
@@ -317,3 +318,22 @@ def test_what_is_missing_is_said_at_once(tmp_path: Path, tiny_model: str, prefer
     bad.write_text('{"prompt": "hi", "chosen": 3, "rejected": "x"}\n')
     with pytest.raises(DataError, match=r"bad.jsonl:1"):
         quiet(replace(config, data=(str(bad),), steps=("sft",)))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+def test_a_folder_of_something_else_is_left_as_it_is(
+    tmp_path: Path, tiny_model: str, preferences: str, name: str
+) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(CheckpointError, match=f"with '{name}'"):
+        quiet(tiny_config(tmp_path, tiny_model, preferences))
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine")]
+
+
+def test_two_runs_do_not_write_in_one_folder(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "lock", lambda path: None)  # what another process makes of it
+    with pytest.raises(CheckpointError, match="one run at a time; got another"):
+        quiet(tiny_config(tmp_path, tiny_model, preferences))
+    assert not list(tmp_path.iterdir())

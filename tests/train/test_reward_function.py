@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,7 @@ def fail(*args: object, **columns: object) -> list[float | None]:
     ("function", "part"),
     [
         (fail, "it raised KeyError: 'answer'"),
+        (lambda *a, **k: sys.exit(3), "it raised SystemExit: 3"),
         (lambda *a, **k: [1.0], "must return a list of 2 numbers or None; got 1"),
         (lambda *a, **k: 1.0, "must return a list of 2 numbers or None; got float"),
         (lambda *a, **k: [1.0, float("nan")], "must return finite numbers or None; got nan"),
