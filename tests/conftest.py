@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+
+# A shell starts what it puts into the background with Ctrl-C ignored, and a run keeps to that: the
+# tests, and the processes that they start, are to hear it all the same.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(
+            _number,
+            signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL,
+        )
 
 
 @pytest.fixture(autouse=True)
