@@ -188,6 +188,23 @@ def address_towards(host: str, port: int) -> str:
         ) from None
 
 
+def check_local(address: str) -> None:
+    """Refuse an address that is not this machine's: the others could not reach it there.
+
+    Raises:
+        ConfigError: nothing can listen on it here.
+    """
+    try:
+        family, kind, protocol, _, target = _resolve(address, 0)
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(target)
+    except OSError as error:
+        raise ConfigError(
+            f"--local-addr must be an address of this machine; got {address} "
+            f"({error.strerror or error}). Leave it out, or name one that the others can reach."
+        ) from None
+
+
 def interface_of(address: str) -> str:
     """The network interface that has an IPv4 address; "" if none has it or nobody can say."""
     if sys.platform != "linux":

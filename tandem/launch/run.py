@@ -71,6 +71,9 @@ def launch(
         f"rank 0 speaks{'' if options.num_nodes == 1 else ' on its node'}, the others in "
         f"{log_folder}/rank-N.log"
     )
+    if options.rdzv is not None:
+        where = ":".join(map(str, options.rdzv))
+        say(f"{options.num_nodes} nodes meet at {where}; waits {join_seconds:.0f} s for them")
     with _scratch() as scratch:
         agent, meeting = _agent(
             command,
@@ -114,6 +117,7 @@ def _agent(
     else:
         host, port = options.rdzv
         local_addr = options.local_addr or meetings.address_towards(host, port)
+        meetings.check_local(local_addr)
         meeting = meetings.ManyNodes(host, port, options.num_nodes, local_addr, join_seconds)
     environment = {"OMP_NUM_THREADS": threads}
     interface = meetings.interface_of(local_addr)

@@ -91,7 +91,15 @@ def judge(
         line = f"{failure.line}. Log: {lost[0].log}"
         return Verdict(line, failure.code, failure.time, is_certain=False, can_retry=True)
     stopped = [e for e in endings if e.failure and e.failure.kind == "stopped"]
-    names = ", ".join(str(ending.rank) for ending in stopped) or "unknown"
+    return _stopped([e.failure for e in stopped if e.failure], [e.rank for e in stopped])
+
+
+def _stopped(said: Sequence[Failure], ranks: Sequence[int]) -> Verdict:
+    """A signal came to ranks and not to the launcher: what they said of it, and their code."""
+    told = next((failure for failure in said if failure.line.startswith("stopped by")), None)
+    if told is not None:
+        return Verdict(told.line, told.code, told.time, is_certain=False, can_retry=False)
+    names = ", ".join(map(str, ranks)) or "unknown"
     return Verdict(f"rank {names} was stopped", 130, 0.0, is_certain=False, can_retry=False)
 
 

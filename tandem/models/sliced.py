@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
 from tandem.models.lora import LoraLayer
@@ -75,13 +75,13 @@ class _RowLinear(nn.Module):
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 
 
-def check_sliceable(model: PreTrainedModel, parts: int) -> None:
-    """Refuse what cannot be cut into `parts` slices.
+def check_sliceable(config: PreTrainedConfig, parts: int) -> None:
+    """Refuse a model that cannot be cut into `parts` slices.
 
     Raises:
         ModelError: a family without a plan, or heads or widths that `parts` does not divide.
     """
-    config = model.config.get_text_config()
+    config = config.get_text_config()
     if config.model_type not in _PLANS:
         raise ModelError(
             f"tensor-parallel generation must have a plan for the family; got "
@@ -119,7 +119,7 @@ def sliced_twin(
         add_up: adds partial results over the ranks that hold the other slices, in place.
         dtype: of the slices; None leaves the weights'.
     """
-    check_sliceable(model, parts)
+    check_sliceable(model.config, parts)
     plan = _PLANS[model.config.get_text_config().model_type]
     twin, originals = copied_tree(model)
     taken: dict[int, Tensor] = {}

@@ -19,6 +19,19 @@ from tandem.parallel.pieces import local
 from tandem.parallel.world import World
 
 
+def check_divides(world: World, size: int) -> None:
+    """Refuse groups of `size` that do not fill the nodes; makes none.
+
+    Raises:
+        ConfigError: `size` does not divide the ranks, or a group would span nodes.
+    """
+    if world.size % size or world.ranks_per_node % size:
+        raise ConfigError(
+            f"parallel.inference_tp_size must divide the ranks of a node; got {size} for "
+            f"{world.ranks_per_node} a node, {world.size} in all. Use a divisor."
+        )
+
+
 class TensorGroup:
     """This rank's group: ranks g * size to (g + 1) * size - 1 for the g-th."""
 
@@ -28,11 +41,7 @@ class TensorGroup:
         Raises:
             ConfigError: `size` does not divide the ranks, or a group would span nodes.
         """
-        if world.size % size or world.ranks_per_node % size:
-            raise ConfigError(
-                f"parallel.inference_tp_size must divide the ranks of a node; got {size} for "
-                f"{world.ranks_per_node} a node, {world.size} in all. Use a divisor."
-            )
+        check_divides(world, size)
         self.world = world
         self.size = size
         self.index = world.rank % size

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 
 from tandem.config.schema import RunConfig
+from tandem.engine.bases import check_base
 from tandem.errors import ConfigError
+from tandem.models.sliced import check_sliceable
 from tandem.models.source import load_config, locate
+from tandem.models.starts import same_base, start_of
+from tandem.parallel.tensor import check_divides
+from tandem.parallel.world import World
 from tandem.train.rows import StepRows
 
 
@@ -26,6 +31,13 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
     if "reward" in config.steps:
         pairs = [*rows.pairs, *rows.heldout_pairs]
         problems += _too_long("reward", pairs, _positions(reward, config))
+    scored = min(config.reward.normalize_prompts, len(rows.prompts))
+    if "reward" in config.steps and scored * config.sampling.samples_per_prompt == 1:
+        problems.append(
+            "reward.normalize_prompts must be 0 or find two prompts at least, whose scores differ; "
+            f"got 1 ({len(rows.prompts)} prompts, reward.normalize_prompts "
+            f"{config.reward.normalize_prompts}). Use more, or set reward.normalize_prompts 0"
+        )
     longest = max(map(len, [*rows.prompts, *rows.heldout_prompts]), default=0)
     generates = {"reward", "ppo"} & set(config.steps)
     if generates and limit is not None and longest + longest_answer > limit:
@@ -36,6 +48,32 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
         )
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def check_parallel(config: RunConfig, world: World, policy: str) -> None:
+    """How models are to lie over the ranks, as far as it shows before any is loaded.
+
+    Args:
+        policy: where the actor comes from.
+    Raises:
+        ConfigError, ModelError: PPO would be refused, after steps that cost their time.
+    """
+    check_base(config, world)
+    parts = config.parallel.inference_tp_size
+    if parts > 1:
+        check_divides(world, parts)
+        source = locate(policy)
+        check_sliceable(load_config(source, trust_remote_code=config.trust_remote_code), parts)
+    trains_both = {"reward", "ppo"} <= set(config.steps)
+    if config.parallel.shared_base and trains_both and config.reward_model:
+        start = start_of(config.reward_model, unmerged=True).base
+        base = start_of(policy, unmerged=True).base
+        if not same_base(start, base):
+            raise ConfigError(
+                "--shared-base must find one model under actor, critic and reward model; got "
+                f"--reward-model {config.reward_model!r} and {base!r} under the actor. Start both "
+                "from one model, or leave --shared-base off."
+            )
 
 
 def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:

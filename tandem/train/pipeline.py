@@ -13,8 +13,9 @@ from tandem.engine.devices import resolve_device
 from tandem.engine.spread import zero_plus_plus
 from tandem.errors import ConfigError
 from tandem.metrics.report import write_report
+from tandem.parallel.watch import note
 from tandem.parallel.world import World
-from tandem.train.check import check_rows
+from tandem.train.check import check_parallel, check_rows
 from tandem.train.compare import compare
 from tandem.train.dpo import train_dpo
 from tandem.train.ppo import train_ppo
@@ -70,6 +71,7 @@ def _train(run: Run, command: str) -> None:
         say(line)
     unfinished = [step for step in config.steps if not run.is_finished(step)]
     if unfinished:
+        check_parallel(config, run.world, tokenizer_sources(run)[0])
         check_rows(config, rows, *tokenizer_sources(run))
         run.require_continuable(unfinished[0])
     run.require_own_folder()
@@ -82,6 +84,7 @@ def _train(run: Run, command: str) -> None:
             continue
         start = time.monotonic()
         say(f"{step}: begins")
+        note(step)  # models load before the first step is noted
         STEPS[step](run, rows)
         say(f"{step}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(step)}")
         run.stop_if_asked(f"after {step}, which is finished")

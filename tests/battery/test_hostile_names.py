@@ -168,7 +168,9 @@ def test_a_hostile_output_dir(name: str, sandbox: Path) -> None:
     try:
         config = build_config({"actor_model": "m", "data": ["d"], "output_dir": name}, where="")
         check_config(config)
-        Run(config, say=lambda line: None).open("tandem train")
+        run = Run(config, say=lambda line: None)
+        run.open("tandem train")
+        run.close()
     except TandemError as error:
         _assert_one_line(error)
         assert _files(sandbox) == before

@@ -33,6 +33,7 @@ def test_launch_flags_are_taken_off_and_the_rest_is_left_as_it_was() -> None:
         ("--num-nodes 2 --rdzv node0", "--rdzv must be HOST:PORT; got node0"),
         ("--num-nodes 2 --rdzv node0:99999", "--rdzv must be HOST:PORT; got node0:99999"),
         ("--rdzv node0:1", "--rdzv must go with --num-nodes; got it alone"),
+        ("--local-addr 10.0.0.2", "--local-addr must go with --num-nodes; got it alone"),
     ],
 )
 def test_launch_flags_that_cannot_be_are_one_line(argv: str, part: str) -> None:

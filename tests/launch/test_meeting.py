@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.launch.meeting import address_towards, interface_of, listening_store
+from tandem.launch.meeting import address_towards, check_local, interface_of, listening_store
 
 
 def test_a_store_listens_on_one_address_alone() -> None:
@@ -27,3 +27,7 @@ def test_addresses_and_their_interface() -> None:
     assert interface_of("192.0.2.1") == ""
     with pytest.raises(ConfigError, match="--rdzv must be a host that this machine can reach"):
         address_towards("no-such-host.invalid", 1)
+    check_local("127.0.0.1")
+    for address in ("192.0.2.1", "no-such-host.invalid"):
+        with pytest.raises(ConfigError, match=f"--local-addr must be .* got {address} "):
+            check_local(address)

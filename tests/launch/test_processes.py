@@ -76,6 +76,7 @@ def test_all_ranks_start_again_and_go_on(tmp_path: Path, nodes: int) -> None:
 
 @pytest.mark.slow
 def test_nobody_at_the_meeting_place_is_one_line(tmp_path: Path) -> None:
+    said: list[str] = []
     with pytest.raises(ConfigError, match="where no launcher answered for 1 s"):
         launch(
             ["x.py"],
@@ -83,8 +84,9 @@ def test_nobody_at_the_meeting_place_is_one_line(tmp_path: Path) -> None:
             log_folder=tmp_path,
             device="cpu",
             join_seconds=1,
-            say=lambda line: None,
+            say=said.append,
         )
+    assert said[-1] == "2 nodes meet at 192.0.2.1:9; waits 1 s for them"
 
 
 @pytest.mark.slow

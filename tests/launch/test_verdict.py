@@ -50,3 +50,12 @@ def test_last_words_are_quoted_safely(tmp_path: Path) -> None:
     assert last_line(log) == "?[31mred \ufffd words"
     assert last_line(log, start=log.stat().st_size) == ""
     assert last_line(tmp_path / "none") == ""
+
+
+def test_ranks_that_a_signal_stopped_say_how_far_they_came() -> None:
+    said = "stopped by SIGTERM after ppo step 21, which is saved. The same command continues"
+    stopped = Failure("stopped", said, 143, time=1.0)
+    verdict = judge([ending(0, 143, stopped), ending(1, 143, stopped)])
+    assert (verdict.line, verdict.code, verdict.can_retry) == (said, 143, False)
+    verdict = judge([ending(0, 130, Failure("stopped", "stopped", 130, time=1.0)), ending(1, None)])
+    assert (verdict.line, verdict.code) == ("rank 0 was stopped", 130)

@@ -1,0 +1,103 @@
+"""What is refused before the first step, because a later one would refuse it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import MptConfig
+
+from tandem.errors import ConfigError, ModelError
+from tandem.parallel import watch
+from tandem.parallel.world import World
+from tandem.train.check import check_parallel
+from tandem.train.pipeline import STEPS, train
+from tandem.train.rows import StepRows
+from tandem.train.run import Run
+from tests.tiny import save_tiny_model, tiny_config, tiny_tokenizer
+
+FOUR = World(size=4, ranks_per_node=4)
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "line"),
+    [
+        (World(), 2, "must divide the ranks of a node; got 2 for 1 a node, 1 in all"),
+        (FOUR, 3, "must divide the ranks of a node; got 3 for 4 a node"),
+        (replace(FOUR, ranks_per_node=2), 4, "got 4 for 2 a node, 4 in all"),
+        (FOUR, 4, "--inference-tp-size must divide the model's key and value heads; got 4 for 2"),
+    ],
+)
+def test_slices_that_cannot_be(
+    tmp_path: Path, tiny_model: str, preferences: str, world: World, size: int, line: str
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, parallel__inference_tp_size=size
+    )
+    with pytest.raises((ConfigError, ModelError), match=line):
+        check_parallel(config, world, tiny_model)
+    check_parallel(replace(config, parallel=replace(config.parallel, inference_tp_size=2)), FOUR,
+                   tiny_model)  # fmt: skip
+
+
+def test_a_family_without_a_plan_is_refused_before_any_step(
+    tmp_path: Path, preferences: str
+) -> None:
+    MptConfig(d_model=32, n_heads=4, n_layers=2).save_pretrained(tmp_path / "mpt")
+    tiny_tokenizer().save_pretrained(tmp_path / "mpt")
+    model = str(tmp_path / "mpt")
+    config = tiny_config(tmp_path / "run", model, preferences, parallel__inference_tp_size=2)
+    with pytest.raises(ModelError, match="must have a plan for the family; got 'mpt'"):
+        check_parallel(config, FOUR, model)
+
+
+def test_nothing_is_written_by_a_run_whose_slices_cannot_be(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    run = tmp_path / "run"
+    config = tiny_config(run, tiny_model, preferences, parallel__inference_tp_size=2)
+    with pytest.raises(ConfigError, match="must divide the ranks of a node"):
+        train(config, command="test", say=lambda line: None)
+    assert not (run / "config.yaml").exists()
+
+
+def test_a_shared_base_needs_one_model_from_the_start(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    other = save_tiny_model(tmp_path / "other", seed=1)
+    knobs: dict[str, object] = {"lora__rank": 2, "parallel__shared_base": True}
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, reward_model=other, **knobs)
+    with pytest.raises(ConfigError, match="--shared-base must find one model under actor, critic"):
+        check_parallel(config, World(), tiny_model)
+    check_parallel(replace(config, reward_model=tiny_model), World(), tiny_model)
+    check_parallel(replace(config, steps=("sft", "reward")), World(), tiny_model)
+    with pytest.raises(ConfigError, match="must go with ZeRO stage 0 over several ranks"):
+        check_parallel(replace(config, reward_model=""), FOUR, tiny_model)
+
+
+def test_scores_of_one_answer_have_no_spread(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    run = tmp_path / "run"
+    config = tiny_config(run, tiny_model, preferences, reward__normalize_prompts=1)
+    with pytest.raises(ConfigError, match="normalize_prompts must be 0 or find two prompts"):
+        train(config, command="test", say=lambda line: None)
+    assert not (run / "config.yaml").exists()
+
+
+def test_a_rank_that_goes_missing_while_models_load_is_placed_in_their_step(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[str] = []
+
+    def loads(run: Run, rows: StepRows) -> None:
+        noted.append(watch._phase)
+        raise ModelError("the step ends here")
+
+    watch.note("reward step 3")
+    monkeypatch.setitem(STEPS, "sft", loads)
+    config = tiny_config(tmp_path / "run", tiny_model, preferences)
+    with pytest.raises(ModelError, match="the step ends here"):
+        train(config, command="test", say=lambda line: None)
+    assert noted == ["sft"]
