@@ -76,8 +76,9 @@ class Run:
         """
         if not self.path.is_dir() or (self.path / COMMAND_FILE).exists():
             return
-        # The launcher keeps its ranks' logs there before a run is; steps are checked by themselves.
-        own = {"logs", SAVE_NOW, *STEP_FOLDERS}
+        # Before a run is, the launcher keeps its ranks' logs there and the demo its base model;
+        # steps are checked by themselves.
+        own = {"logs", "base", SAVE_NOW, *STEP_FOLDERS}
         others = sorted(
             path.name
             for path in self.path.iterdir()

@@ -102,9 +102,20 @@ class StopSignals:
             # Not through handlers and threads, which might wait for something.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        if not self.deferring and _ignores_exceptions(frame):
+            threading.Timer(0.02, os.kill, (os.getpid(), number)).start()
+            return
         self.requested = number
         if not self.deferring:
             # Should it get lost where Python ignores exceptions, the next step's end still asks.
             raise Stopped(number, "before a step was running")
         with suppress(RuntimeError):
             self._say(f"{name}: the run stops after this step, saved. Once more ends it at once.")
+
+
+def _ignores_exceptions(frame: FrameType | None) -> bool:
+    """Whether Python would print an exception that is raised here, and go on: in a finalizer."""
+    if frame is None:
+        return False
+    file = frame.f_code.co_filename
+    return file.endswith(("weakref.py", "_bootstrap>")) or frame.f_code.co_name == "__del__"

@@ -454,6 +454,16 @@ def test_what_is_bad_on_one_rank_is_left_out_on_all(
     ).all()
 
 
+def test_what_the_launcher_and_the_demo_leave_before_a_run_is_its_own(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "base").mkdir()
+    config = replace(config_of(tmp_path, tiny_model, preferences), steps=("sft",))
+    quietly(config)
+    assert (tmp_path / "sft" / "model.safetensors").exists()
+
+
 def test_a_folder_of_other_things_is_left_alone(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
