@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -86,7 +87,7 @@ def _rows(work: SupervisedWork, num_rows: int, seed: int) -> list[TokenRow]:
     )
 
 
-class Side:
+class Side(ABC):
     """Trains a model of its own from the start's weights, again each time."""
 
     def __init__(self, work: SupervisedWork, start: SupervisedStart) -> None:
@@ -102,8 +103,9 @@ class Side:
         watch = Stopwatch()
         return self._train(watch), watch.take()
 
+    @abstractmethod
     def _train(self, watch: Stopwatch) -> list[Step]:
-        raise NotImplementedError
+        """All optimizer steps, each timed by `watch`."""
 
 
 class TandemSide(Side):

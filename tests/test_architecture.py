@@ -21,7 +21,7 @@ LAYERS = (
     ("errors",),
     ("types",),
     ("config",),
-    ("ops", "files"),
+    ("ops", "files", "stopping"),
     ("data", "models", "parallel", "objectives", "metrics"),
     ("generate", "checkpoint"),
     ("engine",),

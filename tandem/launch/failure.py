@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from typing import Literal
 
 from tandem.data.excerpt import visible
 from tandem.errors import RankError, Stopped, TandemError
+from tandem.stopping import handling
 
 FAILURE_FILE = "TANDEM_FAILURE_FILE"
 """Names the file that a launched rank leaves its failure in."""
@@ -28,7 +27,6 @@ LOG_FILE = "TANDEM_LOG_FILE"
 """Names the rank's log, where tracebacks go."""
 LAUNCHER = "TANDEM_LAUNCHER"
 """The launcher's process id."""
-_STOPPING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 Kind = Literal["error", "crash", "lost", "stopped"]
 
 
@@ -73,7 +71,7 @@ def leaving_at_signals() -> Iterator[None]:
     """Within: a stopping signal ends this process at once, with one line and its code.
 
     For the time before a run takes signals itself: an exception that a handler raises while
-    modules are imported may be lost there. Nothing where this is not the main thread.
+    modules are imported may be lost there.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -82,18 +80,8 @@ def leaving_at_signals() -> Iterator[None]:
         sys.stderr.flush()
         os._exit(code)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = [getattr(signal, name, None) for name in _STOPPING] if is_main else []
-    before = {
-        number: signal.signal(number, leave)
-        for number in numbers
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN
-    }
-    try:
+    with handling(leave):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def leave_failure(kind: Kind, line: str, code: int, error: BaseException | None = None) -> None:

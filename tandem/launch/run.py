@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from tandem.errors import ConfigError
 from tandem.launch.flags import LaunchOptions
 from tandem.parallel.watch import first_line
+from tandem.stopping import handling
 
 if TYPE_CHECKING:
     from tandem.launch.agent import Agent
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     Meeting: TypeAlias = OneNode | ManyNodes
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _JOIN_SECONDS = 600.0
 
 
@@ -86,7 +85,7 @@ def launch(
             join_seconds=join_seconds,
             say=say,
         )
-        with _handling(agent.stop):
+        with handling(agent.stop):
             return _run(agent, meeting, options, say)
 
 
@@ -206,21 +205,6 @@ def _scratch() -> Iterator[Path]:
         yield Path(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _handling(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Have signals that mean stop go to `handler`; the earlier handlers return after.
-
-    One that is ignored (SIGHUP under nohup) stays so.
-    """
-    heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heeded}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
 def _say(line: str) -> None:

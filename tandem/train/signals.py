@@ -13,14 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from tandem.errors import Stopped
-
-STOPPING = tuple(
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-    if hasattr(signal, name)
-)
-"""Ctrl-C, a scheduler's or a shell's end, a lost terminal, and what SLURM is asked to send before
-it takes a job off (`--signal=B:USR1@120`)."""
+from tandem.stopping import handling
 
 
 class _Lasting(io.RawIOBase):
@@ -71,14 +64,10 @@ class StopSignals:
         self.requested = 0
         self.deferring = False
         self._say = say
-        self._before: dict[int, Any] = {}
+        self._handling = handling(self._take)
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in STOPPING:
-                before = signal.getsignal(number)
-                if before is not signal.SIG_IGN:  # ignored under nohup: that stays
-                    self._before[number] = signal.signal(number, self._take)
+        self._handling.__enter__()
         return self
 
     def __exit__(
@@ -87,12 +76,7 @@ class StopSignals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        self._before = {}
+        self._handling.__exit__(None, None, None)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

@@ -484,3 +484,25 @@ def test_a_signal_while_modules_are_imported_is_one_line(
     said = process.communicate(timeout=60)[0]
     assert process.returncode in (128 + signal.SIGINT, -signal.SIGINT)
     assert "Traceback" not in said or seconds < 0.5  # Python's own start is not ours
+
+
+class _Asked:
+    """A stop that comes while this is finalized."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_stop_that_comes_in_a_finalizer_is_not_lost() -> None:
+    signals = StopSignals(lambda line: None)
+    asked = [_Asked()]
+
+    def finalize_and_wait() -> None:
+        with signals:
+            asked.clear()  # what a finalizer raises is printed and ignored
+            assert not signals.requested
+            time.sleep(5)
+
+    with pytest.raises(Stopped, match="SIGTERM before a step"):
+        finalize_and_wait()
+    assert signals.requested == signal.SIGTERM
