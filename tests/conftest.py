@@ -42,3 +42,12 @@ def shared() -> Path:
     if not (folder / "data").is_dir():
         pytest.skip("no folder of real data (set TANDEM_SHARED)")
     return folder / "data"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M as a Hugging Face folder, named by TANDEM_SMOLLM2."""
+    folder = os.environ.get("TANDEM_SMOLLM2")
+    if not folder or not (Path(folder) / "config.json").is_file():
+        pytest.skip("no SmolLM2-135M (set TANDEM_SMOLLM2 to its folder)")
+    return Path(folder)
