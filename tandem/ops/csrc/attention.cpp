@@ -28,6 +28,7 @@
 #include <utility>
 #include <vector>
 
+#include "gradient.h"
 #include "vec.h"
 
 namespace tandem {
@@ -1053,7 +1054,8 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
     at::AutoDispatchBelowADInplaceOrView below;
     Tensor lse;
     Tensor out = run_forward(q, k, v, cu_seqlens, scale, window, softcap, sinks, &lse);
-    ctx->save_for_backward({q, k, v, cu_seqlens, sinks ? *sinks : Tensor(), out, lse});
+    ctx->save_for_backward({q, k, v, cu_seqlens, sinks ? *sinks : Tensor(),
+                            saved_output(out), lse});
     ctx->saved_data["scale"] = scale;
     ctx->saved_data["window"] = window;
     ctx->saved_data["softcap"] = softcap;

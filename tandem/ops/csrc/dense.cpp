@@ -559,7 +559,7 @@ struct TokenLogprobs : Function<TokenLogprobs> {
     ctx->saved_data["temperature"] = temperature;
     ctx->saved_data["with_entropy"] = with_entropy;
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({logits, targets, logsumexps, entropies});
+    ctx->save_for_backward({logits, targets, logsumexps, saved_output(entropies)});
     return {logprobs, entropies};
   }
 

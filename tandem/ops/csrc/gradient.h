@@ -1,4 +1,4 @@
-// Gradients of weights, added where they are kept.
+// What backward passes share: outputs they read, and weights' gradients added where they are kept.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -8,6 +8,12 @@
 #include <torch/csrc/autograd/variable.h>
 
 namespace tandem {
+
+// An output as a Function's `save_for_backward` may take it: the same numbers and version counter in
+// a tensor without history. The output itself would own the node that owns it, should saving throw
+// midway, and a checkpoint's recomputation ends so at the last tensor that it needs: such a cycle
+// keeps everything else that was saved for as long as the process lives.
+inline at::Tensor saved_output(const at::Tensor& output) { return output.tensor_data(); }
 
 // In a backward pass: the `grad` of a weight (undefined at first) if adding to it here means what
 // returning a gradient would, and null where it does not: someone asks for gradients themselves
