@@ -337,7 +337,8 @@ class RunConfig:
     """Generate experience by Tandem's engine on the training weights; off, through Hugging Face's
     `generate` on the same weights: slower, to compare with."""
     generation_batch_size: int = knob(64, ge=1)
-    """Answers that are generated side by side."""
+    """Most answers that are generated side by side; fewer where their logits would take more than
+    64 MiB (512 MiB on a GPU)."""
     gradient_checkpointing: bool = knob(False, common=True)
     """Recompute activations in the backward pass: less memory, about a third more time."""
     dropout: float = knob(0.0, ge=0, lt=1)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -58,7 +58,7 @@ def answer(
         # What is kept is turned otherwise past the border; not every version begins anew there.
         use_cache=border is None or not width <= border < longest,
     )
-    with torch.no_grad(), _without_own_settings(model):
+    with torch.no_grad(), _without_own_settings(model), _last_logits_only(model):
         model.generate(  # type: ignore[operator]
             input_ids.to(device),
             attention_mask=attention_mask.to(device),
@@ -87,7 +87,7 @@ def stream(
         if border is not None and len(ids) == border + 1:  # what is kept was turned otherwise
             cache, new = DynamicCache(config=model.config), len(ids)
         new_ids = torch.tensor([ids[-new:]], device=model.device)
-        with torch.no_grad():
+        with torch.no_grad(), _last_logits_only(model):
             logits = model(new_ids, past_key_values=cache, use_cache=True).logits[:, -1]
         draw, new = draw_next.draw(logits), 1
         if bool(draw.sampled_logprobs.isnan()):
@@ -150,6 +150,23 @@ def _see(request: Request, token: int, stop_token_ids: Sequence[int]) -> None:
         request.text.push(token)
         request.ended = request.finished = request.text.ended
     request.ended = request.ended or request.length == request.limit
+
+
+@contextmanager
+def _last_logits_only(model: PreTrainedModel) -> Iterator[None]:
+    """Some families' forwards make the logits of all of a prompt; only the last are looked at."""
+
+    def last(head: nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *others = states
+        return hidden[:, -1:], *others
+
+    head = model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(last) if head is not None else None
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
 
 
 @contextmanager

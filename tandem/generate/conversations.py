@@ -18,6 +18,7 @@ from tandem.generate.generator import (
     check_token_ids,
     max_positions,
     not_a_number,
+    rows_together,
     vocabulary_size,
     watched_text,
 )
@@ -62,13 +63,14 @@ class Conversations:
         """Memory is allocated now and kept until `close`.
 
         Args:
-            slots: most answers side by side; others wait.
+            slots: most answers side by side, if `rows_together` allows them; others wait.
             max_tokens: most tokens of one prompt and its answer together.
             kv_blocks: blocks of KV memory; None takes what `slots` of the longest need, or what
                 there is room for.
         Raises:
             GenerationError: there is no room for one of the longest.
         """
+        slots = rows_together(model, slots)
         self._model, self._stops = model, stops
         self._max_tokens = max_tokens
         self._handles: dict[Request, Handle] = {}

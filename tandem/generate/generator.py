@@ -24,6 +24,7 @@ from tandem.generate.scheduler import Request, blocks_wanted, most_needed
 from tandem.generate.session import PREFILL_TOKENS, Record, Session
 from tandem.generate.text import AnswerText
 from tandem.models.twin import decodes, kv_shapes, rope_border
+from tandem.ops.logits import rows_at_once
 from tandem.types import PromptRow, Rollout, TokenBatch, TokenRow
 
 
@@ -62,7 +63,8 @@ def generate(
         seed, step: of the run; with the prompt's number and the sample's they key every draw.
         prompt_numbers: P numbers that name the prompts whatever batch or rank they are in;
             their positions here if None. Two equal numbers draw with the same randomness.
-        batch_size: most answers side by side; when one ends, another comes in.
+        batch_size: most answers side by side, if `rows_together` allows them; when one ends,
+            another comes in.
         kv_blocks: blocks of KV memory, each of `steps.BLOCK_TOKENS` tokens; None takes what is
             needed, or what there is room for. With fewer, answers wait.
         share_prompts: run a prompt once for all its samples, which then share its memory.
@@ -84,6 +86,7 @@ def generate(
     _check_prompts(model, prompts, sampling.max_new_tokens)
     numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
     sampler = Sampler(sampling, stops.stop_token_ids, model.device, vocabulary_size(model))
+    batch_size = rows_together(model, batch_size)
     requests: list[Request] = []
     for row, number in zip(prompts, numbers, strict=True):
         for sample in range(sampling.samples_per_prompt):
@@ -122,6 +125,14 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     """How many tokens the model has."""
     size: int = model.config.get_text_config().vocab_size
     return size
+
+
+def rows_together(model: PreTrainedModel, wanted: int) -> int:
+    """Answers that run side by side: those wanted, or as many as logits may be held of.
+
+    A sampler's numbers are float32 whatever the model computes in.
+    """
+    return min(wanted, rows_at_once(vocabulary_size(model), torch.float32, model.device))
 
 
 def check_token_ids(model: PreTrainedModel, token_ids: Sequence[int], where: str) -> None:

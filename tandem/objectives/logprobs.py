@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tandem.ops import dense
-
-DEFAULT_CHUNK_ELEMENTS = 2**24
-"""Logits held at once, in elements: 64 MiB in float32."""
+from tandem.ops.logits import rows_at_once
 
 
 def scatter_to_tokens(values: Tensor, mask: Tensor) -> Tensor:
@@ -28,7 +26,7 @@ def token_logprobs(
     vocabulary: int,
     temperature: float = 1.0,
     with_entropy: bool = False,
-    chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
+    max_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, and the entropy of its distribution, without the whole logits.
 
@@ -39,14 +37,16 @@ def token_logprobs(
         logits_of: the vocabulary head, (n, D) -> (n, V).
         hidden: (N, D), the state that predicts each target.
         targets: (N,) int64.
-        vocabulary: V, to choose how many rows go through the head at once.
+        vocabulary: V.
         with_entropy: compute the entropy (zeros otherwise).
-        chunk_elements: n * V is kept below this. With more than one chunk the backward pass
-            computes each chunk's logits again rather than keep them.
+        max_rows: most rows through the head at once; None takes the device's budget of bytes
+            (`ops.logits`). With more than one chunk the backward pass computes each chunk's logits
+            again rather than keep them.
     Returns:
         logprobs (N,) and entropy (N,), float32 nats, with gradient.
     """
-    rows = max(1, chunk_elements // vocabulary)
+    # The logits come in the type of the states, or under autocast in a smaller one.
+    rows = max_rows or rows_at_once(vocabulary, hidden.dtype, hidden.device)
     if len(targets) <= rows:
         return _chunk_logprobs(logits_of, hidden, targets, temperature, with_entropy)
     parts = [

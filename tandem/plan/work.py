@@ -5,9 +5,11 @@ Activations are counted after arXiv:2205.05198 (section 4.1), anew for this code
 
 from __future__ import annotations
 
+import torch
+
 from tandem.generate.blocks import blocks_for
 from tandem.generate.session import PREFILL_TOKENS
-from tandem.objectives.logprobs import DEFAULT_CHUNK_ELEMENTS
+from tandem.ops.logits import rows_at_once
 from tandem.ops.steps import BLOCK_TOKENS
 from tandem.plan.memory import FLOAT, Bytes, Layout, travelling_bytes, working_bytes
 from tandem.plan.shape import Shape
@@ -48,8 +50,13 @@ def logits_bytes(shape: Shape, tokens: int, layout: Layout, *, backward: bool) -
     """Vocabulary logits held at once, and in the backward their gradient; none of a scalar head."""
     if shape.is_scalar:
         return 0.0
-    rows = min(tokens, max(1, DEFAULT_CHUNK_ELEMENTS // shape.vocabulary))
+    rows = min(tokens, _logits_rows(shape, layout, torch.half if layout.half else torch.float))
     return rows * shape.vocabulary * layout.compute_bytes * (2 if backward else 1)
+
+
+def _logits_rows(shape: Shape, layout: Layout, dtype: torch.dtype) -> int:
+    device = torch.device("cpu" if layout.on_cpu else "cuda")
+    return rows_at_once(shape.vocabulary, dtype, device)
 
 
 def kv_bytes(shape: Shape, rows: int, tokens: int, layout: Layout) -> float:
@@ -69,6 +76,7 @@ def generation_bytes(
         slices: ranks that hold slices of one model.
     """
     size = layout.compute_bytes
+    rows = min(rows, _logits_rows(shape, layout, torch.float))
     decoding: Bytes = {
         "KV memory": kv_bytes(shape, rows, prompt + new, layout),
         "logits": 2.0 * FLOAT * rows * shape.vocabulary,

@@ -9,8 +9,8 @@ from tandem.objectives.logprobs import scatter_to_tokens, token_logprobs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("chunk_elements", [10**9, 30])
-def test_logprobs_and_entropy_equal_a_slow_loop(temperature: float, chunk_elements: int) -> None:
+@pytest.mark.parametrize("max_rows", [None, 2])
+def test_logprobs_and_entropy_equal_a_slow_loop(temperature: float, max_rows: int | None) -> None:
     vocabulary, width = 11, 6
     head = torch.randn(vocabulary, width, requires_grad=True)
     hidden = torch.randn(9, width, requires_grad=True)
@@ -22,7 +22,7 @@ def test_logprobs_and_entropy_equal_a_slow_loop(temperature: float, chunk_elemen
         vocabulary=vocabulary,
         temperature=temperature,
         with_entropy=True,
-        chunk_elements=chunk_elements,
+        max_rows=max_rows,
     )
     for i in range(9):
         logits = (head @ hidden[i]) / temperature
@@ -40,7 +40,7 @@ def test_chunks_give_the_same_gradient_as_the_whole() -> None:
     weights = torch.randn(10)
     start = torch.randn(10, 4)
     head_start = torch.randn(13, 4)
-    for chunk_elements in (10**9, 40):
+    for max_rows in (None, 3):
         hidden = start.clone().requires_grad_()
         head = head_start.clone().requires_grad_()
         logprobs, entropy = token_logprobs(
@@ -49,7 +49,7 @@ def test_chunks_give_the_same_gradient_as_the_whole() -> None:
             targets,
             vocabulary=13,
             with_entropy=True,
-            chunk_elements=chunk_elements,
+            max_rows=max_rows,
         )
         (logprobs * weights - 0.3 * entropy).sum().backward()
         values.append(logprobs.detach())

@@ -80,7 +80,7 @@ def test_chunks_of_logits_are_freed() -> None:
             torch.randint(vocabulary, (rows,)),
             vocabulary=vocabulary,
             with_entropy=True,
-            chunk_elements=vocabulary * 100,
+            max_rows=100,
         )
         (found.sum() + entropy.sum()).backward()
         del found, entropy
