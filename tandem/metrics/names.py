@@ -245,7 +245,9 @@ _COST = (
         "tflops/*",
         "TFLOP/s",
         STAGES,
-        "Model arithmetic of a phase per second, recomputation not counted.",
+        "Model arithmetic of a phase per second, of all ranks together: the forwards and backwards "
+        "that a phase ran, recomputation not counted; the vocabulary head for the tokens that go "
+        "through it. step: that of all phases over the time of the whole step.",
         members=PHASES,
         better="higher",
     ),

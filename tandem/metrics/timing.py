@@ -43,7 +43,8 @@ class _Total:
 class Phases:
     """A timer that adds up blocks by phase until `metrics` takes the sums.
 
-    Blocks may nest (`step` around the others); an outer block's memory peak covers the inner ones.
+    Blocks may nest (`step` around the others); an outer block's memory peak and operations cover
+    the inner ones.
     Where CUDA is in use the device is synchronized at both ends of a block, so that the time is
     the work's and not the launch's.
     """
@@ -77,6 +78,8 @@ class Phases:
             total.flops += block.flops
             self._note_peak()
             self._open.pop()
+            for outer in self._open:
+                outer.flops += block.flops
 
     def metrics(self) -> dict[str, float]:
         """The sums as metrics (`seconds/train`, ...), and start again from zero.

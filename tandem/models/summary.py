@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import TypedDict
 
 from torch import nn
@@ -56,21 +58,35 @@ def _num_weights(model: PreTrainedModel) -> int:
 def flops_per_token(
     model: PreTrainedModel, length: int, *, backward: bool = False, logits: bool = True
 ) -> float:
-    """Floating-point operations per token of a sequence of `length` tokens.
+    """`sequence_flops` per token of a sequence of `length` tokens.
 
-        forward  = 2 N + 2 V D [logits] + 4 A sum_layers (c + 1) / 2
-        backward = 2 N + 2 N_trainable + 2 * (the other terms)
+    Args:
+        backward: add the backward pass.
+        logits: whether every token goes through the vocabulary head, or none.
+    """
+    num_logits = length if logits else 0
+    return sequence_flops(model, [length], num_logits, backward=backward) / length
 
-    N: parameters of the layers (no embeddings, no vocabulary head); A: heads times head width;
-    c: the length, or a layer's sliding window where that is shorter.
+
+def sequence_flops(
+    model: PreTrainedModel, lengths: Iterable[int], num_logits: int, *, backward: bool = False
+) -> float:
+    """Floating-point operations of whole sequences.
+
+        forward  = 2 N T + 2 V D L + 4 A sum_tokens sum_layers (c + 1) / 2
+        backward = 2 N T + 2 N_trainable T + 2 * (the other terms)
+
+    T: all tokens; L: those that go through the vocabulary head; N: parameters of the layers (no
+    embeddings, no vocabulary head); A: heads times head width; c: the sequence's length, or a
+    layer's sliding window where that is shorter.
     A causal query sees (c + 1) / 2 keys on average; the products with keys and with values take
     2 A operations per key each. The backward pass goes through every layer and also computes the
     gradients of those weights that are trained, which under LoRA are few.
 
     Args:
-        length: tokens per sequence.
+        lengths: tokens of each sequence.
+        num_logits: L, of all sequences together.
         backward: add the backward pass (without recomputation).
-        logits: whether the token goes through the vocabulary head.
     Source: arXiv:2001.08361 table 1 and arXiv:2204.02311 appendix B. Differs: attention is counted
     causally, as in the first, and frozen weights cost no weight gradient. For mixtures of experts
     it is an upper bound: all experts are counted.
@@ -81,7 +97,7 @@ def flops_per_token(
     head_size = 0
     if head is not None:
         outside.add(id(head.weight))
-        head_size = head.weight.numel() if logits else 0
+        head_size = head.weight.numel()
     packed = [m for m in model.modules() if isinstance(m, PackedWeight)]
     integers = {id(p) for weight in packed for p in weight.parameters()}
     inside = [p for p in model.parameters() if id(p) not in outside | integers]
@@ -90,10 +106,15 @@ def flops_per_token(
     trained = sum(p.numel() for p in inside if p.requires_grad)
     heads = int(config.num_attention_heads)
     attention_width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    keys = sum((reach + 1) / 2 for reach in _reaches(model, length))
-    others = 2 * head_size + 4 * attention_width * keys
-    forward = 2 * weights + others
-    return float(forward + (2 * weights + 2 * trained + 2 * others if backward else 0))
+    counts = Counter(lengths)
+    tokens = sum(length * count for length, count in counts.items())
+    keys = sum(
+        length * count * sum((reach + 1) / 2 for reach in _reaches(model, length))
+        for length, count in counts.items()
+    )
+    others = 2 * head_size * num_logits + 4 * attention_width * keys
+    forward = 2 * weights * tokens + others
+    return float(forward + (2 * (weights + trained) * tokens + 2 * others if backward else 0))
 
 
 def _reaches(model: PreTrainedModel, length: int) -> list[int]:

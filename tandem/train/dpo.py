@@ -74,7 +74,7 @@ def train_dpo(run: Run, rows: StepRows) -> None:
         rows.dpo_pairs,
         Objective(
             units=lambda pair: 1,
-            tokens=lambda pair: len(pair.chosen) + len(pair.rejected),
+            sequences=lambda pair: (pair.chosen, pair.rejected),
             loss=loss,
             sequences_per_row=2,
             scoring_passes=1,

@@ -26,10 +26,11 @@ from tandem.engine.optimizer import Trainee, scaling_metrics, step_together
 from tandem.engine.room import Room
 from tandem.errors import BadStepError, DataError
 from tandem.metrics.timing import Phases
-from tandem.models.summary import flops_per_token
+from tandem.models.summary import sequence_flops
 from tandem.parallel.scaling import LossScaler
 from tandem.train.loop import StepLoop
 from tandem.train.run import Run
+from tandem.types import TokenRow
 
 Row = TypeVar("Row", bound=Sized)
 
@@ -39,14 +40,14 @@ class Objective(Generic[Row]):
     """What a stage learns from its rows.
 
     units: what a row adds to the denominator of the loss (tokens or pairs).
-    tokens: its real tokens, for throughput.
+    sequences: what it puts through the model, for throughput.
     loss: rows of one micro-batch to (the loss as a sum, other sums by metric name).
     sequences_per_row: 2 for pairs, so that a micro-batch holds half as many.
     scoring_passes: forwards beside the trained one (DPO's reference), for TFLOP/s.
     """
 
     units: Callable[[Row], int]
-    tokens: Callable[[Row], int]
+    sequences: Callable[[Row], Sequence[TokenRow]]
     loss: Callable[[Sequence[Row]], tuple[Tensor, Mapping[str, Tensor]]]
     sequences_per_row: int = 1
     scoring_passes: int = 0
@@ -152,11 +153,12 @@ def _train_step(
     device = trainee.shards.world.device
     dtype = resolve_dtype(config.dtype, device)
     denominator = sum(objective.units(row) for row in batch)
-    num_tokens = sum(objective.tokens(row) for row in batch)
-    length = num_tokens // (len(batch) * objective.sequences_per_row)
-    per_token = flops_per_token(model, length, backward=True)
-    per_token += objective.scoring_passes * flops_per_token(model, length)
-    flops = num_tokens * per_token
+    sequences = [sequence for row in batch for sequence in objective.sequences(row)]
+    lengths = [len(sequence) for sequence in sequences]
+    num_tokens = sum(lengths)
+    num_logits = sum(sum(sequence.response_mask) for sequence in sequences)
+    flops = sequence_flops(model, lengths, num_logits, backward=True)
+    flops += objective.scoring_passes * sequence_flops(model, lengths, num_logits)
     widths = [objective.sequences_per_row * len(row) for row in batch]
     totals: defaultdict[str, float] = defaultdict(float)
     model.train()

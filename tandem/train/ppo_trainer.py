@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
-from tandem.data.loader import BatchOrder
 from tandem.engine.forward import deal_batch, response_logprobs
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.optimizer import Trainee, scaling_metrics, step_together
@@ -26,12 +25,13 @@ from tandem.engine.room import Room
 from tandem.errors import BadStepError, NumericsError
 from tandem.generate.sampler import sequence_key
 from tandem.metrics.timing import Phases
-from tandem.models.summary import flops_per_token
 from tandem.objectives.kl import Estimator, adapted_kl_coef, token_kl
 from tandem.objectives.losses import PolicyLoss, policy_loss, sft_loss, value_loss
 from tandem.objectives.masked import masked_sum
 from tandem.train.experience import make_experience
 from tandem.train.means import Means, require_finite
+from tandem.train.mixture import mixed_in
+from tandem.train.operations import batch_flops, generation_flops, scoring_flops
 from tandem.train.reward_function import RewardFunction
 from tandem.types import Experience, PromptRow, TokenBatch, TokenRow
 
@@ -93,9 +93,7 @@ class PPOTrainer:
         with self.phases("generate") as phase:
             rollout = engine.rollout(prompts, step=step, numbers=numbers)
             phase.samples, phase.tokens = len(rollout), rollout.batch.num_response_tokens
-            num_tokens = int(rollout.batch.attention_mask.sum())
-            length = num_tokens // len(rollout)
-            phase.flops = num_tokens * flops_per_token(engine.actor, length)
+            phase.flops = generation_flops(engine, rollout)
         with self.phases("score") as phase:
             experience = make_experience(
                 rollout,
@@ -104,12 +102,9 @@ class PPOTrainer:
                 kl_coef=self.kl_coef,
                 reward_function=self.reward_function,
             )
-            phase.samples, phase.tokens = len(rollout), num_tokens
-            passes = 2 * flops_per_token(engine.actor, length)
-            passes += flops_per_token(engine.critic, length)
-            if engine.scorer is not None:
-                passes += flops_per_token(engine.scorer.model, length)
-            phase.flops = num_tokens * passes
+            phase.samples = len(rollout)
+            phase.tokens = int(rollout.batch.attention_mask.sum())
+            phase.flops = scoring_flops(engine, rollout, experience)
         return experience
 
     def train_rlhf(self, experience: Experience, *, step: int) -> dict[str, float]:
@@ -139,10 +134,15 @@ class PPOTrainer:
                             )
                             stop = self._fitting(engine.actor_trainee, update)
                             has_actor = True
+                        phase.flops += batch_flops(engine.actor, minibatch.batch, backward=True)
+                        if self._has_ptx:
+                            texts = self._ptx_batch(step, epoch, number)
+                            phase.flops += batch_flops(engine.actor, texts, backward=True)
                     with self._left_out_if_bad(minibatch):
                         update_critic = partial(self._update_critic, minibatch, critic_log)
                         self._fitting(engine.critic_trainee, update_critic)
                         self._step_scaled(has_actor, actor_log, critic_log)
+                    phase.flops += batch_flops(engine.critic, minibatch.batch, backward=True)
                     phase.samples += len(minibatch)
                     phase.tokens += int(minibatch.batch.attention_mask.sum())
                     if stop:
@@ -152,11 +152,6 @@ class PPOTrainer:
                 epochs_done += 1
             engine.actor.eval()
             engine.critic.eval()
-            length = int(phase.tokens // max(1, phase.samples))
-            passes = flops_per_token(engine.critic, length, backward=True)
-            if trains_actor:
-                passes += flops_per_token(engine.actor, length, backward=True)
-            phase.flops = passes * phase.tokens
         self._adapt_kl_coef(experience)
         return {**actor_log.means(), **critic_log.means(), "epochs_done": float(epochs_done)}
 
@@ -219,11 +214,10 @@ class PPOTrainer:
         count = minibatch.batch.num_response_tokens
         learning_rate = trainee.learning_rate
         totals: defaultdict[str, float] = defaultdict(float)
-        has_ptx = bool(self.ptx_rows) and ppo.ptx_coef > 0
         dealt = deal_batch(minibatch.batch, self.room.tokens, self.engine.world)
         for rows, part in dealt:
             loss = self._actor_loss(minibatch.select(rows), totals, part.weight)
-            is_last = part.is_last and not has_ptx
+            is_last = part.is_last and not self._has_ptx
             trainee.backward(loss, count, weight=part.weight, is_last=is_last)
         log.maximum("ratio_max", self.engine.world.largest([totals.pop("ratio_max")])[0])
         sums = self.engine.world.sums(totals)
@@ -236,7 +230,7 @@ class PPOTrainer:
                 log.add("rollout_gap", gap)
             log.add("policy_kl_before_update", kl)
             self._require_same_policy(gap, minibatch)
-        if has_ptx:
+        if self._has_ptx:
             means["ptx_loss"] = self._add_ptx_gradient(step, epoch, number)
             require_finite(trainee, means)
         for name, value in means.items():
@@ -330,22 +324,22 @@ class PPOTrainer:
         if has_actor:
             self._note_actor_step(norms[1], actor_log)
 
+    @property
+    def _has_ptx(self) -> bool:
+        return bool(self.ptx_rows) and self.config.ppo.ptx_coef > 0
+
+    def _ptx_batch(self, step: int, epoch: int, number: int) -> TokenBatch:
+        """The texts of an update, which follow from its number alone."""
+        per_step = num_updates(self.config, 1)
+        update = (step - 1) * per_step + epoch * (per_step // self.config.ppo.epochs) + number
+        rows = mixed_in(self.ptx_rows, update, self.config)
+        return TokenBatch.from_rows(rows, self.engine.renderer.pad_token_id)
+
     def _add_ptx_gradient(self, step: int, epoch: int, number: int) -> float:
         """Add the gradient of ptx_coef * language-model loss per token; returns that loss."""
         ppo, trainee = self.config.ppo, self.engine.actor_trainee
-        per_step = num_updates(self.config, 1)
-        update = (step - 1) * per_step + epoch * (per_step // ppo.epochs) + number
-        order = BatchOrder(
-            num_rows=len(self.ptx_rows),
-            batch_size=ppo.ptx_batch_size,
-            seed=self.config.seed,
-            epochs=None,
-            max_steps=update + 1,
-        )
-        _, indices = next(order.from_step(update))
-        rows = [self.ptx_rows[i] for i in indices]
-        count = sum(sum(row.response_mask) for row in rows)
-        batch = TokenBatch.from_rows(rows, self.engine.renderer.pad_token_id)
+        batch = self._ptx_batch(step, epoch, number)
+        count = batch.num_response_tokens
         total = 0.0
         world = self.engine.world
         for positions, part in deal_batch(batch, self.room.tokens, world):

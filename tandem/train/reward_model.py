@@ -63,7 +63,7 @@ def train_reward_model(run: Run, rows: StepRows) -> None:
         rows.pairs,
         Objective(
             units=lambda pair: 1,
-            tokens=lambda pair: len(pair.chosen) + len(pair.rejected),
+            sequences=lambda pair: (pair.chosen, pair.rejected),
             loss=loss,
             sequences_per_row=2,
         ),

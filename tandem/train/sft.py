@@ -41,7 +41,9 @@ def train_sft(run: Run, rows: StepRows) -> None:
         model,
         config.sft,
         rows.sft,
-        Objective(units=lambda row: sum(row.response_mask), tokens=len, loss=loss),
+        Objective(
+            units=lambda row: sum(row.response_mask), sequences=lambda row: (row,), loss=loss
+        ),
         evaluate=lambda: language_model_metrics(model, rows.heldout_sft, rows.renderer, config),
     )
     run.finish("sft", lambda folder: save_policy(model, rows, folder), evaluation)

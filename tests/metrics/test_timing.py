@@ -124,3 +124,15 @@ def test_cuda_is_synchronized_only_where_it_is_in_use(monkeypatch, in_use, calls
         pass
     assert len(count) == calls
     assert (phases.metrics()["peak_memory_bytes/train"] == 1234) == in_use
+
+
+def test_a_step_counts_the_operations_of_its_phases(monkeypatch):
+    clock = Clock(monkeypatch)
+    phases = Phases()
+    with phases("step"):
+        with phases("generate", flops=4e12):
+            clock.now += 1.0
+        with phases("train", flops=8e12):
+            clock.now += 3.0
+    values = phases.metrics()
+    assert (values["tflops/generate"], values["tflops/step"]) == (4.0, 3.0)

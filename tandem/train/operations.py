@@ -1,0 +1,43 @@
+"""Floating-point operations of PPO's forwards and backwards, for TFLOP/s."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from tandem.engine.hybrid import RLHFEngine
+from tandem.models.summary import sequence_flops
+from tandem.models.twin import decodes
+from tandem.types import Experience, Rollout, TokenBatch
+
+
+def batch_flops(model: PreTrainedModel, batch: TokenBatch, *, backward: bool = False) -> float:
+    """`sequence_flops` of a batch whose response tokens go through the vocabulary head."""
+    lengths = batch.lengths().tolist()
+    return sequence_flops(model, lengths, batch.num_response_tokens, backward=backward)
+
+
+def generation_flops(engine: RLHFEngine, rollout: Rollout) -> float:
+    """Of each prompt, once where its samples share it, and of every token of an answer but the
+    last, which is drawn and not run. A prompt's last token goes through the head as well."""
+    actor, batch = engine.actor, rollout.batch
+    lengths = batch.lengths()
+    flops = sequence_flops(actor, (lengths - 1).tolist(), batch.num_response_tokens)
+    if engine.config.hybrid_engine and decodes(actor):
+        samples = engine.config.sampling.samples_per_prompt
+        prompts = (lengths - batch.response_mask.sum(dim=1)).tolist()
+        again = [length for i, length in enumerate(prompts) if i % samples]
+        flops -= sequence_flops(actor, again, len(again))
+    return flops
+
+
+def scoring_flops(engine: RLHFEngine, rollout: Rollout, experience: Experience) -> float:
+    """Of reference and critic, of the actor unless the sampler's log-probs serve, and of the reward
+    model over all answers. Where that has a tokenizer of its own, the actor's tokens count."""
+    # With adapters the reference is the actor without them.
+    flops = batch_flops(engine.reference or engine.actor, experience.batch)
+    flops += batch_flops(engine.critic, experience.batch)
+    if not engine.trusts_sampler:
+        flops += batch_flops(engine.actor, experience.batch)
+    if engine.scorer is not None:
+        flops += batch_flops(engine.scorer.model, rollout.batch)
+    return flops
