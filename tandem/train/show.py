@@ -57,7 +57,7 @@ def show_comparison(evaluation: Mapping[str, Any], console: Console | None = Non
 def figures_table(models: Mapping[str, Mapping[str, float]]) -> Table:
     """One row a metric, one column a model."""
     table = Table(title="On held-out rows", title_justify="left")
-    table.add_column("metric")
+    table.add_column("metric", overflow="fold")  # a data set is told by the end of its name
     for label in models:
         table.add_column(label, justify="right")
     names: Sequence[str] = list(dict.fromkeys(name for m in models.values() for name in m))
