@@ -19,7 +19,7 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kMaxBlock = 4096;
-enum Kind : int64_t { kInt8 = 0, kInt4 = 1, kNF4 = 2 };
+enum Code : int64_t { kInt8 = 0, kInt4 = 1, kNF4 = 2 };
 
 // The table of QLoRA, appendix E; the same numbers stand in ops/blockwise.py.
 constexpr std::array<float, 16> kNF4Numbers = {

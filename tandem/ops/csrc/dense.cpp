@@ -76,15 +76,6 @@ void check_linear(const Tensor& x, int64_t K, at::ScalarType dtype, const Option
               bias->scalar_type(), ".");
 }
 
-// Processors with matrix units multiply bfloat16 faster than any vector code.
-#if defined(__AMX_BF16__)
-constexpr bool kMatrixUnits = true;
-#else
-constexpr bool kMatrixUnits = false;
-#endif
-
-bool ours(at::ScalarType dtype) { return dtype == at::kFloat || !kMatrixUnits; }
-
 // `run(x, rows, weight matrix's N and K, y)` into a new (..., N).
 template <class Run>
 Tensor product(const Tensor& x, int64_t N, Run run) {
@@ -100,7 +91,7 @@ Tensor linear_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& b
   TORCH_CHECK(weight.dim() == 2, "linear's weight must be (N, K); got ", weight.sizes(), ".");
   const int64_t N = weight.size(0), K = weight.size(1);
   check_linear(x, K, weight.scalar_type(), bias, N);
-  if (!ours(x.scalar_type()) || !x.numel()) return at::linear(x, weight, bias);
+  if (!x.numel()) return at::linear(x, weight, bias);
   const bool plain = weight.stride(0) == 1 || weight.stride(1) == 1;
   const Tensor w = plain ? weight : weight.contiguous();
   const Tensor b = bias ? bias->contiguous() : Tensor();
@@ -117,7 +108,6 @@ Tensor linear_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& b
 Tensor pack_weight(const Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2, "a weight to pack must be (N, K); got ", weight.sizes(), ".");
   const int64_t N = weight.size(0), K = weight.size(1);
-  if (!ours(weight.scalar_type())) return weight.clone(at::MemoryFormat::Contiguous);
   const bool plain = weight.stride(0) == 1 || weight.stride(1) == 1;
   const Tensor w = plain ? weight : weight.contiguous();
   Tensor packed;
@@ -134,7 +124,6 @@ Tensor pack_weight(const Tensor& weight) {
 Tensor linear_packed(const Tensor& x, const Tensor& packed, int64_t N, int64_t K,
                      const OptionalTensor& bias) {
   check_linear(x, K, x.scalar_type(), bias, N);
-  if (!ours(x.scalar_type())) return at::linear(x, packed.view({N, K}), bias);
   const Tensor b = bias ? bias->contiguous() : Tensor();
   return product(x, N, [&](const RowsOf& rows, Tensor& y) {
     for_dtype(x.scalar_type(), "linear's input", [&](auto tag) {
