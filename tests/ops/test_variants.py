@@ -78,7 +78,10 @@ def products(march: str) -> ctypes.CDLL:
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
         made = library.with_suffix(f".{os.getpid()}")
-        sources = (str(HARNESS), str(native.SOURCES / "gemm.cpp"))
+        sources = [
+            str(HARNESS),
+            *(str(native.SOURCES / f"{name}.cpp") for name in ("gemm", "threads")),
+        ]
         compile_with(march, *sources, "-shared", "-o", str(made), *native._link_flags())
         os.replace(made, library)
     return ctypes.CDLL(str(library))

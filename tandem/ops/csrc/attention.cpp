@@ -1,5 +1,4 @@
 // The arithmetic of attention.h.
-#include <ATen/Parallel.h>
 
 #include <atomic>
 #include <cmath>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "threads.h"
 
 namespace tandem {
 namespace {
@@ -84,7 +84,7 @@ void share_out(int64_t count, int64_t threads, const F& f) {
     return;
   }
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min(threads, count), 1, [&](int64_t, int64_t) {
+  parallel_for(0, std::min(threads, count), 1, [&](int64_t, int64_t) {
     for (int64_t i = next++; i < count; i = next++) f(i);
   });
 }
@@ -402,14 +402,15 @@ TANDEM_INLINE void add_columns(const Sum<T>& work, int64_t d, int64_t chains) {
   }
 }
 
+// One vector is a whole row, of 8 chains; two are one of 4, or part of a longer row, of 2 or 1.
 template <int Q, int NC, bool Fetches, class T>
 void add_vectors(const Sum<T>& work, int64_t d, int64_t chains) {
   constexpr int room = 16 / (Q * NC);
-  if constexpr (room >= 8) {
-    if (chains == 8) return add_columns<Q, NC, 8, Fetches>(work, d, chains);
+  if constexpr (NC == 1) {
+    return add_columns<Q, NC, room >= 8 ? 8 : 4, Fetches>(work, d, chains);
   }
-  if constexpr (room >= 4) {
-    if (chains >= 4) return add_columns<Q, NC, 4, Fetches>(work, d, chains);
+  if constexpr (NC == 2 && room >= 4) {
+    if (chains == 4) return add_columns<Q, NC, 4, Fetches>(work, d, chains);
   }
   if constexpr (room >= 2) {
     if (chains >= 2) return add_columns<Q, NC, 2, Fetches>(work, d, chains);
@@ -533,7 +534,7 @@ struct Piece {
 
 // One piece per sequence and head, or more where threads would stand idle; the costliest first.
 std::vector<Piece> pieces_of(const int32_t* bounds, int64_t count, int64_t heads, bool divisible) {
-  const int64_t threads = at::get_num_threads();
+  const int64_t threads = num_threads();
   const int64_t parts =
       threads > 1 && divisible ? (2 * threads + count * heads - 1) / (count * heads) : 1;
   std::vector<Piece> pieces;
@@ -1011,13 +1012,13 @@ void decode(const Paged<T>& in, int64_t begin, int64_t end) {
 template <class T>
 void attend_packed(const Packed<T>& in, const int32_t* bounds, int64_t count) {
   const auto pieces = pieces_of(bounds, count, in.sizes.heads, true);
-  share_out(pieces.size(), at::get_num_threads(), [&](int64_t i) { forward_piece(in, pieces[i]); });
+  share_out(pieces.size(), num_threads(), [&](int64_t i) { forward_piece(in, pieces[i]); });
 }
 
 template <class T>
 void attend_packed_backward(const Gradients<T>& work, const int32_t* bounds, int64_t count) {
   const auto pieces = pieces_of(bounds, count, work.in.sizes.heads, false);
-  share_out(pieces.size(), at::get_num_threads(),
+  share_out(pieces.size(), num_threads(),
             [&](int64_t i) { backward_piece(work, pieces[i]); });
 }
 
@@ -1033,7 +1034,7 @@ template <class T>
 void keep_packed(const Rows<const T>& keys, const Rows<const T>& values, T* k_memory, T* v_memory,
                  const int32_t* tables, int64_t table_stride, const int32_t* bounds, int64_t count,
                  const Sizes& size) {
-  at::parallel_for(0, count, 8, [&](int64_t from, int64_t to) {
+  parallel_for(0, count, 8, [&](int64_t from, int64_t to) {
     for (int64_t b = from; b < to; ++b) {
       const int32_t* table = tables + b * table_stride;
       const int64_t length = bounds[b + 1] - bounds[b];

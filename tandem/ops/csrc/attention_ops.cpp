@@ -1,6 +1,8 @@
 // Attention as torch operators: what a caller may ask, and the gradient.
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -8,6 +10,7 @@
 #include <optional>
 
 #include "attention.h"
+#include "threads.h"
 
 namespace tandem {
 namespace {
@@ -238,7 +241,7 @@ Tensor paged_attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, Ten
   }
   // Below about 10 us of work, waking threads costs more than it saves.
   const int64_t work = tokens * size.query_heads * (size.key_width + size.value_width);
-  const int64_t threads = work > (int64_t{1} << 20) ? at::get_num_threads() : 1;
+  const int64_t threads = work > (int64_t{1} << 20) ? num_threads() : 1;
   by_type(q, [&](auto zero) {
     using T = decltype(zero);
     const Paged<T> in{rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),

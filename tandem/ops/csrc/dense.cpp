@@ -1,8 +1,13 @@
 // The dense operations of a layer as torch operators, with gradients: linear, root-mean-square
 // norm, embedding, rotation, gated activations, log-probs of chosen tokens, drawing tokens.
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/embedding_dense_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -12,6 +17,13 @@
 #include "gradient.h"
 #include "rows.h"
 #include "sample.h"
+#include "threads.h"
+
+// As in <ATen/autocast_mode.h>, which reads the headers of every operator.
+namespace at::autocast {
+TORCH_API ScalarType get_autocast_dtype(DeviceType device_type);
+TORCH_API Tensor cached_cast(ScalarType to_type, const Tensor& arg, DeviceType device_type);
+}  // namespace at::autocast
 
 namespace tandem {
 namespace {
@@ -54,7 +66,7 @@ struct RowsOf {
 // body(from, to) over rows of about `numbers` numbers each, on threads where that is worth it.
 template <class Body>
 void for_rows(int64_t rows, int64_t numbers, Body body) {
-  at::parallel_for(0, rows, 1 + 32768 / std::max<int64_t>(1, numbers), body);
+  parallel_for(0, rows, 1 + 32768 / std::max<int64_t>(1, numbers), body);
 }
 
 void check_first_derivative(const char* what) {
@@ -159,6 +171,7 @@ struct Linear : Function<Linear> {
     ctx->saved_data["wants"] = std::vector<bool>{wants_x, wants_weight, wants_bias};
     ctx->saved_data["turned"] = weight.stride(0) == 1 && weight.stride(1) != 1;
     ctx->save_for_backward({wants_weight ? x : Tensor(), weight});
+    keep_leaf(ctx, weight);
     return linear_cpu(x, weight, bias);
   }
 
@@ -177,7 +190,7 @@ struct Linear : Function<Linear> {
     if (wants[1]) {
       // In the weight's own layout, so that nothing is copied when it becomes the gradient.
       const bool turned = ctx->saved_data["turned"].toBool();
-      Tensor* const kept = g.scalar_type() == at::kFloat ? kept_gradient(weight) : nullptr;
+      Tensor* const kept = g.scalar_type() == at::kFloat ? kept_gradient(ctx, weight) : nullptr;
       if (kept) {
         *kept = turned_product(g, x, *kept);
       } else {
@@ -216,6 +229,7 @@ struct Embedding : Function<Embedding> {
     at::AutoDispatchBelowADInplaceOrView below;
     ctx->saved_data["padding"] = padding;
     ctx->save_for_backward({ids, weight});
+    keep_leaf(ctx, weight);
     return at::embedding(weight, ids, padding);
   }
 
@@ -224,7 +238,7 @@ struct Embedding : Function<Embedding> {
     const auto saved = ctx->get_saved_variables();
     const Tensor ids = saved[0].contiguous(), &weight = saved[1];
     const int64_t padding = ctx->saved_data["padding"].toInt(), V = weight.size(0);
-    Tensor* const kept = kept_gradient(weight);
+    Tensor* const kept = kept_gradient(ctx, weight);
     if (!kept)
       return {Tensor(), at::embedding_dense_backward(grads[0], ids, V, padding, false), Tensor()};
     if (!kept->defined()) *kept = at::zeros_like(weight);
@@ -340,7 +354,7 @@ struct RmsNorm : Function<RmsNorm> {
       T* out = wants[0] ? grad_x.mutable_data_ptr<T>() : nullptr;
       const T* xs = rows.data<T>();
       const Y* gs = g.data<Y>();
-      at::parallel_for(0, runs, 1, [&](int64_t from, int64_t to) {
+      parallel_for(0, runs, 1, [&](int64_t from, int64_t to) {
         for (int64_t run = from; run < to; ++run)
           for (int64_t i = run * kGradientRows; i < std::min(rows.count, (run + 1) * kGradientRows);
                ++i)

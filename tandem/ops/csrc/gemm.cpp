@@ -1,7 +1,6 @@
 // The products of gemm.h, cut for speed: lanes over n with the weight turned into panels (many rows,
 // or packed ahead of time), or lanes over m with the rows turned and the weight read where it lies.
 // The bits are the same.
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <array>
@@ -10,6 +9,7 @@
 #include <utility>
 
 #include "gemm.h"
+#include "threads.h"
 
 namespace tandem {
 namespace {
@@ -426,7 +426,7 @@ void multiply_packing(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& 
   }
   const Words rows = words_of_rows(x, x_stride, M, K);
   const int64_t panels = (N + kPanel - 1) / kPanel;
-  at::parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
+  parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
     float* panel = scratch(Use::panel, kPanel * words_of<T>(K));
     for (int64_t p = from; p < to; ++p) {
       const int64_t n = p * kPanel, width = std::min(kPanel, N - n);
@@ -449,7 +449,7 @@ void multiply_across(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& w
   const int64_t grain = kGrain / (words * kPanel * kGroup) + 1;
   const word* weights = reinterpret_cast<const word*>(weight.data);
   const int64_t stride = weight.row_stride / kPerWord<T>;
-  at::parallel_for(0, panels * groups, grain, [&](int64_t from, int64_t to) {
+  parallel_for(0, panels * groups, grain, [&](int64_t from, int64_t to) {
     float* raw = scratch(Use::tile, kGroup * kPanel);
     for (int64_t i = from; i < to; ++i) {
       const int64_t m = i / groups * kPanel, n = i % groups * kGroup;
@@ -493,7 +493,7 @@ void multiply_few(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weig
                   int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
   const Words rows = words_of_rows(x, x_stride, M, K);
   const int64_t words = words_of<T>(K), panels = (N + kPanel - 1) / kPanel;
-  at::parallel_for(0, panels, kGrain / (words * kPanel * M) + 1, [&](int64_t from, int64_t to) {
+  parallel_for(0, panels, kGrain / (words * kPanel * M) + 1, [&](int64_t from, int64_t to) {
     alignas(64) float sums[kFew * kPanel];
     for (int64_t p = from; p < to; ++p) {
       const int64_t first = p * kPanel, width = std::min(kPanel, N - first);
@@ -547,7 +547,7 @@ bool lanes_over_rows(int64_t M, int64_t N, int64_t K, const Matrix<T>& weight) {
 template <class T>
 void pack(const Matrix<T>& m, int64_t N, int64_t K, float* out) {
   const int64_t panels = (N + kPanel - 1) / kPanel, words = words_of<T>(K);
-  at::parallel_for(0, panels, std::max<int64_t>(1, 32768 / (kPanel * words)),
+  parallel_for(0, panels, std::max<int64_t>(1, 32768 / (kPanel * words)),
                    [&](int64_t from, int64_t to) {
                      for (int64_t p = from; p < to; ++p)
                        pack_panel(m, p * kPanel, std::min(kPanel, N - p * kPanel), K,
@@ -570,10 +570,10 @@ void multiply_packed(const T* x, int64_t x_stride, int64_t M, const float* packe
                        ? reinterpret_cast<const word*>(packed + (n + kPanel) * words)
                        : nullptr);
   };
-  const int64_t chunk = small || panels < 2 * at::get_num_threads() ? kGroup : M;
+  const int64_t chunk = small || panels < 2 * num_threads() ? kGroup : M;
   const int64_t chunks = (M + chunk - 1) / chunk;
   const int64_t grain = kGrain / std::max<int64_t>(1, words * kPanel * std::min(M, chunk)) + 1;
-  at::parallel_for(0, panels * chunks, grain, [&](int64_t from, int64_t to) {
+  parallel_for(0, panels * chunks, grain, [&](int64_t from, int64_t to) {
     for (int64_t i = from; i < to; ++i) {
       const int64_t m = (small ? i / panels : i % chunks) * chunk;
       one(m, std::min(chunk, M - m), small ? i % panels : i / chunks);
@@ -609,7 +609,7 @@ void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b
       const int64_t width = std::min(kSlab, N - first), left = (width + kPanel - 1) / kPanel;
       pack(Matrix<float>{a + m * a_stride + first, 1, a_stride}, width, run, slab);
       const int64_t grain = kGrain / (run * kPanel * kPanel) + 1;
-      at::parallel_for(0, left * right, grain, [&](int64_t from, int64_t to) {
+      parallel_for(0, left * right, grain, [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; ++i) {
           const int64_t n = i / right * kPanel, k = i % right * kPanel;
           const int64_t rows = std::min(kPanel, width - n);
