@@ -1,8 +1,13 @@
 """Builds and loads the C++ operations on first use; says why where it cannot.
 
-Compiling takes about half a minute, once per machine, torch version and change of the sources. The
-result is kept in TANDEM_CACHE (default: the user's cache folder), and no compiler is needed where
-it is there. TANDEM_NATIVE=off uses the plain torch paths.
+They are built once per processor, torch version and change of the sources, under a minute on two
+cores, and kept in TANDEM_CACHE (default: the user's cache folder); where they are there, no
+compiler is needed. Without them the plain torch paths run, and one line says why.
+
+TANDEM_NATIVE=off uses the plain torch paths. TANDEM_MARCH names the processor to build for, as the
+compiler's -march does, more flags behind it (`x86-64-v3`, `native -mno-avx512bf16`; default
+native): for a cache that different processors share, and to see another's arithmetic. Numbers are
+the same to the bit within one such instruction set, and equal to rounding between them.
 """
 
 from __future__ import annotations
@@ -14,9 +19,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +32,10 @@ if sys.platform != "win32":
     import fcntl
 
 SOURCES = Path(__file__).parent / "csrc"
+# The longest first. Only one of them reads torch's headers, which take longer than any code here.
+UNITS = ("torch_ops.cpp", "attention.cpp", "gemm.cpp", "threads.cpp")
+_CPU_SECONDS = 80  # of a build, roughly; the longest unit is half of it
+_COST = "plain torch runs instead: slower, and the same to rounding rather than to the bit"
 
 
 def available() -> bool:
@@ -45,12 +55,29 @@ def why_not() -> str:
         if library is None:
             compiler = _compiler()
             if compiler is None:
-                return "no C++ compiler was found (set CXX, or install g++ or clang++)"
+                return _missing("no C++ compiler was found (set CXX, or install g++ or clang++)")
             library = _built(compiler)
         torch.ops.load_library(str(library))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return f"the C++ operations did not build: {_first_line(error)}"
+        return _missing(f"the C++ operations did not build: {_first_line(error)}")
     return ""
+
+
+def _missing(reason: str) -> str:
+    """The reason, which the user hears once too: nothing becomes slower in silence."""
+    _say(f"{reason}; {_COST}.\n")
+    return reason
+
+
+def _say(text: str) -> None:
+    """To the user, not to the run's own output; of a node's ranks the first speaks."""
+    _say_more(f"tandem: {text}")
+
+
+def _say_more(text: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with suppress(OSError, ValueError):  # a closed stream must not stop a run
+            print(text, end="", file=sys.stderr, flush=True)
 
 
 def prefer_large_pages(*tensors: torch.Tensor) -> None:
@@ -99,50 +126,113 @@ def _built(compiler: str) -> Path:
     """The library of these sources for this machine, built if it is not there.
 
     Of processes that want it at once, such as the ranks of a run, one builds and the others wait.
-    The lock is the system's, so a build that is killed leaves nothing that anyone waits for; and
-    where a file system has no locks, building under a name of its own and renaming is enough.
+    The library is renamed into its place whole.
+
+    Raises:
+        RuntimeError: the compiler failed; what it said lies in a log beside the library.
     """
     name, cache = f"native-{_key()}", cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
-    with (
-        (cache / f"{name}.lock").open("w") as lock,
-        tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder,
-    ):
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    log = cache / f"{name}.log"
+    with _locked(cache / f"{name}.lock") as waited_since:
         built = _kept()  # while this process waited
         if built is not None:
             return built
-        objects = _compiled(compiler, _flags(), sorted(SOURCES.glob("*.cpp")), Path(folder))
-        linked = Path(folder) / "linked.so"
-        _run([compiler, "-shared", "-o", str(linked), *map(str, objects), *_link_flags()])
-        library = cache / f"{name}-{_digest(linked.read_bytes())}.so"
+        if waited_since and log.is_file() and log.stat().st_mtime >= waited_since:
+            raise RuntimeError(_failure(log.read_text(errors="replace"), log))
+        with tempfile.TemporaryDirectory(dir=cache, prefix=f"build-{name}-") as folder:
+            return _compiled(compiler, name, Path(folder), log)
+
+
+def _compiled(compiler: str, name: str, folder: Path, log: Path) -> Path:
+    """The library, made in `folder` and moved beside `log`."""
+    began = time.monotonic()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    about = _CPU_SECONDS // min(cores, 2)
+    _say(f"building the C++ operations, once for this machine, about {about} s ...")
+    linked, objects = folder / "linked.so", [folder / f"{unit}.o" for unit in UNITS]
+    try:
+        for commands in (
+            [
+                [compiler, *_flags(), "-c", str(SOURCES / unit), "-o", str(target)]
+                for unit, target in zip(UNITS, objects, strict=True)
+            ],
+            [[compiler, "-shared", "-o", str(linked), *map(str, objects), *_link_flags()]],
+        ):
+            output = _run(commands)
+            if output:
+                with suppress(OSError):  # of a full disk the first line tells as much
+                    log.write_text(output)
+                raise RuntimeError(_failure(output, log))
+        library = log.parent / f"{name}-{_digest(linked.read_bytes())}.so"
         os.replace(linked, library)
+        log.unlink(missing_ok=True)
+    except BaseException:
+        _say_more(f" failed after {time.monotonic() - began:.0f} s\n")
+        raise
+    _say_more(f" done in {time.monotonic() - began:.0f} s\n")
     return library
 
 
-def _compiled(compiler: str, flags: list[str], sources: list[Path], folder: Path) -> list[Path]:
-    """One object per source, compiled side by side."""
-    running = []
-    for source in sources:
-        target = folder / f"{source.stem}.o"
-        command = [compiler, *flags, "-c", str(source), "-o", str(target)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        running.append((target, process))
-    failed = [
-        error
-        for _, process in running
-        for error in [process.communicate()[1].decode(errors="replace")]
-        if process.returncode
-    ]
-    if failed:
-        raise RuntimeError(_first_error(failed[0]))
-    return [target for target, _ in running]
+@contextmanager
+def _locked(path: Path) -> Iterator[float]:
+    """Alone among processes; gives when waiting began, 0.0 if nobody was waited for.
+
+    The lock is the system's, so a builder that is killed leaves nothing that anyone waits for; what
+    it left half done is removed. Where a file system has no locks, each builds for itself under a
+    name of its own.
+    """
+    with path.open("w") as file:
+        since = 0.0
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            since = time.time()
+            _say("another process builds the C++ operations; waiting for it ...\n")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            yield since
+            return
+        for left in path.parent.glob(f"build-{path.stem}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        yield since
+
+
+def _run(commands: list[list[str]]) -> str:
+    """Run commands side by side; the command and the output of the first that fails, or nothing."""
+    running: list[subprocess.Popen[str]] = []
+    try:
+        for command in commands:
+            running.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                )
+            )
+        outputs = [process.communicate()[0] for process in running]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    return next(
+        (
+            f"{shlex.join(command)}\n{output.strip() or 'failed without a word'}\n"
+            for command, process, output in zip(commands, running, outputs, strict=True)
+            if process.returncode
+        ),
+        "",
+    )
 
 
 def _flags() -> list[str]:
     root = Path(torch.__file__).parent
     includes = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include"]
+    march = shlex.split(os.environ.get("TANDEM_MARCH", "")) or ["native"]
     # Sums must not be reordered, so no -ffast-math; a product and a sum become one rounding.
     flags = [
         "-O3",
@@ -153,11 +243,11 @@ def _flags() -> list[str]:
         "-DNDEBUG",
         "-w",
     ]
-    flags += ["-mcpu=native"] if platform.machine() in ("arm64", "aarch64") else ["-march=native"]
+    is_arm = platform.machine() in ("arm64", "aarch64")  # where -march says nothing of the model
+    flags += [f"-m{'cpu' if is_arm and march[0] == 'native' else 'arch'}={march[0]}", *march[1:]]
     if sys.platform == "linux":
         flags.append("-fopenmp")
     flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
-    includes.append(Path(sysconfig.get_paths()["include"]))
     return [*flags, *(f"-I{folder}" for folder in includes)]
 
 
@@ -175,7 +265,10 @@ def _key() -> str:
 
     Not the compiler, which may be gone where the library is used.
     """
-    parts = [shlex.join(_flags()), torch.__version__, _processor()]
+    flags = _flags()
+    parts = [shlex.join(flags), torch.__version__]
+    if any(flag.endswith("=native") for flag in flags):
+        parts.append(_processor())
     for file in sorted(SOURCES.iterdir()):
         if file.suffix in (".cpp", ".h"):
             parts += [file.name, file.read_text(encoding="utf-8")]
@@ -195,16 +288,12 @@ def _processor() -> str:
     return f"{platform.machine()} {platform.processor()}"
 
 
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        raise RuntimeError(_first_error(done.stderr))
-    return done.stdout
-
-
-def _first_error(output: str) -> str:
-    lines = [line for line in output.splitlines() if "error" in line.lower()]
-    return (lines or output.strip().splitlines() or ["the compiler failed without a word"])[0]
+def _failure(output: str, log: Path) -> str:
+    """One line of a compiler's output, and where all of it is."""
+    lines = output.strip().splitlines()[1:]  # behind the command
+    errors = [line for line in lines if "error" in line.lower()]
+    first = (errors or lines or ["the compiler failed without a word"])[0].strip()
+    return f"{first} ({log if log.is_file() else 'no log could be written'})"
 
 
 def _first_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +28,13 @@ from ..models.families import FAMILIES, tiny_model
 STOP = 2
 STOPS = Stops((STOP,), 0, lambda ids: " ".join(map(str, ids)))
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 def prompts(*lengths: int) -> list[PromptRow]:
@@ -92,6 +100,29 @@ def test_sampled_logprobs_are_the_training_forwards_to_the_bit(
     assert scored.requires_grad
     assert torch.equal(made.rollout_logprobs, scored.detach())
     assert torch.equal(made.rollout_entropy, entropy.detach())
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [50_257, 151_936])
+def test_so_they_are_with_a_real_vocabulary(
+    vocabulary: int, dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    """GPT-2's, which no vector divides, and Qwen's; a head far larger than the narrow model."""
+    model = tiny_model("llama", vocab_size=vocabulary, hidden_size=24, num_hidden_layers=1)
+    model = model.to(dtype)
+    rows = prompts(5, 17, 1)
+    options = {"samples_per_prompt": 2, "max_new_tokens": 6}
+    threads(1)
+    made = answer(model, rows, **options)
+    assert by_row(answer(model, rows, batch_size=1, **options)) == by_row(made)
+    with torch.enable_grad():
+        scored, entropy = response_logprobs(model, made.batch, with_entropy=True)
+    assert torch.equal(made.rollout_logprobs, scored.detach())
+    assert torch.equal(made.rollout_entropy, entropy.detach())
+    threads(2)
+    assert by_row(answer(model, rows, **options)) == by_row(made)
+    assert torch.equal(made.rollout_logprobs, response_logprobs(model, made.batch)[0].detach())
 
 
 @needs_native

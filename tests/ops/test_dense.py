@@ -119,10 +119,11 @@ def test_rows_are_summed_alike_where_the_work_is_cut_into_blocks(
 ) -> None:
     weight, x = normal(300, 2500, seed=1), normal(130, 2500, seed=2)
     whole, packed = dense.linear(x, weight), dense.pack_weight(weight)
-    slow = torch.zeros(())
+    fused = rounded = torch.zeros(())
     for k in range(2500):  # float64 holds a product of floats and its sum: rounded once, as an FMA
-        slow = (x[5, k].double() * weight[7, k].double() + slow.double()).float()
-    assert whole[5, 7] == slow
+        fused = (x[5, k].double() * weight[7, k].double() + fused.double()).float()
+        rounded = x[5, k] * weight[7, k] + rounded  # of processors without FMA
+    assert whole[5, 7] in (fused, rounded)
     for count in (1, 4):
         threads(count)
         for rows in (1, 9, 60, 130):

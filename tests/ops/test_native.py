@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -94,38 +96,55 @@ def test_large_pages_leave_what_memory_holds(megabytes: int) -> None:
     assert torch.equal(held, before)
 
 
+Commands = list[list[str]]
+
+
 @pytest.fixture
-def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """An empty cache, and a compiler that takes a moment; where it has built."""
-    builds = []
+def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Commands]:
+    """An empty cache, and a compiler that takes a moment; what it was asked to compile."""
+    builds: list[Commands] = []
 
-    def build(compiler: str, flags: list[str], sources: list[Path], folder: Path) -> list[Path]:
-        builds.append(folder)
-        time.sleep(0.2)  # the others are at the lock by now
-        return []
-
-    def link(command: list[str]) -> str:
-        if "-o" in command:
-            Path(command[command.index("-o") + 1]).write_text("a library")
+    def run(commands: Commands) -> str:
+        if "-shared" in commands[0]:
+            Path(commands[0][commands[0].index("-o") + 1]).write_text("a library")
+        else:
+            builds.append(commands)
+            time.sleep(0.2)  # the others are at the lock by now
         return ""
 
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
-    monkeypatch.setattr(native, "_compiled", build)
-    monkeypatch.setattr(native, "_run", link)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(native, "_run", run)
     return builds
 
 
-def test_processes_that_want_the_library_at_once_build_it_once(builds: list[Path]) -> None:
+def test_processes_that_want_the_library_at_once_build_it_once(
+    builds: list[Commands], capsys: pytest.CaptureFixture[str]
+) -> None:
     with ThreadPoolExecutor(4) as threads:
         made = list(threads.map(native._built, ["g++"] * 4))
     assert len(builds) == 1
     assert len(set(made)) == 1
     assert made[0].read_text() == "a library"
     assert native._kept() == made[0]
+    said = capsys.readouterr().err
+    assert said.count("tandem: building the C++ operations, once for this machine, about") == 1
+    assert said.count(" done in 0 s\n") == 1
+    assert said.count("another process builds the C++ operations; waiting for it ...\n") == 3
+
+
+def test_every_source_is_in_one_unit_that_is_compiled(builds: list[Commands]) -> None:
+    native._built("g++")
+    units = [Path(command[command.index("-c") + 1]) for command in builds[0]]
+    assert all(unit.is_file() for unit in units)
+    texts = [unit.read_text() for unit in units]
+    for source in native.SOURCES.glob("*.cpp"):
+        included = sum(f'#include "{source.name}"' in text for text in texts)
+        assert included + units.count(source) == 1, source.name
 
 
 @pytest.mark.parametrize("left", [0, 4])
-def test_half_a_library_is_built_anew(builds: list[Path], left: int) -> None:
+def test_half_a_library_is_built_anew(builds: list[Commands], left: int) -> None:
     library = native._built("g++")
     library.write_bytes(library.read_bytes()[:left])
     assert native._kept() is None
@@ -134,13 +153,135 @@ def test_half_a_library_is_built_anew(builds: list[Path], left: int) -> None:
     assert len(builds) == 2
 
 
+def test_what_a_killed_builder_left_is_removed(builds: list[Commands], tmp_path: Path) -> None:
+    left, other = (tmp_path / f"build-{name}-x" for name in (f"native-{native._key()}", "native-0"))
+    for folder in (left, other):
+        folder.mkdir()
+        (folder / "gemm.cpp.o").write_text("half")
+    native._built("g++")
+    assert not left.exists()
+    assert other.exists(), "another build's folder may be in use"
+
+
 def test_a_library_that_is_there_needs_no_compiler(
-    builds: list[Path], monkeypatch: pytest.MonkeyPatch
+    builds: list[Commands], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(native, "_compiler", lambda: None)
     loaded: list[str] = []
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     assert "no C++ compiler was found" in native.why_not.__wrapped__()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "install g++ or clang++" in line
+    assert line.endswith("plain torch runs instead: slower, and the same to rounding rather than "
+                         "to the bit.")  # fmt: skip
     library = native._built("g++")
+    capsys.readouterr()
     assert native.why_not.__wrapped__() == ""
     assert loaded == [str(library)]
+    assert capsys.readouterr().err == ""
+
+
+# ---- a compiler that fails, and folders that cannot be written ----
+
+
+def compiler(folder: Path, script: str) -> str:
+    """A program in the compiler's place, which notes that it ran."""
+    path = folder / "g++"
+    path.write_text(f"#!/bin/sh\necho ran >> {folder}/runs\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("TANDEM_CACHE", str(cache))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return cache
+
+
+def test_a_failed_build_is_told_in_one_line_with_its_log(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    script = "echo 'In file included from here'; echo 'vec.h:1: error: what is this' >&2; exit 1"
+    monkeypatch.setenv("CXX", compiler(tmp_path, script))
+    reason = native.why_not.__wrapped__()
+    (log,) = empty_cache.glob("native-*.log")
+    assert reason == f"the C++ operations did not build: vec.h:1: error: what is this ({log})"
+    progress, line = capsys.readouterr().err.splitlines()
+    assert progress.endswith("failed after 0 s")
+    assert line.startswith(f"tandem: {reason}; plain torch runs instead")
+    assert "In file included from here" in log.read_text()
+    assert not list(empty_cache.glob("build-*")) + list(empty_cache.glob("*.so"))
+
+
+def test_processes_that_waited_for_a_failed_build_do_not_repeat_it(
+    empty_cache: Path, tmp_path: Path
+) -> None:
+    failing = compiler(tmp_path, "sleep 0.5; echo error: no; exit 1")
+
+    def build(_: int) -> str:
+        with pytest.raises(RuntimeError) as error:
+            native._built(failing)
+        return str(error.value)
+
+    with ThreadPoolExecutor(3) as threads:
+        assert len(set(threads.map(build, range(3)))) == 1
+    assert (tmp_path / "runs").read_text().count("ran") == len(native.UNITS)
+
+
+def test_a_killed_builder_leaves_no_lock(empty_cache: Path, tmp_path: Path) -> None:
+    slow = compiler(tmp_path, "exec sleep 60")
+    code = f"from tandem.ops import native; native._built({slow!r})"
+    builder = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "runs").exists():
+        assert time.monotonic() < deadline
+        assert builder.poll() is None
+        time.sleep(0.05)
+    builder.kill()
+    builder.wait()
+    with pytest.raises(RuntimeError, match="error: no"):
+        native._built(compiler(tmp_path, "echo error: no; exit 1"))
+    assert not list(empty_cache.glob("build-*"))
+
+
+@pytest.mark.parametrize("where", ["a file in its place", "no home"])
+def test_without_a_folder_to_keep_it_there_is_one_line(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if where == "no home":
+        for name in ("TANDEM_CACHE", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    else:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "file" / "cache"))
+    reason = native.why_not.__wrapped__()
+    assert reason.startswith("the C++ operations did not build: ")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tandem: {reason}; plain torch runs instead")
+
+
+def test_of_a_nodes_ranks_the_first_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, said in (("0", "tandem: once\n"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        native._say("once\n")
+        assert capsys.readouterr().err == said
+
+
+def test_a_named_processor_has_its_own_library(
+    builds: list[Commands], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {native._built("g++")}
+    monkeypatch.setenv("TANDEM_MARCH", "x86-64-v3 -mno-avx512bf16")
+    made.add(native._built("g++"))
+    assert len(made) == 2
+    assert all(c[c.index("-march=x86-64-v3") + 1] == "-mno-avx512bf16" for c in builds[1])
+    monkeypatch.setattr(native, "_processor", lambda: "another")
+    assert native._kept() in made, "who runs it does not matter where the processor is named"
+    monkeypatch.delenv("TANDEM_MARCH")
+    assert native._kept() is None

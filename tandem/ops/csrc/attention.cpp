@@ -1,60 +1,26 @@
-// Attention on the CPU: packed sequences (forward and backward) and one new token on KV memory.
-//
-// A query's result is the same to the last bit whether its sequence is computed at once or the
-// token alone on top of KV memory, in whatever company, because its arithmetic is one fixed order:
-//   scores   keys in blocks of 16 by absolute position, a lane per key; the product sums over the
-//            width from first to last;
-//   softmax  against the largest score (the sink among them); 16 sums, one per lane, over blocks;
-//            then `sum` across lanes;
-//   values   key j adds to chain j mod C, first to last; the chains are added in order. C depends
-//            on the width of a value alone (`value_chains`).
-// A key that a query must not see has weight exactly 0. Tiles of up to 4 queries share loaded keys
-// and values; that and the split over threads change who computes, never what.
+// The arithmetic of attention.h.
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
-
-#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
 #include <new>
-#include <numeric>
-#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "gradient.h"
-#include "vec.h"
+#include "attention.h"
+#include "threads.h"
 
 namespace tandem {
 namespace {
 
-using at::Tensor;
-
-constexpr int64_t kBlock = kLanes;  // tokens in a block of KV memory
 constexpr int64_t kTile = 4;        // queries that share what is loaded
 constexpr int64_t kBackTile = 16;   // queries whose weights the backward holds at once
 constexpr int64_t kTogether = 16;   // rows by key heads that decode works on stage by stage
 constexpr int64_t kTogetherScores = 8192;  // and how many scores of theirs it holds, roughly
 constexpr int64_t kAhead = 8;       // blocks that decode fetches before their turn
 constexpr float kHidden = -1e30f;   // the score of a key out of sight: its exp is 0
-
-// How scores become weights.
-struct Kind {
-  float scale;
-  int64_t window;      // keys in sight, the query's own among them; 0: all
-  float softcap;       // 0: none
-  const float* sinks;  // one per query head, or null
-
-  int64_t first_key(int64_t query) const {
-    return window > 0 ? std::max<int64_t>(0, query - window + 1) : 0;
-  }
-};
 
 // Memory that grows and stays, aligned to a cache line.
 template <class T>
@@ -96,8 +62,6 @@ Scratch& scratch() {
   return mine;
 }
 
-int64_t blocks_of(int64_t tokens) { return (tokens + kBlock - 1) / kBlock; }
-
 // Numbers from one row to the next in scratch: whole vectors, and 8 for the narrowest heads.
 int64_t row_width(int64_t width) { return width == 8 ? 8 : (width + kLanes - 1) / kLanes * kLanes; }
 
@@ -120,7 +84,7 @@ void share_out(int64_t count, int64_t threads, const F& f) {
     return;
   }
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min(threads, count), 1, [&](int64_t, int64_t) {
+  parallel_for(0, std::min(threads, count), 1, [&](int64_t, int64_t) {
     for (int64_t i = next++; i < count; i = next++) f(i);
   });
 }
@@ -438,14 +402,15 @@ TANDEM_INLINE void add_columns(const Sum<T>& work, int64_t d, int64_t chains) {
   }
 }
 
+// One vector is a whole row, of 8 chains; two are one of 4, or part of a longer row, of 2 or 1.
 template <int Q, int NC, bool Fetches, class T>
 void add_vectors(const Sum<T>& work, int64_t d, int64_t chains) {
   constexpr int room = 16 / (Q * NC);
-  if constexpr (room >= 8) {
-    if (chains == 8) return add_columns<Q, NC, 8, Fetches>(work, d, chains);
+  if constexpr (NC == 1) {
+    return add_columns<Q, NC, room >= 8 ? 8 : 4, Fetches>(work, d, chains);
   }
-  if constexpr (room >= 4) {
-    if (chains >= 4) return add_columns<Q, NC, 4, Fetches>(work, d, chains);
+  if constexpr (NC == 2 && room >= 4) {
+    if (chains == 4) return add_columns<Q, NC, 4, Fetches>(work, d, chains);
   }
   if constexpr (room >= 2) {
     if (chains >= 2) return add_columns<Q, NC, 2, Fetches>(work, d, chains);
@@ -561,26 +526,6 @@ void attend(const Tile<T>& tile, int64_t queries, const Kind& kind, float* out,
 
 // ---- packed sequences, forward ----
 
-template <class T>
-struct Rows {
-  T* data;
-  int64_t token, head;  // strides
-  T* at(int64_t t, int64_t h) const { return data + t * token + h * head; }
-};
-
-template <class T>
-Rows<T> rows_of(const Tensor& x) {
-  return {static_cast<T*>(x.data_ptr()), x.stride(0), x.stride(1)};
-}
-
-struct Sizes {
-  int64_t query_heads, heads, groups, key_width, value_width;
-};
-
-Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v) {
-  return {q.size(1), k.size(1), q.size(1) / k.size(1), k.size(2), v.size(2)};
-}
-
 // Queries [begin, end) of one sequence under one key head.
 struct Piece {
   int64_t start, head, begin, end;
@@ -589,7 +534,7 @@ struct Piece {
 
 // One piece per sequence and head, or more where threads would stand idle; the costliest first.
 std::vector<Piece> pieces_of(const int32_t* bounds, int64_t count, int64_t heads, bool divisible) {
-  const int64_t threads = at::get_num_threads();
+  const int64_t threads = num_threads();
   const int64_t parts =
       threads > 1 && divisible ? (2 * threads + count * heads - 1) / (count * heads) : 1;
   std::vector<Piece> pieces;
@@ -641,15 +586,6 @@ const float* const* copied(const T* rows, int64_t stride, int64_t tokens, int64_
 }
 
 template <class T>
-struct Packed {
-  Rows<const T> q, k, v;
-  T* out;      // (N, Hq, Dv)
-  float* lse;  // (N, Hq), or null
-  Sizes sizes;
-  Kind kind;
-};
-
-template <class T>
 void forward_piece(const Packed<T>& in, const Piece& piece) {
   const Sizes& size = in.sizes;
   const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
@@ -686,14 +622,6 @@ void forward_piece(const Packed<T>& in, const Piece& piece) {
 }
 
 // ---- packed sequences, backward ----
-
-template <class T>
-struct Gradients {
-  Packed<T> in;          // `out` is the forward's
-  Rows<const T> output;  // gradient of `out`
-  T *q, *k, *v;          // contiguous
-  float* delta;          // (N, Hq): sum of gradient times output, for the sinks
-};
 
 // to (keys, width) += weights^T rows, over `count` queries of which query r sees keys up to
 // `diagonal` + r; lanes along the width.
@@ -921,225 +849,7 @@ void backward_piece(const Gradients<T>& work, const Piece& piece) {
               size.heads * size.value_width);
 }
 
-// ---- the operations ----
-
-template <class F>
-void by_type(const Tensor& x, const F& f) {
-  if (x.scalar_type() == at::kFloat) {
-    f(float{});
-  } else {
-    f(bf16{});
-  }
-}
-
-void check_rows(const Tensor& q, const Tensor& k, const Tensor& v, const char* where) {
-  TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && k.size(0) == q.size(0) &&
-                  v.size(0) == q.size(0) && k.size(1) == v.size(1) && k.size(2) == q.size(2),
-              where, " must get q (N, Hq, Dk), k (N, Hkv, Dk), v (N, Hkv, Dv); got ", q.sizes(),
-              ", ", k.sizes(), ", ", v.sizes(), ".");
-  TORCH_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0, where,
-              " must get a multiple of the key heads as query heads; got ", q.size(1), " and ",
-              k.size(1), ".");
-  const auto type = q.scalar_type();
-  TORCH_CHECK((type == at::kFloat || type == at::kBFloat16) && k.scalar_type() == type &&
-                  v.scalar_type() == type,
-              where, " must get float32 or bfloat16 of one kind; got ", type, ", ",
-              k.scalar_type(), ", ", v.scalar_type(), ".");
-}
-
-void check_bounds(const Tensor& bounds, int64_t tokens, const char* where) {
-  TORCH_CHECK(bounds.dim() == 1 && bounds.size(0) > 0 && bounds.scalar_type() == at::kInt &&
-                  bounds.is_contiguous(),
-              where, " must get cu_seqlens (B + 1,) int32; got ", bounds.sizes(), " of ",
-              bounds.scalar_type(), ".");
-  const int32_t* at = bounds.const_data_ptr<int32_t>();
-  const int64_t count = bounds.size(0) - 1;
-  TORCH_CHECK(at[0] == 0 && at[count] == tokens && std::is_sorted(at, at + count + 1), where,
-              " must get cu_seqlens that rise from 0 to the number of tokens ", tokens, "; got ",
-              at[0], " to ", at[count], ".");
-}
-
-Tensor dense_rows(const Tensor& x) {
-  return x.stride(2) == 1 || x.size(2) <= 1 ? x : x.contiguous();
-}
-
-std::optional<Tensor> float_sinks(const std::optional<Tensor>& sinks, int64_t heads) {
-  if (!sinks || !sinks->defined()) return std::nullopt;
-  TORCH_CHECK(sinks->dim() == 1 && sinks->size(0) == heads,
-              "sinks must have one number per query head, (", heads, "); got ", sinks->sizes(),
-              ".");
-  return sinks->to(at::kFloat).contiguous();
-}
-
-Kind kind_of(double scale, int64_t window, double softcap, const std::optional<Tensor>& sinks) {
-  return {static_cast<float>(scale), window, static_cast<float>(softcap),
-          sinks ? sinks->const_data_ptr<float>() : nullptr};
-}
-
-Tensor run_forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& bounds,
-                   double scale, int64_t window, double softcap,
-                   const std::optional<Tensor>& sinks_, Tensor* lse) {
-  check_rows(q_, k_, v_, "varlen_attention");
-  check_bounds(bounds, q_.size(0), "varlen_attention");
-  const Tensor q = dense_rows(q_), k = dense_rows(k_), v = dense_rows(v_);
-  const Sizes size = sizes_of(q, k, v);
-  const auto sinks = float_sinks(sinks_, size.query_heads);
-  Tensor out = at::empty({q.size(0), size.query_heads, size.value_width}, q.options());
-  if (lse) *lse = at::empty({q.size(0), size.query_heads}, q.options().dtype(at::kFloat));
-  if (q.size(0) == 0) return out;
-  const auto pieces =
-      pieces_of(bounds.const_data_ptr<int32_t>(), bounds.size(0) - 1, size.heads, true);
-  by_type(q, [&](auto zero) {
-    using T = decltype(zero);
-    const Packed<T> in{rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
-                       static_cast<T*>(out.data_ptr()), lse ? lse->data_ptr<float>() : nullptr,
-                       size, kind_of(scale, window, softcap, sinks)};
-    share_out(pieces.size(), at::get_num_threads(),
-              [&](int64_t i) { forward_piece(in, pieces[i]); });
-  });
-  return out;
-}
-
-// The sink takes the weight exp(sink - lse) and gives nothing for it.
-Tensor sink_gradient(const Tensor& sinks, const Tensor& lse, const Tensor& delta) {
-  const Tensor weight = (sinks.to(at::kFloat) - lse).exp();
-  return -(weight * delta).sum(0, false, at::kDouble).to(sinks.scalar_type());
-}
-
-struct Grads {
-  Tensor q, k, v, sinks;
-};
-
-Grads run_backward(const Tensor& grad_, const Tensor& q_, const Tensor& k_, const Tensor& v_,
-                   const Tensor& bounds, const std::optional<Tensor>& sinks_, const Tensor& out,
-                   const Tensor& lse, double scale, int64_t window, double softcap) {
-  const Tensor q = dense_rows(q_), k = dense_rows(k_), v = dense_rows(v_);
-  const Tensor grad = dense_rows(grad_.to(q.scalar_type()));
-  const Sizes size = sizes_of(q, k, v);
-  const auto sinks = float_sinks(sinks_, size.query_heads);
-  Grads grads{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
-              at::empty(v.sizes(), v.options()), {}};
-  Tensor delta = at::empty_like(lse);
-  if (q.size(0) > 0) {
-    const auto pieces =
-        pieces_of(bounds.const_data_ptr<int32_t>(), bounds.size(0) - 1, size.heads, false);
-    by_type(q, [&](auto zero) {
-      using T = decltype(zero);
-      const Gradients<T> work{
-          {rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
-           static_cast<T*>(out.data_ptr()), lse.data_ptr<float>(), size,
-           kind_of(scale, window, softcap, sinks)},
-          rows_of<const T>(grad), static_cast<T*>(grads.q.data_ptr()),
-          static_cast<T*>(grads.k.data_ptr()), static_cast<T*>(grads.v.data_ptr()),
-          delta.data_ptr<float>()};
-      share_out(pieces.size(), at::get_num_threads(),
-                [&](int64_t i) { backward_piece(work, pieces[i]); });
-    });
-  }
-  if (sinks) grads.sinks = sink_gradient(*sinks_, lse, delta);
-  return grads;
-}
-
-Tensor varlen_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens,
-                        double scale, int64_t window, double softcap,
-                        const std::optional<Tensor>& sinks) {
-  return run_forward(q, k, v, cu_seqlens, scale, window, softcap, sinks, nullptr);
-}
-
-class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
- public:
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& q, const Tensor& k,
-                        const Tensor& v, const Tensor& cu_seqlens, double scale, int64_t window,
-                        double softcap, const std::optional<Tensor>& sinks) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    Tensor lse;
-    Tensor out = run_forward(q, k, v, cu_seqlens, scale, window, softcap, sinks, &lse);
-    ctx->save_for_backward({q, k, v, cu_seqlens, sinks ? *sinks : Tensor(),
-                            saved_output(out), lse});
-    ctx->saved_data["scale"] = scale;
-    ctx->saved_data["window"] = window;
-    ctx->saved_data["softcap"] = softcap;
-    return out;
-  }
-
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 const torch::autograd::variable_list& grads) {
-    TORCH_CHECK(!at::GradMode::is_enabled(),
-                "varlen_attention must be differentiated once; got create_graph=True.");
-    const auto saved = ctx->get_saved_variables();
-    const std::optional<Tensor> sinks =
-        saved[4].defined() ? std::optional<Tensor>(saved[4]) : std::nullopt;
-    const Grads done =
-        run_backward(grads[0], saved[0], saved[1], saved[2], saved[3], sinks, saved[5], saved[6],
-                     ctx->saved_data["scale"].toDouble(), ctx->saved_data["window"].toInt(),
-                     ctx->saved_data["softcap"].toDouble());
-    return {done.q, done.k, done.v, Tensor(), Tensor(), Tensor(), Tensor(), done.sinks};
-  }
-};
-
-Tensor varlen_attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
-                                 const Tensor& cu_seqlens, double scale, int64_t window,
-                                 double softcap, const std::optional<Tensor>& sinks) {
-  const bool learned = q.requires_grad() || k.requires_grad() || v.requires_grad() ||
-                       (sinks && sinks->requires_grad());
-  if (at::GradMode::is_enabled() && learned) {
-    return VarlenAttention::apply(q, k, v, cu_seqlens, scale, window, softcap, sinks);
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return varlen_attention(q, k, v, cu_seqlens, scale, window, softcap, sinks);
-}
-
 // ---- one new token per row, on KV memory ----
-
-void check_memory(const Tensor& k, const Tensor& v, const Tensor& k_memory, const Tensor& v_memory,
-                  const Tensor& tables, const char* where) {
-  TORCH_CHECK(k_memory.dim() == 4 && v_memory.dim() == 4 && k_memory.is_contiguous() &&
-                  v_memory.is_contiguous() && k_memory.size(0) == v_memory.size(0) &&
-                  k_memory.size(1) == k.size(1) && v_memory.size(1) == k.size(1) &&
-                  k_memory.size(2) == k.size(2) && k_memory.size(3) == kBlock &&
-                  v_memory.size(2) == kBlock && v_memory.size(3) == v.size(2),
-              where, " must get memory (blocks, Hkv, Dk, 16) and (blocks, Hkv, 16, Dv); got ",
-              k_memory.sizes(), " and ", v_memory.sizes(), ".");
-  TORCH_CHECK(k_memory.scalar_type() == k.scalar_type() &&
-                  v_memory.scalar_type() == k.scalar_type(),
-              where, " must get memory of the keys' dtype ", k.scalar_type(), "; got ",
-              k_memory.scalar_type(), ".");
-  TORCH_CHECK(tables.dim() == 2 && tables.scalar_type() == at::kInt &&
-                  (tables.stride(1) == 1 || tables.size(1) <= 1),
-              where, " must get block_tables (n, max_blocks) int32; got ", tables.sizes(), " of ",
-              tables.scalar_type(), ".");
-}
-
-void check_tables(const Tensor& tables, int64_t row, int64_t first, int64_t tokens, int64_t blocks,
-                  const char* where) {
-  const int32_t* table = tables.const_data_ptr<int32_t>() + row * tables.stride(0);
-  TORCH_CHECK(blocks_of(tokens) <= tables.size(1), where, " must get a block for each of row ", row,
-              "'s ", tokens, " tokens; got ", tables.size(1), " blocks.");
-  for (int64_t j = first / kBlock; j < blocks_of(tokens); ++j) {
-    TORCH_CHECK(table[j] >= 0 && table[j] < blocks, where, " must get blocks below ", blocks,
-                "; got ", table[j], " in row ", row, ".");
-  }
-}
-
-template <class T>
-struct Paged {
-  Rows<const T> q, k, v;
-  T *k_memory, *v_memory, *out;
-  const int32_t* tables;
-  int64_t table_stride;
-  const int64_t* positions;
-  Sizes sizes;
-  Kind kind;
-
-  T* key_block(int64_t row, int64_t head, int64_t block) const {
-    const int64_t at = tables[row * table_stride + block] * sizes.heads + head;
-    return k_memory + at * sizes.key_width * kBlock;
-  }
-  T* value_block(int64_t row, int64_t head, int64_t block) const {
-    const int64_t at = tables[row * table_stride + block] * sizes.heads + head;
-    return v_memory + at * sizes.value_width * kBlock;
-  }
-};
 
 template <class T>
 void keep_token(const Paged<T>& in, int64_t row, int64_t head) {
@@ -1295,114 +1005,63 @@ void decode(const Paged<T>& in, int64_t begin, int64_t end) {
   }
 }
 
-Tensor paged_attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, Tensor& k_memory,
-                       Tensor& v_memory, const Tensor& block_tables, const Tensor& positions_,
-                       double scale, int64_t window, double softcap,
-                       const std::optional<Tensor>& sinks_) {
-  check_rows(q_, k_, v_, "paged_attention");
-  check_memory(k_, v_, k_memory, v_memory, block_tables, "paged_attention");
-  TORCH_CHECK(positions_.dim() == 1 && positions_.size(0) == q_.size(0) &&
-                  block_tables.size(0) == q_.size(0) && positions_.scalar_type() == at::kLong,
-              "paged_attention must get positions (n,) int64 and a table row for each; got ",
-              positions_.sizes(), " of ", positions_.scalar_type(), ".");
-  const Tensor q = dense_rows(q_), k = dense_rows(k_), v = dense_rows(v_);
-  const Tensor positions = positions_.contiguous();
-  const Sizes size = sizes_of(q, k, v);
-  const auto sinks = float_sinks(sinks_, size.query_heads);
-  const int64_t n = q.size(0), *at = positions.const_data_ptr<int64_t>();
-  Tensor out = at::empty({n, size.query_heads, size.value_width}, q.options());
-  const Kind kind = kind_of(scale, window, softcap, sinks);
-  int64_t tokens = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    TORCH_CHECK(at[i] >= 0, "positions must not be negative; got ", at[i], " in row ", i, ".");
-    check_tables(block_tables, i, kind.first_key(at[i]), at[i] + 1, k_memory.size(0),
-                 "paged_attention");
-    tokens += at[i] + 1;
-  }
-  // Below about 10 us of work, waking threads costs more than it saves.
-  const int64_t work = tokens * size.query_heads * (size.key_width + size.value_width);
-  const int64_t threads = work > (int64_t{1} << 20) ? at::get_num_threads() : 1;
-  by_type(q, [&](auto zero) {
-    using T = decltype(zero);
-    const Paged<T> in{rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
-                      static_cast<T*>(k_memory.data_ptr()), static_cast<T*>(v_memory.data_ptr()),
-                      static_cast<T*>(out.data_ptr()), block_tables.const_data_ptr<int32_t>(),
-                      block_tables.stride(0), at, size, kind};
-    const int64_t items = n * size.heads;
-    share_out((items + kTogether - 1) / kTogether, threads, [&](int64_t i) {
-      decode(in, i * kTogether, std::min(items, (i + 1) * kTogether));
-    });
-  });
-  return out;
+}  // namespace
+
+// ---- what attention.h declares ----
+
+template <class T>
+void attend_packed(const Packed<T>& in, const int32_t* bounds, int64_t count) {
+  const auto pieces = pieces_of(bounds, count, in.sizes.heads, true);
+  share_out(pieces.size(), num_threads(), [&](int64_t i) { forward_piece(in, pieces[i]); });
 }
 
-void store_kv(const Tensor& k_, const Tensor& v_, Tensor& k_memory, Tensor& v_memory,
-              const Tensor& block_tables, const Tensor& cu_seqlens) {
-  check_rows(k_, k_, v_, "store_kv");
-  check_memory(k_, v_, k_memory, v_memory, block_tables, "store_kv");
-  check_bounds(cu_seqlens, k_.size(0), "store_kv");
-  const int64_t count = cu_seqlens.size(0) - 1, heads = k_.size(1);
-  TORCH_CHECK(block_tables.size(0) == count, "store_kv must get a table row per sequence, ", count,
-              "; got ", block_tables.size(0), ".");
-  const Tensor k = dense_rows(k_), v = dense_rows(v_);
-  const int32_t* bounds = cu_seqlens.const_data_ptr<int32_t>();
-  for (int64_t b = 0; b < count; ++b) {
-    check_tables(block_tables, b, 0, bounds[b + 1] - bounds[b], k_memory.size(0), "store_kv");
-  }
-  const int64_t key_width = k.size(2), value_width = v.size(2);
-  by_type(k, [&](auto zero) {
-    using T = decltype(zero);
-    const auto keys = rows_of<const T>(k), values = rows_of<const T>(v);
-    T *k_to = static_cast<T*>(k_memory.data_ptr()), *v_to = static_cast<T*>(v_memory.data_ptr());
-    at::parallel_for(0, count, 8, [&](int64_t from, int64_t to) {
-      for (int64_t b = from; b < to; ++b) {
-        const int32_t* table = block_tables.const_data_ptr<int32_t>() + b * block_tables.stride(0);
-        const int64_t length = bounds[b + 1] - bounds[b];
-        for (int64_t t = 0; t < length; t += kBlock) {
-          const int64_t some = std::min(kBlock, length - t), row = bounds[b] + t;
-          for (int64_t h = 0; h < heads; ++h) {
-            const int64_t at = (int64_t{table[t / kBlock]} * heads + h) * kBlock;
-            transpose_block(keys.at(row, h), keys.token, some, key_width, k_to + at * key_width);
-            for (int64_t j = 0; j < some; ++j) {
-              std::copy_n(values.at(row + j, h), value_width, v_to + (at + j) * value_width);
-            }
+template <class T>
+void attend_packed_backward(const Gradients<T>& work, const int32_t* bounds, int64_t count) {
+  const auto pieces = pieces_of(bounds, count, work.in.sizes.heads, false);
+  share_out(pieces.size(), num_threads(),
+            [&](int64_t i) { backward_piece(work, pieces[i]); });
+}
+
+template <class T>
+void attend_paged(const Paged<T>& in, int64_t rows, int64_t threads) {
+  const int64_t items = rows * in.sizes.heads;
+  share_out((items + kTogether - 1) / kTogether, threads, [&](int64_t i) {
+    decode(in, i * kTogether, std::min(items, (i + 1) * kTogether));
+  });
+}
+
+template <class T>
+void keep_packed(const Rows<const T>& keys, const Rows<const T>& values, T* k_memory, T* v_memory,
+                 const int32_t* tables, int64_t table_stride, const int32_t* bounds, int64_t count,
+                 const Sizes& size) {
+  parallel_for(0, count, 8, [&](int64_t from, int64_t to) {
+    for (int64_t b = from; b < to; ++b) {
+      const int32_t* table = tables + b * table_stride;
+      const int64_t length = bounds[b + 1] - bounds[b];
+      for (int64_t t = 0; t < length; t += kBlock) {
+        const int64_t some = std::min(kBlock, length - t), row = bounds[b] + t;
+        for (int64_t h = 0; h < size.heads; ++h) {
+          const int64_t at = (int64_t{table[t / kBlock]} * size.heads + h) * kBlock;
+          transpose_block(keys.at(row, h), keys.token, some, size.key_width,
+                          k_memory + at * size.key_width);
+          for (int64_t j = 0; j < some; ++j) {
+            std::copy_n(values.at(row + j, h), size.value_width,
+                        v_memory + (at + j) * size.value_width);
           }
         }
       }
-    });
+    }
   });
 }
 
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(tandem, m) {
-  m.def(
-      "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float scale, int window, "
-      "float softcap, Tensor? sinks) -> Tensor");
-  m.def(
-      "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_memory, Tensor(b!) v_memory, "
-      "Tensor block_tables, Tensor positions, float scale, int window, float softcap, "
-      "Tensor? sinks) -> Tensor");
-  m.def(
-      "store_kv(Tensor k, Tensor v, Tensor(a!) k_memory, Tensor(b!) v_memory, "
-      "Tensor block_tables, Tensor cu_seqlens) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(tandem, CPU, m) {
-  m.impl("varlen_attention", &varlen_attention);
-  m.impl("paged_attention", &paged_attention);
-  m.impl("store_kv", &store_kv);
-}
-
-TORCH_LIBRARY_IMPL(tandem, Autograd, m) {
-  m.impl("varlen_attention", &varlen_attention_autograd);
-  m.impl("paged_attention", torch::CppFunction::makeFallthrough());
-  m.impl("store_kv", torch::CppFunction::makeFallthrough());
-}
-
-TORCH_LIBRARY_IMPL(tandem, ADInplaceOrView, m) {
-  m.impl("paged_attention", torch::CppFunction::makeFallthrough());
-  m.impl("store_kv", torch::CppFunction::makeFallthrough());
-}
+#define TANDEM_ATTENTION(T)                                                                     \
+  template void attend_packed(const Packed<T>&, const int32_t*, int64_t);                       \
+  template void attend_packed_backward(const Gradients<T>&, const int32_t*, int64_t);           \
+  template void attend_paged(const Paged<T>&, int64_t, int64_t);                                \
+  template void keep_packed(const Rows<const T>&, const Rows<const T>&, T*, T*, const int32_t*, \
+                            int64_t, const int32_t*, int64_t, const Sizes&);
+TANDEM_ATTENTION(float)
+TANDEM_ATTENTION(bf16)
+#undef TANDEM_ATTENTION
 
 }  // namespace tandem

@@ -1,7 +1,6 @@
 // Numbers in few bits, block by block: int8, int4 and NF4 codes, each block with its own scale
 // (ops/blockwise.py says what they mean; its plain torch functions give the same bits).
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
 #include <c10/util/Half.h>
 #include <torch/library.h>
 
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "threads.h"
 
 namespace tandem {
 namespace {
@@ -19,7 +19,7 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kMaxBlock = 4096;
-enum Kind : int64_t { kInt8 = 0, kInt4 = 1, kNF4 = 2 };
+enum Code : int64_t { kInt8 = 0, kInt4 = 1, kNF4 = 2 };
 
 // The table of QLoRA, appendix E; the same numbers stand in ops/blockwise.py.
 constexpr std::array<float, 16> kNF4Numbers = {
@@ -185,7 +185,7 @@ struct Runs {
   template <class Body>
   void for_blocks(int64_t rows, int64_t per_byte, Body body) const {
     const int64_t each = blocks();
-    at::parallel_for(0, rows * each, 1 + 32768 / size, [&](int64_t from, int64_t to) {
+    parallel_for(0, rows * each, 1 + 32768 / size, [&](int64_t from, int64_t to) {
       for (int64_t i = from; i < to; ++i) {
         const int64_t row = i / each, b = i % each;
         const auto found = std::upper_bound(block.begin(), block.end(), b);

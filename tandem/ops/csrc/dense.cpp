@@ -1,8 +1,13 @@
 // The dense operations of a layer as torch operators, with gradients: linear, root-mean-square
 // norm, embedding, rotation, gated activations, log-probs of chosen tokens, drawing tokens.
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/embedding_dense_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -12,6 +17,13 @@
 #include "gradient.h"
 #include "rows.h"
 #include "sample.h"
+#include "threads.h"
+
+// As in <ATen/autocast_mode.h>, which reads the headers of every operator.
+namespace at::autocast {
+TORCH_API ScalarType get_autocast_dtype(DeviceType device_type);
+TORCH_API Tensor cached_cast(ScalarType to_type, const Tensor& arg, DeviceType device_type);
+}  // namespace at::autocast
 
 namespace tandem {
 namespace {
@@ -54,7 +66,7 @@ struct RowsOf {
 // body(from, to) over rows of about `numbers` numbers each, on threads where that is worth it.
 template <class Body>
 void for_rows(int64_t rows, int64_t numbers, Body body) {
-  at::parallel_for(0, rows, 1 + 32768 / std::max<int64_t>(1, numbers), body);
+  parallel_for(0, rows, 1 + 32768 / std::max<int64_t>(1, numbers), body);
 }
 
 void check_first_derivative(const char* what) {
@@ -76,15 +88,6 @@ void check_linear(const Tensor& x, int64_t K, at::ScalarType dtype, const Option
               bias->scalar_type(), ".");
 }
 
-// Processors with matrix units multiply bfloat16 faster than any vector code.
-#if defined(__AMX_BF16__)
-constexpr bool kMatrixUnits = true;
-#else
-constexpr bool kMatrixUnits = false;
-#endif
-
-bool ours(at::ScalarType dtype) { return dtype == at::kFloat || !kMatrixUnits; }
-
 // `run(x, rows, weight matrix's N and K, y)` into a new (..., N).
 template <class Run>
 Tensor product(const Tensor& x, int64_t N, Run run) {
@@ -100,7 +103,7 @@ Tensor linear_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& b
   TORCH_CHECK(weight.dim() == 2, "linear's weight must be (N, K); got ", weight.sizes(), ".");
   const int64_t N = weight.size(0), K = weight.size(1);
   check_linear(x, K, weight.scalar_type(), bias, N);
-  if (!ours(x.scalar_type()) || !x.numel()) return at::linear(x, weight, bias);
+  if (!x.numel()) return at::linear(x, weight, bias);
   const bool plain = weight.stride(0) == 1 || weight.stride(1) == 1;
   const Tensor w = plain ? weight : weight.contiguous();
   const Tensor b = bias ? bias->contiguous() : Tensor();
@@ -117,7 +120,6 @@ Tensor linear_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& b
 Tensor pack_weight(const Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2, "a weight to pack must be (N, K); got ", weight.sizes(), ".");
   const int64_t N = weight.size(0), K = weight.size(1);
-  if (!ours(weight.scalar_type())) return weight.clone(at::MemoryFormat::Contiguous);
   const bool plain = weight.stride(0) == 1 || weight.stride(1) == 1;
   const Tensor w = plain ? weight : weight.contiguous();
   Tensor packed;
@@ -134,7 +136,6 @@ Tensor pack_weight(const Tensor& weight) {
 Tensor linear_packed(const Tensor& x, const Tensor& packed, int64_t N, int64_t K,
                      const OptionalTensor& bias) {
   check_linear(x, K, x.scalar_type(), bias, N);
-  if (!ours(x.scalar_type())) return at::linear(x, packed.view({N, K}), bias);
   const Tensor b = bias ? bias->contiguous() : Tensor();
   return product(x, N, [&](const RowsOf& rows, Tensor& y) {
     for_dtype(x.scalar_type(), "linear's input", [&](auto tag) {
@@ -170,6 +171,7 @@ struct Linear : Function<Linear> {
     ctx->saved_data["wants"] = std::vector<bool>{wants_x, wants_weight, wants_bias};
     ctx->saved_data["turned"] = weight.stride(0) == 1 && weight.stride(1) != 1;
     ctx->save_for_backward({wants_weight ? x : Tensor(), weight});
+    keep_leaf(ctx, weight);
     return linear_cpu(x, weight, bias);
   }
 
@@ -188,7 +190,7 @@ struct Linear : Function<Linear> {
     if (wants[1]) {
       // In the weight's own layout, so that nothing is copied when it becomes the gradient.
       const bool turned = ctx->saved_data["turned"].toBool();
-      Tensor* const kept = g.scalar_type() == at::kFloat ? kept_gradient(weight) : nullptr;
+      Tensor* const kept = g.scalar_type() == at::kFloat ? kept_gradient(ctx, weight) : nullptr;
       if (kept) {
         *kept = turned_product(g, x, *kept);
       } else {
@@ -227,6 +229,7 @@ struct Embedding : Function<Embedding> {
     at::AutoDispatchBelowADInplaceOrView below;
     ctx->saved_data["padding"] = padding;
     ctx->save_for_backward({ids, weight});
+    keep_leaf(ctx, weight);
     return at::embedding(weight, ids, padding);
   }
 
@@ -235,7 +238,7 @@ struct Embedding : Function<Embedding> {
     const auto saved = ctx->get_saved_variables();
     const Tensor ids = saved[0].contiguous(), &weight = saved[1];
     const int64_t padding = ctx->saved_data["padding"].toInt(), V = weight.size(0);
-    Tensor* const kept = kept_gradient(weight);
+    Tensor* const kept = kept_gradient(ctx, weight);
     if (!kept)
       return {Tensor(), at::embedding_dense_backward(grads[0], ids, V, padding, false), Tensor()};
     if (!kept->defined()) *kept = at::zeros_like(weight);
@@ -351,7 +354,7 @@ struct RmsNorm : Function<RmsNorm> {
       T* out = wants[0] ? grad_x.mutable_data_ptr<T>() : nullptr;
       const T* xs = rows.data<T>();
       const Y* gs = g.data<Y>();
-      at::parallel_for(0, runs, 1, [&](int64_t from, int64_t to) {
+      parallel_for(0, runs, 1, [&](int64_t from, int64_t to) {
         for (int64_t run = from; run < to; ++run)
           for (int64_t i = run * kGradientRows; i < std::min(rows.count, (run + 1) * kGradientRows);
                ++i)

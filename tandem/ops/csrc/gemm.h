@@ -1,47 +1,30 @@
-// Matrix products whose every element is summed in one order, so that a row's bits depend on
-// nothing but the row: y[m, n] = sum over k of x[m, k] * w[n, k], fused multiply-adds, k ascending.
+// Matrix products, y[m, n] = sum over k of x[m, k] * w[n, k], whose every element is summed in one
+// order, so that a row's bits depend on nothing but the row: not on its neighbours or their number,
+// on threads, or on whether the weight was packed ahead of time.
 //
-// Because the order is fixed per element, how the work is cut is free, and chosen for speed: lanes
-// over n with the weight turned into panels (many rows, or packed ahead of time), or lanes over m
-// with the rows turned and the weight read where it lies. The bits are the same.
+// The rule of summation, one per instruction set; each starts at +0 in float32 and rounds to the
+// operands' type once, at the end:
+//   float32                        s = fma(x[k], w[k], s), k from first to last. Where the processor
+//                                  has no fused multiply-add, s = s + x[k] * w[k], both rounded.
+//   bfloat16, AVX512_BF16          s = vdpbf16ps(s, x[2 j .. 2 j + 1], w[2 j .. 2 j + 1]), j from
+//                                  first to last: two products a step, denormals flushed. An odd K
+//                                  ends in a pair whose second numbers are 0. Processors with AMX
+//                                  have these instructions too, and use them.
+//   bfloat16, all others           widened to float32, then as float32: a product is exact.
 //
-// bfloat16 is multiplied two k at a time (vdpbf16ps) where the processor can, summed in float32;
-// two bfloat16 then travel as one 32-bit word wherever float32 has one number. Elsewhere bfloat16
-// is widened to float32 first.
+// Because the order is fixed per element, how the work is cut is free, and chosen for speed
+// (gemm.cpp). Nothing here or there includes torch's tensors: they take longer to compile than the
+// products do.
 #pragma once
 
-#include <ATen/Parallel.h>
-
-#include <algorithm>
-#include <array>
-#include <cstdlib>
-#include <new>
-#include <utility>
+#include <cstdint>
+#include <type_traits>
 
 #include "lanes.h"
 
 namespace tandem {
 
-// A vector that the processor has, and the tiles of sums that its registers hold: columns of a
-// panel, and how many rows beside 16, 32, 48 and 64 columns.
-#if defined(__AVX512F__)
-typedef v16 wide;
-constexpr int64_t kPanel = 64;
-constexpr int kMostRows[] = {0, 12, 12, 8, 6};
-#elif defined(__AVX__)
-typedef v8 wide;
-constexpr int64_t kPanel = 16;
-constexpr int kMostRows[] = {0, 6, 0, 0, 0};
-#else
-typedef v4 wide;
-constexpr int64_t kPanel = 16;
-constexpr int kMostRows[] = {0, 6, 0, 0, 0};
-#endif
-constexpr int kWide = sizeof(wide) / sizeof(float);
-
-// One 32-bit word of an operand: a float, or two bfloat16.
-typedef float word __attribute__((may_alias, aligned(2)));
-
+// Whether two bfloat16 travel as one 32-bit word wherever float32 has one number.
 #if defined(__AVX512BF16__)
 constexpr bool kPairs = true;
 #else
@@ -59,32 +42,18 @@ constexpr int64_t words_of(int64_t K) {
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Floats of a packed weight (N, K).
+// Floats of a packed weight (N, K): what `pack` writes and `multiply_packed` reads.
 template <class T>
 constexpr int64_t packed_size(int64_t N, int64_t K) {
   return round_up(N, kLanes) * words_of<T>(K);
 }
 
-// Memory of one thread that grows and is kept: one per purpose, so that uses do not meet.
-enum class Use { weights, rows, panel, tile, count };
-
-inline float* scratch(Use use, int64_t floats) {
-  struct Memory {
-    float* data = nullptr;
-    int64_t size = 0;
-    ~Memory() { std::free(data); }
-  };
-  thread_local std::array<Memory, static_cast<size_t>(Use::count)> all;
-  Memory& memory = all[static_cast<size_t>(use)];
-  if (memory.size < floats) {
-    std::free(memory.data);
-    memory.size = 0;
-    memory.data = static_cast<float*>(std::aligned_alloc(64, round_up(floats, kLanes) * 4));
-    if (!memory.data) throw std::bad_alloc();
-    memory.size = round_up(floats, kLanes);
-  }
-  return memory.data;
-}
+// A matrix (rows, K) as its strides have it: rows contiguous, or columns.
+template <class T>
+struct Matrix {
+  const T* data;
+  int64_t row_stride, column_stride;
+};
 
 // What happens to a finished sum: y = residual + (sum + bias), each rounded to T.
 template <class T>
@@ -99,578 +68,22 @@ struct Epilogue {
   }
 };
 
-// Finishes `lanes` sums of one row; y, bias and residual point at the first of them.
+// Packs a weight (N, K) into `out` (packed_size<T>(N, K) floats) for multiply_packed.
 template <class T>
-TANDEM_INLINE void finish(T* y, v16 sums, const T* bias, const T* residual, int lanes) {
-  if (bias) sums = sums + load_lanes(bias, lanes);
-  if (residual) sums = load_lanes(residual, lanes) + rounded<T>(sums);
-  store_lanes(y, sums, lanes);
-}
+void pack(const Matrix<T>& m, int64_t N, int64_t K, float* out);
 
-// ---- the tile: R rows by C vectors of sums in registers ----
-
-template <class T>
-struct TileWork {
-  const word* rows;  // R rows `row_stride` words apart, their words `row_step` apart
-  int64_t row_stride, row_step;
-  const word* panel;    // (words, 16 C)
-  int64_t words;
-  const float* before;  // sums so far (R, kPanel), or null: start at 0
-  float* raw;           // where sums go as they are (R, kPanel), or null: finish them into y
-  T* y;
-  int64_t y_stride;
-  int64_t width;  // columns of y, at most 16 C
-  Epilogue<T> epilogue;
-  const word* ahead = nullptr;  // fetched meanwhile, `ahead_step` words per k, or null
-  int64_t ahead_step = 0;
-};
-
-template <class T, class V>
-TANDEM_INLINE V multiply_add(V a, V b, V sum) {
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<T, bf16>) {
-    return reinterpret_cast<V>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum),
-                                                reinterpret_cast<__m512bh>(a),
-                                                reinterpret_cast<__m512bh>(b)));
-  }
-#endif
-  return a * b + sum;
-}
-
-TANDEM_INLINE wide splat_wide(float x) {
-#if defined(__AVX512F__)
-  return splat(x);
-#elif defined(__AVX__)
-  return wide{x, x, x, x, x, x, x, x};
-#else
-  return wide{x, x, x, x};
-#endif
-}
-
-// body(r, c) for every vector of sums of a tile, written out: were their address taken, they would
-// not stay in registers.
-template <int R, int C, class Body>
-TANDEM_INLINE void for_sums(Body body) {
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) body(r, c);
-}
-
-// A vector as it lies in memory. memcpy would go through the stack in pieces on some processors.
-typedef wide wide_word __attribute__((may_alias, aligned(2)));
-
-TANDEM_INLINE wide load_wide(const word* p) { return *reinterpret_cast<const wide_word*>(p); }
-TANDEM_INLINE void store_wide(word* p, wide x) { *reinterpret_cast<wide_word*>(p) = x; }
-
-template <class T, int R, int vectors>
-void tile(const TileWork<T>& work) {
-  constexpr int C = vectors * kLanes / kWide;
-  if (!work.raw) {  // fetched for writing while the sums are made
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < vectors; ++c)
-        __builtin_prefetch(work.y + r * work.y_stride + c * kLanes, 1, 3);
-  }
-  wide sums[R][C];
-  if (work.before) {
-    for_sums<R, C>([&](int r, int c) {
-      sums[r][c] = load_wide(work.before + r * kPanel + c * kWide);
-    });
-  } else {
-    for_sums<R, C>([&](int r, int c) { sums[r][c] = wide{}; });
-  }
-  const word* row = work.rows;
-  const word* panel = work.panel;
-  const int64_t stride = work.row_stride, step = work.row_step;
-  const word* ahead = work.ahead ? work.ahead : panel;
-  const int64_t ahead_step = work.ahead_step;
-  for (int64_t k = 0; k < work.words; ++k, row += step, panel += kLanes * vectors) {
-    __builtin_prefetch(ahead, 0, 2);
-    ahead += ahead_step;
-    wide b[C];
-#pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) b[c] = load_wide(panel + c * kWide);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const wide a = splat_wide(row[r * stride]);
-#pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) sums[r][c] = multiply_add<T>(a, b[c], sums[r][c]);
-    }
-  }
-  const Epilogue<T>& epilogue = work.epilogue;
-  if constexpr (std::is_same_v<wide, v16>) {
-    if (!work.raw && work.width == kLanes * C && !epilogue.bias && !epilogue.residual) {
-      for_sums<R, C>(
-          [&](int r, int c) { store(work.y + r * work.y_stride + c * kLanes, sums[r][c]); });
-      return;
-    }
-  }
-  float kept[R * kPanel];
-  float* out = work.raw ? work.raw : kept;
-  for_sums<R, C>([&](int r, int c) { store_wide(out + r * kPanel + c * kWide, sums[r][c]); });
-  if (work.raw) return;
-  for (int r = 0; r < R; ++r) {
-    const Epilogue<T> e = epilogue.at(r, 0);
-    for_columns(work.width, [&](int64_t n, int lanes) {
-      finish(work.y + r * work.y_stride + n, load(kept + r * kPanel + n),
-             epilogue.bias ? epilogue.bias + n : nullptr, e.residual ? e.residual + n : nullptr,
-             lanes);
-    });
-  }
-}
-
-template <class T>
-using TileFunction = void (*)(const TileWork<T>&);
-
-template <class T, int C, int... R>
-constexpr std::array<TileFunction<T>, sizeof...(R)> tiles_of(std::integer_sequence<int, R...>) {
-  return {&tile<T, R + 1, C>...};
-}
-
-template <class T>
-TileFunction<T> tile_for(int C, int R) {
-  static constexpr auto one = tiles_of<T, 1>(std::make_integer_sequence<int, kMostRows[1]>{});
-  static constexpr auto two = tiles_of<T, 2>(std::make_integer_sequence<int, kMostRows[2]>{});
-  static constexpr auto three = tiles_of<T, 3>(std::make_integer_sequence<int, kMostRows[3]>{});
-  static constexpr auto four = tiles_of<T, 4>(std::make_integer_sequence<int, kMostRows[4]>{});
-  switch (C) {
-    case 1: return one[R - 1];
-    case 2: return two[R - 1];
-    case 3: return three[R - 1];
-    default: return four[R - 1];
-  }
-}
-
-// `count` rows (at most kGroup) by one panel: tiles of nearly equal heights, k in blocks that leave
-// room in the second cache. Sums go to `raw` (count, kPanel) if given, else finished into y.
-constexpr int64_t kGroup = 48;
-constexpr int64_t kBlockWords = 1024;
-
-template <class T>
-void multiply_group(TileWork<T> work, int64_t count, int vectors, float* raw) {
-  const int64_t most = kMostRows[vectors], tiles = (count + most - 1) / most;
-  const int64_t words = work.words;
-  const word *rows = work.rows, *panel = work.panel;
-  float* partial = raw;
-  if (!raw && words > kBlockWords) partial = scratch(Use::tile, kGroup * kPanel);
-  for (int64_t k = 0; k < words; k += kBlockWords) {
-    const bool last = k + kBlockWords >= words;
-    work.words = last ? words - k : kBlockWords;
-    work.panel = panel + k * vectors * kLanes;
-    for (int64_t i = 0, m = 0; i < tiles; ++i) {
-      const int64_t height = count / tiles + (i < count % tiles);
-      TileWork<T> one = work;
-      one.rows = rows + m * work.row_stride + k * work.row_step;
-      one.before = k ? partial + m * kPanel : nullptr;
-      one.raw = last && !raw ? nullptr : partial + m * kPanel;
-      one.y = work.y + m * work.y_stride;
-      one.epilogue = work.epilogue.at(m, 0);
-      if (raw) {  // the rows are the weight's: those of the next tile
-        one.ahead = one.rows + height * work.row_stride;
-        one.ahead_step = height;
-      } else if (work.ahead && i < vectors) {  // a quarter of the next panel
-        one.ahead = work.ahead + (i * words + k) * kLanes;
-        one.ahead_step = kLanes;
-      } else {
-        one.ahead = nullptr;
-      }
-      tile_for<T>(vectors, static_cast<int>(height))(one);
-      m += height;
-    }
-  }
-}
-
-// ---- packing: 16 rows of words become columns ----
-
-template <int... I>
-TANDEM_INLINE v16 pick(v16 a, v16 b) {
-  return __builtin_shufflevector(a, b, I...);
-}
-
-// In place: row i, lane j becomes row j, lane i.
-TANDEM_INLINE void transpose(v16 (&x)[16]) {
-#if !defined(__AVX512F__)
-  float from[256], to[256];
-  __builtin_memcpy(from, x, sizeof from);
-  for (int j = 0; j < 16; ++j)
-    for (int i = 0; i < 16; ++i) to[16 * j + i] = from[16 * i + j];
-  __builtin_memcpy(x, to, sizeof to);
-#else
-  v16 y[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    y[i] = pick<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(x[i], x[i + 1]);
-    y[i + 1] = pick<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(x[i], x[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4)
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; ++j) {
-      const v16 a = y[i + j], b = y[i + j + 2];
-      x[i + 2 * j] = pick<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a, b);
-      x[i + 2 * j + 1] = pick<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(a, b);
-    }
-  // x[4 g + j] now holds, in each quarter q, column 4 q + j of rows 4 g to 4 g + 3.
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    const v16 a = x[j], b = x[4 + j], c = x[8 + j], d = x[12 + j];
-    const v16 ab = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(a, b);
-    const v16 AB = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(a, b);
-    const v16 cd = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(c, d);
-    const v16 CD = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(c, d);
-    y[j] = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(ab, cd);
-    y[8 + j] = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(ab, cd);
-    y[4 + j] = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(AB, CD);
-    y[12 + j] = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(AB, CD);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) x[i] = y[i];
-#endif
-}
-
-// The words k to k + 15 of a row.
-template <class T>
-TANDEM_INLINE v16 full_words(const T* row, int64_t k) {
-  if constexpr (kPerWord<T> == 1) {
-    return load(row + k);
-  } else {
-    v16 x;
-    __builtin_memcpy(&x, row + 2 * k, sizeof x);
-    return x;
-  }
-}
-
-// The same of a row of K values; past its end they are 0.
-template <class T>
-TANDEM_INLINE v16 row_words(const T* row, int64_t k, int64_t K) {
-  const int64_t values = std::min<int64_t>(kLanes * kPerWord<T>, K - k * kPerWord<T>);
-  if (values == kLanes * kPerWord<T>) return full_words(row, k);
-  if constexpr (kPerWord<T> == 1) {
-    return load(row + k, static_cast<int>(values));
-  } else {
-    v16 x = {};
-    __builtin_memcpy(&x, row + 2 * k, values * sizeof(T));
-    return x;
-  }
-}
-
-// A matrix (rows, K) as its strides have it: rows contiguous, or columns.
-template <class T>
-struct Matrix {
-  const T* data;
-  int64_t row_stride, column_stride;
-};
-
-constexpr int64_t kAhead = 2 * kLanes;  // words fetched before their turn: rows lie far apart
-
-// Words k to k + 15 of `count` <= 16 contiguous rows from row `first`: x[i] is word k + i of all.
-template <class T>
-TANDEM_INLINE void load_turned(const Matrix<T>& m, int64_t first, int64_t count, int64_t k,
-                               int64_t K, v16 (&x)[16]) {
-  const T* rows = m.data + first * m.row_stride;
-  if (count == kLanes && (k + kLanes) * kPerWord<T> <= K) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
-      const T* row = rows + i * m.row_stride;
-      x[i] = full_words(row, k);
-      __builtin_prefetch(row + (k + kAhead) * kPerWord<T>);
-    }
-  } else {
-    for (int i = 0; i < 16; ++i)
-      x[i] = i < count ? row_words(rows + i * m.row_stride, k, K) : v16{};
-  }
-  transpose(x);
-}
-
-// Words k of `count` <= 16 rows from row `first`, where it is the columns that are contiguous.
-template <class T>
-TANDEM_INLINE v16 column_words(const Matrix<T>& m, int64_t first, int64_t count, int64_t k,
-                               int64_t K) {
-  const auto values = [&](int64_t column) {
-    const T* p = m.data + column * m.column_stride + first * m.row_stride;
-    return load_lanes(p, static_cast<int>(count));
-  };
-  if constexpr (kPerWord<T> == 1) {
-    return values(k);
-  } else {
-    const v16u low = bits(values(2 * k)) >> 16;
-    const v16u high = 2 * k + 1 < K ? bits(values(2 * k + 1)) & 0xFFFF0000u : v16u{};
-    return from_bits(low | high);
-  }
-}
-
-// Rows first to first + width (at most kPanel) into out (words, round_up(width, 16)).
-template <class T>
-void pack_panel(const Matrix<T>& m, int64_t first, int64_t width, int64_t K, float* out) {
-  const int64_t words = words_of<T>(K), lanes = round_up(width, kLanes);
-  for (int64_t n = 0; n < width; n += kLanes) {
-    const int64_t count = std::min<int64_t>(kLanes, width - n);
-    if (m.column_stride != 1) {
-      for (int64_t k = 0; k < words; ++k)
-        store(out + k * lanes + n, column_words(m, first + n, count, k, K));
-      continue;
-    }
-    for (int64_t k = 0; k < words; k += kLanes) {
-      v16 x[16];
-      load_turned(m, first + n, count, k, K, x);
-      const int64_t some = std::min<int64_t>(kLanes, words - k);
-      for (int64_t i = 0; i < some; ++i) store(out + (k + i) * lanes + n, x[i]);
-    }
-  }
-}
-
-template <class T>
-void pack(const Matrix<T>& m, int64_t N, int64_t K, float* out) {
-  const int64_t panels = (N + kPanel - 1) / kPanel, words = words_of<T>(K);
-  at::parallel_for(0, panels, std::max<int64_t>(1, 32768 / (kPanel * words)),
-                   [&](int64_t from, int64_t to) {
-                     for (int64_t p = from; p < to; ++p)
-                       pack_panel(m, p * kPanel, std::min(kPanel, N - p * kPanel), K,
-                                  out + p * kPanel * words);
-                   });
-}
-
-// ---- whole products ----
-
-// Rows (M, K) in words that `tile` can broadcast: where they lie, or a copy.
-struct Words {
-  const word* data;
-  int64_t stride, step = 1;
-};
-
-template <class T>
-Words words_of_rows(const T* x, int64_t x_stride, int64_t M, int64_t K) {
-  if constexpr (std::is_same_v<T, float>) {
-    return {x, x_stride};
-  } else {
-    if (kPairs && K % 2 == 0 && x_stride % 2 == 0)
-      return {reinterpret_cast<const word*>(x), x_stride / 2};
-    const int64_t words = words_of<T>(K);
-    float* copy = scratch(Use::rows, M * words);
-    for (int64_t m = 0; m < M; ++m)
-      for (int64_t k = 0; k < words; k += kLanes)
-        store_lanes(copy + m * words + k, row_words(x + m * x_stride, k, K),
-                    static_cast<int>(std::min<int64_t>(kLanes, words - k)));
-    return {copy, words};
-  }
-}
-
-// Rows m0 to m1 by one panel of `width` columns; y, bias and residual point at row 0 and the
-// panel's first column.
-template <class T>
-void multiply_panel(const Words& x, int64_t m0, int64_t m1, const word* panel, int64_t width,
-                    int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue,
-                    const word* ahead = nullptr) {
-  const int vectors = static_cast<int>((width + kLanes - 1) / kLanes);
-  for (int64_t m = m0; m < m1; m += kGroup) {
-    TileWork<T> work{x.data + m * x.stride, x.stride, x.step, panel, words_of<T>(K), nullptr,
-                     nullptr, y + m * y_stride, y_stride, width, epilogue.at(m, 0)};
-    if (m == m0) work.ahead = ahead;
-    multiply_group(work, std::min(kGroup, m1 - m), vectors, nullptr);
-  }
-}
-
-// How many multiply-adds are worth a thread.
-constexpr int64_t kGrain = 1 << 17;
-
-// Floats of a packed weight that stays in the second cache while rows pass by.
-constexpr int64_t kSmall = 1 << 18;
-
-// y (M, N) = x (M, K) by a weight packed ahead of time.
+// y (M, N) = x (M, K) by a weight packed ahead of time. Rows of x are `x_stride` apart.
 template <class T>
 void multiply_packed(const T* x, int64_t x_stride, int64_t M, const float* packed, int64_t N,
-                     int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
-  const Words rows = words_of_rows(x, x_stride, M, K);
-  const int64_t words = words_of<T>(K), panels = (N + kPanel - 1) / kPanel;
-  const bool small = packed_size<T>(N, K) <= kSmall;
-  const bool fetches = !small && M >= 16;  // fewer rows take no longer than the next panel
-  const auto one = [&](int64_t m, int64_t count, int64_t p) {
-    const int64_t n = p * kPanel;
-    multiply_panel(rows, m, m + count, reinterpret_cast<const word*>(packed + n * words),
-                   std::min(kPanel, N - n), K, y + n, y_stride, epilogue.at(0, n),
-                   fetches && n + kPanel < N
-                       ? reinterpret_cast<const word*>(packed + (n + kPanel) * words)
-                       : nullptr);
-  };
-  const int64_t chunk = small || panels < 2 * at::get_num_threads() ? kGroup : M;
-  const int64_t chunks = (M + chunk - 1) / chunk;
-  const int64_t grain = kGrain / std::max<int64_t>(1, words * kPanel * std::min(M, chunk)) + 1;
-  at::parallel_for(0, panels * chunks, grain, [&](int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; ++i) {
-      const int64_t m = (small ? i / panels : i % chunks) * chunk;
-      one(m, std::min(chunk, M - m), small ? i % panels : i / chunks);
-    }
-  });
-}
+                     int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue);
 
-// The same by a weight as it lies, each panel packed when its turn comes.
-template <class T>
-void multiply_packing(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
-                      int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
-  if (packed_size<T>(N, K) <= kSmall) {
-    float* packed = scratch(Use::weights, packed_size<T>(N, K));
-    pack(weight, N, K, packed);
-    multiply_packed(x, x_stride, M, packed, N, K, y, y_stride, epilogue);
-    return;
-  }
-  const Words rows = words_of_rows(x, x_stride, M, K);
-  const int64_t panels = (N + kPanel - 1) / kPanel;
-  at::parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
-    float* panel = scratch(Use::panel, kPanel * words_of<T>(K));
-    for (int64_t p = from; p < to; ++p) {
-      const int64_t n = p * kPanel, width = std::min(kPanel, N - n);
-      pack_panel(weight, n, width, K, panel);
-      multiply_panel(rows, 0, M, reinterpret_cast<const word*>(panel), width, K, y + n, y_stride,
-                     epilogue.at(0, n));
-    }
-  });
-}
-
-// The same with lanes over m: the rows of x become panels and the weight's rows are broadcast from
-// where they lie, so each of its words is read once per panel and nothing of it is copied.
-template <class T>
-void multiply_across(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
-                     int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
-  const int64_t words = words_of<T>(K), panels = (M + kPanel - 1) / kPanel;
-  float* packed = scratch(Use::rows, packed_size<T>(M, K));
-  pack(Matrix<T>{x, x_stride, 1}, M, K, packed);
-  const int64_t groups = (N + kGroup - 1) / kGroup;
-  const int64_t grain = kGrain / (words * kPanel * kGroup) + 1;
-  const word* weights = reinterpret_cast<const word*>(weight.data);
-  const int64_t stride = weight.row_stride / kPerWord<T>;
-  at::parallel_for(0, panels * groups, grain, [&](int64_t from, int64_t to) {
-    float* raw = scratch(Use::tile, kGroup * kPanel);
-    for (int64_t i = from; i < to; ++i) {
-      const int64_t m = i / groups * kPanel, n = i % groups * kGroup;
-      const int64_t width = std::min(kPanel, M - m), count = std::min(kGroup, N - n);
-      TileWork<T> work{};
-      work.rows = weights + n * stride;
-      work.row_stride = stride;
-      work.row_step = 1;
-      work.panel = reinterpret_cast<const word*>(packed + m * words);
-      work.words = words;
-      multiply_group(work, count, static_cast<int>((width + kLanes - 1) / kLanes), raw);
-      for (int64_t c = 0; c < count; c += kLanes) {
-        const int lanes = static_cast<int>(std::min<int64_t>(kLanes, count - c));
-        const T* bias = epilogue.bias ? epilogue.bias + n + c : nullptr;
-        for (int64_t r = 0; r < width; r += kLanes) {
-          v16 sums[16];
-#pragma GCC unroll 16
-          for (int j = 0; j < 16; ++j) sums[j] = load(raw + (c + j) * kPanel + r);
-          transpose(sums);
-          const int64_t some = std::min<int64_t>(kLanes, width - r);
-          for (int64_t j = 0; j < some; ++j) {
-            const Epilogue<T> e = epilogue.at(m + r + j, n + c);
-            finish(y + (m + r + j) * y_stride + n + c, sums[j], bias, e.residual, lanes);
-          }
-        }
-      }
-    }
-  });
-}
-
-// The same for so few rows that a packed panel would hardly be used: 16 by 16 words of the weight
-// are turned in registers and multiplied there.
-#if defined(__AVX512F__)
-constexpr int64_t kFew = 8;
-#else
-constexpr int64_t kFew = 1;
-#endif
-
-template <class T>
-void multiply_few(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
-                  int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
-  const Words rows = words_of_rows(x, x_stride, M, K);
-  const int64_t words = words_of<T>(K), panels = (N + kPanel - 1) / kPanel;
-  at::parallel_for(0, panels, kGrain / (words * kPanel * M) + 1, [&](int64_t from, int64_t to) {
-    alignas(64) float sums[kFew * kPanel];
-    for (int64_t p = from; p < to; ++p) {
-      const int64_t first = p * kPanel, width = std::min(kPanel, N - first);
-      std::fill_n(sums, M * kPanel, 0.0f);
-      for (int64_t k = 0; k < words; k += kLanes) {
-        const int64_t some = std::min<int64_t>(kLanes, words - k);
-        for (int64_t n = 0; n < width; n += kLanes) {
-          v16 columns[16];
-          load_turned(weight, first + n, std::min<int64_t>(kLanes, width - n), k, K, columns);
-          for (int64_t m = 0; m < M; ++m) {
-            const word* row = rows.data + m * rows.stride + k;
-            v16 sum = load(sums + m * kPanel + n);
-            if (some == kLanes) {
-#pragma GCC unroll 16
-              for (int i = 0; i < 16; ++i) sum = multiply_add<T>(splat(row[i]), columns[i], sum);
-            } else {
-              for (int i = 0; i < some; ++i) sum = multiply_add<T>(splat(row[i]), columns[i], sum);
-            }
-            store(sums + m * kPanel + n, sum);
-          }
-        }
-      }
-      for (int64_t m = 0; m < M; ++m)
-        for (int64_t n = 0; n < width; n += kLanes) {
-          const Epilogue<T> e = epilogue.at(m, first + n);
-          finish(y + m * y_stride + first + n, load(sums + m * kPanel + n), e.bias, e.residual,
-                 static_cast<int>(std::min<int64_t>(kLanes, width - n)));
-        }
-    }
-  });
-}
-
-// Which of the two ways costs less, in cycles per 16 by 16 weights: multiply-adds, then moving
-// words about. The bits do not depend on it.
-template <class T>
-bool lanes_over_rows(int64_t M, int64_t N, int64_t K, const Matrix<T>& weight) {
-  constexpr bool own_words = std::is_same_v<T, float> || kPairs;
-  if (!own_words || weight.column_stride != 1 || K % kPerWord<T> || weight.row_stride % kPerWord<T>)
-    return false;
-  const double words = static_cast<double>(words_of<T>(K));
-  const double rows = static_cast<double>(round_up(M, kLanes));
-  const double packing = 8.0 * M + 40;
-  const double across = rows * (8 + 40.0 / N + 60.0 / words);
-  return across < packing;
-}
-
+// The same by a weight as it lies.
 template <class T>
 void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
-              int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
-  if (M <= kFew && weight.column_stride == 1) {
-    multiply_few(x, x_stride, M, weight, N, K, y, y_stride, epilogue);
-  } else if (lanes_over_rows(M, N, K, weight)) {
-    multiply_across(x, x_stride, M, weight, N, K, y, y_stride, epilogue);
-  } else {
-    multiply_packing(x, x_stride, M, weight, N, K, y, y_stride, epilogue);
-  }
-}
+              int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue);
 
-// y (N, K) = a (M, N) turned, by b (M, K), or that added to y: what a weight's gradient is. A run
-// of rows at a time, whose copies stay in the second cache, added up in y.
-inline void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
-                            int64_t M, int64_t N, int64_t K, float* y, int64_t y_stride,
-                            bool adds) {
-  constexpr int64_t kRun = 512;          // rows of a run
-  constexpr int64_t kSlab = 4 * kPanel;  // columns of a that are packed at a time
-  const int64_t right = (K + kPanel - 1) / kPanel, longest = std::min(M, kRun);
-  float* columns = scratch(Use::weights, packed_size<float>(K, longest));
-  float* slab = scratch(Use::rows, packed_size<float>(std::min(N, kSlab), longest));
-  for (int64_t m = 0; m < M; m += kRun) {
-    const int64_t run = std::min(kRun, M - m);
-    const Epilogue<float> all{nullptr, m || adds ? y : nullptr, y_stride};
-    pack(Matrix<float>{b + m * b_stride, 1, b_stride}, K, run, columns);
-    for (int64_t first = 0; first < N; first += kSlab) {
-      const int64_t width = std::min(kSlab, N - first), left = (width + kPanel - 1) / kPanel;
-      pack(Matrix<float>{a + m * a_stride + first, 1, a_stride}, width, run, slab);
-      const int64_t grain = kGrain / (run * kPanel * kPanel) + 1;
-      at::parallel_for(0, left * right, grain, [&](int64_t from, int64_t to) {
-        for (int64_t i = from; i < to; ++i) {
-          const int64_t n = i / right * kPanel, k = i % right * kPanel;
-          const int64_t rows = std::min(kPanel, width - n);
-          const Words turned{slab + n * run, 1, round_up(rows, kLanes)};
-          multiply_panel(turned, 0, rows, reinterpret_cast<const word*>(columns + k * run),
-                         std::min(kPanel, K - k), run, y + (first + n) * y_stride + k, y_stride,
-                         all.at(first + n, k));
-        }
-      });
-    }
-  }
-}
+// y (N, K) = a (M, N) turned, by b (M, K), or that added to y: what a weight's gradient is.
+void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t M,
+                     int64_t N, int64_t K, float* y, int64_t y_stride, bool adds);
 
 }  // namespace tandem

@@ -1,9 +1,8 @@
 // What backward passes share: outputs they read, and weights' gradients added where they are kept.
 #pragma once
 
-#include <ATen/ATen.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -15,22 +14,27 @@ namespace tandem {
 // keeps everything else that was saved for as long as the process lives.
 inline at::Tensor saved_output(const at::Tensor& output) { return output.tensor_data(); }
 
+// In a forward pass: remembers a weight that may have a gradient of its own. What is saved for the
+// backward may come back from there as another object over the same numbers.
+inline void keep_leaf(torch::autograd::AutogradContext* ctx, const at::Tensor& weight) {
+  if (weight.is_leaf() && weight.requires_grad()) ctx->saved_data["leaf"] = weight;
+}
+
 // In a backward pass: the `grad` of a weight (undefined at first) if adding to it here means what
 // returning a gradient would, and null where it does not: someone asks for gradients themselves
 // (`torch.autograd.grad`), looks at them through a hook, or keeps them in another form. A large
 // weight's gradient is then not written, read and added to another for every micro-batch.
-inline at::Tensor* kept_gradient(const at::Tensor& weight) {
+inline at::Tensor* kept_gradient(torch::autograd::AutogradContext* ctx, const at::Tensor& weight) {
   namespace autograd = torch::autograd;
-  if (!weight.defined() || !weight.requires_grad() || !weight.is_leaf() ||
-      !weight.is_contiguous() || weight.scalar_type() != at::kFloat)
+  const auto kept = ctx->saved_data.find("leaf");
+  if (kept == ctx->saved_data.end() || !weight.defined() || !weight.requires_grad() ||
+      !weight.is_leaf() || !weight.is_contiguous() || weight.scalar_type() != at::kFloat)
     return nullptr;
   const auto* const asked = autograd::get_current_graph_task_exec_info();
   if (!asked || !asked->empty()) return nullptr;
-  const auto node = autograd::impl::try_get_grad_accumulator(weight);
-  auto* const adder = dynamic_cast<autograd::AccumulateGrad*>(node.get());
+  const at::Tensor& leaf = kept->second.toTensor();
+  const auto adder = autograd::impl::try_get_grad_accumulator(leaf);
   if (!adder || !adder->pre_hooks().empty() || !adder->post_hooks().empty()) return nullptr;
-  // A recomputed forward has saved another object over the same numbers: this is the weight itself.
-  const at::Tensor& leaf = adder->variable;
   if (!leaf.is_leaf() || leaf.const_data_ptr() != weight.const_data_ptr() ||
       leaf.sizes() != weight.sizes() || !autograd::impl::hooks(leaf).empty() ||
       autograd::impl::post_acc_grad_hooks(leaf))

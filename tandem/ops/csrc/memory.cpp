@@ -4,7 +4,7 @@
 // glibc either unmaps a large block when it is freed, so that every page faults again at the next
 // step, or keeps it and, for aligned blocks, seldom finds a hole that the next of the same size
 // fits. Here free neighbours become one block, and the smallest that fits is taken.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>

@@ -1,8 +1,8 @@
 // One decode step of a Llama-like model in one call: the arithmetic of its modules, operation by
 // operation and in the same order, over buffers that are used again from layer to layer.
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -13,6 +13,7 @@
 
 #include "gemm.h"
 #include "rows.h"
+#include "threads.h"
 
 namespace tandem {
 namespace {
@@ -36,7 +37,7 @@ enum Last { kLastNorm, kHead, kHeadBias, kLastParts };
 // body(row) on threads where rows of about `numbers` numbers are worth it.
 template <class Body>
 void for_each_row(int64_t rows, int64_t numbers, Body body) {
-  at::parallel_for(0, rows, 1 + 32768 / numbers, [&](int64_t from, int64_t to) {
+  parallel_for(0, rows, 1 + 32768 / numbers, [&](int64_t from, int64_t to) {
     for (int64_t i = from; i < to; ++i) body(i);
   });
 }

@@ -1,0 +1,311 @@
+// Attention as torch operators: what a caller may ask, and the gradient.
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "attention.h"
+#include "gradient.h"
+#include "threads.h"
+
+namespace tandem {
+namespace {
+
+using at::Tensor;
+
+template <class T>
+Rows<T> rows_of(const Tensor& x) {
+  return {static_cast<T*>(x.data_ptr()), x.stride(0), x.stride(1)};
+}
+
+Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v) {
+  return {q.size(1), k.size(1), q.size(1) / k.size(1), k.size(2), v.size(2)};
+}
+
+template <class F>
+void by_type(const Tensor& x, const F& f) {
+  if (x.scalar_type() == at::kFloat) {
+    f(float{});
+  } else {
+    f(bf16{});
+  }
+}
+
+void check_rows(const Tensor& q, const Tensor& k, const Tensor& v, const char* where) {
+  TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && k.size(0) == q.size(0) &&
+                  v.size(0) == q.size(0) && k.size(1) == v.size(1) && k.size(2) == q.size(2),
+              where, " must get q (N, Hq, Dk), k (N, Hkv, Dk), v (N, Hkv, Dv); got ", q.sizes(),
+              ", ", k.sizes(), ", ", v.sizes(), ".");
+  TORCH_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0, where,
+              " must get a multiple of the key heads as query heads; got ", q.size(1), " and ",
+              k.size(1), ".");
+  const auto type = q.scalar_type();
+  TORCH_CHECK((type == at::kFloat || type == at::kBFloat16) && k.scalar_type() == type &&
+                  v.scalar_type() == type,
+              where, " must get float32 or bfloat16 of one kind; got ", type, ", ",
+              k.scalar_type(), ", ", v.scalar_type(), ".");
+}
+
+void check_bounds(const Tensor& bounds, int64_t tokens, const char* where) {
+  TORCH_CHECK(bounds.dim() == 1 && bounds.size(0) > 0 && bounds.scalar_type() == at::kInt &&
+                  bounds.is_contiguous(),
+              where, " must get cu_seqlens (B + 1,) int32; got ", bounds.sizes(), " of ",
+              bounds.scalar_type(), ".");
+  const int32_t* at = bounds.const_data_ptr<int32_t>();
+  const int64_t count = bounds.size(0) - 1;
+  TORCH_CHECK(at[0] == 0 && at[count] == tokens && std::is_sorted(at, at + count + 1), where,
+              " must get cu_seqlens that rise from 0 to the number of tokens ", tokens, "; got ",
+              at[0], " to ", at[count], ".");
+}
+
+Tensor dense_rows(const Tensor& x) {
+  return x.stride(2) == 1 || x.size(2) <= 1 ? x : x.contiguous();
+}
+
+std::optional<Tensor> float_sinks(const std::optional<Tensor>& sinks, int64_t heads) {
+  if (!sinks || !sinks->defined()) return std::nullopt;
+  TORCH_CHECK(sinks->dim() == 1 && sinks->size(0) == heads,
+              "sinks must have one number per query head, (", heads, "); got ", sinks->sizes(),
+              ".");
+  return sinks->to(at::kFloat).contiguous();
+}
+
+Kind kind_of(double scale, int64_t window, double softcap, const std::optional<Tensor>& sinks) {
+  return {static_cast<float>(scale), window, static_cast<float>(softcap),
+          sinks ? sinks->const_data_ptr<float>() : nullptr};
+}
+
+Tensor run_forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& bounds,
+                   double scale, int64_t window, double softcap,
+                   const std::optional<Tensor>& sinks_, Tensor* lse) {
+  check_rows(q_, k_, v_, "varlen_attention");
+  check_bounds(bounds, q_.size(0), "varlen_attention");
+  const Tensor q = dense_rows(q_), k = dense_rows(k_), v = dense_rows(v_);
+  const Sizes size = sizes_of(q, k, v);
+  const auto sinks = float_sinks(sinks_, size.query_heads);
+  Tensor out = at::empty({q.size(0), size.query_heads, size.value_width}, q.options());
+  if (lse) *lse = at::empty({q.size(0), size.query_heads}, q.options().dtype(at::kFloat));
+  if (q.size(0) == 0) return out;
+  by_type(q, [&](auto zero) {
+    using T = decltype(zero);
+    const Packed<T> in{rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
+                       static_cast<T*>(out.data_ptr()), lse ? lse->data_ptr<float>() : nullptr,
+                       size, kind_of(scale, window, softcap, sinks)};
+    attend_packed(in, bounds.const_data_ptr<int32_t>(), bounds.size(0) - 1);
+  });
+  return out;
+}
+
+// The sink takes the weight exp(sink - lse) and gives nothing for it.
+Tensor sink_gradient(const Tensor& sinks, const Tensor& lse, const Tensor& delta) {
+  const Tensor weight = (sinks.to(at::kFloat) - lse).exp();
+  return -(weight * delta).sum(0, false, at::kDouble).to(sinks.scalar_type());
+}
+
+struct Grads {
+  Tensor q, k, v, sinks;
+};
+
+Grads run_backward(const Tensor& grad_, const Tensor& q_, const Tensor& k_, const Tensor& v_,
+                   const Tensor& bounds, const std::optional<Tensor>& sinks_, const Tensor& out,
+                   const Tensor& lse, double scale, int64_t window, double softcap) {
+  const Tensor q = dense_rows(q_), k = dense_rows(k_), v = dense_rows(v_);
+  const Tensor grad = dense_rows(grad_.to(q.scalar_type()));
+  const Sizes size = sizes_of(q, k, v);
+  const auto sinks = float_sinks(sinks_, size.query_heads);
+  Grads grads{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
+              at::empty(v.sizes(), v.options()), {}};
+  Tensor delta = at::empty_like(lse);
+  if (q.size(0) > 0) {
+    by_type(q, [&](auto zero) {
+      using T = decltype(zero);
+      const Gradients<T> work{
+          {rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
+           static_cast<T*>(out.data_ptr()), lse.data_ptr<float>(), size,
+           kind_of(scale, window, softcap, sinks)},
+          rows_of<const T>(grad), static_cast<T*>(grads.q.data_ptr()),
+          static_cast<T*>(grads.k.data_ptr()), static_cast<T*>(grads.v.data_ptr()),
+          delta.data_ptr<float>()};
+      attend_packed_backward(work, bounds.const_data_ptr<int32_t>(), bounds.size(0) - 1);
+    });
+  }
+  if (sinks) grads.sinks = sink_gradient(*sinks_, lse, delta);
+  return grads;
+}
+
+Tensor varlen_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens,
+                        double scale, int64_t window, double softcap,
+                        const std::optional<Tensor>& sinks) {
+  return run_forward(q, k, v, cu_seqlens, scale, window, softcap, sinks, nullptr);
+}
+
+class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
+ public:
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& q, const Tensor& k,
+                        const Tensor& v, const Tensor& cu_seqlens, double scale, int64_t window,
+                        double softcap, const std::optional<Tensor>& sinks) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    Tensor lse;
+    Tensor out = run_forward(q, k, v, cu_seqlens, scale, window, softcap, sinks, &lse);
+    ctx->save_for_backward(
+        {q, k, v, cu_seqlens, sinks ? *sinks : Tensor(), saved_output(out), lse});
+    ctx->saved_data["scale"] = scale;
+    ctx->saved_data["window"] = window;
+    ctx->saved_data["softcap"] = softcap;
+    return out;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    TORCH_CHECK(!at::GradMode::is_enabled(),
+                "varlen_attention must be differentiated once; got create_graph=True.");
+    const auto saved = ctx->get_saved_variables();
+    const std::optional<Tensor> sinks =
+        saved[4].defined() ? std::optional<Tensor>(saved[4]) : std::nullopt;
+    const Grads done =
+        run_backward(grads[0], saved[0], saved[1], saved[2], saved[3], sinks, saved[5], saved[6],
+                     ctx->saved_data["scale"].toDouble(), ctx->saved_data["window"].toInt(),
+                     ctx->saved_data["softcap"].toDouble());
+    return {done.q, done.k, done.v, Tensor(), Tensor(), Tensor(), Tensor(), done.sinks};
+  }
+};
+
+Tensor varlen_attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                 const Tensor& cu_seqlens, double scale, int64_t window,
+                                 double softcap, const std::optional<Tensor>& sinks) {
+  const bool learned = q.requires_grad() || k.requires_grad() || v.requires_grad() ||
+                       (sinks && sinks->requires_grad());
+  if (at::GradMode::is_enabled() && learned) {
+    return VarlenAttention::apply(q, k, v, cu_seqlens, scale, window, softcap, sinks);
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return varlen_attention(q, k, v, cu_seqlens, scale, window, softcap, sinks);
+}
+
+void check_memory(const Tensor& k, const Tensor& v, const Tensor& k_memory, const Tensor& v_memory,
+                  const Tensor& tables, const char* where) {
+  TORCH_CHECK(k_memory.dim() == 4 && v_memory.dim() == 4 && k_memory.is_contiguous() &&
+                  v_memory.is_contiguous() && k_memory.size(0) == v_memory.size(0) &&
+                  k_memory.size(1) == k.size(1) && v_memory.size(1) == k.size(1) &&
+                  k_memory.size(2) == k.size(2) && k_memory.size(3) == kBlock &&
+                  v_memory.size(2) == kBlock && v_memory.size(3) == v.size(2),
+              where, " must get memory (blocks, Hkv, Dk, 16) and (blocks, Hkv, 16, Dv); got ",
+              k_memory.sizes(), " and ", v_memory.sizes(), ".");
+  TORCH_CHECK(k_memory.scalar_type() == k.scalar_type() &&
+                  v_memory.scalar_type() == k.scalar_type(),
+              where, " must get memory of the keys' dtype ", k.scalar_type(), "; got ",
+              k_memory.scalar_type(), ".");
+  TORCH_CHECK(tables.dim() == 2 && tables.scalar_type() == at::kInt &&
+                  (tables.stride(1) == 1 || tables.size(1) <= 1),
+              where, " must get block_tables (n, max_blocks) int32; got ", tables.sizes(), " of ",
+              tables.scalar_type(), ".");
+}
+
+void check_tables(const Tensor& tables, int64_t row, int64_t first, int64_t tokens, int64_t blocks,
+                  const char* where) {
+  const int32_t* table = tables.const_data_ptr<int32_t>() + row * tables.stride(0);
+  TORCH_CHECK(blocks_of(tokens) <= tables.size(1), where, " must get a block for each of row ", row,
+              "'s ", tokens, " tokens; got ", tables.size(1), " blocks.");
+  for (int64_t j = first / kBlock; j < blocks_of(tokens); ++j) {
+    TORCH_CHECK(table[j] >= 0 && table[j] < blocks, where, " must get blocks below ", blocks,
+                "; got ", table[j], " in row ", row, ".");
+  }
+}
+
+Tensor paged_attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, Tensor& k_memory,
+                       Tensor& v_memory, const Tensor& block_tables, const Tensor& positions_,
+                       double scale, int64_t window, double softcap,
+                       const std::optional<Tensor>& sinks_) {
+  check_rows(q_, k_, v_, "paged_attention");
+  check_memory(k_, v_, k_memory, v_memory, block_tables, "paged_attention");
+  TORCH_CHECK(positions_.dim() == 1 && positions_.size(0) == q_.size(0) &&
+                  block_tables.size(0) == q_.size(0) && positions_.scalar_type() == at::kLong,
+              "paged_attention must get positions (n,) int64 and a table row for each; got ",
+              positions_.sizes(), " of ", positions_.scalar_type(), ".");
+  const Tensor q = dense_rows(q_), k = dense_rows(k_), v = dense_rows(v_);
+  const Tensor positions = positions_.contiguous();
+  const Sizes size = sizes_of(q, k, v);
+  const auto sinks = float_sinks(sinks_, size.query_heads);
+  const int64_t n = q.size(0), *at = positions.const_data_ptr<int64_t>();
+  Tensor out = at::empty({n, size.query_heads, size.value_width}, q.options());
+  const Kind kind = kind_of(scale, window, softcap, sinks);
+  int64_t tokens = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    TORCH_CHECK(at[i] >= 0, "positions must not be negative; got ", at[i], " in row ", i, ".");
+    check_tables(block_tables, i, kind.first_key(at[i]), at[i] + 1, k_memory.size(0),
+                 "paged_attention");
+    tokens += at[i] + 1;
+  }
+  // Below about 10 us of work, waking threads costs more than it saves.
+  const int64_t work = tokens * size.query_heads * (size.key_width + size.value_width);
+  const int64_t threads = work > (int64_t{1} << 20) ? num_threads() : 1;
+  by_type(q, [&](auto zero) {
+    using T = decltype(zero);
+    const Paged<T> in{rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
+                      static_cast<T*>(k_memory.data_ptr()), static_cast<T*>(v_memory.data_ptr()),
+                      static_cast<T*>(out.data_ptr()), block_tables.const_data_ptr<int32_t>(),
+                      block_tables.stride(0), at, size, kind};
+    attend_paged(in, n, threads);
+  });
+  return out;
+}
+
+void store_kv(const Tensor& k_, const Tensor& v_, Tensor& k_memory, Tensor& v_memory,
+              const Tensor& block_tables, const Tensor& cu_seqlens) {
+  check_rows(k_, k_, v_, "store_kv");
+  check_memory(k_, v_, k_memory, v_memory, block_tables, "store_kv");
+  check_bounds(cu_seqlens, k_.size(0), "store_kv");
+  const int64_t count = cu_seqlens.size(0) - 1;
+  TORCH_CHECK(block_tables.size(0) == count, "store_kv must get a table row per sequence, ", count,
+              "; got ", block_tables.size(0), ".");
+  const Tensor k = dense_rows(k_), v = dense_rows(v_);
+  const int32_t* bounds = cu_seqlens.const_data_ptr<int32_t>();
+  for (int64_t b = 0; b < count; ++b) {
+    check_tables(block_tables, b, 0, bounds[b + 1] - bounds[b], k_memory.size(0), "store_kv");
+  }
+  by_type(k, [&](auto zero) {
+    using T = decltype(zero);
+    keep_packed<T>(rows_of<const T>(k), rows_of<const T>(v), static_cast<T*>(k_memory.data_ptr()),
+                   static_cast<T*>(v_memory.data_ptr()), block_tables.const_data_ptr<int32_t>(),
+                   block_tables.stride(0), bounds, count, sizes_of(k, k, v));
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(tandem, m) {
+  m.def(
+      "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float scale, int window, "
+      "float softcap, Tensor? sinks) -> Tensor");
+  m.def(
+      "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_memory, Tensor(b!) v_memory, "
+      "Tensor block_tables, Tensor positions, float scale, int window, float softcap, "
+      "Tensor? sinks) -> Tensor");
+  m.def(
+      "store_kv(Tensor k, Tensor v, Tensor(a!) k_memory, Tensor(b!) v_memory, "
+      "Tensor block_tables, Tensor cu_seqlens) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(tandem, CPU, m) {
+  m.impl("varlen_attention", &varlen_attention);
+  m.impl("paged_attention", &paged_attention);
+  m.impl("store_kv", &store_kv);
+}
+
+TORCH_LIBRARY_IMPL(tandem, Autograd, m) {
+  m.impl("varlen_attention", &varlen_attention_autograd);
+  m.impl("paged_attention", torch::CppFunction::makeFallthrough());
+  m.impl("store_kv", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(tandem, ADInplaceOrView, m) {
+  m.impl("paged_attention", torch::CppFunction::makeFallthrough());
+  m.impl("store_kv", torch::CppFunction::makeFallthrough());
+}
+
+}  // namespace tandem

@@ -1,0 +1,44 @@
+// The products of csrc/gemm.h for tests/ops/test_variants.py: without torch, so that they are built
+// in seconds for any processor.
+#include "gemm.h"
+
+using namespace tandem;
+
+#if defined(EXPECT_AMX) && !(defined(__AMX_BF16__) && defined(__AVX512BF16__))
+#error "this processor was to have AMX and AVX512_BF16"
+#endif
+static_assert(packed_size<float>(70, 33) == 80 * 33);
+static_assert(packed_size<bf16>(70, 33) == 80 * (kPairs ? 17 : 33));
+
+namespace {
+
+template <class T>
+void products(const T* x, int64_t M, const T* w, const T* bias, int64_t N, int64_t K, T* y,
+              float* packed, bool ahead) {
+  const Epilogue<T> epilogue{bias};
+  const Matrix<T> weight{w, K, 1};
+  if (ahead) {
+    pack(weight, N, K, packed);
+    multiply_packed(x, K, M, packed, N, K, y, N, epilogue);
+  } else {
+    multiply(x, K, M, weight, N, K, y, N, epilogue);
+  }
+}
+
+}  // namespace
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+EXPORTED int64_t packed_floats(bool half, int64_t N, int64_t K) {
+  return half ? packed_size<bf16>(N, K) : packed_size<float>(N, K);
+}
+EXPORTED bool in_pairs() { return kPairs; }
+EXPORTED void product(bool half, const void* x, int64_t M, const void* w, const void* bias,
+                      int64_t N, int64_t K, void* y, float* packed, bool ahead) {
+  const auto run = [&](auto tag) {
+    using T = decltype(tag);
+    products(static_cast<const T*>(x), M, static_cast<const T*>(w), static_cast<const T*>(bias), N,
+             K, static_cast<T*>(y), packed, ahead);
+  };
+  half ? run(bf16{}) : run(float{});
+}

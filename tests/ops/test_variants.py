@@ -1,0 +1,176 @@
+"""Every instruction set that this machine runs: the same bits within one, rounding between them."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from _pytest.mark.structures import ParameterSet
+from torch import Tensor
+
+from tandem.ops import native
+
+ROOT = Path(__file__).resolve().parents[2]
+HARNESS = Path(__file__).with_name("products.cpp")
+LEVELS = {
+    "x86-64-v2": {"sse4_2", "popcnt"},
+    "x86-64-v3": {"avx2", "fma", "bmi2", "f16c"},
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "native -mno-avx512bf16": {"avx512_bf16"},
+    # What a processor with AMX tells the compiler besides its AVX-512.
+    "native -D__AMX_BF16__": {"avx512_bf16"},
+}
+
+
+def runs_here() -> list[str]:
+    """Values of TANDEM_MARCH whose code this machine can run."""
+    words = set(native._processor().split())
+    return ["native", *(march for march, needed in LEVELS.items() if needed <= words)]
+
+
+def variants() -> list[ParameterSet]:
+    """One is quick enough for every run: 10 s of compiling, once; the default is tested anyway."""
+    quick = "x86-64-v3"
+    return [pytest.param(march, marks=[] if march == quick else pytest.mark.slow)
+            for march in runs_here()]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _has_compiler() -> None:
+    if native._compiler() is None or sys.platform == "win32":
+        pytest.skip("no C++ compiler")
+
+
+def flags_for(march: str) -> list[str]:
+    before = os.environ.get("TANDEM_MARCH")
+    os.environ["TANDEM_MARCH"] = march
+    try:
+        return native._flags()
+    finally:
+        os.environ.pop("TANDEM_MARCH")
+        if before is not None:
+            os.environ["TANDEM_MARCH"] = before
+
+
+def compile_with(march: str, *arguments: str) -> None:
+    own = ["-O1", "-fvisibility=hidden", f"-I{native.SOURCES}"]
+    flags = [flag for flag in flags_for(march) if flag != "-O3"]
+    command = [str(native._compiler()), *flags, *own, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@cache
+def products(march: str) -> ctypes.CDLL:
+    """The products built for a processor, kept beside the C++ operations."""
+    text = "".join(p.read_text() for p in (HARNESS, *sorted(native.SOURCES.iterdir()))
+                   if p.suffix in (".h", ".cpp"))  # fmt: skip
+    key = hashlib.sha256(f"{flags_for(march)}{native._processor()}{text}".encode()).hexdigest()
+    library = native.cache_folder() / f"products-{key[:16]}.so"
+    if not library.is_file():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        made = library.with_suffix(f".{os.getpid()}")
+        sources = [
+            str(HARNESS),
+            *(str(native.SOURCES / f"{name}.cpp") for name in ("gemm", "threads")),
+        ]
+        compile_with(march, *sources, "-shared", "-o", str(made), *native._link_flags())
+        os.replace(made, library)
+    return ctypes.CDLL(str(library))
+
+
+def product(march: str, x: Tensor, weight: Tensor, bias: Tensor, *, ahead: bool) -> Tensor:
+    library, half = products(march), x.dtype == torch.bfloat16
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    library.packed_floats.restype = ctypes.c_int64
+    shape = [ctypes.c_int64(n) for n in (outputs, inputs)]
+    packed = torch.empty(library.packed_floats(half, *shape))
+    y = torch.empty(rows, outputs, dtype=x.dtype)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x.contiguous(), weight, bias, y, packed)]
+    library.product(
+        half, pointers[0], ctypes.c_int64(rows), *pointers[1:3], *shape, *pointers[3:], ahead
+    )
+    return y
+
+
+def operands(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(outputs)
+    sizes = ((70, inputs), (outputs, inputs), (outputs,))
+    x, weight, bias = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+    return x, weight, bias
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("march", variants())
+def test_a_row_is_the_same_however_it_is_computed(
+    march: str, dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    for outputs, inputs in ((130, 64), (65, 33), (40, 2201), (1, 7), (300, 96)):
+        x, weight, bias = operands(outputs, inputs, dtype)
+        threads(1)
+        whole = product(march, x, weight, bias, ahead=False)
+        exact = x.double() @ weight.double().t() + bias.double()
+        error = (whole.double() - exact).abs().max() / exact.abs().max()
+        assert error < (2**-8 if dtype == torch.bfloat16 else 5e-6)
+        for count in (1, 2):
+            threads(count)
+            for rows in (1, 2, 7, 9, 17, 48, 70):
+                for part in (slice(0, rows), slice(70 - rows, 70)):
+                    for ahead in (False, True):
+                        got = product(march, x[part], weight, bias, ahead=ahead)
+                        assert torch.equal(got, whole[part]), (outputs, inputs, rows, ahead, count)
+
+
+@pytest.mark.parametrize("march", variants())
+def test_the_rule_of_summation_is_the_one_that_is_stated(march: str) -> None:
+    if march == "x86-64-v2":
+        pytest.skip("products are rounded before they are added: no fused multiply-add")
+    for dtype in (torch.float32, torch.bfloat16):
+        if dtype == torch.bfloat16 and products(march).in_pairs():
+            continue  # two products a step, whose inner order is the processor's
+        x, weight, _ = operands(40, 2201, dtype)
+        got = product(march, x[:3], weight, torch.zeros(40, dtype=dtype), ahead=True)
+        slow = torch.zeros(())
+        for k in range(2201):  # float64 holds a product of floats and, all but ever, its sum
+            slow = (x[2, k].double() * weight[39, k].double() + slow.double()).float()
+        assert got[2, 39] == slow.to(dtype)
+
+
+def test_processors_with_amx_share_the_layout_of_packed_weights() -> None:
+    if "avx2" not in native._processor().split():
+        pytest.skip("not an x86 processor")
+    compile_with("sapphirerapids", "-DEXPECT_AMX", "-fsyntax-only", str(HARNESS))
+    compile_with("sapphirerapids", "-fsyntax-only", str(native.SOURCES / "gemm.cpp"))
+
+
+BITWISE = (
+    "tests/ops/test_dense.py",
+    "tests/ops/test_attention_native.py",
+    "tests/generate/test_exactness.py",
+    "tests/generate/test_native_runner.py",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("march", runs_here()[1:])
+def test_the_bitwise_tests_hold_on_every_instruction_set(march: str) -> None:
+    environment = dict(os.environ, TANDEM_MARCH=march, TANDEM_NATIVE="on")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *BITWISE]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
