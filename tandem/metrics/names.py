@@ -217,6 +217,16 @@ _PREFERENCE = (
 
 _COST = (
     Metric(
+        "rank_idle",
+        "share",
+        STAGES,
+        "Over several ranks, of the forwards and backwards that the ranks run in a step's updates, "
+        "those that count for nothing: their rank had fewer micro-batches than another, or no row.",
+        healthy="below 0.2; above, raise the batch (batch_size, ppo.minibatch_size) or lower "
+        "micro_batch_tokens",
+        better="lower",
+    ),
+    Metric(
         "seconds/*",
         "seconds",
         STAGES,

@@ -76,6 +76,30 @@ def check_parallel(config: RunConfig, world: World, policy: str) -> None:
             )
 
 
+def idle_ranks(config: RunConfig, world: World) -> list[str]:
+    """A line for each step that has fewer rows at a time than there are ranks to compute them."""
+    sections = {"sft": config.sft, "reward": config.reward, "dpo": config.dpo}
+    batches = [
+        (step, f"{step}.batch_size", section.batch_size, world.size)
+        for step, section in sections.items()
+        if step in config.steps
+    ]
+    if "ppo" in config.steps:
+        groups = world.size // config.parallel.inference_tp_size
+        ppo = config.ppo
+        batches += [
+            ("ppo", "ppo.minibatch_size", ppo.minibatch_size, world.size),
+            ("ppo", "ppo.prompts_per_step", ppo.prompts_per_step, groups),
+        ]
+    return [
+        f"{step}: {knob} {rows} leaves {ranks - rows} of {ranks} "
+        f"{'ranks' if ranks == world.size else 'groups of ranks'} without a row at a time: they "
+        f"wait for the others. Raise {knob} to a multiple of {ranks}, or use fewer ranks."
+        for step, knob, rows, ranks in batches
+        if rows < ranks
+    ]
+
+
 def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:
     needed = {"sft": rows.sft, "reward": rows.pairs, "dpo": rows.dpo_pairs, "ppo": rows.prompts}
     return [

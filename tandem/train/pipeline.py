@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 
 from tandem.config.schema import RunConfig
 from tandem.engine.allocator import keep_freed_memory
@@ -15,7 +16,7 @@ from tandem.errors import ConfigError
 from tandem.metrics.report import write_report
 from tandem.parallel.watch import note
 from tandem.parallel.world import World
-from tandem.train.check import check_parallel, check_rows
+from tandem.train.check import check_parallel, check_rows, idle_ranks
 from tandem.train.compare import compare
 from tandem.train.dpo import train_dpo
 from tandem.train.ppo import train_ppo
@@ -74,6 +75,8 @@ def _train(run: Run, command: str) -> None:
         check_parallel(config, run.world, tokenizer_sources(run)[0])
         check_rows(config, rows, *tokenizer_sources(run))
         run.require_continuable(unfinished[0])
+        for line in idle_ranks(replace(config, steps=tuple(unfinished)), run.world):
+            say(line)
     run.require_own_folder()
     run.world.wait()  # every rank has seen what was there before the first changes it
     run.open(command)

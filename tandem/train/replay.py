@@ -31,7 +31,7 @@ from tandem.types import Experience, PairRow, TokenRow
 
 _WIDTH = 100
 _NOT_COMPARED = (
-    *("seconds", "tokens_per_", "samples_per_", "tflops", "peak_memory", "rank_wait"),
+    *("seconds", "tokens_per_", "samples_per_", "tflops", "peak_memory", "rank_"),
     "skipped",  # a count since the run's beginning
 )
 

@@ -126,6 +126,11 @@ def refused(world: World, family: str, parts: int) -> str:
 def test_what_cannot_be_sliced_is_refused_by_name() -> None:
     assert "gpt2" in refused(World(), "gpt2", 2)
     assert "key and value heads" in refused(World(), "llama", 4)
+    for family, knob in (("llama", "intermediate_size"), ("opt", "ffn_dim")):
+        config = tiny_model(family).config
+        setattr(config, knob, 175)
+        with pytest.raises(ModelError, match=rf"inner width \({knob}\); got 2 for 175"):
+            sliced.check_sliceable(config, 2)
     assert all("inference_tp_size must divide" in text for text in on_ranks(3, refused, "llama", 2))
 
 

@@ -14,7 +14,16 @@ import pytest
 from tandem.errors import ConfigError
 from tandem.launch.flags import LaunchOptions
 from tandem.launch.run import launch
-from tests.launch.programs import EXCHANGES, free_port, is_alive, pids, start_launcher, wait_for
+from tests.launch.programs import (
+    EXCHANGES,
+    PLAIN,
+    free_port,
+    is_alive,
+    listens,
+    pids,
+    start_launcher,
+    wait_for,
+)
 from tests.tiny import save_tiny_model
 
 
@@ -57,6 +66,24 @@ def test_a_signal_to_one_node_stops_all(tmp_path: Path) -> None:
     assert [launcher.returncode for launcher in launchers] == [143, 143], texts
     assert all("stopped by SIGTERM" in text for text in texts)
     assert not any(is_alive(pid) for pid in ranks)
+
+
+def test_a_node_that_loses_the_meeting_says_what_to_do(tmp_path: Path) -> None:
+    port = free_port()
+    flags = ("--num-nodes", "2", "--num-gpus", "1", "--rdzv", f"127.0.0.1:{port}")
+    keeper = start_launcher(tmp_path, PLAIN, "sleeps", *flags)
+    try:
+        wait_for(lambda: listens(port))
+        other = start_launcher(tmp_path, PLAIN, "sleeps", *flags)
+        pids(tmp_path, 2)
+    finally:
+        keeper.kill()
+    text = other.communicate(timeout=60)[0]
+    assert other.returncode == 1
+    assert "the launcher that keeps the meeting at 127.0.0.1:" in text
+    assert text.rstrip().endswith("it continues from the last checkpoint.")
+    assert "inner exception" not in text
+    keeper.communicate()
 
 
 @pytest.mark.slow

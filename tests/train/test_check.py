@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from transformers import MptConfig
 
+from tandem.config.schema import ParallelConfig, RunConfig
 from tandem.errors import ConfigError, ModelError
 from tandem.parallel import watch
 from tandem.parallel.world import World
-from tandem.train.check import check_parallel
+from tandem.train.check import check_parallel, idle_ranks
 from tandem.train.pipeline import STEPS, train
 from tandem.train.rows import StepRows
 from tandem.train.run import Run
@@ -39,6 +40,20 @@ def test_slices_that_cannot_be(
         check_parallel(config, world, tiny_model)
     check_parallel(replace(config, parallel=replace(config.parallel, inference_tp_size=2)), FOUR,
                    tiny_model)  # fmt: skip
+
+
+def test_ranks_without_a_row_are_said_with_their_knob() -> None:
+    many = World(size=64, ranks_per_node=8)
+    config = RunConfig(steps=("sft", "ppo"))
+    sft, ppo = idle_ranks(config, many)
+    assert sft.startswith("sft: sft.batch_size 32 leaves 32 of 64 ranks without a row at a time")
+    assert "ppo.minibatch_size 32 leaves 32 of 64 ranks" in ppo
+    assert "Raise ppo.minibatch_size to a multiple of 64" in ppo
+    sliced = replace(config, steps=("ppo",), parallel=ParallelConfig(inference_tp_size=2))
+    assert "ppo.prompts_per_step 64 leaves 64 of 128 groups" in "".join(
+        idle_ranks(sliced, World(size=256, ranks_per_node=8))
+    )
+    assert idle_ranks(config, World(size=32, ranks_per_node=8)) == []
 
 
 def test_a_family_without_a_plan_is_refused_before_any_step(
