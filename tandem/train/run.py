@@ -21,7 +21,7 @@ from tandem.checkpoint.folder import (
     write_folder,
 )
 from tandem.checkpoint.saver import Saver
-from tandem.checkpoint.state import State, load_newest_state, newest_numbers
+from tandem.checkpoint.state import SavedState, State, load_newest_state, newest_numbers
 from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tandem.engine.devices import resolve_device
@@ -168,7 +168,7 @@ class Run:
         Raises:
             CheckpointError: the newest was made with others.
         """
-        numbers = newest_numbers(self._checkpoints(step))
+        numbers = newest_numbers(self._checkpoints(step), self.world)
         if numbers is not None:
             self.identity.require_same(step, self._checkpoints(step), numbers["made_from"])
 
@@ -190,7 +190,7 @@ class Run:
             "made_from": self.identity.made_from(step),
         }
         write_folder(self.folder(step), fill, known, world=self.world)
-        if self.world.is_first:
+        if self.world.is_keeper:
             shutil.rmtree(self._checkpoints(step), ignore_errors=True)
 
     def save(self, step: str, state: State) -> None:
@@ -222,7 +222,7 @@ class Run:
         if step in self._savers:
             self._savers[step].wait()
 
-    def load(self, step: str) -> State | None:
+    def load(self, step: str) -> SavedState | None:
         """The newest whole checkpoint of an unfinished step.
 
         Raises:
