@@ -250,7 +250,7 @@ def together(do: Callable[[], object], folder: Path, world: World) -> None:
 
 def unwritable(folder: Path, error: OSError, world: World) -> CheckpointError:
     """What to say where the disk refuses to take something for `folder`."""
-    free = shutil.disk_usage(_existing(folder)).free
+    free = shutil.disk_usage(existing(folder)).free
     where = f"{folder} on {socket.gethostname()}" if len(world.folders) > 1 else str(folder)
     return CheckpointError(
         f"{where} must be writable; got: {error.strerror or error} ({free:,} bytes free). "
@@ -268,7 +268,7 @@ def require_space(folder: Path, num_bytes: int, world: World) -> None:
     """
 
     def check() -> None:
-        free = shutil.disk_usage(_existing(folder)).free
+        free = shutil.disk_usage(existing(folder)).free
         if num_bytes > free:
             raise CheckpointError(
                 f"{folder} must have room for {num_bytes:,} bytes; got {free:,} bytes free. Free "
@@ -376,7 +376,7 @@ def _described(aside: Path, folder: Path, world: World) -> dict[str, Entry]:
     return {name: known[name] for name in names}
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
     """The nearest folder above `path` that exists, to ask about free space."""
     while not path.exists():
         path = path.parent

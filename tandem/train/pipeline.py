@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
+from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.schema import RunConfig
 from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.devices import resolve_device
@@ -54,7 +56,8 @@ def train(
             second one ends the process.
     """
     keep_freed_memory()
-    run = Run(config, say, world)
+    world = world or World(device=resolve_device(config.device))
+    run = Run(config, say, find_folders(Path(config.output_dir), world))
     with run.stops, closing(run):
         _train(run, command)
     return run
@@ -62,6 +65,9 @@ def train(
 
 def _train(run: Run, command: str) -> None:
     config, say = run.config, run.say
+    if line := described(run.path, run.world):
+        say(line)
+    run.bring_finished()
     _check_inputs(run)
     _, switched_off = zero_plus_plus(config, run.world)
     if switched_off:
