@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -131,12 +131,14 @@ class MicroBatch:
     """Some rows of a batch that go through a model together.
 
     rows: their numbers. weight: 1, or 0 where the rows only keep this rank in step with the others
-    and must count for nothing. is_last: the last of this rank's, and of every other's.
+    and must count for nothing. is_last: the last of this rank's, and of every other's. idle: the
+    share of all ranks' micro-batches that it wastes; summed over them and the ranks, theirs.
     """
 
     rows: list[int]
     weight: float
     is_last: bool
+    idle: float = 0.0
 
 
 def balanced(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -174,12 +176,10 @@ def deal(lengths: Sequence[int], max_tokens: int, world: World) -> list[MicroBat
     count = max(map(len, groups))
     mine = groups[world.rank]
     filler = [min(range(len(lengths)), key=lambda row: lengths[row])]
-    return [
-        MicroBatch(
-            mine[i] if i < len(mine) else filler, float(i < len(mine)), is_last=i == count - 1
-        )
-        for i in range(count)
-    ]
+    wasted = 1 / (count * world.size)
+    parts = [MicroBatch(rows, 1.0, is_last=False) for rows in mine]
+    parts += [MicroBatch(filler, 0.0, is_last=False, idle=wasted)] * (count - len(mine))
+    return [*parts[:-1], replace(parts[-1], is_last=True)]
 
 
 def deal_batch(batch: TokenBatch, max_tokens: int, world: World) -> list[tuple[Tensor, MicroBatch]]:

@@ -220,9 +220,9 @@ _COST = (
         "rank_idle",
         "share",
         STAGES,
-        "Over several ranks, of the forwards and backwards that the ranks run in a step's updates, "
-        "those that count for nothing: their rank had fewer micro-batches than another, or no row.",
-        healthy="below 0.2; above, raise the batch (batch_size, ppo.minibatch_size) or lower "
+        "Of the forwards and backwards that ranks run in a step's updates, those that count for "
+        "nothing: their rank had fewer micro-batches than another, or no row. 0 at one rank.",
+        healthy="below 0.2; above, raise batch_size or ppo.minibatch_size, or lower "
         "micro_batch_tokens",
         better="lower",
     ),

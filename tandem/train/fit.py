@@ -162,17 +162,15 @@ def _train_step(
     model.train()
     with phases("train", tokens=num_tokens, samples=len(batch), flops=flops):
         world = trainee.shards.world
-        dealt = deal(widths, room.tokens, world)
-        for part in dealt:
+        for part in deal(widths, room.tokens, world):
             with autocast(device, dtype):
                 loss_sum, sums = objective.loss([batch[i] for i in part.rows])
             trainee.backward(loss_sum, denominator, weight=part.weight, is_last=part.is_last)
-            totals["idle"] += 1 - part.weight
+            totals["rank_idle"] += part.idle * denominator
             for name, value in (("loss", loss_sum), *sums.items()):
                 totals[name] += part.weight * float(value.detach())
         model.eval()
         summed = world.sums(totals)
-        idle = summed.pop("idle") / (len(dealt) * world.size)
         _require_finite_loss(trainee, summed["loss"])
         learning_rate = trainee.learning_rate
         stepped = _step(trainee)
@@ -180,7 +178,6 @@ def _train_step(
     return {
         **means,
         **stepped,
-        **({"rank_idle": idle} if world.size > 1 else {}),
         "learning_rate": learning_rate,
         "tokens": float(num_tokens),
     }

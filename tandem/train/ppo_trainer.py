@@ -276,8 +276,7 @@ class PPOTrainer:
         learning_rate = trainee.learning_rate
         totals: defaultdict[str, float] = defaultdict(float)
         world = self.engine.world
-        dealt = deal_batch(minibatch.batch, self.room.tokens, world)
-        for rows, part in dealt:
+        for rows, part in deal_batch(minibatch.batch, self.room.tokens, world):
             chosen = minibatch.select(rows)
             loss = value_loss(
                 self.engine.values(chosen.batch),
@@ -289,15 +288,11 @@ class PPOTrainer:
             trainee.backward(loss.loss, count, weight=part.weight, is_last=part.is_last)
             totals["value_loss"] += part.weight * float(loss.loss.detach())
             totals["value_clip_fraction"] += part.weight * float(loss.clipped)
-            totals["idle"] += 1 - part.weight
-        sums = world.sums(totals)
-        idle = sums.pop("idle") / (len(dealt) * world.size)
-        means = {name: total / count for name, total in sums.items()}
+            totals["rank_idle"] += part.idle * count  # the actor's rows are balanced alike
+        means = {name: total / count for name, total in world.sums(totals).items()}
         require_finite(trainee, means)
         for name, mean in means.items():
             log.add(name, mean)
-        if world.size > 1:
-            log.add("rank_idle", idle)  # the actor's rows are balanced alike
         if self.engine.scaler is None:
             log.add("critic_grad_norm", trainee.step())
         log.add("critic_learning_rate", learning_rate)
