@@ -34,14 +34,8 @@ from tandem.checkpoint.folder import (
     together,
     unwritable,
 )
-from tandem.checkpoint.pieces import (
-    LAYOUT,
-    Layout,
-    Piece,
-    not_finite,
-    own_pieces,
-    write_pieces,
-)
+from tandem.checkpoint.layout import LAYOUT, Layout
+from tandem.checkpoint.pieces import Piece, not_finite, own_pieces, write_pieces
 from tandem.checkpoint.state import State, number_of, numbered, own_folder, point_to
 from tandem.errors import CheckpointError, NumericsError
 from tandem.files import sync, write_new

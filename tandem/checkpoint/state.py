@@ -28,7 +28,8 @@ from tandem.checkpoint.folder import (
     check_files,
     read_manifest,
 )
-from tandem.checkpoint.pieces import Layout, PieceFiles, SavedTensors, read_layout
+from tandem.checkpoint.layout import Layout, read_layout
+from tandem.checkpoint.saved import PieceFiles, SavedTensors
 from tandem.errors import CheckpointError
 from tandem.files import replace as replace_file
 from tandem.files import sha256

@@ -6,6 +6,7 @@ from collections.abc import Sequence, Sized
 
 from tandem.config.schema import RunConfig
 from tandem.engine.bases import check_base
+from tandem.engine.spread import check_replicas
 from tandem.errors import ConfigError
 from tandem.models.sliced import check_sliceable
 from tandem.models.source import load_config, locate
@@ -59,6 +60,7 @@ def check_parallel(config: RunConfig, world: World, policy: str) -> None:
         ConfigError, ModelError: PPO would be refused, after steps that cost their time.
     """
     check_base(config, world)
+    check_replicas(config, world)
     parts = config.parallel.inference_tp_size
     if parts > 1:
         check_divides(world, parts)

@@ -14,16 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tandem.checkpoint.pieces import (
-    LAYOUT,
-    Layout,
-    Piece,
-    PieceFiles,
-    SavedTensors,
-    Stored,
-    read_layout,
-    write_pieces,
-)
+from tandem.checkpoint.layout import LAYOUT, Layout, Stored, read_layout
+from tandem.checkpoint.pieces import Piece, write_pieces
+from tandem.checkpoint.saved import PieceFiles, SavedTensors
 from tandem.errors import CheckpointError
 from tandem.parallel.pieces import fill, piece_rows
 from tandem.parallel.world import World

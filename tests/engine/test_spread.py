@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config.schema import LoraConfig, OptimizerConfig, RunConfig, SamplingConfig
+from tandem.config.schema import (
+    LoraConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    SamplingConfig,
+)
 from tandem.engine import rollouts
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import (
@@ -41,10 +47,16 @@ SETTINGS = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0
 
 
 def trained(
-    world: World, family: str, stage: int, rank: int, micro_batch: int, role: str = "actor"
+    world: World,
+    family: str,
+    stage: int,
+    rank: int,
+    micro_batch: int,
+    role: str = "actor",
+    replicas: int = 1,
 ) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, gradient norms, weights and average of three steps."""
-    config = RunConfig(lora=LoraConfig(rank=rank))
+    config = RunConfig(lora=LoraConfig(rank=rank), parallel=ParallelConfig(replicas=replicas))
     model = tiny_model(family) if role == "actor" else tiny_scalar(family)
     prepare_for_training(model, config, seed=5)
     model.eval()  # some families bring dropout
@@ -105,6 +117,17 @@ def test_four_ranks_train_a_critic_as_one(stage: int) -> None:
     alone = trained(World(), "llama", stage, 0, 1000, "critic")
     for result in on_ranks(4, trained, "llama", stage, 0, 15, "critic"):
         assert_same(result, alone)
+
+
+@pytest.mark.parametrize(("stage", "adapters"), [(1, 0), (2, 0), (3, 0), (3, 2)])
+def test_four_ranks_in_two_replicas_train_as_one(stage: int, adapters: int) -> None:
+    alone = trained(World(), "llama", stage, adapters, 1000)
+    found = on_ranks(4, trained, "llama", stage, adapters, 15, "actor", 2, ranks_per_node=2)
+    for result in found:
+        assert_same(result, alone)
+        assert result[:2] == found[0][:2]  # replicas do not drift apart
+        for ours, theirs in ((result[2], found[0][2]), (result[3], found[0][3])):
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "gemma2", "gpt_neox"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import MptConfig
@@ -54,6 +55,37 @@ def test_ranks_without_a_row_are_said_with_their_knob() -> None:
         idle_ranks(sliced, World(size=256, ranks_per_node=8))
     )
     assert idle_ranks(config, World(size=32, ranks_per_node=8)) == []
+
+
+@pytest.mark.parametrize(
+    ("world", "knobs", "line"),
+    [
+        (FOUR, {"replicas": 3}, "must divide the ranks into groups of several; got 3 for 4"),
+        (FOUR, {"replicas": 4}, "got 4 for 4"),
+        (World(), {"replicas": 2}, "got 2 for 1"),
+        (
+            World(size=12, ranks_per_node=6),
+            {"replicas": 3},
+            "copies over 4 ranks where a node has 6",
+        ),
+        (FOUR, {"replicas": 2, "inference_tp_size": 4}, "must divide the ranks of a copy"),
+        (FOUR, {"replicas": 2, "zero_hpz": True}, "replicas must be 1 with parallel.zero_hpz,"),
+        (FOUR, {"replicas": 2, "zero_quantized_weights": True}, "parallel.zero_quantized_weights,"),
+        (
+            FOUR,
+            {"replicas": 2, "zero_quantized_gradients": True},
+            "zero_quantized_gradients, whose",
+        ),
+        (
+            FOUR,
+            {"replicas": 2, "actor_zero_stage": 0, "critic_zero_stage": 0},
+            "must go with ZeRO stages above 0",
+        ),
+    ],
+)
+def test_replicas_that_cannot_be(world: World, knobs: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        check_parallel(RunConfig(parallel=ParallelConfig(**knobs)), world, "")
 
 
 def test_a_family_without_a_plan_is_refused_before_any_step(

@@ -83,7 +83,8 @@ def test_a_run_without_a_shared_file_system_stops_moves_and_ends_as_one_process_
     # The nodes come in another order, so that every piece lies on the other one.
     on_ranks(2, stopped_on, replace(config, parallel=stages(1, 1)), [b, a], "dpo", 3, 4)
     assert (a / "run/sft" / MANIFEST).read_bytes() == (b / "run/sft" / MANIFEST).read_bytes()
-    said = on_ranks(4, ran_on, config, nodes)[0]
+    replicas = replace(config.parallel, replicas=2)
+    said = on_ranks(4, ran_on, replace(config, parallel=replicas), nodes)[0]
     assert "no file system is shared" in said
     assert "is 2 folders (ranks 0-1 on " in said
     assert "dpo: continuing after step 2 (checkpoint verified)" in said
