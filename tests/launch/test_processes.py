@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.checkpoint.folder import is_whole
 from tandem.errors import ConfigError
 from tandem.launch.flags import LaunchOptions
 from tandem.launch.run import launch
@@ -141,3 +142,34 @@ def test_a_run_on_two_ranks_from_the_command_line(tmp_path: Path, is_wrong: bool
         assert done.stdout.count("sft: done in") == 1
         assert (tmp_path / "run" / "sft" / "model.safetensors").exists()
         assert (tmp_path / "run" / "logs" / "rank-1.log").exists()
+
+
+@pytest.mark.slow
+def test_two_nodes_in_two_folders_train_and_both_have_the_model(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    rows = [{"prompt": f"Q{i}?", "chosen": "Yes.", "rejected": "No."} for i in range(99)]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = [sys.executable, "-m", "tandem", "sft", "--num-nodes", "2", "--num-gpus", "1"]
+    command += ["--rdzv", f"127.0.0.1:{free_port()}", "--actor-model", model, "--device", "cpu"]
+    command += ["--data", str(tmp_path / "p.jsonl"), "--output-dir", "run", "--save-every", "1"]
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for node in nodes:
+        node.mkdir()
+    launchers = [
+        subprocess.Popen(
+            command,
+            cwd=node,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for node in nodes
+    ]
+    texts = [launcher.communicate(timeout=180)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], texts
+    said = "".join(texts)
+    assert said.count("no file system is shared: run is 2 folders (ranks 0 on ") == 1, said
+    manifests = [(node / "run/sft/MANIFEST.json").read_bytes() for node in nodes]
+    assert manifests[0] == manifests[1]
+    assert all(is_whole(node / "run/sft") for node in nodes)
