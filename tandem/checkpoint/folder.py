@@ -12,16 +12,23 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
 
 from tandem.errors import CheckpointError, TandemError
 from tandem.files import sha256, sync, write_new
 from tandem.parallel.world import World
 
 MANIFEST = "MANIFEST.json"
+_CHUNK_BYTES = 2**26
+"""Of a file on its way to another node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +78,15 @@ def write_folder(
         fill: given an empty folder, writes files into it; every rank calls it, for the weights in
             pieces that it gathers, and writes what is its own.
         facts: kept in the manifest (step, fingerprint, figures): anything JSON can say.
-        world: the ranks that write together, into a folder that all of them see.
+        world: the ranks that write together. Those that see the first's folder write there; where
+            others have file systems of their own, they get a copy.
     Raises:
         CheckpointError: the disk refused, on whichever rank, or `folder` holds something that this
             did not make; what was there before is untouched.
         TandemError: as `fill` does, on whichever rank.
     """
     world = world or World()
-    require_own(folder)
+    together(lambda: require_own(folder), folder, world)
     aside = folder.parent / f".tmp-{folder.name}-{world.collect(os.getpid())[0]}"
     try:
         together(lambda: clear(folder, aside) if world.is_first else None, folder, world)
@@ -91,6 +99,105 @@ def write_folder(
     except TandemError:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+    copy_folder(folder, world)
+
+
+def copy_folder(folder: Path, world: World) -> bool:
+    """Bring a finished folder to every file system of the run; nothing where there is but one.
+
+    Its bytes go from one keeper to the next, each of which writes them while it passes them on.
+
+    Returns:
+        whether one did not have it.
+    Raises:
+        CheckpointError: they have different ones, or the disk refused a rank.
+    """
+    if len(world.folders) == 1:
+        return False
+    text = _manifest_text(folder) if world.is_keeper else ""
+    texts = [world.collect(text)[keeper] for keeper in world.folders]
+    found = {text for text in texts if text}
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{folder} must be the same on every node; got {len(found)} that differ. Keep the one "
+            "that you want, and remove the others."
+        )
+    if not found or all(texts):
+        return False
+    has = next(i for i, text in enumerate(texts) if text)
+    chain = [world.folders[(has + i) % len(texts)] for i in range(len(texts))]
+    aside = folder.parent / f".tmp-{folder.name}-{os.getpid()}"
+    manifest = Manifest({}, {})
+    if world.rank == chain[0]:
+        manifest = read_manifest(folder)
+    manifest = world.collect(manifest)[chain[0]]
+    is_written = world.is_keeper and not text
+
+    def copy() -> None:
+        if world.rank in chain:
+            _pass_on(folder, aside if is_written else None, manifest, chain, world)
+        if is_written:
+            publish(aside, folder, manifest)
+
+    try:
+        together(lambda: clear(folder, aside) if is_written else None, folder, world)
+        together(copy, folder, world)
+    except TandemError:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return True
+
+
+def _pass_on(
+    folder: Path, aside: Path | None, manifest: Manifest, chain: Sequence[int], world: World
+) -> None:
+    """This rank's place in a chain of ranks through which a folder's files go, in order.
+
+    Args:
+        aside: where to write them; None if they are there already.
+    Raises:
+        OSError: the disk refuses; the others got everything.
+        CheckpointError: a file is not what the manifest says.
+    """
+    place = chain.index(world.rank)
+    refused: Exception | None = None
+    for name, entry in manifest.entries.items():
+        digest = hashlib.sha256()
+        with ExitStack() as stack:
+            source = stack.enter_context((folder / name).open("rb")) if place == 0 else None
+            target: BinaryIO | None = None
+            if aside is not None and refused is None:
+                try:
+                    (aside / name).parent.mkdir(parents=True, exist_ok=True)
+                    target = stack.enter_context((aside / name).open("xb"))
+                except OSError as error:
+                    refused = error
+            for offset in range(0, entry.bytes, _CHUNK_BYTES):
+                chunk = torch.zeros(min(_CHUNK_BYTES, entry.bytes - offset), dtype=torch.uint8)
+                if source is not None:
+                    source.readinto(chunk.numpy().data)
+                else:
+                    dist.recv(chunk, chain[place - 1])
+                if place + 1 < len(chain):
+                    dist.send(chunk, chain[place + 1])
+                digest.update(chunk.numpy().data)
+                try:
+                    if target is not None and refused is None:
+                        target.write(chunk.numpy().data)
+                except OSError as error:
+                    refused = error
+        if digest.hexdigest() != entry.sha256 and refused is None:
+            refused = CheckpointError(f"{folder / name} must have the SHA-256 in its manifest.")
+    if refused is not None:
+        raise refused
+
+
+def _manifest_text(folder: Path) -> str:
+    """The manifest of a finished folder; empty if there is none that holds."""
+    try:
+        return read_manifest(folder).text()
+    except CheckpointError:
+        return ""
 
 
 def clear(folder: Path, aside: Path) -> None:
@@ -133,7 +240,7 @@ def together(do: Callable[[], object], folder: Path, world: World) -> None:
     try:
         do()
     except OSError as error:
-        failed, cause = unwritable(folder, error), error
+        failed, cause = unwritable(folder, error, world), error
     except TandemError as error:
         failed = error
     for problem in world.collect(failed):
@@ -141,11 +248,12 @@ def together(do: Callable[[], object], folder: Path, world: World) -> None:
             raise problem from cause
 
 
-def unwritable(folder: Path, error: OSError) -> CheckpointError:
+def unwritable(folder: Path, error: OSError, world: World) -> CheckpointError:
     """What to say where the disk refuses to take something for `folder`."""
-    free = shutil.disk_usage(_existing(folder)).free
+    free = shutil.disk_usage(existing(folder)).free
+    where = f"{folder} on {socket.gethostname()}" if len(world.folders) > 1 else str(folder)
     return CheckpointError(
-        f"{folder} must be writable; got: {error.strerror or error} ({free:,} bytes free). "
+        f"{where} must be writable; got: {error.strerror or error} ({free:,} bytes free). "
         "Free some space or choose another --output-dir; earlier checkpoints are whole."
     )
 
@@ -154,17 +262,20 @@ def require_space(folder: Path, num_bytes: int, world: World) -> None:
     """Refuse to begin what cannot be finished.
 
     Args:
-        num_bytes: what will be written, the same on every rank.
+        num_bytes: what will be written on the file system that this rank sees.
     Raises:
-        CheckpointError: less is free, where the first rank looks.
+        CheckpointError: less is free, where a keeper looks.
     """
-    place = _existing(folder)
-    free = world.collect(shutil.disk_usage(place).free)[0]
-    if num_bytes > free:
-        raise CheckpointError(
-            f"{folder} must have room for {num_bytes:,} bytes; got {free:,} bytes free. Free some "
-            "space or choose another --output-dir; earlier checkpoints are whole."
-        )
+
+    def check() -> None:
+        free = shutil.disk_usage(existing(folder)).free
+        if num_bytes > free:
+            raise CheckpointError(
+                f"{folder} must have room for {num_bytes:,} bytes; got {free:,} bytes free. Free "
+                "some space or choose another --output-dir; earlier checkpoints are whole."
+            )
+
+    together(check if world.is_keeper else lambda: None, folder, world)
 
 
 def require_own(folder: Path) -> None:
@@ -251,20 +362,21 @@ def is_whole(folder: Path) -> bool:
 
 
 def _described(aside: Path, folder: Path, world: World) -> dict[str, Entry]:
-    """Every file of a folder, hashed by the ranks in turn; named by the first, who sees all."""
+    """Every file of a folder, hashed in turn by the ranks that see it; named by the first."""
     names = [str(p.relative_to(aside)) for p in sorted(aside.rglob("*")) if p.is_file()]
     names = world.collect(names)[0]
     mine: dict[str, Entry] = {}
 
     def describe() -> None:
-        mine.update({name: Entry.of(aside / name) for name in world.share(names)})
+        if world.keeper == 0:
+            mine.update({name: Entry.of(aside / name) for name in world.share(names)})
 
     together(describe, folder, world)
     known = {name: entry for share in world.collect(mine) for name, entry in share.items()}
     return {name: known[name] for name in names}
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
     """The nearest folder above `path` that exists, to ask about free space."""
     while not path.exists():
         path = path.parent

@@ -3,15 +3,20 @@
     copy to host memory -> (a thread) files -> manifest -> rename -> `latest` -> older ones go
 
 At most one is under way. The ranks' threads do not talk: each leaves a list of what it has written
-in the folder, and the first rank's publishes when all lists are there. So what goes wrong is known
-to all at the next `save` or `wait`, which every rank calls.
+in the folder, and the keeper's publishes when all lists are there. So what goes wrong is known to
+all at the next `save` or `wait`, which every rank calls.
+
+Ranks that see other file systems write a part of their own (`step-000010-part-2-of-2`), with a
+manifest of its own. A checkpoint is whole once all of its parts are.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -29,8 +34,9 @@ from tandem.checkpoint.folder import (
     together,
     unwritable,
 )
-from tandem.checkpoint.pieces import Piece, not_finite, num_bytes, own_pieces, write_pieces
-from tandem.checkpoint.state import State, numbered, point_to, step_folder
+from tandem.checkpoint.layout import LAYOUT, Layout
+from tandem.checkpoint.pieces import Piece, not_finite, own_pieces, write_pieces
+from tandem.checkpoint.state import State, number_of, numbered, own_folder, point_to
 from tandem.errors import CheckpointError, NumericsError
 from tandem.files import sync, write_new
 from tandem.parallel.world import World
@@ -39,7 +45,7 @@ _SLACK_BYTES = 2**16
 """For manifests, headers and what a file system rounds up to."""
 _POLL_SECONDS = 0.02
 _ORPHAN_SECONDS = 60.0
-"""How long the first rank's thread outlives its training while it waits for the others' files."""
+"""How long a keeper's thread outlives its training while it waits for the others' files."""
 
 
 class Saver:
@@ -51,8 +57,8 @@ class Saver:
         """Nothing is written yet.
 
         Args:
-            folder: of the checkpoints; all ranks see it, and nobody else writes there.
-            keep: how many stay.
+            folder: of the checkpoints, on every file system; nobody else writes there.
+            keep: how many steps stay.
             beside: write in a thread, from a copy; else at once, from the tensors themselves.
         """
         self.folder = folder
@@ -79,17 +85,24 @@ class Saver:
             NumericsError: a value is not finite; nothing is written.
         """
         self.wait()
-        pieces = own_pieces(state.tensors, self.world)
+        world = self.world
+        layout = Layout.of(state.tensors, world)
+        pieces = own_pieces(state.tensors, layout, world)
         self._require_finite(state.step, pieces)
-        target = step_folder(self.folder, state.step)
-        require_space(target, num_bytes(state.tensors) + _SLACK_BYTES, self.world)
+        target = own_folder(self.folder, state.step, world)
+        sizes = world.collect(sum(piece.rows.nbytes for piece in pieces))
+        require_space(target, sum(sizes[rank] for rank in world.here) + _SLACK_BYTES, world)
         known = {**(facts or {}), "step": state.step, "numbers": dict(state.numbers)}
+        if len(world.folders) > 1:
+            known["parts"] = self._parts()
         json.dumps(known, allow_nan=False)  # what cannot be written is a mistake of the caller's
-        aside = target.parent / f".tmp-{target.name}-{self.world.collect(os.getpid())[0]}"
+        name = f".tmp-{target.name}-{world.collect(os.getpid())[world.keeper]}"
+        aside = target.parent / name
         together(lambda: self._clear(target, aside), target, self.world)
         if self.beside:
             pieces = [piece.copied() for piece in pieces]
-        self._writing = _Writing(self, target, aside, pieces, known, list(synced))
+        said = layout.to_json() if world.is_keeper else ""
+        self._writing = _Writing(self, target, aside, pieces, said, known, list(synced))
         self._writing.start()
         if not self.beside:
             self.wait()
@@ -113,15 +126,29 @@ class Saver:
             shutil.rmtree(writing.aside, ignore_errors=True)
             raise
 
-    def prune(self) -> None:
-        """Remove all but the newest."""
-        for old in numbered(self.folder)[: -self.keep]:
+    def prune(self, newest: Path) -> None:
+        """Remove all but the newest steps, and what has the newest's number but is not of it."""
+        found = numbered(self.folder)
+        kept = sorted({number_of(path) for path in found})[-self.keep :]
+        stale = [path for path in found if number_of(path) not in kept]
+        stale += [p for p in found if number_of(p) == number_of(newest) and p != newest]
+        for old in stale:
             # The manifest first: a half-removed folder must not look whole.
             (old / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(old, ignore_errors=True)
 
+    def _parts(self) -> dict[str, Any]:
+        """Which save this is, and who writes which part of it."""
+        world = self.world
+        told = world.collect((socket.gethostname(), secrets.token_hex(8)))
+        return {
+            "save": told[0][1],
+            "hosts": [told[keeper][0] for keeper in world.folders],
+            "ranks": [world.seeing(keeper) for keeper in world.folders],
+        }
+
     def _clear(self, target: Path, aside: Path) -> None:
-        if self.world.is_first:
+        if self.world.is_keeper:
             for left in self.folder.glob(".tmp-*"):
                 shutil.rmtree(left, ignore_errors=True)
             clear(target, aside)
@@ -145,6 +172,7 @@ class _Writing:
         target: Path,
         aside: Path,
         pieces: Sequence[Piece],
+        layout: str,
         facts: Mapping[str, Any],
         synced: Sequence[Path],
     ) -> None:
@@ -153,6 +181,7 @@ class _Writing:
         self.wrote = threading.Event()  # this rank's own files
         self._saver = saver
         self._pieces = pieces
+        self._layout = layout
         self._facts = facts
         self._synced = synced
         self._abandoned = threading.Event()
@@ -169,7 +198,7 @@ class _Writing:
         try:
             self._write()
             self.wrote.set()
-            if self._saver.world.is_first:
+            if self._saver.world.is_keeper:
                 self._publish()
         except Exception as error:
             self._error = error
@@ -186,7 +215,7 @@ class _Writing:
     def complain(self) -> None:
         """Raise what went wrong."""
         if isinstance(self._error, OSError):
-            raise unwritable(self.target, self._error) from self._error
+            raise unwritable(self.target, self._error, self._saver.world) from self._error
         if self._error is not None:
             raise self._error
 
@@ -194,8 +223,11 @@ class _Writing:
         world = self._saver.world
         names = write_pieces(self.aside, self._pieces, world)
         self._pieces = ()
+        if world.is_keeper:
+            write_new(self.aside / LAYOUT, self._layout.encode())
+            names.append(LAYOUT)
         self._entries = {name: asdict(Entry.of(self.aside / name)) for name in names}
-        if not world.is_first:
+        if not world.is_keeper:
             ready = self.aside / f"{_list_of(world.rank)}.part"
             write_new(ready, json.dumps(self._entries).encode())
             os.replace(ready, self.aside / _list_of(world.rank))
@@ -210,12 +242,14 @@ class _Writing:
         manifest = Manifest({n: Entry(**entries[n]) for n in sorted(entries)}, self._facts)
         publish(self.aside, self.target, manifest)
         point_to(self.target)
-        self._saver.prune()
+        self._saver.prune(self.target)
 
     def _others_entries(self) -> dict[str, dict[str, Any]]:
         """Every rank's list, once it is there."""
         entries: dict[str, dict[str, Any]] = {}
-        for rank in range(1, self._saver.world.size):
+        for rank in self._saver.world.here:
+            if rank == self._saver.world.rank:
+                continue
             path = self.aside / _list_of(rank)
             deadline = None
             while not path.exists() and not self._abandoned.is_set():

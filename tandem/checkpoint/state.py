@@ -2,8 +2,12 @@
 
 Safetensors and JSON only; nothing that is loaded can run code.
 
-    CHECKPOINTS/step-000010/{actor,actor_optimizer,...}.safetensors, MANIFEST.json
-    CHECKPOINTS/latest                  the name of the newest, and the SHA-256 of its manifest
+    CHECKPOINTS/step-000010/{actor,actor_optimizer,...}.safetensors, layout.json, MANIFEST.json
+    CHECKPOINTS/step-000010-part-2-of-2/    where ranks see several file systems, a folder for each
+    CHECKPOINTS/latest                      the newest's name, and the SHA-256 of its manifest
+
+Parts may lie on their own nodes or side by side in one folder; a rank takes what it needs from
+where it is.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -23,16 +27,18 @@ from tandem.checkpoint.folder import (
     Manifest,
     check_files,
     read_manifest,
-    together,
 )
-from tandem.checkpoint.pieces import read_parts
+from tandem.checkpoint.layout import Layout, read_layout
+from tandem.checkpoint.saved import PieceFiles, SavedTensors
 from tandem.errors import CheckpointError
 from tandem.files import replace as replace_file
 from tandem.files import sha256
 from tandem.parallel.world import World
 
 LATEST = "latest"
-_NAME = re.compile(r"step-(\d{6,})")
+_NAME = re.compile(r"step-(\d{6,})(?:-part-(\d+)-of-(\d+))?")
+_MOST_NAMED = 4
+"""Files that a line names before it counts the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +50,53 @@ class State:
     numbers: Mapping[str, Any]
 
 
-def load_newest_state(folder: Path, world: World | None = None) -> tuple[State | None, list[str]]:
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A `State` that was saved; its tensors are read as they are asked for."""
+
+    step: int
+    tensors: Mapping[str, SavedTensors]
+    numbers: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A checkpoint by the parts that some rank sees.
+
+    save: tells apart two saves of one step. folders: of a part, by its number: those of the keepers
+    that have it.
+    """
+
+    step: int
+    num_parts: int
+    save: str
+    folders: dict[int, dict[int, Path]] = field(default_factory=dict)
+
+
+def load_newest_state(
+    folder: Path, world: World | None = None
+) -> tuple[SavedState | None, list[str]]:
     """The newest checkpoint that is whole, and a line for each newer one that is not.
 
     A damaged one is kept aside under another name. All ranks take part, and take the same.
 
     Returns:
         (None, notes) where there is none: the stage starts from its beginning.
+    Raises:
+        CheckpointError: there are only checkpoints of which parts lie on no node of this run.
     """
     world = world or World()
-    names, notes = world.collect(_candidates(folder))[0]
-    for name in names:
-        try:
-            state = _load(folder / name, world)
-        except CheckpointError as error:
-            notes.append(f"{error} Falling back to the checkpoint before it.")
-            if world.is_first:
-                _put_aside(folder / name)
-            continue
-        return state, notes
-    if names:
+    candidates, notes = _candidates(folder, world)
+    absent = ""
+    for candidate in candidates:
+        state, problem, is_damaged = _loaded(folder, candidate, world, aside=True)
+        if state is not None:
+            return state, [*notes, f"{problem} Another node has it whole."] if problem else notes
+        notes.append(f"{problem} Falling back to the checkpoint before it.")
+        absent = absent or ("" if is_damaged else problem)
+    if absent:
+        raise CheckpointError(absent)
+    if candidates:
         notes[-1] = notes[-1].replace(
             "Falling back to the checkpoint before it", "There is none before it: starting anew"
         )
@@ -72,45 +105,60 @@ def load_newest_state(folder: Path, world: World | None = None) -> tuple[State |
 
 def load_state_before(
     folder: Path, step: int, world: World | None = None
-) -> tuple[State | None, list[str]]:
+) -> tuple[SavedState | None, list[str]]:
     """As `load_newest_state`, of the checkpoints from before a step; nothing is put aside."""
+    world = world or World()
     notes: list[str] = []
-    for candidate in reversed(numbered(folder)):
-        if int(candidate.name.removeprefix("step-")) >= step:
+    for candidate in _candidates(folder, world)[0]:
+        if candidate.step >= step:
             continue
-        try:
-            return _load(candidate, world or World()), notes
-        except CheckpointError as error:
-            notes.append(str(error))
+        state, problem, _ = _loaded(folder, candidate, world, aside=False)
+        if state is not None:
+            return state, notes
+        notes.append(problem)
     return None, notes
 
 
-def newest_numbers(folder: Path) -> Mapping[str, Any] | None:
+def newest_numbers(folder: Path, world: World | None = None) -> Mapping[str, Any] | None:
     """The numbers of the newest checkpoint whose manifest holds, its tensors unverified: a quick
-    look."""
-    for candidate in reversed(numbered(folder)):
-        try:
-            manifest = read_manifest(candidate)
-            _step_of(manifest, candidate)
-            return dict(manifest.facts["numbers"])
-        except CheckpointError:
-            continue
-    return None
+    look, with the same result on all ranks."""
+    world = world or World()
+
+    def look() -> tuple[int, Mapping[str, Any]] | None:
+        for path in reversed(numbered(folder)):
+            try:
+                manifest = read_manifest(path)
+                return _step_of(manifest, path), dict(manifest.facts["numbers"])
+            except CheckpointError:
+                continue
+        return None
+
+    found = world.collect(look() if world.is_keeper else None)
+    steps = [seen for seen in found if seen is not None]
+    return max(steps, key=lambda seen: seen[0])[1] if steps else None
 
 
 def numbered(folder: Path) -> list[Path]:
-    """Finished checkpoint folders, oldest first."""
+    """Finished checkpoint folders, whole ones or parts, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted(
-        (path for path in folder.iterdir() if _NAME.fullmatch(path.name)),
-        key=lambda path: int(path.name.removeprefix("step-")),
-    )
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (number_of(path), path.name))
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    """Where the state after `step` steps goes."""
-    return folder / f"step-{step:06d}"
+def number_of(folder: Path) -> int:
+    """The step that a checkpoint's folder, or a part's, is named for."""
+    return _named(folder)[0]
+
+
+def step_folder(folder: Path, step: int, part: int = 1, num_parts: int = 1) -> Path:
+    """Where the state after `step` steps goes, or a part of it, counted from 1."""
+    return folder / (f"step-{step:06d}" + (f"-part-{part}-of-{num_parts}" if num_parts > 1 else ""))
+
+
+def own_folder(folder: Path, step: int, world: World) -> Path:
+    """Where this rank's part of the state after `step` steps goes."""
+    return step_folder(folder, step, world.folders.index(world.keeper) + 1, len(world.folders))
 
 
 def point_to(newest: Path) -> None:
@@ -123,49 +171,158 @@ def point_to(newest: Path) -> None:
     replace_file(newest.parent / LATEST, (json.dumps(said) + "\n").encode())
 
 
-def _candidates(folder: Path) -> tuple[list[str], list[str]]:
-    """Names of the checkpoints, newest first, and what the pointer says is amiss."""
-    names = [path.name for path in reversed(numbered(folder))]
+def _named(folder: Path) -> tuple[int, int, int]:
+    """The step, part and number of parts in a folder's name."""
+    found = _NAME.fullmatch(folder.name)
+    assert found is not None, folder
+    step, part, num_parts = found.groups(default="1")
+    return int(step), int(part), int(num_parts)
+
+
+def _candidates(folder: Path, world: World) -> tuple[list[_Candidate], list[str]]:
+    """The checkpoints that any rank sees, newest first, and what the pointers say is amiss."""
+    seen: list[tuple[str, str]] = []
+    notes: list[str] = []
+    if world.is_keeper:
+        seen = [(path.name, _save_of(path)) for path in numbered(folder)]
+        notes = _amiss(folder, [name for name, _ in seen])
+    said = world.collect((seen, notes))
+    found: dict[tuple[int, int, str], _Candidate] = {}
+    for keeper in world.folders:
+        for name, save in said[keeper][0]:
+            step, part, num_parts = _named(folder / name)
+            candidate = found.setdefault((step, num_parts, save), _Candidate(step, num_parts, save))
+            candidate.folders.setdefault(part, {})[keeper] = folder / name
+    order = sorted(found, key=lambda key: (key[0], len(found[key].folders) == key[1]))
+    return [found[key] for key in reversed(order)], [note for _, ns in said for note in ns]
+
+
+def _save_of(path: Path) -> str:
+    """Which save a part is of; empty for a whole checkpoint, or one that cannot be read."""
+    try:
+        return str(read_manifest(path).facts["parts"]["save"])
+    except (CheckpointError, KeyError, TypeError):
+        return ""
+
+
+def _amiss(folder: Path, names: list[str]) -> list[str]:
+    """What is wrong with the pointer to the newest checkpoint."""
     path = folder / LATEST
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
         newest, digest = str(said["folder"]), str(said["sha256"])
         is_readable = json.dumps({"folder": newest, "sha256": digest}) + "\n" == path.read_text()
     except FileNotFoundError:
-        return names, (
-            [f"{path} must name the newest checkpoint; got no such file."] if names else []
-        )
+        return [f"{path} must name the newest checkpoint; got no such file."] if names else []
     except (OSError, ValueError, KeyError, TypeError):
         is_readable = False
     if not is_readable:
-        return names, [f"{path} must name the newest checkpoint; got what cannot be read."]
+        return [f"{path} must name the newest checkpoint; got what cannot be read."]
     if newest not in names:
-        return names, [f"{folder / newest} must be there, for {LATEST} names it; got none."]
+        return [f"{folder / newest} must be there, for {LATEST} names it; got none."]
     manifest = folder / newest / MANIFEST
     if manifest.is_file() and sha256(manifest) != digest:
-        return names, [f"{manifest} must be the one that {LATEST} names; got another."]
-    return names, []
+        return [f"{manifest} must be the one that {LATEST} names; got another."]
+    return []
 
 
-def _load(folder: Path, world: World) -> State:
-    manifest: Manifest | None = None
-    step = -1
+def _loaded(
+    folder: Path, candidate: _Candidate, world: World, *, aside: bool
+) -> tuple[SavedState | None, str, bool]:
+    """A checkpoint, if all of its parts are whole somewhere; what is wrong with it, and whether
+    something is damaged.
 
-    def check() -> None:
-        nonlocal manifest, step
-        manifest = read_manifest(folder)
-        step = _step_of(manifest, folder)
-        check_files(folder, manifest, world.share(list(manifest.entries)))
+    Args:
+        aside: give what is damaged another name.
+    """
+    own = {
+        part: has[world.keeper] for part, has in candidate.folders.items() if world.keeper in has
+    }
+    manifests: dict[int, Manifest] = {}
+    layouts: dict[int, Layout] = {}
+    problems: dict[int, str] = {}
+    for part, path in own.items():
+        try:
+            manifest = read_manifest(path)
+            _step_of(manifest, path)
+            check_files(path, manifest, world.share(list(manifest.entries)))
+            manifests[part], layouts[part] = manifest, read_layout(path)
+        except CheckpointError as error:
+            problems[part] = str(error)
+    said = world.collect(problems)
+    bad = {
+        (part, keeper)
+        for keeper in world.folders
+        for rank in world.seeing(keeper)
+        for part in said[rank]
+    }
+    if aside and world.is_keeper:
+        for part, path in own.items():
+            if (part, world.rank) in bad:
+                _put_aside(path)
+    holders = {
+        part: {keeper for keeper in candidate.folders.get(part, {}) if (part, keeper) not in bad}
+        for part in range(1, candidate.num_parts + 1)
+    }
+    damaged = next((text for texts in said for text in texts.values()), "")
+    lacking = [part for part, keepers in holders.items() if not keepers]
+    if lacking:
+        first = next(iter(manifests.items()), None)
+        absent = (
+            "" if damaged or first is None else _absent(folder, candidate, lacking, *first, layouts)
+        )
+        absent = next((text for text in world.collect(absent) if text), damaged)
+        return None, damaged or absent, bool(damaged)
+    if candidate.num_parts == 1 and len(world.folders) == 1:
+        facts, layout = manifests[1].facts, layouts[1]
+    else:
+        teller = min(holders[1])
+        told = (manifests[1].facts, layouts[1]) if world.rank == teller else None
+        facts, layout = cast(tuple[Mapping[str, Any], Layout], world.collect(told)[teller])
+    part_of = dict.fromkeys(range(layout.ranks), 1)
+    if candidate.num_parts > 1:
+        for number, ranks in enumerate(facts["parts"]["ranks"], start=1):
+            part_of |= dict.fromkeys(ranks, number)
+    files = PieceFiles(
+        layout, world, lambda rank: holders[part_of[rank]], lambda rank: own[part_of[rank]]
+    )
+    tensors = {part: SavedTensors(files, part) for part in layout.parts}
+    return SavedState(candidate.step, tensors, facts["numbers"]), damaged, bool(damaged)
 
-    together(check, folder, world)
-    assert manifest is not None
-    return State(step, read_parts(folder, list(manifest.entries)), manifest.facts["numbers"])
+
+def _absent(
+    folder: Path,
+    candidate: _Candidate,
+    lacking: list[int],
+    part: int,
+    manifest: Manifest,
+    layouts: Mapping[int, Layout],
+) -> str:
+    """Which node's part is missing, and its files."""
+    told = manifest.facts["parts"]
+    missing = []
+    for number in lacking:
+        ranks = told["ranks"][number - 1]
+        files = layouts[part].files(ranks)
+        more = f" and {len(files) - _MOST_NAMED} more" if len(files) > _MOST_NAMED else ""
+        missing.append(
+            f"part {number} of {told['hosts'][number - 1]} (ranks "
+            f"{', '.join(map(str, ranks[:_MOST_NAMED]))}{'...' if ranks[_MOST_NAMED:] else ''}: "
+            f"{', '.join(files[:_MOST_NAMED])}{more})"
+        )
+    path = step_folder(folder, candidate.step, lacking[0], candidate.num_parts)
+    return (
+        f"{step_folder(folder, candidate.step)} must have all {candidate.num_parts} parts, one of "
+        f"each node that wrote it; got none of {'; '.join(missing)}. Start on that node too, or "
+        f"copy its {path} to the same place on one of these."
+    )
 
 
 def _step_of(manifest: Manifest, folder: Path) -> int:
     """The step that a checkpoint is of."""
     step, numbers = manifest.facts.get("step"), manifest.facts.get("numbers")
-    if not isinstance(step, int) or step_folder(folder.parent, step) != folder:
+    _, part, num_parts = _named(folder)
+    if not isinstance(step, int) or step_folder(folder.parent, step, part, num_parts) != folder:
         raise CheckpointError(f"{folder} must be a checkpoint of its step; got step {step!r}.")
     if not isinstance(numbers, dict):
         raise CheckpointError(f"{folder} must be a checkpoint with numbers; got {numbers!r}.")

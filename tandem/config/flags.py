@@ -36,6 +36,7 @@ SHORT_NAMES = {
     "ppo.ptx_coef": "ptx-coef",
     "parallel.actor_zero_stage": "actor-zero-stage",
     "parallel.critic_zero_stage": "critic-zero-stage",
+    "parallel.replicas": "replicas",
     "parallel.offload": "offload",
     "parallel.zero_hpz": "zero-hpz",
     "parallel.zero_quantized_weights": "zero-quantized-weights",

@@ -18,6 +18,10 @@ class ParallelConfig:
     being gathered when it runs. The reference is split from 3 on."""
     critic_zero_stage: int = knob(2, ge=0, le=3, common=True)
     """The same for critic and reward model; the reward model of step 3 is split from 3 on."""
+    replicas: int = knob(1, ge=1, common=True)
+    """Copies of what ZeRO splits (HSDP, arXiv:2304.11277): ranks / replicas split a model among
+    them, and gradients are summed over the copies. As many as nodes keeps every gather inside one,
+    for as many times the memory; 1 takes the least memory, which decides what fits."""
     offload: tuple[Literal["optimizer", "params", "reference", "reward"], ...] = knob(
         (), common=True
     )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from tandem.parallel.pieces import fill, local
+from tandem.parallel.pieces import Saved, fill, local
 from tandem.parallel.shard import shards_of
 
 
@@ -48,7 +48,7 @@ class MovingAverage:
         """The average by parameter name, to save; of split weights it is split alike."""
         return dict(self.shadow)
 
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_state_tensors(self, tensors: Mapping[str, Tensor | Saved]) -> None:
         """Continue from a saved average of the same parameters."""
         for name, value in tensors.items():
             fill(self.shadow[name], value)

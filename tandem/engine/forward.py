@@ -6,9 +6,10 @@ so that every rank has the whole result.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -130,44 +131,55 @@ class MicroBatch:
     """Some rows of a batch that go through a model together.
 
     rows: their numbers. weight: 1, or 0 where the rows only keep this rank in step with the others
-    and must count for nothing. is_last: the last of this rank's, and of every other's.
+    and must count for nothing. is_last: the last of this rank's, and of every other's. idle: the
+    share of all ranks' micro-batches that it wastes; summed over them and the ranks, theirs.
     """
 
     rows: list[int]
     weight: float
     is_last: bool
+    idle: float = 0.0
+
+
+def balanced(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """The rows of each rank, the longest first; O(rows log ranks).
+
+    Rows go to the rank with the fewest tokens so far, the first of several; the longest first.
+
+    Args:
+        lengths: tokens of each row.
+    """
+    rows_of: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [(0, rank) for rank in range(num_ranks)]  # sorted, and so a heap
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        load, rank = loads[0]
+        rows_of[rank].append(row)
+        heapq.heapreplace(loads, (load + lengths[row], rank))
+    return rows_of
 
 
 def deal(lengths: Sequence[int], max_tokens: int, world: World) -> list[MicroBatch]:
     """This rank's micro-batches of a batch that every rank knows; all ranks get as many.
 
-    Rows go to the rank with the fewest tokens so far, the longest first; a rank's own rows are
-    then grouped by like lengths, at most `max_tokens` together.
+    Rows are `balanced` over the ranks; a rank's own rows are then grouped by like lengths, at most
+    `max_tokens` together.
 
     Args:
         lengths: tokens of each row.
     """
     if not lengths:
         return []
-    hands: list[list[int]] = [[] for _ in range(world.size)]
-    loads = [0] * world.size
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        rank = loads.index(min(loads))
-        hands[rank].append(row)
-        loads[rank] += lengths[row]
     groups = [
         [[hand[i] for i in group] for group in microbatches([lengths[i] for i in hand], max_tokens)]
-        for hand in hands
+        for hand in balanced(lengths, world.size)
     ]
     count = max(map(len, groups))
     mine = groups[world.rank]
     filler = [min(range(len(lengths)), key=lambda row: lengths[row])]
-    return [
-        MicroBatch(
-            mine[i] if i < len(mine) else filler, float(i < len(mine)), is_last=i == count - 1
-        )
-        for i in range(count)
-    ]
+    wasted = 1 / (count * world.size)
+    parts = [MicroBatch(rows, 1.0, is_last=False) for rows in mine]
+    parts += [MicroBatch(filler, 0.0, is_last=False, idle=wasted)] * (count - len(mine))
+    return [*parts[:-1], replace(parts[-1], is_last=True)]
 
 
 def deal_batch(batch: TokenBatch, max_tokens: int, world: World) -> list[tuple[Tensor, MicroBatch]]:

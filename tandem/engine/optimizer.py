@@ -12,7 +12,7 @@ from tandem.config.schema import OptimizerConfig
 from tandem.engine.spikes import SpikeGuard
 from tandem.errors import BadStepError, CheckpointError, NumericsError
 from tandem.parallel.offload import HostAdamW
-from tandem.parallel.pieces import fill, local, piece_like
+from tandem.parallel.pieces import Saved, fill, local, piece_like, whole_of
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.shard import shards_of
 
@@ -213,20 +213,20 @@ class Trainee:
             tensors |= {f"residual.{name}": value for name, value in residuals.items()}
         return tensors
 
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_state_tensors(self, tensors: Mapping[str, Tensor | Saved]) -> None:
         """Continue from `state_tensors` of the same model.
 
         Raises:
             CheckpointError: the moments are of another model.
         """
         named = dict(self._named_parameters())
-        residuals: dict[str, Tensor] = {}
+        residuals: dict[str, Tensor | Saved] = {}
         for key, value in tensors.items():
             if key == "steps_taken":
-                self.steps_taken = int(value)
+                self.steps_taken = int(whole_of(value))
                 continue
             if key == "recent_norms":
-                self.spikes.restore(value.tolist())
+                self.spikes.restore(whole_of(value).tolist())
                 continue
             if key.startswith("residual."):
                 residuals[key.removeprefix("residual.")] = value
@@ -240,9 +240,10 @@ class Trainee:
                 )
             if isinstance(self.optimizer, HostAdamW):
                 entry = self.optimizer.state[named[name]]
-                entry[moment] = value if value.dim() == 0 else piece_like(value, entry["master"])
+                like = entry["master"]
+                entry[moment] = piece_like(value, like) if value.dim() else whole_of(value)
             else:
-                place = value.clone() if value.dim() == 0 else piece_like(value, named[name])
+                place = piece_like(value, named[name]) if value.dim() else whole_of(value).clone()
                 self.optimizer.state[named[name]][moment] = place
         if self.shards.quantized is not None:
             self.shards.quantized.restore(residuals)
@@ -256,7 +257,7 @@ class Trainee:
             return {name: self.optimizer.state[parameter]["master"] for name, parameter in named}
         return {name: parameter.detach() for name, parameter in named}
 
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_weights(self, tensors: Mapping[str, Tensor | Saved]) -> None:
         """Copy whole saved weights into the model, in place."""
         parameters = dict(self._named_parameters())
         for name, tensor in tensors.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
-from tandem.engine.forward import deal
+from tandem.engine.forward import balanced
 from tandem.generate.generator import Stops, generate
 from tandem.parallel.tensor import TensorGroup
 from tandem.parallel.world import World
@@ -57,12 +57,10 @@ def shared_rollout(
     together = group.size if group is not None else 1
     batches = world if group is None else group.batches
     costs = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
-    mine = _hand(costs, batches, batches.rank)
+    dealt = [sorted(hand) for hand in balanced(costs, batches.size)]
+    mine = dealt[batches.rank]
     # One rank of a group brings what all of them have made.
-    hands = [
-        _hand(costs, batches, rank // together) if rank % together == 0 else []
-        for rank in range(world.size)
-    ]
+    hands = [dealt[rank // together] if rank % together == 0 else [] for rank in range(world.size)]
     start = time.perf_counter()
     own = (
         generate(
@@ -81,12 +79,6 @@ def shared_rollout(
         own = None
     rollout = _exchanged(own, prompts, hands, sampling.samples_per_prompt, stops, world)
     return replace(rollout, rank_seconds=seconds)
-
-
-def _hand(lengths: Sequence[int], world: World, rank: int) -> list[int]:
-    """The prompts of one rank, in their order."""
-    dealt = deal(lengths, sum(lengths) + 1, replace(world, rank=rank))
-    return sorted(i for part in dealt if part.weight for i in part.rows)
 
 
 def _exchanged(

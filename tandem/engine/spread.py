@@ -38,8 +38,9 @@ def plan_for(
         stage: ZeRO stage of the role.
         on_host: a frozen model's weights rest in host memory.
     Raises:
-        ConfigError: knobs of ZeRO++ that do not go together.
+        ConfigError: knobs of ZeRO++ or replicas that do not go together.
     """
+    check_replicas(config, world)
     offload_trained = trained and "params" in config.parallel.offload
     splits = world.size > 1 and (stage > 0 if trained else stage == 3)
     if offload_trained:
@@ -55,7 +56,46 @@ def plan_for(
         offload_params=offload_trained or (on_host and stage > 0),
         quantized_weights=extras.quantized_weights,
         gradient_bits=extras.gradient_bits,
+        replicas=config.parallel.replicas,
     )
+
+
+def check_replicas(config: RunConfig, world: World) -> None:
+    """Refuse replicas that the ranks cannot form, or that do not go with other knobs.
+
+    Raises:
+        ConfigError: as it says.
+    """
+    parallel, replicas = config.parallel, config.parallel.replicas
+    if replicas == 1:
+        return
+    if world.size % replicas or world.size == replicas:
+        raise ConfigError(
+            f"parallel.replicas must divide the ranks into groups of several; got {replicas} for "
+            f"{world.size}. Use a smaller divisor, as the number of nodes ({world.num_nodes})."
+        )
+    pieces = world.size // replicas
+    if world.ranks_per_node % pieces and pieces % world.ranks_per_node:
+        raise ConfigError(
+            "parallel.replicas must give each copy whole nodes, or each node whole copies; got "
+            f"copies over {pieces} ranks where a node has {world.ranks_per_node}. Use the number "
+            f"of nodes ({world.num_nodes})."
+        )
+    if pieces % parallel.inference_tp_size:
+        raise ConfigError(
+            "parallel.inference_tp_size must divide the ranks of a copy (parallel.replicas); got "
+            f"{parallel.inference_tp_size} for {pieces}. Use a divisor."
+        )
+    if used := [f"parallel.{name}" for name in _NEEDED_STAGE if getattr(parallel, name)]:
+        raise ConfigError(
+            f"parallel.replicas must be 1 with {', '.join(used)}, whose collectives are of all "
+            f"ranks; got {replicas}. Use one or the other: a copy in each node needs no ZeRO++."
+        )
+    if _highest_stage(config) == 0:
+        raise ConfigError(
+            "parallel.replicas must go with ZeRO stages above 0, for at 0 every rank has all; got "
+            f"{replicas}. Set --actor-zero-stage, or leave it 1."
+        )
 
 
 @dataclass(frozen=True, slots=True)

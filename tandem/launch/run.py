@@ -170,7 +170,10 @@ def _run(agent: Agent, meeting: Meeting, options: LaunchOptions, say: Callable[[
         )
         return 1
     except (RendezvousError, DistError) as error:
-        say(f"the launcher that keeps the meeting at {where} is gone: {first_line(error)}")
+        say(
+            f"the launcher that keeps the meeting at {where} is gone ({_innermost(error)}). Start "
+            "the same command on every node again: it continues from the last checkpoint."
+        )
         return 1
     finally:
         meeting.shutdown()
@@ -180,6 +183,13 @@ def _run(agent: Agent, meeting: Meeting, options: LaunchOptions, say: Callable[[
     assert verdict is not None, "ranks that failed were judged"
     say(verdict.line)
     return verdict.code
+
+
+def _innermost(error: BaseException) -> str:
+    """The first line of the error that others were raised for: torch's own only point to it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)
 
 
 def _ranks_here(options: LaunchOptions, device: str) -> tuple[int, bool]:

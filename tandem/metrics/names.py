@@ -217,6 +217,16 @@ _PREFERENCE = (
 
 _COST = (
     Metric(
+        "rank_idle",
+        "share",
+        STAGES,
+        "Of the forwards and backwards that ranks run in a step's updates, those that count for "
+        "nothing: their rank had fewer micro-batches than another, or no row. 0 at one rank.",
+        healthy="below 0.2; above, raise batch_size or ppo.minibatch_size, or lower "
+        "micro_batch_tokens",
+        better="lower",
+    ),
+    Metric(
         "seconds/*",
         "seconds",
         STAGES,

@@ -26,11 +26,15 @@ SliceOf = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Endings of the names of column and row layers, and counts of heads that modules keep."""
+    """Endings of the names of column and row layers, and counts of heads that modules keep.
+
+    inner_width: the config's name for the width between the two linear layers of a block.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     head_counts: tuple[str, ...] = field(default=())
+    inner_width: str = "intermediate_size"
 
 
 _LLAMA = _Plan(
@@ -43,6 +47,7 @@ _PLANS = {
         columns=("q_proj", "k_proj", "v_proj", "fc1"),
         rows=("out_proj", "fc2"),
         head_counts=("num_heads",),
+        inner_width="ffn_dim",
     ),
     "gpt_neox": _Plan(
         columns=("attention.query_key_value", "mlp.dense_h_to_4h"),
@@ -90,7 +95,12 @@ def check_sliceable(config: PreTrainedConfig, parts: int) -> None:
         )
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    for name, number in (("attention heads", heads), ("key and value heads", kv_heads)):
+    inner = _PLANS[config.model_type].inner_width
+    for name, number in (
+        ("attention heads", heads),
+        ("key and value heads", kv_heads),
+        (f"inner width ({inner})", getattr(config, inner)),
+    ):
         if number % parts:
             raise ModelError(
                 f"--inference-tp-size must divide the model's {name}; got {parts} for {number}. "

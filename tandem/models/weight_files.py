@@ -40,6 +40,7 @@ def _here(tensor: Tensor, rank: int) -> Tensor | None:
 class Writers:
     """The ranks that write a folder together.
 
+    rank: among them; -1 for one that only takes part in gathering.
     gather: brings all of a weight to one rank (by its number), which gets it; called by every
         rank for one weight after another. What other ranks get is not used.
     """
@@ -167,7 +168,8 @@ def write_files(folder: Path, files: Sequence[WeightFile], writers: Writers) -> 
     Raises:
         OSError: the disk refused this rank; it has taken its part in the others' weights.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    if writers.rank >= 0:
+        folder.mkdir(parents=True, exist_ok=True)
     dealt = [
         [(file, unit) for file in files[rank :: writers.size] for unit in file.units]
         for rank in range(writers.size)

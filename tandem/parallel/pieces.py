@@ -1,12 +1,36 @@
 """Tensors of which a rank holds a piece (FSDP2's DTensors, split along dimension 0), and plain
-ones, handled alike."""
+ones, handled alike.
+
+A piece is torch.chunk's: ceil(rows / pieces) rows, fewer or none for the last ranks. Where a mesh
+has two dimensions (HSDP), pieces lie along the second and are replicated along the first.
+"""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+class Saved(Protocol):
+    """A whole tensor that is not in memory, of which a rank takes what is to lie with it."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole."""
+
+    def dim(self) -> int:
+        """Dimensions of the whole."""
+
+    def whole(self) -> Tensor:
+        """All of it."""
+
+    def part(self, like: Tensor) -> Tensor:
+        """This rank's rows, where it lies over the ranks as `like` does; all for a plain tensor."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -19,42 +43,70 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def whole_of(full: Tensor | Saved) -> Tensor:
+    """A tensor that may be saved, in memory."""
+    return full if isinstance(full, Tensor) else full.whole()
+
+
+def piece_ranks(tensor: DTensor) -> list[list[int]]:
+    """The ranks that hold the pieces in their order, once for each replica."""
+    if tensor.placements == (Shard(0),):
+        return [tensor.device_mesh.mesh.tolist()]
+    assert tensor.placements == (Replicate(), Shard(0)), tensor.placements
+    replicas: list[list[int]] = tensor.device_mesh.mesh.tolist()
+    return replicas
+
+
+def piece_group(tensor: DTensor) -> ProcessGroup:
+    """The ranks over which this rank's replica lies, in the order of the pieces."""
+    return tensor.device_mesh.get_group(len(tensor.placements) - 1)
+
+
+def piece_rows(num_rows: int, num_pieces: int, index: int) -> tuple[int, int]:
+    """First row of a piece, and the row after its last."""
+    rows = -(-num_rows // num_pieces)
+    return min(index * rows, num_rows), min((index + 1) * rows, num_rows)
+
+
 @torch.no_grad()
 def gathered_to(tensor: Tensor, rank: int) -> Tensor | None:
     """All of it on one rank, None on the others that have pieces too; a plain tensor as it is.
 
     A collective for a tensor in pieces. No other rank ever holds more than its piece.
+
+    Args:
+        rank: among all.
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    mesh = tensor.device_mesh
-    if mesh.size() == 1 or tensor.placements != (Shard(0),):
-        return whole(tensor)
-    group, piece = mesh.get_group(), tensor.to_local()
-    rows = -(-tensor.shape[0] // mesh.size())
+    replica = next(ranks for ranks in piece_ranks(tensor) if rank in ranks)
+    if len(replica) == 1:
+        return tensor.to_local()
+    if dist.get_rank() not in replica:
+        return None
+    group, piece = piece_group(tensor), tensor.to_local()
+    rows = -(-tensor.shape[0] // len(replica))
     padded = piece.contiguous()
     if piece.shape[0] < rows:
         padded = piece.new_zeros(rows, *tensor.shape[1:])
         padded[: piece.shape[0]] = piece
-    to = dist.get_global_rank(group, rank)
-    if mesh.get_local_rank() != rank:
-        dist.gather(padded, None, dst=to, group=group)
+    if dist.get_rank() != rank:
+        dist.gather(padded, None, dst=rank, group=group)
         return None
     # Pieces follow one another, so that the padding is all at the end.
-    full = padded.new_empty(rows * mesh.size(), *tensor.shape[1:])
-    dist.gather(padded, list(full.split(rows)), dst=to, group=group)
+    full = padded.new_empty(rows * len(replica), *tensor.shape[1:])
+    dist.gather(padded, list(full.split(rows)), dst=rank, group=group)
     return full[: tensor.shape[0]]
 
 
-def piece_like(full: Tensor, like: Tensor) -> Tensor:
-    """`full` lying over the ranks as `like` does; no communication.
+def piece_like(full: Tensor | Saved, like: Tensor) -> Tensor:
+    """`full` lying over the ranks as `like` does.
 
     Args:
-        full: the same whole tensor on every rank, on any device.
+        full: the same whole tensor on every rank, on any device; or one that is saved.
     """
-    if not isinstance(like, DTensor):
-        return full.to(like.device)
-    return as_piece(_own_rows(full, like).to(like.device).clone(), like)
+    part = part_of(full, like).to(like.device)
+    return as_piece(part.clone(), like) if isinstance(like, DTensor) else part
 
 
 def as_piece(piece: Tensor, like: Tensor) -> Tensor:
@@ -75,24 +127,27 @@ def own_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """This rank's piece of a tensor, sharing memory, and the number of its first row."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0
-    rows = -(-tensor.shape[0] // tensor.device_mesh.size())
-    return local(tensor.detach()), tensor.device_mesh.get_local_rank() * rows
+    return local(tensor.detach()), _own_range(tensor.shape[0], tensor)[0]
 
 
 @torch.no_grad()
-def fill(target: Tensor, full: Tensor) -> None:
-    """Copy a whole tensor, the same on every rank, into a target that may lie in pieces."""
-    if isinstance(target, DTensor):
-        target.to_local().copy_(_own_rows(full, target))
-    else:
-        target.copy_(full)
+def fill(target: Tensor, full: Tensor | Saved) -> None:
+    """Copy a whole tensor, the same on every rank or saved, into one that may lie in pieces."""
+    local(target).copy_(part_of(full, target))
 
 
-def _own_rows(full: Tensor, like: DTensor) -> Tensor:
-    """The rows that torch.chunk's rule gives this rank, none where there are fewer than ranks."""
-    (placement,) = like.placements
-    assert isinstance(placement, Shard), placement
-    assert placement.dim == 0, placement
-    ranks, rank = like.device_mesh.size(), like.device_mesh.get_local_rank()
-    rows = -(-full.shape[0] // ranks)
-    return full[min(rank * rows, full.shape[0]) : (rank + 1) * rows]
+def part_of(full: Tensor | Saved, like: Tensor) -> Tensor:
+    """Of a whole tensor, what lies on this rank where it lies as `like` does; sharing memory."""
+    if not isinstance(full, Tensor):
+        return full.part(like)
+    if not isinstance(like, DTensor):
+        return full
+    first, last = _own_range(full.shape[0], like)
+    return full[first:last]
+
+
+def _own_range(num_rows: int, like: DTensor) -> tuple[int, int]:
+    """This rank's rows of as many, split as `like` is."""
+    num_pieces = len(piece_ranks(like)[0])
+    index = like.device_mesh.get_local_rank(len(like.placements) - 1)
+    return piece_rows(num_rows, num_pieces, index)

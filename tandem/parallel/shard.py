@@ -19,13 +19,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -60,6 +61,8 @@ class ShardPlan:
     offload_params: the pieces live in host memory and come up block by block.
     quantized_weights: whenever weights are gathered they travel as int8 (ZeRO++); the pieces
         themselves stay exact. For stages 1 to 3.
+    replicas: copies of the pieces: so many times fewer ranks split the model, and gradients are
+        summed over the copies (HSDP, arXiv:2304.11277).
     gradient_bits: gradients travel between nodes in so many bits, 8 or 4, inside a node in 8
         (ZeRO++); 0: exactly. For stages 1 to 3.
     """
@@ -70,6 +73,7 @@ class ShardPlan:
     offload_params: bool = False
     quantized_weights: bool = False
     gradient_bits: int = 0
+    replicas: int = 1
 
 
 class Shards:
@@ -141,6 +145,8 @@ class Shards:
         for unit in self.units:
             if self.plan.stage == 1:
                 unit.set_requires_gradient_sync(last, recurse=False)
+            elif self.plan.replicas > 1:  # copies are summed once per step
+                unit.set_requires_all_reduce(last, recurse=False)
             if self.plan.stage < 3:
                 unit.set_reshard_after_backward(last, recurse=False)
             unit.set_is_last_backward(last)
@@ -164,7 +170,7 @@ class Shards:
         if norms:
             total += torch.stack(norms).double().square().sum().to(total.device)
         self.world.sum_(total)
-        return math.sqrt(float(total))
+        return math.sqrt(float(total) / self.plan.replicas)
 
 
 def shards_of(model: nn.Module) -> Shards:
@@ -209,7 +215,7 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
 def _split(model: nn.Module, blocks: Sequence[nn.Module], plan: ShardPlan, world: World) -> None:
     # Some families' blocks return views; none of them changes one in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = _mesh(world, plan.replicas)
     offload: OffloadPolicy = OffloadPolicy()
     if plan.offload_params:
         offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
@@ -238,6 +244,15 @@ def _split(model: nn.Module, blocks: Sequence[nn.Module], plan: ShardPlan, world
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_gradient_divide_factor(1.0)
     _add_call(model)
+
+
+@cache
+def _mesh(world: World, replicas: int) -> DeviceMesh:
+    """Replicas by pieces, made once for all models; of one dimension where there is one replica."""
+    if replicas == 1:
+        return init_device_mesh(world.device.type, (world.size,))
+    shape = (replicas, world.size // replicas)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _add_call(model: Any) -> None:

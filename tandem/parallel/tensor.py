@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tandem.errors import ConfigError
-from tandem.parallel.pieces import local
+from tandem.parallel.pieces import local, piece_group, piece_rows
 from tandem.parallel.world import World
 
 
@@ -73,18 +73,20 @@ class TensorGroup:
         Every rank of the world calls it for the same weights in the same order.
 
         Args:
-            weight: (R, C) or (R,), plain or in pieces along dimension 0.
+            weight: (R, C) or (R,), plain or in pieces along dimension 0, over a multiple of `size`
+                ranks.
         """
         if not isinstance(weight, DTensor):
             return weight.detach().chunk(self.size, dim)[self.index].clone()
-        piece = local(weight.detach())
+        piece, group = local(weight.detach()), piece_group(weight)
+        own, num_pieces = group.rank(), group.size()
         sends = [
-            self._part_for(piece, weight.shape, dim, source=self.world.rank, target=rank)
-            for rank in range(self.world.size)
+            self._part_for(piece, weight.shape, dim, num_pieces, source=own, target=other)
+            for other in range(num_pieces)
         ]
         shapes = [
-            self._part_shape(weight.shape, dim, source=rank, target=self.world.rank)
-            for rank in range(self.world.size)
+            self._part_shape(weight.shape, dim, num_pieces, source=other, target=own)
+            for other in range(num_pieces)
         ]
         counts = [_count(shape) for shape in shapes]
         received = torch.empty(sum(counts), dtype=piece.dtype, device=piece.device)
@@ -93,16 +95,18 @@ class TensorGroup:
             torch.cat([part.flatten() for part in sends]),
             counts,
             [part.numel() for part in sends],
+            group=group,
         )
         parts = [
             part.view(shape) for part, shape in zip(received.split(counts), shapes, strict=True)
         ]
         return torch.cat(parts)
 
-    def _rows(self, num_rows: int, dim: int, source: int, target: int) -> tuple[int, int]:
+    def _rows(
+        self, num_rows: int, dim: int, num_pieces: int, source: int, target: int
+    ) -> tuple[int, int]:
         """First and last row (of the whole) that `source` has and `target` wants."""
-        chunk = -(-num_rows // self.world.size)
-        first, last = min(source * chunk, num_rows), min((source + 1) * chunk, num_rows)
+        first, last = piece_rows(num_rows, num_pieces, source)
         if dim == 0:
             share = num_rows // self.size
             wanted = (target % self.size) * share
@@ -110,15 +114,23 @@ class TensorGroup:
         return first, max(first, last)
 
     def _part_for(
-        self, piece: Tensor, shape: torch.Size, dim: int, source: int, target: int
+        self,
+        piece: Tensor,
+        shape: torch.Size,
+        dim: int,
+        num_pieces: int,
+        source: int,
+        target: int,
     ) -> Tensor:
-        first, last = self._rows(shape[0], dim, source, target)
-        offset = min(source * -(-shape[0] // self.world.size), shape[0])
+        first, last = self._rows(shape[0], dim, num_pieces, source, target)
+        offset, _ = piece_rows(shape[0], num_pieces, source)
         rows = piece[first - offset : last - offset]
         return rows.chunk(self.size, 1)[target % self.size] if dim == 1 else rows
 
-    def _part_shape(self, shape: torch.Size, dim: int, source: int, target: int) -> tuple[int, ...]:
-        first, last = self._rows(shape[0], dim, source, target)
+    def _part_shape(
+        self, shape: torch.Size, dim: int, num_pieces: int, source: int, target: int
+    ) -> tuple[int, ...]:
+        first, last = self._rows(shape[0], dim, num_pieces, source, target)
         rest = [shape[1] // self.size] if dim == 1 else list(shape[1:])
         return (last - first, *rest)
 

@@ -27,13 +27,15 @@ class World:
     """One rank's view of all.
 
     rank, size: this process among all. ranks_per_node: ranks that share a fast network; ranks
-    0 to ranks_per_node - 1 are the first node's.
+    0 to ranks_per_node - 1 are the first node's. keepers: of each rank, the lowest that sees the
+    same output folder, which does there what is done once; empty where all see one.
     """
 
     rank: int = 0
     size: int = 1
     ranks_per_node: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    keepers: tuple[int, ...] = ()
 
     @property
     def is_first(self) -> bool:
@@ -45,9 +47,36 @@ class World:
         """Groups of ranks that share a fast network."""
         return self.size // self.ranks_per_node
 
+    @property
+    def folders(self) -> list[int]:
+        """The keepers of the output folders, one for each file system."""
+        return sorted(set(self.keepers)) or [0]
+
+    @property
+    def keeper(self) -> int:
+        """The rank that does once what is to be done in this rank's output folder."""
+        return self.keepers[self.rank] if self.keepers else 0
+
+    @property
+    def is_keeper(self) -> bool:
+        """Whether that is this rank."""
+        return self.keeper == self.rank
+
+    @property
+    def here(self) -> list[int]:
+        """The ranks that see this rank's output folder."""
+        return self.seeing(self.keeper)
+
+    def seeing(self, keeper: int) -> list[int]:
+        """The ranks that see the output folder of a keeper."""
+        if not self.keepers:
+            return list(range(self.size))
+        return [rank for rank, other in enumerate(self.keepers) if other == keeper]
+
     def share(self, items: Sequence[Item]) -> list[Item]:
-        """This rank's items: every size-th from the rank-th on."""
-        return list(items[self.rank :: self.size])
+        """This rank's items, where the ranks that see one folder share them."""
+        here = self.here
+        return list(items[here.index(self.rank) :: len(here)])
 
     def sum_(self, *tensors: Tensor) -> None:
         """Add each tensor over all ranks, in place."""

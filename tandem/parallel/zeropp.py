@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from tandem.parallel.collectives import QuantizedAllGather, QuantizedReduceScatter, node_groups
+from tandem.parallel.pieces import Saved, fill
 from tandem.parallel.quantize import shard_numels, unit_parameters
 from tandem.parallel.world import World
 
@@ -67,14 +69,15 @@ class QuantizedTraffic:
         A part of a run's state; empty before the first gradient and at 8 bits.
         """
         return {
-            f"{name}.{hop}": DTensor.from_local(
-                residual, self._meshes[name], [Shard(0)], run_check=False
-            )
+            f"{name}.{hop}": self._piece(name, residual)
             for name, reducer in self._reducers.items()
             for hop, residual in reducer.residuals.items()
         }
 
-    def restore(self, residuals: Mapping[str, Tensor]) -> None:
+    def _piece(self, name: str, rows: Tensor) -> DTensor:
+        return DTensor.from_local(rows, self._meshes[name], [Shard(0)], run_check=False)
+
+    def restore(self, residuals: Mapping[str, Tensor | Saved]) -> None:
         """Go on from whole `residuals` of an earlier run of the same model.
 
         Those of another number of ranks say nothing here, and are left out: the feedback then
@@ -85,8 +88,8 @@ class QuantizedTraffic:
             for hop, (rows, numel) in reducer.residual_shapes.items():
                 whole = residuals.get(f"{name}.{hop}")
                 if whole is not None and whole.shape == (rows * self._world.size, numel):
-                    part = whole[self._world.rank * rows : (self._world.rank + 1) * rows]
-                    own[hop] = part.to(self._world.device, copy=True)
+                    own[hop] = torch.empty(rows, numel, device=self._world.device)
+                    fill(self._piece(name, own[hop]), whole)
             reducer.restore(own)
 
 

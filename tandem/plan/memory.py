@@ -38,14 +38,16 @@ are under way where all are gathered."""
 class Layout:
     """How one model lies over the ranks.
 
-    stage: ZeRO's, 0 to 3. half: computes in two bytes, else in four. is_trained: has gradients.
-    lora_rank: 0 trains all weights. frozen: how frozen linear weights rest. shares_base: the frozen
-    base is another model's, who counts it. offload_params: weights rest in host memory; trained
-    ones then lie in pieces, as at stage 3. accumulates: more than one micro-batch per optimizer
-    step. moving_average: of what is trained, in float32. on_cpu: the host is the device.
+    replicas: copies of what is split, each over ranks / replicas. stage: ZeRO's, 0 to 3. half:
+    computes in two bytes, else in four. is_trained: has gradients. lora_rank: 0 trains all weights.
+    frozen: how frozen linear weights rest. shares_base: the frozen base is another model's, who
+    counts it. offload_params: weights rest in host memory; trained ones then lie in pieces, as at
+    stage 3. accumulates: more than one micro-batch per optimizer step. moving_average: of what is
+    trained, in float32. on_cpu: the host is the device.
     """
 
     ranks: int = 1
+    replicas: int = 1
     stage: int = 0
     half: bool = False
     is_trained: bool = True
@@ -65,6 +67,11 @@ class Layout:
         if self.is_trained and self.offload_params:
             return True
         return self.ranks > 1 and self.stage >= (1 if self.is_trained else 3)
+
+    @property
+    def pieces(self) -> int:
+        """Ranks that split the model among them."""
+        return max(1, self.ranks // self.replicas)
 
     @property
     def gathers_blocks(self) -> bool:
@@ -149,7 +156,7 @@ def weight_bytes(shape: Shape, layout: Layout, size: int = FLOAT) -> float:
 def role_memory(shape: Shape, layout: Layout) -> Role:
     """One model's weights, gradients and optimizer states on one rank."""
     trained = trained_parameters(shape, layout)
-    pieces = layout.ranks if layout.is_split else 1
+    pieces = layout.pieces if layout.is_split else 1
     device: Bytes = {}
     host: Bytes = device if layout.on_cpu else {}
     (host if layout.offload_params else device)["weights"] = _resting(shape, layout) / pieces
@@ -235,7 +242,7 @@ def _gradients(shape: Shape, layout: Layout, trained: int) -> Bytes:
     unit = FLOAT * _largest_unit(shape, layout)
     if layout.stage == 1 and layout.accumulates and not layout.offload_params:
         return {"gradients": FLOAT * trained, "gradients being reduced": unit}
-    pieces = 0.0 if layout.offload_params and not layout.on_cpu else FLOAT * trained / layout.ranks
+    pieces = 0.0 if layout.offload_params and not layout.on_cpu else FLOAT * trained / layout.pieces
     # Whole gradients of a unit beside their copy in the order in which they travel.
     return {"gradients": pieces, "gradients being reduced": 2 * unit}
 

@@ -67,6 +67,7 @@ def _layout(config: RunConfig, ranks: int, stage: int, *, average: bool = False)
     device = resolve_device(config.device)
     return Layout(
         ranks=ranks,
+        replicas=config.parallel.replicas,
         stage=stage,
         half=resolve_dtype(config.dtype, device).itemsize == 2,
         lora_rank=config.lora.rank,

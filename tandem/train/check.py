@@ -6,6 +6,7 @@ from collections.abc import Sequence, Sized
 
 from tandem.config.schema import RunConfig
 from tandem.engine.bases import check_base
+from tandem.engine.spread import check_replicas
 from tandem.errors import ConfigError
 from tandem.models.sliced import check_sliceable
 from tandem.models.source import load_config, locate
@@ -59,6 +60,7 @@ def check_parallel(config: RunConfig, world: World, policy: str) -> None:
         ConfigError, ModelError: PPO would be refused, after steps that cost their time.
     """
     check_base(config, world)
+    check_replicas(config, world)
     parts = config.parallel.inference_tp_size
     if parts > 1:
         check_divides(world, parts)
@@ -74,6 +76,30 @@ def check_parallel(config: RunConfig, world: World, policy: str) -> None:
                 f"--reward-model {config.reward_model!r} and {base!r} under the actor. Start both "
                 "from one model, or leave --shared-base off."
             )
+
+
+def idle_ranks(config: RunConfig, world: World) -> list[str]:
+    """A line for each step that has fewer rows at a time than there are ranks to compute them."""
+    sections = {"sft": config.sft, "reward": config.reward, "dpo": config.dpo}
+    batches = [
+        (step, f"{step}.batch_size", section.batch_size, world.size)
+        for step, section in sections.items()
+        if step in config.steps
+    ]
+    if "ppo" in config.steps:
+        groups = world.size // config.parallel.inference_tp_size
+        ppo = config.ppo
+        batches += [
+            ("ppo", "ppo.minibatch_size", ppo.minibatch_size, world.size),
+            ("ppo", "ppo.prompts_per_step", ppo.prompts_per_step, groups),
+        ]
+    return [
+        f"{step}: {knob} {rows} leaves {ranks - rows} of {ranks} "
+        f"{'ranks' if ranks == world.size else 'groups of ranks'} without a row at a time: they "
+        f"wait for the others. Raise {knob} to a multiple of {ranks}, or use fewer ranks."
+        for step, knob, rows, ranks in batches
+        if rows < ranks
+    ]
 
 
 def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.checkpoint.state import State
+from tandem.checkpoint.state import SavedState, State
 from tandem.config.schema import RunConfig, SupervisedConfig
 from tandem.data.loader import BatchOrder
 from tandem.engine.devices import resolve_dtype
@@ -168,6 +168,7 @@ def _train_step(
             with autocast(device, dtype):
                 loss_sum, sums = objective.loss([batch[i] for i in part.rows])
             trainee.backward(loss_sum, denominator, weight=part.weight, is_last=part.is_last)
+            totals["rank_idle"] += part.idle * denominator
             for name, value in (("loss", loss_sum), *sums.items()):
                 totals[name] += part.weight * float(value.detach())
         model.eval()
@@ -239,9 +240,9 @@ def _state(step: int, trainee: Trainee, loop: StepLoop) -> State:
     return State(step, tensors, loop.state_numbers())
 
 
-def _restore(state: State, trainee: Trainee, loop: StepLoop) -> None:
+def _restore(state: SavedState, trainee: Trainee, loop: StepLoop) -> None:
     loop.restore(state.numbers)
     trainee.load_weights(state.tensors["model"])
     trainee.load_state_tensors(state.tensors["optimizer"])
     if trainee.scaler is not None and "scaler" in state.tensors:
-        trainee.scaler.load_state_tensors(state.tensors["scaler"])
+        trainee.scaler.load_state_tensors(state.tensors["scaler"].whole())

@@ -96,8 +96,17 @@ class Identity:
             folder = Path(model).expanduser()
             names = sorted(path.name for path in folder.glob("*.safetensors")) if model else []
             mine = {name: sha256(folder / name) for name in self.world.share(names)}
-            found = {k: v for share in self.world.collect(mine) for k, v in share.items()}
-            self._digests[model] = dict(sorted(found.items()))
+            shares = self.world.collect(mine)
+            by_node = [
+                {k: v for rank in self.world.seeing(keeper) for k, v in shares[rank].items()}
+                for keeper in self.world.folders
+            ]
+            if any(found != by_node[0] for found in by_node):
+                raise CheckpointError(
+                    f"model {model!r} must have the same weights on every node; got others. Copy "
+                    "its folder from one to all."
+                )
+            self._digests[model] = dict(sorted(by_node[0].items()))
         return self._digests[model]
 
     def require_same(self, step: str, where: Path, before: Mapping[str, Any]) -> None:

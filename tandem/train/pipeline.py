@@ -6,7 +6,10 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 
+from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.schema import RunConfig
 from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.devices import resolve_device
@@ -15,7 +18,7 @@ from tandem.errors import ConfigError
 from tandem.metrics.report import write_report
 from tandem.parallel.watch import note
 from tandem.parallel.world import World
-from tandem.train.check import check_parallel, check_rows
+from tandem.train.check import check_parallel, check_rows, idle_ranks
 from tandem.train.compare import compare
 from tandem.train.dpo import train_dpo
 from tandem.train.ppo import train_ppo
@@ -53,7 +56,8 @@ def train(
             second one ends the process.
     """
     keep_freed_memory()
-    run = Run(config, say, world)
+    world = world or World(device=resolve_device(config.device))
+    run = Run(config, say, find_folders(Path(config.output_dir), world))
     with run.stops, closing(run):
         _train(run, command)
     return run
@@ -61,6 +65,9 @@ def train(
 
 def _train(run: Run, command: str) -> None:
     config, say = run.config, run.say
+    if line := described(run.path, run.world):
+        say(line)
+    run.bring_finished()
     _check_inputs(run)
     _, switched_off = zero_plus_plus(config, run.world)
     if switched_off:
@@ -74,6 +81,8 @@ def _train(run: Run, command: str) -> None:
         check_parallel(config, run.world, tokenizer_sources(run)[0])
         check_rows(config, rows, *tokenizer_sources(run))
         run.require_continuable(unfinished[0])
+        for line in idle_ranks(replace(config, steps=tuple(unfinished)), run.world):
+            say(line)
     run.require_own_folder()
     run.world.wait()  # every rank has seen what was there before the first changes it
     run.open(command)

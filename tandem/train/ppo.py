@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.checkpoint.state import State
+from tandem.checkpoint.state import SavedState, State
 from tandem.data.loader import BatchOrder
 from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import BadStepError, ConfigError, DataError
@@ -157,14 +157,14 @@ def _state(step: int, trainer: PPOTrainer, loop: StepLoop) -> State:
     return State(step, tensors, {"kl_coef": trainer.kl_coef, **loop.state_numbers()})
 
 
-def _restore(state: State, trainer: PPOTrainer, loop: StepLoop) -> None:
+def _restore(state: SavedState, trainer: PPOTrainer, loop: StepLoop) -> None:
     loop.restore(state.numbers)
     engine = trainer.engine
     for name, trainee in (("actor", engine.actor_trainee), ("critic", engine.critic_trainee)):
         trainee.load_weights(state.tensors[name])
         trainee.load_state_tensors(state.tensors[f"{name}_optimizer"])
     if engine.scaler is not None and "scaler" in state.tensors:
-        engine.scaler.load_state_tensors(state.tensors["scaler"])
+        engine.scaler.load_state_tensors(state.tensors["scaler"].whole())
     if engine.ema is not None:
         engine.ema.load_state_tensors(state.tensors["ema"])
     trainer.kl_coef = float(state.numbers["kl_coef"])

@@ -282,6 +282,7 @@ class PPOTrainer:
             trainee.backward(loss.loss, count, weight=part.weight, is_last=part.is_last)
             totals["value_loss"] += part.weight * float(loss.loss.detach())
             totals["value_clip_fraction"] += part.weight * float(loss.clipped)
+            totals["rank_idle"] += part.idle * count  # the actor's rows are balanced alike
         means = {name: total / count for name, total in world.sums(totals).items()}
         require_finite(trainee, means)
         for name, mean in means.items():

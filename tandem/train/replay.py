@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.checkpoint.state import State, load_state_before
+from tandem.checkpoint.state import SavedState, State, load_state_before
 from tandem.config.load import load_config
 from tandem.config.schema import RunConfig
 from tandem.errors import CheckpointError, ConfigError
@@ -31,7 +31,7 @@ from tandem.types import Experience, PairRow, TokenRow
 
 _WIDTH = 100
 _NOT_COMPARED = (
-    *("seconds", "tokens_per_", "samples_per_", "tflops", "peak_memory", "rank_wait"),
+    *("seconds", "tokens_per_", "samples_per_", "tflops", "peak_memory", "rank_"),
     "skipped",  # a count since the run's beginning
 )
 
@@ -63,7 +63,7 @@ class ReplayRun(Run):
     def save(self, step: str, state: State) -> None:
         """Saves nothing."""
 
-    def load(self, step: str) -> State | None:
+    def load(self, step: str) -> SavedState | None:
         """The newest whole checkpoint from before the step."""
         state, notes = load_state_before(self._checkpoints(step), self._step, self.world)
         for note in notes:

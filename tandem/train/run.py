@@ -10,22 +10,26 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tandem.checkpoint.folder import (
     MANIFEST,
+    copy_folder,
     read_facts,
     require_own,
+    together,
     write_folder,
 )
 from tandem.checkpoint.saver import Saver
-from tandem.checkpoint.state import State, load_newest_state, newest_numbers
+from tandem.checkpoint.state import SavedState, State, load_newest_state, newest_numbers
 from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tandem.engine.devices import resolve_device
-from tandem.errors import CheckpointError, ConfigError, Stopped
+from tandem.errors import CheckpointError, ConfigError, DataError, Stopped
 from tandem.files import lock
 from tandem.files import replace as replace_file
 from tandem.metrics.log import MetricLog, MutedLog
@@ -97,7 +101,10 @@ class Run:
         Raises:
             CheckpointError: the folder cannot be written, or another run is writing in it.
         """
-        if not self.world.is_first:
+        together(lambda: self._open(command), self.path, self.world)
+
+    def _open(self, command: str) -> None:
+        if not self.world.is_keeper:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -110,8 +117,9 @@ class Run:
                 )
             with (self.path / COMMAND_FILE).open("a", encoding="utf-8") as file:
                 file.write(command + "\n")
-            replace_file(self.path / "config.yaml", dump_config(self.config).encode())
-            self.write_json("environment.json", environment())
+            if self.world.is_first:
+                replace_file(self.path / "config.yaml", dump_config(self.config).encode())
+                self.write_json("environment.json", environment())
             for step in self.config.steps:  # a kill may come before a finished step's are removed
                 if (self.folder(step) / MANIFEST).exists():
                     shutil.rmtree(self._checkpoints(step), ignore_errors=True)
@@ -128,13 +136,24 @@ class Run:
             self._lock = None
 
     def note_data(self, rows: StepRows) -> None:
-        """From now on a step counts as finished only if it was made from these rows."""
+        """From now on a step counts as finished only if it was made from these rows.
+
+        Raises:
+            DataError: ranks have read others.
+        """
         digests = [account.fingerprint for account in rows.ledger.datasets.values()]
         num_data, num_sft = len(self.config.data), len(self.config.sft_data)
         self.identity.fingerprints = {
             "data": digests[:num_data],
             "sft_data": digests[num_data : num_data + num_sft],
         }
+        told = self.world.collect((socket.gethostname(), digests))
+        other = next((i for i, (_, theirs) in enumerate(told) if theirs != told[0][1]), None)
+        if other is not None:
+            raise DataError(
+                f"data must be the same rows on every node; got others on {told[other][0]} (rank "
+                f"{other}) than on {told[0][0]}. Copy the files from one to all."
+            )
 
     def write_json(self, name: str, value: Any) -> None:
         """Write one of the run's JSON files, replacing it whole; the first rank does."""
@@ -142,6 +161,17 @@ class Run:
             return
         text = json.dumps(value, indent=1, ensure_ascii=False)
         replace_file(self.path / name, text.encode())
+
+    def bring_finished(self) -> None:
+        """Bring finished steps to the nodes that lack them, where they share no file system.
+
+        Raises:
+            CheckpointError: nodes have different ones, or a disk refuses.
+        """
+        for step in STEP_FOLDERS[:-1]:
+            together(partial(require_own, self.folder(step)), self.path, self.world)
+            if copy_folder(self.folder(step), self.world):
+                self.say(f"{step}: finished before, copied to the nodes that lacked it")
 
     def folder(self, step: str) -> Path:
         """Where a finished step's model is."""
@@ -168,7 +198,7 @@ class Run:
         Raises:
             CheckpointError: the newest was made with others.
         """
-        numbers = newest_numbers(self._checkpoints(step))
+        numbers = newest_numbers(self._checkpoints(step), self.world)
         if numbers is not None:
             self.identity.require_same(step, self._checkpoints(step), numbers["made_from"])
 
@@ -190,7 +220,7 @@ class Run:
             "made_from": self.identity.made_from(step),
         }
         write_folder(self.folder(step), fill, known, world=self.world)
-        if self.world.is_first:
+        if self.world.is_keeper:
             shutil.rmtree(self._checkpoints(step), ignore_errors=True)
 
     def save(self, step: str, state: State) -> None:
@@ -222,7 +252,7 @@ class Run:
         if step in self._savers:
             self._savers[step].wait()
 
-    def load(self, step: str) -> State | None:
+    def load(self, step: str) -> SavedState | None:
         """The newest whole checkpoint of an unfinished step.
 
         Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.checkpoint.folder import require_space, together
@@ -43,5 +44,11 @@ def save_anywhere(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     shards.rest()
     world = shards.world
     require_space(folder, saved_bytes(model), world)
-    writers = Writers(world.rank, world.size, gathered_to)
+    ranks = world.seeing(0)  # others get a copy of the finished folder
+
+    def gather(weight: Tensor, writer: int) -> Tensor | None:
+        return gathered_to(weight, ranks[writer])
+
+    own = ranks.index(world.rank) if world.rank in ranks else -1
+    writers = Writers(own, len(ranks), gather)
     together(lambda: save_model(model, tokenizer, folder, writers=writers), folder, world)

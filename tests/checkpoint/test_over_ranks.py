@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as SplitAlong
-from torch.distributed.tensor import distribute_tensor
 
 from tandem.checkpoint.folder import read_manifest
 from tandem.checkpoint.saver import Saver
@@ -27,17 +27,21 @@ def whole_tensors() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def split_state(world: World, step: int = 1) -> State:
-    mesh = init_device_mesh("cpu", (world.size,))
-    split = {n: distribute_tensor(t, mesh, [SplitAlong(0)]) for n, t in whole_tensors().items()}
+def split_state(world: World, step: int = 1, replicas: int = 1) -> State:
+    mesh, placements = init_device_mesh("cpu", (world.size,)), [SplitAlong(0)]
+    if replicas > 1:
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (replicas, world.size // replicas), mesh_dim_names=names)
+        placements = [Replicate(), SplitAlong(0)]
+    split = {n: distribute_tensor(t, mesh, placements) for n, t in whole_tensors().items()}
     plain = {f"plain {i}": torch.full((10,), float(i)) for i in range(4)}
     return State(step, {"actor": {**split, **plain}, "scaler": {"n": torch.tensor(5)}}, {})
 
 
-def save(world: World, folder: Path) -> None:
+def save(world: World, folder: Path, replicas: int = 1) -> None:
     saver = Saver(folder, keep=2, world=world)
     for step in (1, 2):
-        saver.save(split_state(world, step))
+        saver.save(split_state(world, step, replicas))
     saver.wait()
 
 
@@ -46,11 +50,11 @@ def load(world: World, folder: Path) -> tuple[int, list[str]]:
     assert state is not None
     expected = split_state(world).tensors["actor"]
     for name, tensor in whole_tensors().items():
-        assert torch.equal(state.tensors["actor"][name], tensor)
+        assert torch.equal(state.tensors["actor"][name].whole(), tensor)
         mine = piece_like(state.tensors["actor"][name], expected[name])
         assert torch.equal(mine.to_local(), expected[name].to_local())  # type: ignore[attr-defined]
-    assert torch.equal(state.tensors["actor"]["plain 3"], torch.full((10,), 3.0))
-    assert state.tensors["scaler"]["n"] == 5
+    assert torch.equal(state.tensors["actor"]["plain 3"].whole(), torch.full((10,), 3.0))
+    assert state.tensors["scaler"]["n"].whole() == 5
     return state.step, notes
 
 
@@ -71,7 +75,28 @@ def test_pieces_written_by_their_ranks_come_back_at_any_number_of_ranks(
     state, _ = load_newest_state(tmp_path)
     assert state is not None
     for name, tensor in whole_tensors().items():
-        assert torch.equal(state.tensors["actor"][name], tensor)
+        assert torch.equal(state.tensors["actor"][name].whole(), tensor)
+
+
+def test_a_piece_that_several_replicas_have_is_written_once(tmp_path: Path) -> None:
+    on_ranks(4, save, tmp_path, 2)
+    entries = read_manifest(tmp_path / "step-000002").entries
+    total = sum(4 * t.numel() for t in whole_tensors().values()) + 160
+    sizes = [entry.bytes for name, entry in entries.items() if name.startswith("actor")]
+    assert len(sizes) == 4
+    assert sum(sizes) < total + 4 * 600  # headers
+    assert on_ranks(3, load, tmp_path) == [(2, [])] * 3
+    assert on_ranks(4, gathered_from_replicas) == [True] * 4
+
+
+def gathered_from_replicas(world: World) -> bool:
+    """Each rank in turn gets a tensor whole that its replica has."""
+    for to in range(world.size):
+        for name, expected in whole_tensors().items():
+            found = gathered_to(split_state(world, replicas=2).tensors["actor"][name], to)
+            if world.rank == to and not torch.equal(found, expected):  # type: ignore[arg-type]
+                return False
+    return True
 
 
 def test_all_ranks_fall_back_together(tmp_path: Path) -> None:

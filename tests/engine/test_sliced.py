@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config.schema import LoraConfig, RunConfig, SamplingConfig
+from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig, SamplingConfig
 from tandem.engine.forward import generation_weights, response_logprobs, scored
 from tandem.engine.loading import prepare_for_training
 from tandem.engine.rollouts import shared_rollout
@@ -38,9 +38,9 @@ def prompts() -> list[PromptRow]:
 
 
 def generated(
-    world: World, family: str, stage: int, parts: int, rank: int
+    world: World, family: str, stage: int, parts: int, rank: int, replicas: int = 1
 ) -> tuple[Tensor, Tensor, Agreement, int, Tensor]:
-    config = RunConfig(lora=LoraConfig(rank=rank))
+    config = RunConfig(lora=LoraConfig(rank=rank), parallel=ParallelConfig(replicas=replicas))
     model = tiny_model(family).eval()
     prepare_for_training(model, config, 0)
     for _, layer in lora_layers(model):
@@ -63,6 +63,13 @@ def generated(
 
     (trained,) = scored(ragged_batch(), 100, forward, [model])
     return rollout.batch.token_ids, rollout.rollout_logprobs, agreement, numbers, trained
+
+
+def test_slices_are_made_of_a_replica() -> None:
+    ids, logprobs, *_ = generated(World(), "llama", 3, 1, 2)
+    for found in on_ranks(4, generated, "llama", 3, 2, 2, 2, ranks_per_node=2):
+        assert torch.equal(found[0], ids)
+        assert torch.allclose(found[1], logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +133,11 @@ def refused(world: World, family: str, parts: int) -> str:
 def test_what_cannot_be_sliced_is_refused_by_name() -> None:
     assert "gpt2" in refused(World(), "gpt2", 2)
     assert "key and value heads" in refused(World(), "llama", 4)
+    for family, knob in (("llama", "intermediate_size"), ("opt", "ffn_dim")):
+        config = tiny_model(family).config
+        setattr(config, knob, 175)
+        with pytest.raises(ModelError, match=rf"inner width \({knob}\); got 2 for 175"):
+            sliced.check_sliceable(config, 2)
     assert all("inference_tp_size must divide" in text for text in on_ranks(3, refused, "llama", 2))
 
 

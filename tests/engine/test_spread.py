@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from tandem.config.schema import LoraConfig, OptimizerConfig, RunConfig, SamplingConfig
+from tandem.config.schema import (
+    LoraConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    SamplingConfig,
+)
 from tandem.engine import rollouts
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import (
@@ -33,15 +40,23 @@ from tandem.types import PromptRow, Rollout, Source, TokenBatch
 from tests.models.families import EOS, PAD, ragged_batch, tiny_model, tiny_scalar
 from tests.ranks import on_ranks
 
+Item = TypeVar("Item")
+
 LENGTHS = (9, 5, 12, 3, 7, 30, 4, 4, 11)
 SETTINGS = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, warmup=0)
 
 
 def trained(
-    world: World, family: str, stage: int, rank: int, micro_batch: int, role: str = "actor"
+    world: World,
+    family: str,
+    stage: int,
+    rank: int,
+    micro_batch: int,
+    role: str = "actor",
+    replicas: int = 1,
 ) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, gradient norms, weights and average of three steps."""
-    config = RunConfig(lora=LoraConfig(rank=rank))
+    config = RunConfig(lora=LoraConfig(rank=rank), parallel=ParallelConfig(replicas=replicas))
     model = tiny_model(family) if role == "actor" else tiny_scalar(family)
     prepare_for_training(model, config, seed=5)
     model.eval()  # some families bring dropout
@@ -102,6 +117,17 @@ def test_four_ranks_train_a_critic_as_one(stage: int) -> None:
     alone = trained(World(), "llama", stage, 0, 1000, "critic")
     for result in on_ranks(4, trained, "llama", stage, 0, 15, "critic"):
         assert_same(result, alone)
+
+
+@pytest.mark.parametrize(("stage", "adapters"), [(1, 0), (2, 0), (3, 0), (3, 2)])
+def test_four_ranks_in_two_replicas_train_as_one(stage: int, adapters: int) -> None:
+    alone = trained(World(), "llama", stage, adapters, 1000)
+    found = on_ranks(4, trained, "llama", stage, adapters, 15, "actor", 2, ranks_per_node=2)
+    for result in found:
+        assert_same(result, alone)
+        assert result[:2] == found[0][:2]  # replicas do not drift apart
+        for ours, theirs in ((result[2], found[0][2]), (result[3], found[0][3])):
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "gemma2", "gpt_neox"])
@@ -214,3 +240,52 @@ def test_deal_gives_every_row_once_and_as_many_micro_batches_to_all() -> None:
         for r in range(2)
     ]
     assert abs(loads[0] - loads[1]) <= 28  # 100 tokens against all the others' 72
+
+
+class ManyRanks(World):
+    """One of 1,024 ranks without the others: what it collects, all of them say."""
+
+    def collect(self, item: Item) -> list[Item]:
+        return [item] * self.size
+
+
+@pytest.mark.parametrize("parts", [1, 8])
+def test_a_rollout_is_dealt_once_however_many_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    world = ManyRanks(rank=1000, size=1024, ranks_per_node=8)
+    rows = prompts(tuple(3 + number % 97 for number in range(8192)))
+    answered: list[PromptRow] = []
+    dealt: list[list[list[int]]] = []
+
+    def answers(model: object, mine: list[PromptRow], *others: object, **settings: object) -> None:
+        answered.extend(mine)
+
+    def exchanged(own: None, rows: object, hands: list[list[int]], *others: object) -> Rollout:
+        dealt.append(hands)
+        none = torch.zeros(0, 0)
+        batch = TokenBatch(none.long(), none.bool(), none.bool())
+        return Rollout(batch, none, none, none, none.bool(), (), ())
+
+    monkeypatch.setattr("tandem.engine.rollouts.generate", answers)
+    monkeypatch.setattr("tandem.engine.rollouts._exchanged", exchanged)
+    group: Any = SimpleNamespace(
+        size=parts, batches=World(1000 // parts, 1024 // parts), lowest=lambda number: number
+    )
+    start = time.process_time()
+    shared_rollout(
+        tiny_model("llama"),
+        rows,
+        SamplingConfig(max_new_tokens=5),
+        Stops((EOS,), PAD, str),
+        world,
+        seed=1,
+        step=2,
+        group=group if parts > 1 else None,
+    )
+    assert time.process_time() - start < 1.0  # of the processor; dealing for each rank took minutes
+    assert sorted(row for hand in dealt[0] for row in hand) == list(range(8192))
+    assert [bool(hand) for hand in dealt[0]] == [rank % parts == 0 for rank in range(1024)]
+    assert answered == [rows[i] for i in dealt[0][1000]]
+    loads = [sum(len(rows[i]) for i in hand) for hand in dealt[0] if hand]
+    assert max(loads) - min(loads) <= 99

@@ -159,6 +159,26 @@ def test_every_stage_sends_what_theory_says() -> None:
             assert norm.buffer_bytes == 8
 
 
+def steps_of_replicas(world: World) -> list[Seen]:
+    return [
+        one_step(world, RunConfig(parallel=replace(at_stage(PLAIN, stage), replicas=2)), 12)
+        for stage in (1, 2, 3)
+    ]
+
+
+def test_a_replica_on_each_node_sends_between_them_one_sum_of_its_pieces_a_step() -> None:
+    for by_stage in on_ranks(RANKS, steps_of_replicas, ranks_per_node=PER_NODE):
+        for seen in by_stage:
+            assert seen.num_micro_batches > 1
+            for phase in ("forward", "backward"):
+                assert seen.of(phase, "all_gather").inter_node_bytes == 0
+                assert seen.of(phase, "reduce_scatter").inter_node_bytes == 0
+            summed = seen.of("backward", "all_reduce")
+            # In float32, of the half of the weights that lies on a rank; padded to equal pieces.
+            assert seen.weights * 2 <= summed.buffer_bytes <= seen.weights * 2 * 1.1
+            assert summed.inter_node_bytes == summed.sent_bytes == summed.buffer_bytes
+
+
 def steps_of_every_part(world: World) -> dict[str, Seen]:
     parts = {"plain": PLAIN, "qwz": QWZ, "qgz": QGZ, "hpz": HPZ, "all": ALL}
     parts["all, 4 bits"] = replace(ALL, zero_gradient_bits=4)

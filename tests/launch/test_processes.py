@@ -11,10 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from tandem.checkpoint.folder import is_whole
 from tandem.errors import ConfigError
 from tandem.launch.flags import LaunchOptions
 from tandem.launch.run import launch
-from tests.launch.programs import EXCHANGES, free_port, is_alive, pids, start_launcher, wait_for
+from tests.launch.programs import (
+    EXCHANGES,
+    PLAIN,
+    free_port,
+    is_alive,
+    listens,
+    pids,
+    start_launcher,
+    wait_for,
+)
 from tests.tiny import save_tiny_model
 
 
@@ -57,6 +67,24 @@ def test_a_signal_to_one_node_stops_all(tmp_path: Path) -> None:
     assert [launcher.returncode for launcher in launchers] == [143, 143], texts
     assert all("stopped by SIGTERM" in text for text in texts)
     assert not any(is_alive(pid) for pid in ranks)
+
+
+def test_a_node_that_loses_the_meeting_says_what_to_do(tmp_path: Path) -> None:
+    port = free_port()
+    flags = ("--num-nodes", "2", "--num-gpus", "1", "--rdzv", f"127.0.0.1:{port}")
+    keeper = start_launcher(tmp_path, PLAIN, "sleeps", *flags)
+    try:
+        wait_for(lambda: listens(port))
+        other = start_launcher(tmp_path, PLAIN, "sleeps", *flags)
+        pids(tmp_path, 2)
+    finally:
+        keeper.kill()
+    text = other.communicate(timeout=60)[0]
+    assert other.returncode == 1
+    assert "the launcher that keeps the meeting at 127.0.0.1:" in text
+    assert text.rstrip().endswith("it continues from the last checkpoint.")
+    assert "inner exception" not in text
+    keeper.communicate()
 
 
 @pytest.mark.slow
@@ -114,3 +142,34 @@ def test_a_run_on_two_ranks_from_the_command_line(tmp_path: Path, is_wrong: bool
         assert done.stdout.count("sft: done in") == 1
         assert (tmp_path / "run" / "sft" / "model.safetensors").exists()
         assert (tmp_path / "run" / "logs" / "rank-1.log").exists()
+
+
+@pytest.mark.slow
+def test_two_nodes_in_two_folders_train_and_both_have_the_model(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    rows = [{"prompt": f"Q{i}?", "chosen": "Yes.", "rejected": "No."} for i in range(99)]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = [sys.executable, "-m", "tandem", "sft", "--num-nodes", "2", "--num-gpus", "1"]
+    command += ["--rdzv", f"127.0.0.1:{free_port()}", "--actor-model", model, "--device", "cpu"]
+    command += ["--data", str(tmp_path / "p.jsonl"), "--output-dir", "run", "--save-every", "1"]
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for node in nodes:
+        node.mkdir()
+    launchers = [
+        subprocess.Popen(
+            command,
+            cwd=node,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for node in nodes
+    ]
+    texts = [launcher.communicate(timeout=180)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], texts
+    said = "".join(texts)
+    assert said.count("no file system is shared: run is 2 folders (ranks 0 on ") == 1, said
+    manifests = [(node / "run/sft/MANIFEST.json").read_bytes() for node in nodes]
+    assert manifests[0] == manifests[1]
+    assert all(is_whole(node / "run/sft") for node in nodes)

@@ -119,6 +119,12 @@ def test_zero_divides_what_its_stage_says(
     assert role.host == {}
 
 
+def test_replicas_divide_less() -> None:
+    role = role_memory(SHAPE, Layout(ranks=4, replicas=2, stage=3))
+    assert role.resting == {"weights": 2000, "AdamW": 4000}
+    assert role.backward["gradients"] == 2000
+
+
 def test_a_frozen_model_is_split_at_stage_3_alone() -> None:
     for stage, weights in ((2, 4000), (3, 1000)):
         frozen = role_memory(SHAPE, Layout(ranks=4, stage=stage, is_trained=False))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import MptConfig
 
+from tandem.config.schema import ParallelConfig, RunConfig
 from tandem.errors import ConfigError, ModelError
 from tandem.parallel import watch
 from tandem.parallel.world import World
-from tandem.train.check import check_parallel
+from tandem.train.check import check_parallel, idle_ranks
 from tandem.train.pipeline import STEPS, train
 from tandem.train.rows import StepRows
 from tandem.train.run import Run
@@ -39,6 +41,51 @@ def test_slices_that_cannot_be(
         check_parallel(config, world, tiny_model)
     check_parallel(replace(config, parallel=replace(config.parallel, inference_tp_size=2)), FOUR,
                    tiny_model)  # fmt: skip
+
+
+def test_ranks_without_a_row_are_said_with_their_knob() -> None:
+    many = World(size=64, ranks_per_node=8)
+    config = RunConfig(steps=("sft", "ppo"))
+    sft, ppo = idle_ranks(config, many)
+    assert sft.startswith("sft: sft.batch_size 32 leaves 32 of 64 ranks without a row at a time")
+    assert "ppo.minibatch_size 32 leaves 32 of 64 ranks" in ppo
+    assert "Raise ppo.minibatch_size to a multiple of 64" in ppo
+    sliced = replace(config, steps=("ppo",), parallel=ParallelConfig(inference_tp_size=2))
+    assert "ppo.prompts_per_step 64 leaves 64 of 128 groups" in "".join(
+        idle_ranks(sliced, World(size=256, ranks_per_node=8))
+    )
+    assert idle_ranks(config, World(size=32, ranks_per_node=8)) == []
+
+
+@pytest.mark.parametrize(
+    ("world", "knobs", "line"),
+    [
+        (FOUR, {"replicas": 3}, "must divide the ranks into groups of several; got 3 for 4"),
+        (FOUR, {"replicas": 4}, "got 4 for 4"),
+        (World(), {"replicas": 2}, "got 2 for 1"),
+        (
+            World(size=12, ranks_per_node=6),
+            {"replicas": 3},
+            "copies over 4 ranks where a node has 6",
+        ),
+        (FOUR, {"replicas": 2, "inference_tp_size": 4}, "must divide the ranks of a copy"),
+        (FOUR, {"replicas": 2, "zero_hpz": True}, "replicas must be 1 with parallel.zero_hpz,"),
+        (FOUR, {"replicas": 2, "zero_quantized_weights": True}, "parallel.zero_quantized_weights,"),
+        (
+            FOUR,
+            {"replicas": 2, "zero_quantized_gradients": True},
+            "zero_quantized_gradients, whose",
+        ),
+        (
+            FOUR,
+            {"replicas": 2, "actor_zero_stage": 0, "critic_zero_stage": 0},
+            "must go with ZeRO stages above 0",
+        ),
+    ],
+)
+def test_replicas_that_cannot_be(world: World, knobs: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        check_parallel(RunConfig(parallel=ParallelConfig(**knobs)), world, "")
 
 
 def test_a_family_without_a_plan_is_refused_before_any_step(

@@ -77,6 +77,9 @@ def test_all_steps_over_ranks_are_those_of_one(
     waits = [r["values"].get("rank_wait") for r in records(tmp_path / "ranks")]
     assert any(wait is not None for wait in waits)
     assert all(0 <= wait < 1 for wait in waits if wait is not None)
+    updates = [r for r in records(tmp_path / "ranks") if {"loss", "value_loss"} & set(r["values"])]
+    assert {r["stage"] for r in updates} == {"sft", "reward", "ppo"}
+    assert all(0 <= r["values"]["rank_idle"] < 1 for r in updates)
     if rank:
         adapter = load_file(tmp_path / "ranks/ppo/actor/adapter/adapter_model.safetensors")
         assert all(torch.isfinite(value).all() for value in adapter.values())
