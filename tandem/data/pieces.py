@@ -63,13 +63,12 @@ class PieceTokenizer:
     def _encode_piece(self, piece: str, before: str, where: str) -> list[int]:
         ids = self._in_context(piece, before)
         forbidden = self._control.forbidden
-        matches = self._control.find(piece)
-        written = [match.token_id for match in matches if match.token_id in forbidden]
+        written = [i for i in self._control.written(piece) if i in forbidden]
         if [i for i in ids if i in forbidden] == written:
             return ids
         # The tokenizer's normalizer made a control token out of other text (say, of wide letters).
         ids, cursor = [], 0
-        for match in matches:
+        for match in self._control.find(piece):
             ids += self._spelled(piece[cursor : match.start], where)
             ids.append(match.token_id)
             cursor = match.end
