@@ -135,7 +135,11 @@ class PieceTokenizer:
         try:
             # Not verbose: a text over the model's length is the length policy's business.
             return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
-        except Exception as error:  # the Rust library raises nothing more special
+        # The Rust library raises nothing more special; where it gives up (on a regular expression
+        # that has too many ways to match), its error is no `Exception`.
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+                raise
             raise ModelError(
                 f"tokenizer {self._tokenizer.name_or_path!r} must take any text; got "
                 f"{excerpt(f'{type(error).__name__}: {error}', 200)} for {excerpt(text)}. "

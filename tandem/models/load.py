@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 
 from tandem.errors import ModelError
 from tandem.models.adapter import load_adapter
+from tandem.models.claims import is_panic
 from tandem.models.quiet import quiet
 from tandem.models.source import (
     Located,
@@ -33,6 +34,7 @@ from tandem.models.source import (
     locate,
     one_line,
     read_adapter_config,
+    require_config,
 )
 
 
@@ -51,7 +53,10 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
             return AutoTokenizer.from_pretrained(
                 source.name, trust_remote_code=trust_remote_code, local_files_only=source.offline
             )
-    except Exception as error:  # tokenizer files are of many formats, and so are their errors
+    except BaseException as error:  # tokenizer files are of many formats, and so are their errors
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        require_config(source)
         raise ModelError(
             f"model {source.name!r} must have a tokenizer that transformers reads; got: "
             f"{one_line(error)}. Put tokenizer.json and tokenizer_config.json in the folder."
