@@ -37,6 +37,7 @@ class ControlTokens:
     ids: control string to token id.
     forbidden: ids that text may never become. The unknown token is not among them, since that is
         how a tokenizer writes a character that it lacks; it is if it doubles as BOS, EOS or pad.
+    longest: characters of the longest control string.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -59,7 +60,7 @@ class ControlTokens:
         self._heads = frozenset(s[:i] for s in ordered for i in range(1, len(s)))
         self._tails = frozenset(s[i:] for s in ordered for i in range(1, len(s)))
         self._uncuttable = tuple(s for s in ordered if len(s) == 1)
-        self._longest = max(map(len, ordered), default=0)
+        self.longest = max(map(len, ordered), default=0)
 
     def find(self, text: str) -> list[ControlMatch]:
         """The control strings of `text` that a tokenizer would take for control tokens."""
@@ -68,9 +69,13 @@ class ControlTokens:
             for m in self._match.finditer(text)
         ]
 
+    def written(self, text: str) -> list[int]:
+        """The ids of the control strings that `find` finds, in their order."""
+        return [self.ids[string] for string in self._match.findall(text)]
+
     def last(self, text: str) -> str:
         """The longest control string that `text` ends with, or ""."""
-        lengths = range(min(self._longest, len(text)), 0, -1)
+        lengths = range(min(self.longest, len(text)), 0, -1)
         return next((text[-n:] for n in lengths if text[-n:] in self.ids), "")
 
     def unwritable(self, text: str) -> str:
@@ -92,7 +97,7 @@ class ControlTokens:
         """
         points = {match.start() + 1 for match in self._every_start.finditer(text)}
         begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
-        reach = range(1, min(self._longest, end - begin + 1))
+        reach = range(1, min(self.longest, end - begin + 1))
         if any(text[end - n : end] in self._heads for n in reach):
             points.add(end)
         if any(text[begin : begin + n] in self._tails for n in reach):

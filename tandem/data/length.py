@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, NoReturn, TypeVar
@@ -82,12 +83,20 @@ def fit_prompt(
         _refuse(row.source, "a prompt", len(row), max_tokens, "dataset.max_prompt_tokens")
     if policy == "drop":
         return Fitted(None, "dropped", "longer than max_prompt_tokens")
+    shorter: list[tuple[Message, ...]] = []
     messages = row.messages
     while messages := _without_oldest(messages):
-        shorter = renderer.prompt(messages, row.columns, row.source)
-        if len(shorter) <= max_tokens:
-            return Fitted(shorter, "truncated", "oldest turns left out for max_prompt_tokens")
-    return Fitted(None, "dropped", "last turns alone longer than max_prompt_tokens")
+        shorter.append(messages)
+
+    def fits(turns: tuple[Message, ...]) -> bool:
+        return len(renderer.prompt(turns, row.columns, row.source)) <= max_tokens
+
+    # Fewer turns have fewer tokens: a bisection renders few of a long conversation's many ends.
+    first = bisect_left(shorter, True, key=fits)
+    if first == len(shorter):
+        return Fitted(None, "dropped", "last turns alone longer than max_prompt_tokens")
+    fitted = renderer.prompt(shorter[first], row.columns, row.source)
+    return Fitted(fitted, "truncated", "oldest turns left out for max_prompt_tokens")
 
 
 def _answer_begins(row: TokenRow) -> int:

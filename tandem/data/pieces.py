@@ -63,13 +63,12 @@ class PieceTokenizer:
     def _encode_piece(self, piece: str, before: str, where: str) -> list[int]:
         ids = self._in_context(piece, before)
         forbidden = self._control.forbidden
-        matches = self._control.find(piece)
-        written = [match.token_id for match in matches if match.token_id in forbidden]
+        written = [i for i in self._control.written(piece) if i in forbidden]
         if [i for i in ids if i in forbidden] == written:
             return ids
         # The tokenizer's normalizer made a control token out of other text (say, of wide letters).
         ids, cursor = [], 0
-        for match in matches:
+        for match in self._control.find(piece):
             ids += self._spelled(piece[cursor : match.start], where)
             ids.append(match.token_id)
             cursor = match.end
@@ -136,7 +135,11 @@ class PieceTokenizer:
         try:
             # Not verbose: a text over the model's length is the length policy's business.
             return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
-        except Exception as error:  # the Rust library raises nothing more special
+        # The Rust library raises nothing more special; where it gives up (on a regular expression
+        # that has too many ways to match), its error is no `Exception`.
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+                raise
             raise ModelError(
                 f"tokenizer {self._tokenizer.name_or_path!r} must take any text; got "
                 f"{excerpt(f'{type(error).__name__}: {error}', 200)} for {excerpt(text)}. "

@@ -12,7 +12,8 @@ plain tokens (see tandem.data.control).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,7 @@ from tandem.data.control import ControlTokens, free_mark
 from tandem.data.excerpt import excerpt, visible
 from tandem.data.pieces import PieceTokenizer
 from tandem.data.template import ChatTemplate, Part
+from tandem.data.template_limits import deadline
 from tandem.errors import DataError, ModelError
 from tandem.types import Message, PromptRow, Role, Source, TokenRow
 
@@ -89,9 +91,12 @@ class Renderer:
         Raises:
             DataError: there is no turn, or the template or the tokenizer cannot take one.
         """
+        where = visible(str(source))
         cut, mark = self._cut(messages, source)
-        parts = self._template.parts(cut, visible(str(source)), every_answer=False)
-        ids, _ = self._encode(parts, mark, visible(str(source)))
+        with _in_time(where):
+            turns, text = self._template.text(cut, mark, where)
+            parts = self._template.parts(turns, text, where, every_answer=False)
+        ids, _ = self._encode(parts, mark, where)
         return PromptRow(tuple(ids), tuple(messages), dict(columns or {}), source)
 
     def conversation(
@@ -113,9 +118,12 @@ class Renderer:
         """
         where = visible(str(source))
         cut, mark = self._cut([*messages, Message("assistant", answer)], source)
-        parts = self._template.parts(cut[:-1], where, every_answer=not last_turn_only)
+        with _in_time(where):
+            turns, prompt = self._template.text(cut[:-1], mark, where)
+            parts = self._template.parts(turns, prompt, where, every_answer=not last_turn_only)
+            turns, text = self._template.text([*turns, cut[-1]], mark, where, answered=True)
+            last = self._template.answer(turns, text, prompt, where)
         prompt_ids, prompt_mask = self._encode(parts, mark, where)
-        last = self._template.answer(cut, parts[-1].before + parts[-1].text, where)
         answer_ids, answer_mask = self._encode([last], mark, where)
         if last_turn_only:
             prompt_mask = [False] * len(prompt_ids)
@@ -197,6 +205,18 @@ class Renderer:
             if found:
                 return head, tail
         return lead, trail
+
+
+@contextmanager
+def _in_time(where: str) -> Iterator[None]:
+    try:
+        with deadline():
+            yield
+    except TimeoutError as error:
+        raise DataError(
+            f"{where}: turns must render in time; got {error} of the chat template. Remove this "
+            "row, or give the tokenizer another chat_template."
+        ) from error
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.control import ControlTokens
 from tandem.data.excerpt import excerpt
+from tandem.data.template_limits import deadline, require_bounded
 from tandem.errors import DataError, ModelError
 from tandem.types import Message
 
@@ -31,6 +33,12 @@ _DEFAULT_TEMPLATE = """\
 _PROBE = "Qz7probe"
 _FRAME = 100_000
 """Characters that a template may write of its own for a conversation, and for each of its turns."""
+_EXACT_ANSWERS = 32
+"""Earlier answers up to which each is found by rendering all that precedes it."""
+_CHECKS = 8
+"""How many answers of a longer conversation are found that way, to check the others."""
+_MOST_TURNS = 512
+"""Turns whose answers are all found that way where those checks fail; the time is quadratic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +46,20 @@ class Part:
     """A stretch of a rendered conversation.
 
     answer: the assistant wrote it, and its terminator comes next (`text` leaves that out).
-    before: the text that precedes it.
+    before: the end of the text that precedes it, long enough to hold any control string.
     """
 
     text: str
     answer: bool
     before: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """An earlier answer in the text of a whole conversation: text[start:end]."""
+
+    start: int
+    end: int
 
 
 class ChatTemplate:
@@ -73,6 +89,10 @@ class ChatTemplate:
         else:
             self.source = _DEFAULT_TEMPLATE.replace("PREFIX", json.dumps(prefix))
             self._name = "default chat template"
+        self._control = control
+        self._own_controls: Callable[[tuple[Message, ...], bool], list[int]]
+        self._own_controls = lru_cache(maxsize=256)(self._own_controls_of)
+        require_bounded(self.source, self._name)
         self.lead, after = self._probe()
         found = control.find(after)
         self.terminator = after[found[0].start : found[0].end] if found else ""
@@ -87,48 +107,92 @@ class ChatTemplate:
         """
         return self._render(tuple(messages), True, where)
 
-    def answer(self, messages: Sequence[Message], prompt: str, where: str) -> Part:
+    def text(
+        self, messages: Sequence[Message], mark: str, where: str, *, answered: bool = False
+    ) -> tuple[tuple[Message, ...], str]:
+        """The text of a conversation, in which every control string is the template's own.
+
+        A template is a program: one that deletes or rewrites text can put a control string
+        together from what a person wrote. So the control strings of the text are held against
+        those of the same turns with neutral words in them. A turn that brings others is spelled
+        out, with the mark after every character, so that nothing in it can match.
+
+        Args:
+            messages: turns with marks where they would spell a control string (ControlTokens.cut).
+            mark: the character that vanishes when the text is tokenized.
+            answered: `messages` end with the assistant's answer, and it alone may be spelled out;
+                else the text goes up to where the assistant begins.
+        Returns:
+            the turns as they were rendered, and their text.
+        Raises:
+            DataError: the template does not accept these turns, or makes control tokens of them
+                however they are written.
+        """
+        turns = tuple(messages)
+        text = self._render(turns, not answered, where)
+        neutral = tuple(map(_neutral, turns))
+        if self._control.written(text) == self._own_controls(neutral, answered):
+            return turns, text
+        if len(turns) <= _MOST_TURNS:
+            first = len(turns) - 1 if answered else 0
+            turns = tuple(
+                Message(m.role, mark.join(m.content))
+                if i >= first and self._steers((*neutral[:i], m, *neutral[i + 1 :]), answered)
+                else m
+                for i, m in enumerate(turns)
+            )
+            text = self._render(turns, not answered, where)
+            if self._control.written(text) == self._own_controls(neutral, answered):
+                return turns, text
+        raise DataError(
+            f"{where}: turns must not become control tokens in the {self._name}; got "
+            f"{excerpt(self._foreign(text, neutral, answered))} made of their text. Remove this "
+            "row, or give the tokenizer a chat_template that writes contents as they are."
+        )
+
+    def answer(self, messages: Sequence[Message], text: str, prompt: str, where: str) -> Part:
         """What the assistant wrote as the last of `messages`, the terminator left out.
 
         Args:
-            prompt: the text of the turns before it.
+            text: the text of these turns.
+            prompt: the text of the turns before the last.
         Raises:
-            DataError: the template does not accept these turns.
             ModelError: the template does not put the answer right after the prompt.
         """
-        part = self._last_answer(messages, prompt, where)
-        if part is None:
+        end = self._answer_end(text, prompt)
+        if end is None:
             raise ModelError(
                 f"{self._name} must render an answered prompt as the prompt, the answer and "
                 f"{excerpt(self.trail + self.terminator + self._beyond)}; got something else for "
                 f"{where} after {excerpt(prompt[-30:])}. Give the tokenizer another chat_template."
             )
-        return part
+        return self._part(text, len(prompt), end, True)
 
-    def parts(self, messages: Sequence[Message], where: str, every_answer: bool) -> list[Part]:
+    def parts(
+        self, messages: Sequence[Message], text: str, where: str, every_answer: bool
+    ) -> list[Part]:
         """The prompt's text, cut where earlier answers begin and end.
 
         Some templates write an earlier turn again in another way (they drop its reasoning). Such
         a turn is not what the assistant wrote then and comes as plain prompt, unless
         `every_answer`.
+
+        Args:
+            text: the text of these turns, up to where the assistant begins.
         Raises:
             DataError: the template does not accept these turns.
             ModelError: `every_answer`, and the template rewrites an earlier turn.
         """
-        whole = self.prompt(messages, where)
+        answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        if answers[:1] == [0]:
+            raise DataError(
+                f"{where}: a conversation must begin with a system or a user turn; got an "
+                "assistant's. Put the turn that it answers before it."
+            )
         parts: list[Part] = []
         cursor = 0
-        for i, message in enumerate(messages):
-            if message.role != "assistant":
-                continue
-            if i == 0:
-                raise DataError(
-                    f"{where}: a conversation must begin with a system or a user turn; got an "
-                    "assistant's. Put the turn that it answers before it."
-                )
-            prompt = self.prompt(messages[:i], where)
-            part = self._last_answer(messages[: i + 1], prompt, where)
-            if part is None or not whole.startswith(prompt + part.text + self.terminator):
+        for i, placed in zip(answers, self._places(messages, answers, text, where), strict=True):
+            if placed is None:
                 if every_answer:
                     raise ModelError(
                         f"{self._name} must leave earlier turns as it first rendered them; got a "
@@ -136,28 +200,112 @@ class ChatTemplate:
                         "give the tokenizer another chat_template."
                     )
                 continue
-            end = len(prompt) + len(part.text)
-            parts += [Part(whole[cursor : len(prompt)], False, whole[:cursor]), part]
-            cursor = end + len(self.terminator)
-            if not self.terminator and whole.startswith(self._tokenizer.eos_token, end):
+            parts.append(self._part(text, cursor, placed.start, False))
+            parts.append(self._part(text, placed.start, placed.end, True))
+            cursor = placed.end + len(self.terminator)
+            if not self.terminator and text.startswith(self._tokenizer.eos_token, placed.end):
                 cursor += len(self._tokenizer.eos_token)
-        return [*parts, Part(whole[cursor:], False, whole[:cursor])]
+        return [*parts, self._part(text, cursor, len(text), False)]
 
-    def _last_answer(self, messages: Sequence[Message], prompt: str, where: str) -> Part | None:
-        text = self._render(tuple(messages), False, where)
+    def _places(
+        self, messages: Sequence[Message], answers: Sequence[int], text: str, where: str
+    ) -> list[_Placed | None]:
+        """Where the answers lie in a conversation's text; None for one that is rewritten there.
+
+        An answer lies where the text of all turns before it ends. To render those for every
+        answer takes time quadratic in the turns, so in a long conversation only some are found
+        that way. The others follow from windows of two answers and from the text itself.
+
+        Raises:
+            DataError: a long conversation whose windows say something else than those few.
+        """
+        if len(answers) > _EXACT_ANSWERS:
+            places = self._places_by_windows(messages, answers, text, where)
+            every = len(answers) // _CHECKS
+            if places and all(
+                places[k] == self._place(messages, answers[k], text, where)
+                for k in range(len(answers) - 1, 0, -every)
+            ):
+                return places
+            if len(messages) > _MOST_TURNS:
+                raise DataError(
+                    f"{where}: a conversation must have at most {_MOST_TURNS} turns with a "
+                    f"{self._name} that renders a turn by turns far from it; got {len(messages)}. "
+                    "Split the conversation."
+                )
+        return [self._place(messages, i, text, where) for i in answers]
+
+    def _place(self, messages: Sequence[Message], i: int, text: str, where: str) -> _Placed | None:
+        """Where answer i lies in `text`, found by rendering all turns before it."""
+        prompt = self.prompt(messages[:i], where)
+        then = self._render(tuple(messages[: i + 1]), False, where)
+        end = self._answer_end(then, prompt)
+        if end is None or not text.startswith(then[:end] + self.terminator):
+            return None
+        return _Placed(len(prompt), end)
+
+    def _places_by_windows(
+        self, messages: Sequence[Message], answers: Sequence[int], text: str, where: str
+    ) -> list[_Placed | None]:
+        """As `_places`, by what the template does to two answers alone; [] if that does not fit."""
+        num_system = next((i for i, m in enumerate(messages) if m.role != "system"), 0)
+        system = messages[:num_system]
+        places = [self._place(messages, i, text, where) for i in answers[:2]]
+        for first, before, this in zip(answers, answers[1:], answers[2:], strict=False):
+            window = [*system, *messages[first + 1 : this + 1]]
+            try:
+                whole = self.prompt(window[:-1], where)
+                then = self._render(tuple(window), False, where)
+                last = self._place(window, len(system) + before - first - 1, whole, where)
+            except DataError:  # a template that takes no such excerpt
+                return []
+            end, known = self._answer_end(then, whole), places[-1]
+            if end is None or last is None or known is None:
+                return []
+            start = known.end + len(whole) - last.end
+            expected = whole[last.end :] + then[len(whole) : end] + self.terminator
+            if not text.startswith(expected, known.end):
+                return []
+            places.append(_Placed(start, start + end - len(whole)))
+        return places
+
+    def _answer_end(self, text: str, prompt: str) -> int | None:
+        """Where the last answer ends in the text of turns that it ends; None if not so placed."""
         after = self.trail + self.terminator + self._beyond
         room = len(text) - len(prompt) - len(after)
         if room < 0 or not text.startswith(prompt) or not text.endswith(after):
             return None
-        end = len(prompt) + room + len(self.trail)
-        return Part(text[len(prompt) : end], True, prompt)
+        return len(prompt) + room + len(self.trail)
+
+    def _part(self, text: str, start: int, end: int, answer: bool) -> Part:
+        before = text[max(0, start - self._control.longest) : start]
+        return Part(text[start:end], answer, before)
+
+    def _own_controls_of(self, neutral: tuple[Message, ...], answered: bool) -> list[int]:
+        """The control tokens that the template writes for turns with neutral words."""
+        return self._control.written(self._call(neutral, not answered))
+
+    def _steers(self, turns: tuple[Message, ...], answered: bool) -> bool:
+        """Whether the one turn that has words of its own brings control tokens with it."""
+        neutral = tuple(map(_neutral, turns))
+        text = self._call(turns, not answered)
+        return self._control.written(text) != self._own_controls(neutral, answered)
+
+    def _foreign(self, text: str, neutral: tuple[Message, ...], answered: bool) -> str:
+        """The first control string of `text` that the template alone does not write there."""
+        own = self._own_controls(neutral, answered)
+        found = self._control.find(text)
+        pairs = enumerate(found)
+        other = next((m for i, m in pairs if own[i : i + 1] != [m.token_id]), None)
+        return text[other.start : other.end] if other else f"{len(found)} instead of {len(own)}"
 
     def _probe(self) -> tuple[str, str]:
         """Template text before and after an assistant's words."""
         user = Message("user", "hello")
         try:
-            prompt = self._call((user,), True)
-            text = self._call((user, Message("assistant", _PROBE)), False)
+            with deadline():
+                prompt = self._call((user,), True)
+                text = self._call((user, Message("assistant", _PROBE)), False)
         except Exception as error:  # a template is a program: it can divide by zero
             raise ModelError(
                 f"{self._name} must render a user's and an assistant's turn; got "
@@ -201,6 +349,12 @@ class ChatTemplate:
         if len(text) > room:
             raise ValueError(f"{len(text)} characters where {room} are plenty")
         return text
+
+
+def _neutral(message: Message) -> Message:
+    """The turn with neutral words. Templates may ask whether a turn is empty: that stays."""
+    content = message.content
+    return Message(message.role, _PROBE if content.strip() else content and " ")
 
 
 def _cause(error: Exception) -> str:

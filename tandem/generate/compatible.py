@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     DynamicCache,
@@ -34,11 +36,20 @@ def answer(
 ) -> Draw:
     """Answer requests of one sampler side by side; they know their ends afterwards.
 
-    Rows are filled up with token 0, which every model has and the mask hides.
+    Rows are filled up with token 0, which every model has and the mask hides. Where it does not
+    hide it from a model's recurrent state, prompts of one length are answered together.
 
     Returns:
         All draws, (n, T) each, T the longest answer; meaningless past an answer's end.
     """
+    groups: dict[int, list[int]] = {}
+    for i, request in enumerate(requests):
+        groups.setdefault(len(request.prompt), []).append(i)
+    if len(groups) > 1 and _padding_enters(model):
+        parts = [
+            answer(model, [requests[i] for i in group], stop_token_ids) for group in groups.values()
+        ]
+        return _joined(parts, [i for group in groups.values() for i in group])
     device = model.device
     width = max(len(request.prompt) for request in requests)
     input_ids = torch.zeros((len(requests), width), dtype=torch.long)
@@ -73,6 +84,49 @@ def answer(
         torch.stack([draw.sampled_logprobs for draw in draws], dim=1),
         torch.stack([draw.entropy for draw in draws], dim=1),
     )
+
+
+_padded: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def _padding_enters(model: PreTrainedModel) -> bool:
+    """Whether tokens on the left that a mask hides change what a recurrent model says."""
+    if not getattr(model, "_is_stateful", False):
+        return False
+    if model not in _padded:
+        ids = torch.tensor([[1, 2, 3]], device=model.device)
+        wide = F.pad(ids, (3, 0))
+        settings = GenerationConfig(
+            max_new_tokens=1, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+        )
+        with torch.no_grad(), _without_own_settings(model):
+            alone, padded = (
+                model.generate(  # type: ignore[operator]
+                    tokens, attention_mask=mask, generation_config=settings
+                )
+                .logits[0]
+                .float()
+                for tokens, mask in [
+                    (ids, torch.ones_like(ids)),
+                    (wide, F.pad(torch.ones_like(ids), (3, 0))),
+                ]
+            )
+        rounding = 16 * torch.finfo(model.dtype).eps * float(alone.abs().max().clamp_min(1.0))
+        _padded[model] = bool((alone - padded).abs().max() > rounding)
+    return _padded[model]
+
+
+def _joined(parts: Sequence[Draw], order: Sequence[int]) -> Draw:
+    """Draws of groups as one, the rows put where `order` says."""
+    width = max(part.tokens.shape[1] for part in parts)
+    back = torch.tensor(order).argsort()
+
+    def joined(name: str) -> Tensor:
+        tensors = [getattr(part, name) for part in parts]
+        wide = [F.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
+        return torch.cat(wide)[back.to(wide[0].device)]
+
+    return Draw(*map(joined, ("tokens", "logprobs", "sampled_logprobs", "entropy")))
 
 
 def stream(

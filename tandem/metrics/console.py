@@ -137,6 +137,10 @@ class StageConsole:
         """An alarm, in the same place as the numbers it is about."""
         self._show(f"{self._at(step)}  ALARM {name}: {advice}", "bold yellow")
 
+    def notice(self, text: str) -> None:
+        """A line about the run itself."""
+        self._show(visible(text), "yellow")
+
     def close(self) -> None:
         """Leave the bar where it stands."""
         if self._progress is not None:

@@ -19,6 +19,7 @@ from tandem.metrics.records import (
     Record,
     cut_lines,
     json_line,
+    parse_record,
     read_metrics,
 )
 from tandem.metrics.sinks import Sink, TensorBoard, WandB
@@ -52,7 +53,8 @@ class MetricLog:
 
     Opening with `start_step=k` continues after step k: this stage's lines with a later step, and
     a half-written last line, are cut from the run folder. With k = 0 the stage begins afresh and
-    all of its lines go, the one of step 0 included.
+    all of its lines go, the one of step 0 included. Lines that cannot be read are moved aside,
+    and the console says so.
 
     Args:
         run_dir: the run's folder; made if missing.
@@ -65,7 +67,6 @@ class MetricLog:
         thresholds: own thresholds of alarms by alarm name, where the config knows better.
     Raises:
         ConfigError: unknown stage, or a sink that is not installed.
-        CheckpointError: if a line of the folder's files cannot be read.
     """
 
     def __init__(
@@ -85,11 +86,14 @@ class MetricLog:
         self._thresholds = dict(thresholds or {})
         self._run_dir.mkdir(parents=True, exist_ok=True)
         first_step = start_step + 1 if start_step else 0
-        for name in (METRICS_FILE, SAMPLES_FILE, ALARMS_FILE):
+        damaged = [
             cut_lines(
                 self._run_dir / name,
                 keep=lambda line_stage, step: line_stage != stage or step < first_step,
+                parse=parse_record if name == METRICS_FILE else dict,
             )
+            for name in (METRICS_FILE, SAMPLES_FILE, ALARMS_FILE)
+        ]
         self._history = [r for r in read_metrics(self._run_dir) if r.stage == stage]
         self._sinks: list[Sink] = []
         if tensorboard:
@@ -97,6 +101,9 @@ class MetricLog:
         if wandb:
             self._sinks.append(WandB(self._run_dir, stage, first_step, wandb))
         self._console = StageConsole(stage, num_steps, start_step) if console else None
+        for notice in filter(None, damaged):
+            if self._console:
+                self._console.notice(notice)
 
     @property
     def history(self) -> Sequence[Record]:

@@ -71,40 +71,72 @@ def read_lines(
     Raises:
         CheckpointError: if a line other than the last cannot be read and `skipped` is None.
     """
+    read, damaged = _read(path, parse)
+    if damaged and skipped is None:
+        raise CheckpointError(_not_a_line(path, *next(iter(damaged.items()))))
+    if skipped is not None:
+        skipped += [_not_a_line(path, number, text) for number, text in damaged.items()]
+    return [line for _, line in read]
+
+
+def cut_lines(
+    path: Path,
+    keep: Callable[[str, int], bool],
+    parse: Callable[[Mapping[str, Any]], object] = dict,
+) -> str:
+    """Keep the lines whose (stage, step) `keep` accepts; drops a half-written last line; atomic.
+
+    Lines that `parse` or this cannot read are put at the end of `<name>.damaged`, beside the file.
+
+    Returns:
+        a line that says so; "" if there are none.
+    """
     if not path.exists():
-        return []
-    raw = path.read_bytes().rstrip().split(b"\n")
-    parsed: list[T] = []
+        return ""
+
+    def staged(line: Mapping[str, Any]) -> tuple[str, int, Mapping[str, Any]]:
+        parse(line)
+        return str(line["stage"]), int(line["step"]), line
+
+    read, damaged = _read(path, staged)
+    aside = path.with_name(f"{path.name}.damaged")
+    if damaged:
+        with aside.open("ab") as file:
+            file.writelines(text + b"\n" for text in damaged.values())
+    kept = "".join(json_line(line) for _, (stage, step, line) in read if keep(stage, step)).encode()
+    if kept != path.read_bytes():
+        write_atomically(path, kept)
+    if not damaged:
+        return ""
+    lines = ", ".join(map(str, list(damaged)[:3])) + (", ..." if len(damaged) > 3 else "")
+    moved = f"{len(damaged)} damaged lines ({lines}) were moved to {aside.name}"
+    return f"{path}: {moved}; the run goes on"
+
+
+def _read(
+    path: Path, parse: Callable[[Mapping[str, Any]], T]
+) -> tuple[list[tuple[int, T]], dict[int, bytes]]:
+    """The lines of a file that `parse` takes and those that it does not, by line number; without
+    a last line that it does not take."""
+    raw = path.read_bytes().rstrip().split(b"\n") if path.exists() else []
+    read: list[tuple[int, T]] = []
+    damaged: dict[int, bytes] = {}
     for number, text in enumerate(raw, start=1):
         if not text.strip():
             continue
         try:
-            parsed.append(parse(json.loads(text.decode())))
-        except (ValueError, TypeError, KeyError) as error:
-            if number == len(raw):
-                break
-            message = (
-                f"{path}:{number} must be one JSON object with a stage and a step; got "
-                f"{text[:60].decode(errors='replace')!r}. Remove that line and start again."
-            )
-            if skipped is None:
-                raise CheckpointError(message) from error
-            skipped.append(message)
-    return parsed
+            read.append((number, parse(json.loads(text.decode()))))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            if number < len(raw):
+                damaged[number] = text
+    return read, damaged
 
 
-def cut_lines(path: Path, keep: Callable[[str, int], bool]) -> None:
-    """Keep the lines whose (stage, step) `keep` accepts; drops a half-written last line; atomic.
-
-    Raises:
-        CheckpointError: as read_lines.
-    """
-    if not path.exists():
-        return
-    lines = read_lines(path, lambda line: (str(line["stage"]), int(line["step"]), line))
-    kept = "".join(json_line(line) for stage, step, line in lines if keep(stage, step)).encode()
-    if kept != path.read_bytes():
-        write_atomically(path, kept)
+def _not_a_line(path: Path, number: int, text: bytes) -> str:
+    return (
+        f"{path}:{number} must be one JSON object with a stage and a step; got "
+        f"{text[:60].decode(errors='replace')!r}. Remove that line and start again."
+    )
 
 
 def json_line(line: Mapping[str, Any]) -> str:

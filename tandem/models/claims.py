@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,17 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tandem.errors import ModelError
 from tandem.models.quiet import quiet
 
 INDEX = "model.safetensors.index.json"
+_CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
+_MOST_LABELS = 2**16
+_MOST_JSON_BYTES = 2**26
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # A classification folder lacks the vocabulary head, tied weights are stored once or twice; what
 # families compute for themselves (masks, rotations) is small beside the weights.
@@ -47,17 +51,27 @@ class Stored:
 
 def one_line(error: BaseException) -> str:
     """What an error says, in at most 300 characters of one line that prints."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # an error of someone's own class, whose text is another mistake
+        text = ""
+    text = text or type(error).__name__
     text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
     return text if len(text) <= 300 else text[:297] + "..."
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether Rust code gave up (a tokenizer's regular expression, say): no `Exception`."""
+    return type(error).__module__ == "pyo3_runtime"
 
 
 def read_object(file: Path) -> dict[str, Any]:
     """A JSON file that holds one object.
 
     Raises:
-        ModelError: it holds anything else.
+        ModelError: it holds anything else, or more than 64 MiB.
     """
+    _require_small(file)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
@@ -72,13 +86,26 @@ def read_object(file: Path) -> dict[str, Any]:
     return content
 
 
+def _require_small(file: Path) -> None:
+    if file.exists() and (size := file.stat().st_size) > _MOST_JSON_BYTES:
+        raise ModelError(
+            f"{str(file)!r} must have at most {_MOST_JSON_BYTES} bytes; got {size}. Copy or save "
+            "the model again."
+        )
+
+
 def check_folder(folder: Path) -> None:
-    """Check the small files that others read without a look: the index and the stop tokens.
+    """Check what others read without a look: kinds of files, index, settings, numbers of labels.
 
     Raises:
-        ModelError: the index names anything but safetensors files of this folder, or the stop
-            tokens are no token ids.
+        ModelError: something in the folder is neither a file nor a folder; the index names
+            anything but safetensors files of this folder; the stop tokens are no token ids or the
+            settings none; config.json names more than 65,536 labels.
     """
+    for path in folder.iterdir():
+        _require_readable(path)
+    if (folder / _CONFIG).exists():
+        _check_labels(folder / _CONFIG)
     if (folder / INDEX).exists():
         weight_map = read_object(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -93,13 +120,22 @@ def check_folder(folder: Path) -> None:
                     f"{file!r:.100}. Do not use this folder unless you know who made it."
                 )
     if (folder / _GENERATION_CONFIG).exists():
-        eos = read_object(folder / _GENERATION_CONFIG).get("eos_token_id")
+        settings = read_object(folder / _GENERATION_CONFIG)
+        eos = settings.get("eos_token_id")
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
             raise ModelError(
                 f"{str(folder / _GENERATION_CONFIG)!r} must give eos_token_id as token ids; got "
                 f"{eos!r:.100}. Correct or remove the file."
             )
+        try:
+            with quiet():
+                GenerationConfig.from_dict(settings)
+        except Exception as error:  # whatever the library makes of a wrong value
+            raise ModelError(
+                f"{str(folder / _GENERATION_CONFIG)!r} must be settings that transformers takes; "
+                f"got: {one_line(error)}. Correct or remove the file."
+            ) from error
 
 
 def check_weights(folder: Path, config: PreTrainedConfig, *, trust_remote_code: bool) -> None:
@@ -146,6 +182,38 @@ def check_finite(model: torch.nn.Module, name: str) -> None:
             raise ModelError(
                 f"weights of {name!r} must be finite; got NaN or infinity in {key}. "
                 "Copy the model again, or take an earlier checkpoint."
+            )
+
+
+def _require_readable(path: Path) -> None:
+    """A pipe would be waited on for ever."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return  # a link into nothing is as good as no file
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ModelError(
+            f"{str(path)!r} must be a regular file; got a pipe, a socket or a device. Remove it "
+            "from the model's folder."
+        )
+
+
+def _check_labels(file: Path) -> None:
+    """transformers makes a name for every label as it reads a config."""
+    _require_small(file)
+    try:
+        config = read_object(file)
+    except ModelError:
+        return  # for the loader to say
+    waiting = [config]
+    while waiting:
+        part = waiting.pop()
+        waiting += [value for value in part.values() if isinstance(value, dict)]
+        labels = part.get("num_labels")
+        if isinstance(labels, (int, float)) and not labels <= _MOST_LABELS:
+            raise ModelError(
+                f"{str(file)!r} must have at most {_MOST_LABELS} labels; got num_labels={labels}. "
+                "A reward model has one. Copy or save the model again."
             )
 
 

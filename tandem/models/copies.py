@@ -10,14 +10,17 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from weakref import WeakMethod
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from tandem.errors import ModelError
 from tandem.models.fused import fuse
 from tandem.ops.attention import TANDEM_ATTENTION
 from tandem.ops.steps import attending, current_step
@@ -84,8 +87,7 @@ def copied(
     if id(module) in made:
         return made[id(module)]
     is_split = isinstance(module, FSDPModule)
-    # A split module's class is one made for it; the class that it was comes two after.
-    kind = type(module).__mro__[2] if is_split else type(module)
+    kind = _own_class(module)
     twin: nn.Module = object.__new__(kind)
     made[id(module)] = twin
     state = twin.__dict__
@@ -113,6 +115,33 @@ def copied(
     if hasattr(twin, "_gradient_checkpointing_func") or hasattr(twin, "gradient_checkpointing"):
         state["_gradient_checkpointing_func"] = _checkpointed
     return twin
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module was made of; FSDP2 puts one of its own before it."""
+    if not isinstance(module, FSDPModule):
+        return type(module)
+    _require_known_torch()
+    others = [base for base in type(module).__bases__ if not issubclass(base, FSDPModule)]
+    if len(others) != 1 or not issubclass(others[0], nn.Module):
+        raise ModelError(
+            f"a module split by FSDP2 must be of a class made of FSDPModule and its own; got "
+            f"{type(module).__name__} of {[base.__name__ for base in type(module).__bases__]} from "
+            f"torch {torch.__version__}. Use a torch that this version was tested with (README)."
+        )
+    return others[0]
+
+
+@cache
+def _require_known_torch() -> None:
+    """Refuse a torch that keeps a module's hooks elsewhere: a copy would run without, or twice."""
+    tables = {name for name in vars(nn.Module()) if "hook" in name and "state_dict" not in name}
+    if tables - {"_is_full_backward_hook"} != set(_HOOKS):
+        raise ModelError(
+            f"modules must keep their hooks in {', '.join(_HOOKS)}; got "
+            f"{', '.join(sorted(tables))} in torch {torch.__version__}. Use a torch that this "
+            "version was tested with, or ZeRO stage 0 on one rank."
+        )
 
 
 def drop_hooks(twin: nn.Module) -> None:

@@ -6,6 +6,7 @@ other layer runs its own code. `tests/models/test_twin.py` holds each against th
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -151,7 +152,26 @@ def fuse(module: nn.Module) -> None:
             state["_window"] = _window(module)
             state["_softcap"] = float(getattr(module, "attn_logit_softcapping", None) or 0.0)
             module.__class__ = TwinRotaryAttention
+        elif name == "PhimoeTopKRouter":
+            module.__class__ = _steady(type(module))  # type: ignore[arg-type]
     take_over_rope(module)
+
+
+@cache
+def _steady(kind: Any) -> type[nn.Module]:
+    """A router that draws its experts in training, made to choose them as it does in evaluation:
+    else the trained policy is not the one that samples."""
+
+    class Steady(kind):
+        def forward(self, *args: Any, **keywords: Any) -> Any:
+            module: Any = self
+            training, module.training = module.training, False
+            try:
+                return super().forward(*args, **keywords)
+            finally:
+                module.training = training
+
+    return Steady
 
 
 def _only_looks_up(embedding: Any) -> bool:

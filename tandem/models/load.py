@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 
 from tandem.errors import ModelError
 from tandem.models.adapter import load_adapter
+from tandem.models.claims import is_panic
 from tandem.models.quiet import quiet
 from tandem.models.source import (
     Located,
@@ -33,7 +34,14 @@ from tandem.models.source import (
     locate,
     one_line,
     read_adapter_config,
+    require_config,
 )
+
+# Noise on what a mixture's router sees in training, and the families that call a threshold so.
+_NOISES: dict[str, tuple[str, ...]] = {
+    "input_jitter_noise": (),
+    "router_jitter_noise": ("phimoe",),
+}
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -51,7 +59,10 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
             return AutoTokenizer.from_pretrained(
                 source.name, trust_remote_code=trust_remote_code, local_files_only=source.offline
             )
-    except Exception as error:  # tokenizer files are of many formats, and so are their errors
+    except BaseException as error:  # tokenizer files are of many formats, and so are their errors
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        require_config(source)
         raise ModelError(
             f"model {source.name!r} must have a tokenizer that transformers reads; got: "
             f"{one_line(error)}. Put tokenizer.json and tokenizer_config.json in the folder."
@@ -86,6 +97,7 @@ def load_causal_lm(
         attn_implementation=attention_for(config),
     )
     require_all_weights(base, config, missing, unexpected)
+    name_backbone(model)
     if adapter is not None:
         load_adapter(model, source.name)
     return model
@@ -106,7 +118,15 @@ def new_causal_lm(config: PreTrainedConfig, seed: int, *, dropout: float = 0.0) 
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attention_for(config)
         )
+    name_backbone(model)
     return model.eval()
+
+
+def name_backbone(model: PreTrainedModel) -> None:
+    """Correct a class's word for where its backbone is: Llama 4's text model names a module that
+    only its multimodal model has, so that `base_model` would be the whole model."""
+    if model.base_model_prefix not in model._modules and "model" in model._modules:
+        model.base_model_prefix = "model"
 
 
 def attention_for(config: PreTrainedConfig) -> str | None:
@@ -120,7 +140,7 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
 
     Families say dropout, attention_dropout, resid_pdrop, hidden_dropout_prob and so on: every
     number whose name has "drop" in it is a rate. LayerDrop is no dropout: it becomes 0, because a
-    layer that is now and then skipped is another policy.
+    layer that is now and then skipped is another policy; and so does noise on a router's input.
 
     Raises:
         ModelError: the rate is not in [0, 1).
@@ -130,6 +150,9 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             set_dropout(value, rate)
+        elif name in _NOISES and config.model_type not in _NOISES[name]:
+            if value:
+                setattr(config, name, 0.0)
         elif "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool):
             wanted = 0.0 if "layerdrop" in name else float(rate)
             if value != wanted:  # some configs type a rate as int and refuse even 0.0

@@ -22,16 +22,21 @@ def turning_point(module: nn.Module) -> int | None:
 
     Also None where no sequence of the model's positions is longer.
     """
-    if "longrope" not in _kinds(module):
-        return None
-    config: Any = module.config
-    parameters = config.rope_parameters
+    return longrope_border(module.config) if "longrope" in _kinds(module) else None
+
+
+def longrope_border(config: Any) -> int | None:
+    """As `turning_point`, of all that a text model's config says."""
+    parameters = getattr(config, "rope_parameters", None) or {}
     nested = [part for part in parameters.values() if isinstance(part, dict)]
-    border = min(
+    borders = [
         part["original_max_position_embeddings"]
         for part in nested or [parameters]
         if part.get("rope_type") == "longrope"
-    )
+    ]
+    if not borders:
+        return None
+    border = min(borders)
     positions = getattr(config, "max_position_embeddings", None)
     return None if positions is not None and positions <= border else int(border)
 

@@ -1,8 +1,9 @@
 """Critic and reward model: Hugging Face's own sequence-classification class with one output.
 
 Nothing is added to the class, so saving is save_pretrained and anyone's
-AutoModelForSequenceClassification loads it. The mean and sd that the scores are normalized by are
-attributes of its config, `score_mean` and `score_std`, and so live in config.json.
+AutoModelForSequenceClassification loads it. Families for which transformers has no such class get
+one of the same make (`classifiers`), which Tandem alone loads. The mean and sd that the scores are
+normalized by are attributes of its config, `score_mean` and `score_std`, and so in config.json.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from tandem.errors import ModelError
 from tandem.models.adapter import load_adapter
+from tandem.models.classifiers import require_classifier
 from tandem.models.load import (
     attention_for,
     load_causal_lm,
@@ -62,15 +63,15 @@ def load_scalar_model(
         from_causal_lm: True: start a new head in any case; False: the path must have one; None:
             see what it is (config.architectures, else whether the files hold a head).
     Raises:
-        ModelError: as `load_causal_lm`; also a family without a classification class, a head with
-            more than one output, or no head where one was asked for.
+        ModelError: as `load_causal_lm`; also a family without a backbone to put a head on, a
+            head with more than one output, or no head where one was asked for.
     """
     source = locate(path)
     adapter = read_adapter_config(source)
     base = source if adapter is None else adapter_base(source, adapter)
     config = load_config(base, trust_remote_code=trust_remote_code)
     require_decoder(config, base.name)
-    _require_scalar_class(config, base.name)
+    require_classifier(config, base.name)
     has_head = has_scalar_head(base, config)
     if from_causal_lm is False and not has_head:
         raise ModelError(
@@ -96,10 +97,10 @@ def new_scalar_model(
     The config's outputs and dropout rates are overwritten.
 
     Raises:
-        ModelError: the config is not a decoder's, or its family has no classification class.
+        ModelError: the config is not a decoder's, or its family has no backbone to put a head on.
     """
     require_decoder(config, config.model_type)
-    _require_scalar_class(config, config.model_type)
+    require_classifier(config, config.model_type)
     _one_output(config)
     set_dropout(config, dropout)
     with torch.random.fork_rng(devices=[]), quiet():
@@ -175,18 +176,6 @@ def set_normalization(model: PreTrainedModel, mean: float, std: float) -> None:
             f"sd {std}. Scores that are all alike cannot be normalized."
         )
     model.config.score_mean, model.config.score_std = float(mean), float(std)
-
-
-def _require_scalar_class(config: PreTrainedConfig, name: str) -> None:
-    family = config.model_type
-    if family not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and (
-        "AutoModelForSequenceClassification" not in (getattr(config, "auto_map", None) or {})
-    ):
-        raise ModelError(
-            f"model {name!r} must have a sequence-classification class for its scalar head; got "
-            f"family {family!r}, which has none in transformers. Choose another family for the "
-            "reward model and critic."
-        )
 
 
 def _require_head(model: PreTrainedModel) -> nn.Linear:

@@ -30,6 +30,7 @@ __all__ = [
     "locate",
     "one_line",
     "read_adapter_config",
+    "require_config",
 ]
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -111,6 +112,21 @@ def _is_in_cache(name: str) -> bool:
         return False
 
 
+def require_config(source: Located) -> None:
+    """Say of a folder that is no model that it is none.
+
+    Raises:
+        ModelError: it has no config.json.
+    """
+    if source.folder is not None and not (source.folder / "config.json").exists():
+        held = sorted(path.name for path in source.folder.iterdir())
+        some = f"{len(held)} others, {', '.join(held[:3])}" if held else "an empty folder"
+        raise ModelError(
+            f"model {source.name!r} must be a folder with config.json; got {ascii(some)[1:-1]}"
+            f"{' ...' if len(held) > 3 else ''}. Give a model's folder or its hub name."
+        )
+
+
 def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The model's config, held against the weights that lie beside it.
 
@@ -118,6 +134,7 @@ def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrain
         ModelError: config.json is missing or broken, names a family that transformers does not
             know, or needs remote code that was not allowed; or as `claims.check_weights`.
     """
+    require_config(source)
     try:
         with quiet():
             config = AutoConfig.from_pretrained(

@@ -27,7 +27,8 @@ from transformers import (
 
 from tandem.errors import ModelError
 from tandem.models.adapter import load_adapter
-from tandem.models.load import attention_for, require_decoder, set_dropout
+from tandem.models.classifiers import require_classifier
+from tandem.models.load import attention_for, name_backbone, require_decoder, set_dropout
 from tandem.models.lora import SCALAR_HEAD, scalar_head
 from tandem.models.quantized import PackedWeight, Pieces
 from tandem.models.quiet import quiet
@@ -213,6 +214,8 @@ def _empty(
         return None
     config = load_config(source, trust_remote_code=trust_remote_code)
     require_decoder(config, source.name)
+    if kind is AutoModelForSequenceClassification:
+        require_classifier(config, source.name)
     set_dropout(config, dropout)
     files = WeightFiles(_folder(source))
     model = _without_weights(kind, config, trust_remote_code)
@@ -256,6 +259,7 @@ def _without_weights(
             trust_remote_code=trust_remote_code,
         )
     assert isinstance(model, PreTrainedModel)
+    name_backbone(model)
     return model.eval()
 
 

@@ -211,7 +211,11 @@ def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
     finally:
         for module, training in was_training:
             module.training = training
-    layers = twin.config.get_text_config().num_hidden_layers
+    text = twin.config.get_text_config()
+    layers = text.num_hidden_layers
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        # Told in the mask alone, which a packed forward has none of.
+        return (), f"family {family!r} attends in chunks of {text.attention_chunk_size} tokens"
     if sorted(recording.shapes) != list(range(layers)):
         return (), (
             f"{len(recording.shapes)} of {layers} layers of family {family!r} attend through "

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from tandem.models.blocks import decoder_blocks
+from tandem.models.classifiers import require_classifier
 from tandem.models.load import attention_for, embedding_rows
 from tandem.models.lora import adaptable
 from tandem.models.quiet import quiet
@@ -106,6 +107,7 @@ def _on_meta(config: PreTrainedConfig, scalar: bool) -> PreTrainedModel:
     if scalar:
         auto = AutoModelForSequenceClassification
         config.num_labels = 1
+        require_classifier(config, config.model_type)
     with torch.device("meta"), quiet():
         model: PreTrainedModel = auto.from_config(
             config, dtype=torch.float32, attn_implementation=attention_for(config)

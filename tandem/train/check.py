@@ -8,6 +8,7 @@ from tandem.config.schema import RunConfig
 from tandem.engine.bases import check_base
 from tandem.engine.spread import check_replicas
 from tandem.errors import ConfigError
+from tandem.models.rope import longrope_border
 from tandem.models.sliced import check_sliceable
 from tandem.models.source import load_config, locate
 from tandem.models.starts import same_base, start_of
@@ -46,6 +47,19 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
             f"the longest prompt and sampling.max_new_tokens must fit the model's {limit} "
             f"positions; got {longest} + {longest_answer}. Lower dataset.max_prompt_tokens or "
             "sampling.max_new_tokens"
+        )
+    border = _rope_border(policy, config)
+    shortest = min(map(len, [*rows.prompts, *rows.heldout_prompts]), default=0)
+    if (
+        "ppo" in config.steps
+        and border is not None
+        and shortest <= border < longest + longest_answer
+    ):
+        problems.append(
+            f"prompts and answers of PPO must stay within the {border} tokens past which this "
+            f"model's rope (longrope) changes for all tokens of a sequence, so that what an answer "
+            f"was drawn from is not what is trained; got up to {longest} + {longest_answer}. Lower "
+            "dataset.max_prompt_tokens or sampling.max_new_tokens"
         )
     if problems:
         raise ConfigError("; ".join(problems))
@@ -122,6 +136,11 @@ def _too_long(step: str, rows: Sequence[Sized], limit: int | None) -> list[str]:
             f"Set dataset.max_tokens to at most {limit}"
         )
     ]
+
+
+def _rope_border(path: str, config: RunConfig) -> int | None:
+    found = load_config(locate(path), trust_remote_code=config.trust_remote_code)
+    return longrope_border(found.get_text_config())
 
 
 def _positions(path: str, config: RunConfig) -> int | None:

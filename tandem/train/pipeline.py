@@ -96,6 +96,11 @@ def _train(run: Run, command: str) -> None:
         note(step)  # models load before the first step is noted
         STEPS[step](run, rows)
         say(f"{step}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(step)}")
+        if config.parallel.frozen_weights:
+            say(
+                f"{step}: serve that folder itself; its adapter was trained on "
+                f"{config.parallel.frozen_weights} weights and is another policy on full ones"
+            )
         run.stop_if_asked(f"after {step}, which is finished")
     if unfinished or not (run.path / "evaluation.json").exists():
         compare(run, rows)

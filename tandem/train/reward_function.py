@@ -16,11 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.errors import ConfigError, DataError
+from tandem.errors import ConfigError, DataError, Stopped
+from tandem.models.claims import one_line
 from tandem.parallel.world import World
 from tandem.types import Rollout
 
 RewardFunction = Callable[..., list[float | None]]
+
+_MOST = 1e15
+"""Size of a reward whose squares and sums over a rollout are still float32 numbers."""
 
 
 @cache
@@ -37,9 +41,11 @@ def load_reward_function(name: str) -> RewardFunction:
     try:
         module = _module_from_file(where) if where.endswith(".py") else import_module(where)
     # Whatever a user's file does when it runs is told to them in one line, SystemExit too.
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | Stopped):
+            raise
         raise ConfigError(
-            f"{problem}: {type(error).__name__}: {error}. Mend the file, or its name "
+            f"{problem}: {type(error).__name__}: {one_line(error)}. Fix the file, or its name "
             "(--debug shows where)."
         ) from error
     function = getattr(module, attribute, None)
@@ -112,14 +118,19 @@ def _called(function: RewardFunction, rollout: Rollout) -> Tensor:
     ]
     prompts = [prompt.messages[-1].content for prompt in rollout.prompts]
     label = getattr(function, "__name__", str(function))
+    dtype = torch.get_default_dtype()
     try:
         rewards = function(prompts, list(rollout.responses), **columns)
     # Whatever a user's code does is told to them, by its name; SystemExit too.
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | Stopped):
+            raise
         raise DataError(
             f"reward function {label} must score the rollout; it raised "
-            f"{type(error).__name__}: {error}. Mend the function (--debug shows where)."
+            f"{type(error).__name__}: {one_line(error)}. Fix the function (--debug shows where)."
         ) from error
+    finally:
+        torch.set_default_dtype(dtype)
     if hasattr(rewards, "tolist"):  # arrays and tensors are as good as lists
         rewards = rewards.tolist()
     if not isinstance(rewards, list | tuple) or len(rewards) != len(rollout):
@@ -132,17 +143,24 @@ def _called(function: RewardFunction, rollout: Rollout) -> Tensor:
     value: Any
     for response, value in zip(rollout.responses, rewards, strict=True):
         number: Any = value.item() if hasattr(value, "item") else value
-        if number is not None and not _is_finite_number(number):
+        if number is not None and not _is_reward(number):
             raise DataError(
-                f"reward function {label} must return finite numbers or None; got {value!r} for "
-                f"the answer {response[:60]!r}."
+                f"reward function {label} must return finite numbers or None; got {_shown(value)} "
+                f"for the answer {response[:60]!r}. Keep rewards within {_MOST:g}."
             )
         scores.append(math.nan if number is None else float(number))
     return torch.tensor(scores, dtype=torch.float32, device=rollout.batch.token_ids.device)
 
 
-def _is_finite_number(value: Any) -> bool:
+def _is_reward(value: Any) -> bool:
     try:
-        return isinstance(value, numbers.Real) and math.isfinite(value)
+        return isinstance(value, numbers.Real) and abs(float(value)) <= _MOST
     except OverflowError:  # an integer beyond every float
         return False
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.100}"
+    except Exception:  # an object of the user's may answer with anything; so may 10**5000
+        return type(value).__name__

@@ -30,12 +30,18 @@ class Bomb:
 
 
 _ECHO = "{% for m in messages %}{{ m.content }}{% endfor %}"
+_ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 _CODE = f"import os\nopen(os.environ[{CANARY!r}], 'w').close()\nclass Evil: pass\n"
 
 
 def _edit_json(file: Path, **changes: Any) -> None:
     content = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(content | changes))
+
+
+def _pipe(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)
 
 
 def _config(**changes: Any) -> Spoil:
@@ -252,6 +258,11 @@ REFUSED: dict[str, Spoil] = {
     "a template that runs code": _template("{{ cycler.__init__.__globals__.os.getpid() }}"),
     "a template that reads files": _template("{% include '/etc/passwd' %}"),
     "a template of great length": _template("{{ 'a' * 30000000 }}" + _ECHO),
+    "a template of 1.5 GB": _template("{% set x = 'a' * 1500000000 %}" + _ECHO),
+    "a template without end": _template(_ENDLESS + _ECHO),
+    "thirty million labels": _config(num_labels=30_000_000),
+    "weights that are a pipe": _pipe,
+    "an unknown cache": _text("generation_config.json", '{"cache_implementation": "evil"}'),
     "an adapter on a base elsewhere": _adapter("../../../etc"),
     "an adapter on a base of code": _adapter("\x1b[31mevil"),
     "an adapter on a number": _adapter(7),  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tandem.data.length import fit, fit_pair, fit_prompt
@@ -93,6 +95,23 @@ def test_a_prompt_loses_its_oldest_turns_but_no_system_turn() -> None:
         )
     assert fit_prompt(row, len(row), "truncate", RENDERER).row is row
     assert fit_prompt(row, 3, "drop", RENDERER).reason == "longer than max_prompt_tokens"
+
+
+def test_truncating_a_long_prompt_renders_few_of_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = prompt_of(*[("user", "hello"), ("assistant", "yes")] * 100, ("user", "bye"))
+    rendered = 0
+    prompt = Renderer.prompt
+
+    def counting(self: Renderer, *args: Any) -> PromptRow:
+        nonlocal rendered
+        rendered += 1
+        return prompt(self, *args)
+
+    monkeypatch.setattr(Renderer, "prompt", counting)
+    fitted = fit_prompt(row, len(row) // 3, "truncate", RENDERER)
+    assert fitted.row is not None
+    assert len(fitted.row) <= len(row) // 3
+    assert rendered < 10
 
 
 def test_the_error_policy_stops() -> None:

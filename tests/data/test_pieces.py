@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from tandem.data.control import ControlTokens
 from tandem.data.pieces import PieceTokenizer
@@ -69,3 +73,14 @@ def test_a_tokenizer_that_merges_across_every_anchor(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pieces, "_whole", lambda text: [99] if "yes" in text else whole(text))
     with pytest.raises(ModelError, match=r"must tokenize a text after one of .* got 'yes' merged"):
         pieces.encode("yes", MARK, "x", "row")
+
+
+def test_a_tokenizer_that_gives_up_is_named() -> None:
+    tokenizer = byte_level()
+    core = json.loads(tokenizer.backend_tokenizer.to_str())
+    pattern = {"Regex": "(x+x+)+y"}
+    core["normalizer"] = {"type": "Replace", "pattern": pattern, "content": "z"}
+    hostile = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(core)))
+    pieces = PieceTokenizer(hostile, ControlTokens(hostile))
+    with pytest.raises(ModelError, match=r"must take any text; got .*PanicException"):
+        pieces.encode("x" * 40, "|", "", "row")

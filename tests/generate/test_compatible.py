@@ -15,6 +15,7 @@ from tandem.models.load import new_causal_lm
 from tests.generate.test_conversations import bloom
 from tests.generate.test_generator import STOPS, prompts, wide_llama
 from tests.models.families import perturbed
+from tests.models.test_classifiers import config_of
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -56,6 +57,20 @@ def test_a_family_that_is_not_reached_is_answered_all_the_same() -> None:
         chosen = rollout.batch.response_mask[i, 1:n]
         got = rollout.rollout_logprobs[i, 1:n]
         torch.testing.assert_close(got[chosen], expected[chosen], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["recurrent_gemma", "mamba"])
+def test_padding_stays_out_of_a_recurrent_state(family: str) -> None:
+    model = perturbed(new_causal_lm(config_of(family), seed=3)).eval()
+    rows = prompts(3, 9, 5, 9)
+    sampling = SamplingConfig(max_new_tokens=8, temperature=0.9)
+    alone = generate(model, rows, sampling, STOPS, seed=4, step=1, batch_size=1)
+    together = generate(model, rows, sampling, STOPS, seed=4, step=1, batch_size=4)
+    assert together.responses == alone.responses
+    for name in ("rollout_logprobs", "sampled_logprobs", "rollout_entropy"):
+        torch.testing.assert_close(
+            getattr(together, name), getattr(alone, name), atol=2e-5, rtol=1e-4
+        )
 
 
 def longrope() -> PreTrainedModel:

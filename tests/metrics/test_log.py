@@ -9,8 +9,6 @@ from tandem.errors import ConfigError
 from tandem.metrics.alarms import Alarm
 from tandem.metrics.log import MetricLog, read_metrics
 
-from .runs import metrics_line, write_lines
-
 
 def open_log(path, stage="sft", **settings):
     settings = {"tensorboard": False, "console": False, **settings}
@@ -69,6 +67,21 @@ def test_continuing_cuts_this_stage_after_the_step_and_nothing_else(tmp_path):
     assert read_metrics(tmp_path)[-1].values["reward"] == 9.0
 
 
+def test_a_damaged_line_does_not_stop_the_run(tmp_path, capsys):
+    with open_log(tmp_path) as log:
+        log.log(1, {"loss": 2.0})
+        log.sample(1, "p", {"a": {"text": "t", "score": None}})
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        content = (tmp_path / name).read_text()
+        (tmp_path / name).write_text("\x1b[31m{\n" + content)
+    capsys.readouterr()
+    with open_log(tmp_path, start_step=1, console=True) as log:
+        assert [r.step for r in log.history] == [1]
+    said = capsys.readouterr().out.replace("\n", "")
+    assert said.count("1 damaged lines (1) were moved to") == 2
+    assert "\x1b" not in said
+
+
 def test_beginning_afresh_drops_the_stages_step_0_too(tmp_path):
     for _ in range(2):
         with open_log(tmp_path) as log:
@@ -109,13 +122,3 @@ def test_own_thresholds_take_the_place_of_published_ones(tmp_path):
     with open_log(tmp_path, "ppo", thresholds={"kl-high": 2.0}) as log:
         (alarm,) = log.log(1, {"kl": 3.0})
     assert alarm.threshold == 2.0
-
-
-def test_a_damaged_folder_is_not_written_over(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write_lines(path, [metrics_line("sft", 1, loss=1.0)])
-    path.write_text("garbage\n" + path.read_text())
-    before = path.read_bytes()
-    with pytest.raises(Exception, match=r"metrics.jsonl:1 must be one JSON object"):
-        open_log(tmp_path)
-    assert path.read_bytes() == before

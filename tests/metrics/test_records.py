@@ -4,7 +4,14 @@ import math
 import pytest
 
 from tandem.errors import CheckpointError
-from tandem.metrics.records import cut_lines, json_line, read_lines, read_metrics, write_atomically
+from tandem.metrics.records import (
+    cut_lines,
+    json_line,
+    parse_record,
+    read_lines,
+    read_metrics,
+    write_atomically,
+)
 
 from .runs import metrics_line, write_lines
 
@@ -56,6 +63,20 @@ def test_cutting_keeps_other_lines_byte_for_byte(tmp_path):
     cut_lines(path, lambda stage, step: stage == "sft" or step < 2)
     assert path.read_text("utf-8") == "".join(map(json_line, lines[:3]))
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_damaged_lines_are_moved_aside(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    good = [json_line(metrics_line("sft", n)) for n in (1, 2)]
+    bad = ['{"stage": 3', '{"stage": "sft", "step": 2, "time": 0, "values": 7}', "[" * 100_000]
+    path.write_text(good[0] + "".join(f"{line}\n" for line in bad) + good[1])
+    notice = cut_lines(path, lambda stage, step: True, parse_record)
+    assert notice == (
+        f"{path}: 3 damaged lines (2, 3, 4) were moved to metrics.jsonl.damaged; the run goes on"
+    )
+    assert path.read_text() == "".join(good)
+    assert (tmp_path / "metrics.jsonl.damaged").read_text().split() == "\n".join(bad).split()
+    assert cut_lines(path, lambda stage, step: True, parse_record) == ""
 
 
 def test_a_last_line_without_its_newline_is_completed(tmp_path):

@@ -25,13 +25,13 @@ from tandem.types import Source, TokenBatch, TokenRow
 
 VOCABULARY = 99
 PAD, BOS, EOS = 0, 1, 2
-_IDS = {
+TOKEN_IDS = {
     "vocab_size": VOCABULARY,
     "pad_token_id": PAD,
     "bos_token_id": BOS,
     "eos_token_id": EOS,
 }
-_LLAMA = {
+LLAMA = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -53,7 +53,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "init_std": 0.2,
         "dropout": 0.1,
     },
-    "llama": _LLAMA,
+    "llama": LLAMA,
     "gpt2": {
         "n_embd": 32,
         "n_layer": 2,
@@ -70,11 +70,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "initializer_range": 0.2,
         "hidden_dropout": 0.1,
     },
-    "qwen2": _LLAMA | {"tie_word_embeddings": True},
-    "qwen3": _LLAMA,
-    "mistral": _LLAMA | {"sliding_window": 3},
-    "gemma": _LLAMA | {"tie_word_embeddings": True},
-    "gemma2": _LLAMA
+    "qwen2": LLAMA | {"tie_word_embeddings": True},
+    "qwen3": LLAMA,
+    "mistral": LLAMA | {"sliding_window": 3},
+    "gemma": LLAMA | {"tie_word_embeddings": True},
+    "gemma2": LLAMA
     | {
         "tie_word_embeddings": True,
         "sliding_window": 4,
@@ -84,13 +84,13 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = sorted(_CONFIGS)
-CAUSAL_ONLY = {"cohere": _LLAMA | {"logit_scale": 0.3}, "granite": _LLAMA | {"logits_scaling": 3.0}}
+CAUSAL_ONLY = {"cohere": LLAMA | {"logit_scale": 0.3}, "granite": LLAMA | {"logits_scaling": 3.0}}
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """A new config: two layers, width 32, dropout on in some families."""
     options = _CONFIGS.get(family) or CAUSAL_ONLY[family]
-    return AutoConfig.for_model(family, **{**_IDS, **options, **changes})
+    return AutoConfig.for_model(family, **{**TOKEN_IDS, **options, **changes})
 
 
 def perturbed(model: PreTrainedModel) -> PreTrainedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from transformers import AutoConfig
 
 from tandem.errors import ModelError
 from tandem.models.claims import check_finite, check_folder, check_weights
-from tandem.models.load import load_causal_lm
+from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.source import locate
+from tandem.models.stops import load_stop_ids
 
 from .families import saved, tiny_model
 
@@ -61,6 +63,45 @@ def test_stop_tokens_are_token_ids(eos: Any, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     with pytest.raises(ModelError, match="must give eos_token_id as token ids; got"):
         check_folder(folder)
+
+
+def test_generation_settings_are_such(folder: Path) -> None:
+    settings = {"eos_token_id": 2, "cache_implementation": "evil"}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    for load in (load_stop_ids, load_causal_lm, load_tokenizer):
+        with pytest.raises(ModelError, match=r"must be settings that transformers takes; got"):
+            load(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "any"])
+def test_a_pipe_is_not_waited_on(name: str, folder: Path) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    for load in (load_causal_lm, load_tokenizer):
+        with pytest.raises(ModelError, match=f"{name}' must be a regular file; got a pipe"):
+            load(folder)
+
+
+def test_links_to_files_are_files(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "blob")
+    (folder / "model.safetensors").symlink_to(folder.parent / "blob")
+    (folder / "nothing").symlink_to(folder.parent / "nothing")
+    load_causal_lm(folder)
+
+
+@pytest.mark.parametrize("changes", [{"num_labels": 3 * 10**7}, {"x": {"num_labels": 1e30}}])
+def test_labels_are_few(changes: dict[str, Any], folder: Path) -> None:
+    edit(folder, **changes)
+    for load in (load_causal_lm, load_tokenizer):
+        with pytest.raises(ModelError, match=r"at most 65536 labels; got num_labels=[13]"):
+            load(folder)
+
+
+def test_a_config_is_small(folder: Path) -> None:
+    with (folder / "config.json").open("ab") as file:
+        file.truncate(2**27)
+    with pytest.raises(ModelError, match="must have at most 67108864 bytes; got 1342"):
+        load_causal_lm(folder)
 
 
 @pytest.mark.parametrize("eos", [2, [2, 3], None])

@@ -186,11 +186,6 @@ def test_a_scalar_model_is_no_language_model(scalar_folder: Path) -> None:
         load_causal_lm(scalar_folder)
 
 
-def test_a_family_without_a_classification_class() -> None:
-    with pytest.raises(ModelError, match="family 'cohere', which has none in transformers"):
-        new_scalar_model(tiny_config("cohere"), seed=0)
-
-
 def test_a_head_of_another_name() -> None:
     with pytest.raises(ModelError, match="CTRLForSequenceClassification must score with a linear"):
         new_scalar_model(CTRLConfig(vocab_size=50, n_embd=16, dff=16, n_layer=1, n_head=2), 0)

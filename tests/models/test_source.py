@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.errors import ModelError
 from tandem.models import source
-from tandem.models.load import load_causal_lm
+from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.source import Located, adapter_base, locate, one_line, read_adapter_config
 
 from .families import tiny_model
@@ -90,8 +90,19 @@ def test_broken_config(folder: Path) -> None:
 
 def test_missing_config(folder: Path) -> None:
     (folder / "config.json").unlink()
-    with pytest.raises(ModelError, match=r"must have a config.json"):
-        load_causal_lm(folder)
+    for load in (load_causal_lm, load_tokenizer):
+        if load is load_tokenizer:
+            (folder / "tokenizer.json").unlink()
+        with pytest.raises(ModelError, match=r"must be a folder with config.json; got .* others, "):
+            load(folder)
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    for load in (load_causal_lm, load_tokenizer):
+        with pytest.raises(
+            ModelError, match=r"folder with config.json; got an empty folder\. Give"
+        ):
+            load(tmp_path)
 
 
 def test_unknown_family(folder: Path) -> None:

@@ -27,7 +27,16 @@ from tandem.models.twin import (
 from tandem.ops import native
 from tandem.ops.steps import LayerShape
 
-from .families import CAUSAL_ONLY, FAMILIES, perturbed, ragged_batch, scaled, tiny_model
+from .families import (
+    CAUSAL_ONLY,
+    FAMILIES,
+    LLAMA,
+    TOKEN_IDS,
+    perturbed,
+    ragged_batch,
+    scaled,
+    tiny_model,
+)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *CAUSAL_ONLY])
@@ -162,3 +171,17 @@ def test_weights_of_two_types_go_another_way_by_name() -> None:
     assert not supports_packing(model)
     assert "computes in float32 and begins with weights in bfloat16" in why_unpacked(model)
     assert hidden_states(model, ragged_batch()).dtype == torch.float32
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["phimoe", "mixtral"])
+def test_routers_are_as_steady_in_training_as_in_evaluation(family: str) -> None:
+    config = AutoConfig.for_model(
+        family, **TOKEN_IDS, **LLAMA, num_local_experts=4, num_experts_per_tok=2,
+        router_jitter_noise=0.1, **({"input_jitter_noise": 0.1} if family == "phimoe" else {}),
+    )  # fmt: skip
+    model = perturbed(new_causal_lm(config, seed=3))
+    batch = ragged_batch()
+    calm = hidden_states(model.eval(), batch)
+    assert torch.equal(hidden_states(model.train(), batch), calm)
+    assert all(module.training for module in model.modules())

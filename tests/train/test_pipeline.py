@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,6 +161,25 @@ def test_a_refused_run_leaves_the_old_ones_configuration(
     with pytest.raises(CheckpointError, match="changed: seed 1234 -> 5"):
         quiet(replace(config, seed=5))
     assert load_config(tmp_path / "run" / "config.yaml") == config
+
+
+def test_ppo_across_the_border_of_a_longrope_stops_before_the_first_step(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    changed = json.loads((model / "config.json").read_text())
+    width = changed["hidden_size"] // changed["num_attention_heads"] // 2
+    changed["rope_parameters"] = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * width,
+        "long_factor": [4.0] * width, "original_max_position_embeddings": 16,
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(changed))
+    config = tiny_config(tmp_path / "run", str(model), preferences)
+    with pytest.raises(
+        ConfigError, match=r"must stay within the 16 tokens past which this model's"
+    ):
+        quiet(config)
+    assert not (tmp_path / "run" / "sft").exists()
 
 
 def test_rows_beyond_the_models_positions_stop_before_the_first_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.errors import ConfigError, DataError
+from tandem.errors import ConfigError, DataError, Stopped
 from tandem.train.exact_number import last_number, reward
 from tandem.train.reward_function import function_scores, load_reward_function
 from tandem.types import Message, PromptRow, Rollout, Source, TokenBatch, TokenRow
@@ -55,6 +56,25 @@ def fail(*args: object, **columns: object) -> list[float | None]:
     raise KeyError("answer")
 
 
+class Unspeakable(Exception):  # noqa: N818
+    def __str__(self) -> str:
+        raise ValueError("nothing to say")
+
+    __repr__ = __str__
+
+
+class Panic(BaseException):
+    pass
+
+
+def unspeakable(*args: object, **columns: object) -> list[float | None]:
+    raise Unspeakable
+
+
+def panic(*args: object, **columns: object) -> list[float | None]:
+    raise Panic("oh\nno")
+
+
 @pytest.mark.parametrize(
     ("function", "part"),
     [
@@ -65,12 +85,35 @@ def fail(*args: object, **columns: object) -> list[float | None]:
         (lambda *a, **k: [1.0, float("nan")], "must return finite numbers or None; got nan"),
         (lambda *a, **k: [1.0, 10**400], "must return finite numbers or None; got 1000"),
         (lambda *a, **k: [1.0, "high"], "must return finite numbers or None; got 'high'"),
+        (lambda *a, **k: [1.0, 1e39], "must return finite numbers or None; got 1e+39"),
+        (lambda *a, **k: [1.0, Unspeakable()], "must return finite numbers or None; got Unspea"),
+        (unspeakable, "it raised Unspeakable: Unspeakable"),
+        (panic, "it raised Panic: oh no"),
     ],
 )
 def test_what_it_returns_is_checked(function: Callable[..., object], part: str) -> None:
     with pytest.raises(DataError) as raised:
         function_scores(function, rollout_of("a", "b"))  # type: ignore[arg-type]
     assert part in str(raised.value)
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), Stopped(signal.SIGTERM, "here")])
+def test_a_stop_inside_it_is_a_stop(stop: BaseException) -> None:
+    def stopped(*args: object, **columns: object) -> list[float | None]:
+        raise stop
+
+    with pytest.raises(type(stop)):
+        function_scores(stopped, rollout_of("a", "b"))
+
+
+def test_it_changes_no_default_of_ours() -> None:
+    def careless(*args: object, **columns: object) -> list[float | None]:
+        torch.set_default_dtype(torch.float64)
+        return [1.0, 2.0]
+
+    assert function_scores(careless, rollout_of("a", "b")).dtype == torch.float32
+    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.parametrize(

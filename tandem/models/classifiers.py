@@ -1,0 +1,68 @@
+"""Scalar heads for families that have no sequence-classification class in transformers.
+
+Such a family gets a class of the make that most families have there (transformers'
+GenericForSequenceClassification): its backbone, and a linear layer `score` on the last hidden
+states. It is registered with transformers, so that in this process
+AutoModelForSequenceClassification builds and loads it like any other. Elsewhere a folder saved from
+it opens as AutoModel, and `score.weight` (1, D) is one more tensor in its files.
+"""
+
+from __future__ import annotations
+
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+)
+
+from tandem.errors import ModelError
+
+
+def require_classifier(config: PreTrainedConfig, name: str) -> None:
+    """See to it that AutoModelForSequenceClassification has a class for a model's family.
+
+    Args:
+        name: the model's, for the message.
+    Raises:
+        ModelError: it has none, and the family has no backbone class of its own to put a head on.
+    """
+    kind = type(config)
+    if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or (
+        "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
+    ):
+        return
+    backbone = MODEL_MAPPING.get(kind, None)
+    if not isinstance(backbone, type) or not issubclass(backbone, PreTrainedModel):
+        raise ModelError(
+            f"model {name!r} must have a backbone for its scalar head; got family "
+            f"{config.model_type!r}, which has none in transformers. Choose another family for "
+            "the reward model and critic."
+        )
+    # A family of transformers' own is registered only so.
+    AutoModelForSequenceClassification.register(kind, _classifier(backbone), exist_ok=True)
+
+
+def _classifier(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A class for `backbone` and a head, a subclass of the family's PreTrainedModel."""
+    family = next(
+        base
+        for base in backbone.__mro__
+        if issubclass(base, PreTrainedModel) and base.__name__.endswith("PreTrainedModel")
+    )
+    name = backbone.__name__.removesuffix("Model") + "ForSequenceClassification"
+    return type(
+        name,
+        (GenericForSequenceClassification, family),
+        {
+            # transformers reads there what the family's layers can do.
+            "__module__": backbone.__module__,
+            "config_class": backbone.config_class,
+            # As in the family's language model, so that its files fit.
+            "base_model_prefix": family.base_model_prefix or "model",
+        },
+    )
