@@ -23,13 +23,14 @@ from tandem.types import Source
 FIRST_LINES = 3
 """Places kept per reason for dropping, to look at."""
 
-_STEP_TITLES = {
+STEP_TITLES = {
     "sft": "SFT",
     "reward": "reward",
     "ppo": "PPO",
     "heldout": "held out",
     "ptx": "ptx",
 }
+"""What a row is used for, in the order of the steps."""
 
 
 @dataclass
@@ -182,10 +183,10 @@ class Ledger:
     def table(self) -> Table:
         """Rows per data set and what became of them, with totals, for a terminal."""
         accounts = list(self.datasets.values())
-        steps = [s for s in _STEP_TITLES if s != "ptx" or any(a.used["ptx"] for a in accounts)]
+        steps = [s for s in STEP_TITLES if s != "ptx" or any(a.used["ptx"] for a in accounts)]
         table = Table(title="Rows: read = used + unused + dropped", title_justify="left")
         table.add_column("data set")
-        heads = ["read", *(_STEP_TITLES[s] for s in steps), "unused", "dropped", "duplicates"]
+        heads = ["read", *(STEP_TITLES[s] for s in steps), "unused", "dropped", "duplicates"]
         for head in [*heads, "copies by weight", "blank lines"]:
             table.add_column(head, justify="right")
         total: Counter[int] = Counter()

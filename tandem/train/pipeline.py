@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from tandem.config.schema import RunConfig
+from tandem.data.ledger import STEP_TITLES
 from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.devices import resolve_device
 from tandem.engine.spread import zero_plus_plus
@@ -24,6 +25,7 @@ from tandem.train.reward_model import train_reward_model
 from tandem.train.rows import StepRows, prepare_rows
 from tandem.train.run import Run
 from tandem.train.sft import train_sft
+from tandem.train.shares import settle_shares
 
 STEPS: dict[str, Callable[[Run, StepRows], None]] = {
     "sft": train_sft,
@@ -53,7 +55,11 @@ def train(
             second one ends the process.
     """
     keep_freed_memory()
+    world = world or World(device=resolve_device(config.device))
+    config, said = settle_shares(config, world)
     run = Run(config, say, world)
+    if said:
+        run.say(said)
     with run.stops, closing(run):
         _train(run, command)
     return run
@@ -99,7 +105,7 @@ def ledger_lines(rows: StepRows) -> list[str]:
     """One line per data set: rows read, used per step, unused and dropped by reason."""
     lines = []
     for account in rows.ledger.datasets.values():
-        used = ", ".join(f"{step} {count}" for step, count in account.used.items() if count)
+        used = ", ".join(f"{s} {account.used[s]}" for s in STEP_TITLES if account.used[s])
         line = f"data {account.name}: {account.rows} rows = used {account.num_used} ({used})"
         for what, reasons in (
             ("unused", dict(account.unused)),

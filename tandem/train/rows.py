@@ -74,15 +74,20 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
     reward_tokenizer, reward_renderer = load_renderer(
         reward, trust_remote_code=config.trust_remote_code
     )
-    data = load_data(config.dataset, config.data, config.sft_data, seed=config.seed)
+    data = load_data(
+        config.dataset, config.data, config.sft_data, seed=config.seed, steps=config.steps
+    )
     render = _Rendering(config, data.ledger)
     steps = set(config.steps)
     ptx = Dataset()
     if "ppo" in steps and config.ppo.ptx_data:
         text = load_text(config.ppo.ptx_data, config.dataset, seed=config.seed, ledger=data.ledger)
         ptx = Dataset(sft=text.train, heldout=text.heldout)
-    # Step 2 needs some of step 3's prompts too, to normalize its scores on.
-    wants_prompts = steps & {"reward", "ppo"}
+    prompts: list[PromptRow] = []
+    if "ppo" in steps:
+        prompts = render.prompts(data.ppo, renderer, "ppo")
+    elif "reward" in steps:  # it normalizes its scores on some: step 3's, or its own
+        prompts = render.prompts(data.ppo or data.reward, renderer, None)
     return StepRows(
         renderer=renderer,
         reward_renderer=reward_renderer,
@@ -95,9 +100,7 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
         heldout_pairs=render.pairs(data.heldout, reward_renderer, None),
         dpo_pairs=render.pairs(data.reward, renderer, "reward") if "dpo" in steps else [],
         heldout_dpo_pairs=render.pairs(data.heldout, renderer, None) if "dpo" in steps else [],
-        prompts=shuffled(render.prompts(data.ppo, renderer, "ppo"), config.seed)
-        if wants_prompts
-        else [],
+        prompts=shuffled(prompts, config.seed),
         heldout_prompts=shuffled(render.prompts(data.heldout, renderer, None), config.seed),
         ptx=render.texts(ptx.sft, renderer, "ptx"),
         heldout_ptx=render.texts(ptx.heldout, renderer, None),
