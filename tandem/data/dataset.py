@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem.config.schema import DataConfig
+from tandem.data.excerpt import visible
 from tandem.data.ledger import DatasetLedger, Ledger
 from tandem.data.rows import BadRow, RowProblem
 from tandem.data.shapes import Shaped, to_sample
@@ -24,6 +25,8 @@ from tandem.data.split import (
 from tandem.errors import ConfigError, DataError
 from tandem.types import Message, Sample
 
+_HOPELESS = 100_000
+"""Rows of a data set that are looked at if none of them can be used: 2 seconds."""
 _NUMBERS = {"sft": "1", "reward": "2", "ppo": "3"}
 
 
@@ -229,6 +232,12 @@ def _refuse(row: BadRow, config: DataConfig, account: DatasetLedger) -> None:
     if config.on_bad_row == "error":
         raise row.error()
     account.bad(row)
+    if account.rows == _HOPELESS == account.num_dropped:
+        raise DataError(
+            f"data set {visible(account.path)} must hold rows that can be used; got {_HOPELESS:,} "
+            f"of which none can. {visible(str(row.source))}: {row.reason}; found {row.found}. "
+            f"{row.advice or 'Give the file that holds the data.'}"
+        )
 
 
 def _free_name(name: str, ledger: Ledger) -> str:

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from tandem.data.excerpt import describe, excerpt, names, visible
-from tandem.data.lines import LONGEST_LINE, decode_line, read_lines, require_regular
+from tandem.data.lines import (
+    LONGEST_LINE,
+    decode_line,
+    most_bytes,
+    read_lines,
+    require_regular,
+    swollen,
+)
 from tandem.data.rows import BadRow, RawRow
 from tandem.errors import DataError
 from tandem.types import Source
@@ -27,7 +34,7 @@ _LARGEST_JSON = 2 * 2**30
 _DEEPEST = 100
 """Levels within a row: Python's own limit depends on its version and on who is calling."""
 _NEST = f"nest at most {_DEEPEST} levels deep"
-_PARQUET_ROWS = 1024
+_PARQUET_ROWS = 64
 """Rows unpacked at a time: a dictionary can make much of little."""
 
 
@@ -120,12 +127,16 @@ def read_parquet(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
             f"{visible(str(path))} must be read with pyarrow; got no such package. "
             "Run pip install 'tandem-rlhf[data]'."
         ) from None
-    number = 0
+    number, unpacked = 0, 0
     try:
         require_regular(path)
+        most = most_bytes(path)
         with parquet.ParquetFile(path) as file:
             _check_names(file.schema_arrow.names, visible(str(path)))
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+                unpacked += batch.nbytes
+                if unpacked > most:
+                    raise swollen(path)
                 for row in _batch_rows(batch):
                     number += 1
                     source = Source(dataset, str(path), number)

@@ -203,6 +203,18 @@ def test_parquet_rows_that_python_cannot_take(tmp_path: Path) -> None:
         assert row.expected == "hold values that Python can take"
 
 
+def test_a_parquet_file_that_unpacks_to_far_more_is_left_early(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    text = arrow.DictionaryArray.from_arrays(
+        arrow.array([0] * 100_000, arrow.int32()), arrow.array(["x" * 1_000_000])
+    )
+    parquet.write_table(arrow.table({"text": text}), tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 2_000_000
+    with pytest.raises(DataError, match="must unpack to at most 100 times its size"):
+        list(read_parquet(tmp_path / "a.parquet", "a", ignore))
+
+
 def test_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
