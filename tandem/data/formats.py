@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,9 @@ _LARGEST_JSON = 2 * 2**30
 _DEEPEST = 100
 """Levels within a row: Python's own limit depends on its version and on who is calling."""
 _NEST = f"nest at most {_DEEPEST} levels deep"
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+_MESSAGE_LIST = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
+"""A cell that holds messages: CSV has no lists, so whoever saved them wrote them out as text."""
 _PARQUET_ROWS = 64
 """Rows unpacked at a time: a dictionary can make much of little."""
 
@@ -94,6 +98,12 @@ def read_csv(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
             f"{bad[0].found}. "
             "Save the file as UTF-8 text."
         )
+    if len(header) == 1 and (mark := next((m for m in _SEPARATORS if m in header[0]), "")):
+        raise DataError(
+            f"{visible(str(path))}:1: column names must be parted by commas; got "
+            f"{excerpt(header[0])}, parted by {_SEPARATORS[mark]}. Save the file with commas, or "
+            "its rows as .jsonl."
+        )
     if header:  # none: an empty file, which the caller refuses
         _check_names(header, f"{visible(str(path))}:1")
     while True:
@@ -114,7 +124,7 @@ def read_csv(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
             expected = f"have {len(header)} cells, one per column name"
             yield BadRow(source, "", f"{len(cells)} cells", expected)
         else:
-            yield RawRow(dict(zip(header, cells, strict=True)), source)
+            yield _csv_row(dict(zip(header, cells, strict=True)), source)
 
 
 def read_parquet(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
@@ -273,6 +283,20 @@ def _csv_lines(path: Path, dataset: str, bad: list[BadRow]) -> Iterator[str]:
             # Keep the line's quotes, so that the reader still finds where the row ends.
             text = raw.decode("utf-8", errors="replace").replace("\0", "?").rstrip("\r\n")
         yield text + "\n"
+
+
+def _csv_row(cells: dict[str, str], source: Source) -> RawRow | BadRow:
+    """The row, its message lists read from JSON; one in another notation cannot be used."""
+    row: dict[str, Any] = dict(cells)
+    for name, cell in cells.items():
+        if _MESSAGE_LIST.match(cell):
+            try:
+                row[name] = json.loads(cell)
+            except (ValueError, RecursionError):
+                found = f"a list of messages as Python prints it ({excerpt(cell, 30)})"
+                expected = "be text, or messages in JSON"
+                return BadRow(source, name, found, expected, "Save the rows as .jsonl or .parquet.")
+    return _checked_row(row, source)
 
 
 def _check_names(header: list[str], where: str) -> None:
