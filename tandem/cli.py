@@ -263,7 +263,10 @@ def _data(args: list[str]) -> int:
     parser.add_argument("--tokenizer", default="", help="a model's folder: show tokens and masks")
     parser.add_argument("--rows", type=int, default=3, help="example rows to show (3)")
     parser.add_argument(
-        "--data-split", nargs="+", default=["2,4,4"], help="shares of the steps (2,4,4)"
+        "--steps", nargs="+", default=["sft", "reward", "ppo"], help="of the run (sft reward ppo)"
+    )
+    parser.add_argument(
+        "--data-split", nargs="+", default=[], help="shares (2,4,4 among the steps of the run)"
     )
     parser.add_argument("--heldout", type=float, default=0.05, help="held-out share (0.05)")
     parser.add_argument("--columns", nargs="*", default=[], help="column map, role=column")
@@ -274,13 +277,15 @@ def _data(args: list[str]) -> int:
 
     try:
         shares = ",".join(options.data_split)
-        split = tuple(float(share) for share in shares.split(","))
+        split = tuple(float(share) for share in shares.split(",") if shares)
     except ValueError:
         raise ConfigError(f"--data-split must be numbers like 2,4,4; got {shares!r}.") from None
     config = DataConfig(
         split=split, heldout=options.heldout, columns=tuple(options.columns), on_bad_row="drop"
     )
     check_ranges(config, "dataset.")
+    if strange := sorted({*options.steps} - {"sft", "reward", "dpo", "ppo"}):
+        raise ConfigError(f"--steps must be of sft, reward, dpo, ppo; got {strange[0]!r}.")
     if options.rows < 0 or options.seed < 0:
         raise ConfigError(f"--rows and --seed must be >= 0; got {options.rows}, {options.seed}.")
     return check(
@@ -288,6 +293,7 @@ def _data(args: list[str]) -> int:
         options.data,
         options.sft_data,
         seed=options.seed,
+        steps=options.steps,
         tokenizer_path=options.tokenizer,
         rows=options.rows,
     )

@@ -62,7 +62,12 @@ def tiny_config(folder: Path, model: str, data: str, **changes: object) -> RunCo
         "data": [data],
         "output_dir": str(folder),
         "save_every": 2,
-        "dataset": {"heldout": 0.1, "max_tokens": 128, "max_prompt_tokens": 96},
+        "dataset": {
+            "split": [2, 4, 4],
+            "heldout": 0.1,
+            "max_tokens": 128,
+            "max_prompt_tokens": 96,
+        },
         "sft": {"max_steps": 3, "epochs": 10, "batch_size": 8, "learning_rate": 1e-3},
         "reward": {"max_steps": 3, "epochs": 10, "batch_size": 8, "normalize_prompts": 16},
         "dpo": {"max_steps": 3, "epochs": 10, "batch_size": 8},

@@ -236,12 +236,13 @@ def _rule_problems(config: RunConfig) -> typing.Iterator[str]:
             "dropout and lora.dropout must be 0 where ppo is among the steps (two forwards of one "
             f"policy must agree); got {config.dropout:g} and {config.lora.dropout:g}"
         )
-    if len(config.dataset.split) != 3 or any(share < 0 for share in config.dataset.split):
+    split = config.dataset.split
+    if split and (len(split) != 3 or any(share < 0 for share in split)):
         yield (
             "dataset.split must be three shares >= 0 (SFT, reward model, PPO); "
-            f"got {','.join(f'{share:g}' for share in config.dataset.split)}. Use e.g. 2,4,4"
+            f"got {','.join(f'{share:g}' for share in split)}. Use e.g. 2,4,4"
         )
-    elif sum(config.dataset.split) <= 0:
+    elif split and sum(split) <= 0:
         yield "dataset.split must have a share above 0; got 0,0,0. Use e.g. 2,4,4"
     if not all(0 <= beta < 1 for o in _optimizers(config) for beta in o.betas):
         yield "betas must be within [0, 1)"

@@ -19,9 +19,10 @@ from tandem.errors import ConfigError
 class DataConfig:
     """How rows become what each step trains on."""
 
-    split: tuple[float, ...] = knob((2, 4, 4), common=True)
-    """Shares of the prompts for SFT, reward model and PPO (DPO uses the reward model's share).
-    The defaults are DeepSpeed-Chat's: 20, 40 and 40 %."""
+    split: tuple[float, ...] = knob((), common=True)
+    """Shares of the prompts for SFT, reward model and PPO (DPO uses the reward model's share), kept
+    for steps that run later too. None given: 2,4,4 (DeepSpeed-Chat's) among the steps that run, so
+    that one alone takes all; in a folder whose steps were dealt shares before, those."""
     heldout: float = knob(0.05, ge=0, lt=1)
     """Share of the prompts kept out of every step, to measure on."""
     columns: tuple[str, ...] = knob(())
@@ -111,7 +112,7 @@ class RewardConfig(SupervisedConfig):
     takes 0.01). Off: scores are normalized afterwards anyway, and it cost accuracy (LOG.md)."""
     normalize_prompts: int = knob(128, ge=0)
     """The score is normalized to mean 0 and sd 1 on the SFT policy's answers to this many of
-    step 3's prompts; 0 leaves it raw."""
+    step 3's prompts (of its own where step 3 has no share); 0 leaves it raw."""
 
 
 @dataclass(frozen=True, kw_only=True)

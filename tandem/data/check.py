@@ -16,7 +16,7 @@ from tandem.config.schema import DataConfig
 from tandem.data.dataset import ReadRow, assign, read_all
 from tandem.data.excerpt import visible
 from tandem.data.ledger import Ledger
-from tandem.data.split import Split, opening
+from tandem.data.split import STEPS, Split, opening, shares_among
 from tandem.data.tokenview import render, token_text
 from tandem.errors import DataError, ModelError
 from tandem.types import Sample, TokenRow
@@ -36,6 +36,7 @@ def check(
     sft_data: Sequence[str] = (),
     *,
     seed: int,
+    steps: Sequence[str] = STEPS,
     tokenizer_path: str = "",
     rows: int = 3,
     console: Console | None = None,
@@ -46,6 +47,8 @@ def check(
     prompt dim, learned tokens green, stop tokens reversed. Nothing in the data acts on the
     terminal: what does not print is shown as its escape.
 
+    Args:
+        steps: those of the run that would read the data.
     Returns:
         The exit code: 1 if a row was bad (or cannot be rendered), else 0.
     Raises:
@@ -54,13 +57,16 @@ def check(
     """
     console = console or Console()
     tokenizer = _load_tokenizer(tokenizer_path) if tokenizer_path else None
-    split = Split(config.split, config.heldout)
+    split = Split(config.split or shares_among(steps), config.heldout)
     ledger = Ledger()
     dropping = replace(config, on_bad_row="drop")
     read = read_all(dropping, data, sft_data, ledger, seed=seed)
-    assign(read, split, ledger, seed=seed)
+    assign(read, split, ledger, seed=seed, steps=steps)
     console.print(ledger.table())
-    console.print("used: before a run's length limits (dataset.max_tokens, max_prompt_tokens)")
+    console.print(
+        f"used: by a run of {' '.join(steps)} (one step alone, --steps {steps[0]}, takes all but "
+        "the held-out rows), before its limits of length (dataset.max_tokens, max_prompt_tokens)"
+    )
     if ledger.num_dropped:
         console.print("dropped: `tandem train` stops at the first of them, or --on-bad-row drop")
     reasons = ledger.reasons()

@@ -7,14 +7,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem.config.schema import DataConfig
+from tandem.data.excerpt import visible
 from tandem.data.ledger import DatasetLedger, Ledger
 from tandem.data.rows import BadRow, RowProblem
 from tandem.data.shapes import Shaped, to_sample
 from tandem.data.sources import DataSpec, parse_columns, parse_spec, read_rows
-from tandem.data.split import Split, Step, content_key, copies, split_key
+from tandem.data.split import (
+    STEPS,
+    Split,
+    Step,
+    content_key,
+    copies,
+    share_of,
+    shares_among,
+    split_key,
+)
 from tandem.errors import ConfigError, DataError
 from tandem.types import Message, Sample
 
+_HOPELESS = 100_000
+"""Rows of a data set that are looked at if none of them can be used: 2 seconds."""
 _NUMBERS = {"sft": "1", "reward": "2", "ppo": "3"}
 
 
@@ -37,6 +49,7 @@ class Dataset:
     """The samples of each step, in reading order, repeated as their data sets' weights say.
 
     sft: samples with an answer or text. reward: pairs (also what DPO learns from). ppo: prompts.
+    A step that does not run has its samples here too, but the ledger calls them unused.
     heldout: samples of every kind, once each, that no step trains on. No opening of a dialog is
     in two of them. ledger: what became of every row.
     """
@@ -47,11 +60,15 @@ class Dataset:
     heldout: list[Sample] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
 
-    def add(self, step: Step, sample: Sample, times: int) -> None:
-        """Give `sample` to `step`, `times` per epoch."""
+    def add(self, step: Step, sample: Sample, times: int, *, runs: bool) -> None:
+        """Give `sample` to `step`, `times` per epoch; `runs`: whether that step trains on it."""
         rows = {"sft": self.sft, "reward": self.reward, "ppo": self.ppo, "heldout": self.heldout}
         rows[step].extend([sample] * times)
-        self.ledger.datasets[sample.source.dataset].use(step, times)
+        account = self.ledger.datasets[sample.source.dataset]
+        if runs:
+            account.use(step, times)
+        else:
+            account.leave(f"kept for step {_NUMBERS[step]} ({step}), which does not run")
 
 
 @dataclass(frozen=True)
@@ -64,7 +81,12 @@ class TextData:
 
 
 def load_data(
-    config: DataConfig, data: Sequence[str], sft_data: Sequence[str] = (), *, seed: int
+    config: DataConfig,
+    data: Sequence[str],
+    sft_data: Sequence[str] = (),
+    *,
+    seed: int,
+    steps: Sequence[str] = STEPS,
 ) -> Dataset:
     """Read all data sets and give each row to the one step that may train on its prompt.
 
@@ -74,13 +96,15 @@ def load_data(
     Args:
         data, sft_data: data sets as FILE_OR_NAME[:weight][::role=column,...].
         seed: the run's seed; the same seed, the same split.
+        steps: those that run. Without shares in the configuration they take all the rows.
     Raises:
         ConfigError: a data set's name, a column map or the split cannot be understood.
         DataError: a file cannot be read, or a row (the first bad one, unless config says drop).
     """
-    split = Split(config.split, config.heldout)
+    split = Split(config.split or shares_among(steps), config.heldout)
     ledger = Ledger()
-    return assign(read_all(config, data, sft_data, ledger, seed=seed), split, ledger, seed=seed)
+    read = read_all(config, data, sft_data, ledger, seed=seed)
+    return assign(read, split, ledger, seed=seed, steps=steps)
 
 
 def load_text(
@@ -94,7 +118,7 @@ def load_text(
     Raises:
         ConfigError, DataError: as `load_data`.
     """
-    split = Split(config.split, config.heldout)
+    split = Split(shares_among(STEPS), config.heldout)
     ledger = ledger if ledger is not None else Ledger()
     text = TextData([], [], ledger)
     for row in read_all(config, specs, (), ledger, seed=seed):
@@ -153,8 +177,11 @@ def read_all(
     return rows
 
 
-def assign(rows: Sequence[ReadRow], split: Split, ledger: Ledger, *, seed: int) -> Dataset:
-    """Give each row to its step, or count why it has none."""
+def assign(
+    rows: Sequence[ReadRow], split: Split, ledger: Ledger, *, seed: int, steps: Sequence[str]
+) -> Dataset:
+    """Give each row to its step, or count why it has none. `steps`: those that run."""
+    running = {"heldout", *map(share_of, steps)}
     dataset = Dataset(ledger=ledger)
     shared = {row.key for row in rows if not row.sft_only}
     for row in rows:
@@ -172,7 +199,7 @@ def assign(rows: Sequence[ReadRow], split: Split, ledger: Ledger, *, seed: int) 
         if times == 0:
             account.leave(f"left out by the weight {row.spec.weight:g}")
             continue
-        dataset.add(step, row.sample, times)
+        dataset.add(step, row.sample, times, runs=step in running)
     return dataset
 
 
@@ -205,6 +232,12 @@ def _refuse(row: BadRow, config: DataConfig, account: DatasetLedger) -> None:
     if config.on_bad_row == "error":
         raise row.error()
     account.bad(row)
+    if account.rows == _HOPELESS == account.num_dropped:
+        raise DataError(
+            f"data set {visible(account.path)} must hold rows that can be used; got {_HOPELESS:,} "
+            f"of which none can. {visible(str(row.source))}: {row.reason}; found {row.found}. "
+            f"{row.advice or 'Give the file that holds the data.'}"
+        )
 
 
 def _free_name(name: str, ledger: Ledger) -> str:

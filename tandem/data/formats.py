@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tandem.data.excerpt import describe, excerpt, names, visible
-from tandem.data.lines import LONGEST_LINE, decode_line, read_lines, require_regular
+from tandem.data.lines import (
+    LONGEST_LINE,
+    decode_line,
+    most_bytes,
+    read_lines,
+    require_regular,
+    swollen,
+)
 from tandem.data.rows import BadRow, RawRow
 from tandem.errors import DataError
 from tandem.types import Source
@@ -27,7 +35,10 @@ _LARGEST_JSON = 2 * 2**30
 _DEEPEST = 100
 """Levels within a row: Python's own limit depends on its version and on who is calling."""
 _NEST = f"nest at most {_DEEPEST} levels deep"
-_PARQUET_ROWS = 1024
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+_MESSAGE_LIST = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
+"""A cell that holds messages: CSV has no lists, so whoever saved them wrote them out as text."""
+_PARQUET_ROWS = 64
 """Rows unpacked at a time: a dictionary can make much of little."""
 
 
@@ -87,6 +98,12 @@ def read_csv(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
             f"{bad[0].found}. "
             "Save the file as UTF-8 text."
         )
+    if len(header) == 1 and (mark := next((m for m in _SEPARATORS if m in header[0]), "")):
+        raise DataError(
+            f"{visible(str(path))}:1: column names must be parted by commas; got "
+            f"{excerpt(header[0])}, parted by {_SEPARATORS[mark]}. Save the file with commas, or "
+            "its rows as .jsonl."
+        )
     if header:  # none: an empty file, which the caller refuses
         _check_names(header, f"{visible(str(path))}:1")
     while True:
@@ -107,7 +124,7 @@ def read_csv(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
             expected = f"have {len(header)} cells, one per column name"
             yield BadRow(source, "", f"{len(cells)} cells", expected)
         else:
-            yield RawRow(dict(zip(header, cells, strict=True)), source)
+            yield _csv_row(dict(zip(header, cells, strict=True)), source)
 
 
 def read_parquet(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
@@ -120,12 +137,16 @@ def read_parquet(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
             f"{visible(str(path))} must be read with pyarrow; got no such package. "
             "Run pip install 'tandem-rlhf[data]'."
         ) from None
-    number = 0
+    number, unpacked = 0, 0
     try:
         require_regular(path)
+        most = most_bytes(path)
         with parquet.ParquetFile(path) as file:
             _check_names(file.schema_arrow.names, visible(str(path)))
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+                unpacked += batch.nbytes
+                if unpacked > most:
+                    raise swollen(path)
                 for row in _batch_rows(batch):
                     number += 1
                     source = Source(dataset, str(path), number)
@@ -169,7 +190,7 @@ def _whole_text(path: Path) -> str:
             # One array is one piece of JSON: there is no row to leave out.
             raise DataError(
                 f"{visible(str(text.source))}: the file must {text.expected}; got {text.found}. "
-                "Mend it, or save its rows one per line as .jsonl."
+                "Correct it, or save its rows one per line as .jsonl."
             )
         if offset > _LARGEST_JSON:
             raise DataError(
@@ -262,6 +283,20 @@ def _csv_lines(path: Path, dataset: str, bad: list[BadRow]) -> Iterator[str]:
             # Keep the line's quotes, so that the reader still finds where the row ends.
             text = raw.decode("utf-8", errors="replace").replace("\0", "?").rstrip("\r\n")
         yield text + "\n"
+
+
+def _csv_row(cells: dict[str, str], source: Source) -> RawRow | BadRow:
+    """The row, its message lists read from JSON; one in another notation cannot be used."""
+    row: dict[str, Any] = dict(cells)
+    for name, cell in cells.items():
+        if _MESSAGE_LIST.match(cell):
+            try:
+                row[name] = json.loads(cell)
+            except (ValueError, RecursionError):
+                found = f"a list of messages as Python prints it ({excerpt(cell, 30)})"
+                expected = "be text, or messages in JSON"
+                return BadRow(source, name, found, expected, "Save the rows as .jsonl or .parquet.")
+    return _checked_row(row, source)
 
 
 def _check_names(header: list[str], where: str) -> None:

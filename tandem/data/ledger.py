@@ -23,21 +23,24 @@ from tandem.types import Source
 FIRST_LINES = 3
 """Places kept per reason for dropping, to look at."""
 
-_STEP_TITLES = {
+STEP_TITLES = {
     "sft": "SFT",
     "reward": "reward",
     "ppo": "PPO",
     "heldout": "held out",
     "ptx": "ptx",
 }
+"""What a row is used for, in the order of the steps."""
 
 
 @dataclass
 class Dropped:
-    """Rows dropped for one reason: how many, and where the first ones are."""
+    """Rows dropped for one reason: how many, where the first ones are, and what the very first
+    one holds, with what to do about it."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
+    example: str = ""
 
     def add(self, source: Source) -> None:
         """One more, at `source`."""
@@ -87,7 +90,8 @@ class DatasetLedger:
 
     def bad(self, row: BadRow) -> None:
         """A row could not be used."""
-        self.dropped.setdefault(row.reason, Dropped()).add(row.source)
+        example = f"found {row.found}. {row.advice}".strip()
+        self.dropped.setdefault(row.reason, Dropped(example=example)).add(row.source)
 
     @property
     def num_used(self) -> int:
@@ -180,14 +184,15 @@ class Ledger:
         return Ledger({account.name: account for account in accounts})
 
     def table(self) -> Table:
-        """Rows per data set and what became of them, with totals, for a terminal."""
+        """Rows per data set and what became of them, with totals, for a terminal of 80 columns."""
         accounts = list(self.datasets.values())
-        steps = [s for s in _STEP_TITLES if s != "ptx" or any(a.used["ptx"] for a in accounts)]
-        table = Table(title="Rows: read = used + unused + dropped", title_justify="left")
-        table.add_column("data set")
-        heads = ["read", *(_STEP_TITLES[s] for s in steps), "unused", "dropped", "duplicates"]
-        for head in [*heads, "copies by weight", "blank lines"]:
-            table.add_column(head, justify="right")
+        steps = [s for s in STEP_TITLES if s != "ptx" or any(a.used["ptx"] for a in accounts)]
+        title = "Rows: read = used + unused + dropped"
+        table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
+        table.add_column("data set", overflow="fold")
+        heads = ["read", *(STEP_TITLES[s] for s in steps), "unused", "dropped"]
+        for head in heads:
+            table.add_column(head, justify="right", no_wrap=True)
         total: Counter[int] = Counter()
         for account in accounts:
             numbers = _numbers(account, steps)
@@ -195,20 +200,29 @@ class Ledger:
             table.add_row(Text(visible(account.name)), *map(str, numbers))
         if len(accounts) > 1:
             table.add_section()
-            table.add_row("all", *(str(total[i]) for i in range(len(heads) + 2)))
+            table.add_row("all", *(str(total[i]) for i in range(len(heads))))
         return table
 
     def reasons(self) -> Table:
         """Why rows are unused or dropped, and what else is worth knowing, for a terminal."""
-        table = Table(title="Reasons", title_justify="left")
-        table.add_column("data set")
+        table = Table(title="Reasons and notes", title_justify="left")
+        table.add_column("data set", overflow="fold")
         table.add_column("rows", justify="right")
         table.add_column("what became of them", overflow="fold")
         table.add_column("first at", overflow="fold")
         for name, account in self.datasets.items():
-            lines = [(d.count, f"dropped: {r}", d.first) for r, d in account.dropped.items()]
+            lines = [
+                (d.count, f"dropped: {r}" + f" (the first: {d.example})" * bool(d.example), d.first)
+                for r, d in account.dropped.items()
+            ]
             lines += [(n, f"unused: {reason}", []) for reason, n in account.unused.items()]
-            lines += [(n, f"note: {note}", []) for note, n in account.notes.items()]
+            notes = {
+                **account.notes,
+                "same turns and answers as an earlier row": account.duplicates,
+                "copies by the weight, beyond one a row": account.extra_copies.total(),
+                "blank lines skipped": account.blank_lines,
+            }
+            lines += [(n, f"note: {note}", []) for note, n in notes.items() if n]
             for count, what, first in lines:
                 cells = (visible(what), "\n".join(map(visible, first)))
                 table.add_row(Text(visible(name)), str(count), *map(Text, cells))
@@ -221,9 +235,6 @@ def _numbers(account: DatasetLedger, steps: list[str]) -> list[int]:
         *(account.used[step] for step in steps),
         account.unused.total(),
         account.num_dropped,
-        account.duplicates,
-        account.extra_copies.total(),
-        account.blank_lines,
     ]
 
 

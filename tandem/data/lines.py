@@ -4,7 +4,8 @@ Compression is told by the file's first bytes, never by its name. Lines end at a
 (a carriage return before it belongs to the line end); U+2028 and its like are text.
 
 Nothing a file holds makes a reader wait or fill the memory: pipes and devices are not opened, a
-line is read to LONGEST_LINE bytes, and a gzip file that unpacks to far more than text does is left.
+line is read to LONGEST_LINE bytes, a file of blank lines is left, and so is a packed one that
+unpacks to far more than text does. What it costs to read a file is in proportion to its size.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from tandem.types import Source
 
 LONGEST_LINE = 32 * 2**20
 """Bytes of a line that are kept: more than any model's context."""
-_SWOLLEN = 256 * 2**20
+_SWOLLEN = 8 * 2**20
 _LARGEST_RATIO = 100
-"""Above _SWOLLEN bytes a gzip file may unpack to this many times its size; text reaches 20."""
+"""Above _SWOLLEN bytes a packed file may unpack to this many times its size. Text reaches 20, and
+rows that all repeat one long system prompt 80."""
+_MOST_BLANK = 1_000_000
+"""Blank lines in a row that are skipped: a second and a half."""
 
 _BOM = b"\xef\xbb\xbf"
 _FOREIGN = {
@@ -48,10 +52,10 @@ def read_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tuple[int, i
     Raises:
         DataError: the file cannot be opened, is no text, or its compression is damaged.
     """
-    number, offset = 0, 0
+    number, offset, blank = 0, 0, 0
     try:
         with _open(path) as file:
-            most = _most_bytes(path)
+            most = most_bytes(path)
             while raw := file.readline(longest + 1):
                 number += 1
                 rest = 0 if raw.endswith(b"\n") else _skip_line(file, longest, most)
@@ -63,9 +67,12 @@ def read_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tuple[int, i
                     yield number, offset, raw
                 offset += len(raw) + rest
                 if offset > most:
+                    raise swollen(path)
+                blank = blank + 1 if raw.isspace() else 0
+                if blank > _MOST_BLANK:
                     raise DataError(
-                        f"{visible(str(path))} must be text packed by gzip; got one that unpacks "
-                        f"to over {_LARGEST_RATIO} times its size. Unpack it, if it is to be read."
+                        f"{visible(str(path))}:{number}: a file must have at most {_MOST_BLANK:,} "
+                        "blank lines in a row; got more. Take them out."
                     )
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
@@ -117,9 +124,17 @@ def _open(path: Path) -> BinaryIO:
     return cast(BinaryIO, gzip.open(path)) if packed else path.open("rb")
 
 
-def _most_bytes(path: Path) -> int:
-    """How far a file may unpack; a plain file never gets there."""
+def most_bytes(path: Path) -> int:
+    """How far a packed file may unpack; a plain file never gets there."""
     return max(_SWOLLEN, _LARGEST_RATIO * path.stat().st_size)
+
+
+def swollen(path: Path) -> DataError:
+    """What is said of a file that unpacks to more than that."""
+    return DataError(
+        f"{visible(str(path))} must unpack to at most {_LARGEST_RATIO} times its size, or "
+        f"{_SWOLLEN // 2**20} MiB; got more. If it is what it should be, unpack it to a plain file."
+    )
 
 
 def _skip_line(file: BinaryIO, step: int, most: int) -> int:

@@ -75,6 +75,10 @@ class BatchOrder:
         steps = -(-self._rows_to_read // self.batch_size)
         return min(steps, self.max_steps) if self.max_steps else steps
 
+    def epochs_done(self, step: int) -> float:
+        """Passes over the rows after `step` steps."""
+        return self._rows_before(step) / self.num_rows
+
     def from_step(self, step: int) -> Iterator[tuple[int, list[int]]]:
         """(k, this rank's rows of step k) for k = step + 1 to num_steps; nothing is replayed.
 
@@ -96,13 +100,15 @@ class BatchOrder:
         # 0.1 * 30 is a little over 3 in floating point, which is no fourth row.
         return max(1, math.ceil(round(self.epochs * self.num_rows, 6)))
 
+    def _rows_before(self, step: int) -> int:
+        """Rows of the stream that the first `step` steps read."""
+        rows = step * self.batch_size
+        return rows if self.epochs is None else min(rows, self._rows_to_read)
+
     def _batches(self, step: int) -> Iterator[tuple[int, list[int]]]:
         epoch, order = -1, np.empty(0, dtype=np.int64)
         for k in range(step, self.num_steps):
-            begin = k * self.batch_size
-            end = begin + self.batch_size
-            if self.epochs is not None:
-                end = min(end, self._rows_to_read)
+            begin, end = self._rows_before(k), self._rows_before(k + 1)
             rows: list[int] = []
             while begin < end:
                 if begin // self.num_rows != epoch:

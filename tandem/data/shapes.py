@@ -10,11 +10,12 @@ renderer marks the earlier assistant turns as learned too, so nothing of a dialo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tandem.data.excerpt import excerpt, names
+from tandem.data.excerpt import describe, excerpt, names
 from tandem.data.rows import RowProblem
 from tandem.data.turns import (
     Turns,
@@ -63,7 +64,9 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
     columns = columns or {}
     for role, column in columns.items():
         if column not in row:
-            raise RowProblem(column, names(row), f"be there, mapped to the role {role}")
+            weight = re.search(r":[\d.]+$", column)
+            advice = f"A weight goes before the map: FILE{weight[0]}::..." if weight else ""
+            raise RowProblem(column, names(row), f"be there, mapped to the role {role}", advice)
     renamed = {name: value for name, value in row.items() if name not in columns.values()}
     renamed |= {role: row[column] for role, column in columns.items()}
     shape = next((shape for shape in SHAPES if shape.fits(renamed, columns)), None)
@@ -131,12 +134,15 @@ def sharegpt(row: Row, source: Source) -> Sample:
 
 
 def alpaca(row: Row, source: Source) -> Sample:
-    """instruction, input, output: the prompt is the instruction, a blank line, and any input."""
+    """instruction, input, output: the prompt is the instruction, a blank line, and any input.
+
+    `history` (LLaMA-Factory's) holds the turns before it as [instruction, answer] pairs.
+    """
     prompt = text_of(row["instruction"], "instruction")
     given = "" if row.get("input") is None else _text(row["input"], "input")
     if given.strip():
         prompt = f"{prompt}\n\n{given}"
-    turns = _with_system((Message("user", prompt),), row)
+    turns = _with_system((*_history(row), Message("user", prompt)), row)
     return Sample(source, check_prompt(turns, "instruction"), text_of(row["output"], "output"))
 
 
@@ -165,7 +171,7 @@ SHAPES = (
     Shape("completion", ("prompt", "completion"), ("system", "label"), prompt_completion),
     Shape("messages", ("messages",), ("system", "label"), messages),
     Shape("sharegpt", ("conversations",), ("system",), sharegpt),
-    Shape("alpaca", ("instruction", "output"), ("input", "system"), alpaca),
+    Shape("alpaca", ("instruction", "output"), ("input", "system", "history"), alpaca),
     Shape("text", ("text",), (), plain_text),
     Shape("question", ("question", "answer"), ("system",), question_answer),
     Shape("prompt", ("prompt",), ("system",), prompt_only),
@@ -179,6 +185,22 @@ def _needs() -> list[str]:
 def _text(value: Any, field: str) -> str:
     """Text that may be blank."""
     return text_of(value, field) if not isinstance(value, str) or value.strip() else value
+
+
+def _history(row: Row) -> Turns:
+    """The turns of an Alpaca row's `history` column, where it has one."""
+    pairs = row.get("history")
+    if pairs is None or pairs == "":  # what a CSV file has for none
+        return ()
+    if not isinstance(pairs, list | tuple):
+        raise RowProblem("history", describe(pairs), "be a list of [instruction, answer] pairs")
+    turns: list[Message] = []
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise RowProblem("history", describe(pair), "hold [instruction, answer] pairs only")
+        turns.append(Message("user", text_of(pair[0], "history")))
+        turns.append(Message("assistant", text_of(pair[1], "history")))
+    return tuple(turns)
 
 
 def _with_system(turns: Turns, row: Row) -> Turns:

@@ -42,6 +42,15 @@ _READERS: dict[str, Callable[[Path, str, OnBlank], Rows]] = {
     ".parquet": read_parquet,
 }
 _FORMATS = ", ".join(_READERS)
+_RENAME = "Rename it to what it holds."
+_ADVICE = {
+    ".tsv": "Save it with commas, as .csv.",
+    ".tab": "Save it with commas, as .csv.",
+    ".xlsx": "Export it as .csv.",
+    ".arrow": "Save it as .parquet.",
+    **dict.fromkeys([".xz", ".zst", ".bz2", ".zip", ".tar", ".tgz"], "Unpack it."),
+}
+"""What to do with a file that has another ending."""
 _METADATA = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _WEIGHT = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?|nan|inf)", re.IGNORECASE)
@@ -145,6 +154,11 @@ def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[R
         rows = _folder(path, spec.name, on_blank)
     elif path.exists():
         rows = _file(path, spec.name, on_blank)
+    elif near := _nearest(path, spec.path):
+        raise DataError(
+            f"data set {visible(spec.path)} must be a file or folder that exists, or a hub name; "
+            f"got neither. Did you mean {visible(near)}?"
+        )
     elif _looks_like_hub_name(spec.path):
         rows = rows_through_datasets(spec.name, spec.path, None)
     else:
@@ -205,6 +219,22 @@ def _looks_like_hub_name(text: str) -> bool:
     return bool(_HUB_NAME.fullmatch(text)) and _format_of(Path(text)) not in _READERS
 
 
+def _nearest(path: Path, text: str) -> str:
+    """A file or folder here that a path which is not may have meant; "" if none.
+
+    A hub's name may be like a file's; so it is taken for a slip only where it has an ending, or
+    the folder in front of its name is here.
+    """
+    if _looks_like_hub_name(text) and not (path.suffix[1:].isalpha() or "/" in text):
+        return ""
+    try:
+        here = os.listdir(path.parent)
+    except OSError:
+        return ""
+    near = get_close_matches(path.name, here, 1, cutoff=0.8)
+    return str(path.parent / near[0]) if near else ""
+
+
 def _is_saved_dataset(path: Path) -> bool:
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
@@ -214,7 +244,7 @@ def _file(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
     if reader is None:
         raise DataError(
             f"{visible(str(path))} must end in one of {_FORMATS} (or these with .gz); "
-            f"got {excerpt(path.name)}. Rename it to what it holds."
+            f"got {excerpt(path.name)}. {_ADVICE.get(path.suffix.lower(), _RENAME)}"
         )
     return reader(path, dataset, on_blank)
 

@@ -14,7 +14,7 @@ import math
 import re
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Literal
@@ -24,6 +24,8 @@ from tandem.types import Sample
 
 Step = Literal["sft", "reward", "ppo", "heldout"]
 STEPS: tuple[Step, ...] = ("sft", "reward", "ppo")
+DEFAULT_SHARES = (2.0, 4.0, 4.0)
+"""DeepSpeed-Chat's shares of SFT, reward model and PPO."""
 _LONG = 5000
 """Characters that are normalized as they come: at the worst they take milliseconds."""
 
@@ -56,6 +58,21 @@ def content_key(sample: Sample) -> bytes:
     turns = tuple((turn.role, turn.content) for turn in sample.prompt)
     content = (turns, sample.chosen, sample.rejected, sample.text)
     return hashlib.sha256(repr(content).encode()).digest()
+
+
+def share_of(step: str) -> Step:
+    """Whose share of the rows a run's step trains on: DPO learns from the reward model's pairs."""
+    return next(name for name in STEPS if name == {"dpo": "reward"}.get(step, step))
+
+
+def shares_among(steps: Iterable[str]) -> tuple[float, ...]:
+    """The default shares of the steps that run; 0 for the others.
+
+    Example: shares_among(["reward", "ppo"]) is (0, 4, 4).
+    """
+    running = {share_of(step) for step in steps}
+    pairs = zip(STEPS, DEFAULT_SHARES, strict=True)
+    return tuple(share if step in running else 0.0 for step, share in pairs)
 
 
 class Split:

@@ -18,12 +18,14 @@ from tandem.types import Message
 
 # For tokenizers that bring no chat template: "Human: hi\n\nAssistant: yo" + EOS, turns apart by a
 # blank line, a system text first. PREFIX becomes what the tokenizer puts before a text (its BOS).
+# `generation` marks what the assistant writes for trainers that ask Hugging Face for a mask of it.
 _DEFAULT_TEMPLATE = """\
 {{- PREFIX }}
 {%- for message in messages %}
     {%- if not loop.first %}{{- '\\n\\n' }}{%- endif %}
-    {%- if message.role == 'system' %}{{- message.content }}
-    {%- elif message.role == 'assistant' %}{{- 'Assistant: ' + message.content + eos_token }}
+    {%- if message.role in ['system', 'developer'] %}{{- message.content }}
+    {%- elif message.role == 'assistant' %}{{- 'Assistant: ' -}}
+        {% generation %}{{- message.content + eos_token }}{% endgeneration %}
     {%- else %}
         {{- {'user': 'Human: ', 'tool': 'Tool: '}[message.role] + message.content }}
     {%- endif %}
@@ -301,16 +303,23 @@ class ChatTemplate:
 
     def _probe(self) -> tuple[str, str]:
         """Template text before and after an assistant's words."""
-        user = Message("user", "hello")
-        try:
-            with deadline():
-                prompt = self._call((user,), True)
-                text = self._call((user, Message("assistant", _PROBE)), False)
-        except Exception as error:  # a template is a program: it can divide by zero
+        user, answer = Message("user", "hello"), Message("assistant", _PROBE)
+        problem: Exception | None = None
+        # Some templates fail without a system turn, others with one.
+        for opening in ((user,), (Message("system", "hello"), user)):
+            try:
+                with deadline():
+                    prompt = self._call(opening, True)
+                    text = self._call((*opening, answer), False)
+                break
+            except Exception as error:  # a template is a program: it can divide by zero
+                problem = problem or error
+        else:
+            assert problem is not None
             raise ModelError(
                 f"{self._name} must render a user's and an assistant's turn; got "
-                f"{_cause(error)}. Give the tokenizer another chat_template."
-            ) from error
+                f"{_cause(problem)}. Give the tokenizer another chat_template."
+            ) from problem
         if not text.startswith(prompt):
             raise ModelError(
                 f"{self._name} must render an answered prompt as the prompt and then the answer; "

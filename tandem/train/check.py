@@ -14,11 +14,13 @@ from tandem.models.source import load_config, locate
 from tandem.models.starts import same_base, start_of
 from tandem.parallel.tensor import check_divides
 from tandem.parallel.world import World
-from tandem.train.rows import StepRows
+from tandem.train.reward_function import columns_problem, load_reward_function
+from tandem.train.rows import StepRows, positions
 
 
 def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> None:
-    """Every configured step has rows, and every row fits its model's positions.
+    """Every configured step has rows, every row fits its model's positions, and a reward function
+    can be called with the rows' columns.
 
     Args:
         policy, reward: where the models come from.
@@ -26,13 +28,13 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
         ConfigError: some do not; all that is wrong at once.
     """
     problems = list(_empty_steps(config, rows))
-    limit = _positions(policy, config)
+    limit = positions(policy, config)
     longest_answer = config.sampling.max_new_tokens
-    problems += _too_long("sft", [*rows.sft, *rows.heldout_sft, *rows.ptx], limit)
-    problems += _too_long("dpo", [*rows.dpo_pairs, *rows.heldout_dpo_pairs], limit)
+    problems += _too_long("rows of step sft", rows.sft, limit)
+    problems += _too_long("rows of ppo.ptx_data", rows.ptx, limit)
+    problems += _too_long("rows of step dpo", rows.dpo_pairs, limit)
     if "reward" in config.steps:
-        pairs = [*rows.pairs, *rows.heldout_pairs]
-        problems += _too_long("reward", pairs, _positions(reward, config))
+        problems += _too_long("rows of step reward", rows.pairs, positions(reward, config))
     scored = min(config.reward.normalize_prompts, len(rows.prompts))
     if "reward" in config.steps and scored * config.sampling.samples_per_prompt == 1:
         problems.append(
@@ -40,7 +42,7 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
             f"got 1 ({len(rows.prompts)} prompts, reward.normalize_prompts "
             f"{config.reward.normalize_prompts}). Use more, or set reward.normalize_prompts 0"
         )
-    longest = max(map(len, [*rows.prompts, *rows.heldout_prompts]), default=0)
+    longest = max(map(len, rows.prompts), default=0)
     generates = {"reward", "ppo"} & set(config.steps)
     if generates and limit is not None and longest + longest_answer > limit:
         problems.append(
@@ -61,6 +63,10 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
             f"was drawn from is not what is trained; got up to {longest} + {longest_answer}. Lower "
             "dataset.max_prompt_tokens or sampling.max_new_tokens"
         )
+    if "ppo" in config.steps and config.ppo.reward_function:
+        function = load_reward_function(config.ppo.reward_function)
+        if problem := columns_problem(function, [*rows.prompts, *rows.heldout_prompts]):
+            problems.append(problem)
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -126,13 +132,13 @@ def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:
     ]
 
 
-def _too_long(step: str, rows: Sequence[Sized], limit: int | None) -> list[str]:
+def _too_long(what: str, rows: Sequence[Sized], limit: int | None) -> list[str]:
     longest = max(map(len, rows), default=0)
     if limit is None or longest <= limit:
         return []
     return [
         (
-            f"rows of step {step} must fit the model's {limit} positions; got {longest} tokens. "
+            f"{what} must fit the model's {limit} positions; got {longest} tokens. "
             f"Set dataset.max_tokens to at most {limit}"
         )
     ]
@@ -141,8 +147,3 @@ def _too_long(step: str, rows: Sequence[Sized], limit: int | None) -> list[str]:
 def _rope_border(path: str, config: RunConfig) -> int | None:
     found = load_config(locate(path), trust_remote_code=config.trust_remote_code)
     return longrope_border(found.get_text_config())
-
-
-def _positions(path: str, config: RunConfig) -> int | None:
-    found = load_config(locate(path), trust_remote_code=config.trust_remote_code)
-    return getattr(found.get_text_config(), "max_position_embeddings", None)

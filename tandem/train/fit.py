@@ -109,7 +109,7 @@ def fit(
                     loop.begin(step, batch)
                     # Only dropout draws from it, other numbers on every rank.
                     torch.manual_seed(config.seed + step + (run.world.rank << 40))
-                    values = {"epoch": step * settings.batch_size / len(rows)}
+                    values = {"epoch": order.epochs_done(step)}
                     work = partial(_train_step, trainee, batch, objective, config, room, phases)
                     try:
                         values |= room.attempt(stage, model, work, trainee.forget)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.schema import RunConfig
+from tandem.data.ledger import STEP_TITLES
 from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.devices import resolve_device
 from tandem.engine.spread import zero_plus_plus
@@ -27,6 +28,7 @@ from tandem.train.reward_model import train_reward_model
 from tandem.train.rows import StepRows, prepare_rows
 from tandem.train.run import Run
 from tandem.train.sft import train_sft
+from tandem.train.shares import settle_shares
 
 STEPS: dict[str, Callable[[Run, StepRows], None]] = {
     "sft": train_sft,
@@ -57,7 +59,11 @@ def train(
     """
     keep_freed_memory()
     world = world or World(device=resolve_device(config.device))
-    run = Run(config, say, find_folders(Path(config.output_dir), world))
+    world = find_folders(Path(config.output_dir), world)
+    config, said = settle_shares(config, world)
+    run = Run(config, say, world)
+    if said:
+        run.say(said)
     with run.stops, closing(run):
         _train(run, command)
     return run
@@ -113,7 +119,7 @@ def ledger_lines(rows: StepRows) -> list[str]:
     """One line per data set: rows read, used per step, unused and dropped by reason."""
     lines = []
     for account in rows.ledger.datasets.values():
-        used = ", ".join(f"{step} {count}" for step, count in account.used.items() if count)
+        used = ", ".join(f"{s} {account.used[s]}" for s in STEP_TITLES if account.used[s])
         line = f"data {account.name}: {account.rows} rows = used {account.num_used} ({used})"
         for what, reasons in (
             ("unused", dict(account.unused)),

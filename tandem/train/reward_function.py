@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 import numbers
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -19,9 +20,11 @@ from torch import Tensor
 from tandem.errors import ConfigError, DataError, Stopped
 from tandem.models.claims import one_line
 from tandem.parallel.world import World
-from tandem.types import Rollout
+from tandem.types import PromptRow, Rollout
 
 RewardFunction = Callable[..., list[float | None]]
+_GIVEN = {"prompts", "completions", "messages"}
+"""What every reward function is given beside the data's columns."""
 
 _MOST = 1e15
 """Size of a reward whose squares and sums over a rollout are still float32 numbers."""
@@ -91,6 +94,28 @@ def function_scores(
     return torch.tensor(scores, device=rollout.batch.token_ids.device)
 
 
+def columns_problem(function: RewardFunction, prompts: Sequence[PromptRow]) -> str:
+    """What keeps `function` from being called with the columns of the prompts, or ""."""
+    columns = {name for prompt in prompts for name in prompt.columns}
+    if taken := sorted(columns & _GIVEN):
+        return (
+            f"data columns must not be named {', '.join(taken)}, which a reward function is given "
+            "anyway; got such columns. Rename them in the data"
+        )
+    try:
+        inspect.signature(function).bind([], [], **{name: [] for name in columns | {"messages"}})
+    except TypeError as error:
+        label = getattr(function, "__name__", str(function))
+        return (
+            f"reward function {label} must take prompts, completions and the data's columns "
+            f"({', '.join(sorted(columns)) or 'none'}); got: {error}. Name its parameters as the "
+            "columns, with **columns for the rest"
+        )
+    except ValueError:  # something without a signature, which the first call will tell of
+        pass
+    return ""
+
+
 def _called(function: RewardFunction, rollout: Rollout) -> Tensor:
     """(B,) float32 rewards of a rollout's answers; NaN where the function says None.
 
@@ -102,16 +127,12 @@ def _called(function: RewardFunction, rollout: Rollout) -> Tensor:
     Raises:
         DataError: it raises, or returns anything but one finite number or None per answer.
     """
+    if problem := columns_problem(function, rollout.prompts):
+        raise DataError(f"{problem}.")
     columns: dict[str, list[Any]] = {
         name: [prompt.columns.get(name) for prompt in rollout.prompts]
         for name in sorted({name for prompt in rollout.prompts for name in prompt.columns})
     }
-    taken = {"prompts", "completions", "messages"} & columns.keys()
-    if taken:
-        raise DataError(
-            f"data columns must not be named {', '.join(sorted(taken))}, which a reward function "
-            "is given anyway; rename them in the data."
-        )
     columns["messages"] = [
         [{"role": m.role, "content": m.content} for m in prompt.messages]
         for prompt in rollout.prompts

@@ -19,6 +19,7 @@ from tandem.data.loader import permutation
 from tandem.data.render import Renderer
 from tandem.errors import DataError
 from tandem.models.load import load_tokenizer
+from tandem.models.source import load_config, locate
 from tandem.models.stops import load_stop_ids
 from tandem.types import PairRow, PromptRow, Sample, TokenRow
 
@@ -74,15 +75,22 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
     reward_tokenizer, reward_renderer = load_renderer(
         reward, trust_remote_code=config.trust_remote_code
     )
-    data = load_data(config.dataset, config.data, config.sft_data, seed=config.seed)
+    data = load_data(
+        config.dataset, config.data, config.sft_data, seed=config.seed, steps=config.steps
+    )
     render = _Rendering(config, data.ledger)
+    room, reward_room = positions(policy, config), positions(reward, config)
+    prompt_room = None if room is None else room - config.sampling.max_new_tokens
     steps = set(config.steps)
     ptx = Dataset()
     if "ppo" in steps and config.ppo.ptx_data:
         text = load_text(config.ppo.ptx_data, config.dataset, seed=config.seed, ledger=data.ledger)
         ptx = Dataset(sft=text.train, heldout=text.heldout)
-    # Step 2 needs some of step 3's prompts too, to normalize its scores on.
-    wants_prompts = steps & {"reward", "ppo"}
+    prompts: list[PromptRow] = []
+    if "ppo" in steps:
+        prompts = render.prompts(data.ppo, renderer, "ppo")
+    elif "reward" in steps:  # it normalizes its scores on some: step 3's, or its own
+        prompts = render.prompts(data.ppo or data.reward, renderer, None, prompt_room)
     return StepRows(
         renderer=renderer,
         reward_renderer=reward_renderer,
@@ -90,18 +98,26 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
         reward_tokenizer=reward_tokenizer,
         ledger=data.ledger,
         sft=render.texts(data.sft, renderer, "sft") if "sft" in steps else [],
-        heldout_sft=render.texts(data.heldout, renderer, None),
+        heldout_sft=render.texts(data.heldout, renderer, None, room),
         pairs=render.pairs(data.reward, reward_renderer, "reward") if "reward" in steps else [],
-        heldout_pairs=render.pairs(data.heldout, reward_renderer, None),
+        heldout_pairs=render.pairs(data.heldout, reward_renderer, None, reward_room),
         dpo_pairs=render.pairs(data.reward, renderer, "reward") if "dpo" in steps else [],
-        heldout_dpo_pairs=render.pairs(data.heldout, renderer, None) if "dpo" in steps else [],
-        prompts=shuffled(render.prompts(data.ppo, renderer, "ppo"), config.seed)
-        if wants_prompts
+        heldout_dpo_pairs=render.pairs(data.heldout, renderer, None, room)
+        if "dpo" in steps
         else [],
-        heldout_prompts=shuffled(render.prompts(data.heldout, renderer, None), config.seed),
+        prompts=shuffled(prompts, config.seed),
+        heldout_prompts=shuffled(
+            render.prompts(data.heldout, renderer, None, prompt_room), config.seed
+        ),
         ptx=render.texts(ptx.sft, renderer, "ptx"),
-        heldout_ptx=render.texts(ptx.heldout, renderer, None),
+        heldout_ptx=render.texts(ptx.heldout, renderer, None, room),
     )
+
+
+def positions(path: str, config: RunConfig) -> int | None:
+    """Tokens that the model's longest sequence can have; None where it has no such limit."""
+    found = load_config(locate(path), trust_remote_code=config.trust_remote_code)
+    return getattr(found.get_text_config(), "max_position_embeddings", None)
 
 
 def shuffled(rows: list[Row], seed: int) -> list[Row]:
@@ -111,7 +127,8 @@ def shuffled(rows: list[Row], seed: int) -> list[Row]:
 
 class _Rendering:
     """Renders samples, entering those that do not fit under the step they were for (None: those
-    that are only measured on are noted, not dropped: another measure may have room for them)."""
+    that are only measured on are noted, not dropped: another measure may have room for them).
+    `room` is what the model that they are measured with has, in tokens, beside any answer."""
 
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
         self.config = config
@@ -119,7 +136,11 @@ class _Rendering:
         self.ledger = ledger
 
     def texts(
-        self, samples: Sequence[Sample], renderer: Renderer, step: str | None
+        self,
+        samples: Sequence[Sample],
+        renderer: Renderer,
+        step: str | None,
+        room: int | None = None,
     ) -> list[TokenRow]:
         """Whole conversations and documents, learned as `sft.loss_on` says."""
 
@@ -136,10 +157,14 @@ class _Rendering:
             return fit(row, self.dataset.max_tokens, self.dataset.on_long_row)
 
         able = [s for s in samples if s.text is not None or s.chosen is not None]
-        return self._render(able, step, render, shorten)
+        return self._render(able, step, render, shorten, room)
 
     def pairs(
-        self, samples: Sequence[Sample], renderer: Renderer, step: str | None
+        self,
+        samples: Sequence[Sample],
+        renderer: Renderer,
+        step: str | None,
+        room: int | None = None,
     ) -> list[PairRow]:
         """Preferred and rejected answers, their masks on the last answer alone."""
 
@@ -154,10 +179,14 @@ class _Rendering:
             return fit_pair(pair, self.dataset.max_tokens, self.dataset.on_long_row)
 
         able = [s for s in samples if s.chosen is not None and s.rejected is not None]
-        return self._render(able, step, render, shorten)
+        return self._render(able, step, render, shorten, room)
 
     def prompts(
-        self, samples: Sequence[Sample], renderer: Renderer, step: str | None
+        self,
+        samples: Sequence[Sample],
+        renderer: Renderer,
+        step: str | None,
+        room: int | None = None,
     ) -> list[PromptRow]:
         """Prompts to answer."""
 
@@ -169,7 +198,7 @@ class _Rendering:
                 row, self.dataset.max_prompt_tokens, self.dataset.on_long_row, renderer
             )
 
-        return self._render([s for s in samples if s.prompt], step, render, shorten)
+        return self._render([s for s in samples if s.prompt], step, render, shorten, room)
 
     def _render(
         self,
@@ -177,6 +206,7 @@ class _Rendering:
         step: str | None,
         render: Callable[[Sample], Row],
         shorten: Callable[[Row], Fitted[Row]],
+        room: int | None,
     ) -> list[Row]:
         rows = []
         for sample in samples:
@@ -190,6 +220,8 @@ class _Rendering:
                 fitted = Fitted(None, "dropped", "the tokenizer or its template cannot take it")
             else:
                 fitted = shorten(rendered)
+                if fitted.row is not None and room is not None and len(fitted.row) > room:
+                    fitted = Fitted(None, "dropped", "longer than the model's positions")
             self._note(sample, step, fitted)
             if fitted.row is not None:
                 rows.append(fitted.row)

@@ -56,6 +56,24 @@ def test_bad_rows_are_shown_and_exit_with_1(tmp_path: Path) -> None:
     assert "dropped: messages must have role and content" in text
 
 
+def test_the_first_bad_row_comes_with_what_to_do(tmp_path: Path) -> None:
+    code, text = run([write(tmp_path / "a.jsonl", [*ROWS, {"q": "x", "good": "y"}])])
+    assert code == 1
+    shown = " ".join(text.replace("│", " ").split())
+    assert "found columns q, good. Map its columns, as in FILE::prompt=question" in shown
+
+
+def test_what_a_step_alone_would_get(tmp_path: Path) -> None:
+    data = write(tmp_path / "a.jsonl", ROWS)
+    for steps, num_used in ((["sft"], 20), (["sft", "reward", "ppo"], 20), (["dpo"], 20)):
+        text = run([data], steps=steps)[1]
+        assert f"used: by a run of {' '.join(steps)} (one step alone" in text
+        row = next(line for line in text.splitlines() if line.startswith("│ a "))
+        read, *used, unused, dropped = (int(cell) for cell in row.strip("│").split("│")[1:])
+        assert (read, sum(used), unused, dropped) == (20, num_used, 0, 0)
+        assert sum(count > 0 for count in used[:3]) == (3 if len(steps) == 3 else 1)
+
+
 def test_shared_prompts_are_shown(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", ROWS)
     b = write(tmp_path / "b.jsonl", [{"prompt": " question  3? "}, {"prompt": "New?"}])

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.config.schema import DataConfig
+from tandem.data import dataset as dataset_module
 from tandem.data.dataset import Dataset, load_data, load_text
 from tandem.data.split import opening
 from tandem.errors import ConfigError, DataError
@@ -378,3 +379,15 @@ def test_answers_stay_for_reward_functions(shared: Path) -> None:
     spec = f"{shared / name}::prompt=question,completion=cot"
     dataset = load_data(DROP, [spec], seed=1)
     assert all(set(s.columns) == {"id", "dataset", "answer"} for s in dataset.ppo)
+
+
+def test_a_data_set_of_which_nothing_can_be_used_is_left_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset_module, "_HOPELESS", 20)
+    bad = [{"question": "q"}] * 40
+    with pytest.raises(DataError, match=r"got 20 of which none can. .*b.jsonl:20: row must have"):
+        load_data(DROP, [write(tmp_path / "b.jsonl", bad)], seed=1)
+    some = [*bad[:19], pair(1), *bad]
+    ledger = load_data(DROP, [write(tmp_path / "c.jsonl", some)], seed=1).ledger
+    assert ledger.num_dropped == 59

@@ -203,6 +203,18 @@ def test_parquet_rows_that_python_cannot_take(tmp_path: Path) -> None:
         assert row.expected == "hold values that Python can take"
 
 
+def test_a_parquet_file_that_unpacks_to_far_more_is_left_early(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    text = arrow.DictionaryArray.from_arrays(
+        arrow.array([0] * 100_000, arrow.int32()), arrow.array(["x" * 1_000_000])
+    )
+    parquet.write_table(arrow.table({"text": text}), tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 2_000_000
+    with pytest.raises(DataError, match="must unpack to at most 100 times its size"):
+        list(read_parquet(tmp_path / "a.parquet", "a", ignore))
+
+
 def test_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -210,3 +222,32 @@ def test_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     parquet.write_table(arrow.Table.from_arrays(columns, ["text", "text"]), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="column names must be different and not blank"):
         list(read_parquet(tmp_path / "a.parquet", "a", ignore))
+
+
+@pytest.mark.parametrize(
+    ("mark", "name"),
+    [(";", "semicolons"), ("\t", "tabs"), ("|", "bars")],
+    ids=["semi", "tab", "bar"],
+)
+def test_another_separator_is_named(tmp_path: Path, mark: str, name: str) -> None:
+    content = f"prompt{mark}completion\n1,5{mark}x\n".encode()
+    with pytest.raises(DataError, match=f"must be parted by commas; got .* parted by {name}"):
+        csv(tmp_path, content)
+
+
+def test_messages_in_a_csv_cell_are_read_from_json_and_from_nothing_else(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a, 'b'"}, {"role": "assistant", "content": "c"}]
+
+    def file_of(cell: str) -> bytes:
+        quoted = cell.replace('"', '""')
+        return f'messages,note\n"{quoted}",[1]\n'.encode()
+
+    (row,) = csv(tmp_path, file_of(json.dumps(turns)))
+    assert isinstance(row, RawRow)
+    assert row.columns == {"messages": turns, "note": "[1]"}
+    printed = repr(turns).replace("}, {", "}\n {")  # as pandas writes an array of them
+    for cell in (repr(turns), printed, json.dumps(turns)[:-2], "[{'role': " + "[" * 100_000):
+        (row,) = csv(tmp_path, file_of(cell))
+        assert isinstance(row, BadRow)
+        assert str(row.error()).startswith(f"{tmp_path}/a.csv:2: field messages must be text, or")
+        assert "Save the rows as .jsonl or .parquet." in str(row.error())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import time
 from collections import deque
 from pathlib import Path
 
@@ -73,10 +74,39 @@ def test_a_gzip_bomb_is_left_early(
     monkeypatch.setattr(lines_module, "_SWOLLEN", 1_000_000)
     (tmp_path / "a").write_bytes(gzip.compress(content))
     found = read_lines(tmp_path / "a", longest=1000)
-    with pytest.raises(DataError, match="unpacks to over 100 times its size"):
+    with pytest.raises(DataError, match="must unpack to at most 100 times its size"):
         deque(found, maxlen=0)
     (tmp_path / "b").write_bytes(content)  # as large, but not packed
     assert sum(1 for _ in read_lines(tmp_path / "b", longest=1000)) > 0
+
+
+def test_a_few_kilobytes_cost_a_few_seconds(tmp_path: Path) -> None:
+    """Each of these was read for minutes: what is packed may be a thousand times its size."""
+    for name, content in (
+        ("blank", b"\n" * 8_000_000),
+        ("spaces", b" \r\n" * 2_500_000),
+        ("zeros", b"0" * 100_000_000),
+    ):
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(content))
+        assert path.stat().st_size < 100_000
+        start = time.process_time()
+        with pytest.raises(
+            DataError, match=r"blank lines in a row|at most 100 times its size, or 8"
+        ):
+            deque(read_lines(path), maxlen=0)
+        assert time.process_time() - start < 15
+
+
+def test_blank_lines_between_rows_are_no_bomb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines_module, "_MOST_BLANK", 10)
+    (tmp_path / "a").write_bytes((b"\n" * 10 + b"x\n") * 20)
+    assert sum(1 for _ in read_lines(tmp_path / "a")) == 220
+    (tmp_path / "b").write_bytes(b"x\n" + b"\n" * 11)
+    with pytest.raises(DataError, match="b:12: a file must have at most 10 blank lines in a row"):
+        list(read_lines(tmp_path / "b"))
 
 
 @pytest.mark.parametrize(

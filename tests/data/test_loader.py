@@ -140,3 +140,12 @@ def test_no_two_neighbours_fit_together(lengths: list[int], limit: int) -> None:
 def test_microbatches_need_room() -> None:
     with pytest.raises(ConfigError, match=r"micro_batch_tokens must be at least 1; got 0"):
         microbatches([1], 0)
+
+
+def test_epochs_are_counted_in_the_rows_that_were_read() -> None:
+    """The last batch is short: 40 rows in batches of 32 are one epoch, not 1.6."""
+    order = BatchOrder(num_rows=40, batch_size=32, seed=1, epochs=1.0)
+    assert [order.epochs_done(step) for step in range(order.num_steps + 1)] == [0, 0.8, 1]
+    assert sum(len(rows) for _, rows in order.from_step(0)) == 40
+    endless = BatchOrder(num_rows=40, batch_size=32, seed=1, epochs=None, max_steps=5)
+    assert endless.epochs_done(5) == 4

@@ -293,3 +293,23 @@ def test_no_shape_hides_another() -> None:
     for shape in SHAPES:
         row = dict.fromkeys(shape.needs, "x")
         assert next(s for s in SHAPES if s.fits(row, {})) is shape
+
+
+def test_an_alpaca_rows_history_is_the_turns_before_it() -> None:
+    row = {"instruction": "And 3+3?", "output": "6", "history": [["2+2?", "4"]], "system": "Hm."}
+    found = sample(row)
+    assert found.prompt == (Message("system", "Hm."), *TURNS)
+    assert (found.chosen, found.columns) == ("6", {})
+    for none in (None, [], ""):
+        assert len(sample(row | {"history": none}).prompt) == 2
+
+
+@pytest.mark.parametrize("history", ["2+2?", [["2+2?"]], [["a", None]], [["a", " "]], [{}], 3])
+def test_a_history_of_another_form_is_a_bad_row(history: object) -> None:
+    with pytest.raises(RowProblem, match="history must"):
+        sample({"instruction": "a", "output": "b", "history": history})
+
+
+def test_a_weight_behind_the_map_is_told() -> None:
+    with pytest.raises(RowProblem, match=r"A weight goes before the map: FILE:2::"):
+        sample({"q": "a"}, prompt="q:2")

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from tandem.data import sources as sources_module
 from tandem.data.rows import BadRow, RawRow
 from tandem.data.sources import DataSpec, parse_columns, parse_spec, read_rows
 from tandem.errors import ConfigError, DataError
+from tandem.types import Source
 
 
 def columns_of(text: str) -> list[Any]:
@@ -91,6 +93,51 @@ def test_column_maps_are_checked(items: list[str], message: str) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no.jsonl must be a file or folder that exists"):
         list(read_rows(parse_spec(str(tmp_path / "no.jsonl"))))
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("data/prefs.jsnl", "data/prefs.jsonl"),
+        ("data/pref", "data/prefs"),
+        ("prefs.jsnl", "prefs.jsonl"),
+        ("FOLDER/data/prefs.jsol", "data/prefs.jsonl"),
+    ],
+)
+def test_a_slip_of_the_pen_is_found_here_and_not_on_the_hub(
+    name: str, near: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    for file in ("data/prefs.jsonl", "prefs.jsonl", "data/prefs"):
+        (tmp_path / file).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sources_module, "rows_through_datasets", lambda *a: pytest.fail("the hub"))
+    with pytest.raises(DataError, match=rf"got neither. Did you mean .*{near}\?"):
+        list(read_rows(parse_spec(name.replace("FOLDER", str(tmp_path)))))
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "imdb", "data/other", "someone/prefs"])
+def test_hub_names_are_asked_for_though_files_here_are_like_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    for file in ("gsm8k.jsonl", "imdb2", "data/prefs.jsonl"):
+        (tmp_path / file).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    row = RawRow({}, Source(name, name, 1))
+    monkeypatch.setattr(sources_module, "rows_through_datasets", lambda *a: iter([row]))
+    assert list(read_rows(parse_spec(name))) == [row]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("a.tsv", "Save it with commas"), ("a.jsonl.xz", "Unpack it"), ("a.zst", "Unpack it"),
+     ("a.odd", "Rename it")],
+)  # fmt: skip
+def test_what_to_do_with_another_ending(name: str, advice: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(DataError, match=advice):
+        list(read_rows(parse_spec(str(tmp_path / name))))
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:

@@ -59,6 +59,33 @@ def test_parts_lie_end_to_end() -> None:
     assert text.endswith(last.before)
 
 
+def test_a_template_that_needs_a_system_turn_serves_rows_that_have_one() -> None:
+    needy = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template = template_of(byte_level(needy + CHATML))
+    assert template.terminator == "<|im_end|>"
+    system = Message("system", "be kind")
+    assert template.prompt([system, *TURNS[:1]], "row").endswith("assistant\n")
+    assert len(template.parts([system, *TURNS], "row", every_answer=True)) == 3
+    with pytest.raises(DataError, match=r"row: turns must suit the chat template.*'no system'"):
+        template.prompt(TURNS[:1], "row")
+    with pytest.raises(ModelError, match="must render a user's and an assistant's turn; got 'so'"):
+        template_of(byte_level("{{ raise_exception('so') }}"))
+
+
+def test_the_default_marks_what_the_assistant_wrote_for_other_trainers() -> None:
+    tokenizer = byte_level(None)
+    tokenizer.chat_template = template_of(tokenizer).source
+    dialog = [{"role": m.role, "content": m.content} for m in TURNS]
+    marked = tokenizer.apply_chat_template(
+        dialog, return_assistant_tokens_mask=True, return_dict=True
+    )
+    written = [i for i, m in zip(marked["input_ids"], marked["assistant_masks"], strict=True) if m]
+    assert tokenizer.decode(written).strip() == "yes <|endoftext|>"
+    told = [{"role": "developer", "content": "be kind"}, *dialog[:1]]
+    text = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
+    assert text == "be kind\n\nHuman: hello\n\nAssistant:"
+
+
 def test_the_default_begins_as_the_tokenizer_does() -> None:
     template = template_of(byte_level(None), prefix='<"s">')
     assert template.prompt(TURNS[:1], "row") == '<"s">Human: hello\n\nAssistant:'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from tandem.config.schema import ParallelConfig, RunConfig
 from tandem.errors import ConfigError, ModelError
 from tandem.parallel import watch
 from tandem.parallel.world import World
-from tandem.train.check import check_parallel, idle_ranks
+from tandem.train.check import check_parallel, check_rows, idle_ranks
 from tandem.train.pipeline import STEPS, train
-from tandem.train.rows import StepRows
+from tandem.train.rows import StepRows, prepare_rows
 from tandem.train.run import Run
 from tests.tiny import save_tiny_model, tiny_config, tiny_tokenizer
 
@@ -131,6 +132,68 @@ def test_scores_of_one_answer_have_no_spread(
     with pytest.raises(ConfigError, match="normalize_prompts must be 0 or find two prompts"):
         train(config, command="test", say=lambda line: None)
     assert not (run / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("column", "parameters", "part"),
+    [
+        ("prompts", "prompts, completions, **columns", "must not be named prompts"),
+        ("level", "prompts, completions, level, messages", ""),
+        (
+            "level",
+            "prompts, completions, answer, **columns",
+            "missing a required argument: 'answer'",
+        ),
+        ("level", "prompts, completions", r"\(level\); got: got an unexpected keyword"),
+    ],
+)
+def test_a_reward_function_that_cannot_be_called_is_refused_before_the_first_step(
+    tmp_path: Path, tiny_model: str, column: str, parameters: str, part: str
+) -> None:
+    rows = [{"prompt": f"q{i}", "chosen": "a", "rejected": "b", column: i} for i in range(60)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "rewards.py"
+    file.write_text(f"def score({parameters}):\n    return [0.0 for _ in completions]\n")
+    config = tiny_config(
+        tmp_path / "run", tiny_model, str(data), ppo__reward_function=f"{file}:score"
+    )
+    rows_of = prepare_rows(config, tiny_model, tiny_model)
+    if part:
+        with pytest.raises(ConfigError, match=part):
+            check_rows(config, rows_of, tiny_model, tiny_model)
+        with pytest.raises(ConfigError, match=part):
+            train(config, command="test", say=lambda line: None)
+        assert not (tmp_path / "run").exists()
+    else:
+        check_rows(config, rows_of, tiny_model, tiny_model)
+
+
+def test_only_rows_of_steps_that_run_must_fit_the_model(tmp_path: Path, tiny_model: str) -> None:
+    """256 positions: rows of 400 tokens stop SFT, and PPO alone just does not measure on them."""
+    rows = [
+        {"prompt": f"q{i}", "chosen": "a b " * (150 if i % 2 else 3), "rejected": "c"}
+        for i in range(80)
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tiny_config(
+        tmp_path / "run", tiny_model, str(data), dataset__max_tokens=900, dataset__heldout=0.4
+    )
+    for step in ("sft", "reward", "dpo"):
+        config = replace(config, steps=(step,), dataset=replace(config.dataset, split=()))
+        prepared = prepare_rows(config, tiny_model, tiny_model)
+        with pytest.raises(ConfigError, match=f"rows of step {step} must fit the model's 256"):
+            check_rows(config, prepared, tiny_model, tiny_model)
+    config = replace(config, steps=("ppo",))
+    prepared = prepare_rows(config, tiny_model, tiny_model)
+    check_rows(config, prepared, tiny_model, tiny_model)
+    assert prepared.heldout_sft
+    assert prepared.heldout_pairs
+    assert max(map(len, [*prepared.heldout_sft, *prepared.heldout_pairs])) <= 256
+    (account,) = prepared.ledger.datasets.values()
+    assert account.notes["longer than the model's positions (measuring)"] > 0
+    assert account.balances()
 
 
 def test_a_rank_that_goes_missing_while_models_load_is_placed_in_their_step(
