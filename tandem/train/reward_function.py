@@ -6,6 +6,7 @@ import importlib.util
 import math
 import numbers
 import sys
+import sysconfig
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -48,10 +49,54 @@ def load_reward_function(name: str) -> RewardFunction:
     return function
 
 
+def source_files(name: str) -> list[Path]:
+    """The Python files that the behaviour of `load_reward_function(name)` comes from, sorted: its
+    module's, and those of the modules that it has imported, and so on. Python's own, installed
+    packages and Tandem are left out, unless the function itself is in one.
+    """
+    load_reward_function(name)
+    where = name.rpartition(":")[0]
+    root = sys.modules[_module_name(where) if where.endswith(".py") else where]
+    package = root.__name__.partition(".")[0]
+    found: dict[str, ModuleType] = {}
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        file = getattr(module, "__file__", None) or ""
+        top = module.__name__.partition(".")[0]
+        if module is not root and (top == "tandem" or (top != package and _is_library(file))):
+            continue
+        if not file.endswith(".py") or file in found:
+            continue
+        found[file] = module
+        homes = [_home(value) for value in list(vars(module).values())]
+        waiting += [sys.modules[home] for home in homes if home in sys.modules]
+    return [Path(file) for file in sorted(found)]
+
+
+def _is_library(file: str) -> bool:
+    parts = Path(file).parts
+    is_installed = "site-packages" in parts or "dist-packages" in parts
+    return is_installed or file.startswith(sysconfig.get_path("stdlib"))
+
+
+def _home(value: Any) -> str:
+    """The module that a value is, or that a function or class was defined in."""
+    try:
+        name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    except Exception:  # an object of the user's may answer with anything
+        return ""
+    return name if isinstance(name, str) else ""
+
+
+def _module_name(path: str) -> str:
+    return f"tandem_reward_{Path(path).stem}"
+
+
 def _module_from_file(path: str) -> ModuleType:
     if not Path(path).is_file():
         raise FileNotFoundError(f"no file {path}")
-    name = f"tandem_reward_{Path(path).stem}"
+    name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
