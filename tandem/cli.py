@@ -190,7 +190,7 @@ def _chat(args: list[str]) -> int:
     parser.add_argument(
         "--model",
         default="",
-        help="which of a run's: ppo (its actor), dpo, sft: the last of these; ema or base",
+        help="which of a run's: ppo (the actor), dpo, sft (the latest of them), ema or base",
     )
     parser.add_argument("--system", default="", help="a system prompt")
     parser.add_argument("--temperature", type=float, default=0.7, help="0.7; lower is steadier")

@@ -65,7 +65,6 @@ class MetricLog:
         thresholds: own thresholds of alarms by alarm name, where the config knows better.
     Raises:
         ConfigError: unknown stage, or a sink that is not installed.
-        CheckpointError: if a line of the folder's files cannot be read.
     """
 
     def __init__(
@@ -85,11 +84,15 @@ class MetricLog:
         self._thresholds = dict(thresholds or {})
         self._run_dir.mkdir(parents=True, exist_ok=True)
         first_step = start_step + 1 if start_step else 0
-        for name in (METRICS_FILE, SAMPLES_FILE, ALARMS_FILE):
+        notices = [
             cut_lines(
                 self._run_dir / name,
                 keep=lambda line_stage, step: line_stage != stage or step < first_step,
             )
+            for name in (METRICS_FILE, SAMPLES_FILE, ALARMS_FILE)
+        ]
+        self.notices = [notice for notice in notices if notice]
+        """What is to be said of damaged lines of the folder's files."""
         self._history = [r for r in read_metrics(self._run_dir) if r.stage == stage]
         self._sinks: list[Sink] = []
         if tensorboard:

@@ -93,18 +93,29 @@ def read_lines(
     return parsed
 
 
-def cut_lines(path: Path, keep: Callable[[str, int], bool]) -> None:
+def cut_lines(path: Path, keep: Callable[[str, int], bool]) -> str:
     """Keep the lines whose (stage, step) `keep` accepts; drops a half-written last line; atomic.
 
-    Raises:
-        CheckpointError: as read_lines.
+    Returns:
+        what is to be said of damaged lines, which are no reason not to go on: the file as it was
+        is kept beside it. Empty if there are none.
     """
     if not path.exists():
-        return
-    lines = read_lines(path, lambda line: (str(line["stage"]), int(line["step"]), line))
+        return ""
+    damaged: list[str] = []
+    lines = read_lines(path, lambda line: (str(line["stage"]), int(line["step"]), line), damaged)
+    notice = ""
+    if damaged:
+        aside = path.with_name(f"{path.name}.damaged")
+        write_atomically(aside, path.read_bytes())
+        notice = (
+            f"{path} must hold one JSON object a line; got {len(damaged)} that are not, which are "
+            f"left out. The file as it was: {aside}"
+        )
     kept = "".join(json_line(line) for stage, step, line in lines if keep(stage, step)).encode()
     if kept != path.read_bytes():
         write_atomically(path, kept)
+    return notice
 
 
 def json_line(line: Mapping[str, Any]) -> str:

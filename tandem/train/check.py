@@ -12,6 +12,7 @@ from tandem.models.source import load_config, locate
 from tandem.models.starts import same_base, start_of
 from tandem.parallel.tensor import check_divides
 from tandem.parallel.world import World
+from tandem.train.reward_function import check_columns
 from tandem.train.rows import StepRows
 
 
@@ -22,7 +23,10 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
         policy, reward: where the models come from.
     Raises:
         ConfigError: some do not; all that is wrong at once.
+        DataError: a column has the name of a reward function's argument.
     """
+    if "ppo" in config.steps and config.ppo.reward_function:
+        check_columns([*rows.prompts, *rows.heldout_prompts])
     problems = list(_empty_steps(config, rows))
     limit = _positions(policy, config)
     longest_answer = config.sampling.max_new_tokens

@@ -15,15 +15,15 @@ from tandem.config.schema import RunConfig
 from tandem.engine.devices import resolve_dtype
 from tandem.engine.forward import autocast, generation_weights
 from tandem.engine.loading import place_policy, place_scalar
-from tandem.engine.rollouts import shared_rollout
+from tandem.engine.rollouts import answered
 from tandem.engine.scoring import RewardScorer
 from tandem.generate.generator import Stops
 from tandem.metrics.folder import EVALUATION_FILE, finished_steps
 from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import tensor_group
-from tandem.parallel.world import World
 from tandem.train.evaluate import language_model_metrics, preference_metrics
-from tandem.train.reward_function import RewardFunction, function_scores, load_reward_function
+from tandem.train.experience import score_answers
+from tandem.train.reward_function import load_reward_function
 from tandem.train.rows import StepRows, load_renderer
 from tandem.train.run import Run
 from tandem.types import PromptRow, Rollout
@@ -86,7 +86,9 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
         models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
         if prompts:
             rollout = answer(model, prompts, rows, config)
-            scores = _scores(rollout, rows, scorer, function, config, run.world)
+            scored = score_answers(rollout, scorer, rows.renderer, config.ppo, function, run.world)
+            # Without penalties and clips; NaN where nothing scores.
+            scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).cpu()
             models[label] |= rollout_metrics(rollout, scores)
             for shown, text, score in zip(
                 answers, rollout.responses, scores.tolist(), strict=False
@@ -127,17 +129,10 @@ def answer(
     world = shards_of(model).world
     group = tensor_group(world, config.parallel.inference_tp_size)
     with torch.no_grad(), generation_weights(model, group), computes:
-        return shared_rollout(
-            model.eval(),
-            prompts,
-            config.sampling,
-            Stops(rows.renderer.stop_token_ids, rows.renderer.pad_token_id, rows.renderer.decode),
-            world,
-            seed=config.seed,
-            step=0,
-            batch_size=config.generation_batch_size,
-            group=group,
+        stops = Stops(
+            rows.renderer.stop_token_ids, rows.renderer.pad_token_id, rows.renderer.decode
         )
+        return answered(model.eval(), prompts, config, stops, world, step=0, group=group)
 
 
 def rollout_metrics(rollout: Rollout, scores: Tensor) -> dict[str, float]:
@@ -168,22 +163,3 @@ def _scorer(run: Run) -> RewardScorer | None:
     _, renderer = load_renderer(source, trust_remote_code=config.trust_remote_code)
     dtype = resolve_dtype(config.dtype, run.device)
     return RewardScorer(model, renderer, dtype=dtype, max_tokens=config.micro_batch_tokens)
-
-
-def _scores(
-    rollout: Rollout,
-    rows: StepRows,
-    scorer: RewardScorer | None,
-    function: RewardFunction | None,
-    config: RunConfig,
-    world: World,
-) -> Tensor:
-    """(B,) weighted rewards as step 3 mixes them, without penalties; NaN where nothing scores."""
-    scores = torch.full((len(rollout),), torch.nan)
-    if scorer is not None:
-        raw = scorer.raw(rollout, rows.renderer)
-        scores = config.ppo.reward_model_weight * scorer.normalized(raw).cpu()
-    if function is not None:
-        extra = config.ppo.reward_function_weight * function_scores(function, rollout, world).cpu()
-        scores = torch.where(scores.isnan(), extra, scores + extra.nan_to_num())
-    return scores

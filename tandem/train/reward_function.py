@@ -7,7 +7,10 @@ import math
 import numbers
 import sys
 import sysconfig
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -17,11 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.errors import ConfigError, DataError
+from tandem.errors import ConfigError, DataError, Stopped
 from tandem.parallel.world import World
-from tandem.types import Rollout
+from tandem.types import PromptRow, Rollout
 
 RewardFunction = Callable[..., list[float | None]]
+OVERDUE_SECONDS = 60.0
+"""After which a line says that a reward function is still running; then after twice that again."""
+RESERVED_COLUMNS = {"prompts", "completions", "messages"}
+"""What a reward function is given anyway, so that no column of the data may be named so."""
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @cache
@@ -40,7 +48,7 @@ def load_reward_function(name: str) -> RewardFunction:
     # Whatever a user's file does when it runs is told to them in one line, SystemExit too.
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{problem}: {type(error).__name__}: {error}. Mend the file, or its name "
+            f"{problem}: {type(error).__name__}: {error}. Fix the file, or its name "
             "(--debug shows where)."
         ) from error
     function = getattr(module, attribute, None)
@@ -130,6 +138,20 @@ def function_scores(
     return torch.tensor(scores, device=rollout.batch.token_ids.device)
 
 
+def check_columns(prompts: Iterable[PromptRow]) -> None:
+    """Refuse columns that a reward function could not tell from its own arguments.
+
+    Raises:
+        DataError: naming them.
+    """
+    taken = {name for prompt in prompts for name in prompt.columns} & RESERVED_COLUMNS
+    if taken:
+        raise DataError(
+            f"data columns must not be named {', '.join(sorted(taken))}, which a reward function "
+            "is given anyway; rename them in the data."
+        )
+
+
 def _called(function: RewardFunction, rollout: Rollout) -> Tensor:
     """(B,) float32 rewards of a rollout's answers; NaN where the function says None.
 
@@ -145,12 +167,7 @@ def _called(function: RewardFunction, rollout: Rollout) -> Tensor:
         name: [prompt.columns.get(name) for prompt in rollout.prompts]
         for name in sorted({name for prompt in rollout.prompts for name in prompt.columns})
     }
-    taken = {"prompts", "completions", "messages"} & columns.keys()
-    if taken:
-        raise DataError(
-            f"data columns must not be named {', '.join(sorted(taken))}, which a reward function "
-            "is given anyway; rename them in the data."
-        )
+    check_columns(rollout.prompts)
     columns["messages"] = [
         [{"role": m.role, "content": m.content} for m in prompt.messages]
         for prompt in rollout.prompts
@@ -158,12 +175,15 @@ def _called(function: RewardFunction, rollout: Rollout) -> Tensor:
     prompts = [prompt.messages[-1].content for prompt in rollout.prompts]
     label = getattr(function, "__name__", str(function))
     try:
-        rewards = function(prompts, list(rollout.responses), **columns)
-    # Whatever a user's code does is told to them, by its name; SystemExit too.
-    except (Exception, SystemExit) as error:
+        with _shown_while_it_runs(label, len(rollout)):
+            rewards = function(prompts, list(rollout.responses), **columns)
+    except (KeyboardInterrupt, Stopped):
+        raise
+    # Whatever a user's code does is told to them, by its name; SystemExit and its like too.
+    except BaseException as error:
         raise DataError(
             f"reward function {label} must score the rollout; it raised "
-            f"{type(error).__name__}: {error}. Mend the function (--debug shows where)."
+            f"{type(error).__name__}: {_text(error)}. Fix the function (--debug shows where)."
         ) from error
     if hasattr(rewards, "tolist"):  # arrays and tensors are as good as lists
         rewards = rewards.tolist()
@@ -179,8 +199,8 @@ def _called(function: RewardFunction, rollout: Rollout) -> Tensor:
         number: Any = value.item() if hasattr(value, "item") else value
         if number is not None and not _is_finite_number(number):
             raise DataError(
-                f"reward function {label} must return finite numbers or None; got {value!r} for "
-                f"the answer {response[:60]!r}."
+                f"reward function {label} must return finite numbers or None, within float32; got "
+                f"{_text(value)[:60]} for the answer {response[:60]!r}."
             )
         scores.append(math.nan if number is None else float(number))
     return torch.tensor(scores, dtype=torch.float32, device=rollout.batch.token_ids.device)
@@ -188,6 +208,40 @@ def _called(function: RewardFunction, rollout: Rollout) -> Tensor:
 
 def _is_finite_number(value: Any) -> bool:
     try:
-        return isinstance(value, numbers.Real) and math.isfinite(value)
+        return isinstance(value, numbers.Real) and abs(float(value)) <= _LARGEST
     except OverflowError:  # an integer beyond every float
         return False
+
+
+def _text(value: Any) -> str:
+    """What a user's object says of itself, if it can."""
+    try:
+        return str(value) if isinstance(value, BaseException) else repr(value)
+    except Exception:
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+@contextmanager
+def _shown_while_it_runs(label: str, num_answers: int) -> Iterator[None]:
+    """Say so, ever more rarely, where a reward function takes long: it may wait for something."""
+    done = threading.Event()
+    start = time.monotonic()
+
+    def watch() -> None:
+        pause = OVERDUE_SECONDS
+        while not done.wait(pause):
+            seconds = time.monotonic() - start
+            print(
+                f"reward function {label} has run for {seconds:.0f} s on {num_answers} answers and "
+                "has not returned. Ctrl-C stops the run; the same command continues.",
+                flush=True,
+            )
+            pause *= 2
+
+    thread = threading.Thread(target=watch, name="reward function watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

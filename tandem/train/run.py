@@ -266,7 +266,7 @@ class Run:
         """Where the step's metrics go; `start` steps are done. See MetricLog for thresholds."""
         if not self.world.is_first:
             return MutedLog()
-        return MetricLog(
+        log = MetricLog(
             self.path,
             step,
             num_steps,
@@ -275,6 +275,9 @@ class Run:
             start_step=start,
             thresholds=thresholds,
         )
+        for notice in log.notices:
+            self.say(notice)
+        return log
 
     def policy_source(self) -> str:
         """The model that steps 2 and 3 start from: step 1's if it is finished, else the given.

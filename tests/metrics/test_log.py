@@ -111,11 +111,13 @@ def test_own_thresholds_take_the_place_of_published_ones(tmp_path):
     assert alarm.threshold == 2.0
 
 
-def test_a_damaged_folder_is_not_written_over(tmp_path):
+def test_a_damaged_line_is_left_out_and_the_file_kept_beside(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_lines(path, [metrics_line("sft", 1, loss=1.0)])
-    path.write_text("garbage\n" + path.read_text())
-    before = path.read_bytes()
-    with pytest.raises(Exception, match=r"metrics.jsonl:1 must be one JSON object"):
-        open_log(tmp_path)
-    assert path.read_bytes() == before
+    line = path.read_bytes()
+    path.write_bytes(b"garbage\n" + line)
+    with open_log(tmp_path, "ppo") as log:
+        (notice,) = log.notices
+    assert "must hold one JSON object a line; got 1 that are not, which are left out" in notice
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == b"garbage\n" + line
+    assert path.read_bytes() == line

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tandem import files
 from tandem.config.load import load_config
 from tandem.config.schema import RunConfig
+from tandem.engine import rollouts
 from tandem.errors import CheckpointError, ConfigError, DataError, ModelError
 from tandem.metrics.log import MetricLog, read_metrics
 from tandem.metrics.report import write_report
@@ -441,3 +443,63 @@ def test_every_file_of_a_given_model_is_hashed_once(
     config = tiny_config(tmp_path / "new", str(whole / "sft"), preferences, steps=["sft"])
     quiet(config)
     assert read.count(str(whole / "sft" / "model.safetensors")) == 1
+
+
+def test_hugging_faces_generate_is_taken_for_every_answer_where_that_is_asked(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reward model's normalization and the final comparison, too."""
+    asked: list[bool] = []
+    generate = rollouts.generate
+
+    def spied(*arguments: Any, **options: Any) -> Any:
+        asked.append(options["by_hugging_face"])
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(rollouts, "generate", spied)
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, ppo__steps=1)
+    quiet(replace(config, hybrid_engine=False))
+    # Normalization, PPO's two evaluations and one step, and three models compared.
+    assert asked == [True] * 7
+
+
+def test_columns_that_a_reward_function_cannot_take_are_refused_before_the_first_step(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    data, rewards = tmp_path / "data.jsonl", tmp_path / "rewards.py"
+    rows = [json.loads(line) for line in Path(preferences).read_text().splitlines()]
+    data.write_text("".join(json.dumps(row | {"prompts": 1}) + "\n" for row in rows))
+    rewards.write_text("def one(prompts, completions, **columns):\n    return [1.0]\n")
+    config = tiny_config(
+        tmp_path / "run", tiny_model, str(data), ppo__reward_function=f"{rewards}:one"
+    )
+    with pytest.raises(DataError, match="columns must not be named prompts"):
+        quiet(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_line_of_a_log_does_not_end_a_run(
+    finished: tuple[Path, RunConfig], tmp_path: Path
+) -> None:
+    whole, config = finished
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "ppo")
+    log = tmp_path / "run" / "metrics.jsonl"
+    text = log.read_text()
+    log.write_text("not JSON\n" + text)
+    lines: list[str] = []
+    quiet(replace(config, output_dir=str(tmp_path / "run")), lines)
+    assert [line for line in lines if "one JSON object a line; got 1 that" in line]
+    assert (tmp_path / "run" / "metrics.jsonl.damaged").read_text() == "not JSON\n" + text
+    assert "not JSON" not in log.read_text()
+    assert len(read_metrics(tmp_path / "run")) == len(read_metrics(whole))
+
+
+def test_a_damaged_finished_step_says_what_to_do(
+    finished: tuple[Path, RunConfig], tmp_path: Path
+) -> None:
+    whole, config = finished
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "sft" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"sft/config.json must .*, or remove .*/run/sft"):
+        quiet(replace(config, output_dir=str(tmp_path / "run")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tandem.errors import ConfigError, DataError
+from tandem.train import reward_function
 from tandem.train.exact_number import last_number, reward
 from tandem.train.reward_function import function_scores, load_reward_function
 from tandem.types import Message, PromptRow, Rollout, Source, TokenBatch, TokenRow
@@ -51,6 +53,22 @@ def test_the_function_sees_prompts_answers_and_every_column() -> None:
     ]
 
 
+class _SilentError(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+class _OtherError(BaseException):
+    pass
+
+
+def raising(error: BaseException) -> Callable[..., list[float | None]]:
+    def function(*args: object, **columns: object) -> list[float | None]:
+        raise error
+
+    return function
+
+
 def fail(*args: object, **columns: object) -> list[float | None]:
     raise KeyError("answer")
 
@@ -60,11 +78,17 @@ def fail(*args: object, **columns: object) -> list[float | None]:
     [
         (fail, "it raised KeyError: 'answer'"),
         (lambda *a, **k: sys.exit(3), "it raised SystemExit: 3"),
+        (raising(_SilentError()), "it raised _SilentError: a _SilentError that cannot be shown"),
+        (raising(_OtherError("no")), "it raised _OtherError: no"),
+        (lambda *a, **k: [1.0, 1e39], "within float32; got 1e+39"),
         (lambda *a, **k: [1.0], "must return a list of 2 numbers or None; got 1"),
         (lambda *a, **k: 1.0, "must return a list of 2 numbers or None; got float"),
-        (lambda *a, **k: [1.0, float("nan")], "must return finite numbers or None; got nan"),
-        (lambda *a, **k: [1.0, 10**400], "must return finite numbers or None; got 1000"),
-        (lambda *a, **k: [1.0, "high"], "must return finite numbers or None; got 'high'"),
+        (
+            lambda *a, **k: [1.0, float("nan")],
+            "or None, within float32; got nan",
+        ),
+        (lambda *a, **k: [1.0, 10**400], "or None, within float32; got 1000"),
+        (lambda *a, **k: [1.0, "high"], "or None, within float32; got 'high'"),
     ],
 )
 def test_what_it_returns_is_checked(function: Callable[..., object], part: str) -> None:
@@ -132,3 +156,19 @@ def test_last_number(text: str, number: float | None) -> None:
 def test_exact_number_reward() -> None:
     completions = ["so 42", "so 41", "no idea", "x"]
     assert reward([], completions, ["a #### 42", "42", "42", "none"]) == [1.0, 0.0, 0.0, None]
+
+
+def test_a_function_that_does_not_return_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_function, "OVERDUE_SECONDS", 0.01)
+    said: list[str] = []
+
+    def waits(*args: object, **columns: object) -> list[float | None]:
+        while not said:
+            time.sleep(0.005)
+            said.extend(capsys.readouterr().out.splitlines())
+        return [1.0, 1.0]
+
+    assert function_scores(waits, rollout_of("a", "b")).tolist() == [1.0, 1.0]
+    assert said[0].startswith("reward function waits has run for 0 s on 2 answers and has not")
