@@ -169,8 +169,8 @@ def test_a_lost_rank_is_named_and_the_run_is_the_run_that_was_not(
         ours = replace(undisturbed, output_dir=str(tmp_path / f"run-{trial}"), save_every=2)
         process = started(ours, 2)
         victim = rank_process(process.pid, 1)
-        metrics = Path(ours.output_dir) / "metrics.jsonl"
-        while not metrics.exists() or not metrics.read_text():
+        while not list(Path(ours.output_dir).glob("checkpoints/*/step-*")):
+            assert process.poll() is None
             time.sleep(0.05)
         time.sleep(random.uniform(0, 0.5))
         os.kill(victim, number)
