@@ -69,8 +69,10 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: str, prefere
     return folder
 
 
-@pytest.mark.parametrize(("stage", "at"), [("sft", 1), ("reward", 3), ("ppo", 2)])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("stage", "at", "number"),
+    [("sft", 1, signal.SIGTERM), ("reward", 3, signal.SIGINT), ("ppo", 2, signal.SIGTERM)],
+)
 def test_a_signal_saves_the_running_step_and_the_same_command_continues(
     tmp_path: Path,
     tiny_model: str,
@@ -330,8 +332,13 @@ def _inf_gradient(patch: pytest.MonkeyPatch, stage: str, at: Callable[[], bool])
     patch.setattr(optimizer.Trainee, "finished_gradients", poisoned)
 
 
-@pytest.mark.parametrize("poison", [_nan_loss, _inf_gradient])
-@pytest.mark.parametrize("name", ["sft", "reward", "actor", "critic"])
+@pytest.mark.parametrize(
+    ("poison", "name"),
+    [
+        *((_inf_gradient, name) for name in ("sft", "reward", "actor", "critic")),
+        *((_nan_loss, name) for name in ("sft", "actor")),
+    ],
+)
 def test_a_bad_update_is_left_out_written_down_and_counted(
     tmp_path: Path,
     tiny_model: str,

@@ -59,7 +59,7 @@ def test_every_step_continues_to_the_same_bits(
     assert not (tmp_path / "stopped" / "checkpoints" / "ppo").exists()
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_dpo_continues_to_the_same_bits(
     tmp_path: Path, tiny_model: str, preferences: str, rank: int
 ) -> None:
