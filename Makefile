@@ -18,8 +18,9 @@ test-slow: $(STAMP)  ## the longer batteries
 
 battery: $(STAMP)  ## kills, faults, damage and hostile input at full size, hours; then one table
 	rm -f battery.jsonl
-	-TANDEM_BATTERY=battery.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/battery -n 2 -m "slow or not slow"
-	$(BIN)/python -m tests.battery.table battery.jsonl
+	TANDEM_BATTERY=battery.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/battery -n 2 \
+		-m "slow or not slow"; code=$$?; \
+		$(BIN)/python -m tests.battery.table battery.jsonl && exit $$code
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -170,7 +170,7 @@ def _run_steps(command: str, args: list[str], config: RunConfig) -> int:
 
 def _demo(args: list[str]) -> int:
     parser = _parser("demo", "All three steps on the built-in data set, on a CPU, in minutes.")
-    parser.add_argument("--output-dir", default="runs/demo", help="the run's folder")
+    parser.add_argument("--output-dir", type=_path, default="runs/demo", help="the run's folder")
     options = parser.parse_args(args)
     from tandem.train.demo import demo
 
@@ -186,8 +186,12 @@ def _sweep(args: list[str]) -> int:
 
 def _chat(args: list[str]) -> int:
     parser = _parser("chat", "Talk to a model; /help inside lists the commands.")
-    parser.add_argument("path", help="a run's folder, or a model's folder or hub name")
-    parser.add_argument("--model", default="", help="which of a run's: ppo, ema, dpo, sft, base")
+    parser.add_argument("path", type=_path, help="a run's folder, or a model's folder or hub name")
+    parser.add_argument(
+        "--model",
+        default="",
+        help="which of a run's: ppo (the actor), dpo, sft (the latest of them), ema or base",
+    )
     parser.add_argument("--system", default="", help="a system prompt")
     parser.add_argument("--temperature", type=float, default=0.7, help="0.7; lower is steadier")
     parser.add_argument("--top-p", type=float, default=0.95, help="0.95")
@@ -216,7 +220,7 @@ def _chat(args: list[str]) -> int:
 
 def _eval(args: list[str]) -> int:
     parser = _parser("eval", "Perplexity, reward-model accuracy, and answers side by side.")
-    parser.add_argument("run", help="a run's folder")
+    parser.add_argument("run", type=_path, help="a run's folder")
     parser.add_argument("--prompts", type=int, default=0, help="held-out prompts (the run's own)")
     options = parser.parse_args(args)
     if options.prompts < 0:
@@ -229,7 +233,7 @@ def _eval(args: list[str]) -> int:
 
 def _replay(args: list[str]) -> int:
     parser = _parser("replay", "One step of a run again, alone; nothing in the run is changed.")
-    parser.add_argument("run", help="a run's folder")
+    parser.add_argument("run", type=_path, help="a run's folder")
     parser.add_argument("--step", type=int, required=True, help="which, counted from 1")
     parser.add_argument("--stage", default="", help="sft, reward, dpo or ppo (the last one's)")
     parser.add_argument("--rows", type=int, default=3, help="sequences to show, token by token (3)")
@@ -241,7 +245,7 @@ def _replay(args: list[str]) -> int:
 
 def _report(args: list[str]) -> int:
     parser = _parser("report", "Write a run's one-page HTML report anew.")
-    parser.add_argument("run", help="a run's folder")
+    parser.add_argument("run", type=_path, help="a run's folder")
     options = parser.parse_args(args)
     if not os.path.exists(os.path.join(options.run, "config.yaml")):
         raise ConfigError(f"{options.run} must be a run's folder (with config.yaml); it is not.")
@@ -301,6 +305,11 @@ def _data(args: list[str]) -> int:
 
 def _parser(command: str, summary: str) -> argparse.ArgumentParser:
     return _Parser(prog=f"tandem {command}", description=summary, allow_abbrev=False)
+
+
+def _path(text: str) -> str:
+    """A path as the shell would have given it: it leaves `~` alone in --flag=~/x and in quotes."""
+    return os.path.expanduser(text)
 
 
 class _Parser(argparse.ArgumentParser):

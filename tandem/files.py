@@ -11,11 +11,13 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +36,13 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+T = TypeVar("T")
+R = TypeVar("R")
+
 _ALIGNMENT = 8
+_READERS = 8
+_SETTLED_SECONDS = 2.0
+_known: dict[tuple[int, ...], str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +224,32 @@ def sha256(path: Path) -> str:
     """The SHA-256 of a file's content, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_once(path: Path) -> str:
+    """As `sha256`, but a file that has not changed since it was read by this process is not read
+    again: a model is hashed to verify it, and to write down what a run was made from."""
+    found = path.stat()
+    key = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    if key in _known:
+        return _known[key]
+    digest = sha256(path)
+    # A file written a moment ago may change again within one tick of the file system's clock.
+    if time.time() - max(found.st_mtime, found.st_ctime) > _SETTLED_SECONDS:
+        _known[key] = digest
+    return digest
+
+
+def at_once(read: Callable[[T], R], files: Sequence[T]) -> list[R]:
+    """`read` of each, several files at a time: reading and hashing do not hold Python's lock.
+
+    Raises:
+        whatever `read` raises, for the first file where it does.
+    """
+    if len(files) < 2:
+        return [read(file) for file in files]
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as threads:
+        return list(threads.map(read, files))
 
 
 def _write(file: BinaryIO, content: memoryview) -> None:

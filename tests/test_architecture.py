@@ -33,7 +33,7 @@ LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 # Further than its layer: what a room may not know, whatever stands below it.
 FORBIDDEN = {
     "objectives": {"types", "config"},
-    "serve": {"engine", "objectives", "checkpoint"},
+    "serve": {"engine", "objectives"},
     "generate": {"objectives"},
     "checkpoint": {"config", "data", "models", "objectives", "metrics", "types"},
 }

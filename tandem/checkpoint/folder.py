@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 
 from tandem.errors import CheckpointError, TandemError
-from tandem.files import sha256, sync, write_new
+from tandem.files import at_once, sha256, sha256_once, sync, write_new
 from tandem.parallel.world import World
 
 MANIFEST = "MANIFEST.json"
 _CHUNK_BYTES = 2**26
 """Of a file on its way to another node."""
+PARTS = ("actor", "critic", "ema", "adapter")
+"""Folders inside a finished step, whose manifest covers them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,8 +311,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(
-            f"{folder} must hold a whole {MANIFEST}; got none that can be trusted. "
-            "It was not finished, or is damaged."
+            f"{folder} must hold a whole {MANIFEST}; got none that can be trusted: it was not "
+            "finished, or is damaged."
         ) from None
     return manifest
 
@@ -325,31 +327,77 @@ def read_facts(folder: Path, *, verify: bool = True, world: World | None = None)
         CheckpointError: no manifest, or a file that is missing or not what it was.
     """
     world = world or World()
-    manifest = read_manifest(folder)
-    if verify:
-        mine = world.share(list(manifest.entries))
-        together(lambda: check_files(folder, manifest, mine), folder, world)
+    try:
+        manifest = read_manifest(folder)
+        if verify:
+            mine = world.share(list(manifest.entries))
+            together(lambda: check_files(folder, manifest, mine), folder, world)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error} Bring back what was there, or remove {folder} to make it anew."
+        ) from None
     return dict(manifest.facts)
 
 
-def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+def verify_beside(folder: Path, *, world: World | None = None) -> None:
+    """Check a model's folder against the manifest that lies beside its weights, if one does: in
+    the folder, or above one that is a part of a finished step (ppo/actor, sft/adapter).
+
+    Args:
+        world: the ranks that check together, each its share of the files.
+    Raises:
+        CheckpointError: the manifest cannot be trusted, or a file that it names is missing or
+            changed.
+    """
+    world = world or World()
+    folder = folder.resolve()
+    top = folder
+    while top.name in PARTS and not (top / MANIFEST).exists():
+        top = top.parent
+    if not (top / MANIFEST).exists():
+        return
+    try:
+        manifest = read_manifest(top)
+        inside = folder.relative_to(top).as_posix()
+        names = [n for n in manifest.entries if inside == "." or n.startswith(f"{inside}/")]
+        mine = world.share(names)
+        together(lambda: check_files(top, manifest, mine, again=False), folder, world)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error} Copy the model again from where it is whole; a {MANIFEST} that is not "
+            "Tandem's must not lie there."
+        ) from None
+
+
+def check_files(
+    folder: Path, manifest: Manifest, names: Iterable[str], *, again: bool = True
+) -> None:
     """Compare files with what the manifest says of them.
 
+    Args:
+        again: read files anew that this process has read before and that seem unchanged.
     Raises:
         CheckpointError: one is missing, cannot be read or is not what it was.
     """
-    for name in names:
+    read = sha256 if again else sha256_once
+
+    def check(name: str) -> None:
         path, expected = folder / name, manifest.entries[name]
         try:
             found = path.stat().st_size if path.is_file() else None
-            digest = sha256(path) if found == expected.bytes else ""
+            digest = read(path) if found == expected.bytes else ""
         except OSError as error:
             raise CheckpointError(f"{path} must be readable; got: {error.strerror}.") from None
         if found != expected.bytes:
             size = "no such file" if found is None else f"{found} bytes"
             raise CheckpointError(f"{path} must have {expected.bytes} bytes; got {size}.")
         if digest != expected.sha256:
-            raise CheckpointError(f"{path} must have the SHA-256 in its manifest; it changed.")
+            raise CheckpointError(
+                f"{path} must have the SHA-256 in its {MANIFEST}; got another: it changed after it "
+                "was written."
+            )
+
+    at_once(check, list(names))
 
 
 def is_whole(folder: Path) -> bool:

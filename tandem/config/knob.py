@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, fields
+from os.path import expanduser
 from typing import Any
 
 
@@ -14,8 +15,30 @@ def knob(
     le: float | None = None,
     lt: float | None = None,
     common: bool = False,
+    path: bool = False,
 ) -> Any:
-    """A field with a range; `common` puts its flag on the first help page."""
+    """A field with a range.
+
+    Args:
+        common: its flag is on the first help page.
+        path: it names files; a `~` at its beginning is the user's home folder (see `at_home`).
+    """
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-    metadata = {"bounds": {k: v for k, v in bounds.items() if v is not None}, "common": common}
+    metadata = {
+        "bounds": {k: v for k, v in bounds.items() if v is not None},
+        "common": common,
+        "path": path,
+    }
     return field(default=default, metadata=metadata)
+
+
+def at_home(section: Any) -> None:
+    """Put the user's home folder in place of `~` in the path knobs of a configuration's section;
+    in place. Done where a section is made, and nowhere else: what a run writes and what it reads
+    must be one path."""
+    for f in fields(section):
+        if f.metadata.get("path"):
+            value = getattr(section, f.name)
+            many = isinstance(value, tuple)
+            whole = tuple(map(expanduser, value)) if many else expanduser(value)
+            object.__setattr__(section, f.name, whole)  # sections are frozen once they are made

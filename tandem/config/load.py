@@ -9,6 +9,7 @@ import stat
 import types
 import typing
 from collections.abc import Mapping
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
@@ -28,7 +29,7 @@ def load_config(path: str | Path) -> RunConfig:
             unknown key with the nearest known one). Ranges are checked by `check_config`, after
             flags have had their say.
     """
-    path = Path(path)
+    path = Path(expanduser(path))
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError(0, "not a file")  # a pipe or a device may never end
@@ -220,6 +221,11 @@ def _rule_problems(config: RunConfig) -> typing.Iterator[str]:
         yield (
             "output_dir must be a path that prints, of names of at most 200 bytes; got "
             f"{shown}. Choose another"
+        )
+    elif Path(config.output_dir).parts[:1] and Path(config.output_dir).parts[0].startswith("~"):
+        yield (
+            "output_dir must begin with a home folder that there is, where it begins with ~; got "
+            f"{config.output_dir[:80]!a}. Write the whole path"
         )
     if not steps:
         yield "steps must name at least one step; got none. Use e.g. --steps sft reward ppo"

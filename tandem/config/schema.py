@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.config.knob import knob
+from tandem.config.knob import at_home, knob
 from tandem.config.parallel import ParallelConfig
 from tandem.errors import ConfigError
 
@@ -251,7 +251,7 @@ class PPOConfig:
     per token, passes this; 0 is off."""
     reward_model_weight: float = knob(1.0, ge=0)
     """Weight of the reward model's normalized score."""
-    reward_function: str = knob("", common=True)
+    reward_function: str = knob("", common=True, path=True)
     """A Python function `file.py:name` or `package.module:name` called as
     f(prompts, completions, **columns) -> list[float | None]; alone, or beside the model."""
     reward_function_weight: float = knob(1.0)
@@ -260,7 +260,7 @@ class PPOConfig:
     """Keep an fp32 moving average of the actor, save it and evaluate it beside the actor."""
     ema_decay: float = knob(0.992, gt=0, lt=1)
     """Share of the average kept per optimizer step (DeepSpeed-Chat's value)."""
-    ptx_data: tuple[str, ...] = knob(())
+    ptx_data: tuple[str, ...] = knob((), path=True)
     """Text or SFT data whose language-model loss joins the actor's gradient (mixture training)."""
     ptx_coef: float = knob(0.5, ge=0)
     """Weight of that loss, a mean per token. InstructGPT's 27.8 is for a per-answer sum."""
@@ -277,6 +277,9 @@ class PPOConfig:
     """Score answers to held-out prompts every so many steps (and at both ends); 0 only then."""
     eval_prompts: int = knob(64, ge=0)
     """Held-out prompts used for that."""
+
+    def __post_init__(self) -> None:
+        at_home(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,17 +309,17 @@ class LogConfig:
 class RunConfig:
     """One run: a model, data, and the steps between them and an assistant."""
 
-    actor_model: str = knob("", common=True)
+    actor_model: str = knob("", common=True, path=True)
     """Folder or hub name of the pretrained language model."""
-    reward_model: str = knob("", common=True)
+    reward_model: str = knob("", common=True, path=True)
     """Folder or hub name of the model that step 2 turns into a reward model (step 3 alone: the
     reward model itself). Empty: the SFT model of step 1."""
-    data: tuple[str, ...] = knob((), common=True)
+    data: tuple[str, ...] = knob((), common=True, path=True)
     """Data sets as FILE_OR_NAME[:weight]; a weight of 2 counts a set's rows twice per epoch, 0.5
     every other row. `embedded` is the built-in one."""
-    sft_data: tuple[str, ...] = knob((), common=True)
+    sft_data: tuple[str, ...] = knob((), common=True, path=True)
     """Data sets for step 1 alone."""
-    output_dir: str = knob("runs/default", common=True)
+    output_dir: str = knob("runs/default", common=True, path=True)
     """The run's folder. The same command again continues there."""
     steps: tuple[Literal["sft", "reward", "ppo", "dpo"], ...] = knob(
         ("sft", "reward", "ppo"), common=True
@@ -363,3 +366,6 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     guards: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        at_home(self)

@@ -164,6 +164,7 @@ def read_all(
             sample = _with_system(shaped.sample, config.system_prompt)
             content = content_key(sample)
             digest.update(content)
+            digest.update(repr(sample.columns).encode(errors="surrogatepass"))
             account.duplicates += content in seen
             seen.add(content)
             key = split_key(sample, seed)

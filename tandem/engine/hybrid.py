@@ -32,7 +32,7 @@ from tandem.engine.forward import (
 )
 from tandem.engine.loading import Base, Model, check_policy, place_policy, place_scalar
 from tandem.engine.optimizer import Trainee
-from tandem.engine.rollouts import shared_rollout
+from tandem.engine.rollouts import answered
 from tandem.engine.scoring import RewardScorer
 from tandem.errors import ModelError
 from tandem.generate.generator import Stops
@@ -159,18 +159,15 @@ class RLHFEngine:
             step, numbers: with the seed they key the sampling (see `generate.generate`).
         """
         with self.generating() as actor:
-            return shared_rollout(
+            return answered(
                 actor,
                 prompts,
-                self.config.sampling,
+                self.config,
                 self.stops,
                 self.world,
-                seed=self.config.seed,
                 step=step,
-                prompt_numbers=numbers,
-                batch_size=self.config.generation_batch_size,
+                numbers=numbers,
                 group=self.tensor_group,
-                by_hugging_face=not self.config.hybrid_engine,
             )
 
     @property

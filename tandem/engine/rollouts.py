@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.config.schema import SamplingConfig
+from tandem.config.schema import RunConfig, SamplingConfig
 from tandem.engine.forward import balanced
 from tandem.generate.generator import Stops, generate
 from tandem.parallel.tensor import TensorGroup
@@ -19,6 +19,39 @@ from tandem.parallel.world import World
 from tandem.types import PromptRow, Rollout, TokenBatch
 
 _PER_TOKEN = ("rollout_logprobs", "sampled_logprobs", "rollout_entropy")
+
+
+def answered(
+    model: PreTrainedModel,
+    prompts: Sequence[PromptRow],
+    config: RunConfig,
+    stops: Stops,
+    world: World,
+    *,
+    step: int,
+    numbers: Sequence[int] | None = None,
+    group: TensorGroup | None = None,
+) -> Rollout:
+    """A policy's answers as a run is configured to sample them, whatever they are wanted for.
+
+    Inside `forward.generation_weights`.
+
+    Args:
+        step, numbers: with the seed they key the sampling (see `generate.generate`).
+    """
+    return shared_rollout(
+        model,
+        prompts,
+        config.sampling,
+        stops,
+        world,
+        seed=config.seed,
+        step=step,
+        prompt_numbers=numbers,
+        batch_size=config.generation_batch_size,
+        group=group,
+        by_hugging_face=not config.hybrid_engine,
+    )
 
 
 def shared_rollout(

@@ -28,6 +28,8 @@ from tandem.metrics.records import (
     read_lines,
 )
 
+EVALUATION_FILE = "evaluation.json"
+
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -82,12 +84,36 @@ def read_folder(run_dir: Path | str) -> RunFolder:
         commands=tuple(line for line in commands if line),
         environment=_json(path / "environment.json", notices),
         data=_json(path / "data.json", notices),
-        evaluation=_json(path / "evaluation.json", notices),
+        evaluation=_evaluation(path, notices),
         records=tuple(read_lines(path / METRICS_FILE, parse_record, notices)),
         samples=tuple(read_lines(path / SAMPLES_FILE, mapping, notices)),
         alarms=tuple(read_lines(path / ALARMS_FILE, mapping, notices)),
         notices=tuple(notices),
     )
+
+
+def finished_steps(run_dir: Path) -> dict[str, str]:
+    """Each finished step's manifest by the SHA-256 that it gives of itself: another model, another
+    number. Files are not looked at."""
+    found = {}
+    for stage in STAGES:
+        path = run_dir / stage / "MANIFEST.json"
+        if path.is_file():
+            found[stage] = str(_json(path, []).get("sha256", "damaged"))
+    return found
+
+
+def _evaluation(path: Path, notices: list[str]) -> Mapping[str, Any]:
+    """The final comparison, if it is one of the models that the folder holds now."""
+    evaluation = _json(path / EVALUATION_FILE, notices)
+    compared = mapping_or_empty(mapping_or_empty(evaluation.get("made_from")).get("steps"))
+    if evaluation and dict(compared) != finished_steps(path):
+        notices.append(
+            f"{EVALUATION_FILE} compares other models than those in this folder and is left out. "
+            "`tandem eval` compares these."
+        )
+        return {}
+    return evaluation
 
 
 _UNDECLARED = Metric("", "", (), "")

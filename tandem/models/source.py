@@ -42,10 +42,12 @@ class Located:
     """A model that exists: what `from_pretrained` is told.
 
     name: a folder or a hub name. offline: take it from the hub's cache, the hub does not answer.
+    commit: which state of a hub name that is; empty for a folder.
     """
 
     name: str
     offline: bool = False
+    commit: str = ""
 
     @property
     def folder(self) -> Path | None:
@@ -88,16 +90,16 @@ def locate(path: str | Path) -> Located:
             "hub name."
         )
     try:
-        HfApi().model_info(text, timeout=_HUB_TIMEOUT_SECONDS)
+        info = HfApi().model_info(text, timeout=_HUB_TIMEOUT_SECONDS)
     except Exception as error:  # whichever error the client raises, the answer is the same
-        if _is_in_cache(text):
-            return Located(text, offline=True)
+        if cached := _in_cache(text):
+            return Located(text, offline=True, commit=cached.parent.name)
         raise ModelError(
             f"model {text!r} must be a folder or a reachable hub name; got no folder "
             f"{os.path.abspath(folder)!r}, nothing in the hub's cache, and from the hub: "
             f"{one_line(error)}. Check the spelling, or copy the model here and give its folder."
         ) from error
-    return Located(text)
+    return Located(text, commit=str(info.sha or ""))
 
 
 def _is_unicode(text: str) -> bool:
@@ -105,11 +107,13 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _is_in_cache(name: str) -> bool:
+def _in_cache(name: str) -> Path | None:
+    """Where the hub's cache has a model's config.json: in a folder named by its commit."""
     try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+        found = try_to_load_from_cache(name, "config.json")
     except ValueError:  # no name that the hub could have
-        return False
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def require_config(source: Located) -> None:

@@ -14,6 +14,9 @@ from tandem.errors import ModelError
 from tandem.models.save import ADAPTER_FOLDER
 from tandem.models.source import Located, adapter_base, locate, read_adapter_config
 
+_READ = {".safetensors", ".json", ".jinja", ".model", ".tiktoken", ".py"}
+_READ_BY_NAME = {"vocab.txt", "merges.txt"}
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -54,6 +57,44 @@ def start_of(path: str, *, unmerged: bool = False) -> Start:
             "--shared-base load instead of merged weights."
         ) from error
     return Start(base.name, source.name, adapter.get("task_type") == "SEQ_CLS")
+
+
+def model_folders(path: str) -> list[Path]:
+    """The local folders that a model is read from: its own and, of an adapter, its base's. Empty
+    for a hub name.
+
+    Raises:
+        ModelError: there is no such model, or not the base that its adapter names.
+    """
+    source = locate(path)
+    if source.folder is None:
+        return []
+    folders = [source.folder]
+    for adapted in (source, Located(str(source.folder / ADAPTER_FOLDER))):
+        adapter = read_adapter_config(adapted)
+        if adapter is None:
+            continue
+        try:
+            base = adapter_base(adapted, adapter)
+        except ModelError:
+            if adapted is source:
+                raise
+            continue  # merged weights stand without it; whoever carries the adapter on says so
+        if base.folder is not None:
+            folders.append(base.folder)
+    return folders
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a model's folder that change what is loaded: weights, config, generation
+    settings, tokenizer, chat template, adapter, code; sorted. Not a manifest or a model card."""
+    found = [
+        path
+        for place in ("", ADAPTER_FOLDER, "additional_chat_templates")
+        for path in (folder / place).glob("*")
+        if path.suffix in _READ or path.name in _READ_BY_NAME
+    ]
+    return sorted(path for path in found if path.name != "MANIFEST.json" and path.is_file())
 
 
 def same_base(one: str, other: str) -> bool:

@@ -65,7 +65,7 @@ def parse_sweep(args: Sequence[str]) -> tuple[Sweep, bool]:
         raise ConfigError(f"--sweep-lora must be at least 0; got {min(options.sweep_lora)}.")
     sweep = Sweep(
         config=config,
-        folder=Path(options.sweep_dir),
+        folder=Path(options.sweep_dir).expanduser(),
         ranks=options.num_gpus,
         axes=Axes(
             stages=tuple(options.sweep_stages),

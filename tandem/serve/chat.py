@@ -6,10 +6,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from os.path import expanduser
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from tandem.checkpoint.folder import verify_beside
 from tandem.config.load import load_config
 from tandem.config.schema import SamplingConfig
 from tandem.data.excerpt import visible
@@ -19,6 +21,7 @@ from tandem.generate.conversations import stream
 from tandem.generate.generator import Stops
 from tandem.generate.text import AnswerText
 from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.models.starts import model_folders
 from tandem.models.stops import load_stop_ids
 from tandem.types import Message
 
@@ -31,8 +34,8 @@ HELP = """\
 /save FILE       append the conversation as a row of training data (JSONL, `messages`)
 /quit            leave (so does Ctrl-D; Ctrl-C stops an answer)"""
 
-_ORDER = ("ppo/ema", "ppo/actor", "dpo", "sft")
-_LABELS = {"ppo": "ppo/actor", "ema": "ppo/ema", "dpo": "dpo", "sft": "sft"}
+_LABELS = {"ppo": "ppo/actor", "dpo": "dpo", "sft": "sft", "ema": "ppo/ema"}
+"""A run's models by the names of --model; the first that is there is taken."""
 
 
 @dataclass
@@ -82,7 +85,8 @@ class Conversation:
 
 
 def find_model(path: str, which: str) -> str:
-    """The model that `path` and `which` name: a run's newest step, or the folder itself.
+    """The model that `path` and `which` name: the folder itself, or of a run the actor of its last
+    step (`ema`, its moving average, only where it is asked for).
 
     Raises:
         ModelError: a run's folder without such a model.
@@ -91,21 +95,29 @@ def find_model(path: str, which: str) -> str:
     if not (folder / "config.yaml").exists():
         if which:
             raise ModelError(
-                f"--model must go with a run's folder; {visible(path)} is none. Leave it out."
+                f"--model must go with a run's folder; got {visible(path)}, which is none. Remove "
+                "--model."
             )
         return path
     if which == "base":
         return load_config(folder / "config.yaml").actor_model
     if which and which not in _LABELS:
         raise ModelError(f"--model must be one of {', '.join(_LABELS)}, base; got {which!r}.")
-    candidates = [_LABELS[which]] if which else list(_ORDER)
-    for name in candidates:
+    for name in [_LABELS[which]] if which else _LABELS.values():
         if (folder / name / "config.json").exists():
             return str(folder / name)
     raise ModelError(
         f"{visible(path)} must hold a finished {which or 'sft, dpo or ppo'} step; got none. "
         "Run the same tandem train command again to finish it."
     )
+
+
+def _models_of(path: str) -> list[str]:
+    """The names of --model that a run's folder has; none of any other folder."""
+    run = Path(path)
+    if not (run / "config.yaml").exists():
+        return []
+    return [name for name, place in _LABELS.items() if (run / place / "config.json").exists()]
 
 
 def chat(
@@ -126,6 +138,8 @@ def chat(
         read, write: the terminal, or what stands for it in a test.
     """
     source = find_model(path, which)
+    for folder in model_folders(source):
+        verify_beside(folder)
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     model = load_causal_lm(source, trust_remote_code=trust_remote_code).eval()
     renderer = Renderer(tokenizer, load_stop_ids(source))
@@ -134,7 +148,9 @@ def chat(
     talk = Conversation(model, renderer, sampling, seed=seed, system=system)
     if sys.stdin.isatty():
         import readline  # noqa: F401  (gives `input` history and line editing)
-    write(f"{visible(source)}: /help lists the commands, /quit leaves.\n")
+    others = [name for name in _models_of(path) if str(Path(path) / _LABELS[name]) != source]
+    choice = f" (--model takes {', '.join([*others, 'base'])} too)" if others else ""
+    write(f"talking to {visible(source)}{choice}. /help lists the commands, /quit leaves.\n")
     while True:
         try:
             line = read("\nyou> ").strip()
@@ -227,7 +243,7 @@ def _save(talk: Conversation, file: str) -> str:
         return "write e.g. /save good_chats.jsonl\n"
     row = {"messages": [{"role": m.role, "content": m.content} for m in talk.messages()]}
     try:
-        with open(file, "a", encoding="utf-8") as out:
+        with open(expanduser(file), "a", encoding="utf-8") as out:
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
     except OSError as error:
         return f"{visible(file)}: {error.strerror}\n"

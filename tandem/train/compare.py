@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,23 +10,30 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tandem.config.load import config_knobs
 from tandem.config.schema import RunConfig
 from tandem.engine.devices import resolve_dtype
 from tandem.engine.forward import autocast, generation_weights
 from tandem.engine.loading import place_policy, place_scalar
-from tandem.engine.rollouts import shared_rollout
+from tandem.engine.rollouts import answered
 from tandem.engine.scoring import RewardScorer
 from tandem.generate.generator import Stops
+from tandem.metrics.folder import EVALUATION_FILE, finished_steps
 from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import tensor_group
-from tandem.parallel.world import World
 from tandem.train.evaluate import language_model_metrics, preference_metrics
-from tandem.train.reward_function import RewardFunction, function_scores, load_reward_function
+from tandem.train.experience import score_answers
+from tandem.train.reward_function import load_reward_function
 from tandem.train.rows import StepRows, load_renderer
 from tandem.train.run import Run
 from tandem.types import PromptRow, Rollout
 
 NUM_SHOWN = 8
+_MEASURING = (
+    *("actor_model", "reward_model", "data", "steps", "seed", "dtype", "hybrid_engine"),
+    *("sampling.", "sft.loss_on", "ppo.eval_prompts", "ppo.reward_"),
+)
+"""The knobs that a comparison's figures depend on, by the beginnings of their names."""
 
 
 def policies(run: Run) -> Iterator[tuple[str, str]]:
@@ -42,6 +50,17 @@ def policies(run: Run) -> Iterator[tuple[str, str]]:
             yield label, str(folder)
 
 
+def is_compared(run: Run) -> bool:
+    """Whether evaluation.json is of the models that the run has now, measured as it would be now;
+    the same on every rank."""
+    try:
+        evaluation = json.loads((run.path / EVALUATION_FILE).read_text(encoding="utf-8"))
+        known = evaluation["made_from"]
+    except (OSError, ValueError, KeyError, TypeError):
+        known = None
+    return bool(run.world.collect(known == _made_from(run))[0])
+
+
 def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     """Measure every policy and the reward model on held-out rows; `save` writes evaluation.json.
 
@@ -49,9 +68,12 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
 
     Returns:
         {"models": {label: {metric: value}}, "answers": [{"prompt", "answers": {label: {"text",
-        "score"}}}]}, as written.
+        "score"}}}], "made_from": what the figures depend on}, as written.
+    Raises:
+        CheckpointError: a finished step's folder is damaged.
     """
     config = run.config
+    made_from = _made_from(run)
     scorer = _scorer(run)
     function = load_reward_function(config.ppo.reward_function) if _uses_function(config) else None
     prompts = rows.heldout_prompts[: config.ppo.eval_prompts]
@@ -64,7 +86,9 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
         models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
         if prompts:
             rollout = answer(model, prompts, rows, config)
-            scores = _scores(rollout, rows, scorer, function, config, run.world)
+            scored = score_answers(rollout, scorer, rows.renderer, config.ppo, function, run.world)
+            # Without penalties and clips; NaN where nothing scores.
+            scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).cpu()
             models[label] |= rollout_metrics(rollout, scores)
             for shown, text, score in zip(
                 answers, rollout.responses, scores.tolist(), strict=False
@@ -73,10 +97,28 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
                 shown["answers"][label] = {"text": text, "score": value}
     if scorer is not None and rows.heldout_pairs:
         models["reward model"] = preference_metrics(scorer, rows.heldout_pairs)
-    evaluation = {"models": models, "answers": answers}
+    evaluation = {"models": models, "answers": answers, "made_from": made_from}
     if save:
-        run.write_json("evaluation.json", evaluation)
+        run.write_json(EVALUATION_FILE, evaluation)
     return evaluation
+
+
+def _made_from(run: Run) -> dict[str, Any]:
+    """What a comparison's figures depend on: models, knobs and rows, as JSON gives them back."""
+    steps = finished_steps(run.path)
+    for step in steps:
+        run.verify(step)
+    identity = run.identity
+    made_from: dict[str, Any] = {
+        "steps": steps,
+        "knobs": identity.knobs(name for name, _ in config_knobs() if name.startswith(_MEASURING)),
+        "rows": identity.fingerprints,
+    }
+    for knob in ("actor_model", "reward_model"):
+        made_from[f"the files of {knob}"] = identity.files_of(knob)
+    if _uses_function(run.config):
+        made_from["the reward function"] = identity.reward_function()
+    return made_from
 
 
 def answer(
@@ -87,17 +129,10 @@ def answer(
     world = shards_of(model).world
     group = tensor_group(world, config.parallel.inference_tp_size)
     with torch.no_grad(), generation_weights(model, group), computes:
-        return shared_rollout(
-            model.eval(),
-            prompts,
-            config.sampling,
-            Stops(rows.renderer.stop_token_ids, rows.renderer.pad_token_id, rows.renderer.decode),
-            world,
-            seed=config.seed,
-            step=0,
-            batch_size=config.generation_batch_size,
-            group=group,
+        stops = Stops(
+            rows.renderer.stop_token_ids, rows.renderer.pad_token_id, rows.renderer.decode
         )
+        return answered(model.eval(), prompts, config, stops, world, step=0, group=group)
 
 
 def rollout_metrics(rollout: Rollout, scores: Tensor) -> dict[str, float]:
@@ -128,22 +163,3 @@ def _scorer(run: Run) -> RewardScorer | None:
     _, renderer = load_renderer(source, trust_remote_code=config.trust_remote_code)
     dtype = resolve_dtype(config.dtype, run.device)
     return RewardScorer(model, renderer, dtype=dtype, max_tokens=config.micro_batch_tokens)
-
-
-def _scores(
-    rollout: Rollout,
-    rows: StepRows,
-    scorer: RewardScorer | None,
-    function: RewardFunction | None,
-    config: RunConfig,
-    world: World,
-) -> Tensor:
-    """(B,) weighted rewards as step 3 mixes them, without penalties; NaN where nothing scores."""
-    scores = torch.full((len(rollout),), torch.nan)
-    if scorer is not None:
-        raw = scorer.raw(rollout, rows.renderer)
-        scores = config.ppo.reward_model_weight * scorer.normalized(raw).cpu()
-    if function is not None:
-        extra = config.ppo.reward_function_weight * function_scores(function, rollout, world).cpu()
-        scores = torch.where(scores.isnan(), extra, scores + extra.nan_to_num())
-    return scores

@@ -18,7 +18,7 @@ from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.scoring import RewardScorer
 from tandem.objectives.masked import masked_sum
 from tandem.parallel.shard import shards_of
-from tandem.train.experience import score_answers
+from tandem.train.experience import ScoredAnswers, score_answers
 from tandem.train.reward_function import RewardFunction
 from tandem.types import PairRow, PromptRow, Rollout, TokenBatch, TokenRow
 
@@ -120,7 +120,13 @@ def policy_metrics(
     if not prompts:
         return {}, None
     rollout = engine.rollout(prompts, step=0)
-    answers = score_answers(rollout, engine, config.ppo, reward_function)
+
+    def scores(rollout: Rollout) -> ScoredAnswers:
+        return score_answers(
+            rollout, engine.scorer, engine.renderer, config.ppo, reward_function, engine.world
+        )
+
+    answers = scores(rollout)
     mask = rollout.batch.response_mask
 
     def log_ratios(part: TokenBatch) -> tuple[Tensor, ...]:
@@ -140,8 +146,8 @@ def policy_metrics(
     if engine.ema is not None:
         with engine.ema.applied():
             average = engine.rollout(prompts, step=0)
-            of_average = score_answers(average, engine, config.ppo, reward_function)
+            of_average = scores(average)
         if bool(of_average.is_scored.any()):
-            scores = of_average.mixed[of_average.is_scored]
-            metrics["heldout_reward_ema"] = float(scores.mean())
+            mixed = of_average.mixed[of_average.is_scored]
+            metrics["heldout_reward_ema"] = float(mixed.mean())
     return metrics, rollout

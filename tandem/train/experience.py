@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from tandem.config.schema import PPOConfig
+from tandem.data.render import Renderer
 from tandem.engine.hybrid import PolicyNumbers, RLHFEngine
+from tandem.engine.scoring import RewardScorer
 from tandem.errors import BadStepError, DataError
 from tandem.objectives.advantages import generalized_advantages
 from tandem.objectives.kl import Estimator, token_kl
 from tandem.objectives.losses import explained_variance
 from tandem.objectives.masked import masked_mean, masked_std, masked_sum, whiten
 from tandem.objectives.rewards import clipped_scores, token_rewards
+from tandem.parallel.world import World
 from tandem.train.reward_function import RewardFunction, function_scores
 from tandem.types import Experience, Rollout
 
@@ -36,7 +39,9 @@ def make_experience(
         BadStepError: a number that comes out is not finite.
         DataError: no answer could be scored.
     """
-    scored = score_answers(rollout, engine, config, reward_function)
+    scored = score_answers(
+        rollout, engine.scorer, engine.renderer, config, reward_function, engine.world
+    )
     if not bool(scored.is_scored.any()):
         raise DataError(
             "the reward function must score at least one answer of a rollout; got None for all "
@@ -122,18 +127,25 @@ class ScoredAnswers:
 
 def score_answers(
     rollout: Rollout,
-    engine: RLHFEngine,
+    scorer: RewardScorer | None,
+    renderer: Renderer,
     config: PPOConfig,
     reward_function: RewardFunction | None,
+    world: World,
 ) -> ScoredAnswers:
-    """One score per answer, from the reward model, the reward function or both."""
-    nothing = torch.full((len(rollout),), torch.nan, device=engine.device)
+    """One score per answer, from the reward model, the reward function or both.
+
+    Args:
+        scorer: the reward model; None where a function alone rewards.
+        renderer: the policy's.
+    """
+    nothing = torch.full((len(rollout),), torch.nan, device=world.device)
     raw = model = function = nothing
-    if engine.scorer is not None and config.reward_model_weight > 0:
-        raw = engine.scores(rollout)
-        model = engine.scorer.normalized(raw)
+    if scorer is not None and config.reward_model_weight > 0:
+        raw = scorer.raw(rollout, renderer)
+        model = scorer.normalized(raw)
     if reward_function is not None:
-        function = function_scores(reward_function, rollout, engine.world)
+        function = function_scores(reward_function, rollout, world)
     is_scored = ~(model.isnan() & function.isnan())
     mixed = (
         config.reward_model_weight * model.nan_to_num()

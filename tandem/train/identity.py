@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,15 @@ from typing import Any
 import torch
 import transformers
 
-from tandem.checkpoint.folder import MANIFEST
+from tandem.checkpoint.folder import MANIFEST, read_manifest
 from tandem.config.load import config_knobs, dump_config
 from tandem.config.schema import RunConfig
 from tandem.errors import CheckpointError
-from tandem.files import sha256
+from tandem.files import at_once, sha256, sha256_once
+from tandem.models.source import locate
+from tandem.models.starts import model_files, model_folders
 from tandem.parallel.world import World
+from tandem.train.reward_function import source_files
 
 # What each step's outcome depends on: these knobs and whole sections.
 _SHARED = (
@@ -37,15 +40,25 @@ DEPENDS_ON: dict[str, tuple[str, ...]] = {
     "dpo": (*_SHARED, "dpo", "parallel.shared_base"),
     "ppo": (*_SHARED, "ppo", "sampling", "hybrid_engine", "parallel.shared_base"),
 }
+_EARLIER = {"sft": (), "reward": ("sft",), "dpo": ("sft",), "ppo": ("sft", "reward")}
+# What a step starts from where no earlier one has made it.
+_INSTEAD_OF = {"sft": "actor_model", "reward": "reward_model"}
+_ROWS = {
+    "sft": ("data", "sft_data"),
+    "reward": ("data",),
+    "dpo": ("data",),
+    "ppo": ("data", "ptx_data"),
+}
 # These change what is measured or shown on the way, never what comes out.
 _HARMLESS = ("eval_every", "eval_prompts", "max_skipped")
 
 
 class Identity:
-    """The knobs, rows and models that the steps of a run are made from.
+    """The knobs, rows, models and code that the steps of a run are made from.
 
     Attributes:
-        fingerprints: of the rows by kind (`data`, `sft_data`), once they have been read.
+        fingerprints: of the rows by kind (`data`, `sft_data`, `ptx_data`), once they have been
+            read.
     """
 
     def __init__(self, config: RunConfig, path: Path, world: World) -> None:
@@ -57,57 +70,75 @@ class Identity:
         self._digests: dict[str, dict[str, str]] = {}
 
     def made_from(self, step: str) -> dict[str, Any]:
-        """What the step's outcome depends on: knobs by dotted name, and earlier steps' digests."""
-        knobs = {
-            name: _json_value(_knob_value(self.config, name))
+        """What the step's outcome depends on: knobs by dotted name, and digests of the rows, the
+        models' files, the earlier steps and the reward function's code."""
+        made_from = self.knobs(
+            name
             for name, _ in config_knobs()
             if {name, name.split(".")[0]} & {*DEPENDS_ON[step]}
             and name.split(".")[-1] not in _HARMLESS
             and (_knob_value(self.config, name) or not name.startswith("parallel."))
-        }
-        for name in ("actor_model", "reward_model"):
-            if knobs.get(name):
-                knobs[f"the weights of {name}"] = self._digests_of(str(knobs[name]))
-        earlier = {"sft": (), "reward": ("sft",), "dpo": ("sft",), "ppo": ("sft", "reward")}[step]
-        script = Path(self.config.ppo.reward_function.rpartition(":")[0])
-        if step == "ppo" and script.is_file():
-            knobs["the reward function"] = hashlib.sha256(script.read_bytes()).hexdigest()
-        for kind in ("data", "sft_data") if step == "sft" else ("data",):
-            if kind in self.fingerprints:
-                knobs[f"the rows of {kind}"] = self.fingerprints[kind]
-        for name in earlier:
+        )
+        # Every step takes the policy's tokenizer from the given model, and no weights from it that
+        # an earlier step has trained on.
+        given = {"actor_model"} | ({"reward_model"} & made_from.keys())
+        for name in _EARLIER[step]:
             manifest = self.path / name / MANIFEST
             if manifest.exists():
-                weights = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-                knobs[f"the {name} step"] = {
-                    path: facts["sha256"]
-                    for path, facts in weights.items()
-                    if path.endswith(".safetensors")
-                }
-                continue
-            knob = {"sft": "actor_model", "reward": "reward_model"}[name]
-            knobs[knob] = getattr(self.config, knob)
-            knobs[f"the weights of {knob}"] = self._digests_of(str(knobs[knob]))
-        return knobs
+                entries = read_manifest(self.path / name).entries
+                made_from[f"the {name} step"] = {n: entry.sha256 for n, entry in entries.items()}
+            else:
+                given.add(_INSTEAD_OF[name])
+        for knob in sorted(given):
+            made_from[knob] = _knob_value(self.config, knob)
+            made_from[f"the files of {knob}"] = self.files_of(knob)
+        if step == "ppo" and self.config.ppo.reward_function:
+            made_from["the reward function"] = self.reward_function()
+        for kind in _ROWS[step]:
+            if kind in self.fingerprints:
+                made_from[f"the rows of {kind}"] = self.fingerprints[kind]
+        return made_from
+
+    def knobs(self, names: Iterable[str]) -> dict[str, Any]:
+        """Values by dotted name, as JSON has them."""
+        return {name: _json_value(_knob_value(self.config, name)) for name in names}
+
+    def files_of(self, knob: str) -> dict[str, str]:
+        """What the model that `actor_model` or `reward_model` names is loaded from: the SHA-256 of
+        each of its files, those of an adapter's base too, or a hub name's commit."""
+        model = str(_knob_value(self.config, knob))
+        if model and model not in self._digests:
+            self._digests[model] = self._digests_of(model)
+        return self._digests[model] if model else {}
+
+    def reward_function(self) -> dict[str, str]:
+        """The SHA-256 of each source file of the reward function's."""
+        files = source_files(self.config.ppo.reward_function)
+        return {path.name: sha256(path) for path in files}
 
     def _digests_of(self, model: str) -> dict[str, str]:
-        """The SHA-256 of each weight file of a local folder, which the ranks read in turn."""
-        if model not in self._digests:
-            folder = Path(model).expanduser()
-            names = sorted(path.name for path in folder.glob("*.safetensors")) if model else []
-            mine = {name: sha256(folder / name) for name in self.world.share(names)}
-            shares = self.world.collect(mine)
-            by_node = [
-                {k: v for rank in self.world.seeing(keeper) for k, v in shares[rank].items()}
-                for keeper in self.world.folders
-            ]
-            if any(found != by_node[0] for found in by_node):
-                raise CheckpointError(
-                    f"model {model!r} must have the same weights on every node; got others. Copy "
-                    "its folder from one to all."
-                )
-            self._digests[model] = dict(sorted(by_node[0].items()))
-        return self._digests[model]
+        folders = model_folders(model)
+        if not folders:
+            return {"commit": locate(model).commit}
+        # Named as in the folder; of an adapter's base, under that.
+        files = {
+            ("" if i == 0 else "base/") + path.relative_to(folder).as_posix(): path
+            for i, folder in enumerate(folders)
+            for path in model_files(folder)
+        }
+        mine = self.world.share(sorted(files))
+        read = dict(zip(mine, at_once(sha256_once, [files[name] for name in mine]), strict=True))
+        shares = self.world.collect(read)
+        by_node = [
+            {k: v for rank in self.world.seeing(keeper) for k, v in shares[rank].items()}
+            for keeper in self.world.folders
+        ]
+        if any(found != by_node[0] for found in by_node):
+            raise CheckpointError(
+                f"model {model!r} must have the same files on every node; got others. Copy its "
+                "folder from one to all."
+            )
+        return dict(sorted(by_node[0].items()))
 
     def require_same(self, step: str, where: Path, before: Mapping[str, Any]) -> None:
         """Refuse what was made from something else.
@@ -119,7 +150,7 @@ class Identity:
         """
         now = self.made_from(step)
         changed = [
-            f"{name} {_short(before.get(name))} -> {_short(now.get(name))}"
+            _changed(name, before.get(name), now.get(name))
             for name in sorted(before.keys() | now.keys())
             if before.get(name) != now.get(name)
             # Rows are compared once they have been read.
@@ -129,7 +160,7 @@ class Identity:
         ]
         if changed:
             raise CheckpointError(
-                f"{where} was made with other knobs or rows than these; changed: "
+                f"{where} was made with other knobs, rows or models than these; changed: "
                 f"{', '.join(changed)}. To redo this step alone, remove {where}; to keep it, use "
                 "another --output-dir."
             )
@@ -171,5 +202,15 @@ def _json_value(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def _changed(name: str, before: Any, now: Any) -> str:
+    """What differs: both values of a knob, or the names of files."""
+    if not isinstance(before, dict) and not isinstance(now, dict):
+        return f"{name} {_short(before)} -> {_short(now)}"
+    before, now = before or {}, now or {}
+    files = [file for file in sorted({*before, *now}) if before.get(file) != now.get(file)]
+    more = f" and {len(files) - 3} more" if files[3:] else ""
+    return f"{name} ({', '.join(files[:3])}{more})"
+
+
 def _short(value: Any) -> str:
-    return "(others)" if isinstance(value, dict) else json.dumps(value)[:60]
+    return json.dumps(value)[:60]

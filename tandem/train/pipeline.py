@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+from tandem.checkpoint.folder import verify_beside
 from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.schema import RunConfig
 from tandem.data.ledger import STEP_TITLES
@@ -17,10 +18,11 @@ from tandem.engine.devices import resolve_device
 from tandem.engine.spread import zero_plus_plus
 from tandem.errors import ConfigError
 from tandem.metrics.report import write_report
+from tandem.models.starts import model_folders
 from tandem.parallel.watch import note
 from tandem.parallel.world import World
 from tandem.train.check import check_parallel, check_rows, idle_ranks
-from tandem.train.compare import compare
+from tandem.train.compare import compare, is_compared
 from tandem.train.dpo import train_dpo
 from tandem.train.ppo import train_ppo
 from tandem.train.reward_function import load_reward_function
@@ -108,7 +110,7 @@ def _train(run: Run, command: str) -> None:
                 f"{config.parallel.frozen_weights} weights and is another policy on full ones"
             )
         run.stop_if_asked(f"after {step}, which is finished")
-    if unfinished or not (run.path / "evaluation.json").exists():
+    if not is_compared(run):
         compare(run, rows)
     if run.world.is_first:
         say(f"report: {write_report(run.path)}")
@@ -155,6 +157,9 @@ def _check_inputs(run: Run) -> None:
         raise ConfigError("; ".join(problems))
     if "ppo" in config.steps and config.ppo.reward_function:
         load_reward_function(config.ppo.reward_function)  # a typo must not cost two steps
+    for model in dict.fromkeys((config.actor_model, config.reward_model)):
+        for folder in model_folders(model) if model else ():
+            verify_beside(folder, world=run.world)
 
 
 def tokenizer_sources(run: Run) -> tuple[str, str]:

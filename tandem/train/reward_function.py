@@ -7,7 +7,11 @@ import inspect
 import math
 import numbers
 import sys
-from collections.abc import Callable, Sequence
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +29,8 @@ from tandem.types import PromptRow, Rollout
 RewardFunction = Callable[..., list[float | None]]
 _GIVEN = {"prompts", "completions", "messages"}
 """What every reward function is given beside the data's columns."""
-
+OVERDUE_SECONDS = 60.0
+"""After which a line says that a reward function is still running; then after twice that again."""
 _MOST = 1e15
 """Size of a reward whose squares and sums over a rollout are still float32 numbers."""
 
@@ -57,10 +62,54 @@ def load_reward_function(name: str) -> RewardFunction:
     return function
 
 
+def source_files(name: str) -> list[Path]:
+    """The Python files that the behaviour of `load_reward_function(name)` comes from, sorted: its
+    module's, and those of the modules that it has imported, and so on. Python's own, installed
+    packages and Tandem are left out, unless the function itself is in one.
+    """
+    load_reward_function(name)
+    where = name.rpartition(":")[0]
+    root = sys.modules[_module_name(where) if where.endswith(".py") else where]
+    package = root.__name__.partition(".")[0]
+    found: dict[str, ModuleType] = {}
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        file = getattr(module, "__file__", None) or ""
+        top = module.__name__.partition(".")[0]
+        if module is not root and (top == "tandem" or (top != package and _is_library(file))):
+            continue
+        if not file.endswith(".py") or file in found:
+            continue
+        found[file] = module
+        homes = [_home(value) for value in list(vars(module).values())]
+        waiting += [sys.modules[home] for home in homes if home in sys.modules]
+    return [Path(file) for file in sorted(found)]
+
+
+def _is_library(file: str) -> bool:
+    parts = Path(file).parts
+    is_installed = "site-packages" in parts or "dist-packages" in parts
+    return is_installed or file.startswith(sysconfig.get_path("stdlib"))
+
+
+def _home(value: Any) -> str:
+    """The module that a value is, or that a function or class was defined in."""
+    try:
+        name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    except Exception:  # an object of the user's may answer with anything
+        return ""
+    return name if isinstance(name, str) else ""
+
+
+def _module_name(path: str) -> str:
+    return f"tandem_reward_{Path(path).stem}"
+
+
 def _module_from_file(path: str) -> ModuleType:
     if not Path(path).is_file():
         raise FileNotFoundError(f"no file {path}")
-    name = f"tandem_reward_{Path(path).stem}"
+    name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -141,7 +190,8 @@ def _called(function: RewardFunction, rollout: Rollout) -> Tensor:
     label = getattr(function, "__name__", str(function))
     dtype = torch.get_default_dtype()
     try:
-        rewards = function(prompts, list(rollout.responses), **columns)
+        with _shown_while_it_runs(label, len(rollout)):
+            rewards = function(prompts, list(rollout.responses), **columns)
     # Whatever a user's code does is told to them, by its name; SystemExit too.
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | Stopped):
@@ -185,3 +235,29 @@ def _shown(value: Any) -> str:
         return f"{value!r:.100}"
     except Exception:  # an object of the user's may answer with anything; so may 10**5000
         return type(value).__name__
+
+
+@contextmanager
+def _shown_while_it_runs(label: str, num_answers: int) -> Iterator[None]:
+    """Say so, ever more rarely, where a reward function takes long: it may wait for something."""
+    done = threading.Event()
+    start = time.monotonic()
+
+    def watch() -> None:
+        pause = OVERDUE_SECONDS
+        while not done.wait(pause):
+            seconds = time.monotonic() - start
+            print(
+                f"reward function {label} has run for {seconds:.0f} s on {num_answers} answers and "
+                "has not returned. Ctrl-C stops the run; the same command continues.",
+                flush=True,
+            )
+            pause *= 2
+
+    thread = threading.Thread(target=watch, name="reward function watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

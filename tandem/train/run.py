@@ -146,6 +146,7 @@ class Run:
         self.identity.fingerprints = {
             "data": digests[:num_data],
             "sft_data": digests[num_data : num_data + num_sft],
+            "ptx_data": digests[num_data + num_sft :],
         }
         told = self.world.collect((socket.gethostname(), digests))
         other = next((i for i, (_, theirs) in enumerate(told) if theirs != told[0][1]), None)
@@ -186,11 +187,20 @@ class Run:
         require_own(self.folder(step))
         if not (self.folder(step) / MANIFEST).exists():
             return False
+        facts = self.verify(step)
+        self.identity.require_same(step, self.folder(step), facts["made_from"])
+        return True
+
+    def verify(self, step: str) -> dict[str, Any]:
+        """The facts of a finished step, whose files are read and verified once a run.
+
+        Raises:
+            CheckpointError: its folder is damaged.
+        """
         verify = step not in self._verified
         facts = read_facts(self.folder(step), verify=verify, world=self.world)
         self._verified.add(step)
-        self.identity.require_same(step, self.folder(step), facts["made_from"])
-        return True
+        return facts
 
     def require_continuable(self, step: str) -> None:
         """Refuse, before anything is written, to continue checkpoints of other knobs or rows.

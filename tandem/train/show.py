@@ -38,6 +38,7 @@ def evaluate_run(path: str, num_prompts: int) -> dict[str, Any]:
         config = replace(config, ppo=replace(config.ppo, eval_prompts=num_prompts))
     run = Run(config)
     rows = prepare_rows(config, *tokenizer_sources(run))
+    run.note_data(rows)
     evaluation = compare(run, rows, save=not num_prompts)
     show_comparison(evaluation)
     if not num_prompts:

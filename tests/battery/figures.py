@@ -6,6 +6,9 @@ import json
 import os
 from pathlib import Path
 
+FAILED = "FAILED"
+"""Among a test's figures: why it failed."""
+
 
 def record(test: str, **figures: object) -> None:
     """Show and keep a battery's figures (seeds, counts, seconds)."""

@@ -10,18 +10,22 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tests.battery.figures import FAILED
+
 
 def main(path: str) -> int:
-    """Print the table; 1 where the file has nothing."""
+    """Print the table, what failed last; 1 where something did, or the file has nothing."""
     file = Path(path)
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    table = Table("test", "figures", box=box.SIMPLE, title=f"{len(lines)} batteries")
-    for line in lines:
-        figures = json.loads(line)
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    lines = sorted(map(json.loads, text.splitlines()), key=lambda line: FAILED in line)
+    failed = [line for line in lines if FAILED in line]
+    title = f"{len(lines) - len(failed)} batteries held, {len(failed)} tests failed"
+    table = Table("test", "figures", box=box.SIMPLE, title=title)
+    for figures in lines:
         name = figures.pop("test")
         table.add_row(name, ", ".join(f"{key} {value}" for key, value in figures.items()))
     Console().print(table)
-    return 0 if lines else 1
+    return 0 if lines and not failed else 1
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import ctypes
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from tandem.errors import CheckpointError
 from tandem.models.save import save_model
 from tests.battery.figures import record
 from tests.models.families import tiny_model, tokenizer
+from tests.tiny import save_tiny_model, tiny_config, write_preferences
+from tests.train.runs import assert_equal_runs, ran
 
 KIB = 1024
 
@@ -145,3 +148,30 @@ def test_a_finished_model_that_does_not_fit_is_not_there(disk: Path) -> None:
         assert is_whole(before)
     assert refused >= 8
     record("disk full while a model is saved", sizes=10, refused=refused, half_written=0)
+
+
+@pytest.mark.parametrize("sizes", [2, pytest.param(16, marks=pytest.mark.slow)])
+def test_a_run_whose_disk_is_full_goes_on_with_more_room(
+    disk: Path, tmp_path: Path, sizes: int
+) -> None:
+    """The whole run, from its first line to its report; then it is the run that had room."""
+    model = save_tiny_model(tmp_path / "model")
+    data = write_preferences(tmp_path / "prefs.jsonl", 60)
+    whole = tiny_config(tmp_path / "whole", model, data, save_every=1)
+    ran(whole)
+    ours = replace(whole, output_dir=str(disk / "run"))
+    needed = sum(path.stat().st_size for path in (tmp_path / "whole").rglob("*") if path.is_file())
+    for part in range(sizes):
+        remount(disk, f"size={max(16, needed * part // sizes // KIB)}k")
+        # By turns a checkpoint is what does not fit, or a finished step.
+        now = replace(ours, save_every=(part + 1) % 2)
+        with pytest.raises(
+            (CheckpointError, OSError), match=r"No space left|must have room"
+        ) as full:
+            ran(now)
+        assert str(full.value).isprintable()
+    assert not list(disk.rglob(".tmp-*"))
+    remount(disk, "size=64m")
+    ran(ours)
+    assert_equal_runs(disk / "run", tmp_path / "whole")
+    record("disk full under a whole run", sizes=sizes, refused=sizes, equal=1)

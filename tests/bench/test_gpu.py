@@ -35,6 +35,7 @@ def test_the_command_shows_all_parts_and_writes_json(
         f"{model}, batch 2{kind}" for model in ("opt-1.3b", "llama-7b") for kind in ("", ", ragged")
     ]
     for name, groups in written["generation"].items():
+        assert "failed" not in groups["hf"], groups["hf"]
         of = groups["hf"]["summary"]
         assert of["tandem"]["tokens_per_wall_second"] > 0
         assert of["hf"]["wall_ratio"]["median"] > 0

@@ -184,3 +184,52 @@ def test_help_does_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0
+
+
+PATHS = {
+    "actor_model": "~/m",
+    "reward_model": "~/r",
+    "data": "~/a.jsonl:2::prompt=q",
+    "sft_data": "~/b.jsonl",
+    "output_dir": "~/runs/x",
+    "ppo.reward_function": "~/rewards.py:score",
+    "ppo.ptx_data": "~/c.jsonl:0.5",
+}
+
+
+def knob_of(config: RunConfig, name: str) -> object:
+    value: object = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def test_these_knobs_are_paths() -> None:
+    assert {name for name, knob in config_knobs() if knob.metadata.get("path")} == set(PATHS)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_home_folder_is_put_in_once_wherever_a_path_comes_from(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = PATHS[name]
+    whole: object = given.replace("~", str(tmp_path))
+    if isinstance(knob_of(RunConfig(), name), tuple):
+        whole = (whole,)
+    section, _, knob = name.rpartition(".")
+    text = f"{section}:\n  {knob}: {given!r}\n" if section else f"{knob}: {given!r}\n"
+    (tmp_path / "run.yaml").write_text(text)
+    flag = f"--{name.replace('_', '-')}"
+    for words in (["--config=~/run.yaml"], [f"{flag}={given}"], [flag, given]):
+        assert knob_of(parse_run_flags(words, "train"), name) == whole, words
+    assert knob_of(load_config(tmp_path / "run.yaml"), name) == whole
+    one = (given,) if isinstance(whole, tuple) else given
+    made = replace(RunConfig().ppo, **{knob: one}) if section else RunConfig(**{knob: one})
+    assert (getattr(made, knob)) == whole
+
+
+def test_a_home_folder_that_nobody_has_is_refused() -> None:
+    for path in ("~no_such_user_here/x", "./~x"):
+        with pytest.raises(ConfigError, match="output_dir must begin with a home folder"):
+            check_config(RunConfig(output_dir=path))

@@ -106,8 +106,7 @@ def a_step(world: World, starts: Starts, config: RunConfig) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
-@pytest.mark.parametrize(("size", "stage"), [(2, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize(("size", "stage", "kind"), [(2, 1, "int8"), (2, 3, "nf4"), (4, 2, "int8")])
 def test_ranks_have_the_numbers_of_one(starts: Starts, kind: str, size: int, stage: int) -> None:
     alone = a_step(World(), starts, configured(kind))
     for found in on_ranks(size, a_step, starts, configured(kind, stage=stage)):

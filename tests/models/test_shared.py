@@ -95,8 +95,16 @@ def frozen_bytes(*models: nn.Module) -> int:
     return sum(sizes.values())
 
 
-@pytest.mark.parametrize("kind", [None, "int8", "nf4"])
-@pytest.mark.parametrize("family", FAMILIES)
+# How a weight is packed is no matter of the family: both kinds for two of them.
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        (f, k)
+        for f in FAMILIES
+        for k in (None, "int8", "nf4")
+        if k != "nf4" or f in ("llama", "gpt2")
+    ],
+)
 def test_four_roles_on_one_base(family: str, kind: str | None) -> None:
     roles, others = separate_roles(family, kind), separate_roles(family, kind)
     expected = a_step(others)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelInfo
 from safetensors.torch import load_file, save_file
 
 from tandem.errors import ModelError
@@ -64,17 +65,18 @@ def test_an_unreachable_hub_name_says_what_was_tried_in_one_line() -> None:
 
 @pytest.mark.usefixtures("no_hub")
 def test_an_unreachable_hub_leaves_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "try_to_load_from_cache", lambda *_: "cache/config.json")
-    assert locate("some/model") == Located("some/model", offline=True)
+    monkeypatch.setattr(source, "try_to_load_from_cache", lambda *_: "cache/c0ffee/config.json")
+    assert locate("some/model") == Located("some/model", offline=True, commit="c0ffee")
     assert Located("some/model").folder is None
 
 
 def test_a_hub_name_that_the_hub_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hub:
-        def model_info(self, name: str, timeout: float) -> None: ...
+        def model_info(self, name: str, timeout: float) -> ModelInfo:
+            return ModelInfo(id=name, sha="c0ffee")
 
     monkeypatch.setattr(source, "HfApi", Hub)
-    assert locate("some/model") == Located("some/model")
+    assert locate("some/model") == Located("some/model", commit="c0ffee")
 
 
 def test_long_errors_are_cut() -> None:

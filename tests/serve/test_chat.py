@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tandem.checkpoint.folder import write_folder
 from tandem.config.schema import SamplingConfig
-from tandem.errors import ModelError
+from tandem.errors import CheckpointError, ModelError
 from tandem.serve.chat import Conversation, chat, find_model
 from tests.tiny import save_tiny_model
 
@@ -93,12 +95,38 @@ def test_which_model_of_a_run(tmp_path: Path) -> None:
     (run / "ppo" / "actor").mkdir(parents=True)
     (run / "ppo" / "actor" / "config.json").write_text("{}")
     assert find_model(str(run), "") == str(run / "ppo" / "actor")
+    (run / "ppo" / "ema").mkdir()
+    (run / "ppo" / "ema" / "config.json").write_text("{}")
+    assert find_model(str(run), "") == str(run / "ppo" / "actor")
+    assert find_model(str(run), "ema") == str(run / "ppo" / "ema")
     assert find_model(str(run), "base") == "some/base"
-    with pytest.raises(ModelError, match="must be one of ppo, ema"):
+    with pytest.raises(ModelError, match="must be one of ppo, dpo"):
         find_model(str(run), "pppo")
     with pytest.raises(ModelError, match="--model must go with a run's folder"):
         find_model(str(tmp_path), "sft")
     assert find_model("gpt2", "") == "gpt2"
+
+
+def test_a_chat_says_which_model_it_took_and_which_others_there_are(
+    model: str, tmp_path: Path
+) -> None:
+    for name in ("sft", "ppo/actor", "ppo/ema"):
+        shutil.copytree(model, tmp_path / name)
+    assert talk(model, "/quit").startswith(f"talking to {model}. /help")
+    (tmp_path / "config.yaml").write_text("actor_model: some/base\n")
+    out = talk(str(tmp_path), "/quit")
+    assert out.startswith(f"talking to {tmp_path}/ppo/actor (--model takes sft, ema, base too).")
+
+
+def test_a_model_that_changed_since_it_was_saved_is_refused(model: str, tmp_path: Path) -> None:
+    write_folder(tmp_path / "ppo", lambda aside: shutil.copytree(model, aside / "actor"))
+    assert "talking to" in talk(str(tmp_path / "ppo" / "actor"), "/quit")
+    weights = tmp_path / "ppo" / "actor" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 4
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"must have the SHA-256 in its MANIFEST.json; got"):
+        talk(str(tmp_path / "ppo" / "actor"), "/quit")
 
 
 @pytest.mark.parametrize("line", ["bad \udcff byte", "/system \udcff", "/save a\0b", "a\0b"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,8 +69,10 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: str, prefere
     return folder
 
 
-@pytest.mark.parametrize(("stage", "at"), [("sft", 1), ("reward", 3), ("ppo", 2)])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("stage", "at", "number"),
+    [("sft", 1, signal.SIGTERM), ("reward", 3, signal.SIGINT), ("ppo", 2, signal.SIGTERM)],
+)
 def test_a_signal_saves_the_running_step_and_the_same_command_continues(
     tmp_path: Path,
     tiny_model: str,
@@ -192,12 +195,12 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert said == ["stopped by SIGTERM after ppo step 1, which is saved"] * 2
 
 
-def started(config: RunConfig, folder: Path) -> subprocess.Popen[str]:
-    """A run in a process of its own, as a user starts it."""
+def started(config: RunConfig, folder: Path, *python: str) -> subprocess.Popen[str]:
+    """A run in a process of its own, as a user starts it; `python`'s options."""
     path = folder / "given.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     return subprocess.Popen(
-        [sys.executable, "-m", "tandem", "train", "--config", str(path)],
+        [sys.executable, *python, "-m", "tandem", "train", "--config", str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -222,7 +225,7 @@ def test_the_command_ends_with_the_signals_code_and_one_line(
     process, lines = started(config, tmp_path), list[str]()
     said_by(process, " 2/3000 ", lines)
     process.send_signal(signal.SIGTERM)
-    rest = process.communicate(timeout=60)[0]
+    rest = process.communicate(timeout=240)[0]
     assert process.returncode == 128 + signal.SIGTERM
     last = rest.strip().splitlines()[-1]
     assert last.startswith("tandem: stopped by SIGTERM after sft step ")
@@ -266,9 +269,9 @@ def test_a_second_signal_ends_the_command_at_once(
     said_by(process, "Once more ends it at once", lines)
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=240)
     assert process.returncode == -signal.SIGINT
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 50  # the step itself takes 60 s
     again = quietly(config)
     assert "sft: continuing after step 2 (checkpoint verified)" in again
 
@@ -329,8 +332,13 @@ def _inf_gradient(patch: pytest.MonkeyPatch, stage: str, at: Callable[[], bool])
     patch.setattr(optimizer.Trainee, "finished_gradients", poisoned)
 
 
-@pytest.mark.parametrize("poison", [_nan_loss, _inf_gradient])
-@pytest.mark.parametrize("name", ["sft", "reward", "actor", "critic"])
+@pytest.mark.parametrize(
+    ("poison", "name"),
+    [
+        *((_inf_gradient, name) for name in ("sft", "reward", "actor", "critic")),
+        *((_nan_loss, name) for name in ("sft", "actor")),
+    ],
+)
 def test_a_bad_update_is_left_out_written_down_and_counted(
     tmp_path: Path,
     tiny_model: str,
@@ -474,16 +482,21 @@ def test_a_folder_of_other_things_is_left_alone(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "thesis.tex"]
 
 
-@pytest.mark.parametrize("seconds", [0.3, 0.9, 1.6])
+@pytest.mark.parametrize("module", ["yaml", "torch.nn", "transformers", "tandem.train.pipeline"])
 def test_a_signal_while_modules_are_imported_is_one_line(
-    tmp_path: Path, tiny_model: str, preferences: str, seconds: float
+    tmp_path: Path, tiny_model: str, preferences: str, module: str
 ) -> None:
-    process = started(config_of(tmp_path / "run", tiny_model, preferences), tmp_path)
-    time.sleep(seconds)
+    """Wherever the imports are when it comes: Python itself says when it has one."""
+    config = config_of(tmp_path / "run", tiny_model, preferences)
+    process = started(config, tmp_path, "-X", "importtime")
+    lines: list[str] = []
+    while not lines or lines[-1].rpartition("|")[2].strip() != module:
+        said_by(process, module, lines)
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[0]
-    assert process.returncode in (128 + signal.SIGINT, -signal.SIGINT)
-    assert "Traceback" not in said or seconds < 0.5  # Python's own start is not ours
+    said = process.communicate(timeout=240)[0]
+    assert process.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in said
+    assert re.search(r"^tandem: stopped by SIGINT before .*$", said.strip().splitlines()[-1])
 
 
 class _Asked:

@@ -9,55 +9,34 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig
-from tandem.parallel.world import World
+from tandem.config.schema import ParallelConfig
 from tests.ranks import on_ranks
-from tests.tiny import tiny_config
+from tests.train.conftest import PlainRun
 from tests.train.test_ranks import assert_same_run, ran
 
 OFFLOADED = ("optimizer", "reference", "reward")
-SHORT = ((2, True, True), (3, False, True))
-"""Stage, hybrid engine, offload of the cases that every test run has."""
-
-
-def all_steps(folder: Path, model: str, data: str, lora: int) -> RunConfig:
-    """Three steps with EMA and ptx; whole weights, one process."""
-    config = tiny_config(folder, model, data)
-    return replace(
-        config,
-        lora=LoraConfig(rank=lora),
-        ppo=replace(config.ppo, ema=True, ptx_data=(data,)),
-        save_every=1,
-    )
-
-
-@pytest.fixture(scope="module", params=[0, 2], ids=["full", "lora"])
-def alone(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[RunConfig, Path]:
-    folder = tmp_path_factory.mktemp("alone")
-    model = request.getfixturevalue("tiny_model")
-    data = request.getfixturevalue("preferences")
-    config = all_steps(folder / "run", model, data, request.param)
-    ran(World(), config)
-    return config, folder / "run"
+SHORT = ((0, 3, False, True), (2, 2, True, True))
+"""LoRA rank, stage, hybrid engine, offload of the cases that every test run has; cases
+without offload are in test_ranks."""
 
 
 @pytest.mark.parametrize(
-    ("stage", "hybrid", "offloads"),
+    ("lora", "stage", "hybrid", "offloads"),
     [
         pytest.param(*case, marks=() if case in SHORT else pytest.mark.slow)
-        for case in itertools.product((2, 3), (True, False), (False, True))
+        for case in itertools.product((0, 2), (2, 3), (True, False), (False, True))
     ],
 )
 def test_every_case_is_the_run_of_one_plain_process(
     tmp_path: Path,
-    alone: tuple[RunConfig, Path],
+    plain_run: PlainRun,
+    lora: int,
     stage: int,
     hybrid: bool,
     offloads: bool,
 ) -> None:
-    config, reference = alone
+    config = plain_run(lora)
+    reference = Path(config.output_dir)
     ours = replace(
         config,
         output_dir=str(tmp_path),

@@ -8,33 +8,27 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig
-from tandem.parallel.world import World
+from tandem.config.schema import ParallelConfig
 from tests.ranks import on_ranks
-from tests.tiny import tiny_config
+from tests.train.conftest import PlainRun
 from tests.train.test_ranks import assert_same_run, ran, records
 
 ALL = ("optimizer", "params", "reference", "reward")
 
 
-def all_steps(folder: Path, model: str, data: str, lora: int = 0) -> RunConfig:
-    config = tiny_config(folder, model, data)
-    return replace(
-        config,
-        lora=LoraConfig(rank=lora),
-        ppo=replace(config.ppo, ema=True, ptx_data=(data,)),
-    )
-
-
 @pytest.mark.parametrize(
     ("offload", "lora"),
-    [(("optimizer",), 0), (("params",), 0), (("reference", "reward"), 2), (ALL, 2)],
+    [
+        pytest.param(("optimizer",), 0, marks=pytest.mark.slow),
+        (("params",), 0),
+        pytest.param(("reference", "reward"), 2, marks=pytest.mark.slow),
+        (ALL, 2),
+    ],
 )
 def test_offload_at_one_process_changes_no_number(
-    tmp_path: Path, tiny_model: str, preferences: str, offload: tuple[str, ...], lora: int
+    tmp_path: Path, plain_run: PlainRun, offload: tuple[str, ...], lora: int
 ) -> None:
-    plain = all_steps(tmp_path / "plain", tiny_model, preferences, lora)
-    ran(World(), plain)
+    plain = plain_run(lora)
     ours = replace(
         plain,
         output_dir=str(tmp_path / "ours"),
@@ -42,38 +36,36 @@ def test_offload_at_one_process_changes_no_number(
     )
     # In a process of its own: offloaded weights make a process group.
     on_ranks(1, ran, ours)
-    assert_same_run(tmp_path / "ours", tmp_path / "plain")
+    assert_same_run(tmp_path / "ours", Path(plain.output_dir))
 
 
-@pytest.mark.parametrize(("stage", "lora"), [(3, 0), (2, 2)])
+@pytest.mark.parametrize(("stage", "lora"), [(3, 0), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_offloaded_weights_over_ranks_change_no_number(
-    tmp_path: Path, tiny_model: str, preferences: str, stage: int, lora: int
+    tmp_path: Path, plain_run: PlainRun, stage: int, lora: int
 ) -> None:
-    plain = all_steps(tmp_path / "plain", tiny_model, preferences, lora)
-    ran(World(), plain)
+    plain = plain_run(lora)
     ours = replace(
         plain,
         output_dir=str(tmp_path / "ours"),
         parallel=ParallelConfig(actor_zero_stage=stage, critic_zero_stage=stage, offload=ALL),
     )
     on_ranks(2, ran, ours)
-    assert_same_run(tmp_path / "ours", tmp_path / "plain")
+    assert_same_run(tmp_path / "ours", Path(plain.output_dir))
 
 
 @pytest.mark.parametrize(
-    ("size", "stage", "offload"), [(1, 2, ()), (1, 2, ("optimizer",)), (2, 3, ()), (2, 2, ALL)]
+    ("size", "stage", "offload"),
+    [
+        pytest.param(1, 2, (), marks=pytest.mark.slow),
+        (1, 2, ("optimizer",)),
+        pytest.param(2, 3, (), marks=pytest.mark.slow),
+        (2, 2, ALL),
+    ],
 )
 def test_a_run_in_fp16_follows_that_in_fp32(
-    tmp_path: Path,
-    tiny_model: str,
-    preferences: str,
-    size: int,
-    stage: int,
-    offload: tuple[str, ...],
+    tmp_path: Path, plain_run: PlainRun, size: int, stage: int, offload: tuple[str, ...]
 ) -> None:
-    plain = all_steps(tmp_path / "plain", tiny_model, preferences)
-    plain = replace(plain, steps=("sft", "reward", "ppo"))
-    ran(World(), plain)
+    plain = plain_run(0)
     ours = replace(
         plain,
         dtype="fp16",
@@ -86,9 +78,9 @@ def test_a_run_in_fp16_follows_that_in_fp32(
     )
     on_ranks(size, ran, ours)
     losses = {}
-    for folder in ("plain", "ours"):
-        values = [r["values"] for r in records(tmp_path / folder) if r["stage"] == "sft"]
-        losses[folder] = [v["loss"] for v in values if "loss" in v]
+    for name, config in (("plain", plain), ("ours", ours)):
+        values = [r["values"] for r in records(Path(config.output_dir)) if r["stage"] == "sft"]
+        losses[name] = [v["loss"] for v in values if "loss" in v]
     assert losses["ours"] == pytest.approx(losses["plain"], rel=5e-3)
     scaled = [r["values"] for r in records(tmp_path / "ours") if "loss_scale" in r["values"]]
     assert {"sft", "reward", "ppo"} <= {

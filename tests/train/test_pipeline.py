@@ -6,17 +6,22 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from tandem import files
 from tandem.config.load import load_config
 from tandem.config.schema import RunConfig
+from tandem.engine import rollouts
 from tandem.errors import CheckpointError, ConfigError, DataError, ModelError
 from tandem.metrics.log import MetricLog, read_metrics
+from tandem.metrics.report import write_report
 from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.train import pipeline
 from tandem.train import run as run_module
 from tandem.train.pipeline import train
 from tandem.train.rows import prepare_rows
@@ -236,6 +241,50 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, stage: str, step: int) -> None:
     monkeypatch.setattr(MetricLog, "log", stopping)
 
 
+def test_a_comparison_is_of_the_models_that_are_there(
+    finished: tuple[Path, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a stop within it, when an older one lies in the folder."""
+    whole, config = finished
+    shutil.copytree(whole, tmp_path / "run")
+    before = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert "at the end of the run" in (tmp_path / "run" / "report.html").read_text()
+    shutil.rmtree(tmp_path / "run" / "ppo")  # as the program's own message advises
+    other = replace(config.ppo, kl_coef=0.9, actor=replace(config.ppo.actor, learning_rate=3e-2))
+    config = replace(config, output_dir=str(tmp_path / "run"), ppo=other)
+    with monkeypatch.context() as patch:
+
+        def stopped(*arguments: object) -> None:
+            raise StopError
+
+        patch.setattr(pipeline, "compare", stopped)
+        with pytest.raises(StopError):
+            quiet(config)
+    page = write_report(tmp_path / "run").read_text()
+    assert "evaluation.json compares other models" in page
+    assert "at the end of the run" not in page
+    run = quiet(config)
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert evaluation["models"]["sft"] == before["models"]["sft"]
+    assert evaluation["models"]["ppo"] != before["models"]["ppo"]
+    shown = json.loads((run / "evaluation.json").read_text())
+    quiet(replace(config, ppo=replace(config.ppo, eval_prompts=4)))
+    assert json.loads((run / "evaluation.json").read_text()) != shown
+
+
+def test_a_comparison_that_is_whole_is_not_made_again(
+    finished: tuple[Path, RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, config = finished
+    quiet(config)
+
+    def again(*arguments: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(pipeline, "compare", again)
+    quiet(config)
+
+
 @pytest.mark.parametrize(("stage", "step"), [("sft", 3), ("reward", 3), ("ppo", 3), ("ppo", 1)])
 def test_a_stopped_run_continues_to_the_same_bits(
     finished: tuple[Path, RunConfig],
@@ -357,3 +406,119 @@ def test_two_runs_do_not_write_in_one_folder(
     with pytest.raises(CheckpointError, match="one run at a time; got another"):
         quiet(tiny_config(tmp_path, tiny_model, preferences))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_at_home_is_written_and_read_at_home(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another run lies in the folder that a second reading of `~` would find."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    config = tiny_config(Path("~/run"), tiny_model, preferences, steps=["sft", "reward"])
+    assert quiet(config) == tmp_path / "home" / "run"
+    assert not list((tmp_path / "work").iterdir())
+    made_from = json.loads((tmp_path / "home/run/reward/MANIFEST.json").read_text())["facts"]
+    entries = json.loads((tmp_path / "home/run/sft/MANIFEST.json").read_text())["files"]
+    assert (
+        made_from["made_from"]["the sft step"]["model.safetensors"]
+        == (entries["model.safetensors"]["sha256"])
+    )
+
+
+@pytest.mark.parametrize("knob", ["actor_model", "reward_model"])
+@pytest.mark.parametrize("part", ["sft", "ppo/actor", "ppo/ema"])
+def test_a_given_model_that_changed_since_it_was_saved_is_refused(
+    finished: tuple[Path, RunConfig], tmp_path: Path, tiny_model: str, preferences: str,
+    knob: str, part: str,
+) -> None:  # fmt: skip
+    whole, _ = finished
+    shutil.copytree(whole, tmp_path / "run")
+    weights = tmp_path / "run" / part / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 4
+    weights.write_bytes(content)
+    config = tiny_config(tmp_path / "new", tiny_model, preferences, steps=["sft"])
+    config = replace(config, **{knob: str(tmp_path / "run" / part)})
+    with pytest.raises(CheckpointError, match=r"model.safetensors must have the SHA-256 .*Copy"):
+        quiet(config)
+    assert not (tmp_path / "new").exists()
+
+
+def test_every_file_of_a_given_model_is_hashed_once(
+    finished: tuple[Path, RunConfig], tmp_path: Path, preferences: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    whole, _ = finished
+    read: list[str] = []
+    sha256 = files.sha256
+
+    def counted(path: Path) -> str:
+        read.append(str(path))
+        return sha256(path)
+
+    monkeypatch.setattr(files, "sha256", counted)
+    monkeypatch.setattr(files, "_SETTLED_SECONDS", -1.0)
+    config = tiny_config(tmp_path / "new", str(whole / "sft"), preferences, steps=["sft"])
+    quiet(config)
+    assert read.count(str(whole / "sft" / "model.safetensors")) == 1
+
+
+def test_hugging_faces_generate_is_taken_for_every_answer_where_that_is_asked(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reward model's normalization and the final comparison, too."""
+    asked: list[bool] = []
+    generate = rollouts.generate
+
+    def spied(*arguments: Any, **options: Any) -> Any:
+        asked.append(options["by_hugging_face"])
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(rollouts, "generate", spied)
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, ppo__steps=1)
+    quiet(replace(config, hybrid_engine=False))
+    # Normalization, PPO's two evaluations and one step, and three models compared.
+    assert asked == [True] * 7
+
+
+def test_columns_that_a_reward_function_cannot_take_are_refused_before_the_first_step(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    data, rewards = tmp_path / "data.jsonl", tmp_path / "rewards.py"
+    rows = [json.loads(line) for line in Path(preferences).read_text().splitlines()]
+    data.write_text("".join(json.dumps(row | {"prompts": 1}) + "\n" for row in rows))
+    rewards.write_text("def one(prompts, completions, **columns):\n    return [1.0]\n")
+    config = tiny_config(
+        tmp_path / "run", tiny_model, str(data), ppo__reward_function=f"{rewards}:one"
+    )
+    with pytest.raises(DataError, match="columns must not be named prompts"):
+        quiet(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_line_of_a_log_does_not_end_a_run(
+    finished: tuple[Path, RunConfig], tmp_path: Path
+) -> None:
+    whole, config = finished
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "ppo")
+    log = tmp_path / "run" / "metrics.jsonl"
+    text = log.read_text()
+    log.write_text("not JSON\n" + text)
+    lines: list[str] = []
+    quiet(replace(config, output_dir=str(tmp_path / "run")), lines)
+    assert [line for line in lines if "one JSON object a line; got 1 that" in line]
+    assert (tmp_path / "run" / "metrics.jsonl.damaged").read_text() == "not JSON\n" + text
+    assert "not JSON" not in log.read_text()
+    assert len(read_metrics(tmp_path / "run")) == len(read_metrics(whole))
+
+
+def test_a_damaged_finished_step_says_what_to_do(
+    finished: tuple[Path, RunConfig], tmp_path: Path
+) -> None:
+    whole, config = finished
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "sft" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"sft/config.json must .*, or remove .*/run/sft"):
+        quiet(replace(config, output_dir=str(tmp_path / "run")))

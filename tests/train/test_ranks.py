@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig
+from tandem.config.schema import ParallelConfig, RunConfig
 from tandem.parallel.world import World
 from tandem.train.pipeline import train
 from tests.ranks import on_ranks
-from tests.tiny import tiny_config
+from tests.train.conftest import PlainRun
 
 # What depends on the clock, and what greedy choices of a moved policy amplify.
 _UNLIKE = ("seconds", "tokens_per", "samples_per", "tflops", "peak_memory", "rank_")
@@ -52,28 +52,25 @@ def assert_same_run(ours: Path, alone: Path, unlike: tuple[str, ...] = ()) -> No
 
 @pytest.mark.parametrize(
     ("stage", "rank", "size", "slices"),
-    [(0, 0, 2, 1), (1, 0, 2, 1), (2, 2, 2, 1), (3, 0, 3, 1), (3, 0, 2, 2)],
+    [
+        (0, 0, 2, 1),
+        pytest.param(1, 0, 2, 1, marks=pytest.mark.slow),
+        (3, 0, 2, 2),
+        # Adapters at stage 2 are in test_matrix, uneven pieces in engine/test_spread.
+        pytest.param(2, 2, 2, 1, marks=pytest.mark.slow),
+        pytest.param(3, 0, 3, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_all_steps_over_ranks_are_those_of_one(
-    tmp_path: Path,
-    tiny_model: str,
-    preferences: str,
-    stage: int,
-    rank: int,
-    size: int,
-    slices: int,
+    tmp_path: Path, plain_run: PlainRun, stage: int, rank: int, size: int, slices: int
 ) -> None:
-    config = tiny_config(tmp_path / "alone", tiny_model, preferences)
-    config = replace(
-        config,
-        lora=LoraConfig(rank=rank),
-        ppo=replace(config.ppo, ema=True, ptx_data=(preferences,)),
-        parallel=ParallelConfig(actor_zero_stage=stage, critic_zero_stage=stage),
+    config = plain_run(rank)
+    alone = Path(config.output_dir)
+    parallel = ParallelConfig(
+        actor_zero_stage=stage, critic_zero_stage=stage, inference_tp_size=slices
     )
-    ran(World(), config)
-    sliced = replace(config.parallel, inference_tp_size=slices)
-    on_ranks(size, ran, replace(config, output_dir=str(tmp_path / "ranks"), parallel=sliced))
-    assert_same_run(tmp_path / "ranks", tmp_path / "alone")
+    on_ranks(size, ran, replace(config, output_dir=str(tmp_path / "ranks"), parallel=parallel))
+    assert_same_run(tmp_path / "ranks", alone)
     waits = [r["values"].get("rank_wait") for r in records(tmp_path / "ranks")]
     assert any(wait is not None for wait in waits)
     assert all(0 <= wait < 1 for wait in waits if wait is not None)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tandem.errors import ConfigError, DataError, Stopped
+from tandem.train import reward_function
 from tandem.train.exact_number import last_number, reward
 from tandem.train.reward_function import function_scores, load_reward_function
 from tandem.types import Message, PromptRow, Rollout, Source, TokenBatch, TokenRow
@@ -208,3 +209,19 @@ def test_a_long_answer_takes_no_quadratic_time(unit: str) -> None:
 def test_exact_number_reward() -> None:
     completions = ["so 42", "so 41", "no idea", "x"]
     assert reward([], completions, ["a #### 42", "42", "42", "none"]) == [1.0, 0.0, 0.0, None]
+
+
+def test_a_function_that_does_not_return_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_function, "OVERDUE_SECONDS", 0.01)
+    said: list[str] = []
+
+    def waits(*args: object, **columns: object) -> list[float | None]:
+        while not said:
+            time.sleep(0.005)
+            said.extend(capsys.readouterr().out.splitlines())
+        return [1.0, 1.0]
+
+    assert function_scores(waits, rollout_of("a", "b")).tolist() == [1.0, 1.0]
+    assert said[0].startswith("reward function waits has run for 0 s on 2 answers and has not")
