@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from tandem.config.flags import help_page, parse_run_flags
-from tandem.config.load import check_config, check_ranges
+from tandem.config.load import check_ranges
 from tandem.config.schema import RunConfig
 from tandem.errors import ConfigError, Stopped, TandemError
 from tandem.launch.failure import complain, is_launched, leaving_at_signals
@@ -102,8 +102,13 @@ def _run(args: list[str], debug: bool) -> int:
         "replay": _replay,
     }
     if command not in commands:
-        near = difflib.get_close_matches(command, [*_RUN_COMMANDS, *commands], n=1)
-        hint = f"Did you mean {near[0]}?" if near else "See tandem --help."
+        known = [*_RUN_COMMANDS, *commands, "--help", "--version"]
+        near = difflib.get_close_matches(command, known, n=1)
+        hint = "See tandem --help."
+        if near:
+            hint = f"Did you mean {near[0]}?"
+        elif command.startswith("-"):
+            hint = f"Flags follow a command, as in: tandem train {command}."
         raise ConfigError(f"{command!r} is not a command. {hint}")
     return commands[command](rest)
 
@@ -133,7 +138,6 @@ def _train(command: str, args: list[str], debug: bool) -> int:
         return 0
     options, flags = take_launch_flags(args)
     config = parse_run_flags(flags, command)
-    check_config(config)
     if options.is_needed and not is_launched():
         from tandem.launch.run import launch
 
@@ -149,6 +153,8 @@ def _train(command: str, args: list[str], debug: bool) -> int:
 
 
 def _run_steps(command: str, args: list[str], config: RunConfig) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"tandem {command}: loading PyTorch and transformers ...", flush=True)
     from tandem.engine.devices import resolve_device
     from tandem.parallel.watch import watching
     from tandem.parallel.world import join, leave
@@ -217,7 +223,13 @@ def _chat(args: list[str]) -> int:
 def _eval(args: list[str]) -> int:
     parser = _parser("eval", "Perplexity, reward-model accuracy, and answers side by side.")
     parser.add_argument("run", help="a run's folder")
-    parser.add_argument("--prompts", type=int, default=0, help="held-out prompts (the run's own)")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how many held-out prompts to answer (the run's ppo.eval_prompts)",
+    )
     options = parser.parse_args(args)
     if options.prompts < 0:
         raise ConfigError(f"--prompts must be >= 0; got {options.prompts}.")

@@ -30,6 +30,8 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str], args: tuple[str, .
     ("args", "part"),
     [
         (("trian",), "'trian' is not a command. Did you mean train?"),
+        (("--verison",), "'--verison' is not a command. Did you mean --version?"),
+        (("--seed", "3"), "Flags follow a command, as in: tandem train --seed."),
         (("train", "--actor-modle", "x"), "Did you mean --actor-model?"),
         (("train",), "actor_model must name a model"),
         (("train", "--actor-model", "/nowhere", "--data", "x.jsonl"), "/nowhere"),

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
+SUPERVISED = ("sft", "reward", "dpo")
+STEPS = (*SUPERVISED, "ppo")
+RL = ("train", "ppo")
+"""Commands, to be listed as a knob's `common`."""
+
 
 def knob(
     default: Any,
@@ -13,9 +18,11 @@ def knob(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
-    common: bool = False,
+    common: bool | tuple[str, ...] = False,
 ) -> Any:
-    """A field with a range; `common` puts its flag on the first help page."""
+    """A field with a range; `common` puts its flag on the first help page, of all commands or of
+    those it lists."""
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-    metadata = {"bounds": {k: v for k, v in bounds.items() if v is not None}, "common": common}
+    listed = ("train", *STEPS) if common is True else common or ()
+    metadata = {"bounds": {k: v for k, v in bounds.items() if v is not None}, "common": listed}
     return field(default=default, metadata=metadata)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.config.knob import knob
+from tandem.config.knob import RL, STEPS, SUPERVISED, knob
 from tandem.config.parallel import ParallelConfig
 from tandem.errors import ConfigError
 
@@ -30,9 +30,9 @@ class DataConfig:
     data set's name maps that one alone."""
     on_bad_row: Literal["error", "drop"] = knob("error", common=True)
     """A row that cannot be used: stop with its file and line, or drop it, counted by reason."""
-    max_tokens: int = knob(512, ge=8, common=True)
+    max_tokens: int = knob(512, ge=8, common=("train", *SUPERVISED))
     """Longest sequence (prompt and answer) in steps 1 and 2, in tokens."""
-    max_prompt_tokens: int = knob(256, ge=1, common=True)
+    max_prompt_tokens: int = knob(256, ge=1, common=RL)
     """Longest prompt in step 3, in tokens."""
     on_long_row: Literal["drop", "truncate", "error"] = knob("drop")
     """A row over the limit: drop it (counted), truncate the answer's end or the prompt's oldest
@@ -59,9 +59,9 @@ class LoraConfig:
 class OptimizerConfig:
     """AdamW and its schedule for one model."""
 
-    learning_rate: float = knob(1e-5, gt=0)
+    learning_rate: float = knob(1e-5, gt=0, common=STEPS)
     """Peak learning rate of full weights."""
-    lora_learning_rate: float = knob(2e-4, gt=0)
+    lora_learning_rate: float = knob(2e-4, gt=0, common=SUPERVISED)
     """Peak learning rate of adapters, which need 10 to 20 times more than full weights."""
     weight_decay: float = knob(0.0, ge=0)
     """AdamW's decoupled decay, on matrices only (not on norms, biases or embeddings' gains)."""
@@ -79,13 +79,13 @@ class OptimizerConfig:
 class SupervisedConfig(OptimizerConfig):
     """What SFT, reward model and DPO have in common."""
 
-    epochs: float = knob(1.0, gt=0)
+    epochs: float = knob(1.0, gt=0, common=SUPERVISED)
     """Passes over the step's share of the data; may be a fraction."""
-    max_steps: int = knob(0, ge=0)
+    max_steps: int = knob(0, ge=0, common=SUPERVISED)
     """Stop after this many optimizer steps; 0 leaves it to the epochs."""
-    batch_size: int = knob(32, ge=1)
+    batch_size: int = knob(32, ge=1, common=SUPERVISED)
     """Sequences (or pairs) per optimizer step, over all micro-batches and ranks."""
-    eval_every: int = knob(50, ge=0)
+    eval_every: int = knob(50, ge=0, common=SUPERVISED)
     """Measure on the held-out rows every so many steps (always at the end); 0 only then."""
 
 
@@ -93,7 +93,7 @@ class SupervisedConfig(OptimizerConfig):
 class SFTConfig(SupervisedConfig):
     """Step 1, supervised fine-tuning."""
 
-    learning_rate: float = knob(2e-5, gt=0)
+    learning_rate: float = knob(2e-5, gt=0, common=STEPS)
     """Peak learning rate of full weights."""
     loss_on: Literal["assistant", "all"] = knob("assistant")
     """Learn from the assistant's tokens only, or from every token. Plain text rows always count
@@ -104,7 +104,7 @@ class SFTConfig(SupervisedConfig):
 class RewardConfig(SupervisedConfig):
     """Step 2, the reward model: Bradley-Terry on the score at the last real token."""
 
-    learning_rate: float = knob(1e-5, gt=0)
+    learning_rate: float = knob(1e-5, gt=0, common=STEPS)
     """Peak learning rate of full weights."""
     center_coef: float = knob(0.0, ge=0)
     """Weight of (chosen + rejected)^2, which keeps raw scores near zero (arXiv:2312.09244, which
@@ -118,9 +118,9 @@ class RewardConfig(SupervisedConfig):
 class DPOConfig(SupervisedConfig):
     """Direct preference optimization (arXiv:2305.18290), in place of steps 2 and 3."""
 
-    learning_rate: float = knob(1e-6, gt=0)
+    learning_rate: float = knob(1e-6, gt=0, common=STEPS)
     """Peak learning rate of full weights."""
-    beta: float = knob(0.1, gt=0)
+    beta: float = knob(0.1, gt=0, common=("dpo",))
     """Strength of the pull to the reference (the paper's value)."""
     label_smoothing: float = knob(0.0, ge=0, lt=0.5)
     """Assumed share of wrong labels (conservative DPO)."""
@@ -131,7 +131,7 @@ class SamplingConfig:
     """How answers are drawn. The defaults sample from the policy itself, untruncated: then what
     PPO updates is the distribution that acted."""
 
-    temperature: float = knob(1.0, gt=0)
+    temperature: float = knob(1.0, gt=0, common=("ppo",))
     """Logits are divided by this; PPO's log-probs are at the same temperature."""
     top_p: float = knob(1.0, gt=0, le=1)
     """Draw from the smallest set of tokens with this much probability; 1 is off."""
@@ -151,11 +151,11 @@ class SamplingConfig:
     """Added to logits, as TOKEN_ID:BIAS each; -100 forbids a token."""
     stop_strings: tuple[str, ...] = knob(())
     """Texts that end an answer; the text is cut before them, the tokens stay as sampled."""
-    max_new_tokens: int = knob(128, ge=1, common=True)
+    max_new_tokens: int = knob(128, ge=1, common=RL)
     """Longest answer, in tokens."""
     min_new_tokens: int = knob(0, ge=0)
     """Stop tokens cannot be drawn before this many tokens."""
-    samples_per_prompt: int = knob(1, ge=1)
+    samples_per_prompt: int = knob(1, ge=1, common=("ppo",))
     """Answers drawn per prompt in step 3."""
 
     def logit_biases(self) -> dict[int, float]:
@@ -183,9 +183,9 @@ class SamplingConfig:
 class ActorOptimizerConfig(OptimizerConfig):
     """The actor's optimizer in step 3."""
 
-    learning_rate: float = knob(1e-6, gt=0)
+    learning_rate: float = knob(1e-6, gt=0, common=STEPS)
     """Peak learning rate of full weights."""
-    lora_learning_rate: float = knob(1e-4, gt=0)
+    lora_learning_rate: float = knob(1e-4, gt=0, common=("ppo",))
     """Peak learning rate of adapters."""
 
 
@@ -194,7 +194,7 @@ class CriticOptimizerConfig(OptimizerConfig):
     """The critic's optimizer in step 3. It must follow the actor's changing returns, so its rate
     is about ten times the actor's (OpenRLHF: 9e-6 beside 5e-7)."""
 
-    learning_rate: float = knob(1e-5, gt=0)
+    learning_rate: float = knob(1e-5, gt=0, common=STEPS)
     """Peak learning rate of full weights."""
 
 
@@ -202,13 +202,13 @@ class CriticOptimizerConfig(OptimizerConfig):
 class PPOConfig:
     """Step 3, PPO (arXiv:1707.06347, arXiv:2203.02155)."""
 
-    steps: int = knob(200, ge=0, common=True)
+    steps: int = knob(200, ge=0, common=RL)
     """Rollouts to make, each followed by its updates; 0 makes one pass over the prompts."""
-    prompts_per_step: int = knob(64, ge=1)
+    prompts_per_step: int = knob(64, ge=1, common=("ppo",))
     """Prompts per rollout (times sampling.samples_per_prompt answers)."""
-    epochs: int = knob(2, ge=1)
+    epochs: int = knob(2, ge=1, common=("ppo",))
     """Passes over each rollout's experience."""
-    minibatch_size: int = knob(32, ge=1)
+    minibatch_size: int = knob(32, ge=1, common=("ppo",))
     """Answers per optimizer step."""
     actor: ActorOptimizerConfig = field(default_factory=ActorOptimizerConfig)
     critic: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
@@ -227,7 +227,7 @@ class PPOConfig:
     whiten_advantages: bool = knob(True)
     """Advantages get mean 0 and sd 1 over all response tokens of the rollout; without this,
     several epochs per rollout are unstable."""
-    kl_coef: float = knob(0.05, ge=0, common=True)
+    kl_coef: float = knob(0.05, ge=0, common=RL)
     """Weight of the KL penalty to the reference."""
     kl_in: Literal["reward", "loss"] = knob("reward")
     """Subtract the KL from each token's reward (InstructGPT), or add it to the loss (GRPO)."""
@@ -250,12 +250,12 @@ class PPOConfig:
     per token, passes this; 0 is off."""
     reward_model_weight: float = knob(1.0, ge=0)
     """Weight of the reward model's normalized score."""
-    reward_function: str = knob("", common=True)
+    reward_function: str = knob("", common=RL)
     """A Python function `file.py:name` or `package.module:name` called as
     f(prompts, completions, **columns) -> list[float | None]; alone, or beside the model."""
     reward_function_weight: float = knob(1.0)
     """Weight of the reward function's number."""
-    ema: bool = knob(False, common=True)
+    ema: bool = knob(False, common=RL)
     """Keep an fp32 moving average of the actor, save it and evaluate it beside the actor."""
     ema_decay: float = knob(0.992, gt=0, lt=1)
     """Share of the average kept per optimizer step (DeepSpeed-Chat's value)."""
@@ -307,18 +307,18 @@ class RunConfig:
 
     actor_model: str = knob("", common=True)
     """Folder or hub name of the pretrained language model."""
-    reward_model: str = knob("", common=True)
+    reward_model: str = knob("", common=("train", "reward", "ppo"))
     """Folder or hub name of the model that step 2 turns into a reward model (step 3 alone: the
     reward model itself). Empty: the SFT model of step 1."""
     data: tuple[str, ...] = knob((), common=True)
     """Data sets as FILE_OR_NAME[:weight]; a weight of 2 counts a set's rows twice per epoch, 0.5
     every other row. `embedded` is the built-in one."""
-    sft_data: tuple[str, ...] = knob((), common=True)
+    sft_data: tuple[str, ...] = knob((), common=("train", "sft"))
     """Data sets for step 1 alone."""
     output_dir: str = knob("runs/default", common=True)
     """The run's folder. The same command again continues there."""
     steps: tuple[Literal["sft", "reward", "ppo", "dpo"], ...] = knob(
-        ("sft", "reward", "ppo"), common=True
+        ("sft", "reward", "ppo"), common=("train",)
     )
     """Which steps to run, in this order. `sft dpo` is the way without a reward model."""
     seed: int = knob(1234, ge=0, le=2**53, common=True)
@@ -333,7 +333,7 @@ class RunConfig:
     halve_micro_batches: bool = knob(False, common=True)
     """Where memory runs out, go on with micro-batches of half as many tokens; the gradient is the
     same. At one rank."""
-    hybrid_engine: bool = knob(True, common=True)
+    hybrid_engine: bool = knob(True, common=RL)
     """Generate experience by Tandem's engine on the training weights; off, through Hugging Face's
     `generate` on the same weights: slower, to compare with."""
     generation_batch_size: int = knob(64, ge=1)
