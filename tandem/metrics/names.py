@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from tandem.errors import ConfigError
 from tandem.metrics.metric import PHASES, STAGES, Metric
-from tandem.metrics.names_ppo import PPO_METRICS
+from tandem.metrics.names_ppo import PPO_GROUPS, PPO_METRICS
 
 _SUPERVISED = ("sft", "reward", "dpo")
 _PAIRS = ("reward", "dpo")
@@ -286,6 +286,20 @@ def find_metric(name: str) -> Metric:
         f"metric name must be declared in tandem.metrics.names; got {name!r}. "
         f"The nearest is {near!r}; use it or declare a new Metric."
     )
+
+
+def group_of(name: str) -> str:
+    """What a logged number is about, to show it among its like; "" for a stage's main numbers.
+
+    Raises:
+        ConfigError: if the name is not declared.
+    """
+    metric = find_metric(name)
+    if metric.members:
+        return "cost"
+    if name.startswith("heldout_"):
+        return "held-out"
+    return next((group for group, inside in PPO_GROUPS.items() if metric in inside), "")
 
 
 def check_stage(stage: str) -> str:

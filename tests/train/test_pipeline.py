@@ -86,6 +86,10 @@ def test_a_run_writes_down_everything(finished: tuple[Path, RunConfig]) -> None:
         "peak_memory_bytes/train",
     ):  # fmt: skip
         assert name in ppo, name
+    assert ppo["reward_clipped"] == 0
+    penalty = config.ppo.missing_eos_penalty * (1 - ppo["eos_rate"])
+    assert penalty > 0
+    assert ppo["reward_before_penalty"] - ppo["reward"] == pytest.approx(penalty, abs=1e-5)
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert set(evaluation["models"]) == {"base", "sft", "ppo", "ema", "reward model"}
     assert set(evaluation["answers"][0]["answers"]) == {"base", "sft", "ppo", "ema"}
