@@ -73,7 +73,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
                 shown["answers"][label] = {"text": text, "score": value}
     if scorer is not None and rows.heldout_pairs:
         models["reward model"] = preference_metrics(scorer, rows.heldout_pairs)
-    evaluation = {"models": models, "answers": answers}
+    evaluation = {"models": models, "answers": [shown for shown in answers if shown["answers"]]}
     if save:
         run.write_json("evaluation.json", evaluation)
     return evaluation

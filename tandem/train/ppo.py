@@ -104,6 +104,11 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
     )
     run.say(f"ppo: {engine.says()}")
     function = load_reward_function(ppo.reward_function) if ppo.reward_function else None
+    if function is not None and ppo.reward_clip:
+        run.say(
+            f"ppo: scores beyond +-{ppo.reward_clip:g} are clipped, {ppo.reward_function}'s too "
+            "(--ppo.reward-clip 0: none)"
+        )
     return PPOTrainer(engine, config, reward_function=function, ptx_rows=rows.ptx, say=run.say)
 
 
