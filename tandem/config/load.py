@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 import stat
 import types
 import typing
@@ -55,7 +56,7 @@ def read_file(path: str | Path) -> Any:
     return {} if raw is None else raw
 
 
-def build_config(values: Any, *, where: str) -> RunConfig:
+def build_config(values: Any, *, where: str = "") -> RunConfig:
     """A configuration from nested plain values; missing knobs keep their defaults.
 
     Args:
@@ -93,12 +94,14 @@ def check_ranges(section: Any, prefix: str = "") -> None:
 
 
 def check_config(config: RunConfig) -> None:
-    """Check every range and every rule between knobs.
+    """Check every type, every range and every rule between knobs.
 
     Raises:
         ConfigError: one message with all that is wrong.
     """
-    problems = list(range_problems(config)) + list(_rule_problems(config))
+    problems = list(_type_problems(config))
+    if not problems:
+        problems = [*range_problems(config), *_rule_problems(config)]
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -206,6 +209,16 @@ def _convert(value: Any, hint: Any) -> Any:
 
 
 _SYMBOLS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def _type_problems(config: RunConfig) -> typing.Iterator[str]:
+    """Knobs of another type, in a configuration that was written in Python."""
+    yield from build(plain_values(config))[1]
+    for name, knob in config_knobs():
+        value = operator.attrgetter(name)(config)
+        if isinstance(knob.default, tuple) and isinstance(value, str | list):
+            items = (value,) if isinstance(value, str) else tuple(value)
+            yield f"{name} must be a tuple; got {value!r}. Write {items!r}"
 
 
 def range_problems(config: Any, prefix: str = "") -> typing.Iterator[str]:

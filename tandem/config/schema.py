@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.config.knob import RL, STEPS, SUPERVISED, knob
+from tandem.config.knob import RL, STEPS, SUPERVISED, knob, require_sections
 from tandem.config.parallel import ParallelConfig
 from tandem.errors import ConfigError
 
@@ -277,6 +277,9 @@ class PPOConfig:
     eval_prompts: int = knob(64, ge=0)
     """Held-out prompts used for that."""
 
+    def __post_init__(self) -> None:
+        require_sections(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
@@ -361,3 +364,6 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     guards: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        require_sections(self)

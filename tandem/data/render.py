@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from transformers import PreTrainedTokenizerBase
 
@@ -80,15 +80,19 @@ class Renderer:
 
     def prompt(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message | Mapping[str, str]],
         columns: Mapping[str, Any] | None = None,
         source: Source = IN_MEMORY,
     ) -> PromptRow:
         """`messages` up to where the assistant begins.
 
+        Args:
+            messages: the turns, as Message or as {"role": ..., "content": ...}; a text is the
+                user's one turn.
         Raises:
             DataError: there is no turn, or the template or the tokenizer cannot take one.
         """
+        messages = _turns(messages)
         cut, mark = self._cut(messages, source)
         parts = self._template.parts(cut, visible(str(source)), every_answer=False)
         ids, _ = self._encode(parts, mark, visible(str(source)))
@@ -197,6 +201,23 @@ class Renderer:
             if found:
                 return head, tail
         return lead, trail
+
+
+def _turns(messages: str | Sequence[Message | Mapping[str, str]]) -> list[Message]:
+    if isinstance(messages, str):
+        return [Message("user", messages)]
+    turns = []
+    for turn in messages:
+        if isinstance(turn, Mapping) and {"role", "content"} <= turn.keys():
+            turn = Message(cast(Role, turn["role"]), turn["content"])
+        if not isinstance(turn, Message) or not isinstance(turn.content, str):
+            raise DataError(
+                "a prompt must be a text, or turns as Message or mappings of role and content; got "
+                f"{excerpt(repr(turn))}. Write e.g. prompt('Hello') or "
+                "prompt([{'role': 'user', 'content': 'Hello'}])."
+            )
+        turns.append(turn)
+    return turns
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], str]:

@@ -54,9 +54,6 @@ class Conversation:
         answers), so the same conversation goes the same way again.
         """
         prompt = self.renderer.prompt(self.messages())
-        stops = Stops(
-            self.renderer.stop_token_ids, self.renderer.pad_token_id, self.renderer.decode
-        )
         said = AnswerText(
             self.renderer.decode, self.sampling.stop_strings, self.sampling.min_new_tokens
         )
@@ -66,7 +63,7 @@ class Conversation:
                 self.model,
                 prompt.token_ids,
                 self.sampling,
-                stops,
+                Stops.of(self.renderer),
                 seed=self.seed + self.num_answers,
             ):
                 if piece := said.push(token):

@@ -91,7 +91,7 @@ def answer(
             model.eval(),
             prompts,
             config.sampling,
-            Stops(rows.renderer.stop_token_ids, rows.renderer.pad_token_id, rows.renderer.decode),
+            Stops.of(rows.renderer),
             world,
             seed=config.seed,
             step=0,

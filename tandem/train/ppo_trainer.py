@@ -23,7 +23,7 @@ from tandem.engine.forward import deal_batch, response_logprobs
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.optimizer import Trainee, scaling_metrics, step_together
 from tandem.engine.room import Room
-from tandem.errors import BadStepError, NumericsError
+from tandem.errors import BadStepError, ConfigError, NumericsError
 from tandem.generate.sampler import sequence_key
 from tandem.metrics.timing import Phases
 from tandem.models.summary import flops_per_token
@@ -64,7 +64,19 @@ class PPOTrainer:
         say: Callable[[str], None] | None = None,
     ) -> None:
         """`ptx_rows` are rendered texts for mixture training; `phases` times what is done; `say`
-        shows a line to the user."""
+        shows a line to the user.
+
+        Raises:
+            ConfigError: there is nothing to reward with.
+        """
+        if reward_function is None and (
+            engine.scorer is None or config.ppo.reward_model_weight == 0
+        ):
+            raise ConfigError(
+                "PPOTrainer must have a reward; got neither an engine with a reward model (of a "
+                "weight above 0) nor a reward function. Pass reward_function=, or "
+                "RLHFEngine(reward_model=...)."
+            )
         self.engine = engine
         self.config = config
         self.reward_function = reward_function

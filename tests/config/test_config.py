@@ -22,7 +22,7 @@ from tandem.config.load import (
     load_config,
 )
 from tandem.config.nearest import SHORT_NAMES
-from tandem.config.schema import RunConfig
+from tandem.config.schema import PPOConfig, RunConfig
 from tandem.errors import ConfigError
 
 
@@ -256,3 +256,23 @@ def test_help_does_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0
+
+
+def test_a_section_is_no_mapping_in_python() -> None:
+    with pytest.raises(
+        ConfigError, match=r"RunConfig\.ppo must be a PPOConfig; got \{'steps': 3\}"
+    ):
+        RunConfig(ppo={"steps": 3})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"PPOConfig\.actor must be a ActorOptimizerConfig"):
+        PPOConfig(actor={})  # type: ignore[arg-type]
+    assert build_config({"ppo": {"steps": 3}}).ppo.steps == 3
+
+
+def test_types_are_checked_in_python_too() -> None:
+    with pytest.raises(
+        ConfigError, match=r"seed must be a whole number; got 'x'.*; data must be a"
+    ):
+        check_config(RunConfig(seed="x", data="a.jsonl"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"steps must be a tuple.* Write \('sft', 'reward'\)"):
+        check_config(RunConfig(steps=["sft", "reward"]))  # type: ignore[arg-type]
+    check_config(RunConfig(data=("a.jsonl",), ppo=PPOConfig(kl_coef=1)))
