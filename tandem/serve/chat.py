@@ -88,7 +88,7 @@ def find_model(path: str, which: str) -> str:
     if not (folder / "config.yaml").exists():
         if which:
             raise ModelError(
-                f"--model must go with a run's folder; {visible(path)} is none. Leave it out."
+                f"--model must go with a run's folder; {visible(path)} is not one. Remove --model."
             )
         return path
     if which == "base":
@@ -141,7 +141,7 @@ def chat(
         except KeyboardInterrupt:
             continue
         except UnicodeDecodeError:
-            write("that is no UTF-8; type it again.\n")
+            write("that is not UTF-8; type it again.\n")
             continue
         if problem := _unusable(line):
             write(f"a message must be text that can be written down; got {problem}.\n")
@@ -155,7 +155,7 @@ def chat(
 def _unusable(text: str) -> str:
     """What in `text` no file and no tokenizer takes; "" if there is nothing."""
     if any("\ud800" <= char <= "\udfff" for char in text):
-        return "bytes that are no UTF-8"
+        return "bytes that are not UTF-8"
     return "a NUL character" if "\0" in text else ""
 
 
@@ -166,10 +166,12 @@ def _turn(talk: Conversation, line: str, write: Callable[[str], None]) -> None:
         write(HELP + "\n")
     elif name == "/clear":
         talk.turns.clear()
+        write("a new conversation begins.\n")
     elif name == "/undo":
-        del talk.turns[-2:]
+        write(_undo(talk))
     elif name == "/system":
         talk.system = rest.strip()
+        write(f"system prompt: {visible(talk.system) or 'none'}\n")
     elif name == "/set":
         write(_set(talk, rest.split()))
     elif name == "/save":
@@ -179,11 +181,23 @@ def _turn(talk: Conversation, line: str, write: Callable[[str], None]) -> None:
             talk.turns.pop()
         if talk.turns:
             _say(talk, write)
+        else:
+            write("there is no message to answer again.\n")
     elif name.startswith("/"):
         write(f"{visible(name)} is not a command; /help lists them.\n")
     else:
         talk.turns.append(Message("user", line))
         _say(talk, write)
+
+
+def _undo(talk: Conversation) -> str:
+    """Take the last exchange back, and say which."""
+    if not talk.turns:
+        return "there is nothing to take back.\n"
+    asked = next(turn.content for turn in reversed(talk.turns) if turn.role == "user")
+    del talk.turns[-2:]
+    line = asked.splitlines()[0]
+    return f"taken back: {visible(line if len(line) <= 60 else line[:60] + '…')}\n"
 
 
 def _say(talk: Conversation, write: Callable[[str], None]) -> None:
