@@ -67,7 +67,7 @@ def _told(args: list[str]) -> int:
         if debug or not is_out_of_memory(error):
             raise
         line = (
-            f"there must be memory for what was begun; got {first_line(error)[:160]!r}. Free some, "
+            f"this run must fit in memory; got {first_line(error)[:160]!r}. Free some, "
             "take a smaller model, --lora-rank or --micro-batch-tokens, or --no-save-async, which "
             "saves a copy; finished steps and checkpoints are kept."
         )
@@ -119,7 +119,7 @@ def _overview() -> str:
     lines += [
         "  chat     Talk to a run's model, or to any model folder.",
         "  eval     Compare a run's models on held-out rows, side by side.",
-        "  report   Write a run's one-page HTML report anew.",
+        "  report   Rewrite a run's one-page HTML report.",
         "  data     `tandem data check FILE ...`: what would be trained on, row by row.",
         "  demo     All three steps on the built-in data set, in minutes, on a CPU.",
         "  replay   One step of a run again, alone: its metrics, its tokens one by one.",
@@ -252,7 +252,7 @@ def _replay(args: list[str]) -> int:
 
 
 def _report(args: list[str]) -> int:
-    parser = _parser("report", "Write a run's one-page HTML report anew.")
+    parser = _parser("report", "Rewrite a run's one-page HTML report.")
     parser.add_argument("run", help="a run's folder")
     options = parser.parse_args(args)
     if not os.path.exists(os.path.join(options.run, "config.yaml")):

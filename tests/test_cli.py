@@ -80,7 +80,7 @@ def test_no_memory_is_one_line(
     monkeypatch.setattr("tandem.train.demo.demo", full)
     code, _, err = run(capsys, "demo")
     assert code == 2
-    assert err.startswith("tandem: there must be memory for what was begun; got")
+    assert err.startswith("tandem: this run must fit in memory; got")
     assert err.count("\n") == 1
     monkeypatch.setattr("tandem.train.demo.demo", lambda folder: [][0])
     with pytest.raises(IndexError):

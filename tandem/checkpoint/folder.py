@@ -146,7 +146,7 @@ def unwritable(folder: Path, error: OSError) -> CheckpointError:
     free = shutil.disk_usage(_existing(folder)).free
     return CheckpointError(
         f"{folder} must be writable; got: {error.strerror or error} ({free:,} bytes free). "
-        "Free some space or choose another --output-dir; earlier checkpoints are whole."
+        "Free some space or choose another --output-dir; earlier checkpoints are intact."
     )
 
 
@@ -163,7 +163,7 @@ def require_space(folder: Path, num_bytes: int, world: World) -> None:
     if num_bytes > free:
         raise CheckpointError(
             f"{folder} must have room for {num_bytes:,} bytes; got {free:,} bytes free. Free some "
-            "space or choose another --output-dir; earlier checkpoints are whole."
+            "space or choose another --output-dir; earlier checkpoints are intact."
         )
 
 

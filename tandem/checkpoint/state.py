@@ -65,7 +65,8 @@ def load_newest_state(folder: Path, world: World | None = None) -> tuple[State |
         return state, notes
     if names:
         notes[-1] = notes[-1].replace(
-            "Falling back to the checkpoint before it", "There is none before it: starting anew"
+            "Falling back to the checkpoint before it",
+            "There is none before it: starting from the beginning",
         )
     return None, notes
 

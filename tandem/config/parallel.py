@@ -37,7 +37,7 @@ class ParallelConfig:
     """Bits of a quantized gradient between nodes. 4 feeds back what rounding left out
     (arXiv:1901.09847), for which a rank keeps 4 bytes per weight / ranks_per_node."""
     zero_forced: bool = knob(False)
-    """Quantize on one node too, where it is otherwise switched off as of no use."""
+    """Quantize on one node too, where it does not help and is otherwise off."""
     inference_tp_size: int = knob(1, ge=1, common=RL)
     """Ranks that hold slices of one model while it generates (tensor parallelism), where the whole
     does not fit on each; 1 gathers it whole. Made from the same pieces that train."""

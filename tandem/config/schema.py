@@ -86,7 +86,7 @@ class SupervisedConfig(OptimizerConfig):
     batch_size: int = knob(32, ge=1, common=SUPERVISED)
     """Sequences (or pairs) per optimizer step, over all micro-batches and ranks."""
     eval_every: int = knob(50, ge=0, common=SUPERVISED)
-    """Measure on the held-out rows every so many steps (always at the end); 0 only then."""
+    """Evaluate on the held-out rows every this many steps, and at the end; 0: only at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,13 +267,13 @@ class PPOConfig:
     """Rows of it per optimizer step."""
     old_logprobs: Literal["auto", "sampler", "forward"] = knob("auto")
     """Where the log-probs before the update come from: the sampler kept them (saves the actor's
-    scoring forward), or a forward computes them anew. auto: the sampler's, if a self-test at the
+    scoring forward), or a forward pass recomputes them. auto: the sampler's, if a self-test at the
     start finds them equal to the training forward's (within 1e-3 nats in the mean)."""
     ratio_tolerance: float = knob(0.0, ge=0)
     """How far the mean |log-ratio| before the first update may be from 0; 0 chooses 1e-4 in fp32
     and 3e-2 in bf16. Beyond it the run stops: two forwards of the same policy disagree."""
     eval_every: int = knob(20, ge=0)
-    """Score answers to held-out prompts every so many steps (and at both ends); 0 only then."""
+    """Score answers to held-out prompts every this many steps, and at both ends; 0: only then."""
     eval_prompts: int = knob(64, ge=0)
     """Held-out prompts used for that."""
 
@@ -286,7 +286,7 @@ class GuardConfig:
     """When a step is left out for the numbers that it brings, and when that ends the run."""
 
     spike_sigma: float = knob(6.0, ge=0)
-    """Leave an update out whose gradient norm is so many standard deviations above the last 100
+    """Skip an update whose gradient norm is this many standard deviations above the last 100
     (of its logarithm); 0 takes any that is finite. One that is not finite is always left out."""
     max_skipped: int = knob(5, ge=0)
     """Steps in a row that may be left out; one more ends the run."""
@@ -301,7 +301,7 @@ class LogConfig:
     wandb: str = knob("")
     """Weights & Biases project to log to as well (needs `pip install wandb`); empty is off."""
     print_samples_every: int = knob(10, ge=0)
-    """Show a prompt and its answers every so many steps of step 3; 0 never."""
+    """Print a prompt and its answers every this many steps of step 3; 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,7 +348,7 @@ class RunConfig:
     trust_remote_code: bool = knob(False)
     """Let a model's folder bring its own Python code. Read that code first."""
     save_every: int = knob(50, ge=0, common=True)
-    """Checkpoint every so many steps, to continue from after a stop; 0 only at each step's end."""
+    """Save a checkpoint every this many steps, to resume from; 0: only at each step's end."""
     keep_checkpoints: int = knob(2, ge=2)
     """Checkpoints kept per step; never fewer than two, so that one can be damaged."""
     save_async: bool = knob(True)

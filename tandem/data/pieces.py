@@ -140,7 +140,7 @@ class PieceTokenizer:
             raise ModelError(
                 f"tokenizer {self._tokenizer.name_or_path!r} must take any text; got "
                 f"{excerpt(f'{type(error).__name__}: {error}', 200)} for {excerpt(text)}. "
-                "Mend its tokenizer.json (an unknown token, say), or use another."
+                "Fix its tokenizer.json (an unknown token, say), or use another."
             ) from error
 
     def _text(self, ids: list[int]) -> str:

@@ -31,7 +31,7 @@ _TRAINING = (
         "perplexity",
         "ratio",
         ("sft",),
-        "exp(loss): between how many tokens the model wavers.",
+        "exp(loss).",
         healthy="falls",
         better="lower",
     ),
@@ -228,8 +228,8 @@ _COST = (
         "tokens_per_second/*",
         "tokens/s",
         STAGES,
-        "Tokens through a phase, padding not counted: generate the sampled ones, the others all "
-        "that they read.",
+        "Tokens through a phase, without padding: `generate` counts sampled tokens, the others all "
+        "the tokens they read.",
         members=PHASES,
         better="higher",
     ),

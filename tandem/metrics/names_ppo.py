@@ -257,7 +257,7 @@ _ANSWERS = (
         "eos_rate",
         "share",
         _PPO,
-        "Answers that ended themselves; the others were cut at the length limit.",
+        "Answers that ended with a stop token; the others were cut at the length limit.",
         healthy="above 0.9, and not falling",
         better="higher",
     ),

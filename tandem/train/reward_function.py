@@ -39,7 +39,7 @@ def load_reward_function(name: str) -> RewardFunction:
     # Whatever a user's file does when it runs is told to them in one line, SystemExit too.
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{problem}: {type(error).__name__}: {error}. Mend the file, or its name "
+            f"{problem}: {type(error).__name__}: {error}. Fix the file, or its name "
             "(--debug shows where)."
         ) from error
     function = getattr(module, attribute, None)
@@ -118,7 +118,7 @@ def _called(function: RewardFunction, rollout: Rollout) -> Tensor:
     except (Exception, SystemExit) as error:
         raise DataError(
             f"reward function {label} must score the rollout; it raised "
-            f"{type(error).__name__}: {error}. Mend the function (--debug shows where)."
+            f"{type(error).__name__}: {error}. Fix the function (--debug shows where)."
         ) from error
     if hasattr(rewards, "tolist"):  # arrays and tensors are as good as lists
         rewards = rewards.tolist()

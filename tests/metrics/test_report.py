@@ -245,7 +245,7 @@ def test_a_run_stopped_early_names_what_has_not_run(run):
     (run / "alarms.jsonl").unlink()
     _, page = report(run)
     assert "sft 3 steps reward not run ppo not run" in page.text
-    assert "None was set off." in page.text
+    assert "No alarm was raised." in page.text
 
 
 @pytest.mark.parametrize("strange", [None, 3, "x", [], {}, [None], {"a": None}, [[1]], True])
