@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tandem.config.load import build_config, load_config
-    from tandem.config.schema import RunConfig, SamplingConfig
+    from tandem.config.schema import RunConfig, SamplingConfig, num_updates
     from tandem.data.render import Renderer
     from tandem.engine.hybrid import RLHFEngine
     from tandem.errors import TandemError
     from tandem.generate.generator import Stops, generate
     from tandem.models.save import save_model
     from tandem.train.pipeline import train
-    from tandem.train.ppo_trainer import PPOTrainer, num_updates
+    from tandem.train.ppo_trainer import PPOTrainer
     from tandem.types import Experience, Message, PromptRow, Rollout
 
 _HOMES = {
@@ -36,7 +36,7 @@ _HOMES = {
     "build_config": "tandem.config.load",
     "generate": "tandem.generate.generator",
     "load_config": "tandem.config.load",
-    "num_updates": "tandem.train.ppo_trainer",
+    "num_updates": "tandem.config.schema",
     "save_model": "tandem.models.save",
     "train": "tandem.train.pipeline",
 }

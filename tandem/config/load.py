@@ -99,10 +99,18 @@ def check_config(config: RunConfig) -> None:
     Raises:
         ConfigError: one message with all that is wrong.
     """
-    problems = list(_type_problems(config))
-    if not problems:
-        problems = [*range_problems(config), *_rule_problems(config)]
-    if problems:
+    wrong_types = list(_type_problems(config))
+    if problems := wrong_types or [*range_problems(config), *_rule_problems(config)]:
+        raise ConfigError("; ".join(problems))
+
+
+def check_values(config: RunConfig) -> None:
+    """Check every type and every range, but no rule between knobs.
+
+    Raises:
+        ConfigError: one message with all that is wrong.
+    """
+    if problems := list(_type_problems(config)) or list(range_problems(config)):
         raise ConfigError("; ".join(problems))
 
 

@@ -367,3 +367,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_sections(self)
+
+
+def num_updates(config: RunConfig, num_steps: int) -> int:
+    """Optimizer steps of `num_steps` steps of PPO (rollouts), if none stops early."""
+    answers = config.ppo.prompts_per_step * config.sampling.samples_per_prompt
+    return num_steps * config.ppo.epochs * -(-answers // config.ppo.minibatch_size)

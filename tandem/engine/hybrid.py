@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandem.config.load import check_config
+from tandem.config.load import check_values
 from tandem.config.schema import OptimizerConfig, RunConfig
 from tandem.data.render import Renderer
 from tandem.engine.devices import resolve_device, resolve_dtype
@@ -100,7 +100,7 @@ class RLHFEngine:
             ConfigError: the configuration is wrong, all of it at once.
             ModelError: a model or tokenizer cannot be used.
         """
-        check_config(config)
+        check_values(config)
         actor = str(actor) if isinstance(actor, Path) else actor
         reward_model = str(reward_model) if isinstance(reward_model, Path) else reward_model
         critic = str(critic) if isinstance(critic, Path) else critic

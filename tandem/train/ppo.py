@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tandem.checkpoint.state import State
+from tandem.config.schema import num_updates
 from tandem.data.loader import BatchOrder
 from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import BadStepError, ConfigError, DataError
 from tandem.metrics.log import Answer, MetricLog, MutedLog
 from tandem.train.evaluate import language_model_metrics, policy_metrics
 from tandem.train.loop import StepLoop
-from tandem.train.ppo_trainer import PPOTrainer, num_updates
+from tandem.train.ppo_trainer import PPOTrainer
 from tandem.train.recorder import rows_of
 from tandem.train.reward_function import load_reward_function
 from tandem.train.rows import StepRows

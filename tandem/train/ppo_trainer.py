@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.config.schema import RunConfig
+from tandem.config.schema import RunConfig, num_updates
 from tandem.data.loader import BatchOrder
 from tandem.engine.forward import deal_batch, response_logprobs
 from tandem.engine.hybrid import RLHFEngine
@@ -41,12 +41,6 @@ RATIO_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-
 """Mean |log-ratio| that two forwards of one policy may differ by, in nats."""
 
 
-def num_updates(config: RunConfig, num_steps: int) -> int:
-    """Optimizer steps of a run of `num_steps` rollouts, if none stops early."""
-    answers = config.ppo.prompts_per_step * config.sampling.samples_per_prompt
-    return num_steps * config.ppo.epochs * -(-answers // config.ppo.minibatch_size)
-
-
 class PPOTrainer:
     """Makes experience with an engine and learns from it.
 
@@ -64,18 +58,12 @@ class PPOTrainer:
         say: Callable[[str], None] | None = None,
     ) -> None:
         """`ptx_rows` are rendered texts for mixture training; `phases` times what is done; `say`
-        shows a line to the user.
-
-        Raises:
-            ConfigError: there is nothing to reward with.
-        """
-        if reward_function is None and (
-            engine.scorer is None or config.ppo.reward_model_weight == 0
-        ):
+        shows a line to the user. ConfigError if there is nothing to reward with."""
+        has_model = engine.scorer is not None and config.ppo.reward_model_weight > 0
+        if reward_function is None and not has_model:
             raise ConfigError(
-                "PPOTrainer must have a reward; got neither an engine with a reward model (of a "
-                "weight above 0) nor a reward function. Pass reward_function=, or "
-                "RLHFEngine(reward_model=...)."
+                "PPOTrainer must have a reward; got no reward function and no reward model of a "
+                "weight above 0. Pass reward_function=, or RLHFEngine(reward_model=...)."
             )
         self.engine = engine
         self.config = config
