@@ -234,7 +234,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=Path, help="write everything there too")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device must be one that is here; got cuda, and no GPU. Use --device cpu")
+        parser.error("--device must be available; got cuda, but no GPU was found. Use --device cpu")
     if options.device == "cpu" and not options.tiny:
         parser.error("--device cpu must come with --tiny; got it alone. The shapes are a GPU's")
     options.batch = options.batch or ([2, 4] if options.tiny else list(BATCHES))

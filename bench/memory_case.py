@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 from tandem.config.load import build_config, check_config
-from tandem.config.schema import RunConfig
+from tandem.config.schema import RunConfig, num_updates
 from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.engine.devices import resolve_dtype
 from tandem.engine.forward import autocast, deal_batch, response_logprobs
@@ -35,7 +35,7 @@ from tandem.objectives.losses import sft_loss
 from tandem.ops import native
 from tandem.parallel.world import World, leave
 from tandem.plan.knobs import nested
-from tandem.train.ppo_trainer import PPOTrainer, num_updates
+from tandem.train.ppo_trainer import PPOTrainer
 from tandem.types import Message, PromptRow, Source, TokenBatch
 
 Step = Literal["sft", "ppo"]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from bench.plain_hf_ppo import Sequences
 from bench.sides import Done, PlainSide, TandemSide, run_config
 from bench.work import Start, Work, start
-from tandem.train.ppo_trainer import num_updates
+from tandem.config.schema import num_updates
 from tandem.types import Experience
 
 AGREEMENT = {"fp32": 1e-4, "bf16": 3e-2}

@@ -18,10 +18,11 @@ from tandem.config.schema import (
     PPOConfig,
     RunConfig,
     SamplingConfig,
+    num_updates,
 )
 from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.hybrid import RLHFEngine
-from tandem.train.ppo_trainer import PPOTrainer, num_updates
+from tandem.train.ppo_trainer import PPOTrainer
 from tandem.types import Experience, TokenBatch
 
 

@@ -10,12 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tandem.config.load import load_config
-    from tandem.config.schema import RunConfig, SamplingConfig
+    from tandem.config.load import build_config, load_config
+    from tandem.config.schema import RunConfig, SamplingConfig, num_updates
     from tandem.data.render import Renderer
     from tandem.engine.hybrid import RLHFEngine
     from tandem.errors import TandemError
-    from tandem.generate.generator import generate
+    from tandem.generate.generator import Stops, generate
     from tandem.models.save import save_model
     from tandem.train.pipeline import train
     from tandem.train.ppo_trainer import PPOTrainer
@@ -31,9 +31,12 @@ _HOMES = {
     "Rollout": "tandem.types",
     "RunConfig": "tandem.config.schema",
     "SamplingConfig": "tandem.config.schema",
+    "Stops": "tandem.generate.generator",
     "TandemError": "tandem.errors",
+    "build_config": "tandem.config.load",
     "generate": "tandem.generate.generator",
     "load_config": "tandem.config.load",
+    "num_updates": "tandem.config.schema",
     "save_model": "tandem.models.save",
     "train": "tandem.train.pipeline",
 }
@@ -48,9 +51,12 @@ __all__ = [
     "Rollout",
     "RunConfig",
     "SamplingConfig",
+    "Stops",
     "TandemError",
+    "build_config",
     "generate",
     "load_config",
+    "num_updates",
     "save_model",
     "train",
 ]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from tandem.config.flags import help_page, parse_run_flags
-from tandem.config.load import check_config, check_ranges
+from tandem.config.load import check_ranges
 from tandem.config.schema import RunConfig
 from tandem.errors import ConfigError, Stopped, TandemError
 from tandem.launch.failure import complain, is_launched, leaving_at_signals
@@ -67,7 +67,7 @@ def _told(args: list[str]) -> int:
         if debug or not is_out_of_memory(error):
             raise
         line = (
-            f"there must be memory for what was begun; got {first_line(error)[:160]!r}. Free some, "
+            f"this run must fit in memory; got {first_line(error)[:160]!r}. Free some, "
             "take a smaller model, --lora-rank or --micro-batch-tokens, or --no-save-async, which "
             "saves a copy; finished steps and checkpoints are kept."
         )
@@ -102,8 +102,13 @@ def _run(args: list[str], debug: bool) -> int:
         "replay": _replay,
     }
     if command not in commands:
-        near = difflib.get_close_matches(command, [*_RUN_COMMANDS, *commands], n=1)
-        hint = f"Did you mean {near[0]}?" if near else "See tandem --help."
+        known = [*_RUN_COMMANDS, *commands, "--help", "--version"]
+        near = difflib.get_close_matches(command, known, n=1)
+        hint = "See tandem --help."
+        if near:
+            hint = f"Did you mean {near[0]}?"
+        elif command.startswith("-"):
+            hint = f"Flags follow a command, as in: tandem train {command}."
         raise ConfigError(f"{command!r} is not a command. {hint}")
     return commands[command](rest)
 
@@ -114,7 +119,7 @@ def _overview() -> str:
     lines += [
         "  chat     Talk to a run's model, or to any model folder.",
         "  eval     Compare a run's models on held-out rows, side by side.",
-        "  report   Write a run's one-page HTML report anew.",
+        "  report   Rewrite a run's one-page HTML report.",
         "  data     `tandem data check FILE ...`: what would be trained on, row by row.",
         "  demo     All three steps on the built-in data set, in minutes, on a CPU.",
         "  replay   One step of a run again, alone: its metrics, its tokens one by one.",
@@ -133,7 +138,6 @@ def _train(command: str, args: list[str], debug: bool) -> int:
         return 0
     options, flags = take_launch_flags(args)
     config = parse_run_flags(flags, command)
-    check_config(config)
     if options.is_needed and not is_launched():
         from tandem.launch.run import launch
 
@@ -149,6 +153,8 @@ def _train(command: str, args: list[str], debug: bool) -> int:
 
 
 def _run_steps(command: str, args: list[str], config: RunConfig) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"tandem {command}: loading PyTorch and transformers ...", flush=True)
     from tandem.engine.devices import resolve_device
     from tandem.parallel.watch import watching
     from tandem.parallel.world import join, leave
@@ -221,7 +227,13 @@ def _chat(args: list[str]) -> int:
 def _eval(args: list[str]) -> int:
     parser = _parser("eval", "Perplexity, reward-model accuracy, and answers side by side.")
     parser.add_argument("run", type=_path, help="a run's folder")
-    parser.add_argument("--prompts", type=int, default=0, help="held-out prompts (the run's own)")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how many held-out prompts to answer (the run's ppo.eval_prompts)",
+    )
     options = parser.parse_args(args)
     if options.prompts < 0:
         raise ConfigError(f"--prompts must be >= 0; got {options.prompts}.")
@@ -244,7 +256,7 @@ def _replay(args: list[str]) -> int:
 
 
 def _report(args: list[str]) -> int:
-    parser = _parser("report", "Write a run's one-page HTML report anew.")
+    parser = _parser("report", "Rewrite a run's one-page HTML report.")
     parser.add_argument("run", type=_path, help="a run's folder")
     options = parser.parse_args(args)
     if not os.path.exists(os.path.join(options.run, "config.yaml")):

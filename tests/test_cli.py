@@ -30,6 +30,8 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str], args: tuple[str, .
     ("args", "part"),
     [
         (("trian",), "'trian' is not a command. Did you mean train?"),
+        (("--verison",), "'--verison' is not a command. Did you mean --version?"),
+        (("--seed", "3"), "Flags follow a command, as in: tandem train --seed."),
         (("train", "--actor-modle", "x"), "Did you mean --actor-model?"),
         (("train",), "actor_model must name a model"),
         (("train", "--actor-model", "/nowhere", "--data", "x.jsonl"), "/nowhere"),
@@ -78,7 +80,7 @@ def test_no_memory_is_one_line(
     monkeypatch.setattr("tandem.train.demo.demo", full)
     code, _, err = run(capsys, "demo")
     assert code == 2
-    assert err.startswith("tandem: there must be memory for what was begun; got")
+    assert err.startswith("tandem: this run must fit in memory; got")
     assert err.count("\n") == 1
     monkeypatch.setattr("tandem.train.demo.demo", lambda folder: [][0])
     with pytest.raises(IndexError):

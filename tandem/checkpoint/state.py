@@ -98,7 +98,8 @@ def load_newest_state(
         raise CheckpointError(absent)
     if candidates:
         notes[-1] = notes[-1].replace(
-            "Falling back to the checkpoint before it", "There is none before it: starting anew"
+            "Falling back to the checkpoint before it",
+            "There is none before it: starting from the beginning",
         )
     return None, notes
 

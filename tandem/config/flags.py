@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import difflib
 import inspect
 import textwrap
 import typing
@@ -16,39 +15,18 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NoReturn
 
-from tandem.config.load import build_config, config_knobs, load_config, plain_values
+from tandem.config.knob import STEPS
+from tandem.config.load import (
+    build,
+    check_config,
+    config_knobs,
+    plain_values,
+    range_problems,
+    read_file,
+)
+from tandem.config.nearest import SHORT_NAMES, listed, nearest_knobs
 from tandem.config.schema import RunConfig
 from tandem.errors import ConfigError
-
-SHORT_NAMES = {
-    "dataset.split": "data-split",
-    "dataset.columns": "columns",
-    "dataset.on_bad_row": "on-bad-row",
-    "dataset.max_tokens": "max-tokens",
-    "dataset.max_prompt_tokens": "max-prompt-tokens",
-    "lora.rank": "lora-rank",
-    "sampling.max_new_tokens": "max-new-tokens",
-    "ppo.steps": "ppo-steps",
-    "ppo.kl_coef": "kl-coef",
-    "ppo.reward_function": "reward-function",
-    "ppo.ema": "ema",
-    "ppo.ptx_data": "ptx-data",
-    "ppo.ptx_coef": "ptx-coef",
-    "parallel.actor_zero_stage": "actor-zero-stage",
-    "parallel.critic_zero_stage": "critic-zero-stage",
-    "parallel.replicas": "replicas",
-    "parallel.offload": "offload",
-    "parallel.zero_hpz": "zero-hpz",
-    "parallel.zero_quantized_weights": "zero-quantized-weights",
-    "parallel.zero_quantized_gradients": "zero-quantized-gradients",
-    "parallel.zero_gradient_bits": "zero-gradient-bits",
-    "parallel.zero_forced": "zero-forced",
-    "parallel.inference_tp_size": "inference-tp-size",
-    "parallel.frozen_weights": "frozen-weights",
-    "parallel.shared_base": "shared-base",
-    "log.tensorboard": "tensorboard",
-}
-"""Dotted knob to the flag that people reach for; the dotted flag works too."""
 
 
 def parse_run_flags(argv: Sequence[str], command: str) -> RunConfig:
@@ -57,55 +35,67 @@ def parse_run_flags(argv: Sequence[str], command: str) -> RunConfig:
     Args:
         command: `train`, or the name of a single step, which then is the run's only one.
     Raises:
-        ConfigError: an unknown flag (with the nearest one), or values that cannot be; all at once.
+        ConfigError: unknown flags (with the nearest ones), values of another type or out of range,
+            in flags and file, all at once; without any, what is wrong between knobs.
     """
-    parser = _Parser(prog=f"tandem {command}", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
     hints = knob_types()
-    for name, hint in hints.items():
-        options = [f"--{_dashed(name)}"]
-        if name in SHORT_NAMES:
-            options.append(f"--{SHORT_NAMES[name]}")
-        if hint is bool:
-            parser.add_argument(*options, dest=name, action=argparse.BooleanOptionalAction)
-        elif typing.get_origin(hint) is tuple:
-            parser.add_argument(*options, dest=name, nargs="*")
-        else:
-            parser.add_argument(*options, dest=name)
-    given = vars(parser.parse_args([_dashed_flag(arg) for arg in argv]))
-    path = given.pop("config")
-    values = plain_values(load_config(path) if path else RunConfig())
+    given, problems = _Parser(command).read(argv)
+    values: Any = {}
+    if path := given.pop("config", None):
+        try:
+            values = read_file(path)
+        except ConfigError as error:
+            problems.append(str(error).rstrip("."))
+    config, wrong = build(values)
+    problems += [f"{path}: {problem}" for problem in wrong]
+    values = plain_values(config)
     for name, value in given.items():
-        if value is not None:
-            _put(values, name, _read(value, hints[name]))
+        _put(values, name, _read(value, hints[name]))
     if command != "train":
-        if given["steps"] is not None:
-            raise ConfigError(
-                f"--steps must go with tandem train; tandem {command} runs {command} alone."
+        if "steps" in given:
+            problems.append(
+                f"--steps must go with tandem train; tandem {command} runs {command} alone"
             )
         values["steps"] = [command]
-    return build_config(values, where="")
+    config, wrong = build(values)
+    problems += wrong
+    if problems:
+        raise ConfigError("; ".join([*problems, *range_problems(config)]))
+    check_config(config)
+    return config
 
 
 def help_page(command: str, summary: str, *, everything: bool) -> str:
-    """Help for `tandem COMMAND`: the common knobs, or every one by section."""
+    """Help for `tandem COMMAND`: the common knobs of its steps, or every one by section."""
     lines = [f"usage: tandem {command} [--config FILE.yaml] [flags]", "", summary, ""]
     docs = knob_docs()
     section = None
     for name, knob in config_knobs():
-        if not everything and not knob.metadata.get("common"):
+        if not everything and not _is_common(name, knob, command):
             continue
         if everything and name.rpartition(".")[0] != section:
             section = name.rpartition(".")[0]
             lines += ["", f"{section or 'run'}:"]
-        flag = f"--{_dashed(name)}" if everything else f"--{SHORT_NAMES.get(name, _dashed(name))}"
+        flag = _flag(name) if everything else _short_flag(name)
         about = docs[name] if everything else docs[name].split(". ")[0].rstrip(".") + "."
         lines += [f"  {flag} {_value_word(name)}".rstrip()]
         text = f"{about} [{show_value(knob.default)}]"
         lines += textwrap.wrap(text, 92, initial_indent=" " * 6, subsequent_indent=" " * 6)
     if not everything:
         lines += ["", f"All flags: tandem {command} --help-all. Each is a key of --config too."]
+        if command == "train":
+            lines += [
+                "Learning rates, batch sizes and epochs: tandem sft --help, tandem reward --help,",
+                "tandem dpo --help, tandem ppo --help; the same flags work here.",
+            ]
     return "\n".join(lines)
+
+
+def _is_common(name: str, knob: dataclasses.Field[Any], command: str) -> bool:
+    """Whether a knob is on a command's first help page: it is common there, and is read there."""
+    section = name.split(".")[0]
+    own = command in ("train", section) or section not in STEPS
+    return own and command in knob.metadata["common"]
 
 
 @cache
@@ -136,30 +126,74 @@ def show_value(value: Any) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse that names the nearest flag and raises one line instead of printing usage."""
+    """argparse for knobs: it collects every mistake, names the nearest flag and never exits."""
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        parsed, rest = self.parse_known_args(args, namespace)
-        if rest:
-            self._refuse(rest)
-        return parsed
+    def __init__(self, command: str) -> None:
+        super().__init__(prog=f"tandem {command}", add_help=False, allow_abbrev=False)
+        self._command = command
+        self.add_argument("--config", nargs="?", const=_NOTHING, default=argparse.SUPPRESS)
+        for name, hint in knob_types().items():
+            options = [_flag(name)]
+            if name in SHORT_NAMES:
+                options.append(f"--{SHORT_NAMES[name]}")
+            settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "nargs": "?"}
+            if hint is bool:
+                self.add_argument(*options, const="on", **settings)
+                off = [f"--no-{option.removeprefix('--')}" for option in options]
+                self.add_argument(*off, const="off", action=_Off, **settings)
+            elif typing.get_origin(hint) is tuple:
+                self.add_argument(*options, **settings | {"nargs": "*"})
+            else:
+                self.add_argument(*options, const=_NOTHING, **settings)
+
+    def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """The flags' texts by dotted knob, and what is wrong with the command line."""
+        parsed, rest = self.parse_known_args([_dashed_flag(arg) for arg in argv])
+        given = vars(parsed)
+        problems = self._strangers(rest)
+        for name in [name for name, value in given.items() if value is _NOTHING]:
+            problems.append(f"{_flag(name)} must have a value; got none")
+            del given[name]
+        return given, problems
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")
 
-    def _refuse(self, rest: Sequence[str]) -> NoReturn:
+    def _strangers(self, rest: Sequence[str]) -> list[str]:
+        """What belongs to no knob, each with the nearest."""
         problems = []
-        known = [option for action in self._actions for option in action.option_strings]
         for before, word in zip([None, *rest], rest, strict=False):
             if not word.startswith("-"):
                 if before is None or not before.startswith("-"):  # else an unknown flag's value
                     problems.append(f"{word!r} belongs to no flag")
                 continue
             flag = word.split("=")[0]
-            near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
-            hint = f"Did you mean {near[0]}?" if near else f"See {self.prog} --help-all."
+            steps = ("sft", "reward", "ppo") if self._command == "train" else (self._command,)
+            near = nearest_knobs(flag.lstrip("-").removeprefix("no-"), knob_types(), steps)
+            hint = f"See {self.prog} --help-all."
+            if near:
+                spell = _flag if "." in flag else _short_flag
+                hint = f"Did you mean {listed([spell(name) for name in near])}?"
             problems.append(f"{flag} is not a flag of {self.prog}. {hint}")
-        raise ConfigError("; ".join(problems))
+        return problems
+
+
+class _Off(argparse.Action):
+    """`--no-knob`, which takes no value; one that is given is kept, to be refused."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        text = values if values == "off" else f"{option_string} {values}"
+        setattr(namespace, self.dest, text)
+
+
+_NOTHING = object()
+"""What a flag without its value leaves."""
 
 
 def _hint_of(dotted: str) -> Any:
@@ -194,10 +228,14 @@ def _class_docs(cls: type) -> Mapping[str, str]:
     return docs
 
 
+_SWITCH = dict.fromkeys(("on", "true", "yes", "1"), True)
+_SWITCH |= dict.fromkeys(("off", "false", "no", "0"), False)
+
+
 def _read(value: Any, hint: Any) -> Any:
     """A flag's text as YAML would have given it; what it is not stays text, to be refused."""
     if hint is bool:
-        return value
+        return _SWITCH.get(value.lower(), value)
     if typing.get_origin(hint) is tuple:
         item_hint = typing.get_args(hint)[0]
         words = value
@@ -221,6 +259,14 @@ def _put(values: dict[str, Any], dotted: str, value: Any) -> None:
     values[name] = value
 
 
+def _flag(name: str) -> str:
+    return f"--{_dashed(name)}"
+
+
+def _short_flag(name: str) -> str:
+    return f"--{SHORT_NAMES.get(name, _dashed(name))}"
+
+
 def _dashed(name: str) -> str:
     return name.replace("_", "-")
 
@@ -239,7 +285,7 @@ def _value_word(name: str) -> str:
     if hint is bool:
         return "| --no-..."
     if typing.get_origin(hint) is Literal:
-        return "|".join(map(str, typing.get_args(hint)))
+        return "|".join(str(option) for option in typing.get_args(hint) if option != "")
     if typing.get_origin(hint) is tuple:
         return "A B ..."
     return {int: "N", float: "X", str: "TEXT"}[hint]

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import field, fields
+from dataclasses import MISSING, field, fields
 from os.path import expanduser
 from typing import Any
+
+from tandem.errors import ConfigError
+
+SUPERVISED = ("sft", "reward", "dpo")
+STEPS = (*SUPERVISED, "ppo")
+RL = ("train", "ppo")
+"""Commands, to be listed as a knob's `common`."""
 
 
 def knob(
@@ -14,19 +21,19 @@ def knob(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
-    common: bool = False,
+    common: bool | tuple[str, ...] = False,
     path: bool = False,
 ) -> Any:
     """A field with a range.
 
     Args:
-        common: its flag is on the first help page.
+        common: its flag is on the first help page, of all commands or of those listed.
         path: it names files; a `~` at its beginning is the user's home folder (see `at_home`).
     """
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     metadata = {
         "bounds": {k: v for k, v in bounds.items() if v is not None},
-        "common": common,
+        "common": ("train", *STEPS) if common is True else common or (),
         "path": path,
     }
     return field(default=default, metadata=metadata)
@@ -42,3 +49,20 @@ def at_home(section: Any) -> None:
             many = isinstance(value, tuple)
             whole = tuple(map(expanduser, value)) if many else expanduser(value)
             object.__setattr__(section, f.name, whole)  # sections are frozen once they are made
+
+
+def require_sections(config: Any) -> None:
+    """Refuse a section that is no section's dataclass: nobody would check what is in it.
+
+    Raises:
+        ConfigError: naming the section and what to write.
+    """
+    for f in fields(config):
+        section: Any = f.default_factory
+        value = getattr(config, f.name)
+        if section is not MISSING and not isinstance(value, section):
+            raise ConfigError(
+                f"{type(config).__name__}.{f.name} must be a {section.__name__}; got {value!r}. "
+                f"Write {section.__name__}(...), or build_config({{{f.name!r}: {{...}}}}), which "
+                "takes mappings."
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 import stat
 import types
 import typing
@@ -15,7 +16,8 @@ from typing import Any, Literal, TypeVar, Union
 
 import yaml
 
-from tandem.config.schema import RunConfig
+from tandem.config.nearest import listed, nearest_knobs
+from tandem.config.schema import PPOConfig, RunConfig
 from tandem.errors import ConfigError
 
 T = TypeVar("T")
@@ -28,6 +30,15 @@ def load_config(path: str | Path) -> RunConfig:
         ConfigError: the file cannot be read, or a key or value is wrong (all of them listed, an
             unknown key with the nearest known one). Ranges are checked by `check_config`, after
             flags have had their say.
+    """
+    return build_config(read_file(path), where=f"{path}: ")
+
+
+def read_file(path: str | Path) -> Any:
+    """What a YAML file holds, not yet a configuration.
+
+    Raises:
+        ConfigError: it cannot be read, or is no YAML.
     """
     path = Path(expanduser(path))
     try:
@@ -42,11 +53,11 @@ def load_config(path: str | Path) -> RunConfig:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
         problem = getattr(error, "problem", None) or "not UTF-8 text"
-        raise ConfigError(f"{path}{line} must be YAML; got: {problem}. Mend the file.") from None
-    return build_config({} if raw is None else raw, where=f"{path}: ")
+        raise ConfigError(f"{path}{line} must be YAML; got: {problem}. Fix the file.") from None
+    return {} if raw is None else raw
 
 
-def build_config(values: Any, *, where: str) -> RunConfig:
+def build_config(values: Any, *, where: str = "") -> RunConfig:
     """A configuration from nested plain values; missing knobs keep their defaults.
 
     Args:
@@ -54,11 +65,16 @@ def build_config(values: Any, *, where: str) -> RunConfig:
     Raises:
         ConfigError: keys or types that cannot be, all of them.
     """
-    problems: list[str] = []
-    config = _build(RunConfig, values, "", problems)
+    config, problems = build(values)
     if problems:
         raise ConfigError("; ".join(f"{where}{problem}" for problem in problems))
     return config
+
+
+def build(values: Any) -> tuple[RunConfig, list[str]]:
+    """As `build_config`, but with the complaints beside it; wrong knobs have their defaults."""
+    problems: list[str] = []
+    return _build(RunConfig, values, "", problems), problems
 
 
 def dump_config(config: RunConfig) -> str:
@@ -73,19 +89,29 @@ def check_ranges(section: Any, prefix: str = "") -> None:
     Raises:
         ConfigError: one message with all that is wrong.
     """
-    problems = list(_range_problems(section, prefix))
+    problems = list(range_problems(section, prefix))
     if problems:
         raise ConfigError("; ".join(problems))
 
 
 def check_config(config: RunConfig) -> None:
-    """Check every range and every rule between knobs.
+    """Check every type, every range and every rule between knobs.
 
     Raises:
         ConfigError: one message with all that is wrong.
     """
-    problems = list(_range_problems(config, "")) + list(_rule_problems(config))
-    if problems:
+    wrong_types = list(_type_problems(config))
+    if problems := wrong_types or [*range_problems(config), *_rule_problems(config)]:
+        raise ConfigError("; ".join(problems))
+
+
+def check_values(config: RunConfig) -> None:
+    """Check every type and every range, but no rule between knobs.
+
+    Raises:
+        ConfigError: one message with all that is wrong.
+    """
+    if problems := list(_type_problems(config)) or list(range_problems(config)):
         raise ConfigError("; ".join(problems))
 
 
@@ -136,9 +162,7 @@ def _build(cls: type[T], raw: Any, prefix: str, problems: list[str]) -> T:
     values: dict[str, Any] = {}
     for key, value in raw.items():
         if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.5)
-            hint = f"Did you mean {prefix}{near[0]}?" if near else f"Known: {', '.join(hints)}."
-            problems.append(f"{prefix}{key} is not a knob. {hint}")
+            problems.append(f"{prefix}{key} is not a knob. {_hint(f'{prefix}{key}', hints)}")
         elif dataclasses.is_dataclass(hints[key]):
             values[key] = _build(typing.cast(type, hints[key]), value, f"{prefix}{key}.", problems)
         else:
@@ -147,6 +171,14 @@ def _build(cls: type[T], raw: Any, prefix: str, problems: list[str]) -> T:
             except ValueError as error:
                 problems.append(f"{prefix}{key} must be {error}; got {value!r}")
     return cls(**values)
+
+
+def _hint(name: str, here: typing.Iterable[str]) -> str:
+    """What may have been meant by a key; else the keys that there are in its section."""
+    sections = [f.name for f in dataclasses.fields(RunConfig) if f.default is dataclasses.MISSING]
+    near = nearest_knobs(name, [knob for knob, _ in config_knobs()])
+    near = near or difflib.get_close_matches(name, sections, n=1)
+    return f"Did you mean {listed(near)}?" if near else f"Known here: {', '.join(here)}."
 
 
 def _convert(value: Any, hint: Any) -> Any:
@@ -188,11 +220,22 @@ def _convert(value: Any, hint: Any) -> Any:
 _SYMBOLS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
-def _range_problems(config: Any, prefix: str) -> typing.Iterator[str]:
+def _type_problems(config: RunConfig) -> typing.Iterator[str]:
+    """Knobs of another type, in a configuration that was written in Python."""
+    yield from build(plain_values(config))[1]
+    for name, knob in config_knobs():
+        value = operator.attrgetter(name)(config)
+        if isinstance(knob.default, tuple) and isinstance(value, str | list):
+            items = (value,) if isinstance(value, str) else tuple(value)
+            yield f"{name} must be a tuple; got {value!r}. Write {items!r}"
+
+
+def range_problems(config: Any, prefix: str = "") -> typing.Iterator[str]:
+    """What is out of range in a section and in those below it."""
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if dataclasses.is_dataclass(value):
-            yield from _range_problems(value, f"{prefix}{f.name}.")
+            yield from range_problems(value, f"{prefix}{f.name}.")
             continue
         bounds: dict[str, float] = f.metadata.get("bounds", {})
         holds = {
@@ -287,8 +330,30 @@ def _rule_problems(config: RunConfig) -> typing.Iterator[str]:
             "sampling.min_new_tokens must be at most sampling.max_new_tokens "
             f"({config.sampling.max_new_tokens}); got {config.sampling.min_new_tokens}"
         )
+    yield from _unread(ppo)
     if "ppo" in steps and ppo.reward_model_weight == 0 and not ppo.reward_function:
         yield "ppo.reward_model_weight must be > 0 without a ppo.reward_function; got 0"
+
+
+_READ_WITH = {
+    "ptx_coef": "ptx_data",
+    "ptx_batch_size": "ptx_data",
+    "ema_decay": "ema",
+    "kl_horizon": "kl_target",
+    "reward_function_weight": "reward_function",
+}
+"""Knobs of PPO that mean something only where another is set."""
+
+
+def _unread(ppo: PPOConfig) -> typing.Iterator[str]:
+    """What was set although nothing will read it."""
+    defaults = PPOConfig()
+    for name, needed in _READ_WITH.items():
+        if getattr(ppo, name) != getattr(defaults, name) and not getattr(ppo, needed):
+            yield (
+                f"ppo.{name} must go with ppo.{needed}, without which nothing reads it; got "
+                f"{getattr(ppo, name):g}. Set ppo.{needed}, or remove ppo.{name}"
+            )
 
 
 def _is_path(text: str) -> bool:

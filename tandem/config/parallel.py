@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.config.knob import knob
+from tandem.config.knob import RL, knob
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How weights and work lie over the ranks. At one rank the stages mean nothing."""
 
-    actor_zero_stage: int = knob(2, ge=0, le=3, common=True)
+    actor_zero_stage: int = knob(2, ge=0, le=3, common=("train", "sft", "dpo", "ppo"))
     """ZeRO stage (arXiv:1910.02054) of the policy, in every step: 0 whole on every rank; 1
     optimizer states and weights in pieces between steps; 2 gradients too; 3 weights always, a block
     being gathered when it runs. The reference is split from 3 on."""
-    critic_zero_stage: int = knob(2, ge=0, le=3, common=True)
+    critic_zero_stage: int = knob(2, ge=0, le=3, common=("train", "reward", "ppo"))
     """The same for critic and reward model; the reward model of step 3 is split from 3 on."""
     replicas: int = knob(1, ge=1, common=True)
     """Copies of what ZeRO splits (HSDP, arXiv:2304.11277): ranks / replicas split a model among
@@ -41,15 +41,15 @@ class ParallelConfig:
     """Bits of a quantized gradient between nodes. 4 feeds back what rounding left out
     (arXiv:1901.09847), for which a rank keeps 4 bytes per weight / ranks_per_node."""
     zero_forced: bool = knob(False)
-    """Quantize on one node too, where it is otherwise switched off as of no use."""
-    inference_tp_size: int = knob(1, ge=1, common=True)
+    """Quantize on one node too, where it does not help and is otherwise off."""
+    inference_tp_size: int = knob(1, ge=1, common=RL)
     """Ranks that hold slices of one model while it generates (tensor parallelism), where the whole
     does not fit on each; 1 gathers it whole. Made from the same pieces that train."""
     frozen_weights: Literal["", "int8", "nf4"] = knob("", common=True)
     """MixZ++: linear weights that are not trained rest and travel as integers, `int8` 1.02 bytes a
     weight or `nf4` 0.53, and are unpacked where they are used; empty keeps them in full. Needs
     lora.rank. Later steps carry an earlier step's adapters on instead of its merged weights."""
-    shared_base: bool = knob(False, common=True)
+    shared_base: bool = knob(False, common=("train", "reward", "dpo", "ppo"))
     """Hold one frozen base under actor, critic, reference and reward model, which differ in
     adapters and heads alone; they must start from one model. Needs lora.rank, and ZeRO stage 0
     where there are several ranks. Adapters are carried on as with frozen_weights."""

@@ -6,8 +6,9 @@ import sys
 import typing
 from typing import Literal
 
-from tandem.config.flags import SHORT_NAMES, knob_docs, knob_types, show_value
+from tandem.config.flags import knob_docs, knob_types, show_value
 from tandem.config.load import bounds_text, config_knobs
+from tandem.config.nearest import SHORT_NAMES
 
 _HEAD = """# Configuration
 

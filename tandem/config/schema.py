@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.config.knob import at_home, knob
+from tandem.config.knob import RL, STEPS, SUPERVISED, at_home, knob, require_sections
 from tandem.config.parallel import ParallelConfig
 from tandem.errors import ConfigError
 
@@ -31,9 +31,9 @@ class DataConfig:
     data set's name maps that one alone."""
     on_bad_row: Literal["error", "drop"] = knob("error", common=True)
     """A row that cannot be used: stop with its file and line, or drop it, counted by reason."""
-    max_tokens: int = knob(512, ge=8, common=True)
+    max_tokens: int = knob(512, ge=8, common=("train", *SUPERVISED))
     """Longest sequence (prompt and answer) in steps 1 and 2, in tokens."""
-    max_prompt_tokens: int = knob(256, ge=1, common=True)
+    max_prompt_tokens: int = knob(256, ge=1, common=RL)
     """Longest prompt in step 3, in tokens."""
     on_long_row: Literal["drop", "truncate", "error"] = knob("drop")
     """A row over the limit: drop it (counted), truncate the answer's end or the prompt's oldest
@@ -60,9 +60,9 @@ class LoraConfig:
 class OptimizerConfig:
     """AdamW and its schedule for one model."""
 
-    learning_rate: float = knob(1e-5, gt=0)
+    learning_rate: float = knob(1e-5, gt=0, common=STEPS)
     """Peak learning rate of full weights."""
-    lora_learning_rate: float = knob(2e-4, gt=0)
+    lora_learning_rate: float = knob(2e-4, gt=0, common=SUPERVISED)
     """Peak learning rate of adapters, which need 10 to 20 times more than full weights."""
     weight_decay: float = knob(0.0, ge=0)
     """AdamW's decoupled decay, on matrices only (not on norms, biases or embeddings' gains)."""
@@ -80,21 +80,21 @@ class OptimizerConfig:
 class SupervisedConfig(OptimizerConfig):
     """What SFT, reward model and DPO have in common."""
 
-    epochs: float = knob(1.0, gt=0)
+    epochs: float = knob(1.0, gt=0, common=SUPERVISED)
     """Passes over the step's share of the data; may be a fraction."""
-    max_steps: int = knob(0, ge=0)
+    max_steps: int = knob(0, ge=0, common=SUPERVISED)
     """Stop after this many optimizer steps; 0 leaves it to the epochs."""
-    batch_size: int = knob(32, ge=1)
+    batch_size: int = knob(32, ge=1, common=SUPERVISED)
     """Sequences (or pairs) per optimizer step, over all micro-batches and ranks."""
-    eval_every: int = knob(50, ge=0)
-    """Measure on the held-out rows every so many steps (always at the end); 0 only then."""
+    eval_every: int = knob(50, ge=0, common=SUPERVISED)
+    """Evaluate on the held-out rows every this many steps, and at the end; 0: only at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(SupervisedConfig):
     """Step 1, supervised fine-tuning."""
 
-    learning_rate: float = knob(2e-5, gt=0)
+    learning_rate: float = knob(2e-5, gt=0, common=STEPS)
     """Peak learning rate of full weights."""
     loss_on: Literal["assistant", "all"] = knob("assistant")
     """Learn from the assistant's tokens only, or from every token. Plain text rows always count
@@ -105,7 +105,7 @@ class SFTConfig(SupervisedConfig):
 class RewardConfig(SupervisedConfig):
     """Step 2, the reward model: Bradley-Terry on the score at the last real token."""
 
-    learning_rate: float = knob(1e-5, gt=0)
+    learning_rate: float = knob(1e-5, gt=0, common=STEPS)
     """Peak learning rate of full weights."""
     center_coef: float = knob(0.0, ge=0)
     """Weight of (chosen + rejected)^2, which keeps raw scores near zero (arXiv:2312.09244, which
@@ -119,9 +119,9 @@ class RewardConfig(SupervisedConfig):
 class DPOConfig(SupervisedConfig):
     """Direct preference optimization (arXiv:2305.18290), in place of steps 2 and 3."""
 
-    learning_rate: float = knob(1e-6, gt=0)
+    learning_rate: float = knob(1e-6, gt=0, common=STEPS)
     """Peak learning rate of full weights."""
-    beta: float = knob(0.1, gt=0)
+    beta: float = knob(0.1, gt=0, common=("dpo",))
     """Strength of the pull to the reference (the paper's value)."""
     label_smoothing: float = knob(0.0, ge=0, lt=0.5)
     """Assumed share of wrong labels (conservative DPO)."""
@@ -132,7 +132,7 @@ class SamplingConfig:
     """How answers are drawn. The defaults sample from the policy itself, untruncated: then what
     PPO updates is the distribution that acted."""
 
-    temperature: float = knob(1.0, gt=0)
+    temperature: float = knob(1.0, gt=0, common=("ppo",))
     """Logits are divided by this; PPO's log-probs are at the same temperature."""
     top_p: float = knob(1.0, gt=0, le=1)
     """Draw from the smallest set of tokens with this much probability; 1 is off."""
@@ -152,11 +152,11 @@ class SamplingConfig:
     """Added to logits, as TOKEN_ID:BIAS each; -100 forbids a token."""
     stop_strings: tuple[str, ...] = knob(())
     """Texts that end an answer; the text is cut before them, the tokens stay as sampled."""
-    max_new_tokens: int = knob(128, ge=1, common=True)
+    max_new_tokens: int = knob(128, ge=1, common=RL)
     """Longest answer, in tokens."""
     min_new_tokens: int = knob(0, ge=0)
     """Stop tokens cannot be drawn before this many tokens."""
-    samples_per_prompt: int = knob(1, ge=1)
+    samples_per_prompt: int = knob(1, ge=1, common=("ppo",))
     """Answers drawn per prompt in step 3."""
 
     def logit_biases(self) -> dict[int, float]:
@@ -184,9 +184,9 @@ class SamplingConfig:
 class ActorOptimizerConfig(OptimizerConfig):
     """The actor's optimizer in step 3."""
 
-    learning_rate: float = knob(1e-6, gt=0)
+    learning_rate: float = knob(1e-6, gt=0, common=STEPS)
     """Peak learning rate of full weights."""
-    lora_learning_rate: float = knob(1e-4, gt=0)
+    lora_learning_rate: float = knob(1e-4, gt=0, common=("ppo",))
     """Peak learning rate of adapters."""
 
 
@@ -195,7 +195,7 @@ class CriticOptimizerConfig(OptimizerConfig):
     """The critic's optimizer in step 3. It must follow the actor's changing returns, so its rate
     is about ten times the actor's (OpenRLHF: 9e-6 beside 5e-7)."""
 
-    learning_rate: float = knob(1e-5, gt=0)
+    learning_rate: float = knob(1e-5, gt=0, common=STEPS)
     """Peak learning rate of full weights."""
 
 
@@ -203,13 +203,13 @@ class CriticOptimizerConfig(OptimizerConfig):
 class PPOConfig:
     """Step 3, PPO (arXiv:1707.06347, arXiv:2203.02155)."""
 
-    steps: int = knob(200, ge=0, common=True)
+    steps: int = knob(200, ge=0, common=RL)
     """Rollouts to make, each followed by its updates; 0 makes one pass over the prompts."""
-    prompts_per_step: int = knob(64, ge=1)
+    prompts_per_step: int = knob(64, ge=1, common=("ppo",))
     """Prompts per rollout (times sampling.samples_per_prompt answers)."""
-    epochs: int = knob(2, ge=1)
+    epochs: int = knob(2, ge=1, common=("ppo",))
     """Passes over each rollout's experience."""
-    minibatch_size: int = knob(32, ge=1)
+    minibatch_size: int = knob(32, ge=1, common=("ppo",))
     """Answers per optimizer step."""
     actor: ActorOptimizerConfig = field(default_factory=ActorOptimizerConfig)
     critic: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
@@ -228,7 +228,7 @@ class PPOConfig:
     whiten_advantages: bool = knob(True)
     """Advantages get mean 0 and sd 1 over all response tokens of the rollout; without this,
     several epochs per rollout are unstable."""
-    kl_coef: float = knob(0.05, ge=0, common=True)
+    kl_coef: float = knob(0.05, ge=0, common=RL)
     """Weight of the KL penalty to the reference."""
     kl_in: Literal["reward", "loss"] = knob("reward")
     """Subtract the KL from each token's reward (InstructGPT), or add it to the loss (GRPO)."""
@@ -251,12 +251,12 @@ class PPOConfig:
     per token, passes this; 0 is off."""
     reward_model_weight: float = knob(1.0, ge=0)
     """Weight of the reward model's normalized score."""
-    reward_function: str = knob("", common=True, path=True)
+    reward_function: str = knob("", common=RL, path=True)
     """A Python function `file.py:name` or `package.module:name` called as
     f(prompts, completions, **columns) -> list[float | None]; alone, or beside the model."""
     reward_function_weight: float = knob(1.0)
     """Weight of the reward function's number."""
-    ema: bool = knob(False, common=True)
+    ema: bool = knob(False, common=RL)
     """Keep an fp32 moving average of the actor, save it and evaluate it beside the actor."""
     ema_decay: float = knob(0.992, gt=0, lt=1)
     """Share of the average kept per optimizer step (DeepSpeed-Chat's value)."""
@@ -268,17 +268,18 @@ class PPOConfig:
     """Rows of it per optimizer step."""
     old_logprobs: Literal["auto", "sampler", "forward"] = knob("auto")
     """Where the log-probs before the update come from: the sampler kept them (saves the actor's
-    scoring forward), or a forward computes them anew. auto: the sampler's, if a self-test at the
+    scoring forward), or a forward pass recomputes them. auto: the sampler's, if a self-test at the
     start finds them equal to the training forward's (within 1e-3 nats in the mean)."""
     ratio_tolerance: float = knob(0.0, ge=0)
     """How far the mean |log-ratio| before the first update may be from 0; 0 chooses 1e-4 in fp32
     and 3e-2 in bf16. Beyond it the run stops: two forwards of the same policy disagree."""
     eval_every: int = knob(20, ge=0)
-    """Score answers to held-out prompts every so many steps (and at both ends); 0 only then."""
+    """Score answers to held-out prompts every this many steps, and at both ends; 0: only then."""
     eval_prompts: int = knob(64, ge=0)
     """Held-out prompts used for that."""
 
     def __post_init__(self) -> None:
+        require_sections(self)
         at_home(self)
 
 
@@ -287,7 +288,7 @@ class GuardConfig:
     """When a step is left out for the numbers that it brings, and when that ends the run."""
 
     spike_sigma: float = knob(6.0, ge=0)
-    """Leave an update out whose gradient norm is so many standard deviations above the last 100
+    """Skip an update whose gradient norm is this many standard deviations above the last 100
     (of its logarithm); 0 takes any that is finite. One that is not finite is always left out."""
     max_skipped: int = knob(5, ge=0)
     """Steps in a row that may be left out; one more ends the run."""
@@ -302,7 +303,7 @@ class LogConfig:
     wandb: str = knob("")
     """Weights & Biases project to log to as well (needs `pip install wandb`); empty is off."""
     print_samples_every: int = knob(10, ge=0)
-    """Show a prompt and its answers every so many steps of step 3; 0 never."""
+    """Print a prompt and its answers every this many steps of step 3; 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,18 +312,18 @@ class RunConfig:
 
     actor_model: str = knob("", common=True, path=True)
     """Folder or hub name of the pretrained language model."""
-    reward_model: str = knob("", common=True, path=True)
+    reward_model: str = knob("", common=("train", "reward", "ppo"), path=True)
     """Folder or hub name of the model that step 2 turns into a reward model (step 3 alone: the
     reward model itself). Empty: the SFT model of step 1."""
     data: tuple[str, ...] = knob((), common=True, path=True)
     """Data sets as FILE_OR_NAME[:weight]; a weight of 2 counts a set's rows twice per epoch, 0.5
     every other row. `embedded` is the built-in one."""
-    sft_data: tuple[str, ...] = knob((), common=True, path=True)
+    sft_data: tuple[str, ...] = knob((), common=("train", "sft"), path=True)
     """Data sets for step 1 alone."""
     output_dir: str = knob("runs/default", common=True, path=True)
     """The run's folder. The same command again continues there."""
     steps: tuple[Literal["sft", "reward", "ppo", "dpo"], ...] = knob(
-        ("sft", "reward", "ppo"), common=True
+        ("sft", "reward", "ppo"), common=("train",)
     )
     """Which steps to run, in this order. `sft dpo` is the way without a reward model."""
     seed: int = knob(1234, ge=0, le=2**53, common=True)
@@ -337,7 +338,7 @@ class RunConfig:
     halve_micro_batches: bool = knob(False, common=True)
     """Where memory runs out, go on with micro-batches of half as many tokens; the gradient is the
     same. At one rank."""
-    hybrid_engine: bool = knob(True, common=True)
+    hybrid_engine: bool = knob(True, common=RL)
     """Generate experience by Tandem's engine on the training weights; off, through Hugging Face's
     `generate` on the same weights: slower, to compare with."""
     generation_batch_size: int = knob(64, ge=1)
@@ -350,7 +351,7 @@ class RunConfig:
     trust_remote_code: bool = knob(False)
     """Let a model's folder bring its own Python code. Read that code first."""
     save_every: int = knob(50, ge=0, common=True)
-    """Checkpoint every so many steps, to continue from after a stop; 0 only at each step's end."""
+    """Save a checkpoint every this many steps, to resume from; 0: only at each step's end."""
     keep_checkpoints: int = knob(2, ge=2)
     """Checkpoints kept per step; never fewer than two, so that one can be damaged."""
     save_async: bool = knob(True)
@@ -368,4 +369,11 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        require_sections(self)
         at_home(self)
+
+
+def num_updates(config: RunConfig, num_steps: int) -> int:
+    """Optimizer steps of `num_steps` steps of PPO (rollouts), if none stops early."""
+    answers = config.ppo.prompts_per_step * config.sampling.samples_per_prompt
+    return num_steps * config.ppo.epochs * -(-answers // config.ppo.minibatch_size)

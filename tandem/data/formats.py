@@ -190,7 +190,7 @@ def _whole_text(path: Path) -> str:
             # One array is one piece of JSON: there is no row to leave out.
             raise DataError(
                 f"{visible(str(text.source))}: the file must {text.expected}; got {text.found}. "
-                "Correct it, or save its rows one per line as .jsonl."
+                "Fix it, or save its rows one per line as .jsonl."
             )
         if offset > _LARGEST_JSON:
             raise DataError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from transformers import PreTrainedTokenizerBase
 
@@ -82,16 +82,20 @@ class Renderer:
 
     def prompt(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message | Mapping[str, str]],
         columns: Mapping[str, Any] | None = None,
         source: Source = IN_MEMORY,
     ) -> PromptRow:
         """`messages` up to where the assistant begins.
 
+        Args:
+            messages: the turns, as Message or as {"role": ..., "content": ...}; a text is the
+                user's one turn.
         Raises:
             DataError: there is no turn, or the template or the tokenizer cannot take one.
         """
         where = visible(str(source))
+        messages = _turns(messages)
         cut, mark = self._cut(messages, source)
         with _in_time(where):
             turns, text = self._template.text(cut, mark, where)
@@ -217,6 +221,23 @@ def _in_time(where: str) -> Iterator[None]:
             f"{where}: turns must render in time; got {error} of the chat template. Remove this "
             "row, or give the tokenizer another chat_template."
         ) from error
+
+
+def _turns(messages: str | Sequence[Message | Mapping[str, str]]) -> list[Message]:
+    if isinstance(messages, str):
+        return [Message("user", messages)]
+    turns = []
+    for turn in messages:
+        if isinstance(turn, Mapping) and {"role", "content"} <= turn.keys():
+            turn = Message(cast(Role, turn["role"]), turn["content"])
+        if not isinstance(turn, Message) or not isinstance(turn.content, str):
+            raise DataError(
+                "a prompt must be a text, or turns as Message or mappings of role and content; got "
+                f"{excerpt(repr(turn))}. Write e.g. prompt('Hello') or "
+                "prompt([{'role': 'user', 'content': 'Hello'}])."
+            )
+        turns.append(turn)
+    return turns
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], str]:

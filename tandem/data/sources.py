@@ -172,12 +172,12 @@ def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[R
         yield row
     if empty:
         raise DataError(
-            f"{visible(spec.path)} must hold at least one row; got none. Leave it out, or fill it."
+            f"{visible(spec.path)} must hold at least one row; got none. Remove it, or add rows."
         )
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it can be written down: a name's bytes that are no UTF-8 come as lone surrogates."""
+    """Whether it can be written down: a name's bytes that are not UTF-8 come as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -197,7 +197,7 @@ def _local(path: str) -> Path:
     except (RuntimeError, OSError, ValueError) as error:
         cause = getattr(error, "strerror", None) or error
         raise DataError(
-            f"data set {excerpt(path)} must be a path that can be; got {cause}. Check its spelling."
+            f"data set {excerpt(path)} must be a valid path; got {cause}. Check its spelling."
         ) from None
     return local
 

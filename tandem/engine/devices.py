@@ -14,7 +14,9 @@ def resolve_device(name: str) -> torch.device:
         ModelError: cuda was asked for and is not there.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise ModelError("device must be one that is here; got cuda, and no GPU. Use --device cpu.")
+        raise ModelError(
+            "device must be available; got cuda, but no GPU was found. Use --device cpu."
+        )
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)

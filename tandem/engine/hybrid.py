@@ -14,11 +14,13 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tandem.config.load import check_values
 from tandem.config.schema import OptimizerConfig, RunConfig
 from tandem.data.render import Renderer
 from tandem.engine.devices import resolve_device, resolve_dtype
@@ -73,9 +75,9 @@ class RLHFEngine:
     def __init__(
         self,
         *,
-        actor: Model,
-        reward_model: Model | None = None,
-        critic: Model | None = None,
+        actor: Model | Path,
+        reward_model: Model | Path | None = None,
+        critic: Model | Path | None = None,
         config: RunConfig,
         tokenizer: PreTrainedTokenizerBase | None = None,
         reward_tokenizer: PreTrainedTokenizerBase | None = None,
@@ -91,12 +93,17 @@ class RLHFEngine:
             critic: where the critic starts: by default the reward model, or the actor's backbone
                 with a new head where there is none or its tokenizer is another.
             tokenizer, reward_tokenizer: needed for models given as modules.
-            num_updates: optimizer steps that the schedules last.
+            num_updates: optimizer steps that the schedules last (`num_updates(config, steps)`).
             num_actor_updates: the actor's own, if it takes fewer (the critic warms up alone).
             world: the ranks that share the work and the weights; alone if None.
         Raises:
+            ConfigError: the configuration is wrong, all of it at once.
             ModelError: a model or tokenizer cannot be used.
         """
+        check_values(config)
+        actor = str(actor) if isinstance(actor, Path) else actor
+        reward_model = str(reward_model) if isinstance(reward_model, Path) else reward_model
+        critic = str(critic) if isinstance(critic, Path) else critic
         self.config = config
         self.world = world or World(device=resolve_device(config.device))
         self.device = self.world.device
@@ -135,7 +142,7 @@ class RLHFEngine:
     @property
     def stops(self) -> Stops:
         """How the actor's answers end and become text."""
-        return Stops(self.renderer.stop_token_ids, self.renderer.pad_token_id, self.renderer.decode)
+        return Stops.of(self.renderer)
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:

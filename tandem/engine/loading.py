@@ -270,5 +270,5 @@ def _require_finite(unsound: str, world: World) -> None:
     if found:
         raise NumericsError(
             f"a weight to quantize must be finite; got {unsound or 'one on another rank'} with "
-            "values that are not. Load a sound model."
+            "values that are not. Load an undamaged model."
         )

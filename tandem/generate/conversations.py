@@ -238,6 +238,6 @@ def _budget(
     if not prompt_ids or budget < 1:
         raise GenerationError(
             f"the conversation must leave room for an answer in {min(limits, default=None)} "
-            f"positions; it has {len(prompt_ids)} tokens. Clear it or begin anew."
+            f"positions; it has {len(prompt_ids)} tokens. Shorten it, or start a new one."
         )
     return budget

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
+from tandem.data.render import Renderer
 from tandem.errors import GenerationError, NumericsError
 from tandem.generate import compatible
 from tandem.generate.blocks import affordable_blocks, blocks_for
@@ -36,6 +37,11 @@ class Stops:
     pad_token_id: int
     decode: Callable[[Sequence[int]], str]
 
+    @staticmethod
+    def of(renderer: Renderer) -> Stops:
+        """Those of the conversation format that the prompts are rendered in."""
+        return Stops(renderer.stop_token_ids, renderer.pad_token_id, renderer.decode)
+
 
 @torch.inference_mode(mode=False)  # else a rollout could not be trained on
 @torch.no_grad()
@@ -45,8 +51,8 @@ def generate(
     sampling: SamplingConfig,
     stops: Stops,
     *,
-    seed: int,
-    step: int,
+    seed: int = 0,
+    step: int = 0,
     prompt_numbers: Sequence[int] | None = None,
     batch_size: int = 64,
     kv_blocks: int | None = None,
@@ -59,7 +65,8 @@ def generate(
     """Answer each prompt `sampling.samples_per_prompt` times.
 
     Args:
-        prompts: P prompts of any lengths.
+        prompts: P prompts of any lengths, from `Renderer.prompt`.
+        stops: `Stops.of(renderer)`.
         seed, step: of the run; with the prompt's number and the sample's they key every draw.
         prompt_numbers: P numbers that name the prompts whatever batch or rank they are in;
             their positions here if None. Two equal numbers draw with the same randomness.

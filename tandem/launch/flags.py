@@ -103,7 +103,7 @@ def _read(given: Mapping[str, str], problems: list[str]) -> LaunchOptions:
     if numbers["num-nodes"] == 1 and "rdzv" in given:
         problems.append("--rdzv must go with --num-nodes; got it alone. Say how many nodes meet")
     if numbers["num-nodes"] == 1 and "local-addr" in given:
-        problems.append("--local-addr must go with --num-nodes; got it alone. Leave it out")
+        problems.append("--local-addr must go with --num-nodes; got it alone. Remove it")
     return LaunchOptions(
         num_gpus=numbers["num-gpus"],
         num_nodes=numbers["num-nodes"],

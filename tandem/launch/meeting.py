@@ -201,7 +201,7 @@ def check_local(address: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"--local-addr must be an address of this machine; got {address} "
-            f"({error.strerror or error}). Leave it out, or name one that the others can reach."
+            f"({error.strerror or error}). Remove it, or give an address that the others can reach."
         ) from None
 
 

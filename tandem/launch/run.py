@@ -54,7 +54,7 @@ def launch(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
             "--num-gpus must not be given under torchrun, which starts the ranks itself; got "
-            f"{options.num_gpus}. Leave it out, or start tandem without torchrun."
+            f"{options.num_gpus}. Remove it, or start tandem without torchrun."
         )
     say = say or _say
     # Before torch is imported: its C++ speaks of every broken connection, and we say it better.

@@ -6,7 +6,7 @@ On a terminal the lines scroll above a progress bar; elsewhere they are plain an
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import (
@@ -15,7 +15,6 @@ from rich.progress import (
     Progress,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.text import Text
 
@@ -103,27 +102,28 @@ class StageConsole:
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
-                TextColumn("eta"),
-                TimeRemainingColumn(),
+                TextColumn("{task.fields[eta]}"),
                 console=self._console,
             )
             self._task = self._progress.add_task(
-                stage, total=num_steps or None, completed=start_step
+                stage, total=num_steps or None, completed=start_step, eta=""
             )
             self._progress.start()
 
     def line(self, step: int, values: Mapping[str, float]) -> None:
         """One aligned line of the stage's main numbers; held-out ones follow where there are."""
-        main = _columns(_COLUMNS[self._stage], values, align=True)
-        heldout = _columns(_HELDOUT[self._stage], values, align=False)
-        parts = [main] if main else []
-        parts += [f"held-out {heldout}"] if heldout else []
+        main = _cells(_COLUMNS[self._stage], values, width=self._cell_width())
+        heldout = _cells(_HELDOUT[self._stage], values, width=0)
+        if heldout:
+            heldout = [f"{'| ' if main else ''}held-out {heldout[0]}", *heldout[1:]]
+        eta = self._eta(step)
         if self._progress is not None:
-            self._progress.update(self._task, completed=step)
-        elif eta := self._eta(step):
-            parts.append(f"eta {eta}")
-        if main or heldout:
-            self._show(f"{self._at(step)}  " + "  | ".join(parts))
+            self._progress.update(self._task, completed=step, eta=f"eta {eta}" if eta else "")
+        cells = main + heldout
+        if cells and eta and self._progress is None:
+            cells.append(f"| eta {eta}")
+        if cells:
+            self._show(self._laid_out(f"{self._at(step)}  ", cells))
 
     def sample(self, step: int, prompt: str, answers: Mapping[str, Answer]) -> None:
         """A prompt and its answers, control characters spelled out, long ones shortened."""
@@ -146,6 +146,22 @@ class StageConsole:
         if self._progress is not None:
             self._progress.stop()
 
+    def _cell_width(self) -> int:
+        """Columns for a value: all that are likely, where the terminal has the room."""
+        return 6 if self._console.is_terminal and self._console.width < 110 else 8
+
+    def _laid_out(self, head: str, cells: Sequence[str]) -> str:
+        """The cells behind their head; on a terminal a line ends between two of them."""
+        if not self._console.is_terminal:
+            return (head + " ".join(cells)).rstrip()
+        lines, line = [], head
+        for number, cell in enumerate(cells):
+            if number and len(line) + len(cell.rstrip()) > self._console.width:
+                lines.append(line.rstrip())
+                line = " " * len(head)
+            line += f"{cell} "
+        return "\n".join([*lines, line.rstrip()])
+
     def _show(self, text: str, style: str = "") -> None:
         # Text, not a string: rich would read [bold] in an answer as markup.
         self._console.print(Text(text, style=style))
@@ -162,16 +178,16 @@ class StageConsole:
         return duration((time.monotonic() - self._started) / done * (self._num_steps - step))
 
 
-def _columns(columns: Mapping[str, str], values: Mapping[str, float], align: bool) -> str:
-    present = [name for name in columns if name in values]
-    if not present:
-        return ""
-    shown = columns if align else present
-    width = 8 if align else 0
-    cells = (short_number(values[name], 3) if name in values else "-" for name in shown)
-    return " ".join(
-        f"{columns[name]} {cell:<{width}}" for name, cell in zip(shown, cells, strict=True)
-    )
+def _cells(columns: Mapping[str, str], values: Mapping[str, float], width: int) -> list[str]:
+    """`label value` of each column, values padded to `width` so that lines align; 0 leaves out
+    what there is no value for. Nothing if there are no values at all."""
+    if not any(name in values for name in columns):
+        return []
+    return [
+        f"{label} {short_number(values[name], 3) if name in values else '-':<{width}}"
+        for name, label in columns.items()
+        if width or name in values
+    ]
 
 
 def _shown(text: str) -> str:

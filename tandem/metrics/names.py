@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from tandem.errors import ConfigError
 from tandem.metrics.metric import PHASES, STAGES, Metric
-from tandem.metrics.names_ppo import PPO_METRICS
+from tandem.metrics.names_ppo import PPO_GROUPS, PPO_METRICS
 
 _SUPERVISED = ("sft", "reward", "dpo")
 _PAIRS = ("reward", "dpo")
@@ -31,7 +31,7 @@ _TRAINING = (
         "perplexity",
         "ratio",
         ("sft",),
-        "exp(loss): between how many tokens the model wavers.",
+        "exp(loss).",
         healthy="falls",
         better="lower",
     ),
@@ -238,8 +238,8 @@ _COST = (
         "tokens_per_second/*",
         "tokens/s",
         STAGES,
-        "Tokens through a phase, padding not counted: generate the sampled ones, the others all "
-        "that they read.",
+        "Tokens through a phase, without padding: `generate` counts sampled tokens, the others all "
+        "the tokens they read.",
         members=PHASES,
         better="higher",
     ),
@@ -298,6 +298,20 @@ def find_metric(name: str) -> Metric:
         f"metric name must be declared in tandem.metrics.names; got {name!r}. "
         f"The nearest is {near!r}; use it or declare a new Metric."
     )
+
+
+def group_of(name: str) -> str:
+    """What a logged number is about, to show it among its like; "" for a stage's main numbers.
+
+    Raises:
+        ConfigError: if the name is not declared.
+    """
+    metric = find_metric(name)
+    if metric.members:
+        return "cost"
+    if name.startswith("heldout_"):
+        return "held-out"
+    return next((group for group, inside in PPO_GROUPS.items() if metric in inside), "")
 
 
 def check_stage(stage: str) -> str:

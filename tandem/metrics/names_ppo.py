@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tandem.metrics.metric import Metric
 
 _PPO = ("ppo",)
@@ -14,6 +16,15 @@ _REWARD = (
         "Mean score of the step's answers as PPO sees it: normalized, clipped, missing-EOS penalty "
         "taken off; KL not included.",
         healthy="rises; 1 is one standard deviation of the SFT policy's scores",
+        better="higher",
+    ),
+    Metric(
+        "reward_before_penalty",
+        "normalized reward",
+        _PPO,
+        "Mean score of the step's answers before the missing-EOS penalty and the clip: what "
+        "`heldout_reward` is on held-out prompts.",
+        healthy="rises with `reward`",
         better="higher",
     ),
     Metric(
@@ -246,7 +257,7 @@ _ANSWERS = (
         "eos_rate",
         "share",
         _PPO,
-        "Answers that ended themselves; the others were cut at the length limit.",
+        "Answers that ended with a stop token; the others were cut at the length limit.",
         healthy="above 0.9, and not falling",
         better="higher",
     ),
@@ -257,9 +268,9 @@ _HELDOUT = (
         "heldout_reward",
         "normalized reward",
         _PPO,
-        "`reward` of the policy's answers to held-out prompts, before the clip and without the "
-        "missing-EOS penalty (see `heldout_eos_rate` beside it).",
-        healthy="rises with `reward`",
+        "`reward_before_penalty` of the policy's answers to held-out prompts (see "
+        "`heldout_eos_rate` beside it).",
+        healthy="rises with `reward_before_penalty`",
         better="higher",
     ),
     Metric(
@@ -302,5 +313,14 @@ _HELDOUT = (
     ),
 )
 
-PPO_METRICS: tuple[Metric, ...] = (*_REWARD, *_DISTANCE, *_UPDATE, *_ANSWERS, *_HELDOUT)
-"""What step 3 logs besides the phases' times."""
+PPO_GROUPS: Mapping[str, tuple[Metric, ...]] = {
+    "reward": _REWARD,
+    "kl": _DISTANCE,
+    "update": _UPDATE,
+    "answers": _ANSWERS,
+    "held-out": _HELDOUT,
+}
+"""What step 3 logs besides the phases' times, by what it is about."""
+
+PPO_METRICS: tuple[Metric, ...] = tuple(m for group in PPO_GROUPS.values() for m in group)
+"""The same in one row."""

@@ -60,13 +60,14 @@ PANELS: dict[str, tuple[Panel, ...]] = {
     ),
     "ppo": (
         Panel(
-            "Reward",
+            "Reward before the missing-EOS penalty",
             (
-                ("reward", "training"),
+                ("reward_before_penalty", "training"),
                 ("heldout_reward", "held-out"),
                 ("heldout_reward_ema", "held-out, EMA"),
             ),
         ),
+        Panel("Reward that PPO learns from", (("reward", "training, penalty taken off"),)),
         Panel("Spread of the reward", (("reward_std", "standard deviation"),)),
         Panel(
             "Reward function",
@@ -82,7 +83,7 @@ PANELS: dict[str, tuple[Panel, ...]] = {
             (("response_tokens", "mean"), ("response_tokens_max", "longest")),
         ),
         Panel(
-            "Answers that end themselves",
+            "Finished answers (EOS rate)",
             (("eos_rate", "training"), ("heldout_eos_rate", "held-out")),
         ),
         Panel("Explained variance", (("explained_variance", "critic"),)),

@@ -18,8 +18,10 @@ _INTRO = """\
 Every number that a run logs, under one name with one meaning. A step's record is one line of
 `metrics.jsonl` in the run's folder,
 `{"stage": "sft", "step": 12, "time": 1732060800.0, "values": {"loss": 2.31}}`, and the same number
-is the TensorBoard and Weights & Biases tag `<stage>/<name>`. Steps count from 1; step 0 is measured
-before the first update. A number that is not finite is written as `"nan"`, `"inf"` or `"-inf"`.
+is the Weights & Biases tag `<stage>/<name>`; TensorBoard's are `<stage>/<name>` too, or
+`<stage>-<group>/<name>` (`ppo-reward`, `ppo-kl`, `ppo-update`, `ppo-answers`, and `-held-out` and
+`-cost` of every stage), so that each group folds. Steps count from 1; step 0 is measured before the
+first update. A number that is not finite is written as `"nan"`, `"inf"` or `"-inf"`.
 A name that is not on this page cannot be logged.
 
 Units: `nats` are natural-log units; a `share` is a fraction of 1; `reward units` are the reward

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from tandem.metrics.cost import time_per_phase
 from tandem.metrics.curves import stage_curves
@@ -62,6 +63,7 @@ def render(folder: RunFolder) -> str:
         lstrip_blocks=True,
         finalize=_shown,
     )
+    environment.filters["breakable"] = _breakable
     page = environment.get_template("report.html.j2")
     return page.render(
         css=Markup(css),
@@ -109,6 +111,11 @@ def _contents(context: dict[str, Any]) -> list[tuple[str, str]]:
         ),
     }
     return [section for section, filled in sections.items() if filled]
+
+
+def _breakable(name: str) -> Markup:
+    """A name that a narrow column may break after its underscores, dots and slashes alone."""
+    return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(visible(name)))))
 
 
 def _shown(value: Any) -> Any:

@@ -68,30 +68,42 @@ class PromptView:
 
 
 def result_cards(folder: RunFolder) -> list[Card]:
-    """The result in a few numbers: the held-out one of each stage, and the time of all."""
+    """The result in a few numbers: each stage's model on held-out rows, and the time of all."""
     result = []
     for stage in folder.stages():
         for metric, label in _RESULTS[stage]:
             points = finite(folder.series(stage, metric))
             if points:
                 unit = declared(metric).unit
-                start = f"from {with_unit(points[0][1], unit)}" if len(points) > 1 else ""
-                value = with_unit(points[-1][1], unit)
-                result.append(Card(label, value, start or f"at step {points[-1][0]:.0f}"))
+                (first, before), (last, now) = points[0], points[-1]
+                detail = f"at step {last:.0f}"
+                if len(points) > 1:
+                    where = _start_of(folder, stage) if first == 0 else f"at step {first:.0f}"
+                    detail = f"from {with_unit(before, unit)} ({where})"
+                result.append(Card(label, with_unit(now, unit), detail))
     total = sum(total_seconds(folder, stage) for stage in folder.stages())
     if total:
         result.append(Card("Time of all steps", duration(total), ""))
     return result
 
 
+def _start_of(folder: RunFolder, stage: str) -> str:
+    """Which model a stage's step 0 measured."""
+    if stage == "reward":
+        return "untrained"
+    if stage == "sft":
+        return "base model"
+    return "SFT model" if "sft" in folder.stages() else "at the start"
+
+
 _RESULTS: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "sft": (("heldout_perplexity", "Perplexity, held-out"),),
-    "reward": (("heldout_accuracy", "Reward model's accuracy, held-out"),),
-    "dpo": (("heldout_accuracy", "DPO accuracy, held-out"),),
+    "sft": (("heldout_perplexity", "SFT model: perplexity, held-out"),),
+    "reward": (("heldout_accuracy", "Reward model: accuracy, held-out"),),
+    "dpo": (("heldout_accuracy", "DPO model: accuracy, held-out"),),
     "ppo": (
-        ("heldout_reward", "Reward, held-out, normalized"),
-        ("heldout_kl", "KL to the reference, nats per answer"),
-        ("heldout_eos_rate", "Answers that end themselves"),
+        ("heldout_reward", "PPO model: reward, held-out, normalized"),
+        ("heldout_kl", "PPO model: KL to the reference, nats per answer"),
+        ("heldout_eos_rate", "PPO model: finished answers (EOS rate)"),
     ),
 }
 

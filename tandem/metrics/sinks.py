@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.errors import ConfigError
+from tandem.metrics.names import group_of
 from tandem.metrics.records import write_atomically
 
 _WANDB_IDS = "wandb.json"
@@ -26,6 +27,9 @@ class Sink(Protocol):
 
 class TensorBoard:
     """Event files in <run_dir>/tensorboard/<stage>, tags `<stage>/<name>`.
+
+    Where a name belongs to a group (`group_of`), `<stage>-<group>/<name>`: TensorBoard shows what
+    stands before the first slash as a heading to fold, and PPO logs some sixty numbers.
 
     Raises:
         ConfigError: if TensorBoard is not installed.
@@ -47,7 +51,8 @@ class TensorBoard:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One scalar per value."""
         for name, value in values.items():
-            self._writer.add_scalar(f"{self._stage}/{name}", value, step)
+            heading = "-".join(filter(None, [self._stage, group_of(name)]))
+            self._writer.add_scalar(f"{heading}/{name}", value, step)
         self._writer.flush()
 
     def close(self, failed: bool) -> None:

@@ -72,7 +72,7 @@ def locate(path: str | Path) -> Located:
         is_folder = bool(text) and folder.is_dir()
     except (RuntimeError, OSError, ValueError) as error:  # ~nobody, a name of a megabyte
         raise ModelError(
-            f"model {text[:100]!r} must be a folder or hub name that can be; got "
+            f"model {text[:100]!r} must be a valid folder or hub name; got "
             f"{one_line(error)[:100]}. Check the spelling."
         ) from error
     if not _is_unicode(text):
@@ -103,7 +103,7 @@ def locate(path: str | Path) -> Located:
 
 
 def _is_unicode(text: str) -> bool:
-    """A name's bytes that are no UTF-8 come as lone surrogates, which nothing can write down."""
+    """A name's bytes that are not UTF-8 come as lone surrogates, which nothing can write down."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 

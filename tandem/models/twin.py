@@ -100,7 +100,7 @@ def why_unpacked(model: PreTrainedModel) -> str:
     border = rope_border(model)
     if border is not None and supports_packing(model):
         return (
-            f"family {model.config.model_type!r} turns all keys of an answer anew past {border} "
+            f"family {model.config.model_type!r} recomputes its rotary embeddings past {border} "
             "tokens (longrope)"
         )
     return _current(model).why_unpacked

@@ -209,7 +209,7 @@ def blame(
         elif new.state == "running" and old is not None and old.beat == new.beat:
             seconds = max(0.0, time.time() - new.written)
             silent.append(
-                f"rank {rank}, which gives no sign of life for {seconds:.0f} s and was last in "
+                f"rank {rank}, which has not responded for {seconds:.0f} s and was last in "
                 f"{new.where()}"
             )
         elif new.state == "running" and (mine is None or new.collective != mine.collective):

@@ -24,7 +24,7 @@ def with_knobs(config: RunConfig, knobs: Knobs) -> RunConfig:
     """The configuration with some knobs set.
 
     Raises:
-        ConfigError: a knob that there is none of, or values that cannot be, all of them.
+        ConfigError: an unknown knob, or values that cannot be, all of them.
     """
     values = plain_values(config)
     for name, value in knobs.items():

@@ -91,7 +91,7 @@ def run_sweep(sweep: Sweep, say: Callable[[str], None] = print) -> list[Result]:
             try:
                 result = _run(sweep, case, base)
             except KeyboardInterrupt:
-                say(f"{where}: stopped; with the same command it begins anew")
+                say(f"{where}: stopped; the same command starts it again")
                 raise
             say(f"{where}: {summary_line(result)}")
         results.append(result)

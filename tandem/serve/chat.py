@@ -57,9 +57,6 @@ class Conversation:
         answers), so the same conversation goes the same way again.
         """
         prompt = self.renderer.prompt(self.messages())
-        stops = Stops(
-            self.renderer.stop_token_ids, self.renderer.pad_token_id, self.renderer.decode
-        )
         said = AnswerText(
             self.renderer.decode, self.sampling.stop_strings, self.sampling.min_new_tokens
         )
@@ -69,7 +66,7 @@ class Conversation:
                 self.model,
                 prompt.token_ids,
                 self.sampling,
-                stops,
+                Stops.of(self.renderer),
                 seed=self.seed + self.num_answers,
             ):
                 if piece := said.push(token):
@@ -160,7 +157,7 @@ def chat(
         except KeyboardInterrupt:
             continue
         except UnicodeDecodeError:
-            write("that is no UTF-8; type it again.\n")
+            write("that is not UTF-8; type it again.\n")
             continue
         if problem := _unusable(line):
             write(f"a message must be text that can be written down; got {problem}.\n")
@@ -174,7 +171,7 @@ def chat(
 def _unusable(text: str) -> str:
     """What in `text` no file and no tokenizer takes; "" if there is nothing."""
     if any("\ud800" <= char <= "\udfff" for char in text):
-        return "bytes that are no UTF-8"
+        return "bytes that are not UTF-8"
     return "a NUL character" if "\0" in text else ""
 
 
@@ -185,10 +182,12 @@ def _turn(talk: Conversation, line: str, write: Callable[[str], None]) -> None:
         write(HELP + "\n")
     elif name == "/clear":
         talk.turns.clear()
+        write("a new conversation begins.\n")
     elif name == "/undo":
-        del talk.turns[-2:]
+        write(_undo(talk))
     elif name == "/system":
         talk.system = rest.strip()
+        write(f"system prompt: {visible(talk.system) or 'none'}\n")
     elif name == "/set":
         write(_set(talk, rest.split()))
     elif name == "/save":
@@ -198,11 +197,23 @@ def _turn(talk: Conversation, line: str, write: Callable[[str], None]) -> None:
             talk.turns.pop()
         if talk.turns:
             _say(talk, write)
+        else:
+            write("there is no message to answer again.\n")
     elif name.startswith("/"):
         write(f"{visible(name)} is not a command; /help lists them.\n")
     else:
         talk.turns.append(Message("user", line))
         _say(talk, write)
+
+
+def _undo(talk: Conversation) -> str:
+    """Take the last exchange back, and say which."""
+    if not talk.turns:
+        return "there is nothing to take back.\n"
+    asked = next(turn.content for turn in reversed(talk.turns) if turn.role == "user")
+    del talk.turns[-2:]
+    line = asked.splitlines()[0]
+    return f"taken back: {visible(line if len(line) <= 60 else line[:60] + '…')}\n"
 
 
 def _say(talk: Conversation, write: Callable[[str], None]) -> None:

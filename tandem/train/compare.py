@@ -97,7 +97,8 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
                 shown["answers"][label] = {"text": text, "score": value}
     if scorer is not None and rows.heldout_pairs:
         models["reward model"] = preference_metrics(scorer, rows.heldout_pairs)
-    evaluation = {"models": models, "answers": answers, "made_from": made_from}
+    shown_answers = [shown for shown in answers if shown["answers"]]
+    evaluation = {"models": models, "answers": shown_answers, "made_from": made_from}
     if save:
         run.write_json(EVALUATION_FILE, evaluation)
     return evaluation
@@ -129,9 +130,7 @@ def answer(
     world = shards_of(model).world
     group = tensor_group(world, config.parallel.inference_tp_size)
     with torch.no_grad(), generation_weights(model, group), computes:
-        stops = Stops(
-            rows.renderer.stop_token_ids, rows.renderer.pad_token_id, rows.renderer.decode
-        )
+        stops = Stops.of(rows.renderer)
         return answered(model.eval(), prompts, config, stops, world, step=0, group=group)
 
 

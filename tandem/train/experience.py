@@ -103,9 +103,10 @@ class ScoredAnswers:
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         """The metrics that speak of answers, over all of them."""
         lengths = rollout.batch.response_mask.sum(dim=1).float()
-        chosen = self.scores[self.is_scored]
+        chosen, mixed = self.scores[self.is_scored], self.mixed[self.is_scored]
         values = {
             "reward": float(chosen.mean()) if len(chosen) else 0.0,
+            "reward_before_penalty": float(mixed.mean()) if len(mixed) else 0.0,
             "reward_std": float(chosen.std(correction=0)) if len(chosen) else 0.0,
             "reward_unscored": float((~self.is_scored).sum()),
             "reward_clipped": float(self.was_clipped.float().mean()),

@@ -162,8 +162,22 @@ class Identity:
             raise CheckpointError(
                 f"{where} was made with other knobs, rows or models than these; changed: "
                 f"{', '.join(changed)}. To redo this step alone, remove {where}; to keep it, use "
-                "another --output-dir."
+                f"another --output-dir.{_longer(step, where, changed)}"
             )
+
+
+def _longer(step: str, where: Path, changed: list[str]) -> str:
+    """What to do where a finished step was only to go on for longer."""
+    lengths = {f"{step}.{name}" for name in ("steps", "max_steps", "epochs")}
+    if {text.split(" ")[0] for text in changed} - lengths or not (where / MANIFEST).exists():
+        return ""
+    flag = "--reward-model" if step == "reward" else "--actor-model"
+    model = where / "actor" if step == "ppo" else where
+    note = ", its KL measured from there" if step == "ppo" else ""
+    return (
+        " A finished step cannot be made longer: its schedule has ended and its optimizer is gone. "
+        f"To train its model on, give {flag} {model} in another --output-dir{note}."
+    )
 
 
 def origin(config: RunConfig, world: World) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from tandem.checkpoint.folder import verify_beside
 from tandem.checkpoint.sharing import described, find_folders
+from tandem.config.load import check_config
 from tandem.config.schema import RunConfig
 from tandem.data.ledger import STEP_TITLES
 from tandem.engine.allocator import keep_freed_memory
@@ -26,7 +28,7 @@ from tandem.train.compare import compare, is_compared
 from tandem.train.dpo import train_dpo
 from tandem.train.ppo import train_ppo
 from tandem.train.reward_function import load_reward_function
-from tandem.train.reward_model import train_reward_model
+from tandem.train.reward_model import has_policy, train_reward_model
 from tandem.train.rows import StepRows, prepare_rows
 from tandem.train.run import Run
 from tandem.train.sft import train_sft
@@ -43,22 +45,25 @@ STEPS: dict[str, Callable[[Run, StepRows], None]] = {
 def train(
     config: RunConfig,
     *,
-    command: str,
+    command: str = "",
     say: Callable[[str], None] = print,
     world: World | None = None,
 ) -> Run:
     """Run the configured steps in `config.output_dir`, then compare the models and report.
 
     Args:
-        command: how to do the same again, for the report.
+        command: how to do the same again, for the report; by default the run's config.yaml, which
+            describes it whole.
         say: shows a line to the user, on the first rank.
         world: the ranks that run this together; alone if None.
     Returns:
         the run, whose folder holds everything.
     Raises:
+        ConfigError: the configuration is wrong, all of it at once.
         Stopped: SIGINT, SIGTERM, SIGHUP or SIGUSR1 asked for it; the step it came in is saved. A
             second one ends the process.
     """
+    check_config(config)
     keep_freed_memory()
     world = world or World(device=resolve_device(config.device))
     world = find_folders(Path(config.output_dir), world)
@@ -66,8 +71,9 @@ def train(
     run = Run(config, say, world)
     if said:
         run.say(said)
+    again = f"tandem train --config {shlex.quote(str(run.path / 'config.yaml'))}"
     with run.stops, closing(run):
-        _train(run, command)
+        _train(run, command or again)
     return run
 
 
@@ -80,6 +86,7 @@ def _train(run: Run, command: str) -> None:
     _, switched_off = zero_plus_plus(config, run.world)
     if switched_off:
         say(f"ZeRO++: {switched_off}")
+    say(f"reading {', '.join((*config.data, *config.sft_data))}")
     rows = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(rows)
     for line in ledger_lines(rows):
@@ -141,7 +148,7 @@ def _check_inputs(run: Run) -> None:
     config = run.config
     resolve_device(config.device)
     problems = []
-    if not config.actor_model and not run.is_finished("sft"):
+    if not has_policy(run) and not (config.steps == ("reward",) and config.reward_model):
         problems.append(
             "actor_model must name a model (a folder or hub name); got nothing. Give --actor-model"
         )
@@ -164,5 +171,7 @@ def _check_inputs(run: Run) -> None:
 
 def tokenizer_sources(run: Run) -> tuple[str, str]:
     """Where the policy's and the reward model's tokenizers are before any step has run."""
+    if not has_policy(run):  # step 2 alone: its own model reads the rows
+        return run.config.reward_model, run.config.reward_model
     policy = run.config.actor_model or run.policy_source()
     return policy, run.config.reward_model or policy

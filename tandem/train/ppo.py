@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tandem.checkpoint.state import SavedState, State
+from tandem.config.schema import num_updates
 from tandem.data.loader import BatchOrder
 from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import BadStepError, ConfigError, DataError
 from tandem.metrics.log import Answer, MetricLog, MutedLog
 from tandem.train.evaluate import language_model_metrics, policy_metrics
 from tandem.train.loop import StepLoop
-from tandem.train.ppo_trainer import PPOTrainer, num_updates
+from tandem.train.ppo_trainer import PPOTrainer
 from tandem.train.recorder import rows_of
 from tandem.train.reward_function import load_reward_function
 from tandem.train.rows import StepRows
@@ -104,6 +105,11 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
     )
     run.say(f"ppo: {engine.says()}")
     function = load_reward_function(ppo.reward_function) if ppo.reward_function else None
+    if function is not None and ppo.reward_clip:
+        run.say(
+            f"ppo: scores beyond +-{ppo.reward_clip:g} are clipped, {ppo.reward_function}'s too "
+            "(--ppo.reward-clip 0: none)"
+        )
     return PPOTrainer(engine, config, reward_function=function, ptx_rows=rows.ptx, say=run.say)
 
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.config.schema import RunConfig
+from tandem.config.schema import RunConfig, num_updates
 from tandem.engine.forward import deal_batch, response_logprobs
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.optimizer import Trainee, scaling_metrics, step_together
 from tandem.engine.room import Room
-from tandem.errors import BadStepError, NumericsError
+from tandem.errors import BadStepError, ConfigError, NumericsError
 from tandem.generate.sampler import sequence_key
 from tandem.metrics.timing import Phases
 from tandem.objectives.kl import Estimator, adapted_kl_coef, token_kl
@@ -39,12 +39,6 @@ Result = TypeVar("Result")
 
 RATIO_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Mean |log-ratio| that two forwards of one policy may differ by, in nats."""
-
-
-def num_updates(config: RunConfig, num_steps: int) -> int:
-    """Optimizer steps of a run of `num_steps` rollouts, if none stops early."""
-    answers = config.ppo.prompts_per_step * config.sampling.samples_per_prompt
-    return num_steps * config.ppo.epochs * -(-answers // config.ppo.minibatch_size)
 
 
 class PPOTrainer:
@@ -64,7 +58,13 @@ class PPOTrainer:
         say: Callable[[str], None] | None = None,
     ) -> None:
         """`ptx_rows` are rendered texts for mixture training; `phases` times what is done; `say`
-        shows a line to the user."""
+        shows a line to the user. ConfigError if there is nothing to reward with."""
+        has_model = engine.scorer is not None and config.ppo.reward_model_weight > 0
+        if reward_function is None and not has_model:
+            raise ConfigError(
+                "PPOTrainer must have a reward; got no reward function and no reward model of a "
+                "weight above 0. Pass reward_function=, or RLHFEngine(reward_model=...)."
+            )
         self.engine = engine
         self.config = config
         self.reward_function = reward_function

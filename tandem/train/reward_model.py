@@ -79,6 +79,11 @@ def train_reward_model(run: Run, rows: StepRows) -> None:
     )
 
 
+def has_policy(run: Run) -> bool:
+    """Whether there is a policy: one that was given, or step 1's."""
+    return bool(run.config.actor_model) or run.is_finished("sft")
+
+
 def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float]:
     """Measure the SFT policy's answers and keep their scores' mean and sd with the model.
 
@@ -91,6 +96,12 @@ def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float
     prompts = rows.prompts[: config.reward.normalize_prompts]
     if not prompts:
         run.say("reward: scores stay raw (no prompts to normalize them on)")
+        return {}
+    if not has_policy(run):
+        run.say(
+            "reward: scores stay raw (no policy whose answers they could be normalized on; "
+            "--actor-model names one)"
+        )
         return {}
     policy = place_policy(run.policy_source(), config, run.world, trained=False)
     rollout = answer(policy, prompts, rows, config)

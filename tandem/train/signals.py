@@ -82,7 +82,7 @@ class StopSignals:
         name = signal.Signals(number).name
         if self.requested:
             with suppress(RuntimeError):  # it came in the middle of printing
-                self._say(f"{name} again: ended at once. The last checkpoint is whole.")
+                self._say(f"{name} again: stopped at once. The last checkpoint is complete.")
             # Not through handlers and threads, which might wait for something.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -94,7 +94,9 @@ class StopSignals:
             # Should it get lost where Python ignores exceptions, the next step's end still asks.
             raise Stopped(number, "before a step was running")
         with suppress(RuntimeError):
-            self._say(f"{name}: the run stops after this step, saved. Once more ends it at once.")
+            self._say(
+                f"{name}: the run stops after this step, saved. A second signal stops it at once."
+            )
 
 
 def _ignores_exceptions(frame: FrameType | None) -> bool:

@@ -127,7 +127,7 @@ def test_nothing_whole_says_that_it_starts_anew(tmp_path: Path) -> None:
     (tmp_path / "step-000001" / "actor.safetensors").write_bytes(b"")
     loaded, notes = load_newest_state(tmp_path)
     assert loaded is None
-    assert notes[-1].endswith("There is none before it: starting anew.")
+    assert notes[-1].endswith("There is none before it: starting from the beginning.")
 
 
 def test_what_changes_after_the_call_is_not_what_is_saved(

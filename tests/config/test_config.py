@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tandem.config.flags import SHORT_NAMES, help_page, knob_docs, knob_types, parse_run_flags
+from tandem.config.flags import help_page, knob_docs, knob_types, parse_run_flags
 from tandem.config.load import (
     build_config,
     changed_knobs,
@@ -21,7 +21,8 @@ from tandem.config.load import (
     dump_config,
     load_config,
 )
-from tandem.config.schema import RunConfig
+from tandem.config.nearest import SHORT_NAMES
+from tandem.config.schema import PPOConfig, RunConfig
 from tandem.errors import ConfigError
 
 
@@ -108,7 +109,14 @@ def test_a_missing_file() -> None:
             "--ppo.kl-coff is not a flag of tandem train. Did you mean --ppo.kl-coe",
         ),
         ("stray", "'stray' belongs to no flag"),
-        ("--seed", "expected one argument"),
+        ("--seed", "--seed must have a value; got none"),
+        ("--lr 1e-4", "Did you mean --sft.learning-rate, --reward.learning-rate, --ppo.actor.lea"),
+        ("--sft.lr 1e-4", "--sft.lr is not a flag of tandem train. Did you mean --sft.learning-r"),
+        ("--no-emma", "--no-emma is not a flag of tandem train. Did you mean --ema?"),
+        ("--kl-coff 1", "Did you mean --kl-coef?"),
+        ("--num_train_epochs 3", "Did you mean --sft.epochs, --reward.epochs or --ppo.epochs?"),
+        ("--ema maybe", "ppo.ema must be true or false; got 'maybe'"),
+        ("--no-ema=true", "ppo.ema must be true or false; got '--no-ema true'"),
         ("--steps sft rewrd", "did you mean reward?"),
         ("--ppo-steps 1.5", "ppo.steps must be a whole number; got '1.5'"),
     ],
@@ -120,9 +128,55 @@ def test_wrong_flags_get_one_line(flags: str, part: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_a_single_step_is_asked_about_its_own_knobs() -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean --sft\.learning-rate\?$"):
+        parse_run_flags(["--lr", "1e-4"], "sft")
+    with pytest.raises(ConfigError, match=r"ppo\.actor\.learning-rate or --ppo\.critic\.learn"):
+        parse_run_flags(["--lr", "1e-4"], "ppo")
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        ("--ema", True),
+        ("--ema yes", True),
+        ("--ema=true", True),
+        ("--ppo.ema on", True),
+        ("--ema --no-ema", False),
+        ("--ema=false", False),
+        ("--no-ppo.ema --ema", True),
+    ],
+)
+def test_switches_take_a_word_or_none(flags: str, value: bool) -> None:
+    assert parse_run_flags(flags.split(), "train").ppo.ema is value
+
+
+def test_every_mistake_of_flags_and_file_is_named_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("kl_coef: 0.1\nsft: {lr: 3, epochs: -1}\nseed: -3\nppi: {}\nppo: {lam: x}\n")
+    flags = f"--config {file} --lora-rnak 3 --ppo.gamma 2 --ppo-steps many --seed 5"
+    with pytest.raises(ConfigError) as raised:
+        parse_run_flags(flags.split(), "train")
+    message = str(raised.value)
+    for part in (
+        "kl_coef is not a knob. Did you mean ppo.kl_coef?",
+        "sft.lr is not a knob. Did you mean sft.learning_rate?",
+        "ppi is not a knob. Did you mean ppo?",
+        "ppo.lam must be a number; got 'x'",
+        "--lora-rnak is not a flag of tandem train. Did you mean --lora-rank?",
+        "ppo.steps must be a whole number; got 'many'",
+        "ppo.gamma must be >= 0 and <= 1; got 2.0",
+        "sft.epochs must be > 0; got -1.0",
+    ):
+        assert part in message
+    assert "seed" not in message  # the flag has put it right
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [
+        ({"ppo": {"ptx_coef": 1.0}}, "ppo.ptx_coef must go with ppo.ptx_data"),
+        ({"ppo": {"ema_decay": 0.9}}, "ppo.ema_decay must go with ppo.ema"),
         ({"ppo": {"kl_coef": -1.0}}, "ppo.kl_coef must be >= 0; got -1.0"),
         ({"ppo": {"gamma": 1.5}}, "ppo.gamma must be >= 0 and <= 1; got 1.5"),
         ({"steps": []}, "steps must name at least one step"),
@@ -175,6 +229,24 @@ def test_help_names_common_knobs_and_all_of_them() -> None:
     assert page.count("\n  --") <= 30
     everything = help_page("train", "Summary.", everything=True)
     assert all(f"--{name.replace('_', '-')} " in everything for name in knob_types())
+
+
+def test_a_steps_help_shows_what_that_step_reads() -> None:
+    pages = {
+        step: help_page(step, "Summary.", everything=False)
+        for step in ("sft", "reward", "dpo", "ppo")
+    }
+    for step in ("sft", "reward", "dpo"):
+        for knob in ("learning-rate", "batch-size", "epochs", "max-steps"):
+            assert f"--{step}.{knob} " in pages[step]
+        assert "--ppo" not in pages[step]
+        assert "--kl-coef" not in pages[step]
+        assert "--steps" not in pages[step]
+    for flag in ("--ppo.actor.learning-rate", "--kl-coef", "--ppo.minibatch-size", "--ppo-steps"):
+        assert f"{flag} " in pages["ppo"]
+    assert "--sft." not in pages["ppo"]
+    assert "--dpo.beta " in pages["dpo"]
+    assert all(page.count("\n  --") <= 36 for page in pages.values())
 
 
 def test_help_does_not_import_torch() -> None:
@@ -233,3 +305,23 @@ def test_a_home_folder_that_nobody_has_is_refused() -> None:
     for path in ("~no_such_user_here/x", "./~x"):
         with pytest.raises(ConfigError, match="output_dir must begin with a home folder"):
             check_config(RunConfig(output_dir=path))
+
+
+def test_a_section_is_no_mapping_in_python() -> None:
+    with pytest.raises(
+        ConfigError, match=r"RunConfig\.ppo must be a PPOConfig; got \{'steps': 3\}"
+    ):
+        RunConfig(ppo={"steps": 3})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"PPOConfig\.actor must be a ActorOptimizerConfig"):
+        PPOConfig(actor={})  # type: ignore[arg-type]
+    assert build_config({"ppo": {"steps": 3}}).ppo.steps == 3
+
+
+def test_types_are_checked_in_python_too() -> None:
+    with pytest.raises(
+        ConfigError, match=r"seed must be a whole number; got 'x'.*; data must be a"
+    ):
+        check_config(RunConfig(seed="x", data="a.jsonl"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"steps must be a tuple.* Write \('sft', 'reward'\)"):
+        check_config(RunConfig(steps=["sft", "reward"]))  # type: ignore[arg-type]
+    check_config(RunConfig(data=("a.jsonl",), ppo=PPOConfig(kl_coef=1)))

@@ -44,7 +44,7 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
     [
         ("well", 0, ""),
         ("killed", 137, "was killed by SIGKILL"),
-        ("hangs", 1, "for rank 1, which gives no sign of life for"),
+        ("hangs", 1, "for rank 1, which has not responded for"),
     ],
 )
 def test_two_launchers_are_two_nodes(tmp_path: Path, how: str, code: int, line: str) -> None:

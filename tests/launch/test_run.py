@@ -79,7 +79,7 @@ def test_a_rank_that_hangs_is_named_with_the_collective_that_waited(launched: La
     assert launched.code == 1
     said = launched.said[-1]
     assert said.startswith("rank 0 waited in all_reduce, called at program.py:")
-    assert "(exchange) in the second exchange for rank 1, which gives no sign of life for" in said
+    assert "(exchange) in the second exchange for rank 1, which has not responded for" in said
     assert "s and was last in program.py:" in said
     assert said.endswith(f"Log: {launched.folder}/logs/rank-0.log")
     assert "Traceback" in launched.log(0)

@@ -1,5 +1,6 @@
 import io
 import math
+import re
 
 import pytest
 from rich.console import Console
@@ -7,11 +8,14 @@ from rich.console import Console
 from tandem.metrics.console import _COLUMNS, _HELDOUT, StageConsole
 from tandem.metrics.metric import STAGES
 from tandem.metrics.names import find_metric
+from tandem.metrics.text import short_number
 
 
-def stage_console(stage="ppo", num_steps=200, start_step=0, terminal=False):
+def stage_console(stage="ppo", num_steps=200, start_step=0, terminal=False, width=200):
     file = io.StringIO()
-    console = Console(file=file, force_terminal=terminal, width=200, highlight=False)
+    console = Console(
+        file=file, force_terminal=terminal, width=width, highlight=False, soft_wrap=True
+    )
     return StageConsole(stage, num_steps, start_step, console), file
 
 
@@ -61,6 +65,37 @@ def test_a_terminal_gets_a_bar():
     assert "4/200" in text
     assert "━" in text
     assert "| eta" not in text
+
+
+def test_the_bar_has_an_eta_however_long_a_step_takes(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr("tandem.metrics.console.time.monotonic", lambda: now)
+    console, file = stage_console(terminal=True, start_step=3, num_steps=23)
+    for step in (4, 5):
+        now += 600.0
+        console.line(step, {"reward": 0.5})
+    console.close()
+    assert "eta 3 h 00 m" in file.getvalue()  # 18 steps of 10 minutes
+    assert "-:--:--" not in file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_terminals_lines_end_between_numbers(stage, width):
+    console, file = stage_console(stage, terminal=True, width=width)
+    names = [*_COLUMNS[stage], *_HELDOUT[stage]]
+    values = {name: -0.012345 * 10**-n for n, name in enumerate(names)}
+    console.line(123, values)
+    console.close()
+    lines = [
+        re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]", file.getvalue())
+    ]
+    lines = [line for line in lines if "━" not in line and line.strip()]
+    assert all(len(line) <= width and line == line.rstrip() for line in lines)
+    labels = [*_COLUMNS[stage].values(), *_HELDOUT[stage].values()]
+    text = "\n".join(lines)
+    for label, value in zip(labels, values.values(), strict=True):
+        assert f"{label} {short_number(value, 3)}" in text
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -64,6 +64,29 @@ def test_a_card_says_where_its_number_came_from(tmp_path):
     assert (card.value, card.detail) == ("50.0 %", "at step 0")
 
 
+def test_cards_name_the_model_they_measure_and_the_one_it_started_from(tmp_path):
+    lines = [
+        metrics_line(stage, step, **{metric: value})
+        for stage, metric, values in (
+            ("sft", "heldout_perplexity", (98.5, 14.9)),
+            ("reward", "heldout_accuracy", (0.5, 0.75)),
+            ("ppo", "heldout_reward", (0.25, 1.5)),
+        )
+        for step, value in zip((0, 9), values, strict=True)
+    ]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    assert [
+        (card.label, card.value, card.detail) for card in result_cards(read_folder(tmp_path))
+    ] == [
+        ("SFT model: perplexity, held-out", "14.9", "from 98.5 (base model)"),
+        ("Reward model: accuracy, held-out", "75.0 %", "from 50.0 % (untrained)"),
+        ("PPO model: reward, held-out, normalized", "1.5", "from 0.25 (SFT model)"),
+    ]
+    write_lines(tmp_path / "metrics.jsonl", lines[-2:])
+    (alone,) = result_cards(read_folder(tmp_path))
+    assert alone.detail == "from 0.25 (at the start)"
+
+
 def test_steps_are_those_asked_for_then_those_that_ran(tmp_path):
     (tmp_path / "config.yaml").write_text("steps: [sft, ppo]")
     lines = [metrics_line("dpo", 1200, **{"seconds/step": 61.0}), metrics_line("sft", 2)]

@@ -27,7 +27,23 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
     assert first == (1, 2.0)
     assert second[0] == 2
     assert math.isnan(second[1])
-    assert scalars(folder, "sft/seconds/train") == [(1, 0.5)]
+    assert scalars(folder, "sft-cost/seconds/train") == [(1, 0.5)]
+
+
+def test_tensorboard_shows_numbers_among_their_like(tmp_path):
+    names = {
+        "skipped": "ppo",
+        "reward_before_penalty": "ppo-reward",
+        "kl": "ppo-kl",
+        "policy_loss": "ppo-update",
+        "eos_rate": "ppo-answers",
+        "heldout_reward": "ppo-held-out",
+        "tflops/generate": "ppo-cost",
+    }
+    with MetricLog(tmp_path, "ppo", 3, tensorboard=True, console=False) as log:
+        log.log(1, dict.fromkeys(names, 2.0))
+    for name, heading in names.items():
+        assert scalars(tmp_path / "tensorboard" / "ppo", f"{heading}/{name}") == [(1, 2.0)]
 
 
 @pytest.mark.parametrize(("start", "steps"), [(2, [1, 2, 3]), (0, [3])])

@@ -48,7 +48,7 @@ def test_it_does_not_decode_over_memory_and_says_why() -> None:
     model = longrope()
     assert rope_border(model) == BORDER
     assert not decodes(model)
-    assert "'llama' turns all keys of an answer anew past 16 tokens" in why_unpacked(model)
+    assert "'llama' recomputes its rotary embeddings past 16 tokens" in why_unpacked(model)
     assert not check_twin(model).trustworthy
 
 

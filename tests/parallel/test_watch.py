@@ -35,7 +35,7 @@ def test_a_rank_whose_notes_stop_is_named_with_its_last_place() -> None:
     alive = Note(2, 5, place="a.py:1 (f)", collective="all_reduce", written=time.time())
     (said,) = blame([WAITING, still, alive], [WAITING, still, later(alive)], WAITING)
     assert said == (
-        "rank 1, which gives no sign of life for 31 s and was last in b.py:7 (g) in ppo step 3"
+        "rank 1, which has not responded for 31 s and was last in b.py:7 (g) in ppo step 3"
     )
 
 
@@ -90,7 +90,7 @@ def test_the_failing_rank_names_the_silent_one_and_its_own_collective() -> None:
         said = watch.explain(error)
     assert said.startswith("rank 0 waited in ")
     assert "(test_the_failing_rank_names_the_silent_one_and_its_own_collective)" in said
-    assert "for rank 1, which gives no sign of life for 0 s and was last in " in said
+    assert "for rank 1, which has not responded for 0 s and was last in " in said
 
 
 def test_a_store_that_is_gone_is_said() -> None:

@@ -113,7 +113,7 @@ def test_the_same_command_goes_on_after_an_interruption(sweep: Sweep, runs: Runs
     stopped: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         run_sweep(sweep, stopped.append)
-    assert stopped[-1] == "sft/zero3 (2 of 2): stopped; with the same command it begins anew"
+    assert stopped[-1] == "sft/zero3 (2 of 2): stopped; the same command starts it again"
     assert "zero3" not in (sweep.folder / "table.txt").read_text()
     runs.interrupted = ""
     said: list[str] = []

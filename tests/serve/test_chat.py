@@ -61,7 +61,9 @@ def test_commands(model: str, tmp_path: Path) -> None:
         "/set temperature 0.1", "/set top_p 3", "/set seed 4", "/wat", "/save", "/clear", "/quit",
     )  # fmt: skip
     for part in ("/retry", "saved 2 turns", "temperature = 0.1", "write e.g. /set temperature",
-                 "seed = 4", "/wat is not a command", "write e.g. /save"):  # fmt: skip
+                 "seed = 4", "/wat is not a command", "write e.g. /save", "system prompt: be brief",
+                 "taken back: hello", "there is no message to answer again",
+                 "a new conversation begins"):  # fmt: skip
         assert part in out
     row = json.loads(file.read_text())
     assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant"]
@@ -150,7 +152,7 @@ def test_typed_bytes_that_are_no_utf_8_do_not_end_the_talk(model: str) -> None:
 
     said: list[str] = []
     assert chat(model, SamplingConfig(), read=read, write=said.append) == 0
-    assert "no UTF-8" in "".join(said)
+    assert "not UTF-8" in "".join(said)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_two_signals_at_once_end_the_process_without_a_traceback() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGUSR1
-    assert "SIGUSR1 again: ended at once" in ended.stdout
+    assert "SIGUSR1 again: stopped at once" in ended.stdout
     assert not ended.stderr
 
 
@@ -266,7 +266,7 @@ def test_a_second_signal_ends_the_command_at_once(
     while not list(tmp_path.rglob("step-000002/MANIFEST.json")):  # written beside the training
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    said_by(process, "Once more ends it at once", lines)
+    said_by(process, "A second signal stops it at once", lines)
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=240)

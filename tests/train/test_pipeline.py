@@ -92,6 +92,10 @@ def test_a_run_writes_down_everything(finished: tuple[Path, RunConfig]) -> None:
         "peak_memory_bytes/train",
     ):  # fmt: skip
         assert name in ppo, name
+    assert ppo["reward_clipped"] == 0
+    penalty = config.ppo.missing_eos_penalty * (1 - ppo["eos_rate"])
+    assert penalty > 0
+    assert ppo["reward_before_penalty"] - ppo["reward"] == pytest.approx(penalty, abs=1e-5)
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert set(evaluation["models"]) == {"base", "sft", "ppo", "ema", "reward model"}
     assert set(evaluation["answers"][0]["answers"]) == {"base", "sft", "ppo", "ema"}
@@ -121,6 +125,32 @@ def test_a_finished_step_is_not_taken_for_one_of_other_knobs(
     shown = replace(config, ppo=replace(config.ppo, eval_every=2))
     quiet(shown)  # what is only shown may change
     assert (run / "ppo").is_dir()
+
+
+def test_a_finished_step_that_is_to_be_longer_is_told_how_to_go_on(
+    finished: tuple[Path, RunConfig],
+) -> None:
+    run, config = finished
+    longer = replace(config, ppo=replace(config.ppo, steps=4))
+    with pytest.raises(CheckpointError) as raised:
+        quiet(longer)
+    assert "cannot be made longer" in str(raised.value)
+    assert f"give --actor-model {run / 'ppo' / 'actor'} in another --output-dir" in str(
+        raised.value
+    )
+    other = replace(longer, ppo=replace(longer.ppo, kl_coef=0.5))
+    with pytest.raises(CheckpointError) as raised:
+        quiet(other)
+    assert "longer" not in str(raised.value)
+
+
+def test_a_run_from_python_needs_no_command(finished: tuple[Path, RunConfig]) -> None:
+    run, config = finished
+    train(config, say=lambda line: None)
+    again = (run / "command.txt").read_text().splitlines()[-1]
+    assert again == f"tandem train --config {run / 'config.yaml'}"
+    with pytest.raises(ConfigError, match=r"seed must be >= 0 .*; ppo.gamma must be"):
+        train(replace(config, seed=-1, ppo=replace(config.ppo, gamma=2.0)))
 
 
 def test_a_finished_step_is_not_taken_for_one_of_other_rows(
@@ -373,6 +403,50 @@ def test_reward_model_with_another_tokenizer_is_scored_through_text(
     config = tiny_config(tmp_path / "run", tiny_model, preferences, reward_model=other)
     run = quiet(config)
     assert read_metrics(run)[-1].values["heldout_reward"] != 0
+
+
+def test_a_reward_model_is_trained_without_a_policy(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", "", preferences, steps=["reward"], reward_model=tiny_model
+    )  # fmt: skip
+    lines: list[str] = []
+    run = quiet(config, lines)
+    assert any("scores stay raw (no policy" in line for line in lines)
+    assert lines[0] == f"reading {preferences}"
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert set(evaluation["models"]) == {"reward model"}
+    assert evaluation["answers"] == []
+    assert AutoModelForSequenceClassification.from_pretrained(run / "reward").config.num_labels == 1
+    quiet(config, lines)
+    assert f"reward: finished before, in {run / 'reward'}" in lines
+
+
+def test_a_function_whose_numbers_are_clipped_is_named_at_the_start(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "def long(prompts, completions, **columns):\n    return [20.0] * len(prompts)\n"
+    )
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, steps=["ppo"],
+        ppo__reward_function=f"{rewards}:long", ppo__steps=1,
+    )  # fmt: skip
+    lines: list[str] = []
+    quiet(config, lines)
+    assert (
+        f"ppo: scores beyond +-10 are clipped, {rewards}:long's too (--ppo.reward-clip 0: none)"
+        in lines
+    )
+    lines.clear()
+    free = replace(
+        config, output_dir=str(tmp_path / "free"), ppo=replace(config.ppo, reward_clip=0)
+    )
+    run = quiet(free, lines)
+    assert not any("clipped" in line for line in lines)
+    assert read_metrics(run)[-1].values["reward"] > 18
 
 
 def test_what_is_missing_is_said_at_once(tmp_path: Path, tiny_model: str, preferences: str) -> None:

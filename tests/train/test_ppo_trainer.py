@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.schema import RunConfig
+from tandem.config.schema import RunConfig, num_updates
 from tandem.data.render import Renderer
 from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import NumericsError
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.ops import native
-from tandem.train.ppo_trainer import PPOTrainer, num_updates
+from tandem.train.ppo_trainer import PPOTrainer
 from tandem.types import Experience, Message, PromptRow
 from tests.tiny import tiny_config
 

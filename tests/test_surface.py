@@ -1,0 +1,50 @@
+"""The library as Python code meets it: the names of `tandem`, and the plainest way to use them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tandem
+from tandem.data.render import Renderer
+from tandem.errors import ConfigError, DataError
+from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.types import Message
+from tests.tiny import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def test_prompts_are_texts_messages_or_mappings(model_folder: Path) -> None:
+    renderer = Renderer(load_tokenizer(str(model_folder)))
+    row = renderer.prompt([Message("user", "hi")])
+    assert renderer.prompt("hi") == row
+    assert renderer.prompt([{"role": "user", "content": "hi"}]) == row
+    for wrong in ([{"role": "user"}], ["hi"], [{"role": "user", "content": 3}]):
+        with pytest.raises(DataError, match="a prompt must be a text, or turns as Message or map"):
+            renderer.prompt(wrong)  # type: ignore[arg-type]
+
+
+def test_generating_takes_a_model_prompts_and_a_renderer(model_folder: Path) -> None:
+    model, tokenizer = load_causal_lm(str(model_folder)), load_tokenizer(str(model_folder))
+    renderer = tandem.Renderer(tokenizer)
+    sampling = tandem.SamplingConfig(max_new_tokens=4)
+    rollout = tandem.generate(
+        model, [renderer.prompt("hi")], sampling, tandem.Stops.of(renderer)
+    )  # fmt: skip
+    assert len(rollout.responses) == 1
+
+
+def test_a_folder_may_be_a_path_and_a_trainer_needs_a_reward(model_folder: Path) -> None:
+    config = tandem.build_config({"device": "cpu"})
+    engine = tandem.RLHFEngine(
+        actor=model_folder, config=config, num_updates=tandem.num_updates(config, 3)
+    )
+    with pytest.raises(ConfigError, match="PPOTrainer must have a reward"):
+        tandem.PPOTrainer(engine, config)
+    with pytest.raises(ConfigError, match=r"seed must be >= 0"):
+        tandem.RLHFEngine(actor=model_folder, config=tandem.RunConfig(seed=-1), num_updates=1)
