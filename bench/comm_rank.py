@@ -31,7 +31,7 @@ from tandem.engine.loading import place_policy
 from tandem.engine.optimizer import Trainee
 from tandem.parallel.traffic import Traffic, counting_traffic
 from tandem.parallel.world import World, join, leave
-from tandem.train.ppo_trainer import PPOTrainer
+from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Source, TokenBatch, TokenRow
 
 _ZERO3 = ParallelConfig(actor_zero_stage=3, critic_zero_stage=3)

@@ -17,7 +17,7 @@ from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConf
 
 from bench.generation_work import EOS, PAD, GenerationStart, GenerationWork, sharing_weights
 from tandem.config.schema import SamplingConfig
-from tandem.generate.generator import generate
+from tandem.generation.generator import generate
 from tandem.types import Rollout
 
 Answers = list[tuple[int, ...]]
@@ -37,7 +37,7 @@ class Side(Protocol):
 
 
 class TandemSide:
-    """`tandem.generate.generator.generate`, as PPO calls it."""
+    """`tandem.generation.generator.generate`, as PPO calls it."""
 
     def __init__(self, work: GenerationWork, start: GenerationStart, slots: int = 0) -> None:
         """`slots`: answers side by side; 0 is all of them."""

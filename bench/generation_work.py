@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from tandem.data.render import Renderer
-from tandem.generate.generator import Stops
+from tandem.generation.generator import Stops
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.types import Message, PromptRow, Source
 

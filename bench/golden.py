@@ -20,10 +20,10 @@ from tandem.data.render import Renderer
 from tandem.data.rows import RawRow
 from tandem.data.sources import parse_spec, read_rows
 from tandem.engine.forward import response_logprobs
-from tandem.generate.generator import Stops, generate
+from tandem.generation.generator import Stops, generate
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.stops import load_stop_ids
-from tandem.train.evaluate import language_model_metrics
+from tandem.training.evaluate import language_model_metrics
 from tandem.types import Message, PromptRow, Source, TokenBatch, TokenRow
 
 

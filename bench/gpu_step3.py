@@ -21,9 +21,9 @@ from bench.sides import PlainSide, TandemSide
 from bench.work import Start, Work
 from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.engine.hybrid import RLHFEngine
-from tandem.generate.blocks import blocks_for
-from tandem.generate.runner import new_memory
-from tandem.generate.runners import make_runner
+from tandem.generation.blocks import blocks_for
+from tandem.generation.runner import new_memory
+from tandem.generation.runners import make_runner
 from tandem.ops.steps import BLOCK_TOKENS
 from tandem.types import Message, PromptRow, Source
 

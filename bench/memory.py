@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.harness import facts
 from bench.memory_case import Measured, MemoryCase, measure, save_models
 from tandem.errors import ConfigError
-from tandem.generate.blocks import free_bytes
+from tandem.generation.blocks import free_bytes
 from tandem.plan.memory import MemoryPlan
 from tandem.plan.run import plan_memory
 from tandem.plan.shape import shape_of

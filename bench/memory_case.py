@@ -35,7 +35,7 @@ from tandem.objectives.losses import sft_loss
 from tandem.ops import native
 from tandem.parallel.world import World, leave
 from tandem.plan.knobs import nested
-from tandem.train.ppo_trainer import PPOTrainer
+from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Message, PromptRow, Source, TokenBatch
 
 Step = Literal["sft", "ppo"]

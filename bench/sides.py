@@ -22,7 +22,7 @@ from tandem.config.schema import (
 )
 from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.hybrid import RLHFEngine
-from tandem.train.ppo_trainer import PPOTrainer
+from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Experience, TokenBatch
 
 

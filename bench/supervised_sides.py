@@ -24,8 +24,8 @@ from tandem.engine.forward import response_logprobs
 from tandem.metrics.log import read_metrics
 from tandem.models.scalar import sequence_scores
 from tandem.objectives.losses import pairwise_loss, sft_loss
-from tandem.train.fit import Objective, fit
-from tandem.train.run import Run
+from tandem.training.fit import Objective, fit
+from tandem.training.run import Run
 from tandem.types import PairRow, TokenBatch, TokenRow
 
 Stage = Literal["sft", "reward"]
@@ -109,7 +109,7 @@ class Side(ABC):
 
 
 class TandemSide(Side):
-    """`tandem.train.fit.fit` with the stages' objectives, into a run folder."""
+    """`tandem.training.fit.fit` with the stages' objectives, into a run folder."""
 
     def _train(self, watch: Stopwatch) -> list[Step]:
         work = self.work

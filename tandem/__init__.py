@@ -1,7 +1,8 @@
 """Tandem: from a pretrained language model to an assistant with human feedback.
 
 The names below are the library's surface; each is imported when first used, so that `import
-tandem` and the command's help do not wait for torch.
+tandem` and the command's help do not wait for torch. None may be the name of a package or module
+below: Python would put that in its place as soon as it is imported.
 """
 
 from __future__ import annotations
@@ -15,30 +16,30 @@ if TYPE_CHECKING:
     from tandem.data.render import Renderer
     from tandem.engine.hybrid import RLHFEngine
     from tandem.errors import TandemError
-    from tandem.generate.generator import Stops, generate
+    from tandem.generation.generator import Stops, generate
     from tandem.models.save import save_model
-    from tandem.train.pipeline import train
-    from tandem.train.ppo_trainer import PPOTrainer
+    from tandem.training.pipeline import train
+    from tandem.training.ppo_trainer import PPOTrainer
     from tandem.types import Experience, Message, PromptRow, Rollout
 
 _HOMES = {
     "Experience": "tandem.types",
     "Message": "tandem.types",
-    "PPOTrainer": "tandem.train.ppo_trainer",
+    "PPOTrainer": "tandem.training.ppo_trainer",
     "PromptRow": "tandem.types",
     "RLHFEngine": "tandem.engine.hybrid",
     "Renderer": "tandem.data.render",
     "Rollout": "tandem.types",
     "RunConfig": "tandem.config.schema",
     "SamplingConfig": "tandem.config.schema",
-    "Stops": "tandem.generate.generator",
+    "Stops": "tandem.generation.generator",
     "TandemError": "tandem.errors",
     "build_config": "tandem.config.load",
-    "generate": "tandem.generate.generator",
+    "generate": "tandem.generation.generator",
     "load_config": "tandem.config.load",
     "num_updates": "tandem.config.schema",
     "save_model": "tandem.models.save",
-    "train": "tandem.train.pipeline",
+    "train": "tandem.training.pipeline",
 }
 
 __all__ = [

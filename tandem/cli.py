@@ -158,8 +158,8 @@ def _run_steps(command: str, args: list[str], config: RunConfig) -> int:
     from tandem.engine.devices import resolve_device
     from tandem.parallel.watch import watching
     from tandem.parallel.world import join, leave
-    from tandem.train.pipeline import train
-    from tandem.train.signals import outlive_readers
+    from tandem.training.pipeline import train
+    from tandem.training.signals import outlive_readers
 
     outlive_readers()
     world = join(
@@ -178,7 +178,7 @@ def _demo(args: list[str]) -> int:
     parser = _parser("demo", "All three steps on the built-in data set, on a CPU, in minutes.")
     parser.add_argument("--output-dir", type=_path, default="runs/demo", help="the run's folder")
     options = parser.parse_args(args)
-    from tandem.train.demo import demo
+    from tandem.training.demo import demo
 
     demo(options.output_dir)
     return 0
@@ -237,7 +237,7 @@ def _eval(args: list[str]) -> int:
     options = parser.parse_args(args)
     if options.prompts < 0:
         raise ConfigError(f"--prompts must be >= 0; got {options.prompts}.")
-    from tandem.train.show import evaluate_run
+    from tandem.training.show import evaluate_run
 
     evaluate_run(options.run, options.prompts)
     return 0
@@ -250,7 +250,7 @@ def _replay(args: list[str]) -> int:
     parser.add_argument("--stage", default="", help="sft, reward, dpo or ppo (the last one's)")
     parser.add_argument("--rows", type=int, default=3, help="sequences to show, token by token (3)")
     options = parser.parse_args(args)
-    from tandem.train.replay import replay
+    from tandem.training.replay import replay
 
     return replay(options.run, options.step, stage=options.stage, rows=options.rows)
 

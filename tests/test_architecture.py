@@ -23,9 +23,9 @@ LAYERS = (
     ("config",),
     ("ops", "files", "stopping"),
     ("data", "models", "parallel", "objectives", "metrics"),
-    ("generate", "checkpoint"),
+    ("generation", "checkpoint"),
     ("engine",),
-    ("train", "serve", "plan", "launch"),
+    ("training", "serve", "plan", "launch"),
     ("cli", "__init__"),
     ("__main__",),
 )
@@ -34,7 +34,7 @@ LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 FORBIDDEN = {
     "objectives": {"types", "config"},
     "serve": {"engine", "objectives"},
-    "generate": {"objectives"},
+    "generation": {"objectives"},
     "checkpoint": {"config", "data", "models", "objectives", "metrics", "types"},
 }
 

@@ -77,12 +77,12 @@ def test_no_memory_is_one_line(
     def full(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr("tandem.train.demo.demo", full)
+    monkeypatch.setattr("tandem.training.demo.demo", full)
     code, _, err = run(capsys, "demo")
     assert code == 2
     assert err.startswith("tandem: this run must fit in memory; got")
     assert err.count("\n") == 1
-    monkeypatch.setattr("tandem.train.demo.demo", lambda folder: [][0])
+    monkeypatch.setattr("tandem.training.demo.demo", lambda folder: [][0])
     with pytest.raises(IndexError):
         main(["demo"])
 

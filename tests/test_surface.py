@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,9 +36,7 @@ def test_generating_takes_a_model_prompts_and_a_renderer(model_folder: Path) -> 
     model, tokenizer = load_causal_lm(str(model_folder)), load_tokenizer(str(model_folder))
     renderer = tandem.Renderer(tokenizer)
     sampling = tandem.SamplingConfig(max_new_tokens=4)
-    rollout = tandem.generate(
-        model, [renderer.prompt("hi")], sampling, tandem.Stops.of(renderer)
-    )  # fmt: skip
+    rollout = tandem.generate(model, [renderer.prompt("hi")], sampling, tandem.Stops.of(renderer))
     assert len(rollout.responses) == 1
 
 
@@ -48,3 +49,29 @@ def test_a_folder_may_be_a_path_and_a_trainer_needs_a_reward(model_folder: Path)
         tandem.PPOTrainer(engine, config)
     with pytest.raises(ConfigError, match=r"seed must be >= 0"):
         tandem.RLHFEngine(actor=model_folder, config=tandem.RunConfig(seed=-1), num_updates=1)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import tandem; tandem.train, tandem.generate",
+        "from tandem import generate, train",
+        "import tandem.generation.sampler, tandem.training.run",
+        "from tandem import *",
+    ],
+)
+def test_public_names_are_the_same_things_in_any_order_of_imports(imports: str) -> None:
+    code = (
+        f"{imports}; import tandem, types; from tandem import *; "
+        "names = [tandem.train, tandem.generate, train, generate]; "
+        "assert all(isinstance(name, types.FunctionType) for name in names), names"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_public_name_is_that_of_a_package_or_module() -> None:
+    """Python binds a module on its package when it is imported: it would replace the name."""
+    below = {module.name for module in pkgutil.iter_modules(tandem.__path__)}
+    assert not below & set(tandem.__all__)
+    assert all(getattr(tandem, name) is not None for name in tandem.__all__)

@@ -37,7 +37,7 @@ from tandem.engine.optimizer import Trainee
 from tandem.engine.rollouts import answered
 from tandem.engine.scoring import RewardScorer
 from tandem.errors import ModelError
-from tandem.generate.generator import Stops
+from tandem.generation.generator import Stops
 from tandem.models.load import check_vocabulary, load_tokenizer
 from tandem.models.lora import adapters_off
 from tandem.models.scalar import normalization
@@ -163,7 +163,7 @@ class RLHFEngine:
         """The actor's answers, made by all ranks and known to all.
 
         Args:
-            step, numbers: with the seed they key the sampling (see `generate.generate`).
+            step, numbers: with the seed they key the sampling (see `generation.generate`).
         """
         with self.generating() as actor:
             return answered(

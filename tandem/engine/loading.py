@@ -16,7 +16,7 @@ from tandem.engine.devices import resolve_dtype
 from tandem.engine.forward import autocast, generation_weights
 from tandem.engine.spread import keep_on_host, plan_for, spread
 from tandem.errors import ModelError, NumericsError
-from tandem.generate.runners import make_runner
+from tandem.generation.runners import make_runner
 from tandem.models.frozen import freeze_quantized
 from tandem.models.head import check_head
 from tandem.models.load import load_causal_lm

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig, SamplingConfig
 from tandem.engine.forward import balanced
-from tandem.generate.generator import Stops, generate
+from tandem.generation.generator import Stops, generate
 from tandem.parallel.tensor import TensorGroup
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Rollout, TokenBatch
@@ -37,7 +37,7 @@ def answered(
     Inside `forward.generation_weights`.
 
     Args:
-        step, numbers: with the seed they key the sampling (see `generate.generate`).
+        step, numbers: with the seed they key the sampling (see `generation.generate`).
     """
     return shared_rollout(
         model,
@@ -68,7 +68,7 @@ def shared_rollout(
     group: TensorGroup | None = None,
     by_hugging_face: bool = False,
 ) -> Rollout:
-    """`generate.generate` by all ranks together; the same texts at any number of ranks.
+    """`generation.generate` by all ranks together; the same texts at any number of ranks.
 
     Inside `forward.generation_weights`. Prompts are dealt by their lengths, to ranks, or to the
     groups of ranks that hold slices of the same weights.

@@ -76,7 +76,7 @@ def check_twin(
         own: what runs its own forward, where the model itself cannot now (`twin.plain_copy`).
         trains_elsewhere: this twin only generates (it stands in, `twin.standing_in`): its decoding
             is compared with the model's own forward, for the packed one here is not the trained.
-        make_decoder: what will draw the run's answers (`generate.runners.make_runner`), so that
+        make_decoder: what will draw the run's answers (`generation.runners.make_runner`), so that
             it is what decodes here; None lets the twin's modules do it.
     Raises:
         ModelError: the twin's logits, or the tokens that are likeliest by them, are not the

@@ -12,7 +12,7 @@ from tandem.plan.memory import Layout, MemoryPlan
 from tandem.plan.shape import shape_of
 from tandem.plan.steps import PPOWork, ppo_memory, supervised_memory
 
-# Whose decoding on a CPU reads packed weights (generate/native_runner.py).
+# Whose decoding on a CPU reads packed weights (generation/native_runner.py).
 _PACKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from tandem.generate.blocks import blocks_for
-from tandem.generate.session import PREFILL_TOKENS
+from tandem.generation.blocks import blocks_for
+from tandem.generation.session import PREFILL_TOKENS
 from tandem.ops.logits import rows_at_once
 from tandem.ops.steps import BLOCK_TOKENS
 from tandem.plan.memory import FLOAT, Bytes, Layout, travelling_bytes, working_bytes

@@ -17,9 +17,9 @@ from tandem.config.schema import SamplingConfig
 from tandem.data.excerpt import visible
 from tandem.data.render import Renderer
 from tandem.errors import ModelError, TandemError
-from tandem.generate.conversations import stream
-from tandem.generate.generator import Stops
-from tandem.generate.text import AnswerText
+from tandem.generation.conversations import stream
+from tandem.generation.generator import Stops
+from tandem.generation.text import AnswerText
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.starts import model_folders
 from tandem.models.stops import load_stop_ids

@@ -16,7 +16,7 @@ from tandem.checkpoint.state import LATEST, load_newest_state
 from tandem.config.schema import RunConfig
 from tests.battery.figures import record
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
-from tests.train.runs import StopError, assert_equal_runs, ran, stop_at
+from tests.training.runs import StopError, assert_equal_runs, ran, stop_at
 
 SEED = 20
 

@@ -21,7 +21,7 @@ from tandem.models.save import save_model
 from tests.battery.figures import record
 from tests.models.families import tiny_model, tokenizer
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
-from tests.train.runs import assert_equal_runs, ran
+from tests.training.runs import assert_equal_runs, ran
 
 KIB = 1024
 

@@ -19,7 +19,7 @@ from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tests.battery.figures import record
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
-from tests.train.runs import assert_equal_runs, ran
+from tests.training.runs import assert_equal_runs, ran
 
 SEED = 7
 

@@ -21,7 +21,7 @@ from tandem.parallel.world import World
 from tests.battery.figures import record
 from tests.ranks import on_ranks
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
-from tests.train.runs import assert_equal_runs, ran
+from tests.training.runs import assert_equal_runs, ran
 
 SEED = 11
 _HANGS = 240.0

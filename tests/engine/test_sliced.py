@@ -14,7 +14,7 @@ from tandem.engine.loading import prepare_for_training
 from tandem.engine.rollouts import shared_rollout
 from tandem.engine.spread import plan_for, spread
 from tandem.errors import ConfigError, ModelError
-from tandem.generate.generator import Stops
+from tandem.generation.generator import Stops
 from tandem.models import sliced
 from tandem.models.lora import lora_layers
 from tandem.models.selfcheck import Agreement, check_twin

@@ -32,7 +32,7 @@ from tandem.engine.loading import prepare_for_training
 from tandem.engine.optimizer import Trainee
 from tandem.engine.rollouts import shared_rollout
 from tandem.engine.spread import plan_for, spread
-from tandem.generate.generator import Stops
+from tandem.generation.generator import Stops
 from tandem.models.twin import shares_every_tensor
 from tandem.parallel.pieces import local, whole
 from tandem.parallel.world import World

@@ -27,7 +27,7 @@ from tandem.parallel.scaling import LossScaler
 from tandem.parallel.shard import Shards, shards_of
 from tandem.parallel.traffic import Total, Traffic, counting_traffic
 from tandem.parallel.world import World
-from tandem.train.saving import save_anywhere
+from tandem.training.saving import save_anywhere
 from tests.models.families import ragged_batch, tiny_model, tokenizer
 from tests.ranks import on_ranks
 

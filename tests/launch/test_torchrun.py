@@ -14,8 +14,8 @@ from tandem.config.load import dump_config
 from tandem.config.schema import ParallelConfig
 from tests.launch.programs import free_port
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
-from tests.train.runs import ran
-from tests.train.test_ranks import assert_same_run
+from tests.training.runs import ran
+from tests.training.test_ranks import assert_same_run
 
 
 @pytest.mark.slow

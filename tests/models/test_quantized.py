@@ -22,7 +22,7 @@ from tandem.engine.forward import response_logprobs, whole_weights
 from tandem.engine.optimizer import Trainee
 from tandem.engine.spread import plan_for, spread
 from tandem.errors import ModelError
-from tandem.generate.generator import Stops, generate
+from tandem.generation.generator import Stops, generate
 from tandem.models import frozen
 from tandem.models.frozen import freeze_quantized
 from tandem.models.lora import add_lora, lora_parameters, merged_state_dict

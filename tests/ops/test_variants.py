@@ -161,8 +161,8 @@ def test_processors_with_amx_share_the_layout_of_packed_weights() -> None:
 BITWISE = (
     "tests/ops/test_dense.py",
     "tests/ops/test_attention_native.py",
-    "tests/generate/test_exactness.py",
-    "tests/generate/test_native_runner.py",
+    "tests/generation/test_exactness.py",
+    "tests/generation/test_native_runner.py",
 )
 
 

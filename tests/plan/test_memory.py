@@ -12,7 +12,7 @@ from tandem.config.load import build_config
 from tandem.config.schema import LoraConfig, RunConfig
 from tandem.engine.forward import response_logprobs
 from tandem.errors import ConfigError
-from tandem.generate.runner import new_memory
+from tandem.generation.runner import new_memory
 from tandem.models.frozen import freeze_quantized
 from tandem.models.lora import add_lora
 from tandem.plan.memory import Layout, role_memory, weight_bytes, working_bytes

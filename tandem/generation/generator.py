@@ -1,0 +1,307 @@
+"""Prompts in, Rollout out.
+
+Answers run side by side over block KV memory (`session`), or, where a family's attention cannot be
+reached, through Hugging Face's `generate` (`compatible`). What is drawn is the same either way up
+to rounding: it follows from the seed, the step and each answer's number alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.config.schema import SamplingConfig
+from tandem.data.render import Renderer
+from tandem.errors import GenerationError, NumericsError
+from tandem.generation import compatible
+from tandem.generation.blocks import affordable_blocks, blocks_for
+from tandem.generation.runner import kv_dtype
+from tandem.generation.sampler import Draw, Sampler, sequence_key
+from tandem.generation.scheduler import Request, blocks_wanted, most_needed
+from tandem.generation.session import PREFILL_TOKENS, Record, Session
+from tandem.generation.text import AnswerText
+from tandem.models.twin import decodes, kv_shapes, rope_border
+from tandem.ops.logits import rows_at_once
+from tandem.types import PromptRow, Rollout, TokenBatch, TokenRow
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """What ends an answer, what fills a row after it, and how ids become text."""
+
+    stop_token_ids: tuple[int, ...]
+    pad_token_id: int
+    decode: Callable[[Sequence[int]], str]
+
+    @staticmethod
+    def of(renderer: Renderer) -> Stops:
+        """Those of the conversation format that the prompts are rendered in."""
+        return Stops(renderer.stop_token_ids, renderer.pad_token_id, renderer.decode)
+
+
+@torch.inference_mode(mode=False)  # else a rollout could not be trained on
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    prompts: Sequence[PromptRow],
+    sampling: SamplingConfig,
+    stops: Stops,
+    *,
+    seed: int = 0,
+    step: int = 0,
+    prompt_numbers: Sequence[int] | None = None,
+    batch_size: int = 64,
+    kv_blocks: int | None = None,
+    share_prompts: bool = True,
+    refill: int | None = None,
+    prefill_tokens: int = PREFILL_TOKENS,
+    agreed_blocks: Callable[[int], int] = int,
+    by_hugging_face: bool = False,
+) -> Rollout:
+    """Answer each prompt `sampling.samples_per_prompt` times.
+
+    Args:
+        prompts: P prompts of any lengths, from `Renderer.prompt`.
+        stops: `Stops.of(renderer)`.
+        seed, step: of the run; with the prompt's number and the sample's they key every draw.
+        prompt_numbers: P numbers that name the prompts whatever batch or rank they are in;
+            their positions here if None. Two equal numbers draw with the same randomness.
+        batch_size: most answers side by side, if `rows_together` allows them; when one ends,
+            another comes in.
+        kv_blocks: blocks of KV memory, each of `steps.BLOCK_TOKENS` tokens; None takes what is
+            needed, or what there is room for. With fewer, answers wait.
+        share_prompts: run a prompt once for all its samples, which then share its memory.
+        refill: free rows that are worth letting others in; None takes an eighth of batch_size.
+        prefill_tokens: most tokens of prompts that are run at once.
+        agreed_blocks: what to make of the blocks that there is room for, where several ranks run
+            the same answers and must let them in alike.
+        by_hugging_face: through Hugging Face's `generate`, whatever the family: to compare.
+    Returns:
+        P * samples rows, the samples of a prompt side by side, on the model's device. None of the
+        last seven arguments changes any of it (on a CPU with the C++ operations, to the last bit;
+        through Hugging Face up to rounding).
+    Raises:
+        GenerationError: a prompt is empty, a prompt or a logit bias names tokens that the model
+            does not have, prompt and answer exceed the model's positions, or there is no memory
+            for the longest of them.
+        NumericsError: nothing could be drawn, because a logit was NaN or every token forbidden.
+    """
+    _check_prompts(model, prompts, sampling.max_new_tokens)
+    numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
+    sampler = Sampler(sampling, stops.stop_token_ids, model.device, vocabulary_size(model))
+    batch_size = rows_together(model, batch_size)
+    requests: list[Request] = []
+    for row, number in zip(prompts, numbers, strict=True):
+        for sample in range(sampling.samples_per_prompt):
+            key = sequence_key(seed, step, number, sample)
+            text = watched_text(stops, sampling)
+            requests.append(
+                Request(len(requests), row.token_ids, key, sampler, sampling.max_new_tokens, text)
+            )
+    if decodes(model) and not by_hugging_face:
+        samples = sampling.samples_per_prompt if share_prompts else 1
+        groups = [requests[i : i + samples] for i in range(0, len(requests), samples)]
+        if kv_blocks is None:
+            kv_blocks = agreed_blocks(_kv_blocks(model, groups, batch_size))
+        draws = _drawn_side_by_side(
+            model, groups, stops, batch_size, kv_blocks, refill, prefill_tokens
+        )
+    else:
+        draws = _drawn_compatibly(model, requests, stops, batch_size)
+    return _rollout(prompts, requests, draws, stops)
+
+
+def watched_text(stops: Stops, sampling: SamplingConfig) -> AnswerText | None:
+    """What looks out for stop strings in one answer; None where there are none."""
+    if not sampling.stop_strings:
+        return None
+    return AnswerText(stops.decode, sampling.stop_strings, sampling.min_new_tokens)
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Most tokens that prompt and answer may have together; None where there is no limit."""
+    limit: int | None = getattr(model.config, "max_position_embeddings", None)
+    return limit
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """How many tokens the model has."""
+    size: int = model.config.get_text_config().vocab_size
+    return size
+
+
+def rows_together(model: PreTrainedModel, wanted: int) -> int:
+    """Answers that run side by side: those wanted, or as many as logits may be held of.
+
+    A sampler's numbers are float32 whatever the model computes in.
+    """
+    return min(wanted, rows_at_once(vocabulary_size(model), torch.float32, model.device))
+
+
+def check_token_ids(model: PreTrainedModel, token_ids: Sequence[int], where: str) -> None:
+    """Refuse what no embedding is there for.
+
+    Raises:
+        GenerationError: an id that the model does not have; `where` names the prompt.
+    """
+    size = vocabulary_size(model)
+    for token in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token < size:
+            raise GenerationError(
+                f"{where}: token ids must be from 0 to {size - 1}, the model's; got {token}. "
+                "Tokenize with the model's own tokenizer."
+            )
+
+
+def not_a_number(where: str, token_number: int) -> NumericsError:
+    """The error of an answer whose token, counted from 1, had nothing to be drawn from."""
+    return NumericsError(
+        f"{where}: an answer must have finite logits for some token; got none at its token "
+        f"{token_number}. Look for NaN in the model's weights; see sampling.temperature and "
+        "sampling.logit_bias."
+    )
+
+
+def _kv_blocks(model: PreTrainedModel, groups: list[list[Request]], slots: int) -> int:
+    """Blocks of KV memory for the requests, as far as there is room."""
+    lengths = [len(group[0].prompt) for group in groups]
+    limit, samples = groups[0][0].limit, len(groups[0])
+    return affordable_blocks(
+        kv_shapes(model),
+        needed=blocks_wanted(lengths, limit, samples, slots),
+        largest=most_needed(lengths, limit, samples),
+        dtype=kv_dtype(model),
+        device=model.device,
+    )
+
+
+def _drawn_side_by_side(
+    model: PreTrainedModel,
+    groups: list[list[Request]],
+    stops: Stops,
+    slots: int,
+    kv_blocks: int,
+    refill: int | None,
+    prefill_tokens: int,
+) -> Draw:
+    """All draws, (requests, limit); the requests know their ends."""
+    lengths = [len(group[0].prompt) for group in groups]
+    limit, samples = groups[0][0].limit, len(groups[0])
+    record = Record(len(groups) * samples, limit)
+    session = Session(
+        model,
+        stops.stop_token_ids,
+        slots=min(slots, len(groups) * samples),
+        num_blocks=kv_blocks,
+        table_width=blocks_for(max(lengths) + limit),
+        refill=refill,
+        prefill_tokens=prefill_tokens,
+        record=record,
+    )
+    try:
+        # The longest first: while the last answers end, what is left is short.
+        for group in sorted(groups, key=lambda group: -len(group[0].prompt)):
+            session.submit(group)
+        while session.busy:
+            session.step()
+    finally:
+        session.close()
+    return record.collected()
+
+
+def _drawn_compatibly(
+    model: PreTrainedModel, requests: list[Request], stops: Stops, batch_size: int
+) -> Draw:
+    """As `_drawn_side_by_side`, in batches of prompts of like length.
+
+    One by one where a row's rope would follow the longest of its batch.
+    """
+    if rope_border(model) is not None:
+        batch_size = 1
+    record = Record(len(requests), requests[0].limit)
+    by_length = sorted(requests, key=lambda request: len(request.prompt))
+    for i in range(0, len(by_length), batch_size):
+        part = by_length[i : i + batch_size]
+        draws = compatible.answer(model, part, stops.stop_token_ids)
+        first = torch.tensor([record.place(request) for request in part])[:, None]
+        places = first + torch.arange(draws.tokens.shape[1])
+        record.keep(
+            places.flatten().to(draws.tokens.device),
+            Draw(
+                draws.tokens.flatten(),
+                draws.logprobs.flatten(),
+                draws.sampled_logprobs.flatten(),
+                draws.entropy.flatten(),
+            ),
+        )
+    return record.collected()
+
+
+def _rollout(
+    prompts: Sequence[PromptRow], requests: list[Request], draws: Draw, stops: Stops
+) -> Rollout:
+    device = draws.tokens.device
+    samples = len(requests) // len(prompts)
+    owners = tuple(row for row in prompts for _ in range(samples))
+    ids = draws.tokens.tolist()
+    rows = [
+        TokenRow(
+            token_ids=(*request.prompt, *ids[i][: request.length]),
+            response_mask=(False,) * len(request.prompt) + (True,) * request.length,
+            source=owners[i].source,
+        )
+        for i, request in enumerate(requests)
+    ]
+    batch = TokenBatch.from_rows(rows, stops.pad_token_id).to(device)
+    lengths = torch.tensor([request.length for request in requests], device=device)
+    drawn = torch.arange(draws.tokens.shape[1], device=device) < lengths[:, None]
+    broken = (draws.logprobs.isnan() | draws.sampled_logprobs.isnan()) & drawn
+    if bool(broken.any()):  # all numbers of the rollout at once: nobody waited for them before
+        row, token = broken.nonzero()[0].tolist()
+        raise not_a_number(str(owners[row].source), token + 1)
+
+    def placed(values: Tensor) -> Tensor:
+        per_token = torch.zeros(batch.token_ids.shape, dtype=torch.float32, device=device)
+        per_token[batch.response_mask] = values[drawn]
+        return per_token
+
+    return Rollout(
+        batch=batch,
+        rollout_logprobs=placed(draws.logprobs),
+        sampled_logprobs=placed(draws.sampled_logprobs),
+        rollout_entropy=placed(draws.entropy),
+        finished=torch.tensor([request.finished for request in requests], device=device),
+        prompts=owners,
+        responses=tuple(
+            _text(request, ids[i][: request.length], stops) for i, request in enumerate(requests)
+        ),
+    )
+
+
+def _text(request: Request, token_ids: list[int], stops: Stops) -> str:
+    """An answer's text, without its stop token or from its stop string on."""
+    if request.text is not None and request.text.ended:
+        return request.text.text
+    if token_ids[-1] in stops.stop_token_ids:
+        token_ids = token_ids[:-1]
+    return stops.decode(token_ids)
+
+
+def _check_prompts(model: PreTrainedModel, prompts: Sequence[PromptRow], new_tokens: int) -> None:
+    if not prompts:
+        raise GenerationError("generate must get at least one prompt; got none.")
+    limit = max_positions(model)
+    for row in prompts:
+        if len(row) == 0:
+            raise GenerationError(f"{row.source}: a prompt must have tokens; got none.")
+        check_token_ids(model, row.token_ids, str(row.source))
+        if limit is not None and len(row) + new_tokens > limit:
+            raise GenerationError(
+                f"{row.source}: prompt and answer must fit the model's {limit} positions; got "
+                f"{len(row)} + {new_tokens} tokens. Lower dataset.max_prompt_tokens or "
+                "sampling.max_new_tokens."
+            )

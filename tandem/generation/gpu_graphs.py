@@ -1,0 +1,234 @@
+"""One step of decoding at fixed places in memory, so that a GPU can replay it as a CUDA graph.
+
+The tests record and replay on a CPU, where stand-ins take the place of CUDA's stream and graph; on
+a GPU none of it has run yet.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tandem.generation.rows import Part
+from tandem.generation.sampler import Draw, Sampler
+from tandem.ops.steps import Decode, KVMemory
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Batch sizes that steps are recorded for; above them, multiples of the last."""
+TABLE_BLOCKS = 16
+"""Tables are as wide as this or a power of two times it: each width is another recording."""
+
+Result = TypeVar("Result")
+
+
+def bucket_of(rows: int) -> int:
+    """The smallest batch size that steps are recorded for and that holds this many rows."""
+    for bucket in BUCKETS:
+        if rows <= bucket:
+            return bucket
+    return -(-rows // BUCKETS[-1]) * BUCKETS[-1]
+
+
+def width_of(blocks: int) -> int:
+    """The narrowest table that steps are recorded for and that holds this many blocks."""
+    width = TABLE_BLOCKS
+    while width < blocks:
+        width *= 2
+    return width
+
+
+class NoWaiting(TorchDispatchMode):
+    """Within, on this thread: RuntimeError where the host would have to wait for the device.
+
+    What an operation does is known by its tags and devices, so that this tells on a CPU too what a
+    CUDA graph could not hold; operations of our own count as waiting for nothing.
+    """
+
+    def __torch_dispatch__(
+        self,
+        operation: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation, if it may run."""
+        if _reads_back(operation, args):
+            raise RuntimeError(f"{operation} needs numbers of the device on the host")
+        result = operation(*args, **(kwargs or {}))
+        if operation in _COPIES:
+            tensors = [x for x in tree_leaves((args, result)) if isinstance(x, Tensor)]
+            if len({x.device.type for x in tensors}) > 1:
+                raise RuntimeError(f"{operation} copies between host and device")
+        return result
+
+
+_ATEN = torch.ops.aten
+_COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
+_INDEXING = (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default)
+
+
+def _reads_back(operation: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the result's size or the host's next step depends on numbers of the device."""
+    if operation in _INDEXING:  # the size is known by places, by a mask it is not
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    tags = operation.tags
+    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+
+
+class Recorder(Protocol):
+    """Makes a call out of a function that does the same, into the same tensors, every time."""
+
+    refused: dict[Hashable, str]
+
+    def recorded(
+        self, function: Callable[[], Result], kind: Hashable, size: Hashable
+    ) -> Callable[[], Result]:
+        """The call; its results hold until a call of the same recorder that is older runs.
+
+        A kind that cannot be recorded is put into `refused`, and the call is `function` itself.
+
+        Args:
+            kind, size: name what `function` does, and for which shapes.
+        """
+
+    def forget(self) -> None:
+        """Memory of the calls made so far goes when they go; later ones do not share it."""
+
+
+class CudaRecorder:
+    """Records functions into CUDA graphs that share one stream and one pool of memory.
+
+    Attributes:
+        refused: why a kind of function is not recorded. The first of them is a warning too.
+    """
+
+    def __init__(self) -> None:
+        self.refused: dict[Hashable, str] = {}
+        self._warm: set[tuple[Hashable, Hashable]] = set()
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def recorded(
+        self, function: Callable[[], Result], kind: Hashable, size: Hashable
+    ) -> Callable[[], Result]:
+        """As `Recorder` says; a kind and size that are new run once before."""
+        if kind in self.refused:
+            return function
+        try:
+            if (kind, size) not in self._warm:
+                self._warm_up(function)
+                self._warm.add((kind, size))
+            return self._captured(function)
+        except RuntimeError as error:
+            # A capture that broke off speaks of itself; what broke it came before.
+            cause = error.__context__ or error
+            reason = (str(cause).splitlines() or [type(cause).__name__])[0]
+            if not self.refused:
+                warnings.warn(f"decoding without CUDA graphs, slower: {reason}", stacklevel=2)
+            self.refused[kind] = reason
+            return function
+
+    def forget(self) -> None:
+        """As `Recorder` says."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def _warm_up(self, function: Callable[[], Any]) -> None:
+        """Compile kernels and make workspaces, which no graph can hold.
+
+        What makes the host wait is found here, because a capture that breaks off leaves torch's
+        allocator as if it still went on.
+        """
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), NoWaiting():
+            function()
+        current.wait_stream(self._stream)
+
+    def _captured(self, function: Callable[[], Result]) -> Callable[[], Result]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # Not `torch.cuda.graph`, which gives all cached memory back to the driver each time.
+        with torch.cuda.stream(self._stream):
+            # Other threads, such as one that copies a batch, may go on meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = function()
+            finally:
+                graph.capture_end()
+
+        def replay() -> Result:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class DecodeStep:
+    """Inputs of one batch size at fixed places, and what is recorded over them.
+
+    Rows past those in use are of one token each, which goes to the memory's last block.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device, recorder: Recorder) -> None:
+        """Nothing is in use or recorded."""
+        self.size = rows, width
+        self.token_ids = torch.zeros(rows, dtype=torch.long, device=device)
+        self.positions = torch.zeros_like(self.token_ids)
+        self.tables = torch.zeros((rows, width), dtype=torch.int32, device=device)
+        self._keys, self._numbers = torch.zeros_like(self.token_ids), self.positions.clone()
+        self._used, self._scratch = rows, -1
+        self._recorder = recorder
+        self._forward: Callable[[], Tensor] | None = None
+        self._draws: dict[Sampler, Callable[[], tuple[Tensor, Tensor]]] = {}
+        self._logits = torch.empty(0)
+
+    def decode(self, memory: KVMemory) -> Decode:
+        """The step for the attention layers."""
+        return Decode(self.positions, self.tables, memory)
+
+    def load(self, token_ids: Tensor, positions: Tensor, tables: Tensor, scratch: int) -> None:
+        """Take over n rows, (n,) and (n, W); `scratch` is the last block."""
+        n = len(token_ids)
+        self.token_ids[:n].copy_(token_ids)
+        self.positions[:n].copy_(positions)
+        self.tables[:n, : tables.shape[1]].copy_(tables)
+        if scratch != self._scratch:  # the memory is another
+            self.tables[n:].fill_(scratch)
+            self._scratch = scratch
+        if n < self._used:
+            self.tables[n : self._used].fill_(scratch)
+            self.positions[n : self._used].fill_(0)
+        self._used = n
+
+    def run(self, forward: Callable[[], Tensor]) -> Tensor:
+        """(rows, V) logits; `forward` is recorded the first time and replayed from then on."""
+        if self._forward is None:
+            self._forward = self._recorder.recorded(forward, "forward", self.size)
+        self._logits = self._forward()
+        return self._logits
+
+    def draw(self, sampler: Sampler, part: Part) -> Draw:
+        """Draw for the rows in use from the logits of `run`, as `Sampler.draw` does."""
+        n = self._used
+        self._keys[:n].copy_(part.keys)
+        self._numbers[:n].copy_(part.token_numbers)
+
+        def drawn() -> tuple[Tensor, Tensor]:
+            draw = sampler.draw(self._logits, self._keys, self._numbers)
+            return draw.tokens, torch.stack([draw.logprobs, draw.sampled_logprobs, draw.entropy])
+
+        if sampler not in self._draws:
+            self._draws[sampler] = self._recorder.recorded(drawn, sampler.sampling, self.size)
+        tokens, numbers = self._draws[sampler]()
+        logprobs, sampled_logprobs, entropy = numbers[:, :n].clone()
+        return Draw(tokens[:n].clone(), logprobs, sampled_logprobs, entropy)
+
+    def forget_draws(self) -> None:
+        """Drop what was recorded for samplers, and the samplers with it."""
+        self._draws.clear()

@@ -1,0 +1,189 @@
+"""Decoding of Llama-like models on a CPU in one C++ call a step, on weights packed for the phase.
+
+The call runs the very operations of the twin's modules, so its numbers are theirs to the last bit.
+The packed weights are a copy that lives while the runner does; where memory is short, and for
+every other model, the modules run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.generation.runner import TwinRunner
+from tandem.models.fused import (
+    TwinEmbedding,
+    TwinGatedMLP,
+    TwinLinear,
+    TwinRMSNorm,
+    TwinRotaryAttention,
+)
+from tandem.models.twin import twin_of
+from tandem.ops import dense, native
+from tandem.ops.steps import KVMemory
+
+_FAMILIES = {f"transformers.models.{name.lower()}.modeling_{name.lower()}": name
+             for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}  # fmt: skip
+_LAYER_CLASSES = {"input_layernorm": TwinRMSNorm, "post_attention_layernorm": TwinRMSNorm,
+                  "self_attn": TwinRotaryAttention, "mlp": TwinGatedMLP}  # fmt: skip
+_STEADY_ROPE = ("default", "linear", "llama3", "yarn")
+_SHARE_OF_FREE = 0.25
+
+
+def runs_natively(model: PreTrainedModel, free: int) -> bool:
+    """Whether this model decodes in one call, with `free` bytes for a copy of its weights."""
+    twin: Any = twin_of(model)
+    if (
+        model.device.type != "cpu"
+        or not _is_known(twin)
+        or model.dtype not in (torch.float32, torch.bfloat16)
+        or torch.is_autocast_enabled("cpu")
+        or not native.available()
+    ):
+        return False
+    if any(p.dtype != model.dtype for p in model.parameters()):
+        return False
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    layers = twin.model.layers
+    if size > _SHARE_OF_FREE * free or not all(_is_plain(layer) for layer in layers):
+        return False
+    numbers = {_numbers(layer, twin.model.norm) for layer in layers}
+    return len(numbers) == 1 and all(len(epsilons) == 1 for epsilons, *_ in numbers)
+
+
+def _is_known(twin: Any) -> bool:
+    """Whether the model around the layers is one that was read, part by part, and unchanged.
+
+    Classes are told by their modules' names, so that no family is imported to be compared with.
+    """
+    home = type(twin).__module__
+    family = _FAMILIES.get(home)
+    if family is None or any("forward" in vars(module) for module in twin.modules()):
+        return False
+
+    def is_own(module: Any, suffix: str) -> bool:
+        return (type(module).__module__, type(module).__qualname__) == (home, family + suffix)
+
+    base = twin.model
+    return (
+        is_own(twin, "ForCausalLM")
+        and is_own(base, "Model")
+        and is_own(base.rotary_emb, "RotaryEmbedding")
+        and all(is_own(layer, "DecoderLayer") for layer in base.layers)
+        and type(base.embed_tokens) is TwinEmbedding
+        and _is_norm(base.norm)
+        and type(twin.lm_head) is TwinLinear
+        and getattr(base.rotary_emb, "rope_type", "default") in _STEADY_ROPE
+    )
+
+
+def _is_norm(module: Any) -> bool:
+    return type(module) is TwinRMSNorm and not module._unit_offset
+
+
+def _is_plain(layer: Any) -> bool:
+    """A layer whose every part is one that the call computes (no adapters, SiLU, no extras)."""
+    attention, mlp = layer.self_attn, layer.mlp
+    if {name: type(part) for name, part in layer._modules.items()} != _LAYER_CLASSES:
+        return False
+    norms = {"q_norm", "k_norm"} & set(attention._modules)
+    return (
+        all(type(module) is TwinLinear for module in _projections(layer))
+        and all(_is_norm(attention._modules[name]) for name in norms)
+        and set(attention._modules) - norms == {"q_proj", "k_proj", "v_proj", "o_proj"}
+        and len(norms) != 1
+        and not mlp._tanh
+        and attention._softcap == 0.0
+        and (attention.attention_dropout == 0.0 or not attention.training)
+    )
+
+
+def _projections(layer: Any) -> list[Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
+            mlp.gate_proj, mlp.up_proj, mlp.down_proj]  # fmt: skip
+
+
+def _numbers(layer: Any, last_norm: Any) -> tuple[Any, ...]:
+    """What the call takes to be one number for all layers, the epsilons first."""
+    attention = layer.self_attn
+    own = [module for module in layer.modules() if type(module) is TwinRMSNorm]
+    sizes = [(linear.in_features, linear.out_features) for linear in _projections(layer)]
+    epsilons = frozenset(norm._eps for norm in [*own, last_norm])
+    return epsilons, attention.scaling, attention.head_dim, *sizes
+
+
+class NativeRunner(TwinRunner):
+    """Prefill by the twin's modules, decoding by `LlamaDecoder` of csrc/step.cpp."""
+
+    def __init__(self, model: PreTrainedModel, memory: KVMemory, longest: int) -> None:
+        """Packs the weights; no sequence may pass `longest` tokens."""
+        super().__init__(model, memory)
+        twin: Any = twin_of(model)
+        base, first = twin.model, twin.model.layers[0]
+        embedding = base.embed_tokens.weight.detach()
+        positions = torch.arange(longest + 1)[None]
+        cos, sin = base.rotary_emb(embedding[:1][None], position_ids=positions)
+        weights = [part for layer in base.layers for part in _layer_parts(layer)]
+        weights += [base.norm.weight.detach(), *_packed([twin.lm_head])]
+        attention = first.self_attn
+        width = attention.head_dim
+        shape = [
+            attention.q_proj.out_features // width,
+            attention.k_proj.out_features // width,
+            width,
+            first.mlp.gate_proj.out_features,
+            twin.lm_head.out_features,
+        ]
+        self._decoder = torch.classes.tandem.LlamaDecoder(
+            embedding.contiguous(), cos[0].contiguous(), sin[0].contiguous(), weights,
+            [keys for keys, _ in memory.layers], [values for _, values in memory.layers],
+            shape, [layer.self_attn._window for layer in base.layers],
+            base.norm._eps, attention.scaling,
+        )  # fmt: skip
+
+    def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+        """As `Runner` says."""
+        logits: Tensor = self._decoder.step(token_ids, positions, tables)
+        return logits
+
+    def close(self) -> None:
+        """Frees the packed weights, and lets go of the memory."""
+        del self._decoder
+
+
+def _layer_parts(layer: Any) -> list[Tensor]:
+    """In the order of `Part` in csrc/step.cpp, empty where the layer has none."""
+    attention, mlp = layer.self_attn, layer.mlp
+    none = torch.empty(0)
+    norms = [
+        attention._modules[name].weight.detach() if name in attention._modules else none
+        for name in ("q_norm", "k_norm")
+    ]
+    return [
+        layer.input_layernorm.weight.detach(),
+        *_packed([attention.q_proj, attention.k_proj, attention.v_proj]),
+        *norms,
+        *_packed([attention.o_proj]),
+        layer.post_attention_layernorm.weight.detach(),
+        *_packed([mlp.gate_proj, mlp.up_proj]),
+        *_packed([mlp.down_proj]),
+    ]
+
+
+def _packed(layers: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """The layers' weights as one packed weight, and their biases as one (empty without)."""
+    weights = [layer.weight.detach() for layer in layers]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    biases = [
+        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
+        for layer in layers
+    ]
+    has_bias = any(layer.bias is not None for layer in layers)
+    packed = dense.pack_weight(weight)
+    native.prefer_large_pages(packed)
+    return packed, torch.cat(biases) if has_bias else torch.empty(0)

@@ -1,0 +1,187 @@
+"""The live rows as tensors: what the next decode step reads, kept dense as answers come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.generation.sampler import Draw, Sampler, TokenCounts
+from tandem.generation.scheduler import Request
+
+_COUNTING = 2
+"""Of a row's five columns (key, token id, position, token number, place), the first that grows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Views of n rows side by side; valid until rows come or go.
+
+    token_ids, positions: (n,) int64, each row's last token and its index in the sequence.
+    keys, token_numbers: (n,) int64, what the next draw is made of.
+    places: (n,) int64, where the next draw is recorded.
+    counting: (3, n), of these the ones that grow by one with each token.
+    tables: (n, W) int32, each row's blocks.
+    """
+
+    rows: slice
+    requests: list[Request]
+    token_ids: Tensor
+    positions: Tensor
+    keys: Tensor
+    token_numbers: Tensor
+    places: Tensor
+    counting: Tensor
+    tables: Tensor
+
+
+class Rows:
+    """One row per live request, the n live ones in front.
+
+    Attributes:
+        requests: the live requests, by row.
+        live: the live rows.
+    """
+
+    def __init__(self, slots: int, table_width: int, device: torch.device) -> None:
+        """No row is live; there may be up to `slots`, of up to `table_width` blocks."""
+        self.requests: list[Request] = []
+        self.device = device
+        self._samplers: list[Sampler] = []
+        self._counts: TokenCounts | None = None
+        self._columns = torch.zeros((5, slots), dtype=torch.long, device=device)
+        self._tables = torch.zeros((slots, table_width), dtype=torch.int32, device=device)
+        self.live = self._part(0)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def enter(self, requests: Sequence[Request], places: Sequence[int]) -> Part:
+        """Rows for these requests behind the live ones; `places` is where each records first."""
+        first = len(self.requests)
+        for row, request in enumerate(requests, first):
+            request.row = row
+        self.requests += requests
+        part = self._part(first)
+        columns = [
+            [request.key for request in requests],
+            [0] * len(requests),
+            [len(request.prompt) - 1 for request in requests],
+            [0] * len(requests),
+            list(places),
+        ]
+        self._columns[:, part.rows] = self._on_device(columns, torch.long)
+        width = self._tables.shape[1]
+        tables = [request.blocks + [0] * (width - len(request.blocks)) for request in requests]
+        part.tables.copy_(self._on_device(tables, torch.int32))
+        self._samplers = []  # others may have come with them
+        self._look()
+        return part
+
+    def draw(self, logits: Tensor, part: Part) -> Draw:
+        """Draw for the rows of a part, each with its request's sampler; logits (n, V)."""
+        if len(self._samplers) == 1:
+            return self._drawn(self._samplers[0], logits, part, None)
+        parts, order = [], []
+        for sampler in self._samplers:
+            chosen = [i for i, request in enumerate(part.requests) if request.sampler is sampler]
+            if chosen:
+                order += chosen
+                index = torch.tensor(chosen, device=self.device)
+                parts.append(self._drawn(sampler, logits, part, index))
+        back = torch.tensor(order, device=self.device).argsort()
+        return Draw(
+            torch.cat([draw.tokens for draw in parts])[back],
+            torch.cat([draw.logprobs for draw in parts])[back],
+            torch.cat([draw.sampled_logprobs for draw in parts])[back],
+            torch.cat([draw.entropy for draw in parts])[back],
+        )
+
+    def advance(self, tokens: Tensor, part: Part) -> Tensor:
+        """The rows of a part have drawn these tokens; where each records them, (n,) int64."""
+        places = part.places.clone()
+        if self._counts is not None:
+            self._counts.add(part.rows, tokens)
+        part.token_ids.copy_(tokens)
+        part.counting.add_(1)
+        return places
+
+    def leave(self, requests: Sequence[Request]) -> None:
+        """The rows of these requests are free; live rows from the end move into them."""
+        holes = {request.row for request in requests}
+        keep = len(self.requests) - len(holes)
+        sources = [row for row in range(keep, len(self.requests)) if row not in holes]
+        targets = [row for row in holes if row < keep]
+        if sources:
+            self._move(sources, targets)
+        for request in requests:
+            request.row = -1
+        for old, new in zip(sources, targets, strict=True):
+            self.requests[new] = self.requests[old]
+            self.requests[new].row = new
+        del self.requests[keep:]
+        self._look()
+
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        """Rows take other places."""
+        if self.device.type == "cpu":  # numpy takes a tenth of torch's time for so few numbers
+            for rows in (self._columns.numpy().T, self._tables.numpy()):
+                rows[targets] = rows[sources]
+            if self._counts is not None:
+                self._counts.move(torch.tensor(sources), torch.tensor(targets))
+            return
+        source, target = self._on_device([sources, targets], torch.long)
+        self._columns.index_copy_(1, target, self._columns.index_select(1, source))
+        self._tables.index_copy_(0, target, self._tables.index_select(0, source))
+        if self._counts is not None:
+            self._counts.move(source, target)
+
+    def _drawn(self, sampler: Sampler, logits: Tensor, part: Part, index: Tensor | None) -> Draw:
+        """Draw with one sampler for all rows of a part, or for those at `index` in it."""
+        keys, numbers = part.keys, part.token_numbers
+        if index is not None:
+            logits, keys, numbers = logits[index], keys[index], numbers[index]
+        counts = None
+        if sampler.penalizes:
+            rows = part.rows if index is None else index + part.rows.start
+            counts = self._counted(part, logits.shape[1]).of(rows)
+        return sampler.draw(logits, keys, numbers, counts)
+
+    def _counted(self, part: Part, vocabulary: int) -> TokenCounts:
+        """The counts, begun for rows that have drawn nothing yet."""
+        if self._counts is None:
+            self._counts = TokenCounts(len(self._tables), vocabulary, self.device)
+        for request in part.requests:
+            if not request.is_counted:
+                request.is_counted = True
+                self._counts.begin(request.row, request.prompt)
+        return self._counts
+
+    def _on_device(self, numbers: list[list[int]], dtype: torch.dtype) -> Tensor:
+        """Numbers of the host there; from pinned memory, so that the host does not wait."""
+        made = torch.tensor(numbers, dtype=dtype, pin_memory=self.device.type == "cuda")
+        return made.to(self.device, non_blocking=True)
+
+    def _look(self) -> None:
+        """Made again whenever rows come or go, and not at every step."""
+        self.live = self._part(0)
+        if len(self._samplers) != 1 or not self.requests:  # of one, those that stay have it too
+            self._samplers = list({id(r.sampler): r.sampler for r in self.requests}.values())
+
+    def _part(self, first: int) -> Part:
+        rows = slice(first, len(self.requests))
+        columns = self._columns[:, rows]
+        keys, token_ids, positions, token_numbers, places = columns.unbind()
+        return Part(
+            rows=rows,
+            requests=self.requests[rows],
+            token_ids=token_ids,
+            positions=positions,
+            keys=keys,
+            token_numbers=token_numbers,
+            places=places,
+            counting=columns[_COUNTING:],
+            tables=self._tables[rows],
+        )

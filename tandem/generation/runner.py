@@ -1,0 +1,105 @@
+"""The only place where generation calls a model: prompts at once, then token by token."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.generation.rows import Part
+from tandem.generation.sampler import Draw
+from tandem.models.head import vocabulary_logits
+from tandem.models.twin import base_forward, kv_shapes, twin_of
+from tandem.ops import native
+from tandem.ops.steps import Decode, KVMemory, Packed, attending
+
+
+class Runner(Protocol):
+    """A model over KV memory. Everything stays on the model's device; nothing waits for it."""
+
+    def prefill(self, token_ids: Tensor, lengths: Sequence[int], tables: Tensor) -> Tensor:
+        """Keep the keys and values of G prompts side by side.
+
+        Args:
+            token_ids: (N,) int64, the prompts in order.
+            lengths: G lengths that add up to N.
+            tables: (G, W) int32, the blocks of each.
+        Returns:
+            (G, V) logits of each prompt's last token, float32 or the compute type.
+        """
+
+    def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+        """One more token per row, all (n,) and (n, W): logits (n, V) of what follows it.
+
+        The logits are read before the next call: a runner may write them in the same place.
+        """
+
+    def draw(self, logits: Tensor, part: Part) -> Draw | None:
+        """Draw for the rows of a part as `Rows.draw` does, faster; None where it cannot."""
+
+    def close(self) -> None:
+        """Give back what the runner holds besides the memory."""
+
+
+def new_memory(model: PreTrainedModel, num_blocks: int) -> KVMemory:
+    """KV memory for a model in the type that its attention computes in now.
+
+    One block more than asked, the last, is there for rows that only fill a batch up.
+    """
+    memory = KVMemory(kv_shapes(model), num_blocks + 1, dtype=kv_dtype(model), device=model.device)
+    native.prefer_large_pages(*(tensor for layer in memory.layers for tensor in layer))
+    return memory
+
+
+def kv_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The type of keys and values: autocast's where that is on, else the model's."""
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+
+
+class TwinRunner:
+    """Any model that has a twin, through its Hugging Face modules."""
+
+    def __init__(self, model: PreTrainedModel, memory: KVMemory) -> None:
+        """The twin is looked up once: the model's modules must stay what they are meanwhile."""
+        self._model, self._memory = model, memory
+        self._twin = twin_of(model)
+        self._keeps_some = "logits_to_keep" in inspect.signature(self._twin.forward).parameters
+
+    def prefill(self, token_ids: Tensor, lengths: Sequence[int], tables: Tensor) -> Tensor:
+        """As `Runner` says."""
+        device = token_ids.device
+        counts = torch.tensor(lengths, device=device)
+        ends = counts.cumsum(0)
+        starts = torch.repeat_interleave(ends - counts, counts, output_size=len(token_ids))
+        positions = torch.arange(len(token_ids), device=device) - starts
+        plain = Packed.of_lengths(lengths, device)
+        step = Packed(plain.cu_seqlens, plain.max_length, self._memory, tables)
+        with attending(step):
+            if self._keeps_some:
+                return self._logits(token_ids, positions, logits_to_keep=ends - 1)
+            hidden = base_forward(self._twin, token_ids[None], positions[None])[0]
+        return vocabulary_logits(self._model, hidden[ends - 1])
+
+    def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+        """As `Runner` says."""
+        with attending(Decode(positions, tables, self._memory)):
+            return self._logits(token_ids, positions)
+
+    def draw(self, logits: Tensor, part: Part) -> Draw | None:
+        """As `Runner` says: it never can."""
+        return None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _logits(self, token_ids: Tensor, positions: Tensor, **more: Tensor) -> Tensor:
+        output = self._twin(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **more
+        )
+        logits: Tensor = output.logits[0]
+        return logits

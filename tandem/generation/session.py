@@ -1,0 +1,297 @@
+"""Continuous batching: rows leave when their answers end, waiting ones come in, none is padded.
+
+One step lets in what fits, gives every live row a token, and sees which answers have ended. On a
+GPU what was drawn is looked at one step late, so that the device never waits for the host; the one
+token too many of an answer that had ended is thrown away.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.generation.blocks import BlockPool
+from tandem.generation.rows import Part, Rows
+from tandem.generation.runner import new_memory
+from tandem.generation.runners import make_runner
+from tandem.generation.sampler import Draw
+from tandem.generation.scheduler import Entering, Group, Request, Scheduler
+from tandem.ops.steps import BLOCK_TOKENS
+
+PREFILL_TOKENS = 4096
+"""Most tokens of prompts that are let in at once."""
+_FAILED = -1
+"""Stands for a token that was drawn of NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens that a step has drawn, as the host reads them: of `requests`, in their order."""
+
+    requests: list[Request]
+    token_ids: list[int]
+
+
+class Session:
+    """Answers being drawn over one KV memory, from the first request to `close`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stop_token_ids: Sequence[int],
+        *,
+        slots: int,
+        num_blocks: int,
+        table_width: int,
+        refill: int | None = None,
+        prefill_tokens: int = PREFILL_TOKENS,
+        record: Record | None = None,
+        late: bool | None = None,
+    ) -> None:
+        """Memory is allocated now.
+
+        Args:
+            slots: most rows side by side.
+            num_blocks: blocks of KV memory.
+            table_width: most blocks that one answer can need.
+            refill: free rows that are worth letting others in; None takes an eighth of the slots.
+            record: keeps what is drawn, and its owner looks at the numbers; without one, an
+                answer whose distribution is NaN ends as failed.
+            late: look at tokens one step late; None does so on a GPU.
+        """
+        memory = new_memory(model, num_blocks)
+        self.runner = make_runner(model, memory, table_width * BLOCK_TOKENS)
+        self.rows = Rows(slots, table_width, model.device)
+        self._memory = memory
+        # On a CPU more in one forward are no faster, and their activations take memory.
+        width = model.config.get_text_config().hidden_size
+        self._run_tokens = (
+            prefill_tokens if model.device.type != "cpu" else max(512, 2**18 // width)
+        )
+        self._scheduler = Scheduler(
+            BlockPool(num_blocks),
+            slots,
+            prefill_tokens=prefill_tokens,
+            refill=max(1, slots // 8) if refill is None else refill,
+        )
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._record = record
+        self._late = model.device.type == "cuda" if late is None else late
+        self._step = 0
+        self._limits: dict[int, list[Request]] = {}  # by the step that draws the last token
+        self._unread: deque[_Unread] = deque()
+        self._leaving: list[Request] = []
+        self._watching = False  # for stop strings
+
+    @property
+    def busy(self) -> bool:
+        """Whether any answer waits or runs, or any token has not been looked at."""
+        return bool(self.rows.requests or self._scheduler.num_waiting or self._unread)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no answer holds."""
+        return self._scheduler.pool.num_free
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue samples of one prompt, which is run once for all of them.
+
+        Raises:
+            GenerationError: one alone needs more memory than there is.
+        """
+        self._scheduler.submit(requests)
+        self._watching = self._watching or any(r.text is not None for r in requests)
+
+    def cancel(self, request: Request) -> None:
+        """Forget a request, whether it waits or runs; its blocks are free at once."""
+        if request.ended:
+            return
+        request.ended = True
+        if request.row >= 0:
+            self._let_go([request])
+        else:
+            self._scheduler.withdraw(request)
+
+    @torch.no_grad()
+    def step(self) -> list[Drawn]:
+        """Let in what fits, give every live row a token, see what has ended."""
+        drawn: list[Drawn] = []
+        entering = self._scheduler.admit(len(self.rows))
+        if entering is not None:
+            self._let_in(entering)
+            drawn += self._look()
+        if self.rows.requests:
+            live = self.rows.live
+            logits = self.runner.decode(live.token_ids, live.positions, live.tables)
+            self._step += 1
+            self._draw(logits, live)
+        return drawn + self._look()
+
+    def close(self) -> None:
+        """Free the memory; the session is over."""
+        self.runner.close()
+        self._memory.layers.clear()
+
+    def _let_in(self, entering: Entering) -> None:
+        if entering.prompts:
+            self._prefill(entering.prompts)
+        if entering.copies:
+            pairs = torch.tensor(entering.copies, device=self.rows.device)
+            self._memory.copy_blocks(pairs[:, 0], pairs[:, 1])
+        requests = [request for request, _ in entering.requests]
+        places = [0 if self._record is None else self._record.place(r) for r in requests]
+        part = self.rows.enter(requests, places)
+        rows_of_logits = [group.logits for _, group in entering.requests]
+        logits = torch.stack([row for row in rows_of_logits if row is not None])
+        for _, group in entering.requests:
+            if group.logits is not None:
+                group.logits = group.logits.clone() if group.waiting else None
+        for request in requests:
+            request.begun = self._step
+            self._limits.setdefault(self._step + request.limit - 1, []).append(request)
+        self._draw(logits, part)
+
+    def _prefill(self, groups: list[Group]) -> None:
+        part: list[Group] = []
+        for group in groups:
+            if part and sum(len(g.prompt) for g in (*part, group)) > self._run_tokens:
+                self._run(part)
+                part = []
+            part.append(group)
+        self._run(part)
+
+    def _run(self, groups: list[Group]) -> None:
+        device = self.rows.device
+        width = max(len(group.blocks) for group in groups)
+        tables = [group.blocks + [0] * (width - len(group.blocks)) for group in groups]
+        logits = self.runner.prefill(
+            torch.tensor([token for group in groups for token in group.prompt], device=device),
+            [len(group.prompt) for group in groups],
+            torch.tensor(tables, dtype=torch.int32, device=device),
+        )
+        for group, row in zip(groups, logits, strict=True):
+            group.logits = row
+
+    def _draw(self, logits: Tensor, part: Part) -> None:
+        """Draw for these rows; those that have reached their limit leave before the next step."""
+        draw = self.runner.draw(logits, part) or self.rows.draw(logits, part)
+        places = self.rows.advance(draw.tokens, part)
+        if self._record is not None:
+            self._record.keep(places, draw)
+        done = self._limits.pop(self._step, [])
+        self._leaving += [request for request in done if request.row >= 0]
+        tokens = draw.tokens
+        if self._record is None:
+            tokens = tokens.masked_fill(draw.sampled_logprobs.isnan(), _FAILED)
+        self._unread.append(_Unread(self._step, part.requests, done, tokens))
+
+    def _look(self) -> list[Drawn]:
+        """Read the tokens that are due, end what they end, and let the ended rows go."""
+        drawn = []
+        running = bool(self.rows.requests) and len(self._leaving) < len(self.rows.requests)
+        while len(self._unread) > (1 if self._late and running else 0):
+            drawn.append(self._read(self._unread.popleft()))
+        if self._leaving:
+            self._let_go([r for r in dict.fromkeys(self._leaving) if r.row >= 0])
+            self._leaving = []
+        return drawn
+
+    def _read(self, unread: _Unread) -> Drawn:
+        requests, token_ids = unread.requests, unread.token_ids()
+        if self._late:  # a row may have been drawn for after its end
+            alive = [i for i, request in enumerate(requests) if not request.ended]
+            requests, token_ids = [requests[i] for i in alive], [token_ids[i] for i in alive]
+        if self._record is None and _FAILED in token_ids:
+            for request, token in zip(requests, token_ids, strict=True):
+                if token == _FAILED:
+                    request.failed = True
+                    self._end(request, unread.step, finished=False)
+            alive = [i for i, token in enumerate(token_ids) if token != _FAILED]
+            requests, token_ids = [requests[i] for i in alive], [token_ids[i] for i in alive]
+        if not self._stop_token_ids.isdisjoint(token_ids):
+            for request, token in zip(requests, token_ids, strict=True):
+                if token in self._stop_token_ids:
+                    self._end(request, unread.step, finished=True)
+        if self._watching:
+            for request, token in zip(requests, token_ids, strict=True):
+                if request.text is not None and not request.ended:
+                    request.text.push(token)
+                    if request.text.ended:
+                        self._end(request, unread.step, finished=True)
+        for request in unread.at_limit:
+            if not request.ended:
+                self._end(request, unread.step, finished=False)
+        return Drawn(requests, token_ids)
+
+    def _end(self, request: Request, step: int, *, finished: bool) -> None:
+        request.ended, request.finished = True, finished
+        request.length = step - request.begun + 1
+        self._leaving.append(request)
+
+    def _let_go(self, requests: list[Request]) -> None:
+        self.rows.leave(requests)
+        for request in requests:
+            self._scheduler.leave(request)
+
+
+class _Unread:
+    """Tokens of one draw on their way to the host."""
+
+    def __init__(
+        self, step: int, requests: list[Request], at_limit: list[Request], tokens: Tensor
+    ) -> None:
+        self.step, self.requests, self.at_limit = step, requests, at_limit
+        self._tokens, self._arrived = tokens, None
+        if tokens.is_cuda:
+            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens.copy_(tokens, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def token_ids(self) -> list[int]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        ids: list[int] = self._tokens.tolist()
+        return ids
+
+
+class Record:
+    """What was drawn for a known number of answers, put in order once at the end."""
+
+    def __init__(self, num_answers: int, limit: int) -> None:
+        """For answers of at most `limit` tokens, numbered from 0 by `Request.number`."""
+        self._num_answers = num_answers
+        self._width = limit
+        self._places: list[Tensor] = []
+        self._draws: list[Draw] = []
+
+    def place(self, request: Request) -> int:
+        """Where a request's first token goes."""
+        return request.number * self._width
+
+    def keep(self, places: Tensor, draw: Draw) -> None:
+        """Keep a draw; each row's next one goes to the next place."""
+        self._places.append(places)
+        self._draws.append(draw)
+
+    def collected(self) -> Draw:
+        """All draws, (answers, limit) each; undefined past an answer's end."""
+        places = torch.cat(self._places)
+
+        def ordered(parts: list[Tensor]) -> Tensor:
+            flat = torch.cat(parts)
+            out = torch.zeros(self._num_answers * self._width, dtype=flat.dtype, device=flat.device)
+            out[places] = flat
+            return out.view(self._num_answers, self._width)
+
+        return Draw(
+            ordered([draw.tokens for draw in self._draws]),
+            ordered([draw.logprobs for draw in self._draws]),
+            ordered([draw.sampled_logprobs for draw in self._draws]),
+            ordered([draw.entropy for draw in self._draws]),
+        )

@@ -1,0 +1,149 @@
+"""What can be known to fail before the first step, so that it does not cost two others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+
+from tandem.config.schema import RunConfig
+from tandem.engine.bases import check_base
+from tandem.engine.spread import check_replicas
+from tandem.errors import ConfigError
+from tandem.models.rope import longrope_border
+from tandem.models.sliced import check_sliceable
+from tandem.models.source import load_config, locate
+from tandem.models.starts import same_base, start_of
+from tandem.parallel.tensor import check_divides
+from tandem.parallel.world import World
+from tandem.training.reward_function import columns_problem, load_reward_function
+from tandem.training.rows import StepRows, positions
+
+
+def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> None:
+    """Every configured step has rows, every row fits its model's positions, and a reward function
+    can be called with the rows' columns.
+
+    Args:
+        policy, reward: where the models come from.
+    Raises:
+        ConfigError: some do not; all that is wrong at once.
+    """
+    problems = list(_empty_steps(config, rows))
+    limit = positions(policy, config)
+    longest_answer = config.sampling.max_new_tokens
+    problems += _too_long("rows of step sft", rows.sft, limit)
+    problems += _too_long("rows of ppo.ptx_data", rows.ptx, limit)
+    problems += _too_long("rows of step dpo", rows.dpo_pairs, limit)
+    if "reward" in config.steps:
+        problems += _too_long("rows of step reward", rows.pairs, positions(reward, config))
+    scored = min(config.reward.normalize_prompts, len(rows.prompts))
+    if "reward" in config.steps and scored * config.sampling.samples_per_prompt == 1:
+        problems.append(
+            "reward.normalize_prompts must be 0 or find two prompts at least, whose scores differ; "
+            f"got 1 ({len(rows.prompts)} prompts, reward.normalize_prompts "
+            f"{config.reward.normalize_prompts}). Use more, or set reward.normalize_prompts 0"
+        )
+    longest = max(map(len, rows.prompts), default=0)
+    generates = {"reward", "ppo"} & set(config.steps)
+    if generates and limit is not None and longest + longest_answer > limit:
+        problems.append(
+            f"the longest prompt and sampling.max_new_tokens must fit the model's {limit} "
+            f"positions; got {longest} + {longest_answer}. Lower dataset.max_prompt_tokens or "
+            "sampling.max_new_tokens"
+        )
+    border = _rope_border(policy, config)
+    shortest = min(map(len, [*rows.prompts, *rows.heldout_prompts]), default=0)
+    if (
+        "ppo" in config.steps
+        and border is not None
+        and shortest <= border < longest + longest_answer
+    ):
+        problems.append(
+            f"prompts and answers of PPO must stay within the {border} tokens past which this "
+            f"model's rope (longrope) changes for all tokens of a sequence, so that what an answer "
+            f"was drawn from is not what is trained; got up to {longest} + {longest_answer}. Lower "
+            "dataset.max_prompt_tokens or sampling.max_new_tokens"
+        )
+    if "ppo" in config.steps and config.ppo.reward_function:
+        function = load_reward_function(config.ppo.reward_function)
+        if problem := columns_problem(function, [*rows.prompts, *rows.heldout_prompts]):
+            problems.append(problem)
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def check_parallel(config: RunConfig, world: World, policy: str) -> None:
+    """How models are to lie over the ranks, as far as it shows before any is loaded.
+
+    Args:
+        policy: where the actor comes from.
+    Raises:
+        ConfigError, ModelError: PPO would be refused, after steps that cost their time.
+    """
+    check_base(config, world)
+    check_replicas(config, world)
+    parts = config.parallel.inference_tp_size
+    if parts > 1:
+        check_divides(world, parts)
+        source = locate(policy)
+        check_sliceable(load_config(source, trust_remote_code=config.trust_remote_code), parts)
+    trains_both = {"reward", "ppo"} <= set(config.steps)
+    if config.parallel.shared_base and trains_both and config.reward_model:
+        start = start_of(config.reward_model, unmerged=True).base
+        base = start_of(policy, unmerged=True).base
+        if not same_base(start, base):
+            raise ConfigError(
+                "--shared-base must find one model under actor, critic and reward model; got "
+                f"--reward-model {config.reward_model!r} and {base!r} under the actor. Start both "
+                "from one model, or leave --shared-base off."
+            )
+
+
+def idle_ranks(config: RunConfig, world: World) -> list[str]:
+    """A line for each step that has fewer rows at a time than there are ranks to compute them."""
+    sections = {"sft": config.sft, "reward": config.reward, "dpo": config.dpo}
+    batches = [
+        (step, f"{step}.batch_size", section.batch_size, world.size)
+        for step, section in sections.items()
+        if step in config.steps
+    ]
+    if "ppo" in config.steps:
+        groups = world.size // config.parallel.inference_tp_size
+        ppo = config.ppo
+        batches += [
+            ("ppo", "ppo.minibatch_size", ppo.minibatch_size, world.size),
+            ("ppo", "ppo.prompts_per_step", ppo.prompts_per_step, groups),
+        ]
+    return [
+        f"{step}: {knob} {rows} leaves {ranks - rows} of {ranks} "
+        f"{'ranks' if ranks == world.size else 'groups of ranks'} without a row at a time: they "
+        f"wait for the others. Raise {knob} to a multiple of {ranks}, or use fewer ranks."
+        for step, knob, rows, ranks in batches
+        if rows < ranks
+    ]
+
+
+def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:
+    needed = {"sft": rows.sft, "reward": rows.pairs, "dpo": rows.dpo_pairs, "ppo": rows.prompts}
+    return [
+        f"step {step} must have at least one row; got none. See the data account above, "
+        "--data-split, and the lengths"
+        for step in config.steps
+        if not needed[step]
+    ]
+
+
+def _too_long(what: str, rows: Sequence[Sized], limit: int | None) -> list[str]:
+    longest = max(map(len, rows), default=0)
+    if limit is None or longest <= limit:
+        return []
+    return [
+        (
+            f"{what} must fit the model's {limit} positions; got {longest} tokens. "
+            f"Set dataset.max_tokens to at most {limit}"
+        )
+    ]
+
+
+def _rope_border(path: str, config: RunConfig) -> int | None:
+    found = load_config(locate(path), trust_remote_code=config.trust_remote_code)
+    return longrope_border(found.get_text_config())

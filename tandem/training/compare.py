@@ -1,0 +1,164 @@
+"""The run's models side by side: perplexity, rewards, and their answers to held-out prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.config.load import config_knobs
+from tandem.config.schema import RunConfig
+from tandem.engine.devices import resolve_dtype
+from tandem.engine.forward import autocast, generation_weights
+from tandem.engine.loading import place_policy, place_scalar
+from tandem.engine.rollouts import answered
+from tandem.engine.scoring import RewardScorer
+from tandem.generation.generator import Stops
+from tandem.metrics.folder import EVALUATION_FILE, finished_steps
+from tandem.parallel.shard import shards_of
+from tandem.parallel.tensor import tensor_group
+from tandem.training.evaluate import language_model_metrics, preference_metrics
+from tandem.training.experience import score_answers
+from tandem.training.reward_function import load_reward_function
+from tandem.training.rows import StepRows, load_renderer
+from tandem.training.run import Run
+from tandem.types import PromptRow, Rollout
+
+NUM_SHOWN = 8
+_MEASURING = (
+    *("actor_model", "reward_model", "data", "steps", "seed", "dtype", "hybrid_engine"),
+    *("sampling.", "sft.loss_on", "ppo.eval_prompts", "ppo.reward_"),
+)
+"""The knobs that a comparison's figures depend on, by the beginnings of their names."""
+
+
+def policies(run: Run) -> Iterator[tuple[str, str]]:
+    """(label, folder or hub name) of every policy that the run has, in the order made."""
+    if run.config.actor_model:
+        yield "base", run.config.actor_model
+    for label, folder in (
+        ("sft", run.folder("sft")),
+        ("dpo", run.folder("dpo")),
+        ("ppo", run.folder("ppo") / "actor"),
+        ("ema", run.folder("ppo") / "ema"),
+    ):
+        if (folder / "config.json").exists():
+            yield label, str(folder)
+
+
+def is_compared(run: Run) -> bool:
+    """Whether evaluation.json is of the models that the run has now, measured as it would be now;
+    the same on every rank."""
+    try:
+        evaluation = json.loads((run.path / EVALUATION_FILE).read_text(encoding="utf-8"))
+        known = evaluation["made_from"]
+    except (OSError, ValueError, KeyError, TypeError):
+        known = None
+    return bool(run.world.collect(known == _made_from(run))[0])
+
+
+def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
+    """Measure every policy and the reward model on held-out rows; `save` writes evaluation.json.
+
+    All policies answer the same prompts with the same random numbers.
+
+    Returns:
+        {"models": {label: {metric: value}}, "answers": [{"prompt", "answers": {label: {"text",
+        "score"}}}], "made_from": what the figures depend on}, as written.
+    Raises:
+        CheckpointError: a finished step's folder is damaged.
+    """
+    config = run.config
+    made_from = _made_from(run)
+    scorer = _scorer(run)
+    function = load_reward_function(config.ppo.reward_function) if _uses_function(config) else None
+    prompts = rows.heldout_prompts[: config.ppo.eval_prompts]
+    models: dict[str, dict[str, float]] = {}
+    answers: list[dict[str, Any]] = [
+        {"prompt": prompt.messages[-1].content, "answers": {}} for prompt in prompts[:NUM_SHOWN]
+    ]
+    for label, source in policies(run):
+        model = place_policy(source, config, run.world, trained=False)
+        models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
+        if prompts:
+            rollout = answer(model, prompts, rows, config)
+            scored = score_answers(rollout, scorer, rows.renderer, config.ppo, function, run.world)
+            # Without penalties and clips; NaN where nothing scores.
+            scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).cpu()
+            models[label] |= rollout_metrics(rollout, scores)
+            for shown, text, score in zip(
+                answers, rollout.responses, scores.tolist(), strict=False
+            ):
+                value = None if score != score else score
+                shown["answers"][label] = {"text": text, "score": value}
+    if scorer is not None and rows.heldout_pairs:
+        models["reward model"] = preference_metrics(scorer, rows.heldout_pairs)
+    shown_answers = [shown for shown in answers if shown["answers"]]
+    evaluation = {"models": models, "answers": shown_answers, "made_from": made_from}
+    if save:
+        run.write_json(EVALUATION_FILE, evaluation)
+    return evaluation
+
+
+def _made_from(run: Run) -> dict[str, Any]:
+    """What a comparison's figures depend on: models, knobs and rows, as JSON gives them back."""
+    steps = finished_steps(run.path)
+    for step in steps:
+        run.verify(step)
+    identity = run.identity
+    made_from: dict[str, Any] = {
+        "steps": steps,
+        "knobs": identity.knobs(name for name, _ in config_knobs() if name.startswith(_MEASURING)),
+        "rows": identity.fingerprints,
+    }
+    for knob in ("actor_model", "reward_model"):
+        made_from[f"the files of {knob}"] = identity.files_of(knob)
+    if _uses_function(run.config):
+        made_from["the reward function"] = identity.reward_function()
+    return made_from
+
+
+def answer(
+    model: PreTrainedModel, prompts: Sequence[PromptRow], rows: StepRows, config: RunConfig
+) -> Rollout:
+    """One sampled answer per prompt, the same random numbers for every policy."""
+    computes = autocast(model.device, resolve_dtype(config.dtype, model.device))
+    world = shards_of(model).world
+    group = tensor_group(world, config.parallel.inference_tp_size)
+    with torch.no_grad(), generation_weights(model, group), computes:
+        stops = Stops.of(rows.renderer)
+        return answered(model.eval(), prompts, config, stops, world, step=0, group=group)
+
+
+def rollout_metrics(rollout: Rollout, scores: Tensor) -> dict[str, float]:
+    """Mean score (where there is one), EOS rate and length of a policy's answers."""
+    metrics = {
+        "heldout_eos_rate": float(rollout.finished.float().mean()),
+        "heldout_response_tokens": rollout.batch.num_response_tokens / len(rollout),
+    }
+    if not bool(scores.isnan().all()):
+        metrics["heldout_reward"] = float(scores.nanmean())
+    return metrics
+
+
+def _uses_function(config: RunConfig) -> bool:
+    return bool(config.ppo.reward_function) and "ppo" in config.steps
+
+
+def _scorer(run: Run) -> RewardScorer | None:
+    source = run.reward_source()
+    if source is None or not (run.is_finished("reward") or "ppo" in run.config.steps):
+        return None
+    if "ppo" in run.config.steps and run.config.ppo.reward_model_weight == 0:
+        return None
+    config = run.config
+    model = place_scalar(
+        source, config, run.world, trained=False, seed=config.seed, needs_head=True
+    )
+    _, renderer = load_renderer(source, trust_remote_code=config.trust_remote_code)
+    dtype = resolve_dtype(config.dtype, run.device)
+    return RewardScorer(model, renderer, dtype=dtype, max_tokens=config.micro_batch_tokens)

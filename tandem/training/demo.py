@@ -1,0 +1,128 @@
+"""`tandem demo`: all three steps on the built-in data set, judged by a rule nobody trained on.
+
+A small Llama starts from new weights with its own tokenizer, so nothing is needed from elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tandem.config.schema import RunConfig
+from tandem.data.embedded import build_tokenizer, demo_config, judge, model_config
+from tandem.engine.scoring import RewardScorer
+from tandem.metrics.report import write_report
+from tandem.models.load import load_causal_lm, new_causal_lm
+from tandem.models.save import save_model
+from tandem.models.scalar import load_scalar_model
+from tandem.training.compare import answer, policies
+from tandem.training.pipeline import tokenizer_sources, train
+from tandem.training.rows import StepRows, load_renderer, prepare_rows
+from tandem.training.run import Run
+from tandem.types import PairRow, PromptRow
+
+
+def demo(output_dir: str, console: Console | None = None) -> dict[str, dict[str, float]]:
+    """Run the demo in `output_dir`, judge its models, and show them talking.
+
+    Returns:
+        what the rule says of each model: {label: {"form", "content", "manner", "score"}}, shares
+        and means over held-out prompts.
+    """
+    console = console or Console()
+    config = demo_config(output_dir)
+    base = Path(output_dir) / "base"
+    config = replace(config, actor_model=str(base))
+    if not (base / "config.json").exists():
+        tokenizer = build_tokenizer()
+        save_model(new_causal_lm(model_config(tokenizer), seed=config.seed), tokenizer, base)
+    run = train(config, command=f"tandem demo --output-dir {output_dir}")
+    rows = prepare_rows(run.config, *tokenizer_sources(run))
+    judged = judge_policies(run, rows)
+    agreement = rule_agreement(run, rows)
+    _add_to_report(run, judged, agreement)
+    console.print(_table(judged))
+    console.print(f"The reward model agrees with the rule on {agreement:.1%} of held-out pairs.")
+    for shown in _talk(config, run, rows):
+        console.print(shown)
+    console.print(f"\nreport: {run.path / 'report.html'}\nchat:   tandem chat {run.path}")
+    return judged
+
+
+def _add_to_report(run: Run, judged: dict[str, dict[str, float]], agreement: float) -> None:
+    """Put the rule's verdict beside the figures that training could see."""
+    path = run.path / "evaluation.json"
+    evaluation = json.loads(path.read_text(encoding="utf-8"))
+    for label, verdict in judged.items():
+        evaluation["models"][label] |= {f"rule: {name}": v for name, v in verdict.items()}
+    evaluation["models"]["reward model"]["rule: agreement"] = agreement
+    run.write_json("evaluation.json", evaluation)
+    write_report(run.path)
+
+
+def judge_policies(run: Run, rows: StepRows) -> dict[str, dict[str, float]]:
+    """The hidden rule on every policy's sampled answers to all held-out prompts."""
+    judged = {}
+    for label, source in policies(run):
+        rollout = answer(load_causal_lm(source), rows.heldout_prompts, rows, run.config)
+        verdicts = [
+            judge(prompt.messages[-1].content, response)
+            for prompt, response in zip(rollout.prompts, rollout.responses, strict=True)
+        ]
+        judged[label] = {
+            name: sum(float(getattr(verdict, name)) for verdict in verdicts) / len(verdicts)
+            for name in ("form", "content", "manner", "score")
+        }
+    return judged
+
+
+def rule_agreement(run: Run, rows: StepRows) -> float:
+    """Share of held-out pairs that the reward model ranks as the rule does."""
+    source = str(run.folder("reward"))
+    _, renderer = load_renderer(source, trust_remote_code=False)
+    scorer = RewardScorer(load_scalar_model(source, seed=0).eval(), renderer)
+    chosen, rejected = (scorer.raw_rows(side) for side in _sides(rows.heldout_pairs))
+    return float((chosen > rejected).float().mean())
+
+
+def _sides(pairs: Sequence[PairRow]) -> tuple[list[Any], list[Any]]:
+    return [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
+
+
+def _talk(config: RunConfig, run: Run, rows: StepRows) -> list[Table]:
+    """A few held-out prompts with the answers of the model that was trained last."""
+    prompts: list[PromptRow] = rows.heldout_prompts[:4]
+    models = dict(policies(run))
+    chosen = {label: models[label] for label in ("base", "sft", "ppo") if label in models}
+    answers = {
+        label: answer(load_causal_lm(source), prompts, rows, config).responses
+        for label, source in chosen.items()
+    }
+    tables = []
+    for i, prompt in enumerate(prompts):
+        table = Table(title=Text(prompt.messages[-1].content), title_justify="left")
+        table.add_column("model")
+        table.add_column("answer", overflow="fold")
+        table.add_column("rule", justify="right")
+        for label, texts in answers.items():
+            verdict = judge(prompt.messages[-1].content, texts[i])
+            table.add_row(label, Text(texts[i]), f"{verdict.score:.2f}")
+        tables.append(table)
+    return tables
+
+
+def _table(judged: dict[str, dict[str, float]]) -> Table:
+    table = Table(title="The hidden rule on held-out prompts", title_justify="left")
+    table.add_column("model")
+    for name in ("form", "content", "manner", "score"):
+        table.add_column(name, justify="right")
+    for label, values in judged.items():
+        table.add_row(label, *(f"{value:.3f}" for value in values.values()))
+    return table

@@ -1,0 +1,115 @@
+"""Direct preference optimization: steps 2 and 3 in one, without a reward model.
+
+The reference is the policy as it starts: with LoRA the model with its adapters off, else a frozen
+copy. Log-probs are summed over the answer, its EOS included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.config.schema import RunConfig
+from tandem.engine.forward import response_logprobs
+from tandem.engine.loading import check_policy, place_policy
+from tandem.models.load import check_vocabulary
+from tandem.models.lora import adapters_off
+from tandem.objectives.losses import dpo_loss
+from tandem.training.evaluate import row_logprobs
+from tandem.training.fit import Objective, fit
+from tandem.training.rows import StepRows
+from tandem.training.run import Run
+from tandem.training.saving import save_policy
+from tandem.types import PairRow, TokenBatch
+
+
+def train_dpo(run: Run, rows: StepRows) -> None:
+    """Train with DPO and leave `RUN/dpo`, a folder that from_pretrained opens."""
+    config = run.config
+    device, source = run.device, run.policy_source()
+    model = place_policy(
+        source, config, run.world, trained=True, seed=config.seed, keeps_start=True
+    )
+    check_vocabulary(model, rows.tokenizer)
+    check_policy(model, config, None)
+    frozen = None
+    if config.lora.rank == 0:
+        frozen = place_policy(source, config, run.world, trained=False)
+
+    def reference_of(batch: TokenBatch) -> Tensor:
+        with torch.no_grad():
+            if frozen is not None:
+                return response_logprobs(frozen, batch)[0].sum(dim=1)
+            with adapters_off(model):
+                return response_logprobs(model, batch)[0].sum(dim=1)
+
+    def loss(part: Sequence[PairRow]) -> tuple[Tensor, dict[str, Tensor]]:
+        both = [pair.chosen for pair in part] + [pair.rejected for pair in part]
+        batch = TokenBatch.from_rows(both, rows.renderer.pad_token_id).to(device)
+        ref_chosen, ref_rejected = reference_of(batch).chunk(2)
+        chosen, rejected = response_logprobs(model, batch)[0].sum(dim=1).chunk(2)
+        result = dpo_loss(
+            chosen,
+            rejected,
+            ref_chosen,
+            ref_rejected,
+            beta=config.dpo.beta,
+            label_smoothing=config.dpo.label_smoothing,
+        )
+        return result.loss, {
+            "accuracy": result.accuracy,
+            "implicit_reward_chosen": result.chosen_reward,
+            "implicit_reward_rejected": result.rejected_reward,
+            "implicit_reward_margin": result.chosen_reward - result.rejected_reward,
+        }
+
+    evaluation = fit(
+        run,
+        "dpo",
+        model,
+        config.dpo,
+        rows.dpo_pairs,
+        Objective(
+            units=lambda pair: 1,
+            sequences=lambda pair: (pair.chosen, pair.rejected),
+            loss=loss,
+            sequences_per_row=2,
+            scoring_passes=1,
+        ),
+        evaluate=_evaluation(model, frozen, rows, config),
+    )
+    run.finish("dpo", lambda folder: save_policy(model, rows, folder), evaluation)
+
+
+def _evaluation(
+    model: PreTrainedModel, frozen: PreTrainedModel | None, rows: StepRows, config: RunConfig
+) -> Callable[[], dict[str, float]]:
+    """Held-out loss and accuracy of the implicit reward; the reference is scored only once."""
+    pairs = rows.heldout_dpo_pairs
+    sides = [[pair.chosen for pair in pairs], [pair.rejected for pair in pairs]]
+    if frozen is not None:
+        reference = [row_logprobs(frozen, side, rows.renderer, config) for side in sides]
+    else:
+        with adapters_off(model):
+            reference = [row_logprobs(model, side, rows.renderer, config) for side in sides]
+
+    def evaluate() -> dict[str, float]:
+        if not pairs:
+            return {}
+        chosen, rejected = (row_logprobs(model, side, rows.renderer, config) for side in sides)
+        result = dpo_loss(
+            chosen,
+            rejected,
+            *reference,
+            beta=config.dpo.beta,
+            label_smoothing=config.dpo.label_smoothing,
+        )
+        return {
+            "heldout_loss": float(result.loss) / len(pairs),
+            "heldout_accuracy": float(result.accuracy) / len(pairs),
+        }
+
+    return evaluate

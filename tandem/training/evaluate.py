@@ -1,0 +1,153 @@
+"""Measuring on held-out rows: loss and perplexity, preferences, and a policy's own answers."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.config.schema import RunConfig
+from tandem.data.render import Renderer
+from tandem.engine.devices import resolve_dtype
+from tandem.engine.forward import autocast, response_logprobs, scored
+from tandem.engine.hybrid import RLHFEngine
+from tandem.engine.scoring import RewardScorer
+from tandem.objectives.masked import masked_sum
+from tandem.parallel.shard import shards_of
+from tandem.training.experience import ScoredAnswers, score_answers
+from tandem.training.reward_function import RewardFunction
+from tandem.types import PairRow, PromptRow, Rollout, TokenBatch, TokenRow
+
+
+def language_model_metrics(
+    model: PreTrainedModel, rows: Sequence[TokenRow], renderer: Renderer, config: RunConfig
+) -> dict[str, float]:
+    """Mean loss (nats) and perplexity over the rows' learned tokens; nothing for no rows."""
+    losses: defaultdict[str, float] = defaultdict(float)
+    counts: defaultdict[str, int] = defaultdict(int)
+    for row, logprob in zip(rows, row_logprobs(model, rows, renderer, config), strict=True):
+        for name in ("", f"/{row.source.dataset}"):
+            losses[name] -= float(logprob)
+            counts[name] += sum(row.response_mask)
+    means = {name: losses[name] / counts[name] for name in losses if counts[name]}
+    if len(means) == 2:  # one data set: its own figure is the whole
+        means.pop(next(name for name in means if name))
+    return {f"heldout_loss{name}": loss for name, loss in means.items()} | {
+        f"heldout_perplexity{name}": math.exp(min(loss, 700.0)) for name, loss in means.items()
+    }
+
+
+def row_logprobs(
+    model: PreTrainedModel, rows: Sequence[TokenRow], renderer: Renderer, config: RunConfig
+) -> Tensor:
+    """(B,) float32 on the CPU: each row's log-prob summed over its learned tokens; no gradient."""
+    if not rows:
+        return torch.zeros(0)
+    device = shards_of(model).world.device
+    dtype = resolve_dtype(config.dtype, device)
+    batch = TokenBatch.from_rows(rows, renderer.pad_token_id)
+
+    def forward(part: TokenBatch) -> tuple[Tensor, ...]:
+        with autocast(device, dtype):
+            return (response_logprobs(model, part.to(device))[0].sum(dim=1),)
+
+    was_training = model.training
+    model.eval()
+    (sums,) = scored(batch, config.micro_batch_tokens, forward, [model])
+    model.train(was_training)
+    return sums.cpu()
+
+
+def preference_metrics(scorer: RewardScorer, pairs: Sequence[PairRow]) -> dict[str, float]:
+    """Accuracy, margin and calibration of a reward model on pairs, over all and per data set."""
+    if not pairs:
+        return {}
+    scorer.model.eval()
+    margins = scorer.raw_rows([pair.chosen for pair in pairs]) - scorer.raw_rows(
+        [pair.rejected for pair in pairs]
+    )
+    names = [pair.chosen.source.dataset for pair in pairs]
+    metrics = _margin_metrics(margins, "")
+    if len(set(names)) > 1:
+        for name in sorted(set(names)):
+            chosen = torch.tensor([n == name for n in names], device=margins.device)
+            metrics |= _margin_metrics(margins[chosen], f"/{name}")
+    return metrics
+
+
+def _margin_metrics(margins: Tensor, suffix: str) -> dict[str, float]:
+    wins = (margins > 0).float() + 0.5 * (margins == 0).float()
+    return {
+        f"heldout_accuracy{suffix}": float(wins.mean()),
+        f"heldout_margin{suffix}": float(margins.mean()),
+        f"heldout_calibration_error{suffix}": calibration_error(margins),
+    }
+
+
+def calibration_error(margins: Tensor, num_bins: int = 10) -> float:
+    """Expected calibration error of P(chosen wins) = sigmoid(margin).
+
+    Pairs are binned by the confidence in whichever answer is favoured, 0.5 to 1; per bin the mean
+    confidence is compared with the share of pairs that were right, weighted by the bin's size.
+    Source: arXiv:1706.04599.
+    """
+    confidence = torch.sigmoid(margins.abs().double())
+    right = (margins > 0).double() + 0.5 * (margins == 0).double()
+    bins = ((confidence - 0.5) * 2 * num_bins).long().clamp(max=num_bins - 1)
+    error = 0.0
+    for index in bins.unique():
+        chosen = bins == index
+        gap = (confidence[chosen].mean() - right[chosen].mean()).abs()
+        error += float(gap) * float(chosen.double().mean())
+    return error
+
+
+def policy_metrics(
+    engine: RLHFEngine,
+    prompts: Sequence[PromptRow],
+    config: RunConfig,
+    reward_function: RewardFunction | None,
+) -> tuple[dict[str, float], Rollout | None]:
+    """Held-out reward, KL, EOS rate and length of the actor as it is, and of its average.
+
+    The same random numbers, those of step 0, are used every time, so that a difference is the
+    policy's.
+    """
+    if not prompts:
+        return {}, None
+    rollout = engine.rollout(prompts, step=0)
+
+    def scores(rollout: Rollout) -> ScoredAnswers:
+        return score_answers(
+            rollout, engine.scorer, engine.renderer, config.ppo, reward_function, engine.world
+        )
+
+    answers = scores(rollout)
+    mask = rollout.batch.response_mask
+
+    def log_ratios(part: TokenBatch) -> tuple[Tensor, ...]:
+        logprobs, _ = engine.actor_logprobs(part, with_entropy=False)
+        return (logprobs - engine.reference_logprobs(part),)
+
+    (ratios,) = scored(rollout.batch, config.micro_batch_tokens, log_ratios, engine.policy_models)
+    metrics = {
+        "heldout_eos_rate": float(rollout.finished.float().mean()),
+        "heldout_kl": float(masked_sum(ratios, mask)) / len(rollout),
+        "heldout_response_tokens": rollout.batch.num_response_tokens / len(rollout),
+    }
+    if bool(answers.is_scored.any()):
+        metrics["heldout_reward"] = float(answers.mixed[answers.is_scored].mean())
+    if not bool(answers.function.isnan().all()):
+        metrics["heldout_reward_function_score"] = float(answers.function.nanmean())
+    if engine.ema is not None:
+        with engine.ema.applied():
+            average = engine.rollout(prompts, step=0)
+            of_average = scores(average)
+        if bool(of_average.is_scored.any()):
+            mixed = of_average.mixed[of_average.is_scored]
+            metrics["heldout_reward_ema"] = float(mixed.mean())
+    return metrics, rollout

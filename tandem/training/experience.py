@@ -1,0 +1,226 @@
+"""The scoring pass: a Rollout becomes an Experience, all that the updates need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tandem.config.schema import PPOConfig
+from tandem.data.render import Renderer
+from tandem.engine.hybrid import PolicyNumbers, RLHFEngine
+from tandem.engine.scoring import RewardScorer
+from tandem.errors import BadStepError, DataError
+from tandem.objectives.advantages import generalized_advantages
+from tandem.objectives.kl import Estimator, token_kl
+from tandem.objectives.losses import explained_variance
+from tandem.objectives.masked import masked_mean, masked_std, masked_sum, whiten
+from tandem.objectives.rewards import clipped_scores, token_rewards
+from tandem.parallel.world import World
+from tandem.training.reward_function import RewardFunction, function_scores
+from tandem.types import Experience, Rollout
+
+
+def make_experience(
+    rollout: Rollout,
+    engine: RLHFEngine,
+    config: PPOConfig,
+    *,
+    kl_coef: float,
+    reward_function: RewardFunction | None = None,
+) -> Experience:
+    """Score a rollout: log-probs by actor and reference, values, scores, rewards, advantages.
+
+    Answers that nothing could score (a reward function's None, without a reward model) are left
+    out and counted in the metric `reward_unscored`.
+
+    Raises:
+        BadStepError: a number that comes out is not finite.
+        DataError: no answer could be scored.
+    """
+    scored = score_answers(
+        rollout, engine.scorer, engine.renderer, config, reward_function, engine.world
+    )
+    if not bool(scored.is_scored.any()):
+        raise DataError(
+            "the reward function must score at least one answer of a rollout; got None for all "
+            f"{len(rollout)}. Look at the columns it reads."
+        )
+    metrics = scored.metrics(rollout)
+    if not bool(scored.is_scored.all()):
+        rollout, scored = _only_scored(rollout, scored)
+    batch, mask = rollout.batch, rollout.batch.response_mask
+    numbers = engine.policy_numbers(rollout)
+    kl = token_kl(numbers.logprobs, numbers.ref_logprobs, reward_estimator(config))
+    rewards = token_rewards(
+        scored.scores, kl, mask, kl_coef=kl_coef if config.kl_in == "reward" else 0.0
+    )
+    advantages, returns = generalized_advantages(
+        rewards, numbers.values, mask, gamma=config.gamma, lam=config.lam
+    )
+    metrics |= _experience_metrics(rollout, numbers, rewards, advantages, returns)
+    metrics["kl_coef"] = kl_coef
+    _require_finite(
+        rewards=rewards,
+        values=numbers.values,
+        logprobs=numbers.logprobs,
+        kl=kl,
+        advantages=advantages,
+    )
+    return Experience(
+        batch=batch,
+        old_logprobs=numbers.logprobs,
+        ref_logprobs=numbers.ref_logprobs,
+        values=numbers.values,
+        rewards=rewards,
+        advantages=whiten(advantages, mask) if config.whiten_advantages else advantages,
+        returns=returns,
+        scores=scored.scores,
+        rollout=rollout,
+        metrics=metrics,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredAnswers:
+    """Where each answer's score came from; all (B,) float32 but the two bool masks.
+
+    model, raw: the reward model's score, normalized and as it came (NaN without a model).
+    function: the reward function's (NaN without one, or where it said None).
+    mixed: both weighted and added. scores: mixed less the missing-EOS penalty, clipped. Both are
+        0 where is_scored is false.
+    """
+
+    scores: Tensor
+    mixed: Tensor
+    is_scored: Tensor
+    was_clipped: Tensor
+    raw: Tensor
+    model: Tensor
+    function: Tensor
+
+    def metrics(self, rollout: Rollout) -> dict[str, float]:
+        """The metrics that speak of answers, over all of them."""
+        lengths = rollout.batch.response_mask.sum(dim=1).float()
+        chosen, mixed = self.scores[self.is_scored], self.mixed[self.is_scored]
+        values = {
+            "reward": float(chosen.mean()) if len(chosen) else 0.0,
+            "reward_before_penalty": float(mixed.mean()) if len(mixed) else 0.0,
+            "reward_std": float(chosen.std(correction=0)) if len(chosen) else 0.0,
+            "reward_unscored": float((~self.is_scored).sum()),
+            "reward_clipped": float(self.was_clipped.float().mean()),
+            "response_tokens": float(lengths.mean()),
+            "response_tokens_max": float(lengths.max()),
+            "eos_rate": float(rollout.finished.float().mean()),
+        }
+        parts = {
+            "reward_raw": self.raw,
+            "reward_model_score": self.model,
+            "reward_function_score": self.function,
+        }
+        return values | {
+            name: float(part.nanmean())
+            for name, part in parts.items()
+            if not bool(part.isnan().all())
+        }
+
+
+def score_answers(
+    rollout: Rollout,
+    scorer: RewardScorer | None,
+    renderer: Renderer,
+    config: PPOConfig,
+    reward_function: RewardFunction | None,
+    world: World,
+) -> ScoredAnswers:
+    """One score per answer, from the reward model, the reward function or both.
+
+    Args:
+        scorer: the reward model; None where a function alone rewards.
+        renderer: the policy's.
+    """
+    nothing = torch.full((len(rollout),), torch.nan, device=world.device)
+    raw = model = function = nothing
+    if scorer is not None and config.reward_model_weight > 0:
+        raw = scorer.raw(rollout, renderer)
+        model = scorer.normalized(raw)
+    if reward_function is not None:
+        function = function_scores(reward_function, rollout, world)
+    is_scored = ~(model.isnan() & function.isnan())
+    mixed = (
+        config.reward_model_weight * model.nan_to_num()
+        + config.reward_function_weight * function.nan_to_num()
+    )
+    penalty = config.missing_eos_penalty * (~rollout.finished).float()
+    scores, was_clipped = clipped_scores(mixed - penalty, config.reward_clip)
+    return ScoredAnswers(
+        scores=scores.masked_fill(~is_scored, 0.0),
+        mixed=mixed,
+        is_scored=is_scored,
+        was_clipped=was_clipped & is_scored,
+        raw=raw,
+        model=model,
+        function=function,
+    )
+
+
+def reward_estimator(config: PPOConfig) -> Estimator:
+    """The KL estimator in the reward (and in the metrics): k1 unless another is named for it."""
+    named = config.kl_estimator
+    return "k1" if named == "auto" or config.kl_in == "loss" else named
+
+
+def _only_scored(rollout: Rollout, scored: ScoredAnswers) -> tuple[Rollout, ScoredAnswers]:
+    rows = scored.is_scored.nonzero().flatten()
+    batch = rollout.batch.select(rows)
+    width = batch.token_ids.shape[1]
+    kept = rows.tolist()
+    return (
+        Rollout(
+            batch=batch,
+            rollout_logprobs=rollout.rollout_logprobs[rows, :width],
+            sampled_logprobs=rollout.sampled_logprobs[rows, :width],
+            rollout_entropy=rollout.rollout_entropy[rows, :width],
+            finished=rollout.finished[rows],
+            prompts=tuple(rollout.prompts[i] for i in kept),
+            responses=tuple(rollout.responses[i] for i in kept),
+            rank_seconds=rollout.rank_seconds,
+        ),
+        replace(scored, scores=scored.scores[rows], is_scored=scored.is_scored[rows]),
+    )
+
+
+def _experience_metrics(
+    rollout: Rollout, numbers: PolicyNumbers, rewards: Tensor, advantages: Tensor, returns: Tensor
+) -> dict[str, float]:
+    mask = rollout.batch.response_mask
+    log_ratio = numbers.logprobs - numbers.ref_logprobs
+    metrics = {
+        "shaped_return": float(masked_sum(rewards, mask) / len(rollout)),
+        "kl": float(masked_sum(log_ratio, mask) / len(rollout)),
+        "kl_per_token": float(masked_mean(log_ratio, mask)),
+        "entropy": float(masked_mean(numbers.entropy, mask)),
+        "explained_variance": explained_variance(numbers.values, returns, mask),
+        "advantage_mean": float(masked_mean(advantages, mask)),
+        "advantage_std": float(masked_std(advantages, mask)),
+        "values_mean": float(masked_mean(numbers.values, mask)),
+        "returns_mean": float(masked_mean(returns, mask)),
+        "old_logprobs_sampled": float(numbers.from_sampler),
+    }
+    if rollout.rank_seconds:
+        slowest, total = max(rollout.rank_seconds), sum(rollout.rank_seconds)
+        metrics["rank_wait"] = 1 - total / len(rollout.rank_seconds) / max(slowest, 1e-9)
+    if not numbers.from_sampler:  # else the update's first forward measures it
+        gap = (rollout.rollout_logprobs - numbers.logprobs).abs()
+        metrics["rollout_gap"] = float(masked_mean(gap, mask))
+    return metrics
+
+
+def _require_finite(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise BadStepError(
+                f"{name} of the rollout must be finite; got {int((~torch.isfinite(tensor)).sum())} "
+                "that are not. Lower the learning rates, or look at the reward function."
+            )

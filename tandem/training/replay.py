@@ -1,0 +1,199 @@
+"""`tandem replay`: one step of a run again, alone, without touching the run; its tokens in a table.
+
+A step follows from the checkpoint before it, its rows and the seed, so it comes out as it was: on a
+CPU to the last bit, which is checked against the run's own record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tandem.checkpoint.state import SavedState, State, load_state_before
+from tandem.config.load import load_config
+from tandem.config.schema import RunConfig
+from tandem.errors import CheckpointError, ConfigError
+from tandem.metrics.log import MutedLog, Record, read_metrics
+from tandem.training.pipeline import STEPS, tokenizer_sources
+from tandem.training.recorder import Recorded
+from tandem.training.rows import StepRows, prepare_rows
+from tandem.training.run import Run
+from tandem.types import Experience, PairRow, TokenRow
+
+_WIDTH = 100
+_NOT_COMPARED = (
+    *("seconds", "tokens_per_", "samples_per_", "tflops", "peak_memory", "rank_"),
+    "skipped",  # a count since the run's beginning
+)
+
+
+class _Reached(BaseException):
+    """The step that was asked for is done: no error, and nobody is to take it for one."""
+
+
+class ReplayRun(Run):
+    """A run that reads everything and writes nothing, up to one step of one stage."""
+
+    writes = False
+
+    def __init__(
+        self, config: RunConfig, stage: str, step: int, say: Callable[[str], None]
+    ) -> None:
+        """Of the run in `config.output_dir`."""
+        super().__init__(config, say)
+        self._stage = stage
+        self._step = step
+        self.reached: Recorded | None = None
+
+    def open(self, command: str) -> None:
+        """Writes nothing."""
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Writes nothing."""
+
+    def save(self, step: str, state: State) -> None:
+        """Saves nothing."""
+
+    def load(self, step: str) -> SavedState | None:
+        """The newest whole checkpoint from before the step."""
+        state, notes = load_state_before(self._checkpoints(step), self._step, self.world)
+        for note in notes:
+            self.say(note)
+        done = 0 if state is None else state.step
+        again = self._step - 1 - done
+        self.say(
+            f"{step}: from {'the beginning' if state is None else f'the checkpoint after {done}'}"
+            + (f", steps {done + 1} to {self._step - 1} again first" if again else "")
+        )
+        return state
+
+    def metric_log(
+        self, step: str, num_steps: int, start: int, thresholds: Mapping[str, float] | None = None
+    ) -> MutedLog:
+        """Logs nothing.
+
+        Raises:
+            ConfigError: the stage has no such step.
+        """
+        if self._step > num_steps:
+            raise ConfigError(
+                f"--step must be at most {num_steps}, {step}'s last; got {self._step}."
+            )
+        return MutedLog()
+
+    def step_ended(self, recorded: Recorded) -> None:
+        """Leaves the stage after the step."""
+        if recorded.step == self._step:
+            self.reached = recorded
+            raise _Reached
+
+
+def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
+    """Run a step again and print its metrics and tokens; 0 if it came out as recorded, else 1.
+
+    Args:
+        folder: the run's.
+        stage: sft, reward, dpo or ppo; empty takes the last that has recorded the step.
+        rows: how many sequences to show.
+    Raises:
+        CheckpointError: the folder is no run's.
+        ConfigError: there is no such step, or `rows` is negative.
+    """
+    if rows < 0:
+        raise ConfigError(f"--rows must be >= 0; got {rows}.")
+    path = Path(folder) / "config.yaml"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} must be a run's folder (with config.yaml); it is not.")
+    config = replace(load_config(path), output_dir=folder)
+    recorded = {record.stage: record for record in read_metrics(folder) if record.step == step}
+    stages = [stage] if stage else [name for name in config.steps if name in recorded][-1:]
+    if step < 1 or not stages or stages[0] not in config.steps:
+        raise ConfigError(
+            f"--step must be a step that {folder} has recorded, from 1 on; got {step}"
+            f"{f' of {stage}' if stage else ''}. Its steps: {', '.join(config.steps)}."
+        )
+    run = ReplayRun(config, stages[0], step, say=print)
+    data = prepare_rows(config, *tokenizer_sources(run))
+    run.note_data(data)
+    with suppress(_Reached):
+        STEPS[stages[0]](run, data)
+    assert run.reached is not None
+    console = Console()
+    if console.width < _WIDTH:  # a line a token, whatever the terminal does with it
+        console = Console(width=_WIDTH)
+    console.print(f"{stages[0]} step {step}, again", style="bold")
+    is_same = _show_metrics(console, run.reached, recorded.get(stages[0]))
+    _show_rows(console, run.reached, data, rows)
+    return 0 if is_same else 1
+
+
+def _show_metrics(console: Console, now: Recorded, then: Record | None) -> bool:
+    """Every metric now and as recorded; whether they are equal, but for those of the clock."""
+    table = Table("metric", "now", "recorded", "", box=box.SIMPLE)
+    is_same = True
+    values, recorded = now.values or {}, {} if then is None else then.values
+    for name in dict.fromkeys((*values, *recorded)):
+        if name.startswith(_NOT_COMPARED):
+            continue
+        pair = values.get(name), recorded.get(name)
+        are_nan = all(value is not None and math.isnan(value) for value in pair)
+        is_equal = then is None or pair[0] == pair[1] or are_nan
+        is_same &= is_equal
+        shown = ("" if value is None else f"{value:.9g}" for value in pair)
+        table.add_row(name, *shown, "" if is_equal else "!")
+    console.print(table)
+    if then is None:
+        console.print("the run has no record of this step")
+    return is_same
+
+
+def _show_rows(console: Console, recorded: Recorded, data: StepRows, rows: int) -> None:
+    made = recorded.made
+    if isinstance(made, Experience):
+        for row in range(min(rows, len(made))):
+            console.print(_answer_table(made, row, data))
+        return
+    for row in recorded.rows[:rows]:
+        parts = (row.chosen, row.rejected) if isinstance(row, PairRow) else (row,)
+        for part in parts:
+            if isinstance(part, TokenRow):
+                console.print(_learned(part, data))
+
+
+def _answer_table(made: Experience, row: int, data: StepRows) -> Table:
+    """One answer, token by token: log-probs and KL in nats, the rest in reward units."""
+    source = made.rollout.prompts[row].source if len(made.rollout) == len(made) else None
+    title = f"answer {row + 1}, score {float(made.scores[row]):.4g}"
+    if source is not None:
+        title += f", prompt from {source}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("token", "text", "log-prob", "reference", "kl", "value", "reward", "advantage",
+                 "return"):  # fmt: skip
+        table.add_column(name, justify="left" if name == "text" else "right", no_wrap=True)
+    for place in made.batch.response_mask[row].nonzero().flatten().tolist():
+        token = int(made.batch.token_ids[row, place])
+        logprob, reference = made.old_logprobs[row, place], made.ref_logprobs[row, place]
+        numbers = [logprob, reference, logprob - reference, made.values[row, place],
+                   made.rewards[row, place], made.advantages[row, place],
+                   made.returns[row, place]]  # fmt: skip
+        text = Text(repr(data.tokenizer.decode([token])))
+        table.add_row(str(token), text, *(f"{float(number):.4f}" for number in numbers))
+    return table
+
+
+def _learned(row: TokenRow, data: StepRows) -> Text:
+    """A row's text, what is learned of it in bold."""
+    text = Text(f"{row.source}  ")
+    for token, is_learned in zip(row.token_ids, row.response_mask, strict=True):
+        shown = repr(data.tokenizer.decode([token]))[1:-1]
+        text.append(shown, style="bold" if is_learned else "dim")
+    return text

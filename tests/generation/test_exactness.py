@@ -1,0 +1,236 @@
+"""The engine as a whole: the text of an answer is its own, whatever runs beside it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from tandem.config.schema import LoraConfig, SamplingConfig
+from tandem.engine.forward import response_logprobs
+from tandem.generation.conversations import stream
+from tandem.generation.generator import Stops, generate
+from tandem.generation.native_runner import NativeRunner
+from tandem.generation.runner import TwinRunner, new_memory
+from tandem.generation.runners import make_runner
+from tandem.generation.sampler import sequence_key
+from tandem.models.lora import add_lora, lora_parameters
+from tandem.models.twin import shares_every_tensor
+from tandem.ops import native
+from tandem.types import PromptRow, Rollout, Source
+
+from ..models.families import FAMILIES, tiny_model
+
+STOP = 2
+STOPS = Stops((STOP,), 0, lambda ids: " ".join(map(str, ids)))
+needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def prompts(*lengths: int) -> list[PromptRow]:
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for i, n in enumerate(lengths):
+        ids = torch.randint(4, 99, (n,), generator=generator).tolist()
+        rows.append(PromptRow(tuple(ids), (), {}, Source("test", "test", i + 1)))
+    return rows
+
+
+def answer(
+    model: PreTrainedModel,
+    rows: list[PromptRow],
+    *,
+    numbers: Any = None,
+    batch_size: int = 64,
+    kv_blocks: int | None = None,
+    **options: Any,
+) -> Rollout:
+    return generate(
+        model,
+        rows,
+        SamplingConfig(**{"max_new_tokens": 24, **options}),
+        STOPS,
+        seed=3,
+        step=1,
+        prompt_numbers=numbers,
+        batch_size=batch_size,
+        kv_blocks=kv_blocks,
+    )
+
+
+def by_row(rollout: Rollout) -> list[tuple[list[int], list[float]]]:
+    masks = rollout.batch.response_mask
+    return [
+        (rollout.batch.token_ids[i, mask].tolist(), rollout.rollout_logprobs[i, mask].tolist())
+        for i, mask in enumerate(masks)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_answers_are_hugging_faces(family: str) -> None:
+    model = tiny_model(family)
+    rows = prompts(5, 17, 16, 1)
+    ours = answer(model, rows, top_k=1)
+    greedy = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=STOP, pad_token_id=0)
+    for row, (ids, _) in zip(rows, by_row(ours), strict=True):
+        own = model.generate(torch.tensor([row.token_ids]), generation_config=greedy)
+        assert ids == own[0, len(row) :].tolist()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_logprobs_are_the_training_forwards_to_the_bit(
+    family: str, dtype: torch.dtype
+) -> None:
+    model = tiny_model(family).to(dtype)
+    made = answer(model, prompts(5, 17, 16, 1, 30), samples_per_prompt=2, batch_size=4)
+    with torch.enable_grad():
+        scored, entropy = response_logprobs(model, made.batch, with_entropy=True)
+    assert scored.requires_grad
+    assert torch.equal(made.rollout_logprobs, scored.detach())
+    assert torch.equal(made.rollout_entropy, entropy.detach())
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [50_257, 151_936])
+def test_so_they_are_with_a_real_vocabulary(
+    vocabulary: int, dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    """GPT-2's, which no vector divides, and Qwen's; a head far larger than the narrow model."""
+    model = tiny_model("llama", vocab_size=vocabulary, hidden_size=24, num_hidden_layers=1)
+    model = model.to(dtype)
+    rows = prompts(5, 17, 1)
+    options = {"samples_per_prompt": 2, "max_new_tokens": 6}
+    threads(1)
+    made = answer(model, rows, **options)
+    assert by_row(answer(model, rows, batch_size=1, **options)) == by_row(made)
+    with torch.enable_grad():
+        scored, entropy = response_logprobs(model, made.batch, with_entropy=True)
+    assert torch.equal(made.rollout_logprobs, scored.detach())
+    assert torch.equal(made.rollout_entropy, entropy.detach())
+    threads(2)
+    assert by_row(answer(model, rows, **options)) == by_row(made)
+    assert torch.equal(made.rollout_logprobs, response_logprobs(model, made.batch)[0].detach())
+
+
+@needs_native
+@pytest.mark.parametrize("family", ["llama", "opt", "gemma2"])
+def test_an_answer_does_not_know_its_neighbours(family: str) -> None:
+    model = tiny_model(family)
+    rows = prompts(5, 17, 16, 1, 30, 7, 8, 9)
+    whole = by_row(answer(model, rows))
+    assert by_row(answer(model, rows, batch_size=3)) == whole
+    assert by_row(answer(model, rows, kv_blocks=4)) == whole, "what does not fit waits"
+    order = [6, 2, 0, 7, 1, 3, 5, 4]
+    shuffled = by_row(answer(model, [rows[i] for i in order], numbers=order))
+    assert shuffled == [whole[i] for i in order]
+    for i, row in enumerate(rows):
+        assert by_row(answer(model, [row], numbers=[i])) == [whole[i]]
+
+
+@needs_native
+def test_samples_share_their_prompt_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    rows = prompts(33, 32, 3)
+    shared = by_row(answer(model, rows, samples_per_prompt=3))
+    assert len({tuple(ids) for ids, _ in shared}) == 9
+    alone = []
+    for i, row in enumerate(rows):
+        for sample in range(3):
+            key = sequence_key(3, 1, i, sample)
+            monkeypatch.setattr("tandem.generation.generator.sequence_key", lambda *_, k=key: k)
+            alone += by_row(answer(model, [row]))
+            monkeypatch.undo()
+    assert alone == shared
+
+
+@needs_native
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_call_decodes_as_the_modules_do(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family).to(dtype)
+    logits = []
+    for kind in (TwinRunner, NativeRunner):
+        memory = new_memory(model, 4)
+        runner = kind(model, memory) if kind is TwinRunner else NativeRunner(model, memory, 40)
+        tables = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+        with torch.no_grad():
+            runner.prefill(torch.arange(4, 27), [15, 8], tables)
+            positions, steps = torch.tensor([15, 8]), []
+            for token in (5, 6, 7):
+                steps.append(runner.decode(torch.tensor([token, token + 1]), positions, tables))
+                positions = positions + 1
+        logits.append(torch.stack(steps))
+    assert torch.equal(*logits)
+
+
+@needs_native
+def test_the_runner_is_chosen_by_what_the_model_is() -> None:
+    model = tiny_model("llama")
+    assert type(make_runner(model, new_memory(model, 1), 16)) is NativeRunner
+    other = tiny_model("opt")
+    assert type(make_runner(other, new_memory(other, 1), 16)) is TwinRunner
+    add_lora(model, LoraConfig(rank=2), seed=0)
+    assert type(make_runner(model, new_memory(model, 1), 16)) is TwinRunner
+
+
+def test_adapters_generate_live_and_no_weight_changes_however_often() -> None:
+    model = tiny_model("llama")
+    add_lora(model, LoraConfig(rank=2), seed=0)
+    with torch.no_grad():
+        for parameter in lora_parameters(model):
+            parameter += 0.2
+    before = copy.deepcopy(model.state_dict())
+    rows = prompts(4)
+    first = by_row(answer(model, rows, max_new_tokens=2))
+    for _ in range(1000):
+        model.train()
+        model.eval()
+        assert by_row(answer(model, rows, max_new_tokens=2)) == first
+    assert shares_every_tensor(model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_streamed_answer_is_the_generated_one() -> None:
+    model = tiny_model("llama")
+    sampling = SamplingConfig(max_new_tokens=20)
+    ids = prompts(6)[0].token_ids
+    streamed = list(stream(model, ids, sampling, STOPS, seed=9))
+    assert streamed == list(stream(model, ids, sampling, STOPS, seed=9))
+    assert 0 < len(streamed) <= 20
+
+
+def test_a_stop_string_ends_an_answer_across_tokens() -> None:
+    model = tiny_model("llama")
+    rows = prompts(6)
+    ids, _ = by_row(answer(model, rows, max_new_tokens=30))[0]
+    words = [str(token) for token in ids]
+    stop = f"{words[2][-1]} {words[3]}"
+    cut = answer(model, rows, max_new_tokens=30, stop_strings=(stop,))
+    text = " ".join(words)
+    assert cut.responses[0] == text[: text.index(stop)]
+    assert stop in " ".join(map(str, by_row(cut)[0][0]))
+    assert bool(cut.finished[0])
+
+
+def test_a_family_whose_attention_is_its_own_generates_too() -> None:
+    config = AutoConfig.for_model("bloom", vocab_size=99, hidden_size=32, n_layer=2, n_head=4)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    rows = prompts(5, 9)
+    made = answer(model, rows, samples_per_prompt=2, repetition_penalty=1.2)
+    scored, _ = response_logprobs(model, made.batch)
+    assert torch.allclose(made.rollout_logprobs, scored, atol=1e-4)
+    alone = answer(model, rows[:1], samples_per_prompt=2, repetition_penalty=1.2)
+    assert [ids for ids, _ in by_row(alone)] == [ids for ids, _ in by_row(made)[:2]]

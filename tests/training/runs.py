@@ -1,0 +1,83 @@
+"""Runs that are stopped and continued, and what two runs must have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config.schema import RunConfig
+from tandem.metrics.log import MetricLog
+from tandem.parallel.world import World
+from tandem.training.pipeline import train
+
+# What depends on the clock and on the machine.
+CLOCK = ("seconds", "tokens_per", "samples_per", "tflops", "peak_memory", "rank_wait")
+
+
+class StopError(Exception):
+    """Stands for a kill."""
+
+
+def ran(config: RunConfig, world: World | None = None, lines: list[str] | None = None) -> Path:
+    """The folder of a run that nothing stopped."""
+    say = (lines if lines is not None else []).append
+    return train(config, command="test", say=say, world=world).path
+
+
+def stop_at(patch: pytest.MonkeyPatch, stage: str, step: int) -> None:
+    """Let a run stop after the updates of a step, before anything is written of it."""
+    log = MetricLog.log
+
+    def stopping(self: MetricLog, at: int, values: dict[str, float]) -> object:
+        if self._stage == stage and at == step:
+            raise StopError
+        return log(self, at, values)
+
+    patch.setattr(MetricLog, "log", stopping)
+
+
+def ran_with_stops(config: RunConfig, folder: Path, stops: Sequence[tuple[str, int]]) -> list[str]:
+    """The lines of a run in `folder` that was stopped and continued again and again."""
+    config = replace(config, output_dir=str(folder))
+    lines: list[str] = []
+    for stage, step in stops:
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(patch, stage, step)
+            with pytest.raises(StopError):
+                ran(config, lines=lines)
+    ran(config, lines=lines)
+    return lines
+
+
+def records(folder: Path, unlike: tuple[str, ...] = CLOCK) -> list[dict[str, Any]]:
+    """What a run measured, but for names that begin with one of `unlike`."""
+    found = []
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        values = {n: v for n, v in record["values"].items() if not n.startswith(unlike)}
+        found.append({"stage": record["stage"], "step": record["step"], "values": values})
+    return found
+
+
+def assert_equal_runs(ours: Path, theirs: Path) -> None:
+    """Two runs wrote the same weights, bit for bit, and measured the same."""
+    names = sorted(p.relative_to(theirs) for p in theirs.rglob("*.safetensors"))
+    assert names == sorted(p.relative_to(ours) for p in ours.rglob("*.safetensors"))
+    assert names
+    for name in names:
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+    assert records(ours) == records(theirs)
+    for step in ("sft", "reward", "dpo", "ppo"):
+        if (theirs / step).is_dir():
+            assert figures(ours / step) == figures(theirs / step), step
+
+
+def figures(folder: Path) -> dict[str, float]:
+    """The numbers in a finished step's manifest."""
+    facts = json.loads((folder / "MANIFEST.json").read_text(encoding="utf-8"))["facts"]
+    return {name: value for name, value in facts.items() if isinstance(value, float)}

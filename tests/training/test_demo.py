@@ -1,0 +1,25 @@
+"""The demo keeps its word: judged by the rule that training never sees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.metrics.log import read_metrics
+from tandem.training.demo import demo
+
+
+@pytest.mark.slow
+def test_every_step_shows_by_the_hidden_rule(tmp_path: Path) -> None:
+    judged = demo(str(tmp_path / "demo"))
+    assert judged["base"]["form"] < 0.05
+    assert judged["sft"]["form"] > 0.95
+    assert judged["ppo"]["score"] > judged["sft"]["score"] + 0.15
+    assert judged["ppo"]["form"] > 0.95
+    evaluation = json.loads((tmp_path / "demo" / "evaluation.json").read_text())
+    assert evaluation["models"]["reward model"]["rule: agreement"] > 0.88
+    last = read_metrics(tmp_path / "demo")[-1].values
+    assert last["heldout_kl"] < 3
+    assert last["heldout_eos_rate"] > 0.95

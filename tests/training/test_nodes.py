@@ -1,0 +1,204 @@
+"""Runs over nodes that share no file system: each has a folder of its own for the same run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tandem.checkpoint.folder import MANIFEST, copy_folder, write_folder
+from tandem.checkpoint.sharing import described, find_folders
+from tandem.config.schema import RunConfig
+from tandem.errors import TandemError
+from tandem.parallel.world import World
+from tests.ranks import on_ranks
+from tests.tiny import tiny_config
+from tests.training.runs import ran
+from tests.training.test_resume_ranks import ran_until, stages
+
+
+def on_node(config: RunConfig, folders: Sequence[Path], world: World) -> RunConfig:
+    """The run as a rank has it: in its node's folder."""
+    return replace(config, output_dir=str(folders[world.rank * len(folders) // world.size] / "run"))
+
+
+def stopped_on(
+    world: World, config: RunConfig, folders: Sequence[Path], stage: str, step: int, lines: int
+) -> None:
+    ran_until(world, on_node(config, folders, world), stage, step, lines)
+
+
+def ran_on(world: World, config: RunConfig, folders: Sequence[Path]) -> str:
+    """What the run said, or the error that it ended by."""
+    lines: list[str] = []
+    try:
+        ran(on_node(config, folders, world), world, lines)
+    except TandemError as error:
+        return str(error)
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> list[Path]:
+    """Two nodes' disks."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    return folders
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model: str, preferences: str) -> RunConfig:
+    config = tiny_config(tmp_path / "alone", tiny_model, preferences, steps=["sft", "dpo"])
+    return replace(config, parallel=stages(3, 3))
+
+
+def assert_same_weights(ours: Path, expected: Path) -> None:
+    found, wanted = load_file(ours), load_file(expected)
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert float((found[name] - weight).abs().mean()) < 1e-5, name
+
+
+def test_a_run_without_a_shared_file_system_stops_moves_and_ends_as_one_process_does(
+    tmp_path: Path, nodes: list[Path], config: RunConfig
+) -> None:
+    ran(config)
+    a, b = nodes
+    on_ranks(2, stopped_on, config, nodes, "sft", 3, 3)
+    for number, node in enumerate(nodes, start=1):
+        found = sorted(path.name for path in (node / "run/checkpoints/sft").iterdir())
+        assert found == ["latest", f"step-000002-part-{number}-of-2"]
+        pieces = node / "run/checkpoints/sft" / found[1]
+        assert {path.name for path in pieces.iterdir()} == {
+            MANIFEST,
+            "layout.json",
+            f"model-0000{number}-of-00002.safetensors",
+            f"optimizer-0000{number}-of-00002.safetensors",
+        }
+    # The nodes come in another order, so that every piece lies on the other one.
+    on_ranks(2, stopped_on, replace(config, parallel=stages(1, 1)), [b, a], "dpo", 3, 4)
+    assert (a / "run/sft" / MANIFEST).read_bytes() == (b / "run/sft" / MANIFEST).read_bytes()
+    replicas = replace(config.parallel, replicas=2)
+    said = on_ranks(4, ran_on, replace(config, parallel=replicas), nodes)[0]
+    assert "no file system is shared" in said
+    assert "is 2 folders (ranks 0-1 on " in said
+    assert "dpo: continuing after step 2 (checkpoint verified)" in said
+    for node in nodes:
+        for step in ("sft", "dpo"):
+            name = f"{step}/model.safetensors"
+            assert_same_weights(node / "run" / name, tmp_path / "alone" / name)
+        assert not (node / "run/checkpoints/dpo").exists()
+        assert not list(node.rglob(".tandem-*"))
+
+
+def test_parts_go_on_once_they_are_together_and_are_named_where_one_is_missing(
+    tmp_path: Path, nodes: list[Path], config: RunConfig
+) -> None:
+    config = replace(config, steps=("sft",))
+    ran(config)
+    a, b = nodes
+    on_ranks(2, stopped_on, config, nodes, "sft", 3, 3)
+    step = "run/checkpoints/sft/step-000002"
+    for said in on_ranks(2, ran_on, config, [a]):
+        assert (
+            "step-000002 must have all 2 parts, one of each node that wrote it; got none of" in said
+        )
+        assert "part 2 of " in said
+        assert "(ranks 1: model-00002-of-00002.safetensors, optimizer-00002-of-00002" in said
+        assert "step-000002-part-2-of-2 to the same place on one of these." in said
+    assert (a / f"{step}-part-1-of-2").is_dir()  # not taken for damaged
+    shutil.copytree(b / f"{step}-part-2-of-2", a / f"{step}-part-2-of-2")
+    assert "sft: continuing after step 2" in on_ranks(3, ran_on, config, [a])[0]
+    assert_same_weights(a / "run/sft/model.safetensors", tmp_path / "alone/sft/model.safetensors")
+
+
+def test_a_damaged_part_is_not_read(nodes: list[Path], config: RunConfig) -> None:
+    config = replace(config, steps=("sft",))
+    a, b = nodes
+    on_ranks(2, stopped_on, config, nodes, "sft", 3, 3)
+    part = "run/checkpoints/sft/step-000002-part-2-of-2"
+    shutil.copytree(b / part, a / part)
+    file = a / part / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    said = on_ranks(2, ran_on, config, nodes)[0]
+    assert "must have the SHA-256 in its manifest; it changed. Another node has it whole." in said
+    assert "sft: continuing after step 2" in said
+
+
+def test_nodes_must_have_the_same_rows_and_models(
+    tmp_path: Path, nodes: list[Path], config: RunConfig, preferences: str
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(Path(preferences).read_text().splitlines()[:-2]) + "\n")
+    for said in on_ranks(2, ran_on_other_data, config, nodes, str(other)):
+        assert "data must be the same rows on every node; got others on" in said
+        assert "(rank 1)" in said
+
+
+def ran_on_other_data(world: World, config: RunConfig, folders: Sequence[Path], other: str) -> str:
+    return ran_on(world, replace(config, data=(other,)) if world.rank else config, folders)
+
+
+def copied(world: World, folders: Sequence[Path], how: str) -> tuple[list[int], str]:
+    """How ranks see folders, and what copying a finished one between them ends in."""
+    path = folders[world.rank % len(folders)] / "run"
+    world = find_folders(path, world)
+    folder = path / "sft"
+    if how == "differ" or (how == "last has it" and world.rank == len(folders) - 1):
+        alone = World()
+        write_folder(folder, lambda f: (f / "sub").mkdir() or fill(f, world.rank), {}, world=alone)
+    world.wait()
+    try:
+        copy_folder(folder, world)
+    except TandemError as error:
+        return world.folders, str(error)
+    return world.folders, described(path, world)
+
+
+def fill(folder: Path, rank: int) -> None:
+    (folder / "sub/x").write_bytes(bytes([rank]) * 100_000)
+    (folder / "y").write_bytes(b"")
+
+
+def test_a_finished_folder_comes_to_every_file_system(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    found = on_ranks(4, copied, folders, "last has it")
+    assert [keepers for keepers, _ in found] == [[0, 1, 2]] * 4
+    assert "ranks 0, 3 on " in found[0][1]
+    for folder in folders:
+        assert (folder / "run/sft/sub/x").read_bytes() == b"\x02" * 100_000
+        assert sorted(p.name for p in (folder / "run").iterdir()) == ["sft"]
+
+
+def test_different_finished_folders_are_not_mixed(nodes: list[Path]) -> None:
+    for _, said in on_ranks(2, copied, nodes, "differ"):
+        assert "sft must be the same on every node; got 2 that differ" in said
+
+
+def unwritable(world: World, folder: Path) -> str:
+    path = folder / "file/run" if world.rank else folder / "run"
+    try:
+        find_folders(path, world)
+    except TandemError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_a_rank_cannot_write_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for said in on_ranks(2, unwritable, tmp_path):
+        assert said.startswith(f"--output-dir must be a folder that can be written; got {tmp_path}")
+        assert "Not a directory" in said
+
+
+def test_one_file_system_is_nothing_to_speak_of(tmp_path: Path) -> None:
+    found = on_ranks(3, copied, [tmp_path], "")
+    assert found == [([0], "")] * 3
+    assert list(tmp_path.iterdir()) == []

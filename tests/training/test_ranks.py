@@ -1,0 +1,82 @@
+"""A run of all steps over ranks against the same run by one process, stage by stage."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tandem.config.schema import ParallelConfig, RunConfig
+from tandem.parallel.world import World
+from tandem.training.pipeline import train
+from tests.ranks import on_ranks
+from tests.training.conftest import PlainRun
+
+# What depends on the clock, and what greedy choices of a moved policy amplify.
+_UNLIKE = ("seconds", "tokens_per", "samples_per", "tflops", "peak_memory", "rank_")
+
+
+def ran(world: World, config: RunConfig) -> None:
+    train(config, command="test", say=lambda line: None, world=world)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def assert_same_run(ours: Path, alone: Path, unlike: tuple[str, ...] = ()) -> None:
+    for left, right in zip(records(ours), records(alone), strict=True):
+        assert (left["stage"], left["step"]) == (right["stage"], right["step"])
+        names = {n for n in right["values"] if not n.startswith(_UNLIKE + unlike)}
+        assert names == {n for n in left["values"] if not n.startswith(_UNLIKE + unlike)}
+        for name in names:
+            expected = right["values"][name]
+            assert left["values"][name] == pytest.approx(expected, rel=2e-3, abs=2e-4), (
+                left["stage"],
+                left["step"],
+                name,
+            )
+    for part in ("sft", "reward", "ppo/actor", "ppo/critic", "ppo/ema"):
+        weights = load_file(ours / part / "model.safetensors")
+        expected = load_file(alone / part / "model.safetensors")
+        assert weights.keys() == expected.keys()
+        for name, weight in expected.items():
+            assert float((weights[name] - weight).abs().mean()) < 1e-5, (part, name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "rank", "size", "slices"),
+    [
+        (0, 0, 2, 1),
+        pytest.param(1, 0, 2, 1, marks=pytest.mark.slow),
+        (3, 0, 2, 2),
+        # Adapters at stage 2 are in test_matrix, uneven pieces in engine/test_spread.
+        pytest.param(2, 2, 2, 1, marks=pytest.mark.slow),
+        pytest.param(3, 0, 3, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_all_steps_over_ranks_are_those_of_one(
+    tmp_path: Path, plain_run: PlainRun, stage: int, rank: int, size: int, slices: int
+) -> None:
+    config = plain_run(rank)
+    alone = Path(config.output_dir)
+    parallel = ParallelConfig(
+        actor_zero_stage=stage, critic_zero_stage=stage, inference_tp_size=slices
+    )
+    on_ranks(size, ran, replace(config, output_dir=str(tmp_path / "ranks"), parallel=parallel))
+    assert_same_run(tmp_path / "ranks", alone)
+    waits = [r["values"].get("rank_wait") for r in records(tmp_path / "ranks")]
+    assert any(wait is not None for wait in waits)
+    assert all(0 <= wait < 1 for wait in waits if wait is not None)
+    updates = [r for r in records(tmp_path / "ranks") if {"loss", "value_loss"} & set(r["values"])]
+    assert {r["stage"] for r in updates} == {"sft", "reward", "ppo"}
+    assert all(0 <= r["values"]["rank_idle"] < 1 for r in updates)
+    if rank:
+        adapter = load_file(tmp_path / "ranks/ppo/actor/adapter/adapter_model.safetensors")
+        assert all(torch.isfinite(value).all() for value in adapter.values())

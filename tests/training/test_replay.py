@@ -1,0 +1,123 @@
+"""A step run again is the step as it was, and the run stays as it is."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.engine.optimizer import Trainee
+from tandem.errors import BadStepError, CheckpointError, ConfigError, Stopped
+from tandem.training import fit
+from tandem.training.loop import BAD_STEPS, SAVE_NOW, StepLoop
+from tandem.training.pipeline import train
+from tandem.training.replay import replay
+from tests.tiny import tiny_config
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, tiny_model: str, preferences: str) -> Path:
+    """A run that was stopped after its second PPO step, a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("replayed") / "run"
+    config = replace(tiny_config(folder, tiny_model, preferences), save_every=1)
+    end = StepLoop.end
+
+    def ending(self: StepLoop, values: dict[str, float]) -> None:
+        if self.stage == "ppo" and len(self._recorded) == 2:
+            self.run.stops.requested = 15
+        end(self, values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepLoop, "end", ending)
+        with pytest.raises(Stopped):
+            train(config, command="test", say=lambda line: None)
+    return folder
+
+
+@pytest.mark.parametrize(("stage", "step"), [("ppo", 2), ("ppo", 1), ("reward", 3), ("sft", 2)])
+def test_a_step_comes_out_as_recorded_and_nothing_is_touched(
+    stopped: Path, capsys: pytest.CaptureFixture[str], stage: str, step: int
+) -> None:
+    (stopped / SAVE_NOW).touch()  # of the run, not of who looks at it
+    before = contents(stopped)
+    assert replay(str(stopped), step, stage=stage, rows=1) == 0
+    assert contents(stopped) == before
+    shown = capsys.readouterr().out
+    assert f"{stage} step {step}, again" in shown
+    if stage == "ppo":
+        assert (
+            "from the checkpoint after 1" in shown if step == 2 else "from the beginning" in shown
+        )
+        for column in ("log-prob", "reference", "kl", "value", "reward", "advantage", "return"):
+            assert column in shown
+    assert "prefs.jsonl:" in shown
+
+
+def test_a_record_that_differs_is_shown(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines()
+    changed = [
+        line.replace('"kl_coef": 0.05', '"kl_coef": 0.06') if '"ppo"' in line else line
+        for line in lines
+    ]
+    assert changed != lines
+    metrics.write_text("\n".join(changed) + "\n", encoding="utf-8")
+    assert replay(str(run), 2, rows=0) == 1
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.strip().startswith("kl_coef")]
+    assert line.split() == ["kl_coef", "0.05", "0.06", "!"]
+
+
+def test_a_number_that_does_not_come_again_is_a_difference(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    metrics = run / "metrics.jsonl"
+    text = metrics.read_text(encoding="utf-8")
+    metrics.write_text(text.replace('"kl_coef": 0.05', '"kl_loss": 0.05'), encoding="utf-8")
+    assert replay(str(run), 2, rows=0) == 1
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["kl_coef", "0.05", "!"] in shown
+    assert ["kl_loss", "0.05", "!"] in shown
+
+
+def test_a_step_that_was_left_out_is_left_out_again_and_nothing_is_touched(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(tiny_config(tmp_path, tiny_model, preferences), save_every=1, steps=("sft",))
+    train_step = fit._train_step
+
+    def second_fails(trainee: Trainee, *args: Any) -> dict[str, float]:
+        values = train_step(trainee, *args)
+        if values["learning_rate"] < 1e-3:
+            raise BadStepError("a test")
+        return values
+
+    monkeypatch.setattr(fit, "_train_step", second_fails)
+    train(config, command="test", say=lambda line: None)
+    assert list((tmp_path / BAD_STEPS).iterdir())
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert replay(str(tmp_path), 3, rows=0) == 0
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == times
+
+
+def test_what_cannot_be_replayed_is_said_in_one_line(stopped: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--step must be a step that .* has recorded.*got 9"):
+        replay(str(stopped), 9)
+    with pytest.raises(ConfigError, match="got 1 of dpo"):
+        replay(str(stopped), 1, stage="dpo")
+    with pytest.raises(ConfigError, match="--rows must be >= 0; got -1"):
+        replay(str(stopped), 2, rows=-1)
+    with pytest.raises(CheckpointError, match="must be a run's folder"):
+        replay(str(tmp_path), 1)
