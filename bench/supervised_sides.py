@@ -156,10 +156,12 @@ def objective(work: SupervisedWork, model: PreTrainedModel) -> Objective[Any]:
         return result.loss, {"accuracy": result.accuracy, "margin": result.margin}
 
     if work.stage == "sft":
-        return Objective(units=lambda row: sum(row.response_mask), tokens=len, loss=language)
+        return Objective(
+            units=lambda row: sum(row.response_mask), sequences=lambda row: [row], loss=language
+        )
     return Objective(
         units=lambda pair: 1,
-        tokens=lambda pair: len(pair.chosen) + len(pair.rejected),
+        sequences=lambda pair: [pair.chosen, pair.rejected],
         loss=preference,
         sequences_per_row=2,
     )

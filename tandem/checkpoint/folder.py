@@ -29,8 +29,6 @@ from tandem.parallel.world import World
 MANIFEST = "MANIFEST.json"
 _CHUNK_BYTES = 2**26
 """Of a file on its way to another node."""
-PARTS = ("actor", "critic", "ema", "adapter")
-"""Folders inside a finished step, whose manifest covers them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,36 +335,6 @@ def read_facts(folder: Path, *, verify: bool = True, world: World | None = None)
             f"{error} Bring back what was there, or remove {folder} to make it anew."
         ) from None
     return dict(manifest.facts)
-
-
-def verify_beside(folder: Path, *, world: World | None = None) -> None:
-    """Check a model's folder against the manifest that lies beside its weights, if one does: in
-    the folder, or above one that is a part of a finished step (ppo/actor, sft/adapter).
-
-    Args:
-        world: the ranks that check together, each its share of the files.
-    Raises:
-        CheckpointError: the manifest cannot be trusted, or a file that it names is missing or
-            changed.
-    """
-    world = world or World()
-    folder = folder.resolve()
-    top = folder
-    while top.name in PARTS and not (top / MANIFEST).exists():
-        top = top.parent
-    if not (top / MANIFEST).exists():
-        return
-    try:
-        manifest = read_manifest(top)
-        inside = folder.relative_to(top).as_posix()
-        names = [n for n in manifest.entries if inside == "." or n.startswith(f"{inside}/")]
-        mine = world.share(names)
-        together(lambda: check_files(top, manifest, mine, again=False), folder, world)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{error} Copy the model again from where it is whole; a {MANIFEST} that is not "
-            "Tandem's must not lie there."
-        ) from None
 
 
 def check_files(

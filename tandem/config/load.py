@@ -309,6 +309,18 @@ def _rule_problems(config: RunConfig) -> typing.Iterator[str]:
             f"sampling.samples_per_prompt ({rollout_size}); got {ppo.minibatch_size}. "
             f"Give --ppo.minibatch-size {rollout_size} or less"
         )
+    yield from _parallel_problems(config)
+    if config.sampling.min_new_tokens > config.sampling.max_new_tokens:
+        yield (
+            "sampling.min_new_tokens must be at most sampling.max_new_tokens "
+            f"({config.sampling.max_new_tokens}); got {config.sampling.min_new_tokens}"
+        )
+    yield from _unread(ppo)
+    if "ppo" in steps and ppo.reward_model_weight == 0 and not ppo.reward_function:
+        yield "ppo.reward_model_weight must be > 0 without a ppo.reward_function; got 0"
+
+
+def _parallel_problems(config: RunConfig) -> typing.Iterator[str]:
     for name in ("frozen_weights", "shared_base"):
         if getattr(config.parallel, name) and config.lora.rank == 0:
             yield (
@@ -325,14 +337,6 @@ def _rule_problems(config: RunConfig) -> typing.Iterator[str]:
             "parallel.inference_tp_size must be 1 where hybrid_engine is off (slices are of "
             f"Tandem's engine); got {config.parallel.inference_tp_size}"
         )
-    if config.sampling.min_new_tokens > config.sampling.max_new_tokens:
-        yield (
-            "sampling.min_new_tokens must be at most sampling.max_new_tokens "
-            f"({config.sampling.max_new_tokens}); got {config.sampling.min_new_tokens}"
-        )
-    yield from _unread(ppo)
-    if "ppo" in steps and ppo.reward_model_weight == 0 and not ppo.reward_function:
-        yield "ppo.reward_model_weight must be > 0 without a ppo.reward_function; got 0"
 
 
 _READ_WITH = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from tandem.checkpoint.folder import verify_beside
+from tandem.checkpoint.beside import verify_beside
 from tandem.config.load import load_config
 from tandem.config.schema import SamplingConfig
 from tandem.data.excerpt import visible

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.checkpoint.folder import verify_beside
+from tandem.checkpoint.beside import verify_beside
 from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.load import check_config
 from tandem.config.schema import RunConfig

@@ -103,7 +103,7 @@ def test_without_options_it_is_what_the_issue_asks_for(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [([], "got cuda, and no GPU"), (["--device", "cpu"], "must come with --tiny")],
+    [([], "got cuda, but no GPU was found"), (["--device", "cpu"], "must come with --tiny")],
 )
 def test_shapes_of_a_gpu_need_one(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]

@@ -65,7 +65,8 @@ def test_a_template_that_needs_a_system_turn_serves_rows_that_have_one() -> None
     assert template.terminator == "<|im_end|>"
     system = Message("system", "be kind")
     assert template.prompt([system, *TURNS[:1]], "row").endswith("assistant\n")
-    assert len(template.parts([system, *TURNS], "row", every_answer=True)) == 3
+    text = template.prompt([system, *TURNS], "row")
+    assert len(template.parts([system, *TURNS], text, "row", every_answer=True)) == 3
     with pytest.raises(DataError, match=r"row: turns must suit the chat template.*'no system'"):
         template.prompt(TURNS[:1], "row")
     with pytest.raises(ModelError, match="must render a user's and an assistant's turn; got 'so'"):

@@ -566,7 +566,7 @@ def test_columns_that_a_reward_function_cannot_take_are_refused_before_the_first
     config = tiny_config(
         tmp_path / "run", tiny_model, str(data), ppo__reward_function=f"{rewards}:one"
     )
-    with pytest.raises(DataError, match="columns must not be named prompts"):
+    with pytest.raises(ConfigError, match="columns must not be named prompts"):
         quiet(config)
     assert not (tmp_path / "run").exists()
 
@@ -580,10 +580,8 @@ def test_a_damaged_line_of_a_log_does_not_end_a_run(
     log = tmp_path / "run" / "metrics.jsonl"
     text = log.read_text()
     log.write_text("not JSON\n" + text)
-    lines: list[str] = []
-    quiet(replace(config, output_dir=str(tmp_path / "run")), lines)
-    assert [line for line in lines if "one JSON object a line; got 1 that" in line]
-    assert (tmp_path / "run" / "metrics.jsonl.damaged").read_text() == "not JSON\n" + text
+    quiet(replace(config, output_dir=str(tmp_path / "run")))
+    assert (tmp_path / "run" / "metrics.jsonl.damaged").read_text() == "not JSON\n"
     assert "not JSON" not in log.read_text()
     assert len(read_metrics(tmp_path / "run")) == len(read_metrics(whole))
 

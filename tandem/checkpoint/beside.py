@@ -1,0 +1,42 @@
+"""Models that are given to a run or a chat, checked against the manifest beside their weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandem.checkpoint.folder import MANIFEST, check_files, read_manifest, together
+from tandem.errors import CheckpointError
+from tandem.parallel.world import World
+
+PARTS = ("actor", "critic", "ema", "adapter")
+"""Folders inside a finished step, whose manifest covers them."""
+
+
+def verify_beside(folder: Path, *, world: World | None = None) -> None:
+    """Check a model's folder against the manifest that lies beside its weights, if one does: in
+    the folder, or above one that is a part of a finished step (ppo/actor, sft/adapter).
+
+    Args:
+        world: the ranks that check together, each its share of the files.
+    Raises:
+        CheckpointError: the manifest cannot be trusted, or a file that it names is missing or
+            changed.
+    """
+    world = world or World()
+    folder = folder.resolve()
+    top = folder
+    while top.name in PARTS and not (top / MANIFEST).exists():
+        top = top.parent
+    if not (top / MANIFEST).exists():
+        return
+    try:
+        manifest = read_manifest(top)
+        inside = folder.relative_to(top).as_posix()
+        names = [n for n in manifest.entries if inside == "." or n.startswith(f"{inside}/")]
+        mine = world.share(names)
+        together(lambda: check_files(top, manifest, mine, again=False), folder, world)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error} Copy the model again from where it is whole; a {MANIFEST} that is not "
+            "Tandem's must not lie there."
+        ) from None
