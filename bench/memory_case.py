@@ -22,8 +22,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerBase
 from tandem.config.load import build_config, check_config
 from tandem.config.schema import RunConfig, num_updates
 from tandem.data.embedded.tokenizer import build_tokenizer
-from tandem.engine.devices import resolve_dtype
-from tandem.engine.forward import autocast, deal_batch, response_logprobs
+from tandem.engine.forward import deal_batch, response_logprobs
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.loading import place_policy
 from tandem.engine.optimizer import Trainee
@@ -213,7 +212,6 @@ def _ppo(case: MemoryCase, models: Path, world: World) -> Measured:
 
 def _sft(case: MemoryCase, models: Path, world: World) -> Measured:
     config, phases = case.config, Phases()
-    dtype = resolve_dtype(config.dtype, world.device)
     before = resident_bytes(world.device)
     with phases("save"):
         model = place_policy(str(models / "actor"), config, world, trained=True, seed=config.seed)
@@ -229,8 +227,7 @@ def _sft(case: MemoryCase, models: Path, world: World) -> Measured:
         with phases("train"):
             for rows, part in deal_batch(batch, config.micro_batch_tokens, world):
                 chosen = batch.select(rows)
-                with autocast(world.device, dtype):
-                    logprobs = response_logprobs(model, chosen)[0]
+                logprobs = response_logprobs(model, chosen)[0]
                 loss = sft_loss(logprobs, chosen.response_mask)
                 trainee.backward(loss, int(answers.sum()), is_last=part.is_last)
                 del loss, logprobs

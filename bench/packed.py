@@ -29,7 +29,7 @@ from bench.plain_hf_supervised import Settings, language_loss, row_chunks
 from bench.ragged import PAD, SHAPES, apart, llama_config, ragged_rows
 from bench.training_table import show, summary
 from tandem.engine.allocator import keep_freed_memory
-from tandem.engine.forward import autocast, deal_batch, response_logprobs
+from tandem.engine.forward import deal_batch, response_logprobs
 from tandem.objectives.losses import sft_loss
 from tandem.parallel.world import World
 from tandem.types import TokenBatch, TokenRow
@@ -65,6 +65,8 @@ class Sides:
         self.plain = LlamaForCausalLM(llama_config(work.shape))
         self.plain.to(work.device)  # type: ignore[arg-type]
         self.tandem = copy.deepcopy(self.plain)
+        if work.dtype == "bf16":
+            self.tandem.to(torch.bfloat16)
         self.rows: list[TokenRow] = ragged_rows(
             work.num_rows,
             work.shape["vocab_size"],
@@ -79,13 +81,11 @@ class Sides:
         """The gradient by `response_logprobs`, into a model without one; what it cost."""
         self.tandem.zero_grad(set_to_none=True)
         watch = Stopwatch()
-        dtype = torch.bfloat16 if self.work.dtype == "bf16" else torch.float32
         with watch("train"):
             for chosen, _ in deal_batch(self.batch, micro_batch_tokens, World()):
                 part = self.batch.select(chosen)
-                with autocast(part.token_ids.device, dtype):
-                    logprobs, _ = response_logprobs(self.tandem, part)
-                    loss = sft_loss(logprobs, part.response_mask)
+                logprobs, _ = response_logprobs(self.tandem, part)
+                loss = sft_loss(logprobs, part.response_mask)
                 (loss / self.denominator).backward()
         return watch.take()
 

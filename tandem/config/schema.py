@@ -330,9 +330,13 @@ class RunConfig:
     """Seeds the split, the order of rows, new weights and every sampled token."""
     device: Literal["auto", "cpu", "cuda"] = knob("auto", common=True)
     """Where to run; auto takes a GPU if there is one."""
+    save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob("auto")
+    """Type of the weights in finished models' folders; auto: that of the checkpoint they started
+    from. Unfinished steps always keep float32 masters."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob("auto", common=True)
-    """Compute type; weights and optimizer states stay fp32. auto: bf16 on a GPU, else fp32. fp16
-    scales its losses dynamically; a step that overflows is skipped, for all models, and counted."""
+    """Compute type, in which the weights of every model rest; the optimizer keeps fp32 masters and
+    adds gradients up in fp32. auto: bf16 on a GPU, else fp32. fp16 scales its losses dynamically; a
+    step that overflows is skipped, for all models, and counted."""
     micro_batch_tokens: int = knob(8192, ge=1)
     """Tokens per forward and backward; gradients do not depend on it, memory does."""
     halve_micro_batches: bool = knob(False, common=True)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from tandem.parallel.masters import exactly
 from tandem.parallel.pieces import Saved, fill, local
 from tandem.parallel.shard import shards_of
 
@@ -19,12 +20,20 @@ class MovingAverage:
     kept, so with LoRA it is the adapters' average, started from the same adapters.
     """
 
-    def __init__(self, model: nn.Module, decay: float):
-        """Starts at the model's present weights."""
+    def __init__(
+        self, model: nn.Module, decay: float, masters: Mapping[nn.Parameter, Tensor] | None = None
+    ):
+        """Starts at the model's present weights.
+
+        Args:
+            masters: the exact values of weights that rest in a smaller type, updated in place
+                (`engine.optimizer.Trainee.masters`); the average is theirs.
+        """
         self.model = model
         self.decay = decay
+        self._masters = masters or {}
         self.shadow = {
-            name: parameter.detach().float().clone()
+            name: self._exact(parameter).float().clone()
             for name, parameter in self._parameters().items()
             if parameter.requires_grad
         }
@@ -34,14 +43,40 @@ class MovingAverage:
         """Take the present weights in; each rank those that lie with it, without communication."""
         parameters = self._parameters()
         shadows = [local(average) for average in self.shadow.values()]
-        weights = [local(parameters[name].detach()).float() for name in self.shadow]
+        weights = [local(self._exact(parameters[name])).float() for name in self.shadow]
         torch._foreach_lerp_(shadows, weights, 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within it the model has the average's weights; afterwards its own, bit for bit."""
-        swap = self._copied_in() if shards_of(self.model).is_split else self._swapped_in()
-        with swap:
+        """Within it the model computes with the average, rounded to its weights' type and at their
+        addresses; afterwards with its own, bit for bit."""
+        parameters = self._parameters()
+        pieces = {name: local(parameters[name].detach()) for name in self.shadow}
+        own = {
+            name: local(self._masters[parameters[name]])
+            if parameters[name] in self._masters
+            else piece.clone()
+            for name, piece in pieces.items()
+        }
+        try:
+            for name, piece in pieces.items():
+                piece.copy_(local(self.shadow[name]))
+            yield
+        finally:
+            self._parameters()
+            for name, piece in pieces.items():
+                piece.copy_(own[name])
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Within: the model's weights are the average itself, float32, to be saved; nothing may
+        compute."""
+        if shards_of(self.model).is_split:  # whose pieces are float32
+            with self.applied():
+                yield
+            return
+        parameters = self._parameters()
+        with exactly({parameters[name]: average for name, average in self.shadow.items()}):
             yield
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -53,32 +88,8 @@ class MovingAverage:
         for name, value in tensors.items():
             fill(self.shadow[name], value)
 
-    @contextmanager
-    def _swapped_in(self) -> Iterator[None]:
-        parameters = self._parameters()
-        own = {name: parameters[name].data for name in self.shadow}
-        try:
-            for name, average in self.shadow.items():
-                parameters[name].data = average.to(own[name].dtype)
-            yield
-        finally:
-            for name, data in own.items():
-                parameters[name].data = data
-
-    @contextmanager
-    def _copied_in(self) -> Iterator[None]:
-        """What travels is the memory that FSDP2 knows: a piece's values change, not its storage."""
-        parameters = self._parameters()
-        pieces = {name: local(parameters[name].detach()) for name in self.shadow}
-        own = {name: piece.clone() for name, piece in pieces.items()}
-        try:
-            for name, piece in pieces.items():
-                piece.copy_(local(self.shadow[name]))
-            yield
-        finally:
-            self._parameters()
-            for name, piece in pieces.items():
-                piece.copy_(own[name])
+    def _exact(self, parameter: nn.Parameter) -> Tensor:
+        return self._masters.get(parameter, parameter.detach())
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         shards_of(self.model).rest()

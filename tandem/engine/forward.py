@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,13 +29,6 @@ from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import TensorGroup
 from tandem.parallel.world import World
 from tandem.types import TokenBatch
-
-
-def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Compute in `dtype` where that is safe; float32 computes as it is."""
-    if dtype == torch.float32:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=dtype)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from tandem.data.render import Renderer
 from tandem.engine.devices import resolve_device, resolve_dtype
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import (
-    autocast,
     generation_weights,
     response_logprobs,
     scored,
@@ -35,6 +34,7 @@ from tandem.engine.forward import (
 from tandem.engine.loading import Base, Model, check_policy, place_policy, place_scalar
 from tandem.engine.optimizer import Trainee
 from tandem.engine.rollouts import answered
+from tandem.engine.same_start import check_same_start
 from tandem.engine.scoring import RewardScorer
 from tandem.errors import ModelError
 from tandem.generation.generator import Stops
@@ -132,12 +132,16 @@ class RLHFEngine:
                 on_host="reference" in config.parallel.offload,
             )
         self.agreement = check_policy(self.actor, config, self.tensor_group)
+        check_same_start(self.actor, self.reference)
         self.scaler = LossScaler() if self.dtype == torch.float16 else None
         self.actor_trainee = self._trainee(
             "actor", self.actor, config.ppo.actor, num_actor_updates or num_updates
         )
         self.critic_trainee = self._trainee("critic", self.critic, config.ppo.critic, num_updates)
-        self.ema = MovingAverage(self.actor, config.ppo.ema_decay) if config.ppo.ema else None
+        self.ema = None
+        if config.ppo.ema:
+            masters = self.actor_trainee.masters
+            self.ema = MovingAverage(self.actor, config.ppo.ema_decay, masters)
 
     @property
     def stops(self) -> Stops:
@@ -152,7 +156,7 @@ class RLHFEngine:
         self.actor.eval()
         try:
             weights = generation_weights(self.actor, self.tensor_group)
-            with torch.no_grad(), weights, self.autocast():
+            with torch.no_grad(), weights:
                 yield self.actor
         finally:
             self.actor.train(was_training)
@@ -182,24 +186,19 @@ class RLHFEngine:
         """The models that log-probs of the policy and of its reference come from."""
         return [self.actor] if self.reference is None else [self.actor, self.reference]
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """The context that computes in the configured type."""
-        return autocast(self.device, self.dtype)
-
     def actor_logprobs(self, batch: TokenBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy at the sampling temperature, (B, T), with gradient."""
-        with self.autocast():
-            return response_logprobs(
-                self.actor,
-                batch,
-                temperature=self.config.sampling.temperature,
-                with_entropy=with_entropy,
-            )
+        return response_logprobs(
+            self.actor,
+            batch,
+            temperature=self.config.sampling.temperature,
+            with_entropy=with_entropy,
+        )
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """The reference's log-probs at the same temperature, (B, T); no gradient."""
         temperature = self.config.sampling.temperature
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad():
             if self.reference is not None:
                 return response_logprobs(self.reference, batch, temperature=temperature)[0]
             with adapters_off(self.actor):
@@ -211,8 +210,7 @@ class RLHFEngine:
         A critic that started as the reward model speaks raw units: the same constants that
         normalize scores bring it to theirs.
         """
-        with self.autocast():
-            raw = token_values(self.critic, batch)
+        raw = token_values(self.critic, batch)
         mean, std = normalization(self.critic)
         return normalized_scores(raw, mean, std).masked_fill(~batch.response_mask, 0.0)
 
@@ -352,7 +350,6 @@ class RLHFEngine:
         return RewardScorer(
             scalar,
             Renderer(tokenizer),
-            dtype=self.dtype,
             max_tokens=self.config.micro_batch_tokens,
         )
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from tandem.config.schema import RunConfig
 from tandem.engine.bases import carries_adapters, carry_on, check_base
 from tandem.engine.devices import resolve_dtype
-from tandem.engine.forward import autocast, generation_weights
+from tandem.engine.forward import generation_weights
 from tandem.engine.spread import keep_on_host, plan_for, spread
 from tandem.errors import ModelError, NumericsError
 from tandem.generation.runners import make_runner
@@ -25,9 +25,11 @@ from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.scalar import load_scalar_model, start_new_head
 from tandem.models.selfcheck import Agreement, check_twin
 from tandem.models.shared import share_base
+from tandem.models.source import keep_saved_dtype
 from tandem.models.starts import Start, same_base, start_of
 from tandem.models.stream import EmptyModel, empty_causal_lm, empty_scalar_model, take_backbone
 from tandem.models.twin import decodes, plain_copy
+from tandem.parallel.masters import cast_weights
 from tandem.parallel.pieces import fill, own_rows
 from tandem.parallel.shard import ShardPlan, give_memory, shards_of
 from tandem.parallel.tensor import TensorGroup
@@ -87,6 +89,11 @@ class _Role:
     def device(self) -> torch.device:
         """Where the weights rest."""
         return torch.device("cpu") if self.on_host else self.world.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the run computes in, and weights that compute rest in."""
+        return resolve_dtype(self.config.dtype, self.world.device)
 
     @property
     def streams(self) -> bool:
@@ -198,7 +205,6 @@ def check_policy(
     Raises:
         ModelError: the model is not supported, or a plan of slices is wrong for it.
     """
-    dtype = resolve_dtype(config.dtype, model.device)
     with torch.no_grad(), generation_weights(model, group):
         # Slices stand in for the twin; the model's own forward gathers for itself.
         is_whole_here = group is None and shards_of(model).is_split
@@ -206,17 +212,15 @@ def check_policy(
         check_head(model, own)
         if not decodes(model):
             return None
-        with autocast(model.device, dtype):
-            return check_twin(
-                model, own, trains_elsewhere=group is not None, make_decoder=make_runner
-            )
+        return check_twin(model, own, trains_elsewhere=group is not None, make_decoder=make_runner)
 
 
 def _placed(model: PreTrainedModel, role: _Role) -> PreTrainedModel:
     """A whole model, prepared where it is and then laid where it belongs."""
-    if not role.config.parallel.frozen_weights:  # else the integers alone are moved
-        nn.Module.to(model, role.device)
+    keep_saved_dtype(model, model.dtype)
     _prepare(model, role)
+    # Before they are moved: masters may stay on the host, and so do floats that became integers.
+    cast_weights(model, role.dtype, splits=role.plan.stage > 0)
     nn.Module.to(model, role.device)
     if role.base is not None:
         share_base(role.base.model, model)
@@ -238,6 +242,7 @@ def _filled(empty: EmptyModel, start: Start, role: _Role) -> PreTrainedModel:
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.is_meta:
             tensor.data = tensor.data.to(role.device)
+    cast_weights(model, role.dtype, splits=role.plan.stage > 0)
     if role.plan.stage == 0:
         give_memory(model, role.device)
     spread(model, role.plan, role.world)
@@ -245,6 +250,7 @@ def _filled(empty: EmptyModel, start: Start, role: _Role) -> PreTrainedModel:
         _require_finite(empty.fill(own_rows), role.world)
     if empty.missing:
         start_new_head(model, role.config.seed, fill)
+    cast_weights(model, role.dtype, splits=role.plan.stage > 0)  # what had no memory before
     if base is not None and not is_known:
         share_base(base.model, model)
     if role.on_host and role.plan.stage == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from tandem.config.schema import OptimizerConfig
 from tandem.engine.spikes import SpikeGuard
 from tandem.errors import BadStepError, CheckpointError, NumericsError
-from tandem.parallel.offload import HostAdamW
+from tandem.parallel.masters import MasterAdamW, cast_weights, exactly, take_masters
 from tandem.parallel.pieces import Saved, fill, local, piece_like, whole_of
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.shard import shards_of
@@ -55,7 +56,7 @@ class Trainee:
         num_steps: int,
         *,
         offload: OffloadConfig = (),
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         scaler: LossScaler | None = None,
         spike_sigma: float = 0.0,
     ):
@@ -65,8 +66,8 @@ class Trainee:
             name: for messages.
             num_steps: how long the schedule lasts.
             offload: what rests in host memory (`parallel.offload`).
-            dtype: what the run computes in. Where the masters are on the host, whole weights on a
-                device are kept in it.
+            dtype: what whole weights rest and compute in; None leaves them as they are. In half
+                precision their float32 masters are the optimizer's; split weights are their own.
             scaler: of the losses, in fp16; then `step_together` takes the steps.
             spike_sigma: leave a step out whose gradient is so many standard deviations out of line
                 (see `SpikeGuard`); 0 takes any finite one.
@@ -80,15 +81,24 @@ class Trainee:
         self.spikes = SpikeGuard(spike_sigma, settings.max_grad_norm)
         self.steps_taken = 0
         self.shards.rest()  # what is trained is the pieces
-        groups = list(parameter_groups(model, settings))
         # Offloaded weights are on the host already, and so is whatever is made of them.
         on_host = "optimizer" in offload and not self.shards.plan.offload_params
-        self.optimizer: torch.optim.AdamW | HostAdamW
-        if on_host:
-            stream = self.shards.world.size == 1
-            self.optimizer = HostAdamW(groups, betas=settings.betas, stream=stream)
-            if not self.shards.is_split:
-                self._cast_weights(dtype)
+        is_split = self.shards.is_split
+        if dtype is not None and not is_split:
+            cast_weights(model, dtype)
+        masters = take_masters(model)
+        groups = list(parameter_groups(model, settings))
+        are_rounded = any(p.requires_grad and p.dtype != torch.float32 for p in model.parameters())
+        self.optimizer: torch.optim.AdamW | MasterAdamW
+        if on_host or are_rounded:
+            self.optimizer = MasterAdamW(
+                groups,
+                betas=settings.betas,
+                device=torch.device("cpu") if on_host else None,
+                masters=masters,
+                # Gradients of whole weights are summed over the ranks where the weights are.
+                sums_on_device=self.shards.world.size > 1 and not is_split,
+            )
         else:
             self.optimizer = torch.optim.AdamW(groups, betas=settings.betas, fused=True)
         self._set_learning_rates()
@@ -122,9 +132,14 @@ class Trainee:
 
     def finished_gradients(self) -> list[Tensor]:
         """After the last backward: the gradients' pieces on this rank, which the step will use."""
-        self.shards.finish_gradients(self.parameters)
-        if isinstance(self.optimizer, HostAdamW):
+        self.shards.rest()
+        if isinstance(self.optimizer, MasterAdamW):
+            if self.shards.sums_gradients:
+                gradients = self.optimizer.collect_all()
+                self.shards.sum_gradients(gradients)
+                return gradients
             return self.optimizer.collect()
+        self.shards.finish_gradients(self.parameters)
         return [local(p.grad) for p in self.parameters if p.grad is not None]
 
     def step(self) -> float:
@@ -180,7 +195,7 @@ class Trainee:
 
     def missing_state_bytes(self) -> int:
         """What the first step will take for the optimizer's states on the weights' device."""
-        if isinstance(self.optimizer, HostAdamW):
+        if isinstance(self.optimizer, MasterAdamW):
             return 0
         return sum(
             2 * local(p).numel() * p.element_size()
@@ -188,12 +203,16 @@ class Trainee:
             if p not in self.optimizer.state
         )
 
-    def settle(self) -> None:
-        """After the last step: the weights as exactly as the masters have them."""
-        if isinstance(self.optimizer, HostAdamW) and not self.shards.is_split:
-            for parameter in self.parameters:
-                master = self.optimizer.state[parameter]["master"]
-                parameter.data = master.to(parameter.device, copy=True)
+    @property
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        """The float32 values of weights that rest in another type; none where all are exact."""
+        if isinstance(self.optimizer, MasterAdamW) and not self.shards.is_split:
+            return self.optimizer.masters
+        return {}
+
+    def exact(self) -> AbstractContextManager[None]:
+        """Within: the model's weights are the masters, to be saved; nothing may compute."""
+        return exactly(self.masters)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """AdamW's moments by parameter name, and the count of steps, as tensors to save.
@@ -238,7 +257,7 @@ class Trainee:
                     f"{tuple(value.shape)}. The checkpoint is of another model: use another "
                     "--output-dir."
                 )
-            if isinstance(self.optimizer, HostAdamW):
+            if isinstance(self.optimizer, MasterAdamW):
                 entry = self.optimizer.state[named[name]]
                 like = entry["master"]
                 entry[moment] = piece_like(value, like) if value.dim() else whole_of(value)
@@ -253,7 +272,7 @@ class Trainee:
         """The trained weights by name, as they lie over the ranks, to save: the float32 masters
         where the model computes on rounded ones, so that a run may continue with others."""
         named = self._named_parameters()
-        if isinstance(self.optimizer, HostAdamW):
+        if isinstance(self.optimizer, MasterAdamW):
             return {name: self.optimizer.state[parameter]["master"] for name, parameter in named}
         return {name: parameter.detach() for name, parameter in named}
 
@@ -262,13 +281,8 @@ class Trainee:
         parameters = dict(self._named_parameters())
         for name, tensor in tensors.items():
             fill(parameters[name], tensor)
-            if isinstance(self.optimizer, HostAdamW):
+            if isinstance(self.optimizer, MasterAdamW):
                 fill(self.optimizer.state[parameters[name]]["master"], tensor)
-
-    def _cast_weights(self, dtype: torch.dtype) -> None:
-        """The masters are on the host: what computes needs no more than the compute type."""
-        for parameter in self.parameters:
-            parameter.data = parameter.data.to(dtype)
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         self.shards.rest()

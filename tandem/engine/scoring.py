@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.data.render import Renderer
-from tandem.engine.forward import autocast, scored, sequence_scores
+from tandem.engine.forward import scored, sequence_scores
 from tandem.models.scalar import normalization
 from tandem.objectives.rewards import normalized_scores
 from tandem.parallel.shard import shards_of
@@ -28,13 +27,11 @@ class RewardScorer:
         model: PreTrainedModel,
         renderer: Renderer,
         *,
-        dtype: torch.dtype = torch.float32,
         max_tokens: int = 8192,
     ) -> None:
         """`max_tokens`: padded tokens per forward. The model is used without gradient."""
         self.model = model
         self.renderer = renderer
-        self.dtype = dtype
         self.max_tokens = max_tokens
 
     def raw(self, rollout: Rollout, policy_renderer: Renderer) -> Tensor:
@@ -59,8 +56,7 @@ class RewardScorer:
         """(B,) float32 raw scores of a batch in this model's own tokens."""
 
         def forward(part: TokenBatch) -> tuple[Tensor, ...]:
-            with autocast(part.token_ids.device, self.dtype):
-                return (sequence_scores(self.model, part),)
+            return (sequence_scores(self.model, part),)
 
         return scored(batch, self.max_tokens, forward, [self.model])[0]
 

@@ -15,6 +15,7 @@ from tandem.errors import ConfigError
 from tandem.models.blocks import decoder_blocks
 from tandem.models.twin import supports_packing, twin_of
 from tandem.parallel.host_weights import HostWeights
+from tandem.parallel.quantize import through_codes
 from tandem.parallel.shard import ShardPlan, Shards, shard
 from tandem.parallel.world import World
 
@@ -41,6 +42,7 @@ def plan_for(
         ConfigError: knobs of ZeRO++ or replicas that do not go together.
     """
     check_replicas(config, world)
+    configured = stage
     offload_trained = trained and "params" in config.parallel.offload
     splits = world.size > 1 and (stage > 0 if trained else stage == 3)
     if offload_trained:
@@ -54,7 +56,7 @@ def plan_for(
         gather_dtype=None if dtype == torch.float32 else dtype,
         hpz=extras.hpz,
         offload_params=offload_trained or (on_host and stage > 0),
-        quantized_weights=extras.quantized_weights,
+        quantized_weights=extras.quantized_weights and configured > 0,
         gradient_bits=extras.gradient_bits,
         replicas=config.parallel.replicas,
     )
@@ -177,6 +179,9 @@ def _highest_stage(config: RunConfig) -> int:
 
 def spread(model: PreTrainedModel, plan: ShardPlan, world: World) -> Shards:
     """Split `model` as planned, or only note who computes it; in place."""
+    if plan.stage == 0 and plan.quantized_weights:
+        # The trained ones compute with weights that came through the codes, and so must these.
+        through_codes(model, world.size)
     return shard(model, decoder_blocks(model) if plan.stage > 0 else (), plan, world)
 
 

@@ -56,9 +56,10 @@ def new_memory(model: PreTrainedModel, num_blocks: int) -> KVMemory:
 
 
 def kv_dtype(model: PreTrainedModel) -> torch.dtype:
-    """The type of keys and values: autocast's where that is on, else the model's."""
+    """The type of keys and values: the generating weights', or that of a caller's autocast."""
     kind = model.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+    is_cast = torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_cast else twin_of(model).dtype
 
 
 class TwinRunner:

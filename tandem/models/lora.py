@@ -84,16 +84,20 @@ class LoraLayer(LinearLayer):
         """(..., in) -> (..., out)."""
         return self.adapted(x, self.product(x))
 
-    def merged_weight(self) -> Tensor:
-        """A new tensor: the weight with the adapter in it, in the weight's layout and dtype.
+    def merged_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """A new tensor: the weight with the adapter in it, in the weight's layout.
 
         A quantized weight is dequantized first, and the sum is not quantized again.
+
+        Args:
+            dtype: of the sum, which is made in float32; None: the weight's.
         """
-        update: Tensor = (self.lora_B.weight @ self.lora_A.weight) * (self.alpha / self.rank)
+        down, up = self.lora_A.weight.float(), self.lora_B.weight.float()
+        update: Tensor = (up @ down) * (self.alpha / self.rank)
         if isinstance(self, Conv1D):
             update = update.T
         merged: Tensor = self.plain_weight().float() + update
-        return merged.to(self.weight.dtype)
+        return merged.to(dtype or self.weight.dtype)
 
 
 class LoraLinear(LoraLayer, nn.Linear):

@@ -124,7 +124,7 @@ def _decoded_logits(
     """
     device = model.device
     width = -(-max(len(row) for row in rows) // BLOCK_TOKENS)
-    dtype = model.dtype
+    dtype = twin_of(model).dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     memory = KVMemory(kv_shapes(model), width * len(rows) + 1, dtype=dtype, device=device)

@@ -25,16 +25,20 @@ __all__ = [
     "ADAPTER_CONFIG",
     "Located",
     "adapter_base",
+    "keep_saved_dtype",
     "load_config",
     "load_weights",
     "locate",
     "one_line",
     "read_adapter_config",
     "require_config",
+    "saved_dtype",
 ]
 
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_TIMEOUT_SECONDS = 10.0
+_SAVED_DTYPE = "tandem_saved_dtype"
+"""Where a model keeps the type of the checkpoint that it comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,22 @@ def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrain
     return config
 
 
+def keep_saved_dtype(model: PreTrainedModel, dtype: object) -> None:
+    """Note the type of the checkpoint that a model comes from; the first note stays.
+
+    Args:
+        dtype: float32 is noted where this is none, as where a config does not say.
+    """
+    known = dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
+    model.__dict__.setdefault(_SAVED_DTYPE, known)
+
+
+def saved_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The type of the checkpoint that the model comes from; its own where it comes from none."""
+    found: torch.dtype = model.__dict__.get(_SAVED_DTYPE, model.dtype)
+    return found
+
+
 def load_weights(
     auto_class: Any,
     source: Located,
@@ -176,6 +196,7 @@ def load_weights(
         ModelError: pickled weights, damaged or truncated files, tensors of the wrong shape, NaN.
     """
     _refuse_pickle(source)
+    stored = config.dtype  # from_pretrained writes the type that it is told into the config
     try:
         with quiet():
             model, report = auto_class.from_pretrained(
@@ -194,6 +215,7 @@ def load_weights(
             f"got: {one_line(error)}. Copy or save the model again."
         ) from error
     check_finite(model, source.name)
+    keep_saved_dtype(model, stored)
     return model.eval(), set(report["missing_keys"]), set(report["unexpected_keys"])
 
 

@@ -32,7 +32,14 @@ from tandem.models.load import attention_for, name_backbone, require_decoder, se
 from tandem.models.lora import SCALAR_HEAD, scalar_head
 from tandem.models.quantized import PackedWeight, Pieces
 from tandem.models.quiet import quiet
-from tandem.models.source import Located, load_config, locate, one_line, read_adapter_config
+from tandem.models.source import (
+    Located,
+    keep_saved_dtype,
+    load_config,
+    locate,
+    one_line,
+    read_adapter_config,
+)
 from tandem.models.starts import Start
 
 _INDEX = "model.safetensors.index.json"
@@ -218,8 +225,10 @@ def _empty(
         require_classifier(config, source.name)
     set_dropout(config, dropout)
     files = WeightFiles(_folder(source))
+    stored = config.dtype
     model = _without_weights(kind, config, trust_remote_code)
     model.name_or_path = source.name
+    keep_saved_dtype(model, stored)
     if kind is AutoModelForCausalLM:
         _take_generation_config(model, source)
     try:

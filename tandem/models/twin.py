@@ -202,6 +202,9 @@ def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
     family = twin.config.model_type
     was_training = [(module, module.training) for module in twin.modules()]
     twin.eval()
+    begins: list[torch.dtype] = []
+    embeddings = twin.get_input_embeddings()
+    handle = embeddings.register_forward_hook(lambda *call: begins.append(call[-1].dtype))
     try:
         with attending(recording):
             hidden = base_forward(twin, ids, torch.arange(3, device=device)[None])
@@ -209,6 +212,7 @@ def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return (), f"family {family!r} does not run on packed tokens ({reason})"
     finally:
+        handle.remove()
         for module, training in was_training:
             module.training = training
     text = twin.config.get_text_config()
@@ -221,10 +225,11 @@ def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
             f"{len(recording.shapes)} of {layers} layers of family {family!r} attend through "
             "transformers' attention interface"
         )
-    if hidden.dtype != twin.dtype and not torch.is_autocast_enabled(device.type):
+    # The weights' own type may be another: pieces over the ranks are cast when they are gathered.
+    if hidden.dtype != begins[0] and not torch.is_autocast_enabled(device.type):
         return (), (
-            f"family {family!r} computes in {_name(hidden.dtype)} and begins with weights in "
-            f"{_name(twin.dtype)}"
+            f"family {family!r} computes in {_name(hidden.dtype)} and begins with embeddings in "
+            f"{_name(begins[0])}"
         )
     return tuple(recording.shapes[i] for i in range(layers)), ""
 

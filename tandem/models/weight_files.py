@@ -106,7 +106,7 @@ def model_units(model: PreTrainedModel, dtype: torch.dtype | None) -> list[Unit]
     Args:
         dtype: of floating-point weights in the files; None leaves each as it is.
     """
-    weights = _merged_weights(model)
+    weights = _merged_weights(model, dtype)
     groups: dict[str, list[str]] = {}
     prefixes = _block_prefixes(model)
     for name in weights:
@@ -212,7 +212,7 @@ def plain_unit(weights: Mapping[str, Weight]) -> Unit:
     return Unit(weights, {name: weight.spec for name, weight in weights.items()}, dict)
 
 
-def _merged_weights(model: PreTrainedModel) -> dict[str, Weight]:
+def _merged_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, Weight]:
     """As `lora.merged_state_dict`, each made when it is needed; of tied ones the one that files
     have."""
     state = model.state_dict()
@@ -223,8 +223,12 @@ def _merged_weights(model: PreTrainedModel) -> dict[str, Weight]:
         own = {f"{name}.weight", f"{name}.bias"}
         for inner in [n for n in weights if n.startswith(f"{name}.") and n not in own]:
             del weights[inner]
-        make = layer.merged_weight if isinstance(layer, LoraLayer) else layer.plain_weight
-        spec = Spec(layer.weight.dtype, tuple(layer.weight.shape))
+        shape, kept = tuple(layer.weight.shape), layer.weight.dtype
+        if isinstance(layer, LoraLayer):  # summed before it is rounded, once
+            spec = Spec(dtype or kept, shape)
+            make: Callable[[], Tensor] = partial(layer.merged_weight, dtype or kept)
+        else:
+            spec, make = Spec(kept, shape), layer.plain_weight
         weights[f"{name}.weight"] = Weight(spec, partial(_without_gradient, make))
     unwanted = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     for name in _repeated(model, weights) | unwanted:

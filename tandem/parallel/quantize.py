@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tandem.ops.blockwise import BlockCode, dequantize_into, quantize_into
+from tandem.ops.blockwise import INT8, BlockCode, dequantize_into, quantize_into
 
 
 class Message:
@@ -65,6 +65,24 @@ def shard_numels(parameters: Sequence[nn.Parameter], ranks: int) -> tuple[int, .
     The first dimension is dealt out in equal numbers of rows, rounded up.
     """
     return tuple(-(-p.shape[0] // ranks) * p.shape[1:].numel() for p in parameters)
+
+
+@torch.no_grad()
+def through_codes(model: nn.Module, ranks: int, code: BlockCode = INT8) -> None:
+    """Round whole weights as gathering them from `ranks` pieces through the codes would; in place.
+
+    Blocks begin anew in every rank's piece of every parameter, as `QuantizedAllGather` sends them.
+    """
+    for parameter in model.parameters():
+        if not parameter.is_floating_point() or parameter.dim() == 0 or not parameter.numel():
+            continue
+        (numel,) = shard_numels([parameter], ranks)
+        rows = parameter.new_zeros(ranks * numel)
+        rows[: parameter.numel()] = parameter.detach().reshape(-1)
+        message = Message(code, [numel])
+        read = torch.empty_like(rows.view(ranks, numel))
+        message.read_into(message.write(rows.view(ranks, numel)), read)
+        parameter.data.copy_(read.view(-1)[: parameter.numel()].view_as(parameter))
 
 
 def unit_parameters(unit: nn.Module) -> list[nn.Parameter]:

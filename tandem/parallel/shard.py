@@ -154,8 +154,29 @@ class Shards:
     def finish_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """After the last backward: what stage 0 has not summed yet; weights rest."""
         self.rest()
-        if self.world.size > 1 and not self.units:
-            _sum_gradients(parameters)
+        if self.sums_gradients:
+            for parameter in parameters:
+                if parameter.grad is None:  # as much as zero, beside another rank's
+                    parameter.grad = torch.zeros_like(parameter)
+            self.sum_gradients([p.grad for p in parameters if p.grad is not None])
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients are still each rank's own after the last backward (stage 0)."""
+        return self.world.size > 1 and not self.units
+
+    @torch.no_grad()
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Add whole gradients over the ranks, in place and in buckets; all ranks call it."""
+        bucket: list[Tensor] = []
+        size = 0
+        for gradient in gradients:
+            bucket.append(gradient)
+            size += gradient.numel()
+            if size >= _BUCKET_ELEMENTS:
+                _sum_bucket(bucket)
+                bucket, size = [], 0
+        _sum_bucket(bucket)
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
         """Euclidean norm of the whole gradient, the same number on every rank.
@@ -272,22 +293,6 @@ def _without_views(output: Any) -> Any:
     if isinstance(output, Tensor) and output._is_view():
         return output.clone()
     return output
-
-
-@torch.no_grad()
-def _sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Add every gradient over the ranks, in buckets; a rank without one counts as zero."""
-    bucket: list[Tensor] = []
-    size = 0
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        bucket.append(parameter.grad)
-        size += parameter.grad.numel()
-        if size >= _BUCKET_ELEMENTS:
-            _sum_bucket(bucket)
-            bucket, size = [], 0
-    _sum_bucket(bucket)
 
 
 def _sum_bucket(gradients: list[Tensor]) -> None:

@@ -1,13 +1,14 @@
 """What a step needs of memory, per rank and role, in closed form.
 
 Mixed-precision AdamW after ZeRO (arXiv:1910.02054, section 3.1 and figure 1), with Tandem's sizes:
-weights rest in float32, so they are their own masters, and P weights of which T are trained cost
+weights rest in the compute type of c bytes, and P weights of which T are trained cost
 
-    weights 4 P    gradients 4 T    AdamW 8 T    moving average 4 T        bytes on one rank
+    weights c P    masters 4 T    gradients 4 T    AdamW 8 T    moving average 4 T    bytes
 
-of which `ZeRO` stages divide by the ranks: AdamW and resting weights from 1 on, gradients from 2
-on; before stage 3 weights are whole again while a model is at work. What work holds beside weights
-is in `work`.
+on one rank. Float32 weights, and trained ones that lie in pieces, are their own masters. Of these
+`ZeRO` stages divide by the ranks: AdamW and resting weights from 1 on, gradients from 2 on; before
+stage 3 weights are whole again while a model is at work. What work holds beside weights is in
+`work`.
 
 Not counted: what the process holds before a model is there, the allocator's fragments, rounding of
 pieces to whole rows, and mixtures of experts' routing. `bench/memory.py` holds this against
@@ -82,6 +83,11 @@ class Layout:
     def has_masters_on_host(self) -> bool:
         """Whether the optimizer on the host keeps weights of its own there."""
         return self.offload_optimizer and not self.offload_params
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer keeps float32 values beside the weights."""
+        return self.has_masters_on_host or (self.half and not self.is_split)
 
     @property
     def compute_bytes(self) -> int:
@@ -162,35 +168,35 @@ def role_memory(shape: Shape, layout: Layout) -> Role:
     (host if layout.offload_params else device)["weights"] = _resting(shape, layout) / pieces
     if trained:
         states = {"AdamW": _ADAMW_BYTES * trained / pieces}
-        if layout.has_masters_on_host:
-            states["masters"] = states["gradients kept"] = FLOAT * trained / pieces
+        if layout.has_masters:
+            states["masters"] = FLOAT * trained / pieces
+        if layout.has_masters_on_host and not layout.on_cpu:
+            states["gradients kept"] = FLOAT * trained / pieces
         is_on_host = layout.offload_optimizer or layout.offload_params
         (host if is_on_host else device).update(states)
         if layout.moving_average:
             average = {"moving average": FLOAT * trained / pieces}
-            (host if layout.offload_params else device).update(average)
+            (host if is_on_host else device).update(average)
     backward = _gradients(shape, layout, trained) if trained else {}
     return Role(device, {} if layout.on_cpu else host, working_bytes(shape, layout), backward)
 
 
 def _resting(shape: Shape, layout: Layout) -> float:
-    weights = weight_bytes(shape, layout)
+    size = layout.compute_bytes
     if layout.shares_base:
         head = shape.width if shape.is_scalar else 0
-        weights = FLOAT * (shape.adapters(layout.lora_rank) + head)
-    if layout.has_masters_on_host and not layout.is_split:  # then no more than it computes with
-        weights -= (FLOAT - layout.compute_bytes) * trained_parameters(shape, layout)
+        return float(size * (shape.adapters(layout.lora_rank) + head))
+    weights = weight_bytes(shape, layout, size)
+    if layout.is_split:  # pieces that are trained are the masters themselves
+        weights += (FLOAT - size) * trained_parameters(shape, layout)
     return weights
 
 
-def working_bytes(
-    shape: Shape, layout: Layout, *, at_once: bool = False, learns: bool = True
-) -> Bytes:
-    """Weights made whole, or cast, or dequantized, while the model computes.
+def working_bytes(shape: Shape, layout: Layout, *, at_once: bool = False) -> Bytes:
+    """Weights made whole, or dequantized, while the model computes.
 
     Args:
         at_once: all blocks are gathered together, whatever the stage.
-        learns: a backward follows. Without one, autocast keeps casts of trained weights alone.
     """
     quantized = quantized_weights(shape, layout)
     working: Bytes = {}
@@ -203,14 +209,7 @@ def working_bytes(
             gathered = _blocks_at_once(shape, layout, layout.compute_bytes)
         return working | {"gathered weights": gathered}
     if layout.offload_params and not layout.on_cpu:
-        working["fetched blocks"] = _blocks_at_once(shape, layout, FLOAT)
-    is_cast = layout.has_masters_on_host and layout.lora_rank == 0 and layout.is_trained
-    if layout.half and not is_cast:
-        head = 0 if shape.is_scalar else shape.vocabulary * shape.width
-        cast = shape.linear_weights + head - quantized
-        if not (learns or (layout.is_trained and layout.lora_rank == 0)):
-            cast = max(head, *(inputs * outputs for inputs, outputs in shape.linears))
-        working["cast weights"] = layout.compute_bytes * cast
+        working["fetched blocks"] = _blocks_at_once(shape, layout, layout.compute_bytes)
     return working
 
 
@@ -233,11 +232,12 @@ def _gradients(shape: Shape, layout: Layout, trained: int) -> Bytes:
     """Gradients, and those of one weight or unit that are still under way."""
     if not layout.is_split:
         whole = layout.lora_rank == 0
-        under_way = FLOAT * shape.largest
-        if layout.has_masters_on_host and layout.ranks == 1:  # they go down one by one
+        under_way = layout.compute_bytes * shape.largest
+        if layout.has_masters_on_host and layout.ranks == 1 and not layout.on_cpu:
+            # They go down one by one.
             return {"gradient under way": under_way if whole else 0}
         # A gradient is added to the sum of the micro-batches before once it is whole.
-        more = under_way if whole and layout.accumulates else 0
+        more = under_way if whole and (layout.accumulates or layout.has_masters) else 0
         return {"gradients": FLOAT * trained, "gradient under way": more}
     unit = FLOAT * _largest_unit(shape, layout)
     if layout.stage == 1 and layout.accumulates and not layout.offload_params:

@@ -43,7 +43,8 @@ def plan_memory(
         packs = (
             model.model_type in _PACKED_FAMILIES
             and resolve_device(config.device).type == "cpu"
-            and not (policy.half or policy.lora_rank or parallel.inference_tp_size > 1)
+            and config.dtype != "fp16"
+            and not (policy.lora_rank or parallel.inference_tp_size > 1)
             and config.hybrid_engine
             and native.available()
         )

@@ -112,7 +112,7 @@ def ppo_memory(
             "score": {
                 f"{name}: {part}": size
                 for name in (asked, "critic")
-                for part, size in working_bytes(*layouts[name], learns=False).items()
+                for part, size in working_bytes(*layouts[name]).items()
             }
             | {
                 "activations": forward_bytes(actor, tokens, policy),
@@ -182,6 +182,6 @@ def _loading(layouts: Mapping[str, tuple[Shape, Layout]], roles: dict[str, Role]
         read = shape.parameters if layout.is_split else 0
         if quantized_weights(shape, layout):
             read = shape.largest
-        checked = sum(working_bytes(shape, layout, at_once=True, learns=False).values())
+        checked = sum(working_bytes(shape, layout, at_once=True).values())
         passing.append(max(checked, FLOAT * read * layout.on_cpu) + travelling_bytes(shape, layout))
     return held | {"read or checked, then AdamW and masters": max(states, *passing)}

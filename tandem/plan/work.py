@@ -14,36 +14,32 @@ from tandem.ops.steps import BLOCK_TOKENS
 from tandem.plan.memory import FLOAT, Bytes, Layout, travelling_bytes, working_bytes
 from tandem.plan.shape import Shape
 
-_HALF_COPIES = 3
-"""Tensors of the model's width that a layer keeps twice, in float32 and in the compute type."""
-
 
 def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
     """What a forward keeps for its backward: of every layer, or with checkpointing of one.
 
-        per token and layer   8 D + c (n D + 2 Q + 2 K + m I) + 4 (heads + 2)       bytes
+        per token and layer   c (4 D + 2 Q + 2 K + m I) + 4 (heads + 2)       bytes
 
     D the width, Q and K the widths of queries and keys, I and m the MLP's width and tensors kept,
-    c bytes of a number; n is 2, and 5 in half precision, where norms stay in float32 and what they
-    hand on is cast. An adapter keeps rank numbers per token and layer beside its input.
+    c bytes of a number of the compute type, which all of them are in. An adapter keeps rank numbers
+    per token and layer beside its input.
     """
     size = layout.compute_bytes
-    copies = 2 + (_HALF_COPIES if layout.half else 0)
-    numbers = float(copies * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
+    numbers = float(4 * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
     numbers += shape.inner_kept * shape.inner
     if layout.lora_rank:
         numbers += layout.lora_rank * len(shape.linears) / max(1, shape.layers)
-    layer = 2 * FLOAT * shape.width + size * numbers + FLOAT * (shape.heads + 2)
-    ends = 2 * FLOAT * shape.width  # the embeddings' output and the last norm's input
+    layer = size * numbers + FLOAT * (shape.heads + 2)
+    ends = 2 * size * shape.width  # the embeddings' output and the last norm's input
     if layout.checkpointing:
-        return tokens * (shape.layers * FLOAT * shape.width + layer + ends)
+        return tokens * (shape.layers * size * shape.width + layer + ends)
     return tokens * (shape.layers * layer + ends)
 
 
 def forward_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
     """What a forward without gradient holds at once: a layer's input, output and inner tensors."""
     inner = max(3 * shape.inner, 2 * (shape.query_width + shape.kv_width))
-    return tokens * (2 * FLOAT * shape.width + layout.compute_bytes * (shape.width + inner))
+    return tokens * layout.compute_bytes * (3 * shape.width + inner)
 
 
 def logits_bytes(shape: Shape, tokens: int, layout: Layout, *, backward: bool) -> float:
@@ -89,4 +85,4 @@ def generation_bytes(
         linears = shape.linear_weights + shape.vocabulary * shape.width
         decoding["packed weights"] = size * linears
     decoding["travelling weights"] = travelling_bytes(shape, layout)
-    return decoding | working_bytes(shape, layout, at_once=True, learns=False)
+    return decoding | working_bytes(shape, layout, at_once=True)

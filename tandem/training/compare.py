@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from tandem.config.load import config_knobs
 from tandem.config.schema import RunConfig
-from tandem.engine.devices import resolve_dtype
-from tandem.engine.forward import autocast, generation_weights
+from tandem.engine.forward import generation_weights
 from tandem.engine.loading import place_policy, place_scalar
 from tandem.engine.rollouts import answered
 from tandem.engine.scoring import RewardScorer
@@ -126,10 +125,9 @@ def answer(
     model: PreTrainedModel, prompts: Sequence[PromptRow], rows: StepRows, config: RunConfig
 ) -> Rollout:
     """One sampled answer per prompt, the same random numbers for every policy."""
-    computes = autocast(model.device, resolve_dtype(config.dtype, model.device))
     world = shards_of(model).world
     group = tensor_group(world, config.parallel.inference_tp_size)
-    with torch.no_grad(), generation_weights(model, group), computes:
+    with torch.no_grad(), generation_weights(model, group):
         stops = Stops.of(rows.renderer)
         return answered(model.eval(), prompts, config, stops, world, step=0, group=group)
 
@@ -160,5 +158,4 @@ def _scorer(run: Run) -> RewardScorer | None:
         source, config, run.world, trained=False, seed=config.seed, needs_head=True
     )
     _, renderer = load_renderer(source, trust_remote_code=config.trust_remote_code)
-    dtype = resolve_dtype(config.dtype, run.device)
-    return RewardScorer(model, renderer, dtype=dtype, max_tokens=config.micro_batch_tokens)
+    return RewardScorer(model, renderer, max_tokens=config.micro_batch_tokens)

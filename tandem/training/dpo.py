@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from tandem.config.schema import RunConfig
 from tandem.engine.forward import response_logprobs
 from tandem.engine.loading import check_policy, place_policy
+from tandem.engine.same_start import check_same_start
 from tandem.models.load import check_vocabulary
 from tandem.models.lora import adapters_off
 from tandem.objectives.losses import dpo_loss
@@ -38,6 +39,8 @@ def train_dpo(run: Run, rows: StepRows) -> None:
     frozen = None
     if config.lora.rank == 0:
         frozen = place_policy(source, config, run.world, trained=False)
+
+    check_same_start(model, frozen)
 
     def reference_of(batch: TokenBatch) -> Tensor:
         with torch.no_grad():
@@ -66,7 +69,7 @@ def train_dpo(run: Run, rows: StepRows) -> None:
             "implicit_reward_margin": result.chosen_reward - result.rejected_reward,
         }
 
-    evaluation = fit(
+    fitted = fit(
         run,
         "dpo",
         model,
@@ -81,7 +84,11 @@ def train_dpo(run: Run, rows: StepRows) -> None:
         ),
         evaluate=_evaluation(model, frozen, rows, config),
     )
-    run.finish("dpo", lambda folder: save_policy(model, rows, folder), evaluation)
+    run.finish(
+        "dpo",
+        lambda folder: save_policy(model, rows, folder, fitted.masters, config.save_dtype),
+        fitted.evaluation,
+    )
 
 
 def _evaluation(

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
 from tandem.data.render import Renderer
-from tandem.engine.devices import resolve_dtype
-from tandem.engine.forward import autocast, response_logprobs, scored
+from tandem.engine.forward import response_logprobs, scored
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.scoring import RewardScorer
 from tandem.objectives.masked import masked_sum
@@ -48,12 +47,10 @@ def row_logprobs(
     if not rows:
         return torch.zeros(0)
     device = shards_of(model).world.device
-    dtype = resolve_dtype(config.dtype, device)
     batch = TokenBatch.from_rows(rows, renderer.pad_token_id)
 
     def forward(part: TokenBatch) -> tuple[Tensor, ...]:
-        with autocast(device, dtype):
-            return (response_logprobs(model, part.to(device))[0].sum(dim=1),)
+        return (response_logprobs(model, part.to(device))[0].sum(dim=1),)
 
     was_training = model.training
     model.eval()

@@ -14,14 +14,14 @@ from functools import partial
 from typing import Generic, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandem.checkpoint.state import SavedState, State
 from tandem.config.schema import RunConfig, SupervisedConfig
 from tandem.data.loader import BatchOrder
 from tandem.engine.devices import resolve_dtype
-from tandem.engine.forward import autocast, deal
+from tandem.engine.forward import deal
 from tandem.engine.optimizer import Trainee, scaling_metrics, step_together
 from tandem.engine.room import Room
 from tandem.errors import BadStepError, DataError
@@ -53,6 +53,14 @@ class Objective(Generic[Row]):
     scoring_passes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A trained model's last evaluation, and the float32 values of weights that rest in less."""
+
+    evaluation: dict[str, float]
+    masters: Mapping[nn.Parameter, Tensor]
+
+
 def fit(
     run: Run,
     stage: str,
@@ -61,14 +69,14 @@ def fit(
     rows: Sequence[Row],
     objective: Objective[Row],
     evaluate: Callable[[], dict[str, float]],
-) -> dict[str, float]:
+) -> Fitted:
     """Train `model` on `rows`; log, measure and checkpoint on the way; continue if there is one.
 
     Args:
         objective: what is learned from a row.
         evaluate: held-out metrics of the model as it is.
     Returns:
-        the last evaluation.
+        the last evaluation, and the weights to save.
     Raises:
         DataError: there is nothing to train on.
         NumericsError: too many steps in a row brought a loss or gradient that is not sound.
@@ -120,8 +128,7 @@ def fit(
                     if _is_due(step, settings.eval_every, order.num_steps):
                         values |= loop.measure()
                 loop.end(values)
-    trainee.settle()
-    return loop.evaluation or evaluate()
+    return Fitted(loop.evaluation or evaluate(), trainee.masters)
 
 
 def _trainee(
@@ -150,8 +157,6 @@ def _train_step(
 ) -> dict[str, float]:
     """One optimizer step, micro-batch by micro-batch; means of every sum over the whole batch."""
     model = cast(PreTrainedModel, trainee.model)
-    device = trainee.shards.world.device
-    dtype = resolve_dtype(config.dtype, device)
     denominator = sum(objective.units(row) for row in batch)
     sequences = [sequence for row in batch for sequence in objective.sequences(row)]
     lengths = [len(sequence) for sequence in sequences]
@@ -165,8 +170,7 @@ def _train_step(
     with phases("train", tokens=num_tokens, samples=len(batch), flops=flops):
         world = trainee.shards.world
         for part in deal(widths, room.tokens, world):
-            with autocast(device, dtype):
-                loss_sum, sums = objective.loss([batch[i] for i in part.rows])
+            loss_sum, sums = objective.loss([batch[i] for i in part.rows])
             trainee.backward(loss_sum, denominator, weight=part.weight, is_last=part.is_last)
             totals["rank_idle"] += part.idle * denominator
             for name, value in (("loss", loss_sum), *sums.items()):
@@ -199,12 +203,10 @@ def _rehearse(
     width = objective.sequences_per_row * len(longest[0])
     world = trainee.shards.world
     share = -(-batch_size // world.size)  # no rank is dealt more of a batch than this
-    device = world.device
     model = cast(PreTrainedModel, trainee.model)
     model.train()
     with room.kept_for(trainee):
-        with autocast(device, resolve_dtype(config.dtype, device)):
-            loss, _ = objective.loss(longest[: max(1, min(room.tokens // width, share))])
+        loss, _ = objective.loss(longest[: max(1, min(room.tokens // width, share))])
         trainee.backward(loss, 1.0, weight=0.0)
     trainee.forget()
     model.eval()

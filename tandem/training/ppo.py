@@ -86,8 +86,6 @@ def train_ppo(run: Run, rows: StepRows) -> None:
                     if step == num_steps or (ppo.eval_every and step % ppo.eval_every == 0):
                         values |= loop.measure()
                 loop.end(values)
-    engine.actor_trainee.settle()
-    engine.critic_trainee.settle()
     facts = {**loop.evaluation, "steps": num_steps}
     run.finish("ppo", lambda folder: _save(engine, rows, folder), facts)
 
@@ -177,9 +175,10 @@ def _restore(state: SavedState, trainer: PPOTrainer, loop: StepLoop) -> None:
 
 
 def _save(engine: RLHFEngine, rows: StepRows, folder: Path) -> None:
-    save_policy(engine.actor, rows, folder / "actor")
+    actor, critic, dtype = engine.actor_trainee, engine.critic_trainee, engine.config.save_dtype
+    save_policy(engine.actor, rows, folder / "actor", actor.masters, dtype)
     tokenizer = with_template(engine.tokenizer, engine.renderer)
-    save_anywhere(engine.critic, tokenizer, folder / "critic")
+    save_anywhere(engine.critic, tokenizer, folder / "critic", critic.masters, dtype)
     if engine.ema is not None:
-        with engine.ema.applied():
-            save_policy(engine.actor, rows, folder / "ema")
+        with engine.ema.exact():
+            save_policy(engine.actor, rows, folder / "ema", save_dtype=dtype)

@@ -345,8 +345,7 @@ class PPOTrainer:
         world = self.engine.world
         for positions, part in deal_batch(batch, self.room.tokens, world):
             text = batch.select(positions).to(self.engine.device)
-            with self.engine.autocast():
-                loss = sft_loss(response_logprobs(self.engine.actor, text)[0], text.response_mask)
+            loss = sft_loss(response_logprobs(self.engine.actor, text)[0], text.response_mask)
             scaled = ppo.ptx_coef * loss
             trainee.backward(scaled, count, weight=part.weight, is_last=part.is_last)
             total += part.weight * float(loss.detach())

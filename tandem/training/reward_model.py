@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tandem.engine.devices import resolve_dtype
 from tandem.engine.forward import sequence_scores
 from tandem.engine.loading import place_policy, place_scalar
 from tandem.engine.scoring import RewardScorer
@@ -38,7 +37,6 @@ def train_reward_model(run: Run, rows: StepRows) -> None:
     scorer = RewardScorer(
         model,
         rows.reward_renderer,
-        dtype=resolve_dtype(config.dtype, device),
         max_tokens=config.micro_batch_tokens,
     )
 
@@ -55,7 +53,7 @@ def train_reward_model(run: Run, rows: StepRows) -> None:
             "score_rejected": rejected.sum(),
         }
 
-    evaluation = fit(
+    fitted = fit(
         run,
         "reward",
         model,
@@ -69,11 +67,15 @@ def train_reward_model(run: Run, rows: StepRows) -> None:
         ),
         evaluate=lambda: preference_metrics(scorer, rows.heldout_pairs),
     )
-    evaluation |= normalize(run, scorer, rows)
+    evaluation = fitted.evaluation | normalize(run, scorer, rows)
     run.finish(
         "reward",
         lambda folder: save_anywhere(
-            model, with_template(rows.reward_tokenizer, rows.reward_renderer), folder
+            model,
+            with_template(rows.reward_tokenizer, rows.reward_renderer),
+            folder,
+            fitted.masters,
+            config.save_dtype,
         ),
         evaluation,
     )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.checkpoint.folder import require_space, together
 from tandem.data.render import Renderer
+from tandem.engine.devices import DTYPES
 from tandem.models.save import save_model, saved_bytes
+from tandem.models.source import saved_dtype
 from tandem.models.weight_files import Writers
+from tandem.parallel.masters import exactly
 from tandem.parallel.pieces import gathered_to
 from tandem.parallel.shard import shards_of
 from tandem.training.rows import StepRows
@@ -24,26 +28,42 @@ def with_template(tokenizer: PreTrainedTokenizerBase, renderer: Renderer) -> Any
     return tokenizer
 
 
-def save_policy(model: PreTrainedModel, rows: StepRows, folder: Path) -> None:
+def save_policy(
+    model: PreTrainedModel,
+    rows: StepRows,
+    folder: Path,
+    masters: Mapping[nn.Parameter, Tensor] | None = None,
+    save_dtype: str = "auto",
+) -> None:
     """Save a policy so that anyone's `generate` stops where it was taught to stop, with the chat
     template that it was taught."""
     tokenizer = with_template(rows.tokenizer, rows.renderer)
     if model.generation_config is not None:
         model.generation_config.eos_token_id = list(rows.renderer.stop_token_ids)
         model.generation_config.pad_token_id = rows.renderer.pad_token_id
-    save_anywhere(model, tokenizer, folder)
+    save_anywhere(model, tokenizer, folder, masters, save_dtype)
 
 
-def save_anywhere(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+def save_anywhere(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    folder: Path,
+    masters: Mapping[nn.Parameter, Tensor] | None = None,
+    save_dtype: str = "auto",
+) -> None:
     """`models.save.save_model`, wherever the weights lie: all ranks call it and share the files.
 
+    Args:
+        masters: float32 values of weights that rest in a smaller type; these are saved.
+        save_dtype: the knob; auto is the type of the checkpoint that the model came from.
     Raises:
         CheckpointError: the disk refused a rank, or has no room.
     """
     shards = shards_of(model)
     shards.rest()
     world = shards.world
-    require_space(folder, saved_bytes(model), world)
+    dtype = saved_dtype(model) if save_dtype == "auto" else DTYPES[save_dtype]
+    require_space(folder, saved_bytes(model, dtype), world)
     ranks = world.seeing(0)  # others get a copy of the finished folder
 
     def gather(weight: Tensor, writer: int) -> Tensor | None:
@@ -51,4 +71,9 @@ def save_anywhere(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
 
     own = ranks.index(world.rank) if world.rank in ranks else -1
     writers = Writers(own, len(ranks), gather)
-    together(lambda: save_model(model, tokenizer, folder, writers=writers), folder, world)
+    with exactly(masters or {}):
+        together(
+            lambda: save_model(model, tokenizer, folder, dtype=dtype, writers=writers),
+            folder,
+            world,
+        )

@@ -35,7 +35,7 @@ def train_sft(run: Run, rows: StepRows) -> None:
         logprobs, _ = response_logprobs(model, batch)
         return sft_loss(logprobs, batch.response_mask), {}
 
-    evaluation = fit(
+    fitted = fit(
         run,
         "sft",
         model,
@@ -46,4 +46,8 @@ def train_sft(run: Run, rows: StepRows) -> None:
         ),
         evaluate=lambda: language_model_metrics(model, rows.heldout_sft, rows.renderer, config),
     )
-    run.finish("sft", lambda folder: save_policy(model, rows, folder), evaluation)
+    run.finish(
+        "sft",
+        lambda folder: save_policy(model, rows, folder, fitted.masters, config.save_dtype),
+        fitted.evaluation,
+    )

@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import LoraConfig, OptimizerConfig, ParallelConfig, RunConfig
-from tandem.engine.devices import resolve_dtype
 from tandem.engine.ema import MovingAverage
-from tandem.engine.forward import autocast, deal_batch, response_logprobs, whole_weights
+from tandem.engine.forward import deal_batch, response_logprobs, whole_weights
 from tandem.engine.loading import place_policy
 from tandem.engine.optimizer import Trainee, step_together
 from tandem.engine.spread import ZeroPlusPlus, zero_plus_plus
@@ -60,9 +59,8 @@ class Training:
         phase = (traffic or Traffic(PER_NODE)).phase
         batch = ragged_batch(LENGTHS, seed=seed)
         count, total = batch.num_response_tokens, 0.0
-        dtype = resolve_dtype(self.config.dtype, self.world.device)
         for rows, part in deal_batch(batch, micro_batch, self.world):
-            with phase("forward"), autocast(self.world.device, dtype):
+            with phase("forward"):
                 loss = -response_logprobs(self.model, batch.select(rows))[0].sum()
             with phase("backward"):
                 self.trainee.backward(loss, count, weight=part.weight, is_last=part.is_last)

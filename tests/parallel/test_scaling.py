@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 from tandem.errors import CheckpointError, ConfigError, NumericsError
-from tandem.parallel.offload import HostAdamW
+from tandem.parallel.masters import MasterAdamW
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.world import World
 from tests.tiny import tiny_llama
@@ -181,7 +181,7 @@ def test_float16_weights_train_with_float32_masters() -> None:
     for dtype in (torch.float32, torch.float16):
         model = tiny_llama(67)
         groups = [{"params": list(model.parameters()), "lr": 1e-3, "weight_decay": 0.0}]
-        optimizer = HostAdamW(groups, betas=(0.9, 0.95), stream=True)
+        optimizer = MasterAdamW(groups, betas=(0.9, 0.95))
         model.to(dtype)
         scaler = LossScaler(2.0**24 if dtype == torch.float16 else 1.0, growth_interval=10**6)
         losses[dtype] = []
@@ -210,8 +210,8 @@ def test_small_gradients_vanish_without_a_scale_and_not_with_one() -> None:
     for scale, expected in ((1.0, 0.0), (2.0**16, 2.0**-30)):
         weight = nn.Parameter(torch.ones((), dtype=torch.float16))
         scaler = LossScaler(scale)
-        optimizer = HostAdamW(
-            [{"params": [weight], "lr": 0.1, "weight_decay": 0.0}], betas=(0.9, 0.9), stream=True
+        optimizer = MasterAdamW(
+            [{"params": [weight], "lr": 0.1, "weight_decay": 0.0}], betas=(0.9, 0.9)
         )
         (weight.float() * 2.0**-30 * scaler.scale).backward()
         gradients = optimizer.collect()

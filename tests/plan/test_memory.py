@@ -15,7 +15,7 @@ from tandem.errors import ConfigError
 from tandem.generation.runner import new_memory
 from tandem.models.frozen import freeze_quantized
 from tandem.models.lora import add_lora
-from tandem.plan.memory import Layout, role_memory, weight_bytes, working_bytes
+from tandem.plan.memory import Layout, role_memory, weight_bytes
 from tandem.plan.run import plan_memory
 from tandem.plan.shape import Shape, shape_of
 from tandem.plan.steps import PPOWork, ppo_memory, supervised_memory
@@ -144,9 +144,11 @@ def test_offload_moves_states_to_the_host() -> None:
     assert role.resting == {"weights": 2000}  # in the compute type: the masters are elsewhere
     assert role.host == {"AdamW": 8000, "masters": 4000, "gradients kept": 4000}
     assert "cast weights" not in role.working
-    assert role.backward == {"gradient under way": 800}  # each goes down when it is done
+    assert role.backward == {"gradient under way": 400}  # each goes down when it is done
     here = role_memory(SHAPE, replace(layout, on_cpu=True))
-    assert (here.resting, here.host) == ({**role.host, "weights": 2000}, {})
+    assert here.resting == {"weights": 2000, "AdamW": 8000, "masters": 4000}
+    assert here.host == {}
+    assert here.backward == {"gradients": 4000, "gradient under way": 400}
 
 
 def test_offloaded_weights_lie_in_pieces_on_the_host_at_one_rank_too() -> None:
@@ -156,17 +158,20 @@ def test_offloaded_weights_lie_in_pieces_on_the_host_at_one_rank_too() -> None:
     assert role.working == {"gathered weights": 4 * (200 + 800)}
 
 
-def test_autocast_keeps_casts_of_what_is_trained_or_learnt_from() -> None:
-    head, linears = 200, 400
-    full, adapted = Layout(half=True), Layout(half=True, lora_rank=2)
-    for layout, learns, cast in (
-        (full, True, linears + head),
-        (full, False, linears + head),
-        (adapted, True, linears + head),
-        (adapted, False, 300),
-    ):
-        working = working_bytes(SHAPE, layout, learns=learns)
-        assert working == {"cast weights": 2 * cast}, (layout, learns)
+def test_half_precision_rests_in_two_bytes_beside_masters() -> None:
+    full = role_memory(SHAPE, Layout(half=True, moving_average=True))
+    assert full.resting == {
+        "weights": 2000, "AdamW": 8000, "masters": 4000, "moving average": 4000
+    }  # fmt: skip
+    assert full.working == {}
+    assert role_memory(SHAPE, Layout(half=True, is_trained=False)).resting == {"weights": 2000}
+    pieces = role_memory(SHAPE, Layout(half=True, ranks=2, stage=2))
+    assert pieces.resting == {"weights": 2000, "AdamW": 4000}  # float32, half of them
+    adapters = 120
+    adapted = role_memory(SHAPE, Layout(half=True, lora_rank=2))
+    assert adapted.resting == {
+        "weights": 2 * (1000 + adapters), "AdamW": 8 * adapters, "masters": 4 * adapters
+    }  # fmt: skip
 
 
 def test_a_shared_base_counts_once() -> None:

@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import start_processes
 from transformers import LlamaForCausalLM
 
 from tandem.errors import CheckpointError, ModelError
-from tandem.parallel.offload import HostAdamW, StreamLane, Waiting
+from tandem.parallel.masters import MasterAdamW, StreamLane, Waiting
 from tandem.parallel.pieces import local, piece_like, whole
 from tandem.parallel.shard import ShardPlan, shard
 from tandem.parallel.world import World
@@ -87,15 +87,12 @@ def lower(groups: list[dict[str, Any]], step: int) -> None:
         group["lr"] = group["peak_lr"] / (1 + step)
 
 
-def train_on_host(
-    model: LlamaForCausalLM, optimizer: HostAdamW, steps: range, *, streams: bool = True
-) -> list[float]:
+def train_on_host(model: LlamaForCausalLM, optimizer: MasterAdamW, steps: range) -> list[float]:
     norms = []
     for step in steps:
         for part in tokens(step).split(4):
             (loss_sum(model, part) / 88).backward()
-            if streams:
-                assert all(p.grad is None for p in model.parameters()), "a gradient stayed"
+            assert all(p.grad is None for p in model.parameters()), "a gradient stayed"
         norms.append(optimizer.clip_(CLIP))
         lower(optimizer.param_groups, step)
         optimizer.step()
@@ -109,20 +106,20 @@ def ordered(model: nn.Module) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 4096 * 3, 2**26])
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("sums_on_device", [False, True])
 def test_float32_numbers_are_those_of_torch_bit_for_bit(
-    bucket_bytes: int, late: bool, stream: bool
+    bucket_bytes: int, late: bool, sums_on_device: bool
 ) -> None:
     expected, theirs, norms = trained_by_torch(4)
     model = tiny_llama(VOCABULARY)
-    ours = HostAdamW(
+    ours = MasterAdamW(
         groups_of(model),
         betas=BETAS,
-        stream=stream,
+        sums_on_device=sums_on_device,
         bucket_bytes=bucket_bytes,
         lane=LateLane if late else None,
     )
-    assert train_on_host(model, ours, range(4), streams=stream) == norms
+    assert train_on_host(model, ours, range(4)) == norms
     assert min(norms) > CLIP, "every step clips"
     for p, q in zip(ordered(model), ordered(expected), strict=True):
         assert torch.equal(p, q)
@@ -137,7 +134,7 @@ def test_the_norm_is_torchs_and_a_small_one_is_not_scaled() -> None:
     parameters = ordered(model)
     expected = float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     before = [p.grad.clone() for p in parameters if p.grad is not None]
-    optimizer = HostAdamW(groups_of(model), betas=BETAS, stream=False)
+    optimizer = MasterAdamW(groups_of(model), betas=BETAS)
     assert optimizer.clip_(expected * 2) == expected
     assert all(torch.equal(g, b) for g, b in zip(optimizer.collect(), before, strict=True))
     summed: list[float] = []
@@ -149,7 +146,7 @@ def test_the_norm_is_torchs_and_a_small_one_is_not_scaled() -> None:
 
 def test_a_gradient_that_is_not_finite_is_reported_and_left_alone() -> None:
     weight = nn.Parameter(torch.ones(3))
-    optimizer = HostAdamW([group(weight, 0.1)], betas=BETAS, stream=True)
+    optimizer = MasterAdamW([group(weight, 0.1)], betas=BETAS)
     (weight * torch.tensor([1.0, float("inf"), 2.0])).sum().backward()
     assert optimizer.clip_(1.0) == float("inf")
     assert optimizer.collect()[0].tolist() == [1.0, float("inf"), 2.0]
@@ -170,9 +167,7 @@ def test_weights_travel_in_their_own_dtype_within_the_bound() -> None:
         return lanes[-1]
 
     model = tiny_llama(VOCABULARY).bfloat16()
-    optimizer = HostAdamW(
-        groups_of(model), betas=BETAS, stream=True, bucket_bytes=4096 * 2, lane=make
-    )
+    optimizer = MasterAdamW(groups_of(model), betas=BETAS, bucket_bytes=4096 * 2, lane=make)
     (loss_sum(model, tokens(0)) / 88).backward()
     optimizer.step()
     num_bytes = 2 * sum(p.numel() for p in model.parameters())
@@ -187,7 +182,7 @@ def test_float32_masters_keep_what_bfloat16_would_lose() -> None:
     lr, steps = 1e-4, 64
     alone, ours = (nn.Parameter(torch.ones(5, dtype=torch.bfloat16)) for _ in range(2))
     theirs = torch.optim.AdamW([alone], lr=lr, weight_decay=0.0, fused=True)
-    host = HostAdamW([group(ours, lr)], betas=(0.9, 0.999), stream=True)
+    host = MasterAdamW([group(ours, lr)], betas=(0.9, 0.999))
     for _ in range(steps):
         for weight, optimizer in ((alone, theirs), (ours, host)):
             weight.sum().backward()
@@ -204,7 +199,7 @@ def test_float32_masters_keep_what_bfloat16_would_lose() -> None:
 def test_micro_batches_add_up_in_float32() -> None:
     """256 + 1 is 256 in bfloat16; eight such ones are lost there and not here."""
     weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    optimizer = HostAdamW([group(weight, 0.1)], betas=BETAS, stream=True)
+    optimizer = MasterAdamW([group(weight, 0.1)], betas=BETAS)
     for slope in (256.0, *[1.0] * 8):
         (weight * slope).sum().backward()
     assert optimizer.collect()[0].tolist() == [264.0, 264.0]
@@ -212,10 +207,10 @@ def test_micro_batches_add_up_in_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_state_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
-    def start() -> tuple[LlamaForCausalLM, HostAdamW]:
+    def start() -> tuple[LlamaForCausalLM, MasterAdamW]:
         model = tiny_llama(VOCABULARY)
         # The masters hold what the cast weights no longer do.
-        optimizer = HostAdamW(groups_of(model), betas=BETAS, stream=True, bucket_bytes=4096)
+        optimizer = MasterAdamW(groups_of(model), betas=BETAS, bucket_bytes=4096)
         return model.to(dtype), optimizer
 
     model, optimizer = start()
@@ -238,7 +233,7 @@ def test_a_saved_state_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
 
 def test_masters_follow_weights_that_others_changed() -> None:
     weight = nn.Parameter(torch.ones(4))
-    optimizer = HostAdamW([group(weight, 0.5)], betas=BETAS, stream=True)
+    optimizer = MasterAdamW([group(weight, 0.5)], betas=BETAS)
     weight.data.fill_(8.0)
     optimizer.read_weights()
     weight.sum().backward()
@@ -249,7 +244,7 @@ def test_masters_follow_weights_that_others_changed() -> None:
 def test_a_weight_without_gradient_stays_and_counts_no_step() -> None:
     used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     groups = [{"params": [used, unused], "lr": 0.1, "weight_decay": 0.5}]
-    optimizer = HostAdamW(groups, betas=BETAS, stream=True)
+    optimizer = MasterAdamW(groups, betas=BETAS)
     used.sum().backward()
     optimizer.step()
     assert unused.tolist() == [1.0, 1.0, 1.0]
@@ -258,7 +253,7 @@ def test_a_weight_without_gradient_stays_and_counts_no_step() -> None:
 
 def test_a_forgotten_gradient_that_still_travels_is_not_added_to_the_next() -> None:
     weight = nn.Parameter(torch.ones(3))
-    optimizer = HostAdamW([group(weight, 0.1)], betas=BETAS, stream=True, lane=LateLane)
+    optimizer = MasterAdamW([group(weight, 0.1)], betas=BETAS, lane=LateLane)
     for slope in (5.0, 7.0):
         optimizer.zero_grad()
         (weight * slope).sum().backward()
@@ -267,7 +262,7 @@ def test_a_forgotten_gradient_that_still_travels_is_not_added_to_the_next() -> N
 
 def test_an_optimizer_that_is_gone_takes_no_gradient() -> None:
     weight = nn.Parameter(torch.ones(3))
-    optimizer = HostAdamW([group(weight, 0.1)], betas=BETAS, stream=True)
+    optimizer = MasterAdamW([group(weight, 0.1)], betas=BETAS)
     weight.sum().backward()
     assert weight.grad is None
     del optimizer
@@ -277,9 +272,9 @@ def test_an_optimizer_that_is_gone_takes_no_gradient() -> None:
 
 def test_what_cannot_be_done_is_said() -> None:
     with pytest.raises(ModelError, match="must be contiguous"):
-        HostAdamW([group(nn.Parameter(torch.ones(3, 4).t()), 0.1)], betas=BETAS, stream=True)
+        MasterAdamW([group(nn.Parameter(torch.ones(3, 4).t()), 0.1)], betas=BETAS)
     weight = nn.Parameter(torch.ones(3))
-    optimizer = HostAdamW([group(weight, 0.1)], betas=BETAS, stream=True)
+    optimizer = MasterAdamW([group(weight, 0.1)], betas=BETAS)
     with pytest.raises(CheckpointError, match=r"got master of shape \(2,\)"):
         optimizer.state[weight]["master"] = torch.ones(2)
     with pytest.raises(CheckpointError, match="got momentum of shape"):
@@ -306,8 +301,12 @@ def train_spread(world: World, stage: int, dtype: torch.dtype = torch.float32) -
     """Three steps over all ranks: losses, norms, whole weights and whole masters."""
     model = tiny_llama(VOCABULARY).to(dtype)
     shards = shard(model, list(model.model.layers), ShardPlan(stage=stage), world)
-    optimizer = HostAdamW(
-        groups_of(model), betas=BETAS, stream=world.size == 1, bucket_bytes=4096, lane=LateLane
+    optimizer = MasterAdamW(
+        groups_of(model),
+        betas=BETAS,
+        sums_on_device=shards.sums_gradients,
+        bucket_bytes=4096,
+        lane=LateLane,
     )
     losses, norms = [], []
     for step in range(3):
@@ -318,7 +317,9 @@ def train_spread(world: World, stage: int, dtype: torch.dtype = torch.float32) -
             loss = loss_sum(model, part)
             (loss / 88).backward()
             total += loss.detach()
-        shards.finish_gradients(ordered(model))
+        shards.rest()
+        if shards.sums_gradients:
+            shards.sum_gradients(optimizer.collect_all())
         world.sum_(total)
         losses.append(float(total))
         norms.append(optimizer.clip_(CLIP, world.sum_ if shards.is_split else None))
@@ -369,7 +370,7 @@ def _uneven(world: World) -> dict[str, Any]:
     layer = nn.Linear(6, 1)
     nn.init.ones_(layer.weight)
     shard(layer, (), ShardPlan(stage=3), world)
-    optimizer = HostAdamW([group(layer.weight, 0.25)], betas=BETAS, stream=True)
+    optimizer = MasterAdamW([group(layer.weight, 0.25)], betas=BETAS)
     layer(torch.ones(1, 6)).sum().backward()
     norm = optimizer.clip_(10.0, world.sum_)
     optimizer.step()

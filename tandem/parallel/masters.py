@@ -1,4 +1,8 @@
-"""An optimizer on the host, for weights on the device: ZeRO-Offload (arXiv:2101.06840).
+"""Float32 masters of weights that rest in the compute type, and the AdamW that updates them.
+
+Mixed precision (arXiv:1710.03740): what computes is bf16 or fp16 and stays at its address; the
+optimizer keeps float32 masters, adds gradients up in float32, and writes rounded weights back in
+place. The masters may rest on the host: ZeRO-Offload (arXiv:2101.06840).
 
 The copies beside a GPU's computation are tested with a stand-in that delays them; the CUDA calls
 themselves (`StreamLane._begin`, pinned memory) have not run on a GPU.
@@ -10,6 +14,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +27,62 @@ from tandem.parallel.pieces import local
 from tandem.parallel.scaling import Reduce
 
 Waiting = Callable[[], object]
+
+_MASTERS = "tandem_masters"
+"""Where a model keeps its masters until an optimizer takes them."""
+
+
+@torch.no_grad()
+def cast_weights(model: nn.Module, dtype: torch.dtype, *, splits: bool = False) -> None:
+    """Let the weights rest in the type that they compute in; in place, stable from then on.
+
+    What is trained leaves its float32 values for the optimizer (`take_masters`). Integers and
+    buffers stay what they are. Weights without memory yet are cast only if they are frozen.
+
+    Args:
+        splits: the model will lie in pieces over the ranks. Trained pieces are the masters
+            themselves and stay float32: they are cast whenever they are gathered.
+    """
+    masters: dict[nn.Parameter, Tensor] = model.__dict__.setdefault(_MASTERS, {})
+    for parameter in model.parameters():
+        if not parameter.is_floating_point() or isinstance(parameter, DTensor):
+            continue
+        if not parameter.requires_grad:
+            wanted = dtype
+        elif parameter.is_meta:
+            continue
+        elif splits:
+            wanted = torch.float32
+        else:
+            wanted = dtype
+            if parameter.dtype != dtype and dtype != torch.float32:
+                masters[parameter] = parameter.data.float()
+        if parameter.dtype != wanted:
+            parameter.data = parameter.data.to(wanted)
+
+
+def take_masters(model: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """The float32 values that `cast_weights` rounded, which the model forgets."""
+    taken: dict[nn.Parameter, Tensor] = model.__dict__.pop(_MASTERS, {})
+    return taken
+
+
+@contextmanager
+def exactly(weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Within: parameters have these values and types, to be saved, and nothing may compute; after:
+    their own, at the addresses they had.
+
+    Args:
+        weights: for plain parameters, on any device.
+    """
+    own = {parameter: parameter.data for parameter in weights}
+    try:
+        for parameter, exact in weights.items():
+            parameter.data = exact
+        yield
+    finally:
+        for parameter, data in own.items():
+            parameter.data = data
 
 
 class Lane:
@@ -93,22 +154,25 @@ class _Slice(NamedTuple):
 
 
 class _Entry(Mapping[str, Tensor]):
-    """What the host keeps of one parameter; as a mapping, its state to save, split as it is."""
+    """What the optimizer keeps of one parameter; as a mapping, its state, split as it is.
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    gradient: the sum so far, float32; None before the first. spare: memory to use for the next.
+    """
+
+    def __init__(self, parameter: nn.Parameter, device: torch.device) -> None:
         if not local(parameter).is_contiguous():
             raise ModelError(
-                "weights must be contiguous for an optimizer on the host; got strides "
-                f"{parameter.stride()}. Use no --offload optimizer."
+                "weights must be contiguous for an optimizer with masters of their own; got "
+                f"strides {parameter.stride()}. Use --dtype fp32 without --offload optimizer."
             )
         self.parameter = parameter
-        # Made from the parameter, so that a split one's state is split likewise, on the host.
+        # Made from the parameter, so that a split one's state is split likewise.
         self.tensors = {
-            name: torch.zeros_like(parameter.detach(), dtype=torch.float32, device="cpu")
+            name: torch.zeros_like(parameter.detach(), dtype=torch.float32, device=device)
             for name in ("exp_avg", "exp_avg_sq", "master")
         }
-        self.gradient = torch.empty_like(local(self.tensors["master"]))
-        self.has_gradient = False
+        self.gradient: Tensor | None = None
+        self.spare: Tensor | None = None
         self.slices: list[_Slice] = []
 
     def __getitem__(self, name: str) -> Tensor:
@@ -131,24 +195,26 @@ class _Entry(Mapping[str, Tensor]):
         return 1 + len(self.tensors)
 
 
-class HostAdamW:
-    """AdamW whose masters, moments and arithmetic are on the host; the device keeps the weights.
+class MasterAdamW:
+    """AdamW on float32 masters of its own; the model keeps weights rounded to their type.
 
     One process's float32 weights become those of torch.optim.AdamW(fused=True), bit for bit; bf16
-    or fp16 weights are what the float32 masters round to. A step runs bucket by bucket: while one
-    is computed, the weights of the one before travel up.
+    or fp16 weights are what the float32 masters round to, at the addresses they always had. A step
+    runs bucket by bucket: with masters on the host, the weights of one bucket travel up while the
+    next is computed.
 
-    Plain weights' gradients travel down during backward, as each is done; they are added up on
-    the host in float32, and none stays on the device. Those of split weights (FSDP2), a rank's
-    share only, are read in `collect`: in a hook torch 2.11 may hand them out too early.
+    A plain weight's gradient is added up in float32 as soon as backward has made it, and none
+    stays in the weight's type. Those of split weights (FSDP2), a rank's share only, are read in
+    `collect`: in a hook torch 2.11 may hand them out too early.
 
-    Host memory: 16 bytes per weight (master, two moments, gradient). Only the travelling buffers
-    are pinned: locking all of it would take it from everything else on the machine.
+    Memory: 12 bytes per weight (master, two moments), and 4 from the first gradient of a step to
+    its end. On the host the latter stay, and only the travelling buffers are pinned: locking all of
+    it would take it from everything else on the machine.
 
     Attributes:
         param_groups: as torch's; `lr` and `weight_decay` are read at every step.
-        state: per parameter `step`, `exp_avg`, `exp_avg_sq`, `master`, float32 on the host, split
-            as the parameter is; setting one copies into it.
+        state: per parameter `step`, `exp_avg`, `exp_avg_sq`, `master`, float32, split as the
+            parameter is; setting one copies into it.
     """
 
     def __init__(
@@ -156,29 +222,38 @@ class HostAdamW:
         groups: Iterable[Mapping[str, Any]],
         *,
         betas: tuple[float, float],
-        stream: bool,
+        device: torch.device | None = None,
+        masters: Mapping[nn.Parameter, Tensor] | None = None,
+        sums_on_device: bool = False,
         eps: float = 1e-8,
         bucket_bytes: int = 2**26,
         lane: Callable[[torch.device, int], Lane] | None = None,
     ) -> None:
-        """The masters start from what the weights are now; casting the model comes after.
+        """Begin with the weights as they are.
 
         Args:
             groups: `params`, `lr`, `weight_decay` and what else the caller keeps there.
-            stream: take plain weights' gradients during backward. False where something must be
-                done with them on the device first, as summing them over ranks (ZeRO stage 0).
+            device: where masters and moments rest; None: with the weights.
+            masters: float32 values that weights were rounded from; others start from the weights.
+            sums_on_device: gradients are added up where the weights are, wherever the masters rest,
+                because something must be done with them there, as summing them over ranks.
             bucket_bytes: float32 bytes of one bucket, and what may travel at a time each way.
-            lane: makes what copies; None picks by the device.
+            lane: makes what copies; None picks by the devices.
         Raises:
             ModelError: a weight is not contiguous.
         """
         self.param_groups: list[dict[str, Any]] = [dict(group) for group in groups]
-        entries = [_Entry(p) for group in self.param_groups for p in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        here = local(parameters[0]).device if parameters else torch.device("cpu")
+        device = device or here
+        entries = [_Entry(parameter, device) for parameter in parameters]
         self.state: dict[nn.Parameter, _Entry] = {entry.parameter: entry for entry in entries}
-        device = local(entries[0].parameter).device if entries else torch.device("cpu")
-        make = lane or (StreamLane if device.type == "cuda" else lambda *_: Lane())
-        self._down, self._up = make(device, bucket_bytes), make(device, bucket_bytes)
-        self.read_weights()
+        self._is_apart = device.type != here.type
+        streams = here.type == "cuda" and self._is_apart
+        make = lane or (StreamLane if streams else lambda *_: Lane())
+        self._down, self._up = make(here, bucket_bytes), make(here, bucket_bytes)
+        self._sums_on_device = sums_on_device
+        self.read_weights(masters or {})
         # Multiples of a cache line: the kernel rounds the same elements as over the whole.
         size = max(1, bucket_bytes // 4096) * 1024
         self._buckets = [
@@ -186,36 +261,72 @@ class HostAdamW:
             for group in self.param_groups
             for slices in _bucketed([self.state[p] for p in group["params"]], size)
         ]
-        for parameter in [p for p in self.state if stream and not isinstance(p, DTensor)]:
+        for parameter in [p for p in self.state if not isinstance(p, DTensor)]:
             parameter.register_post_accumulate_grad_hook(partial(_taken, weakref.ref(self)))
 
     @torch.no_grad()
-    def read_weights(self) -> None:
-        """Set the masters to what the weights are now, after others changed these."""
-        for entry in self.state.values():
-            local(entry.tensors["master"]).copy_(local(entry.parameter))
+    def read_weights(self, masters: Mapping[nn.Parameter, Tensor] | None = None) -> None:
+        """Set the masters to what the weights are now, or to what they were rounded from."""
+        for parameter, entry in self.state.items():
+            exact = (masters or {}).get(parameter, parameter)
+            local(entry.tensors["master"]).copy_(local(exact))
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Set the weights to what the masters round to, in place."""
+        for parameter, entry in self.state.items():
+            local(parameter.detach()).copy_(local(entry.tensors["master"]))
+
+    @property
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        """The float32 values of every weight that is trained."""
+        return {parameter: entry.tensors["master"] for parameter, entry in self.state.items()}
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> None:
-        """Send a gradient down, add it to what is there, and leave none on the device."""
+        """Add a gradient to the float32 sum of those before it, and leave none at the weight."""
         entry = self.state[parameter]
-        add = Tensor.add_ if entry.has_gradient else Tensor.copy_
         assert parameter.grad is not None
-        source, target = local(parameter.grad).reshape(-1), entry.gradient.view(-1)
-        for s in entry.slices:
-            self._down.down(source[s.where], partial(add, target[s.where]))
-        entry.has_gradient = True
+        source = local(parameter.grad).reshape(-1)
+        if self._sums_on_device:
+            if entry.gradient is None:
+                entry.gradient = source.to(torch.float32, copy=True).view_as(local(parameter))
+            else:
+                entry.gradient.view(-1).add_(source)
+        else:
+            self._send_down(entry, source)
         parameter.grad = None
 
-    def collect(self) -> list[Tensor]:
-        """All gradients, this rank's pieces, float32 on the host; `step` uses these very tensors.
+    def _send_down(self, entry: _Entry, source: Tensor) -> None:
+        add: Callable[[Tensor, Tensor], Tensor] = Tensor.add_
+        if entry.gradient is None:
+            if entry.spare is None:
+                entry.spare = torch.empty_like(local(entry["master"]))
+            add, entry.gradient, entry.spare = Tensor.copy_, entry.spare, None
+        target = entry.gradient.view(-1)
+        for s in entry.slices:
+            self._down.down(source[s.where], partial(add, target[s.where]))
 
-        Parameters without one are left out. The device holds none afterwards.
+    def collect(self) -> list[Tensor]:
+        """All gradients, this rank's pieces, float32; `step` uses these very tensors.
+
+        Parameters without one are left out. None is left at the weights afterwards.
         """
         for parameter in [p for p in self.state if p.grad is not None]:
             self.take(parameter)
         self._down.land()
-        return [entry.gradient for entry in self.state.values() if entry.has_gradient]
+        return [entry.gradient for entry in self.state.values() if entry.gradient is not None]
+
+    def collect_all(self) -> list[Tensor]:
+        """As `collect`, one of every parameter: zeros where nothing came, as on another rank."""
+        self.collect()
+        for entry in self.state.values():
+            if entry.gradient is None:
+                entry.gradient = torch.zeros_like(
+                    local(entry.parameter.detach() if self._sums_on_device else entry["master"]),
+                    dtype=torch.float32,
+                )
+        return self.collect()
 
     @torch.no_grad()
     def clip_(self, max_norm: float, reduce: Reduce | None = None) -> float:
@@ -245,9 +356,12 @@ class HostAdamW:
         """Update masters and weights with the gradients collected; a weight without one stays."""
         self.collect()
         for group, slices, optimizer in self._buckets:
-            moving = [s for s in slices if s.entry.has_gradient]
-            for s in moving:
-                s.master.grad = s.entry.gradient.view(-1)[s.where]
+            moving = []
+            for s in slices:
+                if s.entry.gradient is not None:
+                    gradient = s.entry.gradient.view(-1)[s.where]
+                    s.master.grad = gradient.to(s.master.device)
+                    moving.append(s)
             optimizer.param_groups[0].update(lr=group["lr"], weight_decay=group["weight_decay"])
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -256,13 +370,15 @@ class HostAdamW:
         self._up.land()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, on the device and on the host; `set_to_none` is always so."""
+        """Forget all gradients, wherever they are; `set_to_none` is always so."""
+        self._down.land()
         for parameter, entry in self.state.items():
-            parameter.grad = None
-            entry.has_gradient = False
+            if self._is_apart and entry.gradient is not None:
+                entry.spare = entry.gradient  # host memory is dear to allocate, and plenty
+            parameter.grad = entry.gradient = None
 
 
-def _taken(held: weakref.ref[HostAdamW], parameter: nn.Parameter) -> None:
+def _taken(held: weakref.ref[MasterAdamW], parameter: nn.Parameter) -> None:
     """Give a gradient to the optimizer, as long as there is one."""
     if (optimizer := held()) is not None:
         optimizer.take(parameter)
@@ -281,7 +397,8 @@ def _bucketed(entries: Iterable[_Entry], size: int) -> Iterator[list[_Slice]]:
                 yield bucket
                 bucket, filled = [], 0
             where = slice(begin, end)
-            bucket.append(_Slice(entry, where, master[where], torch.zeros(())))
+            step = torch.zeros((), device=master.device)
+            bucket.append(_Slice(entry, where, master[where], step))
             entry.slices.append(bucket[-1])
             filled += end - begin
     if bucket:

@@ -1,0 +1,212 @@
+"""Half precision: every role and layout computes with the same bits; masters, averages, saves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from tandem.config.schema import OptimizerConfig, ParallelConfig, RunConfig
+from tandem.engine import same_start
+from tandem.engine.ema import MovingAverage
+from tandem.engine.forward import deal_batch, response_logprobs
+from tandem.engine.loading import place_policy
+from tandem.engine.optimizer import Trainee, step_together
+from tandem.engine.same_start import check_same_start
+from tandem.errors import NumericsError
+from tandem.parallel.pieces import whole
+from tandem.parallel.scaling import LossScaler
+from tandem.parallel.world import World
+from tandem.training.saving import save_anywhere
+from tests.models.families import ragged_batch, tiny_model, tokenizer
+from tests.ranks import on_ranks
+
+LENGTHS = (9, 5, 12, 3, 7, 30, 4, 4, 11)
+SETTINGS = OptimizerConfig(learning_rate=1e-3, max_grad_norm=0.5, warmup=0)
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Relative, after three steps: bf16 and fp16 gradients of a micro-batch are rounded before they are
+# added up in float32, and other layouts cut micro-batches otherwise.
+TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3}
+LAYOUTS = [(1, 0, ()), (1, 0, ("optimizer",)), (1, 0, ("params",)), *((2, s, ()) for s in range(4)),
+           (2, 0, ("optimizer",)), (2, 2, ("optimizer",))]  # fmt: skip
+
+
+def config_of(dtype: str, stage: int = 0, offload: tuple[str, ...] = (), **more: Any) -> RunConfig:
+    parallel = ParallelConfig(
+        actor_zero_stage=stage, critic_zero_stage=stage, offload=offload, **more
+    )
+    return RunConfig(dtype=dtype, parallel=parallel)
+
+
+def policy(config: RunConfig, world: World, *, trained: bool) -> PreTrainedModel:
+    return place_policy(tiny_model("llama"), config, world, trained=trained, seed=5)
+
+
+def trainee_of(model: PreTrainedModel, config: RunConfig) -> Trainee:
+    return Trainee(
+        "actor",
+        model,
+        SETTINGS,
+        num_steps=3,
+        offload=config.parallel.offload,
+        dtype=TYPES[config.dtype],
+        scaler=LossScaler(1024.0) if config.dtype == "fp16" else None,
+    )
+
+
+def step(trainee: Trainee, world: World, seed: int) -> float:
+    batch = ragged_batch(LENGTHS, seed=seed)
+    count, total = batch.num_response_tokens, 0.0
+    for rows, part in deal_batch(batch, 20, world):
+        loss = -response_logprobs(trainee.model, batch.select(rows))[0].sum()
+        trainee.backward(loss, count, weight=part.weight, is_last=part.is_last)
+        total += part.weight * float(loss.detach())
+    if trainee.scaler is None:
+        trainee.step()
+    else:
+        assert step_together([trainee], trainee.scaler) is not None
+    return world.sums({"loss": total})["loss"] / count
+
+
+def trained(world: World, dtype: str, stage: int, offload: tuple[str, ...]) -> tuple[Any, ...]:
+    """The gap to the reference before training, losses of three steps, and the masters."""
+    config = config_of(dtype, stage, offload)
+    actor = policy(config, world, trained=True)
+    reference = policy(config, world, trained=False)
+    trainee = trainee_of(actor, config)
+    gap = check_same_start(actor, reference)
+    losses = [step(trainee, world, seed) for seed in range(3)]
+    return gap, losses, {n: whole(w).float().clone() for n, w in trainee.weights().items()}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("ranks", "stage", "offload"), LAYOUTS)
+def test_every_layout_starts_alike_and_trains_alike(
+    dtype: str, ranks: int, stage: int, offload: tuple[str, ...]
+) -> None:
+    _, expected, masters = trained(World(), dtype, 0, ())
+    if ranks == 1:
+        found = [trained(World(), dtype, stage, offload)]
+    else:
+        found = on_ranks(ranks, trained, dtype, stage, offload)
+    for gap, losses, weights in found:
+        assert gap == 0.0
+        assert losses[0] == pytest.approx(expected[0], rel=1e-6)
+        assert losses == pytest.approx(expected, rel=TOLERANCE[dtype])
+        for name, master in masters.items():
+            # A step of AdamW is at most the learning rate; signs of tiny gradients may differ.
+            assert float((weights[name] - master).abs().mean()) < 3e-4, name
+
+
+def gap_through_codes(world: World, stage: int) -> float:
+    config = config_of("fp32", stage, zero_quantized_weights=True, zero_forced=True)
+    actor = policy(config, world, trained=True)
+    return check_same_start(actor, policy(config, world, trained=False))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_in_few_bits_are_the_same_for_the_reference(stage: int) -> None:
+    assert on_ranks(2, gap_through_codes, stage) == [0.0, 0.0]
+
+
+def test_another_reference_is_refused_by_its_first_layer() -> None:
+    actor, other = tiny_model("llama"), tiny_model("llama")
+    with torch.no_grad():
+        other.model.layers[1].mlp.down_proj.weight[0, 0] += 0.5
+    with pytest.raises(NumericsError, match=r"at most 0 nats.*the output of layer 1 differs first"):
+        check_same_start(actor, other)
+    assert same_start.TOLERANCE["cpu"] == 0.0
+
+
+@pytest.mark.parametrize("offload", [(), ("optimizer",)])
+def test_the_average_is_of_the_masters(offload: tuple[str, ...]) -> None:
+    """Updates far below what bf16 resolves: |EMA - closed form| against how far it moved."""
+    config = config_of("bf16", 0, offload)
+    model = policy(config, World(), trained=True)
+    settings = replace(SETTINGS, learning_rate=1e-6)
+    trainee = Trainee("actor", model, settings, 40, offload=offload, dtype=torch.bfloat16)
+    average = MovingAverage(model, 0.9, trainee.masters)
+    start = {name: w.clone() for name, w in trainee.weights().items()}
+    expected = {name: w.double().clone() for name, w in start.items()}
+    for seed in range(20):
+        step(trainee, World(), seed)
+        average.update()
+        for name, weight in trainee.weights().items():
+            expected[name] = 0.9 * expected[name] + 0.1 * weight.double()
+    moved = torch.cat([(average.shadow[n].double() - start[n]).flatten() for n in start])
+    should = torch.cat([(expected[n] - start[n]).flatten() for n in start])
+    assert float(torch.cosine_similarity(moved, should, dim=0)) > 0.999
+
+
+def test_weights_keep_their_addresses_and_their_bits() -> None:
+    config = config_of("bf16")
+    model = policy(config, World(), trained=True)
+    before = [p.data_ptr() for p in model.parameters()]
+    trainee = trainee_of(model, config)
+    average = MovingAverage(model, 0.5, trainee.masters)
+    for seed in range(2):
+        step(trainee, World(), seed)
+        average.update()
+    bits = [p.detach().clone() for p in model.parameters()]
+    with average.applied():
+        assert [p.data_ptr() for p in model.parameters()] == before
+        assert any(not torch.equal(p, b) for p, b in zip(model.parameters(), bits, strict=True))
+    with average.exact(), torch.no_grad():
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+    with trainee.exact():
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert [p.data_ptr() for p in model.parameters()] == before
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), bits, strict=True))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_a_module_in_memory_is_trained_like_a_folder(
+    dtype: torch.dtype, compute: str, tmp_path: Path
+) -> None:
+    """A learning rate whose steps bf16 weights alone would lose moves nearly every weight."""
+    tiny_model("llama").to(dtype).save_pretrained(tmp_path / "model")
+    given = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert given.dtype == dtype
+    config = config_of(compute)
+    weights: list[dict[str, Tensor]] = []
+    for source in (given, str(tmp_path / "model")):
+        model = place_policy(source, config, World(), trained=True)
+        settings = replace(SETTINGS, learning_rate=1e-5)
+        trainee = Trainee("actor", model, settings, 5, dtype=TYPES[compute])
+        start = {name: w.clone() for name, w in trainee.weights().items()}
+        assert {w.dtype for w in start.values()} == {torch.float32}
+        for seed in range(5):
+            step(trainee, World(), seed)
+        weights.append(dict(trainee.weights()))
+        moved = sum(int((w != start[n]).sum()) for n, w in weights[-1].items())
+        assert moved > 0.9 * sum(w.numel() for w in start.values())
+    assert all(torch.equal(weights[1][name], w) for name, w in weights[0].items())
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "found"),
+    [("bf16", "auto", "bf16"), ("fp16", "auto", "fp16"), ("fp32", "auto", "fp32"),
+     ("bf16", "fp32", "fp32"), ("fp32", "bf16", "bf16")],
+)  # fmt: skip
+def test_a_model_is_saved_from_its_masters_in_the_type_asked_for(
+    stored: str, asked: str, found: str, tmp_path: Path
+) -> None:
+    tiny_model("llama").to(TYPES[stored]).save_pretrained(tmp_path / "model")
+    config = config_of("bf16")
+    model = place_policy(str(tmp_path / "model"), config, World(), trained=True)
+    trainee = trainee_of(model, config)
+    step(trainee, World(), 0)
+    save_anywhere(model, tokenizer(), tmp_path / "saved", trainee.masters, asked)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {w.dtype for w in saved.values()} == {TYPES[found]}
+    for name, master in trainee.weights().items():
+        assert torch.equal(saved[name], master.to(TYPES[found])), name
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "saved").dtype == TYPES[found]
