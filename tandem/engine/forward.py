@@ -93,11 +93,13 @@ def response_logprobs(
 
     def forward() -> tuple[Tensor, Tensor]:
         selected = hidden_states(model, batch)[predictor_positions(batch)]
+        head = vocabulary_head(model)
         logprobs, entropy = token_logprobs(
-            vocabulary_head(model),
+            head,
             selected,
             batch.token_ids[batch.response_mask],
             vocabulary=model.config.get_text_config().vocab_size,
+            weights=head.weights,
             temperature=temperature,
             with_entropy=with_entropy,
         )

@@ -71,6 +71,11 @@ class VocabularyHead:
         """(N, D) -> (N, V), in the dtype that the model's forward would give."""
         return self._twin(inputs_embeds=hidden[None], use_cache=False).logits.squeeze(0)
 
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """What the head computes with now; split weights are whole only inside a forward."""
+        return list(self._twin.parameters())
+
 
 _heads: WeakKeyDictionary[PreTrainedModel, VocabularyHead] = WeakKeyDictionary()
 

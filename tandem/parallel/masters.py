@@ -3,16 +3,12 @@
 Mixed precision (arXiv:1710.03740): what computes is bf16 or fp16 and stays at its address; the
 optimizer keeps float32 masters, adds gradients up in float32, and writes rounded weights back in
 place. The masters may rest on the host: ZeRO-Offload (arXiv:2101.06840).
-
-The copies beside a GPU's computation are tested with a stand-in that delays them; the CUDA calls
-themselves (`StreamLane._begin`, pinned memory) have not run on a GPU.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -23,10 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tandem.errors import CheckpointError, ModelError
+from tandem.parallel.lanes import Lane, StreamLane
 from tandem.parallel.pieces import local
 from tandem.parallel.scaling import Reduce
-
-Waiting = Callable[[], object]
 
 _MASTERS = "tandem_masters"
 """Where a model keeps its masters until an optimizer takes them."""
@@ -83,65 +78,6 @@ def exactly(weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     finally:
         for parameter, data in own.items():
             parameter.data = data
-
-
-class Lane:
-    """Copies between host and device, one way and in order; here both are the host."""
-
-    def down(self, source: Tensor, arrive: Callable[[Tensor], object]) -> None:
-        """Call `arrive` with a host copy of `source`, at the latest in `land`."""
-        arrive(source)
-
-    def up(self, target: Tensor, source: Tensor) -> None:
-        """Copy a host tensor, cast there, into `target` by `land`; it may change at once."""
-        target.copy_(source)
-
-    def land(self) -> None:
-        """Wait on the host until everything has arrived."""
-
-
-class StreamLane(Lane):
-    """Copies on a stream beside a GPU's computation, through pinned buffers of bounded size."""
-
-    def __init__(self, device: torch.device, max_bytes: int) -> None:
-        """At most `max_bytes` stay under way."""
-        self._device, self._max_bytes, self._bytes = device, max_bytes, 0
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # Both ends are held until the copy is over: neither may be given out again before.
-        self._under_way: deque[tuple[Waiting, Waiting, tuple[Tensor, Tensor]]] = deque()
-
-    def down(self, source: Tensor, arrive: Callable[[Tensor], object]) -> None:
-        buffer = self._buffer(source, source.dtype)
-        self._send(buffer, source, partial(arrive, buffer))
-
-    def up(self, target: Tensor, source: Tensor) -> None:
-        self._send(target, self._buffer(source, target.dtype).copy_(source), lambda: None)
-
-    def land(self) -> None:
-        self._land_beyond(-1)
-
-    def _buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty(like.shape, dtype=dtype, pin_memory=self._device.type == "cuda")
-
-    def _send(self, target: Tensor, source: Tensor, arrived: Waiting) -> None:
-        self._under_way.append((self._begin(target, source), arrived, (target, source)))
-        self._bytes += target.nbytes
-        self._land_beyond(self._max_bytes)
-
-    def _land_beyond(self, num_bytes: int) -> None:
-        while self._under_way and self._bytes > num_bytes:
-            wait, arrived, (target, _) = self._under_way.popleft()
-            wait()
-            arrived()
-            self._bytes -= target.nbytes
-
-    def _begin(self, target: Tensor, source: Tensor) -> Waiting:
-        """Begin to copy after what the computation has queued; the result waits on the host."""
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            return self._stream.record_event().synchronize
 
 
 class _Slice(NamedTuple):

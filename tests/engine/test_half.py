@@ -20,6 +20,7 @@ from tandem.engine.loading import place_policy
 from tandem.engine.optimizer import Trainee, step_together
 from tandem.engine.same_start import check_same_start
 from tandem.errors import NumericsError
+from tandem.ops.logits import BUDGET_BYTES
 from tandem.parallel.pieces import whole
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.world import World
@@ -44,8 +45,13 @@ def config_of(dtype: str, stage: int = 0, offload: tuple[str, ...] = (), **more:
     return RunConfig(dtype=dtype, parallel=parallel)
 
 
-def policy(config: RunConfig, world: World, *, trained: bool) -> PreTrainedModel:
-    return place_policy(tiny_model("llama"), config, world, trained=trained, seed=5)
+def policy(
+    config: RunConfig, world: World, *, trained: bool, source: str | int | None = None
+) -> PreTrainedModel:
+    """A policy in its place, from a folder or of so many tokens."""
+    if not isinstance(source, str):
+        source = tiny_model("llama", **({} if source is None else {"vocab_size": source}))
+    return place_policy(source, config, world, trained=trained, seed=5)
 
 
 def trainee_of(model: PreTrainedModel, config: RunConfig) -> Trainee:
@@ -74,14 +80,21 @@ def step(trainee: Trainee, world: World, seed: int) -> float:
     return world.sums({"loss": total})["loss"] / count
 
 
-def trained(world: World, dtype: str, stage: int, offload: tuple[str, ...]) -> tuple[Any, ...]:
-    """The gap to the reference before training, losses of three steps, and the masters."""
+def trained(
+    world: World,
+    dtype: str,
+    stage: int,
+    offload: tuple[str, ...],
+    source: str | int | None = None,
+    steps: int = 3,
+) -> tuple[Any, ...]:
+    """The gap to the reference before training, losses of all steps, and the masters."""
     config = config_of(dtype, stage, offload)
-    actor = policy(config, world, trained=True)
-    reference = policy(config, world, trained=False)
+    actor = policy(config, world, trained=True, source=source)
+    reference = policy(config, world, trained=False, source=source)
     trainee = trainee_of(actor, config)
     gap = check_same_start(actor, reference)
-    losses = [step(trainee, world, seed) for seed in range(3)]
+    losses = [step(trainee, world, seed) for seed in range(steps)]
     return gap, losses, {n: whole(w).float().clone() for n, w in trainee.weights().items()}
 
 
@@ -102,6 +115,34 @@ def test_every_layout_starts_alike_and_trains_alike(
         for name, master in masters.items():
             # A step of AdamW is at most the learning rate; signs of tiny gradients may differ.
             assert float((weights[name] - master).abs().mean()) < 3e-4, name
+
+
+@pytest.mark.parametrize("vocabulary", [50_257, 128_256, 151_936])
+def test_real_vocabularies_start_alike_and_train_alike(
+    vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows of logits at once, so that every micro-batch takes several chunks."""
+    monkeypatch.setitem(BUDGET_BYTES, "cpu", 6 * 2 * vocabulary)
+    _, expected, masters = trained(World(), "bf16", 0, (), vocabulary, 2)
+    for gap, losses, weights in on_ranks(2, trained, "bf16", 2, (), vocabulary, 2):
+        assert gap == 0.0
+        assert losses == pytest.approx(expected, rel=1e-3)
+        for name, master in masters.items():
+            assert float((weights[name] - master).abs().mean()) < 3e-4, name
+
+
+def without_masters(world: World, *arguments: Any) -> tuple[Any, ...]:
+    """As `trained`, without the weights, which take long to hand over."""
+    return trained(world, *arguments)[:2]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_real_model_starts_alike_and_trains_alike(dtype: str, smollm2: Path) -> None:
+    expected = without_masters(World(), dtype, 0, (), str(smollm2), 2)
+    assert expected[0] == 0.0
+    for gap, losses in on_ranks(2, without_masters, dtype, 2, (), str(smollm2), 2):
+        assert gap == 0.0
+        assert losses == pytest.approx(expected[1], rel=1e-2 if dtype == "bf16" else 1e-5)
 
 
 def gap_through_codes(world: World, stage: int) -> float:

@@ -169,7 +169,7 @@ def test_weights_of_two_types_go_another_way_by_name() -> None:
     model = tiny_model("llama")
     model.model.embed_tokens.bfloat16()  # type: ignore[union-attr]
     assert not supports_packing(model)
-    assert "computes in float32 and begins with weights in bfloat16" in why_unpacked(model)
+    assert "computes in float32 and begins with embeddings in bfloat16" in why_unpacked(model)
     assert hidden_states(model, ragged_batch()).dtype == torch.float32
 
 

@@ -20,6 +20,7 @@ def test_logprobs_and_entropy_equal_a_slow_loop(temperature: float, max_rows: in
         hidden,
         targets,
         vocabulary=vocabulary,
+        weights=[head],
         temperature=temperature,
         with_entropy=True,
         max_rows=max_rows,
@@ -48,6 +49,7 @@ def test_chunks_give_the_same_gradient_as_the_whole() -> None:
             hidden,
             targets,
             vocabulary=13,
+            weights=[head],
             with_entropy=True,
             max_rows=max_rows,
         )
@@ -58,10 +60,35 @@ def test_chunks_give_the_same_gradient_as_the_whole() -> None:
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+def test_chunks_add_half_precision_gradients_up_in_float32() -> None:
+    """64 chunks whose gradients bf16 additions would round 63 times; beside the float64 sum."""
+    torch.manual_seed(2)
+    hidden = torch.randn(64, 8).bfloat16().requires_grad_()
+    head = torch.randn(31, 8).bfloat16().requires_grad_()
+    targets = torch.randint(31, (64,))
+
+    def gradient(rows: slice, max_rows: int) -> torch.Tensor:
+        logprobs, _ = token_logprobs(
+            lambda x: x @ head.T,
+            hidden[rows],
+            targets[rows],
+            vocabulary=31,
+            weights=[head],
+            max_rows=max_rows,
+        )
+        (found,) = torch.autograd.grad(logprobs.sum(), head)
+        return found
+
+    expected = torch.zeros(31, 8)
+    for i in range(64):
+        expected += gradient(slice(i, i + 1), 1)
+    assert torch.equal(gradient(slice(None), 1), expected.bfloat16())
+
+
 def test_entropy_survives_tokens_that_cannot_occur() -> None:
     logits = torch.tensor([[0.0, 0.0, -torch.inf]])
     _, entropy = token_logprobs(
-        lambda rows: rows, logits, torch.tensor([0]), vocabulary=3, with_entropy=True
+        lambda rows: rows, logits, torch.tensor([0]), vocabulary=3, weights=[], with_entropy=True
     )
     assert entropy.item() == pytest.approx(torch.tensor(2.0).log().item())
 

@@ -79,6 +79,7 @@ def test_chunks_of_logits_are_freed() -> None:
             hidden,
             torch.randint(vocabulary, (rows,)),
             vocabulary=vocabulary,
+            weights=[head],
             with_entropy=True,
             max_rows=100,
         )

@@ -15,7 +15,8 @@ from torch.multiprocessing.spawn import start_processes
 from transformers import LlamaForCausalLM
 
 from tandem.errors import CheckpointError, ModelError
-from tandem.parallel.masters import MasterAdamW, StreamLane, Waiting
+from tandem.parallel.lanes import StreamLane, Waiting
+from tandem.parallel.masters import MasterAdamW
 from tandem.parallel.pieces import local, piece_like, whole
 from tandem.parallel.shard import ShardPlan, shard
 from tandem.parallel.world import World
