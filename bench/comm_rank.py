@@ -24,7 +24,7 @@ from bench.comm_network import sent_bytes
 from bench.harness import Stopwatch
 from bench.sides import run_config
 from bench.work import Work, start
-from tandem.config.schema import OptimizerConfig, ParallelConfig, RunConfig, num_updates
+from tandem.config.schema import OptimizerConfig, ParallelConfig, RunConfig
 from tandem.engine.forward import deal_batch, response_logprobs
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.loading import place_policy
@@ -111,7 +111,6 @@ class PPOSide:
             config=config,
             tokenizer=begin.tokenizer,
             reward_tokenizer=begin.tokenizer,
-            num_updates=num_updates(config, 1_000_000),
             world=world,
         )
         self.watch = Stopwatch()

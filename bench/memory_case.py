@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 from tandem.config.load import build_config, check_config
-from tandem.config.schema import RunConfig, num_updates
+from tandem.config.schema import RunConfig
 from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.engine.forward import deal_batch, response_logprobs
 from tandem.engine.hybrid import RLHFEngine
@@ -197,10 +197,9 @@ def _ppo(case: MemoryCase, models: Path, world: World) -> Measured:
             actor=str(models / "actor"),
             reward_model=str(models / "reward"),
             config=config,
-            num_updates=num_updates(config, case.steps),
             world=world,
         )
-    trainer = PPOTrainer(engine, config, phases=phases)
+    trainer = PPOTrainer(engine, config, num_steps=case.steps, phases=phases)
     prompts = _prompts(case)
     start = time.perf_counter()
     for step in range(1, case.steps + 1):

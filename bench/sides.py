@@ -18,7 +18,6 @@ from tandem.config.schema import (
     PPOConfig,
     RunConfig,
     SamplingConfig,
-    num_updates,
 )
 from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.hybrid import RLHFEngine
@@ -49,7 +48,6 @@ class TandemSide:
             config=config,
             tokenizer=begin.tokenizer,
             reward_tokenizer=begin.tokenizer,
-            num_updates=num_updates(config, 1_000_000),
         )
         self.trainer = PPOTrainer(self.engine, config, phases=self.watch)
 

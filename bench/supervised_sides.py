@@ -24,8 +24,9 @@ from tandem.engine.forward import response_logprobs
 from tandem.metrics.log import read_metrics
 from tandem.models.scalar import sequence_scores
 from tandem.objectives.losses import pairwise_loss, sft_loss
-from tandem.training.fit import Objective, fit
+from tandem.training.loop import run_stage
 from tandem.training.run import Run
+from tandem.training.supervised import Objective, SupervisedTrainer, objective_of_pairs
 from tandem.types import PairRow, TokenBatch, TokenRow
 
 Stage = Literal["sft", "reward"]
@@ -109,7 +110,7 @@ class Side(ABC):
 
 
 class TandemSide(Side):
-    """`tandem.training.fit.fit` with the stages' objectives, into a run folder."""
+    """`SupervisedTrainer` with the stages' objectives, into a run folder."""
 
     def _train(self, watch: Stopwatch) -> list[Step]:
         work = self.work
@@ -118,15 +119,13 @@ class TandemSide(Side):
             settings: SupervisedConfig = config.sft if work.stage == "sft" else config.reward
             # It shows a line a step, which would go between the bench's.
             with watch("train"), contextlib.redirect_stdout(io.StringIO()):
-                fit(
-                    Run(config, say=lambda line: None),
-                    work.stage,
-                    self.model,
-                    settings,
-                    self.start.rows,
-                    objective(work, self.model),
-                    evaluate=dict,
+                run = Run(config, say=lambda line: None)
+                learned = objective(work, self.model)
+                rows = self.start.rows
+                trainer = SupervisedTrainer(
+                    run, work.stage, self.model, settings, rows, learned, evaluate=dict
                 )
+                run_stage(run, work.stage, trainer.job(save=lambda folder: None))
             records = [r for r in read_metrics(folder) if r.step > 0]
         return [Step(r.values["loss"], r.values["grad_norm"]) for r in records]
 
@@ -141,7 +140,7 @@ class PlainSide(Side):
 
 
 def objective(work: SupervisedWork, model: PreTrainedModel) -> Objective[Any]:
-    """What `train_sft` and `train_reward_model` make for `fit`."""
+    """What SFT and the reward model learn."""
 
     def language(part: Sequence[TokenRow]) -> tuple[Tensor, dict[str, Tensor]]:
         batch = TokenBatch.from_rows(part, PAD).to(work.device)
@@ -159,12 +158,7 @@ def objective(work: SupervisedWork, model: PreTrainedModel) -> Objective[Any]:
         return Objective(
             units=lambda row: sum(row.response_mask), sequences=lambda row: [row], loss=language
         )
-    return Objective(
-        units=lambda pair: 1,
-        sequences=lambda pair: [pair.chosen, pair.rejected],
-        loss=preference,
-        sequences_per_row=2,
-    )
+    return objective_of_pairs(preference)
 
 
 def run_config(work: SupervisedWork, folder: str) -> RunConfig:

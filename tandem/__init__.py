@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tandem.config.load import build_config, load_config
-    from tandem.config.schema import RunConfig, SamplingConfig, num_updates
+    from tandem.config.schema import RunConfig, SamplingConfig
     from tandem.data.render import Renderer
     from tandem.engine.hybrid import RLHFEngine
     from tandem.errors import TandemError
@@ -37,7 +37,6 @@ _HOMES = {
     "build_config": "tandem.config.load",
     "generate": "tandem.generation.generator",
     "load_config": "tandem.config.load",
-    "num_updates": "tandem.config.schema",
     "save_model": "tandem.models.save",
     "train": "tandem.training.pipeline",
 }
@@ -57,7 +56,6 @@ __all__ = [
     "build_config",
     "generate",
     "load_config",
-    "num_updates",
     "save_model",
     "train",
 ]

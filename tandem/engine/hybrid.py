@@ -81,8 +81,6 @@ class RLHFEngine:
         config: RunConfig,
         tokenizer: PreTrainedTokenizerBase | None = None,
         reward_tokenizer: PreTrainedTokenizerBase | None = None,
-        num_updates: int,
-        num_actor_updates: int | None = None,
         world: World | None = None,
     ) -> None:
         """Load what is given as a folder or hub name; take modules as they are.
@@ -93,8 +91,6 @@ class RLHFEngine:
             critic: where the critic starts: by default the reward model, or the actor's backbone
                 with a new head where there is none or its tokenizer is another.
             tokenizer, reward_tokenizer: needed for models given as modules.
-            num_updates: optimizer steps that the schedules last (`num_updates(config, steps)`).
-            num_actor_updates: the actor's own, if it takes fewer (the critic warms up alone).
             world: the ranks that share the work and the weights; alone if None.
         Raises:
             ConfigError: the configuration is wrong, all of it at once.
@@ -134,10 +130,8 @@ class RLHFEngine:
         self.agreement = check_policy(self.actor, config, self.tensor_group)
         check_same_start(self.actor, self.reference)
         self.scaler = LossScaler() if self.dtype == torch.float16 else None
-        self.actor_trainee = self._trainee(
-            "actor", self.actor, config.ppo.actor, num_actor_updates or num_updates
-        )
-        self.critic_trainee = self._trainee("critic", self.critic, config.ppo.critic, num_updates)
+        self.actor_trainee = self._trainee("actor", self.actor, config.ppo.actor)
+        self.critic_trainee = self._trainee("critic", self.critic, config.ppo.critic)
         self.ema = None
         if config.ppo.ema:
             masters = self.actor_trainee.masters
@@ -286,14 +280,16 @@ class RLHFEngine:
             f"Pass {argument}=."
         )
 
-    def _trainee(
-        self, name: str, model: PreTrainedModel, settings: OptimizerConfig, num_steps: int
-    ) -> Trainee:
+    @property
+    def trainees(self) -> dict[str, Trainee]:
+        """The models in training, by role."""
+        return {"actor": self.actor_trainee, "critic": self.critic_trainee}
+
+    def _trainee(self, name: str, model: PreTrainedModel, settings: OptimizerConfig) -> Trainee:
         return Trainee(
             name,
             model,
             settings,
-            num_steps,
             offload=self.config.parallel.offload,
             dtype=self.dtype,
             scaler=self.scaler,

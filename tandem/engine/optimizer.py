@@ -53,7 +53,7 @@ class Trainee:
         name: str,
         model: nn.Module,
         settings: OptimizerConfig,
-        num_steps: int,
+        num_steps: int | None = None,
         *,
         offload: OffloadConfig = (),
         dtype: torch.dtype | None = None,
@@ -64,7 +64,7 @@ class Trainee:
 
         Args:
             name: for messages.
-            num_steps: how long the schedule lasts.
+            num_steps: how long the schedule lasts; None until `schedule` says: the peak.
             offload: what rests in host memory (`parallel.offload`).
             dtype: what whole weights rest and compute in; None leaves them as they are. In half
                 precision their float32 masters are the optimizer's; split weights are their own.
@@ -101,6 +101,11 @@ class Trainee:
             )
         else:
             self.optimizer = torch.optim.AdamW(groups, betas=settings.betas, fused=True)
+        self._set_learning_rates()
+
+    def schedule(self, num_steps: int) -> None:
+        """Let the learning rate rise and fall over `num_steps` optimizer steps in all."""
+        self.num_steps = num_steps
         self._set_learning_rates()
 
     @property
@@ -289,7 +294,9 @@ class Trainee:
         return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
 
     def _set_learning_rates(self) -> None:
-        factor = learning_rate_factor(self.steps_taken, self.num_steps, self.settings)
+        factor = 1.0
+        if self.num_steps is not None:
+            factor = learning_rate_factor(self.steps_taken, self.num_steps, self.settings)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
 

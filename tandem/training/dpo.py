@@ -20,16 +20,17 @@ from tandem.models.load import check_vocabulary
 from tandem.models.lora import adapters_off
 from tandem.objectives.losses import dpo_loss
 from tandem.training.evaluate import row_logprobs
-from tandem.training.fit import Objective, fit
+from tandem.training.loop import StageJob
 from tandem.training.rows import StepRows
 from tandem.training.run import Run
 from tandem.training.saving import save_policy
+from tandem.training.supervised import SupervisedTrainer, objective_of_pairs
 from tandem.types import PairRow, TokenBatch
 
 
-def train_dpo(run: Run, rows: StepRows) -> None:
-    """Train with DPO and leave `RUN/dpo`, a folder that from_pretrained opens."""
-    config = run.config
+def prepare(run: Run, rows: StepRows) -> StageJob:
+    """DPO, ready to run; it leaves `RUN/dpo`, a folder that from_pretrained opens."""
+    config, settings = run.config, run.config.dpo
     device, source = run.device, run.policy_source()
     model = place_policy(
         source, config, run.world, trained=True, seed=config.seed, keeps_start=True
@@ -39,7 +40,6 @@ def train_dpo(run: Run, rows: StepRows) -> None:
     frozen = None
     if config.lora.rank == 0:
         frozen = place_policy(source, config, run.world, trained=False)
-
     check_same_start(model, frozen)
 
     def reference_of(batch: TokenBatch) -> Tensor:
@@ -59,8 +59,8 @@ def train_dpo(run: Run, rows: StepRows) -> None:
             rejected,
             ref_chosen,
             ref_rejected,
-            beta=config.dpo.beta,
-            label_smoothing=config.dpo.label_smoothing,
+            beta=settings.beta,
+            label_smoothing=settings.label_smoothing,
         )
         return result.loss, {
             "accuracy": result.accuracy,
@@ -69,26 +69,11 @@ def train_dpo(run: Run, rows: StepRows) -> None:
             "implicit_reward_margin": result.chosen_reward - result.rejected_reward,
         }
 
-    fitted = fit(
-        run,
-        "dpo",
-        model,
-        config.dpo,
-        rows.dpo_pairs,
-        Objective(
-            units=lambda pair: 1,
-            sequences=lambda pair: (pair.chosen, pair.rejected),
-            loss=loss,
-            sequences_per_row=2,
-            scoring_passes=1,
-        ),
-        evaluate=_evaluation(model, frozen, rows, config),
-    )
-    run.finish(
-        "dpo",
-        lambda folder: save_policy(model, rows, folder, fitted.masters, config.save_dtype),
-        fitted.evaluation,
-    )
+    objective = objective_of_pairs(loss, scoring_passes=1)
+    evaluate = _evaluation(model, frozen, rows, config)
+    trainer = SupervisedTrainer(run, "dpo", model, settings, rows.dpo_pairs, objective, evaluate)
+    masters = trainer.trainee.masters
+    return trainer.job(lambda folder: save_policy(model, rows, folder, masters, config.save_dtype))
 
 
 def _evaluation(

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Mapping
-
-from tandem.engine.optimizer import Trainee
-from tandem.errors import BadStepError
 
 
 class Means:
@@ -38,18 +33,3 @@ class Means:
         """All of them, by name."""
         means = {name: sum(values) / len(values) for name, values in self._values.items()}
         return {**means, **self._largest, **self._counts}
-
-
-def require_finite(trainee: Trainee, means: Mapping[str, float]) -> None:
-    """Refuse an update whose numbers are not finite; every rank has the same ones.
-
-    Raises:
-        BadStepError: one is not; the gradients are forgotten.
-    """
-    for name, value in means.items():
-        if not math.isfinite(value):
-            trainee.forget()
-            raise BadStepError(
-                f"{trainee.name}: {name} must be finite; got {value}. Lower the learning rate, or "
-                "look at the rewards."
-            )

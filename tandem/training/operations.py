@@ -41,3 +41,9 @@ def scoring_flops(engine: RLHFEngine, rollout: Rollout, experience: Experience) 
     if engine.scorer is not None:
         flops += batch_flops(engine.scorer.model, rollout.batch)
     return flops
+
+
+def update_flops(engine: RLHFEngine, batch: TokenBatch, *, actor: bool) -> float:
+    """Of one update: forward and backward of the critic, and of the actor where it learns too."""
+    models = [engine.critic, *([engine.actor] if actor else [])]
+    return sum(batch_flops(model, batch, backward=True) for model in models)

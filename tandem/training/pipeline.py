@@ -23,22 +23,21 @@ from tandem.metrics.report import write_report
 from tandem.models.starts import model_folders
 from tandem.parallel.watch import note
 from tandem.parallel.world import World
+from tandem.training import dpo, ppo, reward_model, sft
 from tandem.training.check import check_parallel, check_rows, idle_ranks
 from tandem.training.compare import compare, is_compared
-from tandem.training.dpo import train_dpo
-from tandem.training.ppo import train_ppo
+from tandem.training.loop import StageJob, run_stage
 from tandem.training.reward_function import load_reward_function
-from tandem.training.reward_model import has_policy, train_reward_model
+from tandem.training.reward_model import has_policy
 from tandem.training.rows import StepRows, prepare_rows
 from tandem.training.run import Run
-from tandem.training.sft import train_sft
 from tandem.training.shares import settle_shares
 
-STEPS: dict[str, Callable[[Run, StepRows], None]] = {
-    "sft": train_sft,
-    "reward": train_reward_model,
-    "dpo": train_dpo,
-    "ppo": train_ppo,
+STEPS: dict[str, Callable[[Run, StepRows], StageJob]] = {
+    "sft": sft.prepare,
+    "reward": reward_model.prepare,
+    "dpo": dpo.prepare,
+    "ppo": ppo.prepare,
 }
 
 
@@ -109,7 +108,7 @@ def _train(run: Run, command: str) -> None:
         start = time.monotonic()
         say(f"{step}: begins")
         note(step)  # models load before the first step is noted
-        STEPS[step](run, rows)
+        run_stage(run, step, STEPS[step](run, rows))
         say(f"{step}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(step)}")
         if config.parallel.frozen_weights:
             say(

@@ -1,93 +1,112 @@
-"""Step 3: PPO against a reward model, a reward function or both.
-
-A step is one rollout and its updates. Departures from DeepSpeed-Chat: answers are sampled, EOS is
-a trained token, advantages are whitened, several epochs and minibatches work, every coefficient
-is a knob, and the ratio before the first update is measured and must be 1.
-"""
+"""Step 3: PPO against a reward model, a reward function or both."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tandem.checkpoint.state import SavedState, State
-from tandem.config.schema import num_updates
+from tandem.checkpoint.state import SavedState
 from tandem.data.loader import BatchOrder
 from tandem.engine.hybrid import RLHFEngine
-from tandem.errors import BadStepError, ConfigError, DataError
-from tandem.metrics.log import Answer, MetricLog, MutedLog
+from tandem.engine.update import restore_training, training_state
+from tandem.errors import ConfigError, DataError
+from tandem.metrics.log import Answer
 from tandem.training.evaluate import language_model_metrics, policy_metrics
-from tandem.training.loop import StepLoop
+from tandem.training.loop import StageJob, StepLoop
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.training.recorder import rows_of
 from tandem.training.reward_function import load_reward_function
 from tandem.training.rows import StepRows
 from tandem.training.run import Run
 from tandem.training.saving import save_anywhere, save_policy, with_template
-from tandem.types import Experience
+from tandem.types import Experience, PromptRow
 
 
-def train_ppo(run: Run, rows: StepRows) -> None:
-    """Train step 3 and leave `RUN/ppo/{actor,critic,ema}`, folders that from_pretrained opens.
+def prepare(run: Run, rows: StepRows) -> StageJob:
+    """Step 3, ready to run; it leaves `RUN/ppo/{actor,critic,ema}`, folders that from_pretrained
+    opens.
 
     Raises:
         DataError: there is no prompt.
         ConfigError: there is nothing to reward with.
-        NumericsError: too many steps in a row brought numbers that are not sound.
-        Stopped: a signal asked for it.
     """
-    config, ppo, prompts = run.config, run.config.ppo, rows.prompts
+    ppo, prompts = run.config.ppo, rows.prompts
     if not prompts:
         raise DataError("step ppo must have at least one prompt; got none. See the drops above.")
-    num_steps = ppo.steps or -(-len(prompts) // ppo.prompts_per_step)
-    trainer = _trainer(run, rows, num_steps)
-    engine, phases = trainer.engine, trainer.phases
-    state = run.load("ppo")
-    start = 0 if state is None else state.step
     order = BatchOrder(
         num_rows=len(prompts),
         batch_size=ppo.prompts_per_step,
-        seed=config.seed,
+        seed=run.config.seed,
         epochs=None,
-        max_steps=num_steps,
+        max_steps=ppo.steps or -(-len(prompts) // ppo.prompts_per_step),
     )
-    thresholds = {"ratio-gap": trainer.ratio_tolerance}
-    with run.metric_log("ppo", num_steps, start, thresholds) as log:
-        loop = StepLoop(
-            run,
-            "ppo",
-            log,
-            lambda: _evaluated(trainer, rows),
-            lambda step: _state(step, trainer, loop),
-            phases,
+    stage = PPOStage(_trainer(run, rows, order.num_steps), rows)
+    return StageJob(
+        stage,
+        prompts,
+        order,
+        ppo.eval_every,
+        save=partial(_save, stage.trainer.engine, rows),
+        complete=lambda evaluation: {**evaluation, "steps": order.num_steps},
+    )
+
+
+class PPOStage:
+    """A step is one rollout and its updates (a `StageTrainer`)."""
+
+    def __init__(self, trainer: PPOTrainer, rows: StepRows) -> None:
+        self.trainer = trainer
+        self.phases = trainer.phases
+        self.thresholds: Mapping[str, float] = {"ratio-gap": trainer.ratio_tolerance}
+        self._rows = rows
+
+    def step(self, step: int, rows: Sequence[PromptRow], loop: StepLoop) -> dict[str, float]:
+        """Answer the prompts and learn from the answers."""
+        experience = self.trainer.generate_experience(rows, step=step)
+        loop.made(experience)
+        values = self.trainer.train_rlhf(
+            experience,
+            step=step,
+            skip=lambda bad, answers: loop.skip(bad, rows_of(answers.batch)),
         )
-        trainer.on_bad = lambda bad, answers: loop.skip(bad, rows_of(answers.batch))
-        if state is not None:
-            _restore(state, trainer, loop)
-        else:
-            loop.measure_start()
-        with loop:
-            if start < num_steps:
-                trainer.rehearse(prompts)
-            for step, numbers in order.from_step(start):
-                with phases("step"):
-                    batch = [prompts[i] for i in numbers]
-                    loop.begin(step, batch)
-                    values: dict[str, float] = {}
-                    try:
-                        experience = trainer.generate_experience(batch, step=step)
-                        loop.made(experience)
-                        values |= experience.metrics
-                        values |= trainer.train_rlhf(experience, step=step)
-                        _show_samples(log, step, experience, config.log.print_samples_every)
-                    except BadStepError as bad:
-                        loop.skip(bad)
-                    if step == num_steps or (ppo.eval_every and step % ppo.eval_every == 0):
-                        values |= loop.measure()
-                loop.end(values)
-    facts = {**loop.evaluation, "steps": num_steps}
-    run.finish("ppo", lambda folder: _save(engine, rows, folder), facts)
+        every = self.trainer.config.log.print_samples_every
+        if every and step % every == 0:
+            loop.sample(*_first_answers(experience))
+        return values
+
+    def evaluate(self) -> dict[str, float]:
+        """Scores of answers to held-out prompts, and what was forgotten of the ptx texts."""
+        trainer, rows = self.trainer, self._rows
+        engine, config = trainer.engine, trainer.config
+        heldout = rows.heldout_prompts[: config.ppo.eval_prompts]
+        metrics, _ = policy_metrics(engine, heldout, config, trainer.reward_function)
+        if rows.heldout_ptx:
+            texts = rows.heldout_ptx
+            forgetting = language_model_metrics(engine.actor, texts, rows.renderer, config)
+            metrics["heldout_ptx_perplexity"] = forgetting["heldout_perplexity"]
+        return metrics
+
+    def rehearse(self) -> None:
+        """The largest micro-batches that can come, forward and backward, for nothing."""
+        self.trainer.rehearse(self._rows.prompts)
+
+    def state(self) -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
+        """Actor, critic, average; the KL coefficient."""
+        engine = self.trainer.engine
+        tensors = training_state(engine.trainees)
+        if engine.ema is not None:
+            tensors["ema"] = engine.ema.state_tensors()
+        return tensors, {"kl_coef": self.trainer.kl_coef}
+
+    def restore(self, state: SavedState) -> None:
+        """Continue from a checkpoint."""
+        engine = self.trainer.engine
+        restore_training(state, engine.trainees)
+        if engine.ema is not None:
+            engine.ema.load_state_tensors(state.tensors["ema"])
+        self.trainer.kl_coef = float(state.numbers["kl_coef"])
 
 
 def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
@@ -97,8 +116,6 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
         actor=run.policy_source(),
         reward_model=_reward_source(run),
         config=config,
-        num_updates=num_updates(config, num_steps),
-        num_actor_updates=num_updates(config, max(1, num_steps - ppo.critic_warmup_steps)),
         world=run.world,
     )
     run.say(f"ppo: {engine.says()}")
@@ -108,18 +125,14 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
             f"ppo: scores beyond +-{ppo.reward_clip:g} are clipped, {ppo.reward_function}'s too "
             "(--ppo.reward-clip 0: none)"
         )
-    return PPOTrainer(engine, config, reward_function=function, ptx_rows=rows.ptx, say=run.say)
-
-
-def _evaluated(trainer: PPOTrainer, rows: StepRows) -> dict[str, float]:
-    """Scores of answers to held-out prompts, and what was forgotten of the ptx texts."""
-    engine, config = trainer.engine, trainer.config
-    heldout = rows.heldout_prompts[: config.ppo.eval_prompts]
-    metrics, _ = policy_metrics(engine, heldout, config, trainer.reward_function)
-    if rows.heldout_ptx:
-        forgetting = language_model_metrics(engine.actor, rows.heldout_ptx, rows.renderer, config)
-        metrics["heldout_ptx_perplexity"] = forgetting["heldout_perplexity"]
-    return metrics
+    return PPOTrainer(
+        engine,
+        config,
+        num_steps=num_steps,
+        reward_function=function,
+        ptx_rows=rows.ptx,
+        say=run.say,
+    )
 
 
 def _reward_source(run: Run) -> str | None:
@@ -134,10 +147,8 @@ def _reward_source(run: Run) -> str | None:
     return source
 
 
-def _show_samples(log: MetricLog | MutedLog, step: int, experience: Experience, every: int) -> None:
-    """Show the first prompt's answers of a step, with their scores."""
-    if every == 0 or step % every:
-        return
+def _first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
+    """A step's first prompt, and its answers with their scores."""
     rollout = experience.rollout
     first = rollout.prompts[0]
     answers: dict[str, Answer] = {
@@ -145,33 +156,7 @@ def _show_samples(log: MetricLog | MutedLog, step: int, experience: Experience, 
         for i in range(len(rollout))
         if rollout.prompts[i] is first
     }
-    log.sample(step, first.messages[-1].content, answers)
-
-
-def _state(step: int, trainer: PPOTrainer, loop: StepLoop) -> State:
-    engine = trainer.engine
-    tensors: dict[str, Mapping[str, Any]] = {}
-    for name, trainee in (("actor", engine.actor_trainee), ("critic", engine.critic_trainee)):
-        tensors[name] = trainee.weights()
-        tensors[f"{name}_optimizer"] = trainee.state_tensors()
-    if engine.scaler is not None:
-        tensors["scaler"] = engine.scaler.state_tensors()
-    if engine.ema is not None:
-        tensors["ema"] = engine.ema.state_tensors()
-    return State(step, tensors, {"kl_coef": trainer.kl_coef, **loop.state_numbers()})
-
-
-def _restore(state: SavedState, trainer: PPOTrainer, loop: StepLoop) -> None:
-    loop.restore(state.numbers)
-    engine = trainer.engine
-    for name, trainee in (("actor", engine.actor_trainee), ("critic", engine.critic_trainee)):
-        trainee.load_weights(state.tensors[name])
-        trainee.load_state_tensors(state.tensors[f"{name}_optimizer"])
-    if engine.scaler is not None and "scaler" in state.tensors:
-        engine.scaler.load_state_tensors(state.tensors["scaler"].whole())
-    if engine.ema is not None:
-        engine.ema.load_state_tensors(state.tensors["ema"])
-    trainer.kl_coef = float(state.numbers["kl_coef"])
+    return first.messages[-1].content, answers
 
 
 def _save(engine: RLHFEngine, rows: StepRows, folder: Path) -> None:

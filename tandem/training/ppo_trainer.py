@@ -7,35 +7,37 @@ is a knob, and the ratio before the first update is measured and must be 1.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig, num_updates
-from tandem.engine.forward import deal_batch, response_logprobs
+from tandem.engine.forward import response_logprobs
 from tandem.engine.hybrid import RLHFEngine
-from tandem.engine.optimizer import Trainee, scaling_metrics, step_together
 from tandem.engine.room import Room
+from tandem.engine.update import LossTerm, MicroBatchLoss, Update, rehearse, training_mode
 from tandem.errors import BadStepError, ConfigError, NumericsError
 from tandem.generation.sampler import sequence_key
 from tandem.metrics.timing import Phases
 from tandem.objectives.kl import Estimator, adapted_kl_coef, token_kl
-from tandem.objectives.losses import PolicyLoss, policy_loss, sft_loss, value_loss
+from tandem.objectives.losses import policy_loss, sft_loss, value_loss
 from tandem.objectives.masked import masked_sum
 from tandem.training.experience import make_experience
-from tandem.training.means import Means, require_finite
+from tandem.training.means import Means
 from tandem.training.mixture import mixed_in
-from tandem.training.operations import batch_flops, generation_flops, scoring_flops
+from tandem.training.operations import (
+    batch_flops,
+    generation_flops,
+    scoring_flops,
+    update_flops,
+)
 from tandem.training.reward_function import RewardFunction
 from tandem.types import Experience, PromptRow, TokenBatch, TokenRow
 
-Result = TypeVar("Result")
+Skip = Callable[[BadStepError, Experience], None]
 
 RATIO_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Mean |log-ratio| that two forwards of one policy may differ by, in nats."""
@@ -52,13 +54,22 @@ class PPOTrainer:
         engine: RLHFEngine,
         config: RunConfig,
         *,
+        num_steps: int | None = None,
         reward_function: RewardFunction | None = None,
         ptx_rows: Sequence[TokenRow] = (),
         phases: Phases | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """`ptx_rows` are rendered texts for mixture training; `phases` times what is done; `say`
-        shows a line to the user. ConfigError if there is nothing to reward with."""
+        """
+        Args:
+            num_steps: rollouts that the learning rates' schedules last; None takes `ppo.steps`, or
+                leaves the rates at their peak where that is 0.
+            ptx_rows: rendered texts for mixture training.
+            phases: times what is done.
+            say: shows a line to the user.
+        Raises:
+            ConfigError: there is nothing to reward with.
+        """
         has_model = engine.scorer is not None and config.ppo.reward_model_weight > 0
         if reward_function is None and not has_model:
             raise ConfigError(
@@ -71,10 +82,11 @@ class PPOTrainer:
         self.ptx_rows = ptx_rows
         self.phases = phases or Phases()
         self.room = Room(config, engine.world, say or _say_nothing)
-        self.on_bad: Callable[[BadStepError, Experience], None] | None = None
-        """Hears of updates that were left out, and of the answers they were made on; without it
-        the error is raised."""
         self.kl_coef = config.ppo.kl_coef
+        if num_steps := num_steps or config.ppo.steps:
+            actor_steps = max(1, num_steps - config.ppo.critic_warmup_steps)
+            engine.actor_trainee.schedule(num_updates(config, actor_steps))
+            engine.critic_trainee.schedule(num_updates(config, num_steps))
 
     @property
     def ratio_tolerance(self) -> float:
@@ -107,53 +119,43 @@ class PPOTrainer:
             phase.flops = scoring_flops(engine, rollout, experience)
         return experience
 
-    def train_rlhf(self, experience: Experience, *, step: int) -> dict[str, float]:
+    def train_rlhf(
+        self, experience: Experience, *, step: int, skip: Skip | None = None
+    ) -> dict[str, float]:
         """Update actor and critic on an experience; returns the step's metrics.
 
+        Args:
+            skip: hears of an update that was left out, and of the answers it was made on; without
+                it the error is raised.
         Raises:
-            NumericsError: the ratio before the first update is not 1; or, without `on_bad`, a
+            NumericsError: the ratio before the first update is not 1; or, without `skip`, a
                 gradient is not sound (BadStepError).
         """
-        ppo, engine = self.config.ppo, self.engine
+        ppo, engine, log = self.config.ppo, self.engine, Means()
         trains_actor = step > ppo.critic_warmup_steps
-        actor_log, critic_log = Means(), Means()
-        epochs_done, stop = 0, False
+        epochs_done, stop = ppo.epochs, False
         # Only dropout draws from it, other numbers on every rank.
-        torch.manual_seed(self.config.seed + step + (self.engine.world.rank << 40))
-        with self.phases("train") as phase:
-            engine.train()
-            for epoch in range(ppo.epochs):
-                for number, rows in enumerate(self._minibatches(experience, step, epoch)):
-                    minibatch = experience.select(rows)
-                    first = epoch == 0 and number == 0
-                    has_actor = False
+        torch.manual_seed(self.config.seed + step + (engine.world.rank << 40))
+        with self.phases("train") as phase, training_mode(engine.actor, engine.critic):
+            for number, rows in self._minibatches(experience, step):
+                minibatch = experience.select(rows)
+                with _left_out(minibatch, skip), Update(self.room) as update:
                     if trains_actor:
-                        with self._left_out_if_bad(minibatch):
-                            update = partial(
-                                self._update_actor, minibatch, actor_log, step, epoch, number, first
-                            )
-                            stop = self._fitting(engine.actor_trainee, update)
-                            has_actor = True
-                        phase.flops += batch_flops(engine.actor, minibatch.batch, backward=True)
-                        if self._has_ptx:
-                            texts = self._ptx_batch(step, epoch, number)
-                            phase.flops += batch_flops(engine.actor, texts, backward=True)
-                    with self._left_out_if_bad(minibatch):
-                        update_critic = partial(self._update_critic, minibatch, critic_log)
-                        self._fitting(engine.critic_trainee, update_critic)
-                        self._step_scaled(has_actor, actor_log, critic_log)
-                    phase.flops += batch_flops(engine.critic, minibatch.batch, backward=True)
-                    phase.samples += len(minibatch)
-                    phase.tokens += int(minibatch.batch.attention_mask.sum())
-                    if stop:
-                        break
+                        with _left_out(minibatch, skip):
+                            stop = self._update_actor(update, minibatch, log, step, number)
+                    self._update_critic(update, minibatch, log)
+                self._note_steps(update, log)
+                phase.samples += len(minibatch)
+                phase.tokens += int(minibatch.batch.attention_mask.sum())
+                phase.flops += update_flops(engine, minibatch.batch, actor=trains_actor)
+                if trains_actor and self._has_ptx:
+                    texts = self._ptx_batch(step, number)
+                    phase.flops += batch_flops(engine.actor, texts, backward=True)
                 if stop:
+                    epochs_done = number // self._updates_per_epoch
                     break
-                epochs_done += 1
-            engine.actor.eval()
-            engine.critic.eval()
         self._adapt_kl_coef(experience)
-        return {**actor_log.means(), **critic_log.means(), "epochs_done": float(epochs_done)}
+        return {**log.means(), "epochs_done": float(epochs_done)}
 
     def rehearse(self, prompts: Sequence[PromptRow]) -> None:
         """The largest micro-batches that can come, forward and backward, for nothing: what does
@@ -170,81 +172,72 @@ class PPOTrainer:
         # No rank is dealt more answers of a minibatch than this.
         share = -(-self.config.ppo.minibatch_size // engine.world.size)
 
-        def batch() -> TokenBatch:
-            rows = max(1, min(self.room.tokens // length, share))
+        def batch(max_tokens: int) -> TokenBatch:
+            rows = max(1, min(max_tokens // length, share))
             response = torch.zeros((rows, length), dtype=torch.bool, device=device)
             response[:, length - answer :] = True
             ids = torch.full((rows, length), engine.renderer.pad_token_id, device=device)
             return TokenBatch(ids, torch.ones_like(response), response)
 
-        def actor() -> None:
+        def actor_loss(max_tokens: int) -> Tensor:
             with_entropy = self.config.ppo.entropy_coef > 0
-            with self.room.kept_for(engine.actor_trainee):
-                loss = engine.actor_logprobs(batch(), with_entropy=with_entropy)[0].sum()
-                engine.actor_trainee.backward(loss, 1.0, weight=0.0)
-            engine.actor_trainee.forget()
+            return engine.actor_logprobs(batch(max_tokens), with_entropy=with_entropy)[0].sum()
 
-        def critic() -> None:
-            with self.room.kept_for(engine.critic_trainee):
-                loss = engine.values(batch()).sum()
-                engine.critic_trainee.backward(loss, 1.0, weight=0.0)
-            engine.critic_trainee.forget()
+        def critic_loss(max_tokens: int) -> Tensor:
+            return engine.values(batch(max_tokens)).sum()
 
-        engine.train()
-        self._fitting(engine.actor_trainee, actor)
-        self._fitting(engine.critic_trainee, critic)
-        engine.actor.eval()
-        engine.critic.eval()
+        with training_mode(engine.actor, engine.critic):
+            rehearse(self.room, engine.actor_trainee, actor_loss)
+            rehearse(self.room, engine.critic_trainee, critic_loss)
 
-    def _fitting(self, trainee: Trainee, work: Callable[[], Result]) -> Result:
-        model = cast(PreTrainedModel, trainee.model)
-        return self.room.attempt(trainee.name, model, work, trainee.forget)
+    @property
+    def _updates_per_epoch(self) -> int:
+        return num_updates(self.config, 1) // self.config.ppo.epochs
 
-    def _minibatches(self, experience: Experience, step: int, epoch: int) -> Iterator[Tensor]:
-        """Row numbers, shuffled anew each epoch by (seed, step, epoch)."""
-        generator = torch.Generator().manual_seed(sequence_key(self.config.seed, step, epoch, 0))
-        order = torch.randperm(len(experience), generator=generator).to(self.engine.device)
-        yield from order.split(self.config.ppo.minibatch_size)
+    def _minibatches(self, experience: Experience, step: int) -> Iterator[tuple[int, Tensor]]:
+        """Every update's number within the step and its rows, shuffled anew each epoch by (seed,
+        step, epoch)."""
+        for epoch in range(self.config.ppo.epochs):
+            key = sequence_key(self.config.seed, step, epoch, 0)
+            order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(key))
+            minibatches = order.to(self.engine.device).split(self.config.ppo.minibatch_size)
+            for number, rows in enumerate(minibatches):
+                yield epoch * self._updates_per_epoch + number, rows
 
     def _update_actor(
-        self, minibatch: Experience, log: Means, step: int, epoch: int, number: int, first: bool
+        self, update: Update, minibatch: Experience, log: Means, step: int, number: int
     ) -> bool:
-        """One optimizer step of the actor. Returns whether to leave the rollout's updates."""
-        ppo, trainee = self.config.ppo, self.engine.actor_trainee
-        count = minibatch.batch.num_response_tokens
+        """Teach the actor. Returns whether to leave the rollout's other updates."""
+        trainee, target = self.engine.actor_trainee, self.config.ppo.target_kl
+        terms = [
+            LossTerm(
+                minibatch.batch.lengths().tolist(),
+                minibatch.batch.num_response_tokens,
+                lambda rows: self._actor_loss(minibatch.select(self._rows(rows))),
+            )
+        ]
+        if self._has_ptx:
+            terms.append(self._ptx_term(step, number))
         learning_rate = trainee.learning_rate
-        totals: defaultdict[str, float] = defaultdict(float)
-        dealt = deal_batch(minibatch.batch, self.room.tokens, self.engine.world)
-        for rows, part in dealt:
-            loss = self._actor_loss(minibatch.select(rows), totals, part.weight)
-            is_last = part.is_last and not self._has_ptx
-            trainee.backward(loss, count, weight=part.weight, is_last=is_last)
-        log.maximum("ratio_max", self.engine.world.largest([totals.pop("ratio_max")])[0])
-        sums = self.engine.world.sums(totals)
-        means = {name: total / count for name, total in sums.items()}
-        require_finite(trainee, means)
-        gap, kl = means.pop("gap"), means["policy_kl"]
-        if first:
+        check = partial(self._require_same_policy, minibatch) if number == 0 else None
+        means, *others = update.learn(trainee, terms, check)
+        log.maximum("ratio_max", means.pop("ratio_max"))
+        gap = means.pop("ratio_gap")
+        if number == 0:
             log.add("ratio_gap_before_update", gap)
+            log.add("policy_kl_before_update", means["policy_kl"])
             if self.engine.trusts_sampler:
                 log.add("rollout_gap", gap)
-            log.add("policy_kl_before_update", kl)
-            self._require_same_policy(gap, minibatch)
-        if self._has_ptx:
-            means["ptx_loss"] = self._add_ptx_gradient(step, epoch, number)
-            require_finite(trainee, means)
+        if others:
+            means["ptx_loss"] = others[0]["loss"]
         for name, value in means.items():
-            log.add(name, value)
+            if name not in ("loss", "rank_idle"):  # the critic's rows are balanced alike
+                log.add(name, value)
         log.add("actor_learning_rate", learning_rate)
-        if self.engine.scaler is None:
-            self._note_actor_step(trainee.step(), log)
-        return bool(ppo.target_kl > 0 and kl > ppo.target_kl)
+        return bool(target > 0 and means["policy_kl"] > target)
 
-    def _actor_loss(
-        self, part: Experience, totals: defaultdict[str, float], weight: float
-    ) -> Tensor:
-        """The micro-batch's loss as a sum over response tokens; `weight` times the metrics' sums
-        join `totals`."""
+    def _actor_loss(self, part: Experience) -> MicroBatchLoss:
+        """The loss of some answers as a sum over response tokens."""
         ppo, mask = self.config.ppo, part.batch.response_mask
         logprobs, entropy = self.engine.actor_logprobs(
             part.batch, with_entropy=ppo.entropy_coef > 0
@@ -253,110 +246,87 @@ class PPOTrainer:
             logprobs, part.old_logprobs, part.advantages, mask, clip_ratio=ppo.clip_ratio
         )
         loss = surrogate.loss
+        sums = {
+            "policy_loss": surrogate.loss,
+            "clip_fraction": surrogate.clipped,
+            "policy_kl": surrogate.kl,
+            "ratio_mean": surrogate.ratio,
+            "ratio_gap": surrogate.abs_log_ratio,
+        }
         if ppo.entropy_coef > 0:
             loss = loss - ppo.entropy_coef * masked_sum(entropy, mask)
         if ppo.kl_in == "loss" and self.kl_coef > 0:
             estimator: Estimator = "k3" if ppo.kl_estimator == "k3" else "k2"
             kl = masked_sum(token_kl(logprobs, part.ref_logprobs, estimator), mask)
             loss = loss + self.kl_coef * kl
-            totals["kl_loss"] += weight * float(kl.detach())
-        _add_policy_sums(totals, surrogate, weight)
-        return loss
+            sums["kl_loss"] = kl
+        return MicroBatchLoss(loss, sums, {"ratio_max": surrogate.max_ratio})
 
-    def _update_critic(self, minibatch: Experience, log: Means) -> None:
-        """One optimizer step of the critic."""
+    def _update_critic(self, update: Update, minibatch: Experience, log: Means) -> None:
+        """Teach the critic."""
         trainee = self.engine.critic_trainee
-        count = minibatch.batch.num_response_tokens
-        learning_rate = trainee.learning_rate
-        totals: defaultdict[str, float] = defaultdict(float)
-        world = self.engine.world
-        for rows, part in deal_batch(minibatch.batch, self.room.tokens, world):
-            chosen = minibatch.select(rows)
-            loss = value_loss(
-                self.engine.values(chosen.batch),
-                chosen.values,
-                chosen.returns,
-                chosen.batch.response_mask,
+
+        def loss(rows: list[int]) -> MicroBatchLoss:
+            part = minibatch.select(self._rows(rows))
+            found = value_loss(
+                self.engine.values(part.batch),
+                part.values,
+                part.returns,
+                part.batch.response_mask,
                 value_clip=self.config.ppo.value_clip,
             )
-            trainee.backward(loss.loss, count, weight=part.weight, is_last=part.is_last)
-            totals["value_loss"] += part.weight * float(loss.loss.detach())
-            totals["value_clip_fraction"] += part.weight * float(loss.clipped)
-            totals["rank_idle"] += part.idle * count  # the actor's rows are balanced alike
-        means = {name: total / count for name, total in world.sums(totals).items()}
-        require_finite(trainee, means)
-        for name, mean in means.items():
-            log.add(name, mean)
-        if self.engine.scaler is None:
-            log.add("critic_grad_norm", trainee.step())
+            sums = {"value_loss": found.loss, "value_clip_fraction": found.clipped}
+            return MicroBatchLoss(found.loss, sums)
+
+        batch = minibatch.batch
+        term = LossTerm(batch.lengths().tolist(), batch.num_response_tokens, loss)
+        learning_rate = trainee.learning_rate
+        (means,) = update.learn(trainee, [term])
+        for name in ("value_loss", "value_clip_fraction", "rank_idle"):
+            log.add(name, means[name])
         log.add("critic_learning_rate", learning_rate)
 
-    @contextmanager
-    def _left_out_if_bad(self, minibatch: Experience) -> Iterator[None]:
-        """An update whose numbers are not sound changed nothing: `on_bad` hears of it."""
-        try:
-            yield
-        except BadStepError as bad:
-            # What the other model of a scaled pair has gathered goes with it.
-            self.engine.actor_trainee.forget()
-            self.engine.critic_trainee.forget()
-            if self.on_bad is None:
-                raise
-            self.on_bad(bad, minibatch)
+    def _note_steps(self, update: Update, log: Means) -> None:
+        """Log the steps that were taken; the average follows the actor's."""
+        for name, norm in update.grad_norms.items():
+            log.add(f"{name}_grad_norm", norm)
+        for name, value in update.scaling.items():
+            log.latest(name, value)
+        if "actor" in update.grad_norms:
+            log.count("updates")
+            if self.engine.ema is not None:
+                self.engine.ema.update()
 
-    def _note_actor_step(self, norm: float, log: Means) -> None:
-        log.add("actor_grad_norm", norm)
-        log.count("updates")
-        if self.engine.ema is not None:
-            self.engine.ema.update()
-
-    def _step_scaled(self, has_actor: bool, actor_log: Means, critic_log: Means) -> None:
-        """In fp16 both models step once both gradients are known to be good, or neither does."""
-        engine = self.engine
-        if engine.scaler is None:
-            return
-        trainees = [engine.critic_trainee, *([engine.actor_trainee] if has_actor else [])]
-        norms = step_together(trainees, engine.scaler)
-        for name, value in scaling_metrics(engine.scaler).items():
-            critic_log.latest(name, value)
-        if norms is None:
-            return
-        critic_log.add("critic_grad_norm", norms[0])
-        if has_actor:
-            self._note_actor_step(norms[1], actor_log)
+    def _rows(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, device=self.engine.device)
 
     @property
     def _has_ptx(self) -> bool:
         return bool(self.ptx_rows) and self.config.ppo.ptx_coef > 0
 
-    def _ptx_batch(self, step: int, epoch: int, number: int) -> TokenBatch:
+    def _ptx_batch(self, step: int, number: int) -> TokenBatch:
         """The texts of an update, which follow from its number alone."""
-        per_step = num_updates(self.config, 1)
-        update = (step - 1) * per_step + epoch * (per_step // self.config.ppo.epochs) + number
+        update = (step - 1) * num_updates(self.config, 1) + number
         rows = mixed_in(self.ptx_rows, update, self.config)
         return TokenBatch.from_rows(rows, self.engine.renderer.pad_token_id)
 
-    def _add_ptx_gradient(self, step: int, epoch: int, number: int) -> float:
-        """Add the gradient of ptx_coef * language-model loss per token; returns that loss."""
-        ppo, trainee = self.config.ppo, self.engine.actor_trainee
-        batch = self._ptx_batch(step, epoch, number)
-        count = batch.num_response_tokens
-        total = 0.0
-        world = self.engine.world
-        for positions, part in deal_batch(batch, self.room.tokens, world):
-            text = batch.select(positions).to(self.engine.device)
-            loss = sft_loss(response_logprobs(self.engine.actor, text)[0], text.response_mask)
-            scaled = ppo.ptx_coef * loss
-            trainee.backward(scaled, count, weight=part.weight, is_last=part.is_last)
-            total += part.weight * float(loss.detach())
-        return world.sums({"loss": total})["loss"] / count
+    def _ptx_term(self, step: int, number: int) -> LossTerm:
+        """ptx_coef * language-model loss per token of the update's texts."""
+        batch = self._ptx_batch(step, number)
 
-    def _require_same_policy(self, gap: float, minibatch: Experience) -> None:
+        def loss(rows: list[int]) -> MicroBatchLoss:
+            text = batch.select(torch.tensor(rows)).to(self.engine.device)
+            logprobs, _ = response_logprobs(self.engine.actor, text)
+            return MicroBatchLoss(sft_loss(logprobs, text.response_mask))
+
+        lengths, count = batch.lengths().tolist(), batch.num_response_tokens
+        return LossTerm(lengths, count, loss, self.config.ppo.ptx_coef)
+
+    def _require_same_policy(self, minibatch: Experience, means: Mapping[str, float]) -> None:
         """The policy must not differ from itself before it is updated."""
-        tolerance = self.ratio_tolerance
+        tolerance, gap = self.ratio_tolerance, means["ratio_gap"]
         if gap <= tolerance:
             return
-        self.engine.actor_trainee.forget()
         cause = (
             "dropout is on: two forwards of one policy differ. Use --dropout 0"
             if self.config.dropout > 0 or self.config.lora.dropout > 0
@@ -380,14 +350,16 @@ class PPOTrainer:
             )
 
 
+@contextmanager
+def _left_out(minibatch: Experience, skip: Skip | None) -> Iterator[None]:
+    """An update whose numbers are not sound changed nothing: `skip` hears of it."""
+    try:
+        yield
+    except BadStepError as bad:
+        if skip is None:
+            raise
+        skip(bad, minibatch)
+
+
 def _say_nothing(line: str) -> None:
     """Where nobody listens."""
-
-
-def _add_policy_sums(totals: defaultdict[str, float], loss: PolicyLoss, weight: float) -> None:
-    totals["policy_loss"] += weight * float(loss.loss.detach())
-    totals["clip_fraction"] += weight * float(loss.clipped)
-    totals["policy_kl"] += weight * float(loss.kl)
-    totals["ratio_mean"] += weight * float(loss.ratio)
-    totals["gap"] += weight * float(loss.abs_log_ratio)
-    totals["ratio_max"] = max(totals["ratio_max"], weight * float(loss.max_ratio))

@@ -7,22 +7,18 @@ CPU to the last bit, which is checked against the run's own record.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.checkpoint.state import SavedState, State, load_state_before
 from tandem.config.load import load_config
-from tandem.config.schema import RunConfig
 from tandem.errors import CheckpointError, ConfigError
-from tandem.metrics.log import MutedLog, Record, read_metrics
+from tandem.metrics.log import Record, read_metrics
+from tandem.training.loop import run_stage
 from tandem.training.pipeline import STEPS, tokenizer_sources
 from tandem.training.recorder import Recorded
 from tandem.training.rows import StepRows, prepare_rows
@@ -34,67 +30,6 @@ _NOT_COMPARED = (
     *("seconds", "tokens_per_", "samples_per_", "tflops", "peak_memory", "rank_"),
     "skipped",  # a count since the run's beginning
 )
-
-
-class _Reached(BaseException):
-    """The step that was asked for is done: no error, and nobody is to take it for one."""
-
-
-class ReplayRun(Run):
-    """A run that reads everything and writes nothing, up to one step of one stage."""
-
-    writes = False
-
-    def __init__(
-        self, config: RunConfig, stage: str, step: int, say: Callable[[str], None]
-    ) -> None:
-        """Of the run in `config.output_dir`."""
-        super().__init__(config, say)
-        self._stage = stage
-        self._step = step
-        self.reached: Recorded | None = None
-
-    def open(self, command: str) -> None:
-        """Writes nothing."""
-
-    def write_json(self, name: str, value: Any) -> None:
-        """Writes nothing."""
-
-    def save(self, step: str, state: State) -> None:
-        """Saves nothing."""
-
-    def load(self, step: str) -> SavedState | None:
-        """The newest whole checkpoint from before the step."""
-        state, notes = load_state_before(self._checkpoints(step), self._step, self.world)
-        for note in notes:
-            self.say(note)
-        done = 0 if state is None else state.step
-        again = self._step - 1 - done
-        self.say(
-            f"{step}: from {'the beginning' if state is None else f'the checkpoint after {done}'}"
-            + (f", steps {done + 1} to {self._step - 1} again first" if again else "")
-        )
-        return state
-
-    def metric_log(
-        self, step: str, num_steps: int, start: int, thresholds: Mapping[str, float] | None = None
-    ) -> MutedLog:
-        """Logs nothing.
-
-        Raises:
-            ConfigError: the stage has no such step.
-        """
-        if self._step > num_steps:
-            raise ConfigError(
-                f"--step must be at most {num_steps}, {step}'s last; got {self._step}."
-            )
-        return MutedLog()
-
-    def step_ended(self, recorded: Recorded) -> None:
-        """Leaves the stage after the step."""
-        if recorded.step == self._step:
-            self.reached = recorded
-            raise _Reached
 
 
 def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
@@ -121,18 +56,17 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
             f"--step must be a step that {folder} has recorded, from 1 on; got {step}"
             f"{f' of {stage}' if stage else ''}. Its steps: {', '.join(config.steps)}."
         )
-    run = ReplayRun(config, stages[0], step, say=print)
+    run = Run(config, say=print, writes=False)
     data = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(data)
-    with suppress(_Reached):
-        STEPS[stages[0]](run, data)
-    assert run.reached is not None
+    reached = run_stage(run, stages[0], STEPS[stages[0]](run, data), until=step)
+    assert reached is not None
     console = Console()
     if console.width < _WIDTH:  # a line a token, whatever the terminal does with it
         console = Console(width=_WIDTH)
     console.print(f"{stages[0]} step {step}, again", style="bold")
-    is_same = _show_metrics(console, run.reached, recorded.get(stages[0]))
-    _show_rows(console, run.reached, data, rows)
+    is_same = _show_metrics(console, reached, recorded.get(stages[0]))
+    _show_rows(console, reached, data, rows)
     return 0 if is_same else 1
 
 

@@ -7,6 +7,7 @@ step 3's knobs (KL coefficient, clips) mean the same for every reward model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import Tensor
 
@@ -19,26 +20,23 @@ from tandem.models.scalar import set_normalization
 from tandem.objectives.losses import pairwise_loss
 from tandem.training.compare import answer
 from tandem.training.evaluate import preference_metrics
-from tandem.training.fit import Objective, fit
+from tandem.training.loop import StageJob
 from tandem.training.rows import StepRows
 from tandem.training.run import Run
 from tandem.training.saving import save_anywhere, with_template
+from tandem.training.supervised import SupervisedTrainer, objective_of_pairs
 from tandem.types import PairRow, TokenBatch
 
 
-def train_reward_model(run: Run, rows: StepRows) -> None:
-    """Train step 2 and leave `RUN/reward`, which AutoModelForSequenceClassification opens."""
-    config = run.config
-    device = run.device
+def prepare(run: Run, rows: StepRows) -> StageJob:
+    """Step 2, ready to run; it leaves `RUN/reward`, which AutoModelForSequenceClassification
+    opens."""
+    config, device = run.config, run.device
     source = config.reward_model or run.policy_source()
     model = place_scalar(source, config, run.world, trained=True, seed=config.seed)
     check_vocabulary(model, rows.reward_tokenizer)
     set_normalization(model, 0.0, 1.0)  # an earlier reward model's are not this one's
-    scorer = RewardScorer(
-        model,
-        rows.reward_renderer,
-        max_tokens=config.micro_batch_tokens,
-    )
+    scorer = RewardScorer(model, rows.reward_renderer, max_tokens=config.micro_batch_tokens)
 
     def loss(part: Sequence[PairRow]) -> tuple[Tensor, dict[str, Tensor]]:
         both = [pair.chosen for pair in part] + [pair.rejected for pair in part]
@@ -53,32 +51,19 @@ def train_reward_model(run: Run, rows: StepRows) -> None:
             "score_rejected": rejected.sum(),
         }
 
-    fitted = fit(
-        run,
-        "reward",
-        model,
-        config.reward,
-        rows.pairs,
-        Objective(
-            units=lambda pair: 1,
-            sequences=lambda pair: (pair.chosen, pair.rejected),
-            loss=loss,
-            sequences_per_row=2,
-        ),
-        evaluate=lambda: preference_metrics(scorer, rows.heldout_pairs),
+    def evaluate() -> dict[str, float]:
+        return preference_metrics(scorer, rows.heldout_pairs)
+
+    trainer = SupervisedTrainer(
+        run, "reward", model, config.reward, rows.pairs, objective_of_pairs(loss), evaluate
     )
-    evaluation = fitted.evaluation | normalize(run, scorer, rows)
-    run.finish(
-        "reward",
-        lambda folder: save_anywhere(
-            model,
-            with_template(rows.reward_tokenizer, rows.reward_renderer),
-            folder,
-            fitted.masters,
-            config.save_dtype,
-        ),
-        evaluation,
-    )
+    masters = trainer.trainee.masters
+
+    def save(folder: Path) -> None:
+        tokenizer = with_template(rows.reward_tokenizer, rows.reward_renderer)
+        save_anywhere(model, tokenizer, folder, masters, config.save_dtype)
+
+    return trainer.job(save, lambda evaluation: evaluation | normalize(run, scorer, rows))
 
 
 def has_policy(run: Run) -> bool:

@@ -25,7 +25,13 @@ from tandem.checkpoint.folder import (
     write_folder,
 )
 from tandem.checkpoint.saver import Saver
-from tandem.checkpoint.state import SavedState, State, load_newest_state, newest_numbers
+from tandem.checkpoint.state import (
+    SavedState,
+    State,
+    load_newest_state,
+    load_state_before,
+    newest_numbers,
+)
 from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tandem.engine.devices import resolve_device
@@ -36,7 +42,6 @@ from tandem.metrics.log import MetricLog, MutedLog
 from tandem.metrics.records import ALARMS_FILE, METRICS_FILE, SAMPLES_FILE
 from tandem.parallel.world import World
 from tandem.training.identity import Identity, environment, origin
-from tandem.training.recorder import Recorded
 from tandem.training.rows import StepRows
 from tandem.training.signals import StopSignals
 
@@ -49,18 +54,22 @@ _LOCK_FILE = ".lock"
 
 
 class Run:
-    """The run's folder and configuration."""
+    """The run's folder and configuration.
 
-    writes = True
-    """Whether it leaves anything in its folder; one that is only looked at does not."""
+    Attributes:
+        writes: whether it leaves anything in its folder; one that is only looked at does not.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         say: Callable[[str], None] = print,
         world: World | None = None,
+        *,
+        writes: bool = True,
     ) -> None:
         """`say` shows a line to the user, on the first rank of `world` (alone if None)."""
+        self.writes = writes
         self.config = config
         self.world = world or World(device=resolve_device(config.device))
         self.device = self.world.device
@@ -158,7 +167,7 @@ class Run:
 
     def write_json(self, name: str, value: Any) -> None:
         """Write one of the run's JSON files, replacing it whole; the first rank does."""
-        if not self.world.is_first:
+        if not self.world.is_first or not self.writes:
             return
         text = json.dumps(value, indent=1, ensure_ascii=False)
         replace_file(self.path / name, text.encode())
@@ -240,6 +249,8 @@ class Run:
             CheckpointError: the disk refused the one before, or has no room; that is intact.
             NumericsError: a value in it is not finite.
         """
+        if not self.writes:
+            return
         if step not in self._savers:
             self._savers[step] = Saver(
                 self._checkpoints(step),
@@ -262,22 +273,31 @@ class Run:
         if step in self._savers:
             self._savers[step].wait()
 
-    def load(self, step: str) -> SavedState | None:
+    def load(self, step: str, before: int | None = None) -> SavedState | None:
         """The newest whole checkpoint of an unfinished step.
 
+        Args:
+            before: of those from before this optimizer step, to do that one again.
         Raises:
             CheckpointError: it was made with other knobs or inputs.
         """
-        state, notes = load_newest_state(self._checkpoints(step), self.world)
+        folder = self._checkpoints(step)
+        if before is None:
+            state, notes = load_newest_state(folder, self.world)
+        else:
+            state, notes = load_state_before(folder, before, self.world)
         for note in notes:
             self.say(note)
+        if before is not None:
+            done = 0 if state is None else state.step
+            source = "the beginning" if state is None else f"the checkpoint after {done}"
+            again = f", steps {done + 1} to {before - 1} again first" if done + 1 < before else ""
+            self.say(f"{step}: from {source}{again}")
+            return state
         if state is not None:
             self.identity.require_same(step, self._checkpoints(step), state.numbers["made_from"])
             self.say(f"{step}: continuing after step {state.step} (checkpoint verified)")
         return state
-
-    def step_ended(self, recorded: Recorded) -> None:
-        """A stage has done a step; for whoever follows it (see `training.replay`)."""
 
     def stop_if_asked(self, where: str) -> None:
         """Between two of the run's steps: stop if a signal came, else let the next end at once.
@@ -294,7 +314,7 @@ class Run:
         self, step: str, num_steps: int, start: int, thresholds: Mapping[str, float] | None = None
     ) -> MetricLog | MutedLog:
         """Where the step's metrics go; `start` steps are done. See MetricLog for thresholds."""
-        if not self.world.is_first:
+        if not self.world.is_first or not self.writes:
             return MutedLog()
         return MetricLog(
             self.path,

@@ -6,6 +6,7 @@ preferred answers, and whole texts where a row is plain text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -15,17 +16,17 @@ from tandem.engine.loading import check_policy, place_policy
 from tandem.models.load import check_vocabulary
 from tandem.objectives.losses import sft_loss
 from tandem.training.evaluate import language_model_metrics
-from tandem.training.fit import Objective, fit
+from tandem.training.loop import StageJob
 from tandem.training.rows import StepRows
 from tandem.training.run import Run
 from tandem.training.saving import save_policy
+from tandem.training.supervised import Objective, SupervisedTrainer
 from tandem.types import TokenBatch, TokenRow
 
 
-def train_sft(run: Run, rows: StepRows) -> None:
-    """Train step 1 and leave `RUN/sft`, a folder that from_pretrained opens."""
-    config = run.config
-    device = run.device
+def prepare(run: Run, rows: StepRows) -> StageJob:
+    """Step 1, ready to run; it leaves `RUN/sft`, a folder that from_pretrained opens."""
+    config, device = run.config, run.device
     model = place_policy(config.actor_model, config, run.world, trained=True, seed=config.seed)
     check_vocabulary(model, rows.tokenizer)
     check_policy(model, config, None)
@@ -35,19 +36,16 @@ def train_sft(run: Run, rows: StepRows) -> None:
         logprobs, _ = response_logprobs(model, batch)
         return sft_loss(logprobs, batch.response_mask), {}
 
-    fitted = fit(
-        run,
-        "sft",
-        model,
-        config.sft,
-        rows.sft,
-        Objective(
-            units=lambda row: sum(row.response_mask), sequences=lambda row: (row,), loss=loss
-        ),
-        evaluate=lambda: language_model_metrics(model, rows.heldout_sft, rows.renderer, config),
+    objective = Objective[TokenRow](
+        units=lambda row: sum(row.response_mask),
+        sequences=lambda row: (row,),
+        loss=loss,
+        derived=lambda means: {"perplexity": math.exp(min(means["loss"], 700.0))},
     )
-    run.finish(
-        "sft",
-        lambda folder: save_policy(model, rows, folder, fitted.masters, config.save_dtype),
-        fitted.evaluation,
-    )
+
+    def evaluate() -> dict[str, float]:
+        return language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
+
+    trainer = SupervisedTrainer(run, "sft", model, config.sft, rows.sft, objective, evaluate)
+    masters = trainer.trainee.masters
+    return trainer.job(lambda folder: save_policy(model, rows, folder, masters, config.save_dtype))

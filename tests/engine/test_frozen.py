@@ -81,7 +81,7 @@ def engine_of(world: World, starts: Starts, config: RunConfig) -> RLHFEngine:
     if not (config.parallel.frozen_weights or config.parallel.shared_base):
         # What those load of themselves, instead of merged weights.
         policy, reward = f"{policy}/adapter", f"{reward}/adapter"
-    return RLHFEngine(actor=policy, reward_model=reward, config=config, num_updates=9, world=world)
+    return RLHFEngine(actor=policy, reward_model=reward, config=config, world=world)
 
 
 def a_step(world: World, starts: Starts, config: RunConfig) -> list[Tensor]:
@@ -255,18 +255,15 @@ def test_models_on_other_bases_share_none(starts: Starts, tmp_path: Path) -> Non
     other = save_tiny_model(tmp_path / "other", seed=1)
     config = configured("", shared=True)
     with pytest.raises(ModelError, match=rf"one model under actor.*got '{base}' under '{reward}'"):
-        RLHFEngine(actor=other, reward_model=reward, config=config, num_updates=1)
+        RLHFEngine(actor=other, reward_model=reward, config=config)
     actor, tokenizer = load_causal_lm(other), tiny_tokenizer()
     with pytest.raises(ModelError, match=r"whose values differ.*Leave --shared-base off"):
-        RLHFEngine(
-            actor=actor, tokenizer=tokenizer, reward_model=reward, config=config, num_updates=1
-        )
+        RLHFEngine(actor=actor, tokenizer=tokenizer, reward_model=reward, config=config)
     engine = RLHFEngine(
         actor=load_causal_lm(base),
         tokenizer=tokenizer,
         reward_model=reward,
         config=config,
-        num_updates=1,
     )
     alone = frozen_bytes(engine)
     assert alone == frozen_bytes(engine_of(World(), starts, config)), "equal values are shared too"

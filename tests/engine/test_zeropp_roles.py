@@ -44,7 +44,6 @@ def engine(world: World, config: RunConfig) -> RLHFEngine:
         config=config,
         tokenizer=tokenizer(),
         reward_tokenizer=tokenizer(),
-        num_updates=10,
         world=world,
     )
 

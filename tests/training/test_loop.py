@@ -27,7 +27,6 @@ from tandem.engine import optimizer
 from tandem.errors import CheckpointError, NumericsError, Stopped
 from tandem.parallel.world import World
 from tandem.training import experience as experiences
-from tandem.training import fit as fitting
 from tandem.training.loop import BAD_STEPS, RECORDER_FILE, StepLoop
 from tandem.training.pipeline import train
 from tandem.training.run import SAVE_NOW
@@ -434,14 +433,13 @@ def test_too_many_bad_steps_end_the_run_and_leave_the_recorder(
 
 def bad_on_one_rank(world: World, config: RunConfig) -> list[dict[str, float]]:
     if world.rank == 1:
-        original, calls = fitting.deal, [0]
+        calls = [0]
         backward = optimizer.Trainee.backward
 
         def poisoned(self: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             calls[0] += 1
             backward(self, loss * float("nan") if calls[0] == 3 else loss, *args, **kwargs)
 
-        assert original is fitting.deal
         optimizer.Trainee.backward = poisoned  # type: ignore[method-assign]
     ran(world, config)
     return [r["values"] for r in records(Path(config.output_dir)) if r["stage"] == "sft"]

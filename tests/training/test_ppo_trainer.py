@@ -29,13 +29,13 @@ def early_letters(
 def make(model: str, folder: Path, **changes: object) -> tuple[PPOTrainer, list[PromptRow]]:
     torch.manual_seed(0)
     config: RunConfig = tiny_config(folder, model, "unused", **changes)
-    engine = RLHFEngine(actor=model, config=config, num_updates=num_updates(config, 10))
+    engine = RLHFEngine(actor=model, config=config)
     renderer = Renderer(load_tokenizer(model))
     prompts = [
         renderer.prompt([Message("user", f"Say the word {word}.")])
         for word in ("cat", "elephant", "sun", "green", "a", "house", "yes", "nineteen")
     ]
-    return PPOTrainer(engine, config, reward_function=early_letters), prompts
+    return PPOTrainer(engine, config, num_steps=10, reward_function=early_letters), prompts
 
 
 @pytest.fixture
@@ -266,10 +266,10 @@ def make_learner(model: str, folder: Path, seed: int) -> tuple[PPOTrainer, list[
         ),
         sampling=replace(config.sampling, samples_per_prompt=8),
     )
-    engine = RLHFEngine(actor=model, config=config, num_updates=num_updates(config, 25))
+    engine = RLHFEngine(actor=model, config=config)
     renderer = Renderer(load_tokenizer(model))
     prompts = [renderer.prompt([Message("user", f"Say {n}.")]) for n in range(8)]
-    return PPOTrainer(engine, config, reward_function=early_letters), prompts
+    return PPOTrainer(engine, config, num_steps=25, reward_function=early_letters), prompts
 
 
 def test_old_logprobs_by_a_forward_are_the_samplers(tiny_model: str, tmp_path: Path) -> None:

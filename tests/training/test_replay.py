@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.optimizer import Trainee
 from tandem.errors import BadStepError, CheckpointError, ConfigError, Stopped
-from tandem.training import fit
 from tandem.training.loop import BAD_STEPS, SAVE_NOW, StepLoop
 from tandem.training.pipeline import train
 from tandem.training.replay import replay
+from tandem.training.supervised import SupervisedTrainer
 from tests.tiny import tiny_config
 
 
@@ -96,15 +95,15 @@ def test_a_step_that_was_left_out_is_left_out_again_and_nothing_is_touched(
     tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(tiny_config(tmp_path, tiny_model, preferences), save_every=1, steps=("sft",))
-    train_step = fit._train_step
+    train_step = SupervisedTrainer.step
 
-    def second_fails(trainee: Trainee, *args: Any) -> dict[str, float]:
-        values = train_step(trainee, *args)
+    def second_fails(self: SupervisedTrainer[Any], *args: Any) -> dict[str, float]:
+        values = train_step(self, *args)
         if values["learning_rate"] < 1e-3:
             raise BadStepError("a test")
         return values
 
-    monkeypatch.setattr(fit, "_train_step", second_fails)
+    monkeypatch.setattr(SupervisedTrainer, "step", second_fails)
     train(config, command="test", say=lambda line: None)
     assert list((tmp_path / BAD_STEPS).iterdir())
     times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}

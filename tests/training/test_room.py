@@ -108,7 +108,7 @@ def test_a_rehearsal_leaves_no_trace(
     plain = config_of(tmp_path / "plain", tiny_model, preferences)
     train(plain, command="x", say=lambda line: None)
     with monkeypatch.context() as patch:
-        patch.setattr("tandem.training.fit._rehearse", lambda *args: None)
+        patch.setattr("tandem.training.supervised.SupervisedTrainer.rehearse", lambda *args: None)
         patch.setattr("tandem.training.ppo_trainer.PPOTrainer.rehearse", lambda *args: None)
         other = replace(plain, output_dir=str(tmp_path / "other"))
         train(other, command="x", say=lambda line: None)

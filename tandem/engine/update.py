@@ -1,0 +1,230 @@
+"""One update: gradients of any number of micro-batches, and the steps of the models they are of.
+
+A model's loss is a sum of terms, each a mean over its own units (tokens, pairs). A term's rows are
+cut into micro-batches and dealt over the ranks; the sums are divided once, by the count over the
+whole step, so that the gradient does not depend on how the step was cut up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Self, cast
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.checkpoint.state import SavedState
+from tandem.engine.forward import deal
+from tandem.engine.optimizer import Trainee, scaling_metrics, step_together
+from tandem.engine.room import Room
+from tandem.errors import BadStepError, NumericsError
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchLoss:
+    """What one micro-batch adds: the loss (with gradient) and other metrics, all sums over its
+    units; of `largest` only the greatest value of all micro-batches counts."""
+
+    loss: Tensor
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    largest: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """One term of a model's loss in one update: coefficient * sum over rows / units.
+
+    lengths: tokens of each row, by which micro-batches are balanced.
+    units: what the sums are divided by, over all rows and ranks.
+    loss: numbers of rows to their sums.
+    """
+
+    lengths: Sequence[int]
+    units: float
+    loss: Callable[[list[int]], MicroBatchLoss]
+    coefficient: float = 1.0
+
+
+class Update:
+    """An update of one model, or of several that step together; a context manager.
+
+    Example:
+        with Update(room) as update:
+            (means,) = update.learn(critic, [LossTerm(...)])
+        norm = update.grad_norms.get("critic")
+
+    Without loss scaling each model steps as soon as it has learned. In fp16 all of them step at the
+    end, once every gradient is known to be finite, or none does.
+
+    Attributes:
+        grad_norms: norms before the clip, by the names of the models that stepped.
+        scaling: loss scale and overflows so far, in fp16.
+    """
+
+    def __init__(self, room: Room) -> None:
+        """`room` says how many tokens a micro-batch holds."""
+        self.grad_norms: dict[str, float] = {}
+        self.scaling: dict[str, float] = {}
+        self._room = room
+        self._waiting: list[Trainee] = []
+
+    def learn(
+        self,
+        trainee: Trainee,
+        terms: Sequence[LossTerm],
+        check: Callable[[Mapping[str, float]], None] | None = None,
+    ) -> list[dict[str, float]]:
+        """Compute the gradient of the terms' sum and step, now or at the end.
+
+        Args:
+            check: refuses the first term's means by raising; nothing has changed by then.
+        Returns:
+            means per unit of each term by name, `loss` and `rank_idle` among them; the same on
+            every rank.
+        Raises:
+            BadStepError: a mean or the gradient is not finite, or the gradient is out of line; no
+                weight has changed.
+            RoomError: a micro-batch does not fit into memory.
+        """
+        model = cast(PreTrainedModel, trainee.model)
+        work = partial(self._learn, trainee, terms, check)
+        return self._room.attempt(trainee.name, model, work, trainee.forget)
+
+    def _learn(
+        self,
+        trainee: Trainee,
+        terms: Sequence[LossTerm],
+        check: Callable[[Mapping[str, float]], None] | None,
+    ) -> list[dict[str, float]]:
+        try:
+            means = [
+                _accumulated(trainee, term, self._room.tokens, is_last=term is terms[-1])
+                for term in terms
+            ]
+            for part in means:
+                _require_finite(trainee, part)
+            if check is not None:
+                check(means[0])
+        except (BadStepError, NumericsError):
+            trainee.forget()
+            raise
+        if trainee.scaler is None:
+            self.grad_norms[trainee.name] = trainee.step()
+        else:
+            self._waiting.append(trainee)
+        return means
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        waiting, self._waiting = self._waiting, []
+        if error is not None:
+            for trainee in waiting:
+                trainee.forget()
+            return
+        if not waiting or (scaler := waiting[0].scaler) is None:
+            return
+        norms = step_together(waiting, scaler)
+        self.scaling = scaling_metrics(scaler)
+        if norms is not None:
+            names = (trainee.name for trainee in waiting)
+            self.grad_norms |= dict(zip(names, norms, strict=True))
+
+
+@contextmanager
+def training_mode(*models: PreTrainedModel) -> Iterator[None]:
+    """Within: dropout, if any, is on; afterwards all are in evaluation mode."""
+    for model in models:
+        model.train()
+    try:
+        yield
+    finally:
+        for model in models:
+            model.eval()
+
+
+def rehearse(room: Room, trainee: Trainee, loss: Callable[[int], Tensor]) -> None:
+    """Run the largest micro-batch that can come forward and backward, without effect, so that what
+    does not fit into memory is known before the first step.
+
+    Args:
+        loss: makes the loss of a micro-batch of at most so many tokens.
+    Raises:
+        RoomError: it does not fit.
+    """
+
+    def work() -> None:
+        with room.kept_for(trainee):
+            trainee.backward(loss(room.tokens), 1.0, weight=0.0)
+        trainee.forget()
+
+    room.attempt(trainee.name, cast(PreTrainedModel, trainee.model), work, trainee.forget)
+
+
+def _accumulated(
+    trainee: Trainee, term: LossTerm, max_tokens: int, *, is_last: bool
+) -> dict[str, float]:
+    """Add a term's gradient; its means over all ranks."""
+    world = trainee.shards.world
+    totals: defaultdict[str, float] = defaultdict(float)
+    largest: dict[str, float] = {}
+    for part in deal(term.lengths, max_tokens, world):
+        found = term.loss(part.rows)
+        loss = found.loss if term.coefficient == 1.0 else term.coefficient * found.loss
+        trainee.backward(loss, term.units, weight=part.weight, is_last=part.is_last and is_last)
+        totals["rank_idle"] += part.idle * term.units
+        for name, value in (("loss", found.loss), *found.sums.items()):
+            totals[name] += part.weight * float(value.detach())
+        for name, value in found.largest.items():
+            largest[name] = max(largest.get(name, 0.0), part.weight * float(value.detach()))
+    means = {name: total / term.units for name, total in world.sums(totals).items()}
+    if largest:
+        means |= dict(zip(largest, world.largest(list(largest.values())), strict=True))
+    return means
+
+
+def _require_finite(trainee: Trainee, means: Mapping[str, float]) -> None:
+    """Every rank has the same means, so that all of them refuse an update or none."""
+    for name, value in means.items():
+        if not math.isfinite(value):
+            shown = "the loss" if name == "loss" else name
+            raise BadStepError(
+                f"{trainee.name}: {shown} must be finite; got {value}. Lower the learning rate, or "
+                "look at the rows and rewards."
+            )
+
+
+def training_state(trainees: Mapping[str, Trainee]) -> dict[str, Mapping[str, Tensor]]:
+    """What a checkpoint holds of models in training: NAME, NAME_optimizer, and the loss scaler."""
+    tensors: dict[str, Mapping[str, Tensor]] = {}
+    for name, trainee in trainees.items():
+        tensors[name] = trainee.weights()
+        tensors[f"{name}_optimizer"] = trainee.state_tensors()
+        if trainee.scaler is not None:  # the same one for all of them
+            tensors["scaler"] = trainee.scaler.state_tensors()
+    return tensors
+
+
+def restore_training(state: SavedState, trainees: Mapping[str, Trainee]) -> None:
+    """Continue from `training_state`.
+
+    Raises:
+        CheckpointError: the state is of other models.
+    """
+    for name, trainee in trainees.items():
+        trainee.load_weights(state.tensors[name])
+        trainee.load_state_tensors(state.tensors[f"{name}_optimizer"])
+        if trainee.scaler is not None and "scaler" in state.tensors:
+            trainee.scaler.load_state_tensors(state.tensors["scaler"].whole())

@@ -1,0 +1,194 @@
+"""The trainer that SFT, the reward model and DPO share: rows in order, one optimizer step each.
+
+A stage brings its rows and an Objective: how many units (tokens or pairs) a row counts for, and
+the loss of some rows as a sum. Everything else, the denominator included, is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.checkpoint.state import SavedState
+from tandem.config.schema import SupervisedConfig
+from tandem.data.loader import BatchOrder
+from tandem.engine.devices import resolve_dtype
+from tandem.engine.optimizer import Trainee
+from tandem.engine.room import Room
+from tandem.engine.update import (
+    LossTerm,
+    MicroBatchLoss,
+    Update,
+    rehearse,
+    restore_training,
+    training_mode,
+    training_state,
+)
+from tandem.errors import DataError
+from tandem.metrics.timing import Phases
+from tandem.models.summary import sequence_flops
+from tandem.parallel.scaling import LossScaler
+from tandem.training.loop import StageJob, StepLoop
+from tandem.training.run import Run
+from tandem.types import PairRow, TokenRow
+
+Row = TypeVar("Row", bound=Sized)
+
+
+def _nothing(means: Mapping[str, float]) -> dict[str, float]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Objective(Generic[Row]):
+    """What a stage learns from its rows.
+
+    units: what a row adds to the denominator of the loss (tokens or pairs).
+    sequences: what it puts through the model, for throughput.
+    loss: rows of one micro-batch to (the loss as a sum, other sums by metric name).
+    sequences_per_row: 2 for pairs, so that a micro-batch holds half as many.
+    scoring_passes: forwards beside the trained one (DPO's reference), for TFLOP/s.
+    derived: more metrics, from a step's means.
+    """
+
+    units: Callable[[Row], int]
+    sequences: Callable[[Row], Sequence[TokenRow]]
+    loss: Callable[[Sequence[Row]], tuple[Tensor, Mapping[str, Tensor]]]
+    sequences_per_row: int = 1
+    scoring_passes: int = 0
+    derived: Callable[[Mapping[str, float]], Mapping[str, float]] = field(default=_nothing)
+
+
+def objective_of_pairs(
+    loss: Callable[[Sequence[PairRow]], tuple[Tensor, Mapping[str, Tensor]]],
+    scoring_passes: int = 0,
+) -> Objective[PairRow]:
+    """What is learned from pairs: both answers of each go through the model, and it counts once."""
+    return Objective(
+        units=lambda pair: 1,
+        sequences=lambda pair: (pair.chosen, pair.rejected),
+        loss=loss,
+        sequences_per_row=2,
+        scoring_passes=scoring_passes,
+    )
+
+
+class SupervisedTrainer(Generic[Row]):
+    """Takes an optimizer step per batch of rows (a `StageTrainer`)."""
+
+    def __init__(
+        self,
+        run: Run,
+        stage: str,
+        model: PreTrainedModel,
+        settings: SupervisedConfig,
+        rows: Sequence[Row],
+        objective: Objective[Row],
+        evaluate: Callable[[], dict[str, float]],
+    ) -> None:
+        """
+        Args:
+            rows: all that the stage trains on.
+            objective: what is learned from a row.
+            evaluate: held-out metrics of the model as it is.
+        Raises:
+            DataError: there is nothing to train on.
+        """
+        if not rows:
+            raise DataError(
+                f"step {stage} must have at least one row to train on; got none. "
+                "Look at the drops above, at --dataset.split and at the lengths."
+            )
+        config = run.config
+        self.order = BatchOrder(
+            num_rows=len(rows),
+            batch_size=settings.batch_size,
+            seed=config.seed,
+            epochs=settings.epochs,
+            max_steps=settings.max_steps,
+        )
+        self.phases = Phases()
+        self.thresholds: Mapping[str, float] = {}
+        self.evaluate = evaluate
+        self._settings = settings
+        self._model = model
+        self._rows = rows
+        self._objective = objective
+        self._room = Room(config, run.world, run.say)
+        dtype = resolve_dtype(config.dtype, run.device)
+        self.trainee = Trainee(
+            stage,
+            model,
+            settings,
+            self.order.num_steps,
+            offload=config.parallel.offload,
+            dtype=dtype,
+            scaler=LossScaler() if dtype == torch.float16 else None,
+            spike_sigma=config.guards.spike_sigma,
+        )
+
+    def job(
+        self,
+        save: Callable[[Path], None],
+        complete: Callable[[dict[str, float]], dict[str, float]] = dict,
+    ) -> StageJob:
+        """The stage's work: these rows, this trainer; see `StageJob` for the arguments."""
+        every = self._settings.eval_every
+        return StageJob(self, self._rows, self.order, every, save, complete)
+
+    def step(self, step: int, rows: Sequence[Row], loop: StepLoop) -> dict[str, float]:
+        """One optimizer step; means of every sum over the whole batch."""
+        objective, model = self._objective, self._model
+        sequences = [sequence for row in rows for sequence in objective.sequences(row)]
+        lengths = [len(sequence) for sequence in sequences]
+        num_logits = sum(sum(sequence.response_mask) for sequence in sequences)
+        flops = sequence_flops(model, lengths, num_logits, backward=True)
+        flops += objective.scoring_passes * sequence_flops(model, lengths, num_logits)
+        term = LossTerm(
+            lengths=[objective.sequences_per_row * len(row) for row in rows],
+            units=sum(objective.units(row) for row in rows),
+            loss=lambda numbers: MicroBatchLoss(*objective.loss([rows[i] for i in numbers])),
+        )
+        learning_rate = self.trainee.learning_rate
+        with (
+            self.phases("train", tokens=sum(lengths), samples=len(rows), flops=flops),
+            training_mode(model),
+            Update(self._room) as update,
+        ):
+            (means,) = update.learn(self.trainee, [term])
+        norms = list(update.grad_norms.values())  # none where an fp16 step overflowed
+        return {
+            **means,
+            **objective.derived(means),
+            **({"grad_norm": norms[0]} if norms else {}),
+            **update.scaling,
+            "learning_rate": learning_rate,
+            "tokens": float(sum(lengths)),
+        }
+
+    def rehearse(self) -> None:
+        """The largest micro-batch that can come, forward and backward, for nothing."""
+        longest = sorted(self._rows, key=len, reverse=True)
+        width = self._objective.sequences_per_row * len(longest[0])
+        # No rank is given more of a batch than this.
+        share = -(-self._settings.batch_size // self.trainee.shards.world.size)
+
+        def loss(max_tokens: int) -> Tensor:
+            return self._objective.loss(longest[: max(1, min(max_tokens // width, share))])[0]
+
+        with training_mode(self._model):
+            rehearse(self._room, self.trainee, loss)
+
+    def state(self) -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
+        """What a checkpoint holds: tensors by part; no numbers."""
+        return training_state({"model": self.trainee}), {}
+
+    def restore(self, state: SavedState) -> None:
+        """Continue from a checkpoint."""
+        restore_training(state, {"model": self.trainee})
