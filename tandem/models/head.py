@@ -68,8 +68,9 @@ class VocabularyHead:
         self._twin._modules = {**self._twin._modules, model.base_model_prefix: _GivenStates()}
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """(N, D) -> (N, V), in the dtype that the model's forward would give."""
-        return self._twin(inputs_embeds=hidden[None], use_cache=False).logits.squeeze(0)
+        """(N, D) -> (N, V), in the dtype that the model's forward would give (`attending`)."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self._twin(inputs_embeds=hidden[None], use_cache=False).logits.squeeze(0)
 
     @property
     def weights(self) -> list[nn.Parameter]:

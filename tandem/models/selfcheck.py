@@ -125,8 +125,6 @@ def _decoded_logits(
     device = model.device
     width = -(-max(len(row) for row in rows) // BLOCK_TOKENS)
     dtype = twin_of(model).dtype
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
     memory = KVMemory(kv_shapes(model), width * len(rows) + 1, dtype=dtype, device=device)
     # Blocks in descending order: a table that is not read would be found out.
     tables = torch.arange(width * len(rows) - 1, -1, -1, dtype=torch.int32, device=device)
