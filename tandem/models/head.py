@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from tandem.errors import ModelError
+from tandem.errors import ModelError, NumericsError
 from tandem.models.packed import hidden_states
 from tandem.models.twin import twin_of
 from tandem.types import TokenBatch
@@ -102,6 +102,7 @@ def check_head(model: PreTrainedModel, own: PreTrainedModel | None = None, seed:
         own: what runs the full forward, where the model itself cannot now (`twin.plain_copy`).
     Raises:
         ModelError: they differ, or a token's logits depend on later tokens or on padding.
+        NumericsError: logits are not finite, as where float16 is too small for a model.
     """
     config = model.config.get_text_config()
     generator = torch.Generator().manual_seed(seed)
@@ -118,6 +119,11 @@ def check_head(model: PreTrainedModel, own: PreTrainedModel | None = None, seed:
     finally:
         model.train(was_training)
     family = config.model_type
+    if not bool((full[mask] < math.inf).all()):  # minus infinity rules a token out
+        raise NumericsError(
+            f"logits of family {family!r} must be finite; got some that are not in {full.dtype}. "
+            "Use --dtype bf16 or fp32 where float16 is too small, or an undamaged model."
+        )
     if not _close(alone[0], full[1, :4]):
         raise ModelError(
             f"logits of family {family!r} must not depend on later tokens or right padding; got a "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.schema import LoraConfig
-from tandem.errors import ModelError
+from tandem.errors import ModelError, NumericsError
 from tandem.models.head import (
     VocabularyHead,
     check_head,
@@ -124,3 +124,12 @@ def test_a_model_that_sees_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="must not depend on later tokens or right padding"):
         check_head(model)
     assert model.training, "the mode is restored"
+
+
+def test_a_model_that_float16_cannot_hold_is_told_so() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = 1e6
+    check_head(model.bfloat16())
+    with pytest.raises(NumericsError, match=r"must be finite; got some .* torch.float16. Use --dt"):
+        check_head(model.half())
