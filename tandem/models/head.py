@@ -116,6 +116,13 @@ def check_head(model: PreTrainedModel, own: PreTrainedModel | None = None, seed:
         full = own(input_ids=token_ids, attention_mask=mask.long(), use_cache=False).logits
         ours = _head_logits(model, hidden_states(model, TokenBatch(token_ids, mask, mask & False)))
         alone = own(input_ids=token_ids[1:, :4], use_cache=False).logits
+    except RuntimeError as error:
+        if model.dtype == torch.float32 or "dtype" not in str(error):
+            raise
+        raise ModelError(
+            f"family {config.model_type!r} must compute in {model.dtype}; its own forward mixes "
+            f"types: {str(error).splitlines()[0]}. Use --dtype fp32."
+        ) from error
     finally:
         model.train(was_training)
     family = config.model_type

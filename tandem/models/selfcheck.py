@@ -15,7 +15,7 @@ from tandem.errors import ModelError
 from tandem.models.twin import decodes, kv_shapes, twin_of
 from tandem.ops.steps import BLOCK_TOKENS, Decode, KVMemory, Packed, attending
 
-TRUSTED_GAP = 1e-3
+TRUSTED_GAP = 1e-5
 """Mean |log-prob difference|, in nats, up to which the sampler's numbers stand for a forward's."""
 
 _LENGTHS = (23, 9)  # past a block of KV memory, and inside one
