@@ -269,7 +269,7 @@ class PPOConfig:
     old_logprobs: Literal["auto", "sampler", "forward"] = knob("auto")
     """Where the log-probs before the update come from: the sampler kept them (saves the actor's
     scoring forward), or a forward pass recomputes them. auto: the sampler's, if a self-test at the
-    start finds them equal to the training forward's (within 1e-3 nats in the mean)."""
+    start finds them equal to the training forward's (within 1e-5 nats in the mean)."""
     ratio_tolerance: float = knob(0.0, ge=0)
     """How far the mean |log-ratio| before the first update may be from 0; 0 chooses 1e-4 in fp32
     and 3e-2 in bf16. Beyond it the run stops: two forwards of the same policy disagree."""

@@ -236,13 +236,13 @@ def _filled(empty: EmptyModel, start: Start, role: _Role) -> PreTrainedModel:
     if start.adapter is not None:
         empty.adapt(start)
     _prepare(model, role)
+    cast_weights(model, role.dtype, splits=role.plan.stage > 0)
     is_known = base is not None and base.source is not None
     if base is not None and is_known:
         share_base(base.model, model)  # the same files: there is nothing to read
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.is_meta:
             tensor.data = tensor.data.to(role.device)
-    cast_weights(model, role.dtype, splits=role.plan.stage > 0)
     if role.plan.stage == 0:
         give_memory(model, role.device)
     spread(model, role.plan, role.world)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tandem.config.schema import OptimizerConfig
 from tandem.engine.spikes import SpikeGuard
-from tandem.errors import BadStepError, CheckpointError, NumericsError
+from tandem.errors import BadStepError, CheckpointError, ModelError, NumericsError
 from tandem.parallel.masters import MasterAdamW, cast_weights, exactly, take_masters
 from tandem.parallel.pieces import Saved, fill, local, piece_like, whole_of
 from tandem.parallel.scaling import LossScaler
@@ -71,6 +71,8 @@ class Trainee:
             scaler: of the losses, in fp16; then `step_together` takes the steps.
             spike_sigma: leave a step out whose gradient is so many standard deviations out of line
                 (see `SpikeGuard`); 0 takes any finite one.
+        Raises:
+            ModelError: the model is frozen.
         """
         self.name = name
         self.model = model
@@ -88,6 +90,11 @@ class Trainee:
             cast_weights(model, dtype)
         masters = take_masters(model)
         groups = list(parameter_groups(model, settings))
+        if not groups:
+            raise ModelError(
+                f"{name} must have weights that require gradients; got none. Call "
+                "requires_grad_() on the module, or give a folder."
+            )
         are_rounded = any(p.requires_grad and p.dtype != torch.float32 for p in model.parameters())
         self.optimizer: torch.optim.AdamW | MasterAdamW
         if on_host or are_rounded:

@@ -23,6 +23,8 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Batch sizes that steps are recorded for; above them, multiples of the last."""
 TABLE_BLOCKS = 16
 """Tables are as wide as this or a power of two times it: each width is another recording."""
+MAX_DRAWS = 8
+"""Ways of drawing that one step keeps recorded; clients of a server may ask for any number."""
 
 Result = TypeVar("Result")
 
@@ -185,7 +187,7 @@ class DecodeStep:
         self._used, self._scratch = rows, -1
         self._recorder = recorder
         self._forward: Callable[[], Tensor] | None = None
-        self._draws: dict[Sampler, Callable[[], tuple[Tensor, Tensor]]] = {}
+        self._draws: dict[Hashable, Callable[[], tuple[Tensor, Tensor]]] = {}
         self._logits = torch.empty(0)
 
     def decode(self, memory: KVMemory) -> Decode:
@@ -214,7 +216,10 @@ class DecodeStep:
         return self._logits
 
     def draw(self, sampler: Sampler, part: Part) -> Draw:
-        """Draw for the rows in use from the logits of `run`, as `Sampler.draw` does."""
+        """Draw for the rows in use from the logits of `run`, as `Sampler.draw` does.
+
+        What was recorded for one sampler serves all that draw alike, later sessions' too.
+        """
         n = self._used
         self._keys[:n].copy_(part.keys)
         self._numbers[:n].copy_(part.token_numbers)
@@ -223,12 +228,10 @@ class DecodeStep:
             draw = sampler.draw(self._logits, self._keys, self._numbers)
             return draw.tokens, torch.stack([draw.logprobs, draw.sampled_logprobs, draw.entropy])
 
-        if sampler not in self._draws:
-            self._draws[sampler] = self._recorder.recorded(drawn, sampler.sampling, self.size)
-        tokens, numbers = self._draws[sampler]()
+        if sampler.rule not in self._draws:
+            if len(self._draws) == MAX_DRAWS:
+                del self._draws[next(iter(self._draws))]
+            self._draws[sampler.rule] = self._recorder.recorded(drawn, sampler.sampling, self.size)
+        tokens, numbers = self._draws[sampler.rule]()
         logprobs, sampled_logprobs, entropy = numbers[:, :n].clone()
         return Draw(tokens[:n].clone(), logprobs, sampled_logprobs, entropy)
-
-    def forget_draws(self) -> None:
-        """Drop what was recorded for samplers, and the samplers with it."""
-        self._draws.clear()

@@ -1,10 +1,10 @@
 """Decoding in CUDA graphs: a step is replayed as it was recorded, once per size of batch.
 
 Batches are filled up to a bucket. The twin's forward is one recording, drawing the tokens from its
-logits another; nothing waits for the host. Where Triton is, KV memory is found by its address on
-the device, so recorded forwards outlive the session and are made anew only where a weight has
-moved or was cast; without Triton they go with the session's memory. What cannot be recorded runs
-through the plain runner.
+logits another; nothing waits for the host. Weights stay where they are when an optimizer changes
+them, and where Triton is, KV memory is found by its address on the device: so recordings outlive
+the session and are made anew only where a weight has moved; without Triton they go with the
+session's memory. What cannot be recorded runs through the plain runner.
 
 The tests run all of it on a CPU, where stand-ins record and replay; on a GPU none has run yet.
 """
@@ -12,8 +12,7 @@ The tests run all of it on a CPU, where stand-ins record and replay; on a GPU no
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -22,9 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.errors import GenerationError
 from tandem.generation.gpu_graphs import CudaRecorder, DecodeStep, Recorder, bucket_of, width_of
-from tandem.generation.gpu_weights import CastWeights
 from tandem.generation.rows import Part
 from tandem.generation.runner import TwinRunner
 from tandem.generation.sampler import Draw, Sampler
@@ -36,12 +33,10 @@ class GraphRunner(TwinRunner):
     """Any model that has a twin, decoding in buckets."""
 
     def __init__(self, model: PreTrainedModel, memory: KVMemory) -> None:
-        """Weights are cast now where autocast would; steps are recorded when they first occur.
+        """Steps are recorded when they first occur, unless an earlier session has done so.
 
         Args:
             memory: from `new_memory`; its last block takes what rows write that fill up a batch.
-        Raises:
-            GenerationError: another session of the model is open, in another type.
         """
         super().__init__(model, memory)
         kept = _kept.get(model)
@@ -57,18 +52,12 @@ class GraphRunner(TwinRunner):
         self._part: Part | None = None
         self._sampler: Sampler | None = None
 
-    def prefill(self, token_ids: Tensor, lengths: Sequence[int], tables: Tensor) -> Tensor:
-        """As `Runner` says."""
-        with self._kept.computing():
-            return super().prefill(token_ids, lengths, tables)
-
     def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
         """As `Runner` says."""
         kept, n = self._kept, len(token_ids)
         if "forward" in kept.recorder.refused:
             self._step = None
-            with kept.computing():
-                return super().decode(token_ids, positions, tables)
+            return super().decode(token_ids, positions, tables)
         memory = kept.reached(self._memory)
         self._step = step = kept.step(n, tables.shape[1], memory)
         step.load(token_ids, positions, tables, self._memory.num_blocks - 1)
@@ -92,7 +81,7 @@ class GraphRunner(TwinRunner):
         return self._step.draw(self._sampler, part)
 
     def close(self) -> None:
-        """Give back cast weights, what rests on them, and what was recorded for samplers."""
+        """Let go of the memory, and of what was recorded over it alone."""
         self._leave()
         self._step = self._logits_now = self._part = self._sampler = None
 
@@ -107,59 +96,22 @@ class _Kept:
         twin.config.pad_token_id = None
         self.recorder: Recorder = CudaRecorder()
         self._by_address = _finds_by_address(twin.device)
-        self._sessions = 0
-        self._dtype: torch.dtype | None = None
-        self._weights: CastWeights | None = None
         self._rests_on: tuple[Any, ...] | None = None
         self._steps: dict[tuple[KVMemory, int, int], DecodeStep] = {}
         self._addressed: Any = None
 
     def enter(self, model: PreTrainedModel) -> None:
-        """A session begins, in the type that autocast now has."""
-        kind = self.twin.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        if self._sessions and dtype != self._dtype:
-            raise GenerationError(
-                "sessions of one model that are open together must compute in one type; got "
-                f"{dtype or 'none'} beside {self._dtype or 'none'}. Use the same autocast for both."
-            )
-        if not self._sessions:
-            self._dtype = dtype
-            self._weights = None if dtype is None else CastWeights(self.twin, dtype)
-        self._sessions += 1
-        with self.computing():
-            rests_on = (dtype, *_fingerprint(model, self.twin))
+        """A session begins; what was recorded is forgotten if it rests on what is no more."""
+        rests_on = _fingerprint(model, self.twin)
         if rests_on != self._rests_on:
-            self._forget()
-            self._rests_on = rests_on
+            self._steps, self._addressed, self._rests_on = {}, None, rests_on
+            self.recorder.forget()
 
     def leave(self, memory: KVMemory) -> None:
         """The session over this memory ends."""
-        self._sessions -= 1
-        for step in self._steps.values():
-            step.forget_draws()
         self._steps = {key: step for key, step in self._steps.items() if key[0] is not memory}
-        if self._sessions:
-            return
-        if self._weights is not None and self._weights.copies:
-            self._forget()
-        self._weights = None
         if self._addressed is not None:
-            self._addressed.forget()
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """The twin within, in the type of the sessions."""
-        dtype, weights = self._dtype, self._weights
-        # A cache of casts would be freed under the steps that were recorded with it.
-        with torch.autocast(
-            self.twin.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False
-        ):
-            if weights is None:
-                yield
-                return
-            with weights.in_place():
-                yield
+            self._addressed.forget()  # another session points it at its own
 
     def reached(self, memory: KVMemory) -> KVMemory:
         """The memory as steps are recorded over it."""
@@ -184,7 +136,7 @@ class _Kept:
 
         @torch.no_grad()
         def forward() -> Tensor:
-            with self.computing(), attending(step.decode(memory)):
+            with attending(step.decode(memory)):
                 output = self.twin(
                     input_ids=step.token_ids[None],
                     position_ids=step.positions[None],
@@ -194,10 +146,6 @@ class _Kept:
             return logits
 
         return forward
-
-    def _forget(self) -> None:
-        self._steps, self._addressed, self._rests_on = {}, None, None
-        self.recorder.forget()
 
 
 _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
@@ -211,7 +159,7 @@ def _finds_by_address(device: torch.device) -> bool:
 def _fingerprint(model: PreTrainedModel, twin: PreTrainedModel) -> tuple[Any, ...]:
     """What a recorded forward rests on: where the tensors are, and what steers the modules."""
     return (
-        tuple(tensor.data_ptr() for tensor in [*twin.parameters(), *twin.buffers()]),
+        tuple((t.data_ptr(), t.dtype) for t in [*twin.parameters(), *twin.buffers()]),
         tuple(module.training for module in twin.modules()),
         tuple(copy.copy(layer.switch) for _, layer in lora_layers(model)),
     )

@@ -41,7 +41,6 @@ def runs_natively(model: PreTrainedModel, free: int) -> bool:
         model.device.type != "cpu"
         or not _is_known(twin)
         or model.dtype not in (torch.float32, torch.bfloat16)
-        or torch.is_autocast_enabled("cpu")
         or not native.available()
     ):
         return False

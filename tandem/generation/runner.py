@@ -46,7 +46,7 @@ class Runner(Protocol):
 
 
 def new_memory(model: PreTrainedModel, num_blocks: int) -> KVMemory:
-    """KV memory for a model in the type that its attention computes in now.
+    """KV memory for a model in the type that its attention computes in.
 
     One block more than asked, the last, is there for rows that only fill a batch up.
     """
@@ -56,10 +56,8 @@ def new_memory(model: PreTrainedModel, num_blocks: int) -> KVMemory:
 
 
 def kv_dtype(model: PreTrainedModel) -> torch.dtype:
-    """The type of keys and values: the generating weights', or that of a caller's autocast."""
-    kind = model.device.type
-    is_cast = torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if is_cast else twin_of(model).dtype
+    """The type of keys and values: the generating weights'."""
+    return twin_of(model).dtype
 
 
 class TwinRunner:

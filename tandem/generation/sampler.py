@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,7 +74,11 @@ class TokenCounts:
 
 
 class Sampler:
-    """Draws as one SamplingConfig says."""
+    """Draws as one SamplingConfig says.
+
+    Attributes:
+        rule: samplers of one model draw alike if theirs are equal.
+    """
 
     def __init__(
         self,
@@ -105,6 +109,7 @@ class Sampler:
         _check_biases(biases, vocabulary)
         known = [token for token in stop_token_ids if 0 <= token < vocabulary]
         self._stop_ids = torch.tensor(known, dtype=torch.long, device=device)
+        self.rule: Hashable = (sampling, tuple(known))
         self._edits = bool(biases) or self.penalizes or sampling.min_new_tokens > 0
 
     def draw(

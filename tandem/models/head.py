@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from tandem.errors import ModelError
+from tandem.errors import ModelError, NumericsError
 from tandem.models.packed import hidden_states
 from tandem.models.twin import twin_of
 from tandem.types import TokenBatch
@@ -68,8 +68,9 @@ class VocabularyHead:
         self._twin._modules = {**self._twin._modules, model.base_model_prefix: _GivenStates()}
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """(N, D) -> (N, V), in the dtype that the model's forward would give."""
-        return self._twin(inputs_embeds=hidden[None], use_cache=False).logits.squeeze(0)
+        """(N, D) -> (N, V), in the dtype that the model's forward would give (`attending`)."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self._twin(inputs_embeds=hidden[None], use_cache=False).logits.squeeze(0)
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -101,6 +102,7 @@ def check_head(model: PreTrainedModel, own: PreTrainedModel | None = None, seed:
         own: what runs the full forward, where the model itself cannot now (`twin.plain_copy`).
     Raises:
         ModelError: they differ, or a token's logits depend on later tokens or on padding.
+        NumericsError: logits are not finite, as where float16 is too small for a model.
     """
     config = model.config.get_text_config()
     generator = torch.Generator().manual_seed(seed)
@@ -114,9 +116,21 @@ def check_head(model: PreTrainedModel, own: PreTrainedModel | None = None, seed:
         full = own(input_ids=token_ids, attention_mask=mask.long(), use_cache=False).logits
         ours = _head_logits(model, hidden_states(model, TokenBatch(token_ids, mask, mask & False)))
         alone = own(input_ids=token_ids[1:, :4], use_cache=False).logits
+    except RuntimeError as error:
+        if model.dtype == torch.float32 or "dtype" not in str(error):
+            raise
+        raise ModelError(
+            f"family {config.model_type!r} must compute in {model.dtype}; its own forward mixes "
+            f"types: {str(error).splitlines()[0]}. Use --dtype fp32."
+        ) from error
     finally:
         model.train(was_training)
     family = config.model_type
+    if not bool((full[mask] < math.inf).all()):  # minus infinity rules a token out
+        raise NumericsError(
+            f"logits of family {family!r} must be finite; got some that are not in {full.dtype}. "
+            "Use --dtype bf16 or fp32 where float16 is too small, or an undamaged model."
+        )
     if not _close(alone[0], full[1, :4]):
         raise ModelError(
             f"logits of family {family!r} must not depend on later tokens or right padding; got a "

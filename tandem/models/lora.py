@@ -75,8 +75,7 @@ class LoraLayer(LinearLayer):
             if self.start_a is None or self.start_b is None:
                 return output
             down, up = self.start_a, self.start_b
-        if not torch.is_autocast_enabled(x.device.type):
-            x = x.to(down.weight.dtype)  # a base in bf16 beside adapters in float32
+        x = x.to(down.weight.dtype)  # a base in bf16 beside adapters in float32
         inner = down(self.lora_dropout(x) if self.switch.on else x) * (self.alpha / self.rank)
         return output + up(inner).to(output.dtype)
 

@@ -80,21 +80,19 @@ class _PackedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(packed, scales)
         ctx.layout, ctx.turned, ctx.product = layout, turned, product
-        with torch.autocast(x.device.type, enabled=False):
-            weight = layout.unpacked(packed, scales, x.dtype)
-            return product(x, weight.t() if turned else weight, bias)
+        weight = layout.unpacked(packed, scales, x.dtype)
+        return product(x, weight.t() if turned else weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         packed, scales = ctx.saved_tensors
         for_x = for_bias = None
-        with torch.autocast(gradient.device.type, enabled=False):
-            if ctx.needs_input_grad[0]:
-                weight = ctx.layout.unpacked(packed, scales, gradient.dtype)
-                for_x = ctx.product(gradient, weight if ctx.turned else weight.t(), None)
-            if ctx.needs_input_grad[1]:
-                for_bias = gradient.flatten(0, -2).sum(0)
+        if ctx.needs_input_grad[0]:
+            weight = ctx.layout.unpacked(packed, scales, gradient.dtype)
+            for_x = ctx.product(gradient, weight if ctx.turned else weight.t(), None)
+        if ctx.needs_input_grad[1]:
+            for_bias = gradient.flatten(0, -2).sum(0)
         return for_x, for_bias, None, None, None, None, None
 
 
@@ -174,20 +172,15 @@ class PackedWeight(nn.Module):
         return False
 
     def product(self, x: Tensor, bias: Tensor | None, *, turned: bool, product: Product) -> Tensor:
-        """product(x, W, bias), in autocast's dtype or else x's, with gradient to x (and bias).
+        """product(x, W, bias), in x's dtype, with gradient to x (and bias).
 
         Args:
             turned: the weight is kept (in, out), as Conv1D's.
             product: the linear that computes it, and the gradient to x.
         """
-        kind, dtype = x.device.type, x.dtype
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-        cast = None if bias is None else bias.to(dtype)
+        cast = None if bias is None else bias.to(x.dtype)
         integers = self.packed, self.scales
-        result: Tensor = _PackedProduct.apply(
-            x.to(dtype), cast, *integers, self.layout, turned, product
-        )
+        result: Tensor = _PackedProduct.apply(x, cast, *integers, self.layout, turned, product)
         return result
 
     @torch.no_grad()

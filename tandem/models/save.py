@@ -59,10 +59,10 @@ def save_model(
         writers: the ranks that write together, each its own files; this one alone if None.
     Raises:
         ModelError: adapters without a known base.
-        NumericsError: a weight is not finite; nothing is written.
+        NumericsError: a weight is not finite, or would not be in `dtype`; nothing is written.
         OSError: the disk refused this rank, after it has taken its part with the others.
     """
-    _require_finite(model)
+    _require_finite(model, dtype)
     target = Path(folder)
     base = str(base_path or model.name_or_path)
     if is_adapted(model) and not base:
@@ -115,10 +115,15 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(target)) from error
 
 
-def _require_finite(model: PreTrainedModel) -> None:
+def _require_finite(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise NumericsError(
                 f"weights to save must be finite; got {name} with values that are not. "
                 "Lower the learning rate, and continue from a checkpoint before it."
+            )
+        if dtype == torch.float16 and not bool(torch.isfinite(parameter.to(dtype)).all()):
+            raise NumericsError(
+                f"weights to save must fit into their type; got {name} with values beyond "
+                "float16's 65504. Use --save-dtype bf16 or fp32."
             )

@@ -155,7 +155,9 @@ def sequence_scores(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
 
 def _head_outputs(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """(n, D) -> (n,) float32."""
-    return _require_head(model)(hidden).squeeze(-1).float()
+    head = _require_head(model)
+    # Some families (Mamba) keep their residuals, and so these, in float32 beside half weights.
+    return head(hidden.to(head.weight.dtype)).squeeze(-1).float()
 
 
 def normalization(model: PreTrainedModel) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from tandem.errors import ModelError
 from tandem.models.twin import decodes, kv_shapes, twin_of
 from tandem.ops.steps import BLOCK_TOKENS, Decode, KVMemory, Packed, attending
 
-TRUSTED_GAP = 1e-3
+TRUSTED_GAP = 1e-5
 """Mean |log-prob difference|, in nats, up to which the sampler's numbers stand for a forward's."""
 
 _LENGTHS = (23, 9)  # past a block of KV memory, and inside one
@@ -125,8 +125,6 @@ def _decoded_logits(
     device = model.device
     width = -(-max(len(row) for row in rows) // BLOCK_TOKENS)
     dtype = twin_of(model).dtype
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
     memory = KVMemory(kv_shapes(model), width * len(rows) + 1, dtype=dtype, device=device)
     # Blocks in descending order: a table that is not read would be found out.
     tables = torch.arange(width * len(rows) - 1, -1, -1, dtype=torch.int32, device=device)

@@ -226,7 +226,7 @@ def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
             "transformers' attention interface"
         )
     # The weights' own type may be another: pieces over the ranks are cast when they are gathered.
-    if hidden.dtype != begins[0] and not torch.is_autocast_enabled(device.type):
+    if hidden.dtype != begins[0]:
         return (), (
             f"family {family!r} computes in {_name(hidden.dtype)} and begins with embeddings in "
             f"{_name(begins[0])}"

@@ -67,10 +67,7 @@ AttentionInterface.register(TANDEM_ATTENTION, tandem_attention)
 
 def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> Tensor:
     """Attention of N tokens, q (N, Hq, Dk), k (N, Hkv, Dk), v (N, Hkv, Dv) -> (N, Hq, Dv)."""
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    elif not q.dtype == k.dtype == v.dtype:
+    if not q.dtype == k.dtype == v.dtype:
         q, k = q.to(v.dtype), k.to(v.dtype)
     step = current_step()
     if isinstance(step, Decode):

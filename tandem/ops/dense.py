@@ -19,7 +19,7 @@ from tandem.ops import native
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., in) by weight (out, in), which may be a transposed view, plus bias -> (..., out)."""
-    if _native(x) and (weight.dtype == x.dtype or torch.is_autocast_enabled("cpu")):
+    if _native(x) and weight.dtype == x.dtype:
         return _op("linear")(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -133,7 +133,7 @@ def token_logprobs(
     # A token that cannot occur (log-prob -inf) adds nothing; 0 * -inf must not become NaN, nor
     # its gradient overflow. e^-200 is 0 in float32.
     finite = all_logprobs.clamp(min=-200.0)
-    with torch.autocast(logits.device.type, enabled=False):  # which would take it to half
+    with torch.autocast(logits.device.type, enabled=False):  # a caller's would take it to half
         return logprobs, -torch.linalg.vecdot(all_logprobs.exp(), finite)
 
 

@@ -129,13 +129,24 @@ _local = threading.local()
 
 @contextmanager
 def attending(step: Step) -> Iterator[None]:
-    """Within, on this thread: attention layers work on `step`."""
+    """Within, on this thread: attention layers work on `step`.
+
+    A caller's `torch.autocast` does not reach inside: layers compute in the type that their
+    weights rest in, so that training and generation agree, and recorded steps hold no casts.
+    """
     before = getattr(_local, "step", None)
     _local.step = step
     try:
-        yield
+        with torch.autocast(_device_of(step).type, enabled=False):
+            yield
     finally:
         _local.step = before
+
+
+def _device_of(step: Step) -> torch.device:
+    if isinstance(step, Decode):
+        return step.positions.device
+    return (step.packed if isinstance(step, Recording) else step).cu_seqlens.device
 
 
 def current_step() -> Step:

@@ -95,7 +95,9 @@ class _Entry(Mapping[str, Tensor]):
     gradient: the sum so far, float32; None before the first. spare: memory to use for the next.
     """
 
-    def __init__(self, parameter: nn.Parameter, device: torch.device) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, device: torch.device, master: Tensor | None = None
+    ) -> None:
         if not local(parameter).is_contiguous():
             raise ModelError(
                 "weights must be contiguous for an optimizer with masters of their own; got "
@@ -105,8 +107,12 @@ class _Entry(Mapping[str, Tensor]):
         # Made from the parameter, so that a split one's state is split likewise.
         self.tensors = {
             name: torch.zeros_like(parameter.detach(), dtype=torch.float32, device=device)
-            for name in ("exp_avg", "exp_avg_sq", "master")
+            for name in ("exp_avg", "exp_avg_sq")
         }
+        # A master that is there already is kept rather than copied: there may be no room for two.
+        source = parameter.detach() if master is None else master
+        copies = master is None
+        self.tensors["master"] = source.to(device, torch.float32, copy=copies).contiguous()
         self.gradient: Tensor | None = None
         self.spare: Tensor | None = None
         self.slices: list[_Slice] = []
@@ -170,7 +176,8 @@ class MasterAdamW:
         Args:
             groups: `params`, `lr`, `weight_decay` and what else the caller keeps there.
             device: where masters and moments rest; None: with the weights.
-            masters: float32 values that weights were rounded from; others start from the weights.
+            masters: float32 values that weights were rounded from, taken over as they are; others
+                start from the weights.
             sums_on_device: gradients are added up where the weights are, wherever the masters rest,
                 because something must be done with them there, as summing them over ranks.
             bucket_bytes: float32 bytes of one bucket, and what may travel at a time each way.
@@ -182,14 +189,14 @@ class MasterAdamW:
         parameters = [p for group in self.param_groups for p in group["params"]]
         here = local(parameters[0]).device if parameters else torch.device("cpu")
         device = device or here
-        entries = [_Entry(parameter, device) for parameter in parameters]
+        masters = masters or {}
+        entries = [_Entry(p, device, masters.get(p)) for p in parameters]
         self.state: dict[nn.Parameter, _Entry] = {entry.parameter: entry for entry in entries}
         self._is_apart = device.type != here.type
         streams = here.type == "cuda" and self._is_apart
         make = lane or (StreamLane if streams else lambda *_: Lane())
         self._down, self._up = make(here, bucket_bytes), make(here, bucket_bytes)
         self._sums_on_device = sums_on_device
-        self.read_weights(masters or {})
         # Multiples of a cache line: the kernel rounds the same elements as over the whole.
         size = max(1, bucket_bytes // 4096) * 1024
         self._buckets = [
@@ -201,11 +208,10 @@ class MasterAdamW:
             parameter.register_post_accumulate_grad_hook(partial(_taken, weakref.ref(self)))
 
     @torch.no_grad()
-    def read_weights(self, masters: Mapping[nn.Parameter, Tensor] | None = None) -> None:
-        """Set the masters to what the weights are now, or to what they were rounded from."""
+    def read_weights(self) -> None:
+        """Set the masters to what the weights are now."""
         for parameter, entry in self.state.items():
-            exact = (masters or {}).get(parameter, parameter)
-            local(entry.tensors["master"]).copy_(local(exact))
+            local(entry.tensors["master"]).copy_(local(parameter.detach()))
 
     @torch.no_grad()
     def write_weights(self) -> None:

@@ -27,6 +27,7 @@ from tandem.training.reward_function import source_files
 _SHARED = (
     "seed",
     "dtype",
+    "save_dtype",
     "dropout",
     "dataset",
     "lora",

@@ -61,9 +61,11 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
     return base, str(folder / "sft"), str(folder / "reward")
 
 
-def configured(kind: str, *, shared: bool = False, stage: int = 0, rank: int = 2) -> RunConfig:
+def configured(
+    kind: str, *, shared: bool = False, stage: int = 0, rank: int = 2, dtype: str = "fp32"
+) -> RunConfig:
     return RunConfig(
-        dtype="fp32",
+        dtype=dtype,  # type: ignore[arg-type]
         lora=replace(LORA, rank=rank),
         sampling=SamplingConfig(max_new_tokens=8, samples_per_prompt=2),
         ppo=replace(RunConfig().ppo, old_logprobs="forward"),
@@ -116,10 +118,15 @@ def test_ranks_have_the_numbers_of_one(starts: Starts, kind: str, size: int, sta
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["", "int8", "nf4"])
-def test_a_shared_base_has_the_numbers_of_separate_ones(starts: Starts, kind: str) -> None:
-    separate = a_step(World(), starts, configured(kind))
-    shared = a_step(World(), starts, configured(kind, shared=True))
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("", "fp32"), ("int8", "fp32"), ("nf4", "fp32"), ("", "bf16"), ("nf4", "bf16")],
+)
+def test_a_shared_base_has_the_numbers_of_separate_ones(
+    starts: Starts, kind: str, dtype: str
+) -> None:
+    separate = a_step(World(), starts, configured(kind, dtype=dtype))
+    shared = a_step(World(), starts, configured(kind, shared=True, dtype=dtype))
     assert all(torch.equal(a, b) for a, b in zip(shared, separate, strict=True))
 
 

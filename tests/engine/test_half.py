@@ -12,20 +12,32 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from tandem.config.schema import OptimizerConfig, ParallelConfig, RunConfig
+from tandem.config.schema import OptimizerConfig, ParallelConfig, RunConfig, SamplingConfig
 from tandem.engine import same_start
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import deal_batch, response_logprobs
+from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.loading import place_policy
 from tandem.engine.optimizer import Trainee, step_together
 from tandem.engine.same_start import check_same_start
 from tandem.errors import NumericsError
+from tandem.generation import session
+from tandem.generation.runner import new_memory
 from tandem.ops.logits import BUDGET_BYTES
+from tandem.ops.steps import KVMemory
 from tandem.parallel.pieces import whole
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.world import World
 from tandem.training.saving import save_anywhere
-from tests.models.families import ragged_batch, tiny_model, tokenizer
+from tests.generation.cuda_stand_ins import stand_in
+from tests.generation.gpu_sessions import (
+    assert_same,
+    bitwise,
+    found_by_address,
+    in_buckets,
+    prompts,
+)
+from tests.models.families import ragged_batch, tiny_model, tiny_scalar, tokenizer
 from tests.ranks import on_ranks
 
 LENGTHS = (9, 5, 12, 3, 7, 30, 4, 4, 11)
@@ -251,3 +263,52 @@ def test_a_model_is_saved_from_its_masters_in_the_type_asked_for(
     for name, master in trainee.weights().items():
         assert torch.equal(saved[name], master.to(TYPES[found])), name
     assert LlamaForCausalLM.from_pretrained(tmp_path / "saved").dtype == TYPES[found]
+
+
+@bitwise
+def test_a_rollout_after_an_update_replays_what_was_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stand-ins replay CUDA graphs on a CPU, over bf16 weights that AdamW writes in place."""
+    roles = RLHFEngine(
+        actor=tiny_model("llama"),
+        reward_model=tiny_scalar("llama"),
+        config=replace(
+            config_of("bf16"),
+            device="cpu",
+            sampling=SamplingConfig(max_new_tokens=12, samples_per_prompt=2),
+        ),
+        tokenizer=tokenizer(),
+        reward_tokenizer=tokenizer(),
+        num_updates=4,
+    )
+    rows = prompts(5, 20, 9)
+    stand_in(monkeypatch)
+    places: list[tuple[Tensor, Tensor]] = []
+
+    def same_places(model: PreTrainedModel, num_blocks: int) -> KVMemory:
+        """A tape of operations knows no addresses: both rollouts get the same tensors."""
+        memory = new_memory(model, num_blocks)
+        places[:] = places or memory.layers
+        memory.layers = list(places)
+        return memory
+
+    recorded, rollouts = [], []
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            seen = in_buckets(patch)
+            found_by_address(patch)
+            patch.setattr(session, "new_memory", same_places)
+            rollouts.append(roles.rollout(rows, step=1))
+        assert not seen.refused()
+        assert seen.drawn > 0
+        recorded.append(len(seen.recorded))
+        assert_same(rollouts[-1], roles.rollout(rows, step=1))
+        logprobs, _ = roles.actor_logprobs(rollouts[-1].batch, with_entropy=False)
+        assert torch.equal(logprobs, rollouts[-1].rollout_logprobs)
+        count = rollouts[-1].batch.num_response_tokens
+        roles.actor_trainee.backward(-logprobs.sum(), count)
+        roles.actor_trainee.step()
+    assert recorded[0] > 2
+    assert recorded[1] == 0
+    assert not torch.equal(rollouts[0].rollout_logprobs, rollouts[1].rollout_logprobs)

@@ -11,7 +11,7 @@ from torch import nn
 from tandem.config.schema import OptimizerConfig
 from tandem.engine.ema import MovingAverage
 from tandem.engine.optimizer import Trainee, learning_rate_factor, parameter_groups
-from tandem.errors import CheckpointError, NumericsError
+from tandem.errors import CheckpointError, ModelError, NumericsError
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
@@ -45,6 +45,11 @@ def test_groups_split_by_decay_and_adapter_and_leave_the_frozen_out() -> None:
     groups = list(parameter_groups(model, settings))
     found = {(g["weight_decay"], g["lr"]): len(g["params"]) for g in groups}
     assert found == {(0.1, 1e-3): 1, (0.0, 1e-3): 3, (0.1, 1e-2): 1}
+
+
+def test_a_frozen_model_is_refused() -> None:
+    with pytest.raises(ModelError, match="test must have weights that require gradients; got none"):
+        Trainee("test", nn.Linear(3, 2).requires_grad_(False), OptimizerConfig(), 10)
 
 
 def test_a_step_cut_into_micro_batches_has_the_gradient_of_the_whole() -> None:

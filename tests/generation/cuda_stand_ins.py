@@ -72,12 +72,7 @@ class Graph:
     def replay(self) -> None:
         for younger in self.younger[self.place + 1 :]:
             younger.spoil()
-        # What is on the tape has been cast already.
-        with (
-            torch.no_grad(),
-            torch.autocast("cpu", enabled=False),
-            torch._C._AutoDispatchBelowAutograd(),
-        ):
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
             for operation, args, kwargs, results in self.tape.operations:
                 again = tensors_in(operation(*args, **kwargs))
                 for kept, new in zip(results, again, strict=True):

@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import LoraConfig, SamplingConfig
-from tandem.generation import session
+from tandem.generation import gpu_runner, session
 from tandem.generation.generator import Stops, generate
 from tandem.generation.gpu_graphs import CudaRecorder
 from tandem.generation.gpu_runner import GraphRunner
 from tandem.generation.rows import Part, Rows
 from tandem.generation.sampler import Draw
 from tandem.models.lora import add_lora, lora_parameters
-from tandem.ops import native
+from tandem.ops import native, paged_gpu
 from tandem.ops.steps import KVMemory
 from tandem.types import PromptRow, Rollout, Source
 from tests.models.families import tiny_model
@@ -114,6 +114,28 @@ def in_buckets(patch: pytest.MonkeyPatch, *, late: bool = False) -> Seen:
     patch.setattr(CudaRecorder, "recorded", counted)
     patch.setattr(session.Session, "__init__", lambda *a, **kw: whole(*a, **{**kw, "late": late}))
     return seen
+
+
+class Addressed(KVMemory):
+    """AddressedMemory's part on a CPU: layers that are those of what it points at."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self.target: KVMemory | None = memory
+
+    def point_at(self, memory: KVMemory) -> None:
+        self.target = memory
+
+    def forget(self) -> None:
+        self.target = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+
+def found_by_address(patch: pytest.MonkeyPatch) -> None:
+    """From now on KV memory is found as Triton finds it: recordings outlive their sessions."""
+    patch.setattr(paged_gpu, "AddressedMemory", Addressed)
+    patch.setattr(gpu_runner, "_finds_by_address", lambda device: True)
 
 
 class Calls:

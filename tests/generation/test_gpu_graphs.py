@@ -10,14 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.config.schema import SamplingConfig
 from tandem.generation.gpu_graphs import (
     BUCKETS,
+    MAX_DRAWS,
     CudaRecorder,
     DecodeStep,
     NoWaiting,
     bucket_of,
     width_of,
 )
+from tandem.generation.rows import Rows
+from tandem.generation.sampler import Sampler
+from tandem.generation.scheduler import Request
 from tests.generation.cuda_stand_ins import Graph, stand_in
 
 CPU = torch.device("cpu")
@@ -153,3 +158,33 @@ def test_buckets_hold_what_they_are_for() -> None:
     widths = [width_of(n) for n in range(1, 200)]
     assert all(n <= width for n, width in enumerate(widths, 1))
     assert set(widths) == {16, 32, 64, 128, 256}
+
+
+def test_what_is_recorded_for_a_draw_serves_all_that_draw_alike(recorder: CudaRecorder) -> None:
+    step = DecodeStep(2, 16, CPU, recorder)
+    rows = Rows(2, 1, CPU)
+    recorded: list[object] = []
+    step.run(lambda: torch.randn(2, 99))
+    record = recorder.recorded
+
+    def counted(function: Any, kind: Any, size: Any) -> Any:
+        recorded.append(kind)
+        return record(function, kind, size)
+
+    recorder.recorded = counted  # type: ignore[method-assign]
+
+    def recordings(stop: int, temperature: float = 1.0) -> int:
+        sampler = Sampler(SamplingConfig(temperature=temperature), (stop,), CPU, 99)
+        requests = [Request(i, (5, 6), 77 + i, sampler, 9) for i in range(2)]
+        part = rows.enter(requests, [0, 9])
+        before = len(recorded)
+        step.draw(sampler, part)
+        rows.leave(requests)
+        return len(recorded) - before
+
+    assert [recordings(2), recordings(2)] == [1, 0]
+    assert recordings(3) == 1, "other tokens end an answer"
+    for i in range(MAX_DRAWS):
+        assert recordings(2, temperature=2.0 + i) == 1
+    assert recordings(2) == 1, "the oldest has gone"
+    assert recordings(2, temperature=1.0 + MAX_DRAWS) == 0

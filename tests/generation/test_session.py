@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
@@ -137,17 +138,28 @@ def test_the_plain_torch_paths_mean_the_same(monkeypatch: pytest.MonkeyPatch) ->
     assert plain.responses == first.responses
 
 
-def test_autocast_is_heeded() -> None:
-    model = wide()
-    with torch.autocast("cpu", torch.bfloat16):
+@pytest.mark.parametrize("has_native", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_a_callers_autocast_changes_nothing(
+    family: str, has_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights compute in the type that they rest in, in generation and in the training forward."""
+    if not has_native:
+        monkeypatch.setattr(native, "available", lambda: False)
+    model = wide(family)
+
+    def both() -> tuple[Rollout, Tensor]:
         rollout = rollout_of(model, LENGTHS)
-        batch = rollout.batch
-        states = hidden_states(model, batch)[predictor_positions(batch)]
-        logits = vocabulary_logits(model, states)
-    expected, _ = dense.token_logprobs(logits, batch.token_ids[batch.response_mask])
-    gap = (rollout.rollout_logprobs[batch.response_mask] - expected).abs()
-    assert gap.mean() < 0.02
-    assert logits.dtype == torch.bfloat16
+        states = hidden_states(model, rollout.batch)[predictor_positions(rollout.batch)]
+        return rollout, vocabulary_logits(model, states)
+
+    rollout, logits = both()
+    with torch.autocast("cpu", torch.bfloat16):
+        within, same = both()
+        same.sum().backward()
+    assert_same(within, rollout)
+    assert torch.equal(same, logits)
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
 def test_first_tokens_follow_the_models_distribution() -> None:

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.config.schema import LoraConfig
-from tandem.errors import ModelError
+from tandem.errors import ModelError, NumericsError
 from tandem.models.head import (
     VocabularyHead,
     check_head,
@@ -124,3 +125,24 @@ def test_a_model_that_sees_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="must not depend on later tokens or right padding"):
         check_head(model)
     assert model.training, "the mode is restored"
+
+
+def test_a_model_that_float16_cannot_hold_is_told_so() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = 1e6
+    check_head(model.bfloat16())
+    with pytest.raises(NumericsError, match=r"must be finite; got some .* torch.float16. Use --dt"):
+        check_head(model.half())
+
+
+def test_a_family_whose_own_forward_mixes_types_is_refused_in_half_precision() -> None:
+    """XGLM adds a float32 table of positions to its embeddings."""
+    settings = {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}
+    config = AutoConfig.for_model("xglm", vocab_size=99, **settings)
+    model = AutoModelForCausalLM.from_config(config)
+    check_head(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    with pytest.raises(ModelError, match=r"'xglm' must compute in torch.bfloat16.*--dtype fp32"):
+        check_head(model)

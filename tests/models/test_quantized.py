@@ -166,13 +166,12 @@ def trained_on_ranks(
     config = RunConfig(dtype=name, parallel=ParallelConfig(zero_hpz=hpz))
     spread(quantized, plan_for(3, config, world, trained=True), world)
     settings = OptimizerConfig(learning_rate=1e-2, lora_learning_rate=1e-2, warmup=0)
-    trainee = Trainee("actor", quantized, settings, num_steps=2)
+    trainee = Trainee("actor", quantized, settings, num_steps=2, dtype=dtype)
     losses = []
     for step in range(2):
         batch = ragged_batch((9, 5, 12, 3), seed=step)
         mine = batch.select(torch.arange(len(batch))[world.rank :: world.size])
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loss = -response_logprobs(quantized, mine)[0].sum()
+        loss = -response_logprobs(quantized, mine)[0].sum()
         losses.append(world.sums({"loss": float(loss.detach())})["loss"])
         trainee.backward(loss, 10.0)
         trainee.step()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tandem.config.schema import LoraConfig
-from tandem.errors import ModelError
+from tandem.errors import ModelError, NumericsError
 from tandem.models.load import attention_for, load_causal_lm
 from tandem.models.lora import add_lora, lora_parameters
 from tandem.models.save import save_model
@@ -79,6 +79,15 @@ def test_another_dtype(tmp_path: Path) -> None:
     assert loaded.dtype == torch.bfloat16
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
     assert model.dtype == torch.float32
+
+
+def test_a_weight_that_its_type_cannot_hold_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 7e4
+    with pytest.raises(NumericsError, match=r"got lm_head.weight with .* beyond float16's 65504"):
+        save_model(model, tokenizer(), tmp_path, dtype=torch.float16)
+    assert not list(tmp_path.iterdir())
 
 
 def test_tokenizer_template_and_generation_config(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, BertConfig, CTRLConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, CTRLConfig
 
 from tandem.config.schema import LoraConfig
 from tandem.errors import ModelError
@@ -28,6 +28,7 @@ from tandem.types import TokenBatch
 
 from .families import (
     EOS,
+    TOKEN_IDS,
     ragged_batch,
     saved,
     scaled,
@@ -231,3 +232,10 @@ def _edit(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(
         json.dumps({k: v for k, v in config.items() if v is not None or k == "pad_token_id"})
     )
+
+
+def test_states_in_float32_meet_a_head_in_half_precision() -> None:
+    """Mamba's residuals stay float32 whatever its weights are."""
+    config = AutoConfig.for_model("mamba", **TOKEN_IDS, hidden_size=32, num_hidden_layers=1)
+    model = new_scalar_model(config, seed=0).bfloat16()
+    assert sequence_scores(model, ragged_batch()).dtype == torch.float32

@@ -203,17 +203,6 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(out, x, create_graph=True)
 
 
-def test_autocast_computes_linear_in_bfloat16() -> None:
-    x, weight = normal(5, 8).requires_grad_(), normal(3, 8, seed=1).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = dense.linear(x, weight)
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, dense.linear(x.bfloat16(), weight.bfloat16()))
-    out.float().sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype == torch.float32
-
-
 @pytest.mark.usefixtures("needs_native")
 @pytest.mark.parametrize(
     ("call", "rule"),

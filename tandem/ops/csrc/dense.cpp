@@ -19,12 +19,6 @@
 #include "sample.h"
 #include "threads.h"
 
-// As in <ATen/autocast_mode.h>, which reads the headers of every operator.
-namespace at::autocast {
-TORCH_API ScalarType get_autocast_dtype(DeviceType device_type);
-TORCH_API Tensor cached_cast(ScalarType to_type, const Tensor& arg, DeviceType device_type);
-}  // namespace at::autocast
-
 namespace tandem {
 namespace {
 
@@ -209,16 +203,6 @@ Tensor linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTens
     return Linear::apply(x, weight, bias, wants_x, wants_weight, wants_bias);
   at::AutoDispatchBelowADInplaceOrView below;
   return linear_cpu(x, weight, bias);
-}
-
-// Under autocast, as torch's own linear: everything in autocast's dtype, casts of weights kept.
-Tensor linear_autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-  c10::impl::ExcludeDispatchKeyGuard inside(c10::DispatchKey::AutocastCPU);
-  const auto dtype = at::autocast::get_autocast_dtype(at::kCPU);
-  const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, at::kCPU); };
-  const OptionalTensor b = bias ? OptionalTensor(cast(*bias)) : bias;
-  if (dtype != at::kBFloat16 && dtype != at::kFloat) return at::linear(cast(x), cast(weight), b);
-  return linear_autograd(cast(x), cast(weight), b);
 }
 
 // ---- embedding ----
@@ -681,7 +665,5 @@ TORCH_LIBRARY_IMPL(tandem, Autograd, m) {
   m.impl("geglu_tanh", &gated_autograd<GeluTanh>);
   m.impl("token_logprobs", &token_logprobs_autograd);
 }
-
-TORCH_LIBRARY_IMPL(tandem, AutocastCPU, m) { m.impl("linear", &linear_autocast); }
 
 }  // namespace tandem
