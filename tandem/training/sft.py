@@ -36,7 +36,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         logprobs, _ = response_logprobs(model, batch)
         return sft_loss(logprobs, batch.response_mask), {}
 
-    objective = Objective[TokenRow](
+    objective: Objective[TokenRow] = Objective(
         units=lambda row: sum(row.response_mask),
         sequences=lambda row: (row,),
         loss=loss,
