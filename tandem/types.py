@@ -181,6 +181,7 @@ class Rollout:
         token was drawn; 0 off the response.
     finished: (B,) bool, the response ended with a stop token (it was not cut by the length limit).
     prompts: B rows (each repeated for its samples); responses: B texts, stop token left out.
+    group: (B,) int64, which of the rollout's prompts each row answers.
     rank_seconds: how long each rank took for its share; empty where there is but one.
     """
 
@@ -191,6 +192,7 @@ class Rollout:
     finished: Tensor
     prompts: tuple[PromptRow, ...]
     responses: tuple[str, ...]
+    group: Tensor
     rank_seconds: tuple[float, ...] = ()
 
     def __len__(self) -> int:
@@ -202,22 +204,25 @@ class Experience:
     """A rollout scored: all that an update needs. Never changed after it is made.
 
     old_logprobs, ref_logprobs: (B, T) float32 nats at the sampling temperature.
-    values, rewards, advantages, returns: (B, T) float32, reward units; 0 off the response.
+    rewards, advantages, values, returns: (B, T) float32, reward units; 0 off the response.
     scores: (B,) float32, one reward per response, normalized, clipped and mixed as configured.
+    group: (B,) int64, equal for answers to one prompt of the rollout.
+    ref_logprobs, values, returns: None where there is no reference, or no critic.
     rollout, metrics: what it was made from and what making it measured; of the whole rollout,
         whatever rows were selected.
     """
 
     batch: TokenBatch
     old_logprobs: Tensor
-    ref_logprobs: Tensor
-    values: Tensor
     rewards: Tensor
     advantages: Tensor
-    returns: Tensor
     scores: Tensor
+    group: Tensor
     rollout: Rollout
     metrics: Mapping[str, float]
+    ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -226,9 +231,9 @@ class Experience:
         """The sequences at `rows` (M,) int64, trimmed to the longest of them."""
         batch = self.batch.select(rows)
         width = batch.token_ids.shape[1]
-        per_token = {
-            f.name: getattr(self, f.name)[rows, :width]
+        chosen: dict[str, Any] = {
+            f.name: value[rows, :width] if value.dim() == 2 else value[rows]
             for f in fields(self)
-            if f.name not in ("batch", "scores", "rollout", "metrics")
+            if isinstance(value := getattr(self, f.name), Tensor)
         }
-        return replace(self, batch=batch, scores=self.scores[rows], **per_token)
+        return replace(self, batch=batch, **chosen)

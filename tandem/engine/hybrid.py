@@ -1,9 +1,11 @@
-"""The hybrid engine: the four roles of RLHF on one set of weights that trains and generates.
+"""The hybrid engine: the roles of RLHF on one set of weights that trains and generates.
 
 actor         the policy that is trained; it also generates
 reference     where the policy started: with LoRA the actor with its adapters off, else a copy
 critic        values of states, in the units of normalized scores
 reward_model  one score per answer
+
+Only the actor must be there: an algorithm without a critic or a KL penalty leaves those out.
 
 With `parallel.shared_base` all of them hold one frozen base, and differ in adapters and heads.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,13 +57,14 @@ from tandem.types import PromptRow, Rollout, TokenBatch
 class PolicyNumbers:
     """What the scoring pass says of a rollout's tokens; all (B, T) float32, 0 off the response.
 
+    ref_logprobs, values: None where the engine has no reference, or no critic.
     from_sampler: log-probs and entropy are those that the sampler kept.
     """
 
     logprobs: Tensor
     entropy: Tensor
-    ref_logprobs: Tensor
-    values: Tensor
+    ref_logprobs: Tensor | None
+    values: Tensor | None
     from_sampler: bool
 
 
@@ -81,6 +84,8 @@ class RLHFEngine:
         config: RunConfig,
         tokenizer: PreTrainedTokenizerBase | None = None,
         reward_tokenizer: PreTrainedTokenizerBase | None = None,
+        has_critic: bool = True,
+        has_reference: bool = True,
         world: World | None = None,
     ) -> None:
         """Load what is given as a folder or hub name; take modules as they are.
@@ -91,6 +96,8 @@ class RLHFEngine:
             critic: where the critic starts: by default the reward model, or the actor's backbone
                 with a new head where there is none or its tokenizer is another.
             tokenizer, reward_tokenizer: needed for models given as modules.
+            has_critic, has_reference: False where the algorithm needs none; it then takes no
+                memory.
             world: the ranks that share the work and the weights; alone if None.
         Raises:
             ConfigError: the configuration is wrong, all of it at once.
@@ -107,7 +114,10 @@ class RLHFEngine:
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.tokenizer = tokenizer or self._tokenizer_of(actor, "tokenizer")
         # What starts as a copy of another is copied before that one gets adapters or is split.
-        reference, critic = self._starts(actor, reward_model, critic, reward_tokenizer)
+        reference = _another(actor) if has_reference and config.lora.rank == 0 else None
+        if has_critic and critic is None:
+            critic = self._critic_start(actor, reward_model, reward_tokenizer)
+        self.has_reference = has_reference
         self.actor = place_policy(
             actor, config, self.world, trained=True, seed=config.seed, keeps_start=True
         )
@@ -115,9 +125,11 @@ class RLHFEngine:
         self._base = self._shared_base(actor)
         self.renderer = Renderer(self.tokenizer, stop_ids(self.actor.generation_config))
         self.scorer = self._scorer(reward_model, reward_tokenizer)
-        self.critic = place_scalar(
-            critic, config, self.world, trained=True, seed=config.seed + 1, base=self._base
-        )
+        self.critic = None
+        if has_critic and critic is not None:
+            self.critic = place_scalar(
+                critic, config, self.world, trained=True, seed=config.seed + 1, base=self._base
+            )
         self.reference = None
         if reference is not None:
             self.reference = place_policy(
@@ -128,10 +140,13 @@ class RLHFEngine:
                 on_host="reference" in config.parallel.offload,
             )
         self.agreement = check_policy(self.actor, config, self.tensor_group)
-        check_same_start(self.actor, self.reference)
+        if has_reference:
+            check_same_start(self.actor, self.reference)
         self.scaler = LossScaler() if self.dtype == torch.float16 else None
         self.actor_trainee = self._trainee("actor", self.actor, config.ppo.actor)
-        self.critic_trainee = self._trainee("critic", self.critic, config.ppo.critic)
+        self.critic_trainee = None
+        if self.critic is not None:
+            self.critic_trainee = self._trainee("critic", self.critic, config.ppo.critic)
         self.ema = None
         if config.ppo.ema:
             masters = self.actor_trainee.masters
@@ -190,7 +205,13 @@ class RLHFEngine:
         )
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        """The reference's log-probs at the same temperature, (B, T); no gradient."""
+        """The reference's log-probs at the same temperature, (B, T); no gradient.
+
+        Raises:
+            ModelError: the engine has no reference.
+        """
+        if not self.has_reference:
+            raise ModelError("log-probs of the reference need one. Use RLHFEngine(has_reference=).")
         temperature = self.config.sampling.temperature
         with torch.no_grad():
             if self.reference is not None:
@@ -203,7 +224,14 @@ class RLHFEngine:
 
         A critic that started as the reward model speaks raw units: the same constants that
         normalize scores bring it to theirs.
+
+        Raises:
+            ModelError: the engine has no critic.
         """
+        if self.critic is None:
+            raise ModelError(
+                "values need a critic; the engine has none. Use RLHFEngine(has_critic=)."
+            )
         raw = token_values(self.critic, batch)
         mean, std = normalization(self.critic)
         return normalized_scores(raw, mean, std).masked_fill(~batch.response_mask, 0.0)
@@ -213,23 +241,33 @@ class RLHFEngine:
 
         The actor's forward is left out where the sampler's own numbers are the same.
         """
-        batch = rollout.batch
         from_sampler = self.trusts_sampler
 
         def forward(part: TokenBatch) -> tuple[Tensor, ...]:
-            others = self.reference_logprobs(part), self.values(part)
-            if from_sampler:
-                return others
-            return *others, *self.actor_logprobs(part, with_entropy=True)
+            found: tuple[Tensor, ...] = ()
+            if not from_sampler:
+                found = self.actor_logprobs(part, with_entropy=True)
+            if self.has_reference:
+                found = (*found, self.reference_logprobs(part))
+            if self.critic is not None:
+                found = (*found, self.values(part))
+            return found
 
-        with _evaluating(self.actor), _evaluating(self.critic):
-            ref_logprobs, values, *actor = scored(
-                batch,
-                self.config.micro_batch_tokens,
-                forward,
-                [*self.policy_models, self.critic],
-            )
-        logprobs, entropy = actor or (rollout.rollout_logprobs, rollout.rollout_entropy)
+        logprobs, entropy = rollout.rollout_logprobs, rollout.rollout_entropy
+        ref_logprobs = values = None
+        if from_sampler and not self.has_reference and self.critic is None:
+            return PolicyNumbers(logprobs, entropy, None, None, from_sampler)
+        models = self.policy_models + ([] if self.critic is None else [self.critic])
+        with ExitStack() as stack:
+            for model in self.trained_models:
+                stack.enter_context(_evaluating(model))
+            found = [*scored(rollout.batch, self.config.micro_batch_tokens, forward, models)]
+        if not from_sampler:
+            logprobs, entropy, *found = found
+        if self.has_reference:
+            ref_logprobs, *found = found
+        if self.critic is not None:
+            (values,) = found
         return PolicyNumbers(logprobs, entropy, ref_logprobs, values, from_sampler)
 
     @property
@@ -267,11 +305,6 @@ class RLHFEngine:
             raise ModelError("scores need a reward model; the engine has none. Pass reward_model.")
         return self.scorer.raw(rollout, self.renderer)
 
-    def train(self) -> None:
-        """Actor and critic to training mode (dropout, if any, on)."""
-        self.actor.train()
-        self.critic.train()
-
     def _tokenizer_of(self, model: Model, argument: str) -> PreTrainedTokenizerBase:
         if isinstance(model, str):
             return load_tokenizer(model, trust_remote_code=self.config.trust_remote_code)
@@ -283,7 +316,13 @@ class RLHFEngine:
     @property
     def trainees(self) -> dict[str, Trainee]:
         """The models in training, by role."""
-        return {"actor": self.actor_trainee, "critic": self.critic_trainee}
+        trainees = {"actor": self.actor_trainee, "critic": self.critic_trainee}
+        return {role: trainee for role, trainee in trainees.items() if trainee is not None}
+
+    @property
+    def trained_models(self) -> list[PreTrainedModel]:
+        """The models in training."""
+        return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     def _trainee(self, name: str, model: PreTrainedModel, settings: OptimizerConfig) -> Trainee:
         return Trainee(
@@ -296,23 +335,19 @@ class RLHFEngine:
             spike_sigma=self.config.guards.spike_sigma,
         )
 
-    def _starts(
+    def _critic_start(
         self,
         actor: Model,
         reward_model: Model | None,
-        critic: Model | None,
         reward_tokenizer: PreTrainedTokenizerBase | None,
-    ) -> tuple[Model | None, Model]:
-        """What reference and critic start from: names to load again, or copies of modules."""
-        reference = None if self.config.lora.rank > 0 else _another(actor)
-        if critic is not None:
-            return reference, critic
+    ) -> Model:
+        """What the critic starts from: a name to load again, or a copy of a module."""
         if reward_model is not None:
             tokenizer = reward_tokenizer or self._tokenizer_of(reward_model, "reward_tokenizer")
             if Renderer(tokenizer).renders_like(Renderer(self.tokenizer)):
-                return reference, _another(reward_model)
+                return _another(reward_model)
         if isinstance(actor, str):
-            return reference, actor
+            return actor
         raise ModelError(
             "RLHFEngine must get critic= where the actor is a module and no reward model shares "
             "its tokenizer; got none. Pass a folder or a model with a scalar head."

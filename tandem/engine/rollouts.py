@@ -165,5 +165,6 @@ def _exchanged(
         finished=finished.bool(),
         prompts=tuple(prompt for prompt in prompts for _ in range(samples)),
         responses=tuple(responses),
+        group=torch.arange(len(order), device=finished.device) // samples,
         **per_token,
     )

@@ -279,6 +279,7 @@ def _rollout(
         responses=tuple(
             _text(request, ids[i][: request.length], stops) for i, request in enumerate(requests)
         ),
+        group=torch.arange(len(requests), device=device) // samples,
     )
 
 

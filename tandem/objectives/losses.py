@@ -8,6 +8,7 @@ differentiable sum first, then sums for the metrics, detached.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -109,15 +110,21 @@ def policy_loss(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    clip_ratio: float,
+    clip_low: float,
+    clip_high: float,
+    token_weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """PPO's clipped surrogate, negated. Denominator: response tokens.
+    """PPO's clipped surrogate, negated.
 
         ratio = exp(logprobs - old_logprobs)
-        -min(ratio A, clip(ratio, 1 - e, 1 + e) A)
+        -w min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
 
     All tensors (B, T); off the response they may hold anything.
-    Source: arXiv:1707.06347 eq. 7.
+
+    Args:
+        token_weights: w, of the loss alone and not of the metrics; None weighs every token 1. Its
+            denominator is `aggregation`'s; that of the metrics is response tokens.
+    Source: arXiv:1707.06347 eq. 7; two bounds: arXiv:2503.14476 (DAPO) eq. 10.
     """
     require_same_shape(
         logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=response_mask
@@ -125,8 +132,11 @@ def policy_loss(
     log_ratio = (logprobs - old_logprobs).masked_fill(~response_mask, 0.0)
     ratio = log_ratio.exp()
     unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages
-    loss = -masked_sum(torch.minimum(unclipped, clipped), response_mask)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    surrogate = torch.minimum(unclipped, clipped)
+    if token_weights is not None:
+        surrogate = surrogate * token_weights
+    loss = -masked_sum(surrogate, response_mask)
     with torch.no_grad():
         return PolicyLoss(
             loss=loss,
@@ -136,6 +146,27 @@ def policy_loss(
             abs_log_ratio=masked_sum(log_ratio.abs(), response_mask),
             max_ratio=ratio.amax(),
         )
+
+
+Aggregation = Literal["token", "sequence"]
+
+
+def aggregation(response_mask: Tensor, by: Aggregation) -> tuple[Tensor | None, int]:
+    """How per-token losses become one number: weights (B, T) and the denominator of their sum.
+
+        token      every response token counts alike (arXiv:2503.14476, "token-level loss")
+        sequence   every answer counts alike: its tokens' mean (arXiv:2402.03300 eq. 3, GRPO)
+
+    Args:
+        response_mask: (B, T) bool, of the whole step: all micro-batches, all ranks.
+    Returns:
+        weights, None where all are 1, and the denominator.
+    """
+    if by == "token":
+        return None, int(response_mask.sum())
+    lengths = response_mask.sum(dim=1, keepdim=True)
+    weights = response_mask.float() / lengths.clamp(min=1)
+    return weights, int((lengths > 0).sum())
 
 
 @dataclass(frozen=True, slots=True)

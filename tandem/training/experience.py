@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,8 +31,13 @@ def make_experience(
     *,
     kl_coef: float,
     reward_function: RewardFunction | None = None,
+    advantages_of: AdvantagesOf | None = None,
 ) -> Experience:
     """Score a rollout: log-probs by actor and reference, values, scores, rewards, advantages.
+
+    Args:
+        kl_coef: of the penalty, which needs a reference where it is not 0.
+        advantages_of: what the algorithm makes of the rewards; None: PPO's (`with_critic`).
 
     Answers that nothing could score (a reward function's None, without a reward model) are left
     out and counted in the metric `reward_unscored`.
@@ -52,33 +59,55 @@ def make_experience(
         rollout, scored = _only_scored(rollout, scored)
     batch, mask = rollout.batch, rollout.batch.response_mask
     numbers = engine.policy_numbers(rollout)
-    kl = token_kl(numbers.logprobs, numbers.ref_logprobs, reward_estimator(config))
+    kl = torch.zeros_like(numbers.logprobs)
+    if numbers.ref_logprobs is not None:
+        kl = token_kl(numbers.logprobs, numbers.ref_logprobs, reward_estimator(config))
     rewards = token_rewards(
         scored.scores, kl, mask, kl_coef=kl_coef if config.kl_in == "reward" else 0.0
     )
-    advantages, returns = generalized_advantages(
-        rewards, numbers.values, mask, gamma=config.gamma, lam=config.lam
-    )
-    metrics |= _experience_metrics(rollout, numbers, rewards, advantages, returns)
-    metrics["kl_coef"] = kl_coef
-    _require_finite(
-        rewards=rewards,
-        values=numbers.values,
-        logprobs=numbers.logprobs,
-        kl=kl,
-        advantages=advantages,
-    )
-    return Experience(
+    made = Experience(
         batch=batch,
         old_logprobs=numbers.logprobs,
         ref_logprobs=numbers.ref_logprobs,
         values=numbers.values,
         rewards=rewards,
-        advantages=whiten(advantages, mask) if config.whiten_advantages else advantages,
-        returns=returns,
+        advantages=torch.zeros_like(rewards),
         scores=scored.scores,
+        group=rollout.group,
         rollout=rollout,
         metrics=metrics,
+    )
+    advantages, returns = (advantages_of or partial(with_critic, config))(made)
+    metrics |= _policy_metrics(rollout, numbers, rewards, advantages)
+    if numbers.values is not None and returns is not None:
+        metrics |= _critic_metrics(numbers.values, returns, mask)
+    metrics["kl_coef"] = kl_coef
+    nothing = torch.zeros(())
+    _require_finite(
+        rewards=rewards,
+        values=nothing if numbers.values is None else numbers.values,
+        logprobs=numbers.logprobs,
+        kl=kl,
+        advantages=advantages,
+    )
+    if config.whiten_advantages:
+        advantages = whiten(advantages, mask)
+    return replace(made, advantages=advantages, returns=returns)
+
+
+AdvantagesOf = Callable[[Experience], tuple[Tensor, Tensor | None]]
+"""An experience without advantages to these, (B, T), and to the returns that a critic learns."""
+
+
+def with_critic(config: PPOConfig, made: Experience) -> tuple[Tensor, Tensor | None]:
+    """PPO's advantages and returns, by the critic's values (GAE)."""
+    assert made.values is not None
+    return generalized_advantages(
+        made.rewards,
+        made.values,
+        made.batch.response_mask,
+        gamma=config.gamma,
+        lam=config.lam,
     )
 
 
@@ -185,29 +214,36 @@ def _only_scored(rollout: Rollout, scored: ScoredAnswers) -> tuple[Rollout, Scor
             finished=rollout.finished[rows],
             prompts=tuple(rollout.prompts[i] for i in kept),
             responses=tuple(rollout.responses[i] for i in kept),
+            group=rollout.group[rows],
             rank_seconds=rollout.rank_seconds,
         ),
         replace(scored, scores=scored.scores[rows], is_scored=scored.is_scored[rows]),
     )
 
 
-def _experience_metrics(
-    rollout: Rollout, numbers: PolicyNumbers, rewards: Tensor, advantages: Tensor, returns: Tensor
+def _critic_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
+    return {
+        "explained_variance": explained_variance(values, returns, mask),
+        "values_mean": float(masked_mean(values, mask)),
+        "returns_mean": float(masked_mean(returns, mask)),
+    }
+
+
+def _policy_metrics(
+    rollout: Rollout, numbers: PolicyNumbers, rewards: Tensor, advantages: Tensor
 ) -> dict[str, float]:
     mask = rollout.batch.response_mask
-    log_ratio = numbers.logprobs - numbers.ref_logprobs
     metrics = {
         "shaped_return": float(masked_sum(rewards, mask) / len(rollout)),
-        "kl": float(masked_sum(log_ratio, mask) / len(rollout)),
-        "kl_per_token": float(masked_mean(log_ratio, mask)),
         "entropy": float(masked_mean(numbers.entropy, mask)),
-        "explained_variance": explained_variance(numbers.values, returns, mask),
         "advantage_mean": float(masked_mean(advantages, mask)),
         "advantage_std": float(masked_std(advantages, mask)),
-        "values_mean": float(masked_mean(numbers.values, mask)),
-        "returns_mean": float(masked_mean(returns, mask)),
         "old_logprobs_sampled": float(numbers.from_sampler),
     }
+    if numbers.ref_logprobs is not None:
+        log_ratio = numbers.logprobs - numbers.ref_logprobs
+        metrics["kl"] = float(masked_sum(log_ratio, mask) / len(rollout))
+        metrics["kl_per_token"] = float(masked_mean(log_ratio, mask))
     if rollout.rank_seconds:
         slowest, total = max(rollout.rank_seconds), sum(rollout.rank_seconds)
         metrics["rank_wait"] = 1 - total / len(rollout.rank_seconds) / max(slowest, 1e-9)

@@ -34,8 +34,11 @@ def scoring_flops(engine: RLHFEngine, rollout: Rollout, experience: Experience) 
     """Of reference and critic, of the actor unless the sampler's log-probs serve, and of the reward
     model over all answers. Where that has a tokenizer of its own, the actor's tokens count."""
     # With adapters the reference is the actor without them.
-    flops = batch_flops(engine.reference or engine.actor, experience.batch)
-    flops += batch_flops(engine.critic, experience.batch)
+    flops = 0.0
+    if engine.has_reference:
+        flops += batch_flops(engine.reference or engine.actor, experience.batch)
+    if engine.critic is not None:
+        flops += batch_flops(engine.critic, experience.batch)
     if not engine.trusts_sampler:
         flops += batch_flops(engine.actor, experience.batch)
     if engine.scorer is not None:
@@ -44,6 +47,6 @@ def scoring_flops(engine: RLHFEngine, rollout: Rollout, experience: Experience) 
 
 
 def update_flops(engine: RLHFEngine, batch: TokenBatch, *, actor: bool) -> float:
-    """Of one update: forward and backward of the critic, and of the actor where it learns too."""
-    models = [engine.critic, *([engine.actor] if actor else [])]
+    """Of one update: forward and backward of the critic, if any, and of the actor if it learns."""
+    models = [m for m in engine.trained_models if actor or m is not engine.actor]
     return sum(batch_flops(model, batch, backward=True) for model in models)

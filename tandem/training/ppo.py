@@ -160,10 +160,12 @@ def _first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
 
 
 def _save(engine: RLHFEngine, rows: StepRows, folder: Path) -> None:
-    actor, critic, dtype = engine.actor_trainee, engine.critic_trainee, engine.config.save_dtype
-    save_policy(engine.actor, rows, folder / "actor", actor.masters, dtype)
-    tokenizer = with_template(engine.tokenizer, engine.renderer)
-    save_anywhere(engine.critic, tokenizer, folder / "critic", critic.masters, dtype)
+    dtype = engine.config.save_dtype
+    save_policy(engine.actor, rows, folder / "actor", engine.actor_trainee.masters, dtype)
+    if engine.critic is not None and engine.critic_trainee is not None:
+        tokenizer, masters = engine.tokenizer, engine.critic_trainee.masters
+        tokenizer = with_template(tokenizer, engine.renderer)
+        save_anywhere(engine.critic, tokenizer, folder / "critic", masters, dtype)
     if engine.ema is not None:
         with engine.ema.exact():
             save_policy(engine.actor, rows, folder / "ema", save_dtype=dtype)

@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem.config.schema import RunConfig, num_updates
 from tandem.engine.forward import response_logprobs
 from tandem.engine.hybrid import RLHFEngine
+from tandem.engine.optimizer import Trainee
 from tandem.engine.room import Room
 from tandem.engine.update import LossTerm, MicroBatchLoss, Update, rehearse, training_mode
 from tandem.errors import BadStepError, ConfigError, NumericsError
@@ -25,7 +26,7 @@ from tandem.metrics.timing import Phases
 from tandem.objectives.kl import Estimator, adapted_kl_coef, token_kl
 from tandem.objectives.losses import policy_loss, sft_loss, value_loss
 from tandem.objectives.masked import masked_sum
-from tandem.training.experience import make_experience
+from tandem.training.experience import AdvantagesOf, make_experience
 from tandem.training.means import Means
 from tandem.training.mixture import mixed_in
 from tandem.training.operations import (
@@ -56,6 +57,7 @@ class PPOTrainer:
         *,
         num_steps: int | None = None,
         reward_function: RewardFunction | None = None,
+        advantages_of: AdvantagesOf | None = None,
         ptx_rows: Sequence[TokenRow] = (),
         phases: Phases | None = None,
         say: Callable[[str], None] | None = None,
@@ -64,11 +66,13 @@ class PPOTrainer:
         Args:
             num_steps: rollouts that the learning rates' schedules last; None takes `ppo.steps`, or
                 leaves the rates at their peak where that is 0.
+            advantages_of: what is made of the rewards; None: GAE by the critic.
             ptx_rows: rendered texts for mixture training.
             phases: times what is done.
             say: shows a line to the user.
         Raises:
-            ConfigError: there is nothing to reward with.
+            ConfigError: there is nothing to reward with, or the engine lacks a critic or reference
+                that the algorithm needs.
         """
         has_model = engine.scorer is not None and config.ppo.reward_model_weight > 0
         if reward_function is None and not has_model:
@@ -76,8 +80,19 @@ class PPOTrainer:
                 "PPOTrainer must have a reward; got no reward function and no reward model of a "
                 "weight above 0. Pass reward_function=, or RLHFEngine(reward_model=...)."
             )
+        if engine.critic is None and advantages_of is None:
+            raise ConfigError(
+                "PPOTrainer must have a critic for its advantages; the engine has none. Pass "
+                "advantages_of=, or an engine with a critic."
+            )
+        if not engine.has_reference and config.ppo.kl_coef > 0:
+            raise ConfigError(
+                f"ppo.kl_coef must be 0 without a reference; got {config.ppo.kl_coef:g}. Set it to "
+                "0, or use an engine with a reference."
+            )
         self.engine = engine
         self.config = config
+        self.advantages_of = advantages_of
         self.reward_function = reward_function
         self.ptx_rows = ptx_rows
         self.phases = phases or Phases()
@@ -86,7 +101,8 @@ class PPOTrainer:
         if num_steps := num_steps or config.ppo.steps:
             actor_steps = max(1, num_steps - config.ppo.critic_warmup_steps)
             engine.actor_trainee.schedule(num_updates(config, actor_steps))
-            engine.critic_trainee.schedule(num_updates(config, num_steps))
+            if engine.critic_trainee is not None:
+                engine.critic_trainee.schedule(num_updates(config, num_steps))
 
     @property
     def ratio_tolerance(self) -> float:
@@ -113,6 +129,7 @@ class PPOTrainer:
                 config.ppo,
                 kl_coef=self.kl_coef,
                 reward_function=self.reward_function,
+                advantages_of=self.advantages_of,
             )
             phase.samples = len(rollout)
             phase.tokens = int(rollout.batch.attention_mask.sum())
@@ -136,14 +153,15 @@ class PPOTrainer:
         epochs_done, stop = ppo.epochs, False
         # Only dropout draws from it, other numbers on every rank.
         torch.manual_seed(self.config.seed + step + (engine.world.rank << 40))
-        with self.phases("train") as phase, training_mode(engine.actor, engine.critic):
+        with self.phases("train") as phase, training_mode(*engine.trained_models):
             for number, rows in self._minibatches(experience, step):
                 minibatch = experience.select(rows)
                 with _left_out(minibatch, skip), Update(self.room) as update:
                     if trains_actor:
                         with _left_out(minibatch, skip):
                             stop = self._update_actor(update, minibatch, log, step, number)
-                    self._update_critic(update, minibatch, log)
+                    if engine.critic_trainee is not None:
+                        self._update_critic(update, engine.critic_trainee, minibatch, log)
                 self._note_steps(update, log)
                 phase.samples += len(minibatch)
                 phase.tokens += int(minibatch.batch.attention_mask.sum())
@@ -186,9 +204,10 @@ class PPOTrainer:
         def critic_loss(max_tokens: int) -> Tensor:
             return engine.values(batch(max_tokens)).sum()
 
-        with training_mode(engine.actor, engine.critic):
+        with training_mode(*engine.trained_models):
             rehearse(self.room, engine.actor_trainee, actor_loss)
-            rehearse(self.room, engine.critic_trainee, critic_loss)
+            if engine.critic_trainee is not None:
+                rehearse(self.room, engine.critic_trainee, critic_loss)
 
     @property
     def _updates_per_epoch(self) -> int:
@@ -231,7 +250,7 @@ class PPOTrainer:
         if others:
             means["ptx_loss"] = others[0]["loss"]
         for name, value in means.items():
-            if name not in ("loss", "rank_idle"):  # the critic's rows are balanced alike
+            if name != "loss":
                 log.add(name, value)
         log.add("actor_learning_rate", learning_rate)
         return bool(target > 0 and means["policy_kl"] > target)
@@ -243,7 +262,12 @@ class PPOTrainer:
             part.batch, with_entropy=ppo.entropy_coef > 0
         )
         surrogate = policy_loss(
-            logprobs, part.old_logprobs, part.advantages, mask, clip_ratio=ppo.clip_ratio
+            logprobs,
+            part.old_logprobs,
+            part.advantages,
+            mask,
+            clip_low=ppo.clip_ratio,
+            clip_high=ppo.clip_ratio,
         )
         loss = surrogate.loss
         sums = {
@@ -255,19 +279,22 @@ class PPOTrainer:
         }
         if ppo.entropy_coef > 0:
             loss = loss - ppo.entropy_coef * masked_sum(entropy, mask)
-        if ppo.kl_in == "loss" and self.kl_coef > 0:
+        if ppo.kl_in == "loss" and self.kl_coef > 0 and part.ref_logprobs is not None:
             estimator: Estimator = "k3" if ppo.kl_estimator == "k3" else "k2"
             kl = masked_sum(token_kl(logprobs, part.ref_logprobs, estimator), mask)
             loss = loss + self.kl_coef * kl
             sums["kl_loss"] = kl
         return MicroBatchLoss(loss, sums, {"ratio_max": surrogate.max_ratio})
 
-    def _update_critic(self, update: Update, minibatch: Experience, log: Means) -> None:
+    def _update_critic(
+        self, update: Update, trainee: Trainee, minibatch: Experience, log: Means
+    ) -> None:
         """Teach the critic."""
-        trainee = self.engine.critic_trainee
 
         def loss(rows: list[int]) -> MicroBatchLoss:
             part = minibatch.select(self._rows(rows))
+            assert part.values is not None
+            assert part.returns is not None
             found = value_loss(
                 self.engine.values(part.batch),
                 part.values,
@@ -340,7 +367,7 @@ class PPOTrainer:
 
     def _adapt_kl_coef(self, experience: Experience) -> None:
         ppo = self.config.ppo
-        if ppo.kl_target > 0:
+        if ppo.kl_target > 0 and "kl" in experience.metrics:
             self.kl_coef = adapted_kl_coef(
                 self.kl_coef,
                 experience.metrics["kl"],

@@ -110,17 +110,23 @@ def _answer_table(made: Experience, row: int, data: StepRows) -> Table:
     if source is not None:
         title += f", prompt from {source}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("token", "text", "log-prob", "reference", "kl", "value", "reward", "advantage",
-                 "return"):  # fmt: skip
+    reference = made.ref_logprobs
+    columns = {
+        "log-prob": made.old_logprobs,
+        "reference": reference,
+        "kl": None if reference is None else made.old_logprobs - reference,
+        "value": made.values,
+        "reward": made.rewards,
+        "advantage": made.advantages,
+        "return": made.returns,
+    }
+    shown = {name: numbers[row] for name, numbers in columns.items() if numbers is not None}
+    for name in ("token", "text", *shown):
         table.add_column(name, justify="left" if name == "text" else "right", no_wrap=True)
     for place in made.batch.response_mask[row].nonzero().flatten().tolist():
         token = int(made.batch.token_ids[row, place])
-        logprob, reference = made.old_logprobs[row, place], made.ref_logprobs[row, place]
-        numbers = [logprob, reference, logprob - reference, made.values[row, place],
-                   made.rewards[row, place], made.advantages[row, place],
-                   made.returns[row, place]]  # fmt: skip
         text = Text(repr(data.tokenizer.decode([token])))
-        table.add_row(str(token), text, *(f"{float(number):.4f}" for number in numbers))
+        table.add_row(str(token), text, *(f"{float(n[place]):.4f}" for n in shown.values()))
     return table
 
 

@@ -265,7 +265,7 @@ def test_a_rollout_is_dealt_once_however_many_the_ranks(
         dealt.append(hands)
         none = torch.zeros(0, 0)
         batch = TokenBatch(none.long(), none.bool(), none.bool())
-        return Rollout(batch, none, none, none, none.bool(), (), ())
+        return Rollout(batch, none, none, none, none.bool(), (), (), none.long())
 
     monkeypatch.setattr("tandem.engine.rollouts.generate", answers)
     monkeypatch.setattr("tandem.engine.rollouts._exchanged", exchanged)

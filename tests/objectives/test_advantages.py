@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem.errors import ShapeError
-from tandem.objectives.advantages import generalized_advantages
+from tandem.objectives.advantages import (
+    generalized_advantages,
+    group_normalized,
+    leave_one_out,
+    over_tokens,
+)
 
 
 def test_hand_worked_table() -> None:
@@ -80,3 +85,59 @@ def test_refuses_shapes_that_disagree() -> None:
         generalized_advantages(
             torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(1, 2).bool(), gamma=1, lam=1
         )
+
+
+SCORES = torch.tensor([1.0, 5.0, 2.0, 0.1, 3.0, 0.1, 7.0])
+GROUPS = torch.tensor([4, 9, 4, 2, 4, 2, 9])  # rows of a group need not lie together
+
+
+def others(row: int) -> list[float]:
+    return [float(s) for s, g in zip(SCORES, GROUPS, strict=True) if g == GROUPS[row]]
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_group_normalized_equals_a_slow_loop(scale: bool) -> None:
+    found = group_normalized(SCORES, GROUPS, scale=scale, epsilon=1e-6)
+    for row in range(len(SCORES)):
+        scores = others(row)
+        mean = sum(scores) / len(scores)
+        std = (sum((s - mean) ** 2 for s in scores) / (len(scores) - 1)) ** 0.5
+        expected = (float(SCORES[row]) - mean) / (std + 1e-6 if scale else 1.0)
+        assert float(found[row]) == pytest.approx(expected, abs=1e-5)
+    assert found[GROUPS == 2].tolist() == [0.0, 0.0], "equal scores teach nothing, to the bit"
+
+
+def test_leave_one_out_equals_a_slow_loop_and_is_a_multiple_of_the_centered_scores() -> None:
+    found = leave_one_out(SCORES, GROUPS)
+    for row in range(len(SCORES)):
+        scores = others(row)
+        rest = (sum(scores) - float(SCORES[row])) / (len(scores) - 1)
+        assert float(found[row]) == pytest.approx(float(SCORES[row]) - rest, abs=1e-5)
+    four = torch.tensor([0.3, -1.0, 2.0, 0.7])
+    one = torch.zeros(4, dtype=torch.long)
+    torch.testing.assert_close(
+        leave_one_out(four, one), 4 / 3 * group_normalized(four, one, scale=False)
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.floats(-3, 3))
+def test_groups_sum_to_zero_and_do_not_see_a_constant(seed: int, shift: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(12, generator=generator)
+    group = torch.randint(4, (12,), generator=generator)
+    for function in (group_normalized, leave_one_out):
+        found = function(scores, group)
+        sums = torch.zeros(4).index_add(0, group, found)
+        torch.testing.assert_close(sums, torch.zeros(4), atol=1e-4, rtol=0)
+        torch.testing.assert_close(function(scores + shift, group), found, atol=1e-4, rtol=1e-4)
+
+
+def test_a_group_of_one_has_no_signal_and_tensors_must_agree() -> None:
+    alone = torch.tensor([3.0])
+    assert group_normalized(alone, torch.tensor([0])).item() == 0.0
+    assert leave_one_out(alone, torch.tensor([0])).item() == 0.0
+    mask = torch.tensor([[False, True, False, True]])
+    assert over_tokens(alone, mask).tolist() == [[0.0, 3.0, 0.0, 3.0]]
+    with pytest.raises(ShapeError):
+        leave_one_out(alone, torch.tensor([0, 1]))

@@ -33,7 +33,8 @@ def rollout_of(*answers: str) -> Rollout:
         for i in range(len(answers))
     )
     zeros = torch.zeros(len(answers), 2)
-    return Rollout(batch, zeros, zeros, zeros, torch.ones(len(answers)).bool(), prompts, answers)
+    ended, group = torch.ones(len(answers)).bool(), torch.arange(len(answers))
+    return Rollout(batch, zeros, zeros, zeros, ended, prompts, answers, group)
 
 
 def test_the_function_sees_prompts_answers_and_every_column() -> None:
