@@ -33,6 +33,7 @@ from tandem.launch.meeting import ManyNodes, OneNode
 from tandem.launch.peers import Peers
 from tandem.launch.verdict import Ending, Verdict, judge
 from tandem.parallel.watch import INTERVAL_SECONDS, blame, read_notes, watch_prefix
+from tandem.stopping import holding_back
 
 _SETTLE_SECONDS = 1.0
 """After a failure: for what happened at the same time to show."""
@@ -160,7 +161,7 @@ class Agent(SimpleElasticAgent):
         }
         # Without the working folder on the path of modules, unless we have it there ourselves.
         safe = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
-        with log.open("ab") as output:
+        with log.open("ab") as output, holding_back():
             when = time.strftime("%Y-%m-%d %H:%M:%S")
             output.write(f"--- {when} rank {number} on {self._host}, start {attempt}\n".encode())
             output.flush()
