@@ -12,8 +12,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -130,7 +131,7 @@ class TensorFile:
         Raises:
             OSError: the disk refuses.
         """
-        with self._file:
+        with self._file, _named(self._file.name):
             os.fsync(self._file.fileno())
 
     def _write(self, content: memoryview) -> None:
@@ -162,9 +163,19 @@ def write_new(path: Path, content: bytes) -> None:
     Raises:
         OSError: the disk refuses.
     """
-    with path.open("xb", buffering=0) as file:
+    with path.open("xb", buffering=0) as file, _named(path):
         _write(file, memoryview(content))
         os.fsync(file.fileno())
+
+
+def append(path: Path, content: bytes) -> None:
+    """Write `content` at the end of a file, made if missing; not synced.
+
+    Raises:
+        OSError: the disk refuses; it may have taken a part.
+    """
+    with path.open("ab", buffering=0) as file:
+        _write(file, memoryview(content))
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -211,7 +222,8 @@ def sync(path: Path) -> None:
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with _named(path):
+            os.fsync(descriptor)
     except OSError as error:
         # Some network file systems do not sync folders; their names are safe by themselves.
         if error.errno != errno.EINVAL or not path.is_dir():
@@ -254,5 +266,16 @@ def at_once(read: Callable[[T], R], files: Sequence[T]) -> list[R]:
 
 def _write(file: BinaryIO, content: memoryview) -> None:
     """All of it: a raw file may take less at a time (2 GiB on Linux)."""
-    while content.nbytes:
-        content = content[file.write(content) :]
+    with _named(file.name):
+        while content.nbytes:
+            content = content[file.write(content) :]
+
+
+@contextmanager
+def _named(path: Path | str) -> Iterator[None]:
+    """An error within says of which file it is: that of a write or a sync has no name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
