@@ -206,12 +206,12 @@ def test_a_run_whose_disk_is_full_goes_on_with_more_room(
     unlooked = 0
     with_checkpoints = 0
     for part in range(sizes):
-        size = most * (2 * part + 1) // (2 * sizes)
+        size = most * part // sizes
         remount(disk, f"size={max(16, size // KIB)}k")
         # By turns a checkpoint is what does not fit, or a finished step.
         every = 1 if part % 2 or size > needed else 0
         with monkeypatch.context() as patch:
-            if part % 4 < 2:  # others take the room after we looked
+            if part % 4 in (1, 2):  # others take the room after we looked
                 patch.setattr(saver_module, "require_space", lambda *arguments: None)
                 patch.setattr(saving_module, "require_space", lambda *arguments: None)
                 unlooked += 1
@@ -226,6 +226,9 @@ def test_a_run_whose_disk_is_full_goes_on_with_more_room(
         assert not [p for p in disk.rglob(".*") if p.name != ".lock"], "no half-written file stays"
         now = whole_steps(run)
         assert all(now.get(stage, 0) >= step for stage, step in kept.items()), (kept, now)
+        refused = re.search(r"checkpoints/(\w+)/step-(\d+)", line)
+        if refused and int(refused[2]) > 1:
+            assert now[refused[1]] == int(refused[2]) - 1, "the one before is intact"
         for stage, step in re.findall(r"^(\w+): continuing after step (\d+) \(check", out, re.M):
             assert kept[stage] == int(step)
         with_checkpoints += any(step < inf for step in now.values())
