@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tandem import files
-from tandem.files import Spec, TensorFile
+from tandem.tensor_files import Spec, TensorFile
 
 TENSORS = {
     "bytes": torch.arange(7, dtype=torch.uint8),
