@@ -1,4 +1,4 @@
-"""Files as a training run must write them: synced, whole, tensor by tensor.
+"""Files as a training run must write them: synced and whole.
 
 What is written here is on the disk when the call returns, not in a cache that a power cut empties.
 """
@@ -8,152 +8,20 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import json
 import os
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self, TypeVar
+from typing import BinaryIO, TypeVar
 
-import torch
-from torch import Tensor
-
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 T = TypeVar("T")
 R = TypeVar("R")
 
-_ALIGNMENT = 8
 _READERS = 8
 _SETTLED_SECONDS = 2.0
 _known: dict[tuple[int, ...], str] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """What a tensor in a file is, before there is one."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Spec:
-        """That of a tensor; of one in pieces, the whole's."""
-        return cls(tensor.dtype, tuple(tensor.shape))
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size in the file."""
-        size = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return size
-
-
-class TensorFile:
-    """A safetensors file that is written one tensor after another, in any order; a context manager.
-
-    Nothing but the tensor at hand is held, and other threads run meanwhile (safetensors' own
-    writer takes all tensors at once and keeps Python's lock).
-
-    Example:
-        with TensorFile(path, {"weight": Spec(torch.float32, (4, 4))}) as file:
-            file.put("weight", tensor)
-    """
-
-    def __init__(
-        self, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None
-    ) -> None:
-        """Creates the file, which must not be there.
-
-        Args:
-            specs: the tensors that the file will hold.
-            metadata: texts by name, kept in its header.
-        Raises:
-            OSError: the disk refuses.
-        """
-        assert sys.byteorder == "little", "safetensors holds little-endian numbers"
-        # Wide types first, so that every tensor is aligned for its own.
-        order = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
-        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-        offset = 0
-        self._offsets: dict[str, int] = {}
-        for name in order:
-            end = offset + specs[name].num_bytes
-            header[name] = {
-                "dtype": _DTYPES[specs[name].dtype],
-                "shape": list(specs[name].shape),
-                "data_offsets": [offset, end],
-            }
-            self._offsets[name], offset = offset, end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        self._specs = specs
-        self._missing = set(specs)
-        self._begin = 8 + len(text)
-        self._file: BinaryIO = path.open("xb", buffering=0)
-        self._write(memoryview(len(text).to_bytes(8, "little") + text))
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        """Write one of the tensors, from whatever device it is on.
-
-        Raises:
-            OSError: the disk refuses.
-        """
-        assert Spec.of(tensor) == self._specs[name], (name, Spec.of(tensor), self._specs[name])
-        self._missing.remove(name)
-        if tensor.numel() == 0:
-            return
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._file.seek(self._begin + self._offsets[name])
-        self._write(flat.numpy().data)
-
-    def close(self) -> None:
-        """Bring the file to the disk.
-
-        Raises:
-            OSError: the disk refuses.
-        """
-        with self._file:
-            os.fsync(self._file.fileno())
-
-    def _write(self, content: memoryview) -> None:
-        try:
-            _write(self._file, content)
-        except OSError:
-            self._file.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            self._file.close()
-            return
-        assert not self._missing, sorted(self._missing)
-        self.close()
 
 
 def write_new(path: Path, content: bytes) -> None:
@@ -162,9 +30,19 @@ def write_new(path: Path, content: bytes) -> None:
     Raises:
         OSError: the disk refuses.
     """
-    with path.open("xb", buffering=0) as file:
-        _write(file, memoryview(content))
+    with path.open("xb", buffering=0) as file, named(path):
+        write_all(file, memoryview(content))
         os.fsync(file.fileno())
+
+
+def append(path: Path, content: bytes) -> None:
+    """Write `content` at the end of a file, made if missing; not synced.
+
+    Raises:
+        OSError: the disk refuses; it may have taken a part.
+    """
+    with path.open("ab", buffering=0) as file:
+        write_all(file, memoryview(content))
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -211,7 +89,8 @@ def sync(path: Path) -> None:
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with named(path):
+            os.fsync(descriptor)
     except OSError as error:
         # Some network file systems do not sync folders; their names are safe by themselves.
         if error.errno != errno.EINVAL or not path.is_dir():
@@ -252,7 +131,22 @@ def at_once(read: Callable[[T], R], files: Sequence[T]) -> list[R]:
         return list(threads.map(read, files))
 
 
-def _write(file: BinaryIO, content: memoryview) -> None:
-    """All of it: a raw file may take less at a time (2 GiB on Linux)."""
-    while content.nbytes:
-        content = content[file.write(content) :]
+def write_all(file: BinaryIO, content: memoryview) -> None:
+    """All of it: a raw file may take less at a time (2 GiB on Linux).
+
+    Raises:
+        OSError: the disk refuses; it names the file.
+    """
+    with named(file.name):
+        while content.nbytes:
+            content = content[file.write(content) :]
+
+
+@contextmanager
+def named(path: Path | str) -> Iterator[None]:
+    """An error within says of which file it is: that of a write or a sync has no name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise

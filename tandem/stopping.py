@@ -32,3 +32,20 @@ def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+@contextmanager
+def holding_back() -> Iterator[None]:
+    """Stopping signals wait until the end of this; in a process started within, until it calls
+    `let_through`. So none comes while Python starts, which would be a traceback or no word at all.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def let_through() -> None:
+    """Hear the stopping signals that the process which started this one held back."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

@@ -20,8 +20,8 @@ PACKAGE = ROOT / "tandem"
 LAYERS = (
     ("errors",),
     ("types",),
-    ("config",),
-    ("ops", "files", "stopping"),
+    ("config", "files", "stopping"),
+    ("ops", "tensor_files"),
     ("data", "models", "parallel", "objectives", "metrics"),
     ("generation", "checkpoint"),
     ("engine",),

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tandem import files
-from tandem.files import Spec, TensorFile
+from tandem.tensor_files import Spec, TensorFile
 
 TENSORS = {
     "bytes": torch.arange(7, dtype=torch.uint8),
@@ -89,3 +89,12 @@ def test_a_lock_is_held_against_other_processes_until_this_one_ends(tmp_path: Pa
     held = files.lock(path)
     assert held is not None
     held.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has a disk that is full")
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as full:
+        files.append(path, b"a line\n")
+    assert full.value.filename == str(path)

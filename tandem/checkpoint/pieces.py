@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.layout import Layout, Tensors, file_of
-from tandem.files import Spec, TensorFile
 from tandem.parallel.pieces import local, own_rows
 from tandem.parallel.world import World
+from tandem.tensor_files import Spec, TensorFile
 
 
 @dataclass(frozen=True, slots=True)

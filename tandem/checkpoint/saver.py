@@ -202,6 +202,9 @@ class _Writing:
                 self._publish()
         except Exception as error:
             self._error = error
+            # Nobody may come to `wait` where something else has ended the run.
+            if self._saver.world.is_keeper:
+                shutil.rmtree(self.aside, ignore_errors=True)
         finally:
             self.wrote.set()
 

@@ -28,11 +28,13 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from tandem.files import append
 from tandem.launch.failure import FAILURE_FILE, LAUNCHER, LOG_FILE, read_failure
 from tandem.launch.meeting import ManyNodes, OneNode
 from tandem.launch.peers import Peers
 from tandem.launch.verdict import Ending, Verdict, judge
 from tandem.parallel.watch import INTERVAL_SECONDS, blame, read_notes, watch_prefix
+from tandem.stopping import holding_back
 
 _SETTLE_SECONDS = 1.0
 """After a failure: for what happened at the same time to show."""
@@ -160,10 +162,9 @@ class Agent(SimpleElasticAgent):
         }
         # Without the working folder on the path of modules, unless we have it there ourselves.
         safe = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
-        with log.open("ab") as output:
-            when = time.strftime("%Y-%m-%d %H:%M:%S")
-            output.write(f"--- {when} rank {number} on {self._host}, start {attempt}\n".encode())
-            output.flush()
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        append(log, f"--- {when} rank {number} on {self._host}, start {attempt}\n".encode())
+        with log.open("ab") as output, holding_back():
             console = None if number == 0 else output
             process = subprocess.Popen(
                 [sys.executable, *safe, "-m", "tandem.launch.worker", *self._command],

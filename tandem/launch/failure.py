@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -87,7 +87,8 @@ def leaving_at_signals() -> Iterator[None]:
 def leave_failure(kind: Kind, line: str, code: int, error: BaseException | None = None) -> None:
     """Write this rank's failure for the launcher, and its traceback to the rank's log."""
     if error is not None and LOG_FILE in os.environ:
-        with open(os.environ[LOG_FILE], "a", encoding="utf-8") as log:
+        # The log lies in the run's folder: where the disk is full, the line must still be told.
+        with suppress(OSError), open(os.environ[LOG_FILE], "a", encoding="utf-8") as log:
             log.write("".join(traceback.format_exception(error)))
     path = Path(os.environ[FAILURE_FILE])
     aside = path.with_suffix(".tmp")

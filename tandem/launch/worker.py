@@ -13,8 +13,9 @@ import signal
 import sys
 
 from tandem.errors import Stopped
-from tandem.launch.failure import LAUNCHER, LOG_FILE, complain
+from tandem.launch.failure import LAUNCHER, LOG_FILE, complain, leaving_at_signals
 from tandem.parallel.watch import first_line
+from tandem.stopping import let_through
 
 _PR_SET_PDEATHSIG = 1
 
@@ -22,9 +23,11 @@ _PR_SET_PDEATHSIG = 1
 def main() -> int:
     """Run the program; returns its exit code."""
     die_with_launcher(int(os.environ[LAUNCHER]))
-    # A crash in C++ leaves at least the Python calls that led there.
-    log = open(os.environ[LOG_FILE], "a", encoding="utf-8")  # noqa: SIM115 as long as we live
-    faulthandler.enable(file=log)
+    with leaving_at_signals():
+        let_through()
+        # A crash in C++ leaves at least the Python calls that led there.
+        log = open(os.environ[LOG_FILE], "a", encoding="utf-8")  # noqa: SIM115 as long as we live
+        faulthandler.enable(file=log)
     sys.argv = sys.argv[1:]
     try:
         if sys.argv[0] == "-m":

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tandem.files import append
 from tandem.metrics.alarms import Alarm, check_alarms
 from tandem.metrics.console import StageConsole
 from tandem.metrics.names import check_stage, find_metric
@@ -181,5 +182,4 @@ class MetricLog:
 
     def _append(self, name: str, step: int, rest: Mapping[str, Any]) -> None:
         line = json_line({"stage": self._stage, "step": step, **rest})
-        with (self._run_dir / name).open("a", encoding="utf-8", newline="\n") as file:
-            file.write(line)
+        append(self._run_dir / name, line.encode())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 from tandem.errors import CheckpointError
+from tandem.files import append, replace
 
 T = TypeVar("T")
 
@@ -101,11 +101,10 @@ def cut_lines(
     read, damaged = _read(path, staged)
     aside = path.with_name(f"{path.name}.damaged")
     if damaged:
-        with aside.open("ab") as file:
-            file.writelines(text + b"\n" for text in damaged.values())
+        append(aside, b"".join(text + b"\n" for text in damaged.values()))
     kept = "".join(json_line(line) for _, (stage, step, line) in read if keep(stage, step)).encode()
     if kept != path.read_bytes():
-        write_atomically(path, kept)
+        replace(path, kept)
     if not damaged:
         return ""
     lines = ", ".join(map(str, list(damaged)[:3])) + (", ..." if len(damaged) > 3 else "")
@@ -143,16 +142,6 @@ def json_line(line: Mapping[str, Any]) -> str:
     """One line of a line file, its newline included; plain to UTF-8 and to terminals."""
     text = json.dumps(_finite(line), ensure_ascii=False, allow_nan=False)
     return _UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n"
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Put `content` at `path`: a reader or a kill sees the old file or the new one, whole."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def _finite(value: Any) -> Any:

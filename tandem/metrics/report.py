@@ -11,11 +11,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from tandem.files import replace as replace_file
 from tandem.metrics.cost import time_per_phase
 from tandem.metrics.curves import stage_curves
 from tandem.metrics.folder import RunFolder, changed_knobs, read_folder
 from tandem.metrics.ledger import alarm_rows, dataset_rows
-from tandem.metrics.records import write_atomically
 from tandem.metrics.results import (
     final_answers,
     result_cards,
@@ -47,7 +47,7 @@ def write_report(run_dir: Path | str) -> Path:
     """
     folder = read_folder(run_dir)
     path = folder.path / REPORT_FILE
-    write_atomically(path, render(folder).encode("utf-8"))
+    replace_file(path, render(folder).encode("utf-8"))
     return path
 
 

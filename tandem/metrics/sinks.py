@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import time
 import uuid
 from collections.abc import Mapping
+from io import BytesIO
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.errors import ConfigError
+from tandem.files import append, replace
 from tandem.metrics.names import group_of
-from tandem.metrics.records import write_atomically
 
 _WANDB_IDS = "wandb.json"
+_FORMAT = "brain.Event:2"
+_numbers = count()
 
 
 class Sink(Protocol):
@@ -29,35 +36,51 @@ class TensorBoard:
     """Event files in <run_dir>/tensorboard/<stage>, tags `<stage>/<name>`.
 
     Where a name belongs to a group (`group_of`), `<stage>-<group>/<name>`: TensorBoard shows what
-    stands before the first slash as a heading to fold, and PPO logs some sixty numbers.
+    stands before the first slash as a heading to fold, and PPO logs some sixty numbers. Events are
+    on their way to the disk when `write` returns: torch's SummaryWriter has a thread for that, in
+    which a full disk ends in a traceback.
 
     Raises:
         ConfigError: if TensorBoard is not installed.
+        OSError: the disk refuses; so does `write`.
     """
 
     def __init__(self, run_dir: Path, stage: str, first_step: int) -> None:
         """`first_step` is the first that will be written: events of it and later are purged."""
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise ConfigError(
                 "log.tensorboard must be off where TensorBoard is missing; got on. "
                 "`pip install tensorboard`, or set log.tensorboard to false."
             ) from error
         folder = run_dir / "tensorboard" / stage
+        folder.mkdir(parents=True, exist_ok=True)
+        writer = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        self._path = folder / f"events.out.tfevents.{writer}"
         self._stage = stage
-        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step)
+        self._event, self._summary, self._records = Event, Summary, RecordWriter
+        self._append(file_version=_FORMAT)
+        self._append(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One scalar per value."""
+        scalars = []
         for name, value in values.items():
             heading = "-".join(filter(None, [self._stage, group_of(name)]))
-            self._writer.add_scalar(f"{heading}/{name}", value, step)
-        self._writer.flush()
+            scalars.append(self._summary.Value(tag=f"{heading}/{name}", simple_value=value))
+        self._append(step=step, summary=self._summary(value=scalars))
 
     def close(self, failed: bool) -> None:
-        """Flush and close the event file."""
-        self._writer.close()
+        """Nothing is pending."""
+
+    def _append(self, **event: Any) -> None:
+        record = BytesIO()
+        event_bytes = self._event(wall_time=time.time(), **event).SerializeToString()
+        self._records(record).write(event_bytes)
+        append(self._path, record.getvalue())
 
 
 class WandB:
@@ -82,7 +105,7 @@ class WandB:
         ids = json.loads(ids_path.read_text("utf-8")) if ids_path.exists() else {}
         if first_step == 0 or stage not in ids:
             ids[stage] = uuid.uuid4().hex
-            write_atomically(ids_path, json.dumps(ids, indent=2).encode())
+            replace(ids_path, json.dumps(ids, indent=2).encode())
         self._stage = stage
         self._run: Any = wandb.init(
             project=project,

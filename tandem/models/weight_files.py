@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from tandem.errors import ModelError
-from tandem.files import Spec, TensorFile, replace
+from tandem.files import replace
 from tandem.models.blocks import decoder_blocks
 from tandem.models.frozen import LinearLayer
 from tandem.models.lora import LoraLayer
+from tandem.tensor_files import Spec, TensorFile
 
 STEM = "model"
 MAX_FILE_BYTES = 4 * 2**30

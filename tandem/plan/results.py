@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import CheckpointError
+from tandem.files import replace as replace_file
 from tandem.metrics.folder import finite, read_folder
 from tandem.metrics.metric import PHASES
-from tandem.metrics.records import write_atomically
 from tandem.plan.cases import Case
 from tandem.plan.processes import Ended
 
@@ -121,7 +121,7 @@ def _figures(step: str, run_folder: Path) -> dict[str, Any]:
 def write_result(result: Result, folder: Path) -> None:
     """Put a case's result.json in its folder, whole: from now on the case is finished."""
     text = json.dumps(asdict(result), indent=1) + "\n"
-    write_atomically(folder / RESULT_FILE, text.encode("utf-8"))
+    replace_file(folder / RESULT_FILE, text.encode("utf-8"))
 
 
 def read_result(folder: Path) -> Result | None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from tandem.files import replace as replace_file
 from tandem.metrics.metric import PHASES
-from tandem.metrics.records import write_atomically
 from tandem.metrics.text import duration, short_number, visible, with_unit
 from tandem.plan.cases import LeftOut, why_left_out
 from tandem.plan.results import Result
@@ -76,7 +76,7 @@ def write_tables(results: Sequence[Result], left_out: Sequence[LeftOut], folder:
         ("table.csv", csv_table(results)),
         ("report.html", page(results, left_out, folder.resolve().name)),
     ):
-        write_atomically(folder / name, text.encode("utf-8"))
+        replace_file(folder / name, text.encode("utf-8"))
 
 
 def text_table(results: Sequence[Result], left_out: Sequence[LeftOut]) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 from tandem.checkpoint.state import SavedState, State
 from tandem.data.loader import BatchOrder
 from tandem.errors import BadStepError, ConfigError, NumericsError, Stopped
+from tandem.files import replace as replace_file
 from tandem.metrics.log import Answer, MetricLog, MutedLog
 from tandem.metrics.timing import Phases
 from tandem.parallel.watch import note
@@ -231,7 +232,7 @@ class StepLoop:
         }
         if self.run.world.is_first and self.run.writes:
             path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(record, ensure_ascii=False, default=str), encoding="utf-8")
+            replace_file(path, json.dumps(record, ensure_ascii=False, default=str).encode())
         self.run.say(f"{self.stage} step {now.step}: left out: {bad} Its rows: {path}")
         most = self.run.config.guards.max_skipped
         if self._in_a_row > most:

@@ -47,8 +47,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return config
 
 
-def run_on(world: World, config: RunConfig) -> None:
-    ran(config, world)
+def run_on(world: World, config: RunConfig) -> str:
+    lines: list[str] = []
+    ran(config, world, lines)
+    return "\n".join(lines)
 
 
 def started(config: RunConfig, ranks: int) -> subprocess.Popen[str]:
@@ -83,22 +85,24 @@ def said_until(process: subprocess.Popen[str], pattern: str) -> str:
     return said
 
 
-def finish(config: RunConfig, ranks: int, *, by_command: bool) -> None:
-    """Go on to the end, by the same command or in forks of this process, which import nothing."""
+def finish(config: RunConfig, ranks: int, *, by_command: bool) -> str:
+    """Go on to the end, by the same command or in forks of this process, which import nothing;
+    what is said."""
     if not by_command:
-        on_ranks(ranks, run_on, config)
-        return
+        return str(on_ranks(ranks, run_on, config)[0])
     process = started(config, ranks)
     said = process.communicate(timeout=_HANGS)[0]
     assert process.returncode == 0, said
+    return said
 
 
-def require_saved(said: str, folder: Path) -> int:
-    """How many checkpoints a stopped run says that it has saved, 0 or 1: there it is, whole."""
+def require_saved(said: str, folder: Path) -> list[str]:
+    """The checkpoint that a stopped run says it has saved, if it does: there it is, whole. As what
+    continues from it will say."""
     found = re.findall(r"stopped by \w+ after (\w+) step (\d+), which is saved", said)
     for stage, step in found:
         assert is_whole(folder / "checkpoints" / stage / f"step-{int(step):06d}"), said
-    return len(found)
+    return [f"{stage}: continuing after step {step} (checkpoint verified)" for stage, step in found]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +115,7 @@ def test_a_stopped_run_is_the_run_that_was_not(
     done = runs = saved = in_steps = 0
     while done < stops:
         ours = replace(undisturbed, output_dir=str(tmp_path / f"run-{runs}"))
+        newest: list[str] = []
         while done < stops:
             process = started(ours, 2)
             number = random.choice([signal.SIGTERM, signal.SIGINT])
@@ -122,13 +127,18 @@ def test_a_stopped_run_is_the_run_that_was_not(
             process.send_signal(number)
             said = begun + process.communicate(timeout=_HANGS)[0]
             assert "Traceback" not in said, said
+            if "which is finished" in said or process.returncode == 0:
+                newest = []
             if process.returncode == 0:  # it was done before
                 break
             assert process.returncode == 128 + number or (process.returncode, said) == (-number, "")
             done += 1
             in_steps += bool(re.search(r"^sft +\d/24 ", begun, re.MULTILINE))
-            saved += require_saved(said, Path(ours.output_dir))
-        finish(ours, 2, by_command=stops > 1)
+            kept = require_saved(said, Path(ours.output_dir))
+            saved += len(kept)
+            newest = kept or newest
+        finishing = finish(ours, 2, by_command=stops > 1)
+        assert all(line in finishing for line in newest), finishing
         assert_equal_runs(Path(ours.output_dir), Path(undisturbed.output_dir))
         runs += 1
     assert saved >= max(1, in_steps)
@@ -179,7 +189,8 @@ def test_a_lost_rank_is_named_and_the_run_is_the_run_that_was_not(
         last = [line for line in said.splitlines() if line.startswith("tandem: ")][-1]
         assert "rank 1" in last, said
         assert not Path(f"/proc/{victim}").exists()
-        finish(ours, 2, by_command=trials > 1)
+        finishing = finish(ours, 2, by_command=trials > 1)
+        assert re.search(r"continuing after step \d+ \(checkpoint|finished before", finishing)
         assert_equal_runs(Path(ours.output_dir), Path(undisturbed.output_dir))
     record(f"one rank of two gets {number.name}", trials=trials, seed=SEED, named=trials,
            equal=trials, hangs=0)  # fmt: skip

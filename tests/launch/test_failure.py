@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import DataError, RankError
-from tandem.launch.failure import complain, is_launched, kind_of, read_failure
+from tandem.launch.failure import complain, is_launched, kind_of, leave_failure, read_failure
 
 
 def test_a_launched_rank_leaves_a_file_and_its_traceback(
@@ -53,3 +53,15 @@ def test_without_a_launcher_the_line_is_printed_with_the_rank(
 )
 def test_kinds_of_failure(error: BaseException, kind: str) -> None:
     assert kind_of(error) == kind
+
+
+def test_a_full_disk_under_the_log_hides_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log").symlink_to("/dev/full")
+    monkeypatch.setenv("TANDEM_FAILURE_FILE", str(tmp_path / "failure.json"))
+    monkeypatch.setenv("TANDEM_LOG_FILE", str(tmp_path / "log"))
+    leave_failure("error", "disk full", 2, OSError("x" * 100_000))
+    failure = read_failure(tmp_path / "failure.json")
+    assert failure is not None
+    assert failure.line == "disk full"

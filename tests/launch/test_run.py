@@ -6,10 +6,12 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +74,28 @@ def test_a_rank_that_fails_ends_all_with_one_line(
         assert 'raise ValueError("boom")' in launched.log(1)
     if how != "shared":
         assert not any(is_alive(pid) for pid in pids(launched.folder, 2))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_that_are_stopped_while_python_starts_say_so(
+    launched: Launched,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+) -> None:
+    popen = subprocess.Popen
+
+    def stopped(command: list[str], **more: object) -> object:
+        process: Any = popen(command, **more)  # type: ignore[call-overload]
+        if "tandem.launch.worker" in command:
+            process.send_signal(number)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", stopped)
+    launched.run(PLAIN, "well", TWO)
+    assert launched.code == 128 + number
+    assert f"stopped by {number.name}" in launched.said[-1]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_rank_that_hangs_is_named_with_the_collective_that_waited(launched: Launched) -> None:

@@ -10,7 +10,6 @@ from tandem.metrics.records import (
     parse_record,
     read_lines,
     read_metrics,
-    write_atomically,
 )
 
 from .runs import metrics_line, write_lines
@@ -105,12 +104,3 @@ def test_lines_are_strict_json_and_safe_to_print():
     assert back["text"] == line["text"]
     assert back["values"] == {"a": "nan", "b": "-inf"}
     assert back["list"] == ["inf"]
-
-
-def test_an_atomic_write_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
-    path = tmp_path / "a"
-    path.write_text("old")
-    monkeypatch.setattr("os.fsync", lambda number: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(OSError, match="full"):
-        write_atomically(path, b"new")
-    assert path.read_text() == "old"

@@ -59,7 +59,7 @@ def test_tensorboard_forgets_the_steps_that_are_repeated(tmp_path, start, steps)
 
 
 def test_a_missing_tensorboard_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     with pytest.raises(
         ConfigError, match=r"^log.tensorboard must be off .*; got on\. `pip install tensorboard`"
     ):
@@ -67,7 +67,7 @@ def test_a_missing_tensorboard_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_tensorboard_is_not_imported_when_it_is_off(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     with MetricLog(tmp_path, "sft", 1, tensorboard=False, console=False) as log:
         log.log(1, {"loss": 1.0})
 

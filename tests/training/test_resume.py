@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from tandem.checkpoint.state import load_newest_state
 from tandem.errors import CheckpointError, NumericsError
 from tandem.training.ppo_trainer import PPOTrainer
 from tests.tiny import save_tiny_model, tiny_config
-from tests.training.runs import assert_equal_runs, ran, ran_with_stops, records
+from tests.training.runs import StopError, assert_equal_runs, ran, ran_with_stops, records, stop_at
 
 STOPS = [("sft", 3), ("sft", 3), ("reward", 3), ("ppo", 1), ("ppo", 3)]
 
@@ -19,6 +21,7 @@ STOPS = [("sft", 3), ("sft", 3), ("reward", 3), ("ppo", 1), ("ppo", 3)]
 @pytest.mark.parametrize(
     "changes",
     [
+        pytest.param({"dtype": "bf16"}, id="bf16"),
         pytest.param(
             {"parallel__offload": ["optimizer"], "dtype": "bf16", "lora__rank": 2},
             id="bf16, offloaded, adapters",
@@ -57,6 +60,33 @@ def test_every_step_continues_to_the_same_bits(
     for stage in ("sft", "reward", "ppo"):
         assert f"{stage}: continuing after step 2 (checkpoint verified)" in lines
     assert not (tmp_path / "stopped" / "checkpoints" / "ppo").exists()
+
+
+@pytest.mark.parametrize("offload", [[], ["optimizer"]])
+def test_a_checkpoint_in_half_precision_holds_masters_and_moments(
+    tmp_path: Path, tiny_model: str, preferences: str, offload: list[str]
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, steps=["sft"], dtype="bf16", save_async=False,
+        parallel__offload=offload,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, "sft", 3)
+        with pytest.raises(StopError):
+            ran(config)
+    state, _ = load_newest_state(tmp_path / "run/checkpoints/sft")
+    assert state is not None
+    masters = {name: kept.whole() for name, kept in state.tensors["model"].items()}
+    moments = {name: kept.whole() for name, kept in state.tensors["optimizer"].items()}
+    for name, master in masters.items():
+        assert master.dtype == torch.float32
+        for kind in ("exp_avg", "exp_avg_sq"):
+            moment = moments[f"{kind}.{name}"]
+            assert moment.dtype == torch.float32
+            assert moment.shape == master.shape
+            # Finer than bf16: neither was rounded on its way.
+            assert not torch.equal(moment, moment.bfloat16().float())
+        assert not torch.equal(master, master.bfloat16().float()), name
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
@@ -125,8 +155,6 @@ def test_a_base_model_that_was_changed_since_is_refused(tmp_path: Path, preferen
 def test_a_checkpoint_says_what_made_it(tmp_path: Path, tiny_model: str, preferences: str) -> None:
     config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["sft"])
     with pytest.MonkeyPatch.context() as patch:
-        from tests.training.runs import StopError, stop_at
-
         stop_at(patch, "sft", 3)
         with pytest.raises(StopError):
             ran(config)
