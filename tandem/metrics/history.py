@@ -1,8 +1,8 @@
-"""What the alarms measure on a stage's records.
+"""What alarms measure on a stage's records.
 
-A measure looks at the history up to one record and returns the quantity that a rule compares, or
-None while it cannot be known. Each looks back a fixed number of records, so a check stays cheap
-in a long run. Non-finite values never count towards a mean or median.
+A measure takes a history and a metric's name and returns the quantity that a rule compares with its
+threshold, or None while that is unknown. Each looks back over a fixed number of records, so a check
+stays cheap in a long run. Non-finite values never count in a mean or median.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from dataclasses import dataclass
 
 from tandem.metrics.records import Record
 
-Measure = Callable[["History"], float | None]
-
 _START = 3
-"""Records that make up "the start": one alone would be noise."""
+"""Records that make up the start: a single one would be noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class History:
         return self.records[self.end - 1].step
 
     def is_known(self, metric: str) -> bool:
-        """Whether the last record has a finite value of `metric` (`*`: whatever it has)."""
+        """Whether the last record has a finite value of `metric` (`*`: any record will do)."""
         return metric == "*" or self._value(self.end - 1, metric) is not None
 
     def newest(self, metric: str) -> Iterator[tuple[int, float]]:
@@ -70,130 +68,96 @@ class History:
         return value if value is not None and math.isfinite(value) else None
 
 
-def now(metric: str) -> Measure:
+Measure = Callable[[History, str], float | None]
+
+
+def now(history: History, metric: str) -> float | None:
     """The newest value."""
-
-    def measure(history: History) -> float | None:
-        return next(iter(history.last(metric, 1)), None)
-
-    return measure
+    return next(iter(history.last(metric, 1)), None)
 
 
-def mean_of(metric: str, count: int) -> Measure:
-    """Mean of the newest `count` values."""
-
-    def measure(history: History) -> float | None:
-        values = history.last(metric, count)
-        return statistics.fmean(values) if len(values) == count else None
-
-    return measure
+def mean_of_20(history: History, metric: str) -> float | None:
+    """Mean of the newest 20 values."""
+    values = history.last(metric, 20)
+    return statistics.fmean(values) if len(values) == 20 else None
 
 
-def recent_over_first(metric: str, count: int) -> Measure:
-    """Mean of the newest `count` values over the mean of the oldest `count`, apart in time."""
-
-    def measure(history: History) -> float | None:
-        if len(history.last(metric, 2 * count)) < 2 * count:
-            return None
-        start = statistics.fmean(history.first(metric, count))
-        return _ratio(statistics.fmean(history.last(metric, count)), start)
-
-    return measure
+def mean_over_first_mean(history: History, metric: str) -> float | None:
+    """Mean of the newest 20 values over the mean of the oldest 20, once there are 40."""
+    if len(history.last(metric, 40)) < 40:
+        return None
+    start = statistics.fmean(history.first(metric, 20))
+    return _ratio(statistics.fmean(history.last(metric, 20)), start)
 
 
-def step_up(metric: str) -> Measure:
-    """The newest value over the one before."""
-
-    def measure(history: History) -> float | None:
-        values = history.last(metric, 2)
-        return _ratio(values[0], values[1]) if len(values) == 2 else None
-
-    return measure
+def over_previous(history: History, metric: str) -> float | None:
+    """The newest value over the previous one."""
+    values = history.last(metric, 2)
+    return _ratio(values[0], values[1]) if len(values) == 2 else None
 
 
-def growth(metric: str, distance: int, floor: float) -> Measure:
-    """The newest value over the one `distance` records before, if that was at least `floor`."""
-
-    def measure(history: History) -> float | None:
-        values = history.last(metric, distance + 1)
-        if len(values) <= distance or values[-1] < floor:
-            return None
-        return values[0] / values[-1]
-
-    return measure
+def growth_in_10(history: History, metric: str) -> float | None:
+    """The newest value over the one 10 records before, if that was at least 1."""
+    values = history.last(metric, 11)
+    return values[0] / values[10] if len(values) == 11 and values[10] >= 1 else None
 
 
-def over_median(metric: str, count: int) -> Measure:
-    """The newest value over the median of up to `count` before it; needs 10 of them."""
-
-    def measure(history: History) -> float | None:
-        newest, *before = history.last(metric, count + 1) or [0.0]
-        return _ratio(newest, statistics.median(before)) if len(before) >= 10 else None
-
-    return measure
+def over_median(history: History, metric: str) -> float | None:
+    """The newest value over the median of up to 50 before it; needs 10 of them."""
+    newest, *before = history.last(metric, 51) or [0.0]
+    return _ratio(newest, statistics.median(before)) if len(before) >= 10 else None
 
 
-def share_of_start(metric: str) -> Measure:
+def over_start(history: History, metric: str) -> float | None:
     """The newest value over the mean of the first three."""
-
-    def measure(history: History) -> float | None:
-        start = _start(history, metric)
-        return None if start is None else _ratio(history.last(metric, 1)[0], start)
-
-    return measure
+    start = _start(history, metric)
+    return None if start is None else _ratio(history.last(metric, 1)[0], start)
 
 
-def drop_from_start(metric: str) -> Measure:
+def drop_from_start(history: History, metric: str) -> float | None:
     """The mean of the first three values minus the newest."""
-
-    def measure(history: History) -> float | None:
-        start = _start(history, metric)
-        return None if start is None else start - history.last(metric, 1)[0]
-
-    return measure
+    start = _start(history, metric)
+    return None if start is None else start - history.last(metric, 1)[0]
 
 
-def accuracy_gap(count: int) -> Measure:
-    """Training accuracy (mean of the newest `count`) minus held-out accuracy."""
-    training = mean_of("accuracy", count)
-
-    def measure(history: History) -> float | None:
-        accuracy, heldout = training(history), history.last("heldout_accuracy", 1)
-        return accuracy - heldout[0] if accuracy is not None and heldout else None
-
-    return measure
+def over_first(history: History, metric: str) -> float | None:
+    """The newest value over the first."""
+    first = history.first(metric, 1)
+    return _ratio(history.last(metric, 1)[0], first[0]) if first else None
 
 
-def num_non_finite(history: History) -> float | None:
+def training_minus_heldout(history: History, metric: str) -> float | None:
+    """Mean of the newest 20 training values of a held-out metric, minus its newest value."""
+    training = mean_of_20(history, metric.removeprefix("heldout_"))
+    heldout = now(history, metric)
+    return None if training is None or heldout is None else training - heldout
+
+
+def num_non_finite(history: History, metric: str) -> float | None:
     """Values of the last record that are nan or infinite."""
     values = history.records[history.end - 1].values.values()
     return float(sum(not math.isfinite(value) for value in values))
 
 
-def length_against_longest(history: History) -> float | None:
-    """Mean over longest answer of the last record."""
+def over_longest(history: History, metric: str) -> float | None:
+    """The last record's mean length over its longest."""
     values = history.records[history.end - 1].values
-    mean, longest = values.get("response_tokens"), values.get("response_tokens_max")
+    mean, longest = values.get(metric), values.get(f"{metric}_max")
     return _ratio(mean, longest) if mean is not None and longest is not None else None
 
 
-def heldout_reward_lost(history: History) -> float | None:
-    """How far the held-out reward is below its best, while the training reward went up since."""
-    evaluations = list(history.newest("heldout_reward"))
+def heldout_lost(history: History, metric: str) -> float | None:
+    """How far a held-out metric is below its best, while the training one has risen since."""
+    evaluations = list(history.newest(metric))
     if len(evaluations) < 2:
         return None
+    training = metric.removeprefix("heldout_")
     best_at, best = max(evaluations, key=lambda evaluation: evaluation[1])
-    then = History(history.stage, history.records, best_at + 1).last("reward", 5)
-    recent = history.last("reward", 5)
+    then = History(history.stage, history.records, best_at + 1).last(training, 5)
+    recent = history.last(training, 5)
     if not then or statistics.fmean(recent) <= statistics.fmean(then):
         return None
     return best - evaluations[0][1]
-
-
-def forgetting(history: History) -> float | None:
-    """The held-out perplexity of mixture text over its first value."""
-    first = history.first("heldout_ptx_perplexity", 1)
-    return _ratio(history.last("heldout_ptx_perplexity", 1)[0], first[0]) if first else None
 
 
 def _start(history: History, metric: str) -> float | None:

@@ -1,14 +1,14 @@
-"""Text of data and models made safe to show, and numbers made short to read."""
+"""Text from data and models made safe to print, and numbers formatted for people."""
 
 from __future__ import annotations
 
 import math
 import re
 
-# Everything a terminal or a bidi-aware viewer acts on instead of showing, and what nobody sees: C0
-# without newline and tab, DEL and C1, bidirectional controls, line separators, lone surrogates, the
-# byte order mark, spaces without width, annotations and tags. The joiners of scripts and emoji
-# (U+200C, U+200D) stay.
+# Everything that a terminal or a bidi-aware viewer acts on instead of showing, and what is
+# invisible: C0 except newline and tab, DEL and C1, bidirectional controls, line separators, lone
+# surrogates, the byte order mark, zero-width spaces, annotations and tags. The joiners of scripts
+# and emoji (U+200C, U+200D) stay.
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
     "\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff]"
@@ -16,7 +16,7 @@ _CONTROL = re.compile(
 
 
 def visible(text: str) -> str:
-    """`text` with every control character spelled out; newline and tab stay.
+    """`text` with every control character escaped; newline and tab stay.
 
     Example: visible("a\\x1b[31m") is a, backslash, x1b[31m: it colours nothing.
     """
@@ -24,7 +24,7 @@ def visible(text: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """The first `limit` characters, and how many were left out."""
+    """The first `limit` characters, and how many more there are."""
     if len(text) <= limit:
         return text
     return f"{text[:limit]}… (+{len(text) - limit} characters)"
@@ -45,7 +45,7 @@ def short_number(value: float, digits: int = 4) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 0.41 s, 38 s, 4 m 12 s, 3 h 05 m."""
+    """Seconds as text: 0.41 s, 38 s, 4 m 12 s, 3 h 05 m."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     whole = round(seconds)
@@ -57,7 +57,7 @@ def duration(seconds: float) -> str:
 
 
 def with_unit(value: float, unit: str) -> str:
-    """A number as the report shows it: shares as per cent, bytes as GiB, seconds for people."""
+    """A number as the report shows it: shares as percentages, bytes as GiB, seconds as duration."""
     if not math.isfinite(value):
         return short_number(value)
     if unit == "share":
@@ -73,7 +73,7 @@ def with_unit(value: float, unit: str) -> str:
 
 
 def trimmed(number: str) -> str:
-    """A printed number without zeros that say nothing: 0.0200 is 0.02."""
+    """A printed number without trailing zeros: 0.0200 is 0.02."""
     return number.rstrip("0").rstrip(".") if "." in number and "e" not in number else number
 
 

@@ -72,7 +72,7 @@ def test_damaged_lines_are_moved_aside(tmp_path):
     path.write_text(good[0] + "".join(f"{line}\n" for line in bad) + good[1])
     notice = cut_lines(path, lambda stage, step: True, parse_record)
     assert notice == (
-        f"{path}: 3 damaged lines (2, 3, 4) were moved to metrics.jsonl.damaged; the run goes on"
+        f"{path}: 3 damaged lines (2, 3, 4) were moved to metrics.jsonl.damaged; the run continues"
     )
     assert path.read_text() == "".join(good)
     assert (tmp_path / "metrics.jsonl.damaged").read_text().split() == "\n".join(bad).split()

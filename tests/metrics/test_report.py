@@ -118,14 +118,14 @@ def run(tmp_path):
 def test_the_page_shows_what_the_folder_holds(run):
     _, page = report(run)
     for shown in (
-        "SFT model: perplexity, held-out 8 from 250 (base model)",
-        "Reward model: accuracy, held-out 87.5 %",
-        "PPO model: reward, held-out, normalized 1 from 0 (SFT model)",
-        "Time of all steps 1 m 20 s",
-        "heldout_reward normalized reward -1 1.25",
-        "kl-high ppo step 4 Raise it. 30 against a threshold of 25",
+        "SFT model: held-out perplexity 8 250 before training",
+        "Reward model: held-out accuracy 87.5 %",
+        "PPO model: held-out reward 1 0 before training",
+        "Total time of all steps 1 m 20 s",
+        "Held-out reward -1 1.25",
+        "kl-high ppo step 4 Raise it. 30; the threshold is 25",
         "Supervised fine-tuning 40 steps",
-        "Every metric of this step (4)",
+        "All metrics of this stage (4)",
         "Question 0? base 0 No. ppo 1 Gladly.",
         "3 more prompts",
         "ppo step 3 While training? sample 1 0 yes",
@@ -265,7 +265,7 @@ def test_strange_shapes_do_no_harm(tmp_path, strange):
 def test_a_stage_without_a_finite_number_still_has_its_table(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", [metrics_line("ppo", 1, reward="nan", kl="inf")])
     html, page = report(tmp_path)
-    assert "reward normalized reward nan nan nan nan" in page.text
+    assert "Reward reward normalized reward nan nan nan nan" in page.text
     assert '<svg class="chart"' not in html
 
 

@@ -61,7 +61,8 @@ def test_tensorboard_forgets_the_steps_that_are_repeated(tmp_path, start, steps)
 def test_a_missing_tensorboard_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(
-        ConfigError, match=r"^log.tensorboard must be off .*; got on\. `pip install tensorboard`"
+        ConfigError,
+        match=r"^log.tensorboard must be off .*; got on\. Run `pip install tensorboard`",
     ):
         MetricLog(tmp_path, "sft", 1, tensorboard=True, console=False)
 
@@ -75,7 +76,7 @@ def test_tensorboard_is_not_imported_when_it_is_off(tmp_path, monkeypatch):
 def test_a_missing_wandb_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(
-        ConfigError, match=r"^log.wandb must be empty .*; got 'proj'\. `pip install wandb`"
+        ConfigError, match=r"^log.wandb must be empty .*; got 'proj'\. Run `pip install wandb`"
     ):
         MetricLog(tmp_path, "sft", 1, tensorboard=False, wandb="proj", console=False)
 
