@@ -8,6 +8,8 @@ neither repeats nor forgets an alarm.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -49,9 +51,14 @@ class Rule:
         """The families of stages that it watches."""
         return FAMILIES if self.metric == "*" else find_metric(self.metric).families
 
+    def is_about(self, record: Record) -> bool:
+        """Whether the record carries the metric."""
+        return self.metric == "*" or self.metric in record.values
+
     def holds(self, history: History, threshold: float) -> bool:
         """Whether the condition holds after the last record of `history`."""
-        if history.step <= self.after_step or not history.is_known(self.metric):
+        is_known = self.metric == "*" or math.isfinite(history.record.values[self.metric])
+        if history.record.step <= self.after_step or not is_known:
             return False
         value = self.measure(history, self.metric)
         if value is None:
@@ -200,24 +207,27 @@ def check_alarms(
             )
     if not history or history[-1].stage != stage:
         return []
-    last = History(stage, history, len(history))
+    records = [record for record in history if record.stage == stage]
+    last = History(records, len(records))
     alarms = []
     for rule in ALARMS:
-        if family in rule.families and (rule.metric == "*" or rule.metric in history[-1].values):
-            threshold = own.get(rule.name, rule.threshold)
-            if _is_raised(rule, last, threshold):
-                value = rule.measure(last, rule.metric)
-                assert value is not None
-                advice = f"{rule.meaning} {rule.advice}"
-                alarms.append(Alarm(stage, last.step, rule.name, value, threshold, advice))
+        threshold = own.get(rule.name, rule.threshold)
+        if family in rule.families and _is_raised(rule, last, threshold):
+            value = rule.measure(last, rule.metric)
+            assert value is not None
+            advice = f"{rule.meaning} {rule.advice}"
+            alarms.append(Alarm(stage, last.record.step, rule.name, value, threshold, advice))
     return alarms
 
 
 def _is_raised(rule: Rule, last: History, threshold: float) -> bool:
-    if not rule.holds(last, threshold):
+    """Whether the condition holds for `in_a_row` records now, and did not one record before."""
+    if not rule.is_about(last.record) or not rule.holds(last, threshold):
         return False
-    ends = last.ends_with(rule.metric, rule.in_a_row + 1)
-    held = [rule.holds(History(last.stage, last.records, end), threshold) for end in ends]
-    now, before = held[: rule.in_a_row], held[1 : rule.in_a_row + 1]
-    was_on = len(before) == rule.in_a_row and all(before)
-    return len(now) == rule.in_a_row and all(now) and not was_on
+    ends = (end for end in range(last.end, 0, -1) if rule.is_about(last.records[end - 1]))
+    held = [
+        rule.holds(History(last.records, end), threshold)
+        for end in itertools.islice(ends, rule.in_a_row + 1)
+    ]
+    was_on = len(held) > rule.in_a_row and all(held[1:])
+    return len(held) >= rule.in_a_row and all(held[: rule.in_a_row]) and not was_on

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -24,6 +24,8 @@ from tandem.metrics.records import (
     read_lines,
 )
 from tandem.metrics.stages import STAGES, Stage
+
+T = TypeVar("T")
 
 EVALUATION_FILE = "evaluation.json"
 
@@ -71,13 +73,12 @@ def read_folder(run_dir: Path | str) -> RunFolder:
             f"run folder must exist; got {str(path)!r}. Give the --output-dir of a run."
         )
     notices: list[str] = []
-    config_text = _text(path / "config.yaml", notices)
-    commands = [line.strip() for line in _text(path / "command.txt", notices).split("\n")]
+    commands = _read(path / "command.txt", str, "", notices).split("\n")
     return RunFolder(
         path=path,
-        config_text=config_text,
-        config=_yaml(config_text, notices),
-        commands=tuple(line for line in commands if line),
+        config_text=_read(path / "config.yaml", str, "", []),
+        config=_read(path / "config.yaml", _yaml, {}, notices),
+        commands=tuple(line.strip() for line in commands if line.strip()),
         environment=_json(path / "environment.json", notices),
         data=_json(path / "data.json", notices),
         evaluation=_evaluation(path, notices),
@@ -105,7 +106,7 @@ def _evaluation(path: Path, notices: list[str]) -> Mapping[str, Any]:
     compared = mapping_or_empty(mapping_or_empty(evaluation.get("made_from")).get("steps"))
     if evaluation and dict(compared) != finished_stages(path):
         notices.append(
-            f"{EVALUATION_FILE} compares other models than those now in this folder and is not "
+            f"{EVALUATION_FILE} compares models other than those now in this folder and is not "
             "shown. Run `tandem eval` to compare these."
         )
         return {}
@@ -147,32 +148,18 @@ def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [point for point in points if math.isfinite(point[1])]
 
 
-def _text(path: Path, notices: list[str]) -> str:
-    if not path.exists():
-        return ""
+def _read(path: Path, decode: Callable[[str], T], empty: T, notices: list[str]) -> T:
+    """A file's content; `empty` if there is no file or, with a notice, if it cannot be read."""
     try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return decode(path.read_text("utf-8")) if path.exists() else empty
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         notices.append(f"{path.name} could not be read: {error}")
-        return ""
+        return empty
 
 
 def _json(path: Path, notices: list[str]) -> Mapping[str, Any]:
-    text = _text(path, notices)
-    if not text:
-        return {}
-    try:
-        return mapping(json.loads(text))
-    except (ValueError, TypeError, RecursionError) as error:
-        notices.append(f"{path.name} could not be read: {error}")
-        return {}
+    return _read(path, lambda text: mapping(json.loads(text)), {}, notices)
 
 
-def _yaml(text: str, notices: list[str]) -> Mapping[str, Any]:
-    if not text:
-        return {}
-    try:
-        return mapping(yaml.safe_load(text))
-    except (yaml.YAMLError, TypeError, RecursionError) as error:
-        notices.append(f"config.yaml could not be read: {error}")
-        return {}
+def _yaml(text: str) -> Mapping[str, Any]:
+    return mapping(yaml.safe_load(text)) if text.strip() else {}

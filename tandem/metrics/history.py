@@ -21,51 +21,31 @@ _START = 3
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The records of `stage` among the first `end` of `records`; `step` is that of the last."""
+    """The first `end` of a stage's records."""
 
-    stage: str
     records: Sequence[Record]
     end: int
 
     @property
-    def step(self) -> int:
-        """Step of the last record."""
-        return self.records[self.end - 1].step
-
-    def is_known(self, metric: str) -> bool:
-        """Whether the last record has a finite value of `metric` (`*`: any record will do)."""
-        return metric == "*" or self._value(self.end - 1, metric) is not None
+    def record(self) -> Record:
+        """The last one."""
+        return self.records[self.end - 1]
 
     def newest(self, metric: str) -> Iterator[tuple[int, float]]:
         """(position, finite value) of the records that carry `metric`, newest first."""
         for position in range(self.end - 1, -1, -1):
-            value = self._value(position, metric)
-            if value is not None:
+            value = self.records[position].values.get(metric, math.nan)
+            if math.isfinite(value):
                 yield position, value
 
     def last(self, metric: str, count: int) -> list[float]:
-        """Up to `count` newest values, newest first."""
+        """Up to `count` newest finite values, newest first."""
         return [value for _, value in itertools.islice(self.newest(metric), count)]
 
     def first(self, metric: str, count: int) -> list[float]:
-        """Up to `count` oldest values."""
-        values = (self._value(position, metric) for position in range(self.end))
-        return list(itertools.islice((v for v in values if v is not None), count))
-
-    def ends_with(self, metric: str, count: int) -> list[int]:
-        """Ends of the `count` newest histories whose last record carries `metric` (`*`: any)."""
-        positions = (
-            position
-            for position in range(self.end - 1, -1, -1)
-            if self.records[position].stage == self.stage
-            and (metric == "*" or metric in self.records[position].values)
-        )
-        return [position + 1 for position in itertools.islice(positions, count)]
-
-    def _value(self, position: int, metric: str) -> float | None:
-        record = self.records[position]
-        value = record.values.get(metric) if record.stage == self.stage else None
-        return value if value is not None and math.isfinite(value) else None
+        """Up to `count` oldest finite values."""
+        values = (record.values.get(metric, math.nan) for record in self.records[: self.end])
+        return list(itertools.islice(filter(math.isfinite, values), count))
 
 
 Measure = Callable[[History, str], float | None]
@@ -135,15 +115,13 @@ def training_minus_heldout(history: History, metric: str) -> float | None:
 
 def num_non_finite(history: History, metric: str) -> float | None:
     """Values of the last record that are nan or infinite."""
-    values = history.records[history.end - 1].values.values()
-    return float(sum(not math.isfinite(value) for value in values))
+    return float(sum(not math.isfinite(value) for value in history.record.values.values()))
 
 
 def over_longest(history: History, metric: str) -> float | None:
     """The last record's mean length over its longest."""
-    values = history.records[history.end - 1].values
-    mean, longest = values.get(metric), values.get(f"{metric}_max")
-    return _ratio(mean, longest) if mean is not None and longest is not None else None
+    longest = history.record.values.get(f"{metric}_max")
+    return None if longest is None else _ratio(history.record.values[metric], longest)
 
 
 def heldout_lost(history: History, metric: str) -> float | None:
@@ -153,7 +131,7 @@ def heldout_lost(history: History, metric: str) -> float | None:
         return None
     training = metric.removeprefix("heldout_")
     best_at, best = max(evaluations, key=lambda evaluation: evaluation[1])
-    then = History(history.stage, history.records, best_at + 1).last(training, 5)
+    then = History(history.records, best_at + 1).last(training, 5)
     recent = history.last(training, 5)
     if not then or statistics.fmean(recent) <= statistics.fmean(then):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -149,16 +150,7 @@ class MetricLog:
 
     def alarm(self, alarm: Alarm) -> None:
         """Write and print an alarm; `log` does so for the published ones."""
-        self._append(
-            ALARMS_FILE,
-            alarm.step,
-            {
-                "alarm": alarm.alarm,
-                "value": alarm.value,
-                "threshold": alarm.threshold,
-                "advice": alarm.advice,
-            },
-        )
+        self._append(ALARMS_FILE, alarm.step, asdict(alarm))
         if self._console:
             self._console.alarm(alarm.step, alarm.alarm, alarm.advice)
 

@@ -265,7 +265,8 @@ METRICS: tuple[Metric, ...] = (
         "below 0.2; above, raise batch_size or ppo.minibatch_size, or lower micro_batch_tokens"),
     *_group("cost",
         Metric("seconds/*", "seconds", _ALL, "lower",
-            "Wall time of a phase since the last log line; `step` is all of it.", members=PHASES),
+            "Wall time of a phase since the last log line; `step` is all of it.", members=PHASES,
+            title="Time"),
         Metric("tokens_per_second/*", "tokens/s", _ALL, "higher",
             "Tokens through a phase, padding excluded: `generate` counts sampled tokens, the "
             "others all tokens that they read.", members=PHASES, chart="Speed"),
@@ -278,7 +279,7 @@ METRICS: tuple[Metric, ...] = (
         Metric("peak_memory_bytes/*", "bytes", _ALL, "lower",
             "Peak memory during a phase: torch's allocator on CUDA, otherwise the process's "
             "resident set (since its start where the system cannot reset the peak).",
-            members=PHASES),
+            members=PHASES, title="Peak memory"),
     ),
 )
 # fmt: on

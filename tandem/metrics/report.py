@@ -56,7 +56,7 @@ def render(folder: RunFolder) -> str:
         lstrip_blocks=True,
         finalize=_shown,
     )
-    environment.filters["breakable"] = _breakable
+    environment.filters.update(breakable=_breakable, code=_code)
     page = environment.get_template("report.html.j2")
     return page.render(
         css=Markup(css),
@@ -133,6 +133,11 @@ def _knob_text(value: Any) -> str:
 def _breakable(name: str) -> Markup:
     """A name that a narrow column may break only after underscores, dots and slashes."""
     return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(visible(name)))))
+
+
+def _code(text: str) -> Markup:
+    """Text whose parts in backticks are shown as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(visible(text)))))
 
 
 def _shown(value: Any) -> Any:

@@ -142,34 +142,33 @@ def stage_curves(folder: RunFolder) -> list[Row]:
 
 
 def _charts(stage: Stage) -> dict[str, list[Metric]]:
-    """The metrics of each chart by its title, in the order of METRICS."""
+    """The metrics of each chart by its title, in the order of METRICS, held-out ones last."""
     charts: dict[str, list[Metric]] = {}
     for metric in METRICS:
         if metric.chart and stage.family in metric.families:
             charts.setdefault(metric.chart, []).append(metric)
-    return charts
+    return {title: sorted(lines, key=lambda m: m.is_heldout) for title, lines in charts.items()}
 
 
 def _figure(folder: RunFolder, stage: Stage, title: str, metrics: Sequence[Metric]) -> Row | None:
     """One chart with its legend, (color, label, last value); None without a finite number."""
     unit = metrics[0].unit
-    scale = 100.0 if unit == "share" else 1.0
-    lines: list[Series] = []
-    legend = []
-    for label, metric, points in _lines(folder, stage, metrics):
-        # A held-out line has the second color, with or without a training line beside it.
-        color = len(lines) + (2 if metric.is_heldout and not lines else 1)
+    shown = {"share": "%", "ratio": "", "norm": ""}.get(unit, unit)
+    drawn = list(_lines(folder, stage, metrics))
+    if not any(finite(points) for _, _, points in drawn):
+        return None
+    # A held-out line has the second color, with or without a training line beside it.
+    first_color = 2 if drawn[0][1].is_heldout else 1
+    series, legend = [], []
+    for color, (label, metric, points) in enumerate(drawn, start=first_color):
+        scale = 100.0 if unit == "share" else 1.0
         kind: Any = "marks" if metric.is_heldout else "noisy"
         if metric.name.endswith(("learning_rate", "_coef")):
             kind = "exact"
-        scaled = [(step, value * scale) for step, value in points]
-        lines.append(Series(label, scaled, kind, color))
+        series.append(Series(label, [(step, value * scale) for step, value in points], kind, color))
         legend.append((color, label, with_unit(points[-1][1], unit)))
-    if not any(line.finite for line in lines):
-        return None
-    shown = {"share": "%", "ratio": "", "norm": ""}.get(unit, unit)
-    svg = line_chart(title, shown, lines)
-    meaning = metrics[0].meaning
+    svg = line_chart(title, shown, series)
+    meaning = drawn[0][1].meaning
     return {"title": title, "unit": shown, "meaning": meaning, "legend": legend, "svg": svg}
 
 
@@ -197,8 +196,8 @@ def _metric_rows(folder: RunFolder, stage: Stage) -> list[Row]:
             {
                 "name": name,
                 "title": title_of(name),
-                "unit": metric.unit,
-                "numbers": list(map(short_number, shown)),
+                "unit": "" if metric.unit in ("share", "bytes", "seconds") else metric.unit,
+                "numbers": [with_unit(value, metric.unit, digits=4) for value in shown],
                 "meaning": metric.meaning,
             }
         )

@@ -18,7 +18,7 @@ _CONTROL = re.compile(
 def visible(text: str) -> str:
     """`text` with every control character escaped; newline and tab stay.
 
-    Example: visible("a\\x1b[31m") is a, backslash, x1b[31m: it colours nothing.
+    Example: visible("a\\x1b[31m") is a, backslash, x1b[31m: it colors nothing.
     """
     return _CONTROL.sub(_spell, text)
 
@@ -45,7 +45,9 @@ def short_number(value: float, digits: int = 4) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as text: 0.41 s, 38 s, 4 m 12 s, 3 h 05 m."""
+    """Seconds as text: 9.4 ms, 0.41 s, 38 s, 4 m 12 s, 3 h 05 m."""
+    if 0 < seconds < 0.1:
+        return f"{1000 * seconds:.3g} ms"
     if seconds < 10:
         return f"{seconds:.2f} s"
     whole = round(seconds)
@@ -56,7 +58,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
 
 
-def with_unit(value: float, unit: str) -> str:
+def with_unit(value: float, unit: str, digits: int = 3) -> str:
     """A number as the report shows it: shares as percentages, bytes as GiB, seconds as duration."""
     if not math.isfinite(value):
         return short_number(value)
@@ -69,7 +71,7 @@ def with_unit(value: float, unit: str) -> str:
         return duration(value)
     if unit in ("tokens/s", "samples/s", "tokens", "answers", "updates") and abs(value) >= 100:
         return f"{value:,.0f}"
-    return trimmed(short_number(value, 3))
+    return trimmed(short_number(value, digits))
 
 
 def trimmed(number: str) -> str:

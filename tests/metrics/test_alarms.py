@@ -82,14 +82,14 @@ def test_a_record_without_the_metric_changes_nothing():
     assert fired("ppo", records) == [(1, "kl-high")]
 
 
-def test_other_stages_records_are_not_looked_at():
+def test_records_of_other_stages_are_ignored():
     records = [*history("sft", "loss", [9.0] * 5), *history("ppo", "kl", [30.0])]
     assert fired("ppo", records) == [(1, "kl-high")]
     assert check_alarms("ppo", records[:5]) == []
     assert check_alarms("ppo", []) == []
 
 
-def test_what_is_not_finite_sets_off_an_alarm_of_its_own_only():
+def test_a_non_finite_value_raises_only_the_alarm_for_it():
     records = history("ppo", "kl", [math.nan, 30.0, math.nan, math.inf, 1.0, math.nan], first=0)
     assert fired("ppo", records) == [
         (0, "not-finite"),
@@ -99,7 +99,7 @@ def test_what_is_not_finite_sets_off_an_alarm_of_its_own_only():
     ]
 
 
-def test_the_value_and_threshold_are_the_rules():
+def test_an_alarm_has_its_rules_value_and_threshold():
     (alarm,) = check_alarms("ppo", history("ppo", "eos_rate", [0.9, 0.9, 0.9, 0.6, 0.6]))
     assert alarm.alarm == "eos-falling"
     assert alarm.value == pytest.approx(0.3)
@@ -107,7 +107,7 @@ def test_the_value_and_threshold_are_the_rules():
     assert "missing_eos_penalty" in alarm.advice
 
 
-def test_length_at_the_limit():
+def test_answers_at_the_length_limit_raise_an_alarm():
     def records(mean):
         values = {"response_tokens": mean, "response_tokens_max": 128.0}
         return [Record("ppo", step, 0.0, values) for step in range(1, 4)]
@@ -123,7 +123,7 @@ def test_overfitting_compares_with_the_recent_training_accuracy():
         assert [a.alarm for a in check_alarms("reward", [*records, last])] == expected
 
 
-def test_reward_rising_while_the_held_out_one_falls():
+def test_training_reward_up_and_held_out_reward_down_raises_an_alarm():
     def run(rewards, heldout):
         return [
             Record("ppo", i + 1, 0.0, {"reward": r, "heldout_reward": h})

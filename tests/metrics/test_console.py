@@ -34,7 +34,7 @@ def test_every_family_shows_a_few_declared_metrics():
         assert 5 <= len([name for name in names if "heldout" not in name]) <= 9
 
 
-def test_plain_lines_are_aligned_and_end_in_the_eta():
+def test_plain_lines_are_aligned_and_end_with_the_eta():
     console, file = stage_console()
     console.line(1, {"reward": 0.5, "kl": 1e-9, "entropy": 2.0, "clip_fraction": 0.1})
     console.line(100, {"reward": -12.25, "kl": 3.0, "entropy": math.nan})

@@ -35,7 +35,7 @@ def test_damaged_files_are_named_and_the_others_still_read(tmp_path):
     assert len(folder.alarms) == 1
 
 
-def test_a_line_that_is_no_object_is_named(tmp_path):
+def test_a_line_that_is_not_an_object_is_named(tmp_path):
     (tmp_path / "samples.jsonl").write_text('[1]\n{"step": 1}\n')
     folder = read_folder(tmp_path)
     assert "samples.jsonl:1 must be one JSON object" in folder.notices[0]

@@ -53,13 +53,13 @@ def test_an_undeclared_name_is_refused_with_the_nearest(name, nearest):
     [
         ("heldout_reward", "Held-out reward"),
         ("heldout_loss/politeness", "Held-out loss: politeness"),
-        ("seconds/train", "Seconds: train"),
+        ("seconds/train", "Time: train"),
         ("kl_coef", "KL coefficient"),
         ("response_tokens", "Answer length"),
         ("rule: manner", "rule: manner"),
     ],
 )
-def test_a_title_is_plain_words(name, title):
+def test_titles_are_plain_words(name, title):
     assert title_of(name) == title
 
 
@@ -75,7 +75,7 @@ def test_a_chart_holds_few_lines_of_one_unit():
             assert len(metrics) <= 4
 
 
-def test_one_axis_holds_what_is_measured_alike():
+def test_rewards_with_and_without_penalty_do_not_share_an_axis():
     """Training rewards have the missing-EOS penalty subtracted, held-out ones have not."""
     charts = {name: METRIC[name].chart for name in METRIC}
     assert charts["reward_before_penalty"] == charts["heldout_reward"] != charts["reward"] != ""

@@ -15,7 +15,7 @@ EVIL = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}
 ALLOWED = {
     *("html", "head", "meta", "title", "style", "body", "header", "main", "section", "footer"),
     *("div", "span", "p", "b", "br", "h1", "h2", "h3", "ul", "li", "nav", "a", "article"),
-    *("pre", "wbr"),
+    *("pre", "wbr", "code"),
     *("table", "thead", "tbody", "tr", "th", "td", "figure", "figcaption", "details", "summary"),
     *("svg", "path", "circle", "rect", "line", "text"),
 }
@@ -150,7 +150,7 @@ def test_the_page_shows_what_the_folder_holds(run):
     assert [v for _, name, v in page.attributes if name == "class"].count("score best") == 11
 
 
-def test_the_page_is_complete_in_itself_and_runs_nothing(run):
+def test_the_page_is_self_contained_and_runs_no_script(run):
     html, page = report(run)
     assert html.startswith("<!doctype html>")
     assert set(page.tags) <= ALLOWED
@@ -249,7 +249,7 @@ def test_a_run_stopped_early_names_what_has_not_run(run):
 
 
 @pytest.mark.parametrize("strange", [None, 3, "x", [], {}, [None], {"a": None}, [[1]], True])
-def test_strange_shapes_do_no_harm(tmp_path, strange):
+def test_files_of_an_unexpected_shape_do_no_harm(tmp_path, strange):
     (tmp_path / "data.json").write_text(json.dumps({"datasets": strange}))
     evaluation = {"models": {"a": strange}, "answers": [{"prompt": strange, "answers": strange}]}
     (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
@@ -276,7 +276,7 @@ def test_a_damaged_file_is_named_on_the_page(run):
     assert "Supervised fine-tuning" in page.text
 
 
-def test_the_data_rooms_own_ledger_is_understood(tmp_path):
+def test_the_ledger_that_data_writes_is_shown(tmp_path):
     ledger = pytest.importorskip("tandem.data.ledger")
     account = ledger.Ledger()
     entry = account.open("hh", "hh.jsonl.gz", weight=2.0)

@@ -35,7 +35,7 @@ def evaluated(path, **evaluation):
         ("a name of another version", [1.0, 2.0, 3.0], set()),
     ],
 )
-def test_the_best_are_marked_where_one_way_is_better(tmp_path, name, numbers, best):
+def test_the_best_value_is_marked_where_a_direction_is_good(tmp_path, name, numbers, best):
     models = {label: {name: n} for label, n in zip("abc", numbers, strict=True)}
     table = result_table(evaluated(tmp_path, models=models))
     assert table["labels"] == ["a", "b", "c"]
@@ -124,7 +124,7 @@ def test_rates_are_over_all_steps_not_a_mean_of_rates(tmp_path):
     assert row["cells"] == ["4.00 s", "100 %", "400", "", "", "1.00 GiB"]
 
 
-def test_what_no_phase_covers_is_named(tmp_path):
+def test_time_outside_of_phases_is_shown(tmp_path):
     folder = stage(tmp_path, {"seconds/step": 10.0, "seconds/train": 6.0, "seconds/save": 0.0})
     (view,) = time_per_phase(folder)
     assert [(row["phase"], row["cells"][1]) for row in view["rows"]] == [
@@ -174,11 +174,12 @@ def test_changed_knobs_are_those_that_differ_from_the_defaults():
     ]
 
 
-def test_a_stage_draws_what_it_logged_and_no_more(tmp_path):
+def test_a_stage_draws_only_what_it_logged(tmp_path):
     """Charts belong to a family; a stage draws those of its lines that it logs."""
     lines = [
         metrics_line("reward", 1, margin=1.0, heldout_margin=2.0),
-        metrics_line("dpo", 1, implicit_reward_margin=3.0, **{"tokens_per_second/train": 9.0}),
+        metrics_line("dpo", 1, implicit_reward_margin=3.0, heldout_margin=2.5),
+        metrics_line("dpo", 2, **{"tokens_per_second/train": 9.0, "seconds/train": 1.0}),
         metrics_line("ppo", 1, heldout_reward=4.0, kl="nan"),
     ]
     write_lines(tmp_path / "metrics.jsonl", lines)
@@ -188,6 +189,9 @@ def test_a_stage_draws_what_it_logged_and_no_more(tmp_path):
     ]
     assert drawn == [
         {"Margin": [(1, "training", "1"), (2, "held-out", "2")]},
-        {"Margin": [(1, "training", "3")], "Speed": [(1, "train", "9")]},
+        {
+            "Margin": [(1, "training", "3"), (2, "held-out", "2.5")],
+            "Speed": [(1, "train", "9")],
+        },
         {"Reward before penalty and clipping": [(2, "held-out", "4")]},
     ]
