@@ -17,9 +17,10 @@ from typing import Literal
 from tandem.errors import ConfigError
 from tandem.metrics import history as of
 from tandem.metrics.history import History, Measure
+from tandem.metrics.metric import FAMILIES
 from tandem.metrics.names import find_metric
 from tandem.metrics.records import Record
-from tandem.metrics.stages import FAMILIES, Family, stage_of
+from tandem.metrics.stages import Family, stage_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from tandem.metrics.records import (
     parse_record,
     read_lines,
 )
-from tandem.metrics.stages import STAGES, Stage
+from tandem.metrics.stages import Stage, stage_names, stage_of
 
 T = TypeVar("T")
 
@@ -48,8 +48,8 @@ class RunFolder:
 
     def stages(self) -> list[Stage]:
         """The known stages with records, in the order in which they first logged."""
-        known = {stage.name: stage for stage in STAGES}
-        return [known[n] for n in dict.fromkeys(r.stage for r in self.records) if n in known]
+        seen = dict.fromkeys(record.stage for record in self.records)
+        return [stage_of(name) for name in seen if name in stage_names()]
 
     def series(self, stage: str, metric: str) -> list[tuple[float, float]]:
         """(step, value) of one metric, in the order of steps; nan and inf as they are."""
@@ -92,7 +92,7 @@ def read_folder(run_dir: Path | str) -> RunFolder:
 def finished_stages(run_dir: Path) -> dict[str, str]:
     """The SHA-256 in each finished stage's manifest, by stage: it differs if the model does. The
     files themselves are not read."""
-    manifests = {stage.name: run_dir / stage.name / "MANIFEST.json" for stage in STAGES}
+    manifests = {name: run_dir / name / "MANIFEST.json" for name in stage_names()}
     return {
         name: str(_json(path, []).get("sha256", "damaged"))
         for name, path in manifests.items()

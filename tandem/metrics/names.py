@@ -13,8 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from tandem.errors import ConfigError
-from tandem.metrics.metric import PHASES, Metric
-from tandem.metrics.stages import FAMILIES as _ALL
+from tandem.metrics.metric import FAMILIES, PHASES, Metric
 from tandem.metrics.stages import Family
 
 _TEXT: tuple[Family, ...] = ("supervised",)
@@ -250,33 +249,33 @@ METRICS: tuple[Metric, ...] = (
     Metric("heldout_ptx_perplexity", "ratio", _RL, "lower",
         "Perplexity of the policy on held-out mixture text; measures forgetting.", "level",
         chart="Perplexity of mixture data", column="ptx ppl"),
-    Metric("skipped", "updates", _ALL, "lower",
+    Metric("skipped", "updates", FAMILIES, "lower",
         "Updates skipped so far because a loss, gradient or reward was not finite or far out of "
         "range; their rows are in the run's folder bad-steps.", "0", title="Skipped updates"),
-    Metric("loss_scale", "factor", _ALL, "",
+    Metric("loss_scale", "factor", FAMILIES, "",
         "Factor that losses are multiplied by in fp16; it doubles after 1,000 good steps and "
         "halves on overflow.", "rarely changes"),
-    Metric("overflows", "steps", _ALL, "",
+    Metric("overflows", "steps", FAMILIES, "",
         "Optimizer steps skipped so far because a gradient overflowed in fp16.",
         "a few at the start, then rare"),
-    Metric("rank_idle", "share", _ALL, "lower",
+    Metric("rank_idle", "share", FAMILIES, "lower",
         "Share of the forwards and backwards of a step's updates that do no work, because their "
         "rank had fewer micro-batches than another or no rows. 0 on one rank.",
         "below 0.2; above, raise batch_size or ppo.minibatch_size, or lower micro_batch_tokens"),
     *_group("cost",
-        Metric("seconds/*", "seconds", _ALL, "lower",
+        Metric("seconds/*", "seconds", FAMILIES, "lower",
             "Wall time of a phase since the last log line; `step` is all of it.", members=PHASES,
             title="Time"),
-        Metric("tokens_per_second/*", "tokens/s", _ALL, "higher",
+        Metric("tokens_per_second/*", "tokens/s", FAMILIES, "higher",
             "Tokens through a phase, padding excluded: `generate` counts sampled tokens, the "
             "others all tokens that they read.", members=PHASES, chart="Speed"),
-        Metric("samples_per_second/*", "samples/s", _ALL, "higher",
+        Metric("samples_per_second/*", "samples/s", FAMILIES, "higher",
             "Sequences through a phase; pairs where a stage trains on pairs.", members=PHASES),
-        Metric("tflops/*", "TFLOP/s", _ALL, "higher",
+        Metric("tflops/*", "TFLOP/s", FAMILIES, "higher",
             "Model FLOP/s of a phase, all ranks together: the forwards and backwards that it ran, "
             "recomputation not counted; the vocabulary head only for the tokens that go through "
             "it. `step`: those of all phases over the time of the whole step.", members=PHASES),
-        Metric("peak_memory_bytes/*", "bytes", _ALL, "lower",
+        Metric("peak_memory_bytes/*", "bytes", FAMILIES, "lower",
             "Peak memory during a phase: torch's allocator on CUDA, otherwise the process's "
             "resident set (since its start where the system cannot reset the peak).",
             members=PHASES, title="Peak memory"),

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterable
 
 from tandem.metrics.alarms import ALARMS, Rule
-from tandem.metrics.metric import Metric
+from tandem.metrics.metric import FAMILIES, Metric
 from tandem.metrics.names import METRICS
-from tandem.metrics.stages import FAMILIES, STAGES, Family
+from tandem.metrics.stages import Family, stage_names, stage_of
 from tandem.metrics.text import short_number, trimmed
 
 _INTRO = """\
@@ -61,7 +61,8 @@ def markdown() -> str:
 
 
 def _stages_of(family: Family) -> str:
-    return ", ".join(f"{s.title} (`{s.name}`)" for s in STAGES if s.family == family)
+    stages = map(stage_of, stage_names())
+    return ", ".join(f"{s.title} (`{s.name}`)" for s in stages if s.family == family)
 
 
 def _metric_row(metric: Metric) -> tuple[str, ...]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from tandem.errors import ConfigError
 
 Family = Literal["supervised", "pairs", "rl"]
-FAMILIES: tuple[Family, ...] = get_args(Family)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +30,11 @@ STAGES = (
 """In the order in which a run takes them."""
 
 
+def stage_names() -> tuple[str, ...]:
+    """Of all stages, in their order."""
+    return tuple(stage.name for stage in STAGES)
+
+
 def stage_of(name: str) -> Stage:
     """The stage of that name.
 
@@ -40,5 +44,4 @@ def stage_of(name: str) -> Stage:
     for stage in STAGES:
         if stage.name == name:
             return stage
-    names = ", ".join(stage.name for stage in STAGES)
-    raise ConfigError(f"stage must be one of {names}; got {name!r}. Use one.")
+    raise ConfigError(f"stage must be one of {', '.join(stage_names())}; got {name!r}. Use one.")

@@ -5,9 +5,9 @@ import pytest
 
 from tandem.errors import ConfigError
 from tandem.metrics.alarms import ALARMS, check_alarms
+from tandem.metrics.metric import FAMILIES
 from tandem.metrics.names import METRIC
 from tandem.metrics.records import Record
-from tandem.metrics.stages import FAMILIES
 
 from .runs import history
 
