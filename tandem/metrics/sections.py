@@ -28,8 +28,6 @@ Row = Mapping[str, Any]
 
 _OTHER_FROM = 0.005
 """Share of a stage's time from which the time outside of all phases gets a row."""
-_MAX_PLACES = 10
-"""Places shown per reason for dropping rows."""
 _NO_UNIT = ("share", "ratio", "norm", "normalized reward")
 """Units that a number is clear without: shares are shown as percentages."""
 
@@ -63,7 +61,7 @@ def result_cards(folder: RunFolder) -> list[Row]:
             points = finite(folder.series(stage.name, metric.name)) if metric.card else []
             if stage.family not in metric.families or not points:
                 continue
-            title = metric.title or title_of(metric.name)
+            title = title_of(metric.name)
             label = f"{stage.short} model: {title[0].lower()}{title[1:]}"
             (first_step, before), (last_step, value) = points[0], points[-1]
             detail = f"at step {last_step:.0f}"
@@ -247,21 +245,21 @@ def _dataset_row(entry: Row) -> Row:
     left = []
     for reason, dropped in mapping_or_empty(entry.get("dropped")).items():
         detail = mapping_or_empty(dropped)
-        places = [str(p) for p in list_or_empty(detail.get("first", detail.get("lines")))]
-        more = ", …" if len(places) > _MAX_PLACES else ""
-        count = _count(detail.get("count", dropped))
-        left.append((count, f"dropped: {reason}", ", ".join(places[:_MAX_PLACES]) + more))
+        places = list(map(str, list_or_empty(detail.get("first"))))
+        if len(places) < (number_or_none(detail.get("count")) or 0):
+            places.append("…")
+        left.append((_count(detail.get("count")), f"dropped: {reason}", ", ".join(places)))
     left += [(count, f"unused: {reason}", "") for count, reason in _counts(entry.get("unused"))]
-    titles = {"duplicates": "duplicates", "blank_lines": "blank lines", "blank": "blank lines"}
+    lines = {"duplicates": entry.get("duplicates"), "blank lines": entry.get("blank_lines")}
     copies = _counts(entry.get("extra_copies"))
     return {
         "name": str(entry.get("name", "")),
         "path": str(entry.get("path", "")),
-        "read": _count(entry.get("rows", entry.get("read"))),
+        "read": _count(entry.get("rows")),
         "used": _counts(entry.get("used")),
         "left": left,
         "notes": [
-            *_counts({title: entry.get(key) for key, title in titles.items() if key in entry}),
+            *_counts(lines),
             *((count, f"extra copies by weight in {stage}") for count, stage in copies),
             *_counts(entry.get("notes")),
         ],

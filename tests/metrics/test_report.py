@@ -130,7 +130,7 @@ def test_the_page_shows_what_the_folder_holds(run):
         "3 more prompts",
         "ppo step 3 While training? sample 1 0 yes",
         "politeness p.jsonl.gz 1,100 200 sft 400 reward",
-        "10 dropped: too long (sft) (p.jsonl.gz:17) 490 unused: no rejected answer",
+        "10 dropped: too long (sft) (p.jsonl.gz:17, …) 490 unused: no rejected answer",
         "2 blank lines 200 extra copies by weight in sft 3 system turn left out",
         "train 1 m 00 s 75 %",
         "other 20 s 25 %",
