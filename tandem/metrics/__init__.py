@@ -4,7 +4,7 @@
     log        MetricLog: console, metrics.jsonl, TensorBoard, W&B; samples and alarms
     records    Record, read_metrics: the run folder's JSONL files
     timing     Phases: seconds, tokens/s, samples/s, TFLOP/s and peak memory per phase
-    alarms     check_alarms and the published thresholds; history: what they measure
+    alarms     check_alarms and the published thresholds; measures: what they compare
     report     write_report: the run folder as one HTML page; sections, charts: what is on it
     reference  markdown: docs/metrics.md
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.errors import ConfigError
-from tandem.metrics import history as of
-from tandem.metrics.history import History, Measure
+from tandem.metrics import measures
+from tandem.metrics.measures import History, Measure
 from tandem.metrics.metric import FAMILIES
 from tandem.metrics.names import find_metric
 from tandem.metrics.records import Record
@@ -41,7 +41,7 @@ class Rule:
     threshold: float
     meaning: str
     advice: str
-    measure: Measure = of.now
+    measure: Measure = measures.now
     quantity: str = ""
     source: str = "Tandem's own"
     in_a_row: int = 1
@@ -72,25 +72,25 @@ ALARMS: tuple[Rule, ...] = (
     Rule("not-finite", "*", "above", 0,
         "A number of this step is not finite.",
         "Lower the learning rate; look at this step's samples and rows.",
-        of.num_non_finite, "nan or infinite values in the record", after_step=-1),
+        measures.num_non_finite, "nan or infinite values in the record", after_step=-1),
     Rule("loss-not-falling", "loss", "above", 1.0,
         "The loss is not below its starting level.",
         "Check the data with `tandem data check`; raise the learning rate, or lower it if the loss "
         "jumps.",
-        of.mean_over_first_mean, "mean loss of the last 20 steps / of the first 20",
+        measures.mean_over_first_mean, "mean loss of the last 20 steps / of the first 20",
         after_step=50),
     Rule("heldout-loss-rising", "heldout_loss", "above", 1.0,
         "The model is getting worse on rows that it does not train on: overfitting.",
         "Use fewer epochs, more data or a lower learning rate.",
-        of.over_previous, "heldout_loss / its previous value", in_a_row=3),
+        measures.over_previous, "heldout_loss / its previous value", in_a_row=3),
     Rule("grad-spike", "grad_norm", "above", 10.0,
         "This batch's gradient is ten times larger than usual.",
         "If it repeats, lower the learning rate or max_grad_norm and look at the rows.",
-        of.over_median, "grad_norm / its median over the previous 50 steps"),
+        measures.over_median, "grad_norm / its median over the previous 50 steps"),
     Rule("accuracy-chance", "accuracy", "below", 0.5,
         "The model is not learning to prefer the chosen answers.",
         "Raise the learning rate; check that chosen and rejected are not swapped.",
-        of.mean_of_20, "mean accuracy of the last 20 steps", after_step=50),
+        measures.mean_of_20, "mean accuracy of the last 20 steps", after_step=50),
     Rule("heldout-accuracy-chance", "heldout_accuracy", "below", 0.55,
         "Accuracy on held-out pairs is hardly better than chance.",
         "Check that chosen and rejected are not swapped; use more pairs, a larger model or more "
@@ -99,7 +99,7 @@ ALARMS: tuple[Rule, ...] = (
     Rule("accuracy-overfit", "heldout_accuracy", "above", 0.2,
         "The model memorizes the training pairs instead of learning the preference.",
         "Use one epoch, more pairs or a lower learning rate.",
-        of.training_minus_heldout, "mean accuracy of the last 20 steps - heldout_accuracy"),
+        measures.training_minus_heldout, "mean accuracy of the last 20 steps - heldout_accuracy"),
     Rule("ratio-gap", "ratio_gap_before_update", "above", 3e-2,
         "Two forwards of the same weights disagree before any update, so the ratio is wrong.",
         "Turn dropout off and use dtype fp32; if the gap stays, report the model type.",
@@ -114,7 +114,7 @@ ALARMS: tuple[Rule, ...] = (
     Rule("kl-growth", "kl", "above", 5.0,
         "The policy is moving away from the reference fast.",
         "Lower the actor's learning rate or raise ppo.kl_coef.",
-        of.growth_in_10, "kl / kl 10 steps before (where that was at least 1 nat)"),
+        measures.growth_in_10, "kl / kl 10 steps before (where that was at least 1 nat)"),
     Rule("kl-negative", "kl", "below", -1.0,
         "An estimated KL this negative means that the policy finds its own samples less likely "
         "than the reference does: truncated sampling or a bug.",
@@ -123,7 +123,7 @@ ALARMS: tuple[Rule, ...] = (
     Rule("entropy-collapse", "entropy", "below", 0.1,
         "The policy gives nearly the same answer every time.",
         "Raise ppo.entropy_coef or ppo.kl_coef, or lower the actor's learning rate.",
-        of.over_start, "entropy / its mean over the first 3 steps",
+        measures.over_start, "entropy / its mean over the first 3 steps",
         source="Tandem's own; axolotl calls 0.05 to 0.5 nats healthy"),
     Rule("clip-fraction", "clip_fraction", "above", 0.3,
         "Much of the update is clipped away.",
@@ -136,7 +136,7 @@ ALARMS: tuple[Rule, ...] = (
     Rule("eos-falling", "eos_rate", "above", 0.2,
         "Fewer answers end with a stop token than at the start.",
         "Raise ppo.missing_eos_penalty; check whether the reward favors length.",
-        of.drop_from_start, "mean eos_rate of the first 3 steps - eos_rate", in_a_row=2),
+        measures.drop_from_start, "mean eos_rate of the first 3 steps - eos_rate", in_a_row=2),
     Rule("eos-low", "eos_rate", "below", 0.5,
         "Most answers are cut off at the length limit.",
         "Raise sampling.max_new_tokens, train SFT longer, or raise ppo.missing_eos_penalty.",
@@ -144,7 +144,7 @@ ALARMS: tuple[Rule, ...] = (
     Rule("length-limit", "response_tokens", "above", 0.98,
         "Nearly all answers are as long as the longest: they have reached the length limit.",
         "Raise sampling.max_new_tokens or ppo.missing_eos_penalty.",
-        of.over_longest, "response_tokens / response_tokens_max", in_a_row=3),
+        measures.over_longest, "response_tokens / response_tokens_max", in_a_row=3),
     Rule("reward-flat", "reward_std", "below", 1e-2,
         "All answers get the same score, so there is nothing to learn from.",
         "Check the reward on these samples; raise the temperature or use harder prompts.",
@@ -155,20 +155,20 @@ ALARMS: tuple[Rule, ...] = (
     Rule("actor-grad-spike", "actor_grad_norm", "above", 10.0,
         "The actor's gradient on this rollout is ten times larger than usual.",
         "If it repeats, lower the actor's learning rate and look at the step's samples.",
-        of.over_median, "actor_grad_norm / its median over the previous 50 steps"),
+        measures.over_median, "actor_grad_norm / its median over the previous 50 steps"),
     Rule("critic-grad-spike", "critic_grad_norm", "above", 10.0,
         "The critic's gradient on this rollout is ten times larger than usual.",
         "If it repeats, lower the critic's learning rate or ppo.reward_clip.",
-        of.over_median, "critic_grad_norm / its median over the previous 50 steps"),
+        measures.over_median, "critic_grad_norm / its median over the previous 50 steps"),
     Rule("reward-overfit", "heldout_reward", "above", 0.25,
         "The reward rises on the training prompts and falls on held-out ones.",
         "Go back to the better step, raise ppo.kl_coef or use more prompts.",
-        of.heldout_lost, "best heldout_reward so far - heldout_reward, while reward is higher than "
-        "it was then", in_a_row=2),
+        measures.heldout_lost, "best heldout_reward so far - heldout_reward, while reward is above "
+        "its value then", in_a_row=2),
     Rule("forgetting", "heldout_ptx_perplexity", "above", 1.2,
         "The policy is forgetting the language that it was trained on.",
         "Raise ppo.ptx_coef or ppo.kl_coef, or lower the actor's learning rate.",
-        of.over_first, "heldout_ptx_perplexity / its first value"),
+        measures.over_first, "heldout_ptx_perplexity / its first value"),
 )
 """Every alarm, in the order of the reference page."""
 # fmt: on
