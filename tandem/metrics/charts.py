@@ -1,6 +1,6 @@
-"""Line charts and stacked bars as inline SVG; colours come from the page's style sheet.
+"""Line charts and stacked bars as inline SVG; colors come from the page's style sheet.
 
-Text in a chart is escaped here, so the markup returned is safe whatever the labels are.
+Labels are escaped here, so the markup returned is safe whatever they contain.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from tandem.metrics.text import short_number, visible
 Point = tuple[float, float]
 
 _WIDTH, _HEIGHT = 360, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 32
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 348, 10, 158
 _BUCKETS = 160
 _SMOOTH_FROM = 24
+_MAX_DOTS, _MAX_CROSSES = 60, 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,87 +29,88 @@ class Series:
     """(step, value) pairs in the order of steps; values may be nan or inf.
 
     `kind`: "noisy" is a faint raw line under a smoothed one, "exact" a line as it is (a schedule),
-    "marks" are points with a thin line, for what is measured now and then.
+    "marks" are points on a thin line, for what is measured now and then. `color` is the style
+    sheet's number.
     """
 
     label: str
     points: Sequence[Point]
     kind: Literal["noisy", "exact", "marks"] = "noisy"
+    color: int = 1
+
+    @property
+    def finite(self) -> list[Point]:
+        """The points that have a number."""
+        return [point for point in self.points if math.isfinite(point[1])]
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """From data to pixels."""
+    """The ranges of both axes, in data units."""
 
     x: tuple[float, float]
     y: tuple[float, float]
 
-    def at(self, point: Point) -> tuple[float, float]:
+    def at(self, point: Point) -> Point:
         """Pixel of a finite point."""
         (x0, x1), (y0, y1) = self.x, self.y
-        across = (point[0] - x0) / (x1 - x0)
+        right = (point[0] - x0) / (x1 - x0)
         up = (point[1] - y0) / (y1 - y0)
-        return (
-            _LEFT + across * (_WIDTH - _LEFT - _RIGHT),
-            _HEIGHT - _BOTTOM - up * (_HEIGHT - _TOP - _BOTTOM),
+        return _LEFT + right * (_RIGHT - _LEFT), _BOTTOM - up * (_BOTTOM - _TOP)
+
+    def path(self, style: str, runs: Sequence[Sequence[Point]]) -> str:
+        """A stroke through each run of points."""
+        lines = (
+            "L".join("{:.1f} {:.1f}".format(*self.at(point)) for point in run)
+            for run in runs
+            if run
         )
+        return f'<path class="{style}" d="{"".join(f"M{line}" for line in lines)}"/>'
 
 
 def line_chart(title: str, unit: str, series: Sequence[Series]) -> Markup:
-    """A chart over steps, axes labelled; series n is drawn in the style sheet's colour n.
-
-    At least one point must be finite.
-    """
-    finite = [p for line in series for p in line.points if math.isfinite(p[1])]
-    y_ticks = ticks(min(p[1] for p in finite), max(p[1] for p in finite))
-    steps = [p[0] for line in series for p in line.points]
-    x_low, x_high = min(steps), max(steps)
+    """A chart over steps with labeled axes. At least one point must be finite."""
+    values = [value for line in series for _, value in line.finite]
+    y_ticks = ticks(min(values), max(values))
+    steps = [step for line in series for step, _ in line.points]
+    low, high = min(steps), max(steps)
     # Steps count from 1; the axis of a whole stage still begins at 0.
-    x_low = 0.0 if x_low <= 0.05 * x_high else x_low
-    frame = _Frame(
-        (x_low, x_high if x_high > x_low else x_low + 1),
-        (y_ticks[0], y_ticks[-1]),
-    )
-    x_ticks = [t for t in ticks(x_low, x_high, whole=True) if x_low <= t <= x_high]
-    parts = _axes(frame, x_ticks, y_ticks)
-    # Points last: a held-out measurement must not vanish under a line.
-    order = sorted(enumerate(series, start=1), key=lambda item: item[1].kind == "marks")
-    for number, line in order:
-        draw = _marks if line.kind == "marks" else _line
-        parts.extend(draw(line, number, frame))
-        parts.extend(_not_finite(line, number, frame))
+    low = 0.0 if low <= 0.05 * high else low
+    frame = _Frame((low, high if high > low else low + 1), (y_ticks[0], y_ticks[-1]))
+    x_ticks = [tick for tick in ticks(low, high, whole=True) if low <= tick <= high]
+    # Held-out points last, so that no line hides them.
+    lines = sorted(series, key=lambda line: line.kind == "marks")
+    parts = [*_axes(frame, x_ticks, y_ticks), *(_line(line, frame) for line in lines)]
     label = f"{title}, {unit}, over steps" if unit else f"{title} over steps"
     return Markup(
-        '<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
-    ).format(_WIDTH, _HEIGHT, visible(label), Markup("").join(parts))
+        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{escape(visible(label))}">{"".join(parts)}</svg>'
+    )
 
 
 def stacked_bar(label: str, parts: Sequence[tuple[int, str, float]]) -> Markup:
     """Shares of a whole as one bar.
 
     Args:
-        parts: (colour of the style sheet, name, positive value); at least one.
+        parts: (color of the style sheet, name, positive value); at least one.
     """
     total = sum(value for _, _, value in parts)
-    left = 0.0
-    rects = []
-    for colour, name, value in parts:
+    left, rects = 0.0, []
+    for color, name, value in parts:
         width = 1000 * value / total
         rects.append(
-            Markup(
-                '<rect class="f{}" x="{:.2f}" y="0" width="{:.2f}" height="24">'
-                "<title>{}: {:.0%}</title></rect>"
-            ).format(colour, left, width, visible(name), value / total)
+            f'<rect class="f{color}" x="{left:.2f}" y="0" width="{width:.2f}" height="24">'
+            f"<title>{escape(visible(name))}: {value / total:.0%}</title></rect>"
         )
         left += width
     return Markup(
-        '<svg class="bar" viewBox="0 0 1000 24" preserveAspectRatio="none" role="img" '
-        'aria-label="{}">{}</svg>'
-    ).format(visible(label), Markup("").join(rects))
+        f'<svg class="bar" viewBox="0 0 1000 24" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(visible(label))}">{"".join(rects)}</svg>'
+    )
 
 
 def ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    """Three to seven round numbers that enclose low..high, evenly apart; integers if `whole`."""
+    """Three to seven round, evenly spaced numbers that enclose low..high; integers if `whole`."""
     span = high - low
     if span <= abs(high) * 1e-9 or span == 0:
         pad = abs(high) * 0.1 or 1.0
@@ -123,63 +125,45 @@ def ticks(low: float, high: float, whole: bool = False) -> list[float]:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Centred mean over about a fifteenth of the points; the finite points themselves if few."""
-    kept = [p for p in points if math.isfinite(p[1])]
-    if len(kept) < _SMOOTH_FROM:
-        return kept
-    half = max(1, len(kept) // 30)
+    """Centered mean over about a fifteenth of the finite points; those themselves if few."""
+    points = [point for point in points if math.isfinite(point[1])]
+    if len(points) < _SMOOTH_FROM:
+        return points
+    half = max(1, len(points) // 30)
     sums = [0.0]
-    for _, value in kept:
+    for _, value in points:
         sums.append(sums[-1] + value)
-    windows = ((max(0, i - half), min(len(kept), i + half + 1)) for i in range(len(kept)))
+    windows = ((max(0, i - half), min(len(points), i + half + 1)) for i in range(len(points)))
     means = [(sums[b] - sums[a]) / (b - a) for a, b in windows]
-    return [(p[0], mean) for p, mean in zip(kept, means, strict=True)]
+    return [(point[0], mean) for point, mean in zip(points, means, strict=True)]
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most two points a bucket, its lowest and highest: fewer points, the same picture."""
+    """At most two points per bucket, its lowest and highest: fewer points, the same picture."""
     if len(points) <= 2 * _BUCKETS:
         return list(points)
-    size = len(points) / _BUCKETS
-    edges = [round(n * size) for n in range(_BUCKETS + 1)]
+    edges = [round(n * len(points) / _BUCKETS) for n in range(_BUCKETS + 1)]
     kept: list[Point] = []
     for a, b in pairwise(edges):
-        chosen = {
-            min(range(a, b), key=lambda i: points[i][1]),
-            max(range(a, b), key=lambda i: points[i][1]),
-        }
-        kept.extend(points[i] for i in sorted(chosen))
+        by_value = sorted(range(a, b), key=lambda i: points[i][1])
+        kept.extend(points[i] for i in sorted({by_value[0], by_value[-1]}))
     return kept
 
 
-def _axes(frame: _Frame, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> list[Markup]:
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+def _axes(frame: _Frame, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> list[str]:
     parts = []
-    gap = y_ticks[1] - y_ticks[0]
     for tick in y_ticks:
         y = frame.at((frame.x[0], tick))[1]
-        parts.append(
-            Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
-                _LEFT, right, y, y
-            )
-        )
-        parts.append(
-            Markup('<text class="tick end" x="{}" y="{:.1f}">{}</text>').format(
-                _LEFT - 6, y + 3.5, _tick_label(tick, gap)
-            )
-        )
+        label = _tick_label(tick, y_ticks[1] - y_ticks[0])
+        parts += [
+            f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
+            f'<text class="tick end" x="{_LEFT - 6}" y="{y + 3.5:.1f}">{label}</text>',
+        ]
     for tick in x_ticks:
         x = frame.at((tick, frame.y[0]))[0]
-        parts.append(
-            Markup('<text class="tick mid" x="{:.1f}" y="{}">{}</text>').format(
-                x, bottom + 14, f"{tick:,.0f}"
-            )
-        )
-    middle = (_LEFT + right) / 2
-    parts.append(
-        Markup('<text class="axis mid" x="{:.1f}" y="{}">step</text>').format(middle, _HEIGHT - 4)
-    )
-    return parts
+        parts.append(f'<text class="tick mid" x="{x:.1f}" y="{_BOTTOM + 14}">{tick:,.0f}</text>')
+    middle = (_LEFT + _RIGHT) / 2
+    return [*parts, f'<text class="axis mid" x="{middle:.1f}" y="{_HEIGHT - 4}">step</text>']
 
 
 def _tick_label(tick: float, gap: float) -> str:
@@ -193,40 +177,28 @@ def _tick_label(tick: float, gap: float) -> str:
     return f"{tick:.{decimals}f}"
 
 
-def _line(line: Series, number: int, frame: _Frame) -> list[Markup]:
-    kept = [p for p in line.points if math.isfinite(p[1])]
-    if line.kind == "exact":
-        parts = [_path(f"smooth c{number}", _runs(line.points), frame)]
+def _line(line: Series, frame: _Frame) -> str:
+    """One series; a cross at the top edge is a step without a number, never drawn as zero."""
+    finite, parts = line.finite, []
+    if line.kind == "marks":
+        parts.append(frame.path(f"link c{line.color}", [finite]))
+    elif line.kind == "exact":
+        parts.append(frame.path(f"smooth c{line.color}", _runs(line.points)))
     else:
-        parts = [_path(f"smooth c{number}", [thinned(smoothed(line.points))], frame)]
-        if len(kept) >= _SMOOTH_FROM:
-            parts.insert(0, _path(f"raw c{number}", _runs(line.points), frame))
-    if len(kept) == 1:
-        parts.append(_dot(kept[0], line, number, frame))
-    return parts
-
-
-def _marks(line: Series, number: int, frame: _Frame) -> list[Markup]:
-    kept = [p for p in line.points if math.isfinite(p[1])]
-    thin = kept[:: max(1, len(kept) // 60)]
-    return [
-        _path(f"link c{number}", [kept], frame),
-        *(_dot(point, line, number, frame) for point in thin),
-    ]
-
-
-def _not_finite(line: Series, number: int, frame: _Frame) -> list[Markup]:
-    """A cross at the top edge for every step without a number: never drawn as zero."""
-    bad = [p for p in line.points if not math.isfinite(p[1])][:50]
-    crosses = []
-    for step, value in bad:
-        x, y = frame.at((step, frame.y[1]))
-        crosses.append(
-            Markup(
-                '<path class="cross c{}" d="M{:.1f} {:.1f}l6 6m0-6l-6 6"><title>{}</title></path>'
-            ).format(number, x - 3, y - 3, _tooltip(line, (step, value)))
-        )
-    return crosses
+        if len(finite) >= _SMOOTH_FROM:
+            parts.append(frame.path(f"raw c{line.color}", _runs(line.points)))
+        parts.append(frame.path(f"smooth c{line.color}", [thinned(smoothed(line.points))]))
+    if line.kind == "marks" or len(finite) == 1:
+        for point in finite[:: max(1, len(finite) // _MAX_DOTS)]:
+            x, y = frame.at(point)
+            dot = f'<circle class="dot f{line.color}" cx="{x:.1f}" cy="{y:.1f}" r="3.2">'
+            parts.append(f"{dot}{_tooltip(line, point)}</circle>")
+    missing = [point for point in line.points if not math.isfinite(point[1])]
+    for point in missing[:_MAX_CROSSES]:
+        x, y = frame.at((point[0], frame.y[1]))
+        cross = f'<path class="cross c{line.color}" d="M{x - 3:.1f} {y - 3:.1f}l6 6m0-6l-6 6">'
+        parts.append(f"{cross}{_tooltip(line, point)}</path>")
+    return "".join(parts)
 
 
 def _runs(points: Sequence[Point]) -> list[list[Point]]:
@@ -240,20 +212,6 @@ def _runs(points: Sequence[Point]) -> list[list[Point]]:
     return [thinned(run) for run in runs if run]
 
 
-def _path(style: str, runs: Sequence[Sequence[Point]], frame: _Frame) -> Markup:
-    strokes = []
-    for run in runs:
-        pixels = [frame.at(point) for point in run]
-        strokes.append("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in pixels))
-    return Markup('<path class="{}" d="{}"/>').format(style, "".join(strokes))
-
-
-def _dot(point: Point, line: Series, number: int, frame: _Frame) -> Markup:
-    x, y = frame.at(point)
-    return Markup(
-        '<circle class="dot f{}" cx="{:.1f}" cy="{:.1f}" r="3.2"><title>{}</title></circle>'
-    ).format(number, x, y, _tooltip(line, point))
-
-
-def _tooltip(line: Series, point: Point) -> Markup:
-    return escape(f"{visible(line.label)}, step {point[0]:.0f}: {short_number(point[1])}")
+def _tooltip(line: Series, point: Point) -> str:
+    text = f"{visible(line.label)}, step {point[0]:.0f}: {short_number(point[1])}"
+    return f"<title>{escape(text)}</title>"

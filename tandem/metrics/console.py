@@ -1,6 +1,6 @@
-"""What a stage shows while it runs: a bar with its ETA, a line a step, samples, alarms.
+"""What a stage prints while it runs: a progress bar, one line per step, samples, alarms.
 
-On a terminal the lines scroll above a progress bar; elsewhere they are plain and end in the ETA.
+On a terminal the lines scroll above the bar; elsewhere they are plain text and end with the ETA.
 """
 
 from __future__ import annotations
@@ -18,61 +18,15 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from tandem.metrics.names import METRICS
 from tandem.metrics.records import Answer
+from tandem.metrics.stages import Family, stage_of
 from tandem.metrics.text import duration, short_number, shorten, visible
 
-_COLUMNS: dict[str, dict[str, str]] = {
-    "sft": {
-        "loss": "loss",
-        "grad_norm": "grad",
-        "learning_rate": "lr",
-        "epoch": "epoch",
-        "tokens_per_second/train": "tok/s",
-    },
-    "reward": {
-        "loss": "loss",
-        "accuracy": "acc",
-        "margin": "margin",
-        "grad_norm": "grad",
-        "learning_rate": "lr",
-        "epoch": "epoch",
-        "samples_per_second/train": "pairs/s",
-    },
-    "dpo": {
-        "loss": "loss",
-        "accuracy": "acc",
-        "implicit_reward_margin": "margin",
-        "implicit_reward_chosen": "chosen",
-        "grad_norm": "grad",
-        "learning_rate": "lr",
-        "samples_per_second/train": "pairs/s",
-    },
-    "ppo": {
-        "reward": "reward",
-        "kl": "kl",
-        "entropy": "entropy",
-        "clip_fraction": "clip",
-        "explained_variance": "ev",
-        "response_tokens": "tok",
-        "eos_rate": "eos",
-        "seconds/step": "s",
-    },
-}
-_HELDOUT: dict[str, dict[str, str]] = {
-    "sft": {"heldout_loss": "loss", "heldout_perplexity": "ppl"},
-    "reward": {
-        "heldout_loss": "loss",
-        "heldout_accuracy": "acc",
-        "heldout_calibration_error": "calibration",
-    },
-    "dpo": {"heldout_loss": "loss", "heldout_accuracy": "acc", "heldout_margin": "margin"},
-    "ppo": {
-        "heldout_reward": "reward",
-        "heldout_reward_ema": "ema",
-        "heldout_eos_rate": "eos",
-        "heldout_kl": "kl",
-        "heldout_ptx_perplexity": "ptx ppl",
-    },
+_SPEED: dict[Family, tuple[str, str]] = {
+    "supervised": ("tokens_per_second/train", "tok/s"),
+    "pairs": ("samples_per_second/train", "pairs/s"),
+    "rl": ("seconds/step", "s"),
 }
 _SAMPLE_CHARACTERS = 600
 
@@ -81,8 +35,8 @@ class StageConsole:
     """The lines and the bar of one stage.
 
     Args:
-        stage: one of STAGES.
-        num_steps: steps of the stage, 0 where that is not known (no total, no ETA).
+        stage: its name.
+        num_steps: steps of the stage, 0 if unknown (no total, no ETA).
         start_step: steps already done.
         console: where to write; standard output by default.
     """
@@ -92,6 +46,10 @@ class StageConsole:
     ) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._stage = stage
+        family = stage_of(stage).family
+        self._heldout = _columns(family, heldout=True)
+        self._possible = _columns(family, heldout=False) | dict([_SPEED[family]])
+        self._main: dict[str, str] = {}
         self._num_steps = num_steps
         self._start_step = start_step
         self._started = time.monotonic()
@@ -111,9 +69,17 @@ class StageConsole:
             self._progress.start()
 
     def line(self, step: int, values: Mapping[str, float]) -> None:
-        """One aligned line of the stage's main numbers; held-out ones follow where there are."""
-        main = _cells(_COLUMNS[self._stage], values, width=self._cell_width())
-        heldout = _cells(_HELDOUT[self._stage], values, width=0)
+        """One aligned line of the stage's main numbers, then held-out ones if there are any.
+
+        A column stays once the stage has logged its metric; `-` is a step without a value.
+        """
+        self._main = {
+            name: label
+            for name, label in self._possible.items()
+            if name in values or name in self._main
+        }
+        main = _cells(self._main, values, width=self._cell_width())
+        heldout = _cells(self._heldout, values, width=0)
         if heldout:
             heldout = [f"{'| ' if main else ''}held-out {heldout[0]}", *heldout[1:]]
         eta = self._eta(step)
@@ -123,10 +89,10 @@ class StageConsole:
         if cells and eta and self._progress is None:
             cells.append(f"| eta {eta}")
         if cells:
-            self._show(self._laid_out(f"{self._at(step)}  ", cells))
+            self._show(self._wrapped(f"{self._at(step)}  ", cells))
 
     def sample(self, step: int, prompt: str, answers: Mapping[str, Answer]) -> None:
-        """A prompt and its answers, control characters spelled out, long ones shortened."""
+        """A prompt and its answers, control characters escaped, long texts shortened."""
         self._show(f"{self._at(step)}  prompt: {_shown(prompt)}", "bold")
         for label, answer in answers.items():
             score = answer.get("score")
@@ -134,7 +100,7 @@ class StageConsole:
             self._show(f"    {visible(label)}{scored}: {_shown(answer['text'])}")
 
     def alarm(self, step: int, name: str, advice: str) -> None:
-        """An alarm, in the same place as the numbers it is about."""
+        """An alarm, among the numbers that it is about."""
         self._show(f"{self._at(step)}  ALARM {name}: {advice}", "bold yellow")
 
     def notice(self, text: str) -> None:
@@ -142,16 +108,16 @@ class StageConsole:
         self._show(visible(text), "yellow")
 
     def close(self) -> None:
-        """Leave the bar where it stands."""
+        """Stop the bar where it is."""
         if self._progress is not None:
             self._progress.stop()
 
     def _cell_width(self) -> int:
-        """Columns for a value: all that are likely, where the terminal has the room."""
+        """Characters for a value; fewer on a narrow terminal."""
         return 6 if self._console.is_terminal and self._console.width < 110 else 8
 
-    def _laid_out(self, head: str, cells: Sequence[str]) -> str:
-        """The cells behind their head; on a terminal a line ends between two of them."""
+    def _wrapped(self, head: str, cells: Sequence[str]) -> str:
+        """The cells after their head; on a terminal lines break between cells."""
         if not self._console.is_terminal:
             return (head + " ".join(cells)).rstrip()
         lines, line = [], head
@@ -178,9 +144,18 @@ class StageConsole:
         return duration((time.monotonic() - self._started) / done * (self._num_steps - step))
 
 
+def _columns(family: Family, heldout: bool) -> dict[str, str]:
+    """Metric names and their labels, for stages of a family."""
+    return {
+        metric.name: metric.column
+        for metric in METRICS
+        if family in metric.families and metric.column and metric.is_heldout == heldout
+    }
+
+
 def _cells(columns: Mapping[str, str], values: Mapping[str, float], width: int) -> list[str]:
-    """`label value` of each column, values padded to `width` so that lines align; 0 leaves out
-    what there is no value for. Nothing if there are no values at all."""
+    """`label value` of each column, values padded to `width` so that lines align; with width 0,
+    only columns that have a value. Empty if no column has one."""
     if not any(name in values for name in columns):
         return []
     return [

@@ -1,24 +1,20 @@
-"""What a run folder holds, read for the report: whatever is missing or damaged is left out.
+"""A run folder's files, read for the report; whatever is missing or damaged is left out.
 
-Nothing here raises because of a file's content; what could not be read is said in `notices`.
+Nothing here raises because of a file's content; `notices` names what could not be read.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
-from tandem.config.schema import RunConfig
-from tandem.errors import CheckpointError, ConfigError
-from tandem.metrics.metric import STAGES, Metric
-from tandem.metrics.names import find_metric
+from tandem.errors import CheckpointError
 from tandem.metrics.records import (
     ALARMS_FILE,
     METRICS_FILE,
@@ -27,13 +23,16 @@ from tandem.metrics.records import (
     parse_record,
     read_lines,
 )
+from tandem.metrics.stages import Stage, stage_names, stage_of
+
+T = TypeVar("T")
 
 EVALUATION_FILE = "evaluation.json"
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The files of a run, decoded. Empty where a file is missing; see the report for shapes."""
+    """The files of a run, decoded; empty where a file is missing."""
 
     path: Path
     config_text: str
@@ -47,11 +46,10 @@ class RunFolder:
     alarms: tuple[Mapping[str, Any], ...]
     notices: tuple[str, ...]
 
-    def stages(self) -> tuple[str, ...]:
-        """The stages with records, in the order in which they first logged; foreign ones left
-        out."""
+    def stages(self) -> list[Stage]:
+        """The known stages with records, in the order in which they first logged."""
         seen = dict.fromkeys(record.stage for record in self.records)
-        return tuple(stage for stage in seen if stage in STAGES)
+        return [stage_of(name) for name in seen if name in stage_names()]
 
     def series(self, stage: str, metric: str) -> list[tuple[float, float]]:
         """(step, value) of one metric, in the order of steps; nan and inf as they are."""
@@ -64,7 +62,7 @@ class RunFolder:
 
 
 def read_folder(run_dir: Path | str) -> RunFolder:
-    """Read what is there.
+    """Read the files that exist.
 
     Raises:
         CheckpointError: if there is no such folder.
@@ -75,13 +73,12 @@ def read_folder(run_dir: Path | str) -> RunFolder:
             f"run folder must exist; got {str(path)!r}. Give the --output-dir of a run."
         )
     notices: list[str] = []
-    config_text = _text(path / "config.yaml", notices)
-    commands = [line.strip() for line in _text(path / "command.txt", notices).split("\n")]
+    commands = _read(path / "command.txt", str, "", notices).split("\n")
     return RunFolder(
         path=path,
-        config_text=config_text,
-        config=_yaml(config_text, notices),
-        commands=tuple(line for line in commands if line),
+        config_text=_read(path / "config.yaml", str, "", []),
+        config=_read(path / "config.yaml", _yaml, {}, notices),
+        commands=tuple(line.strip() for line in commands if line.strip()),
         environment=_json(path / "environment.json", notices),
         data=_json(path / "data.json", notices),
         evaluation=_evaluation(path, notices),
@@ -92,39 +89,28 @@ def read_folder(run_dir: Path | str) -> RunFolder:
     )
 
 
-def finished_steps(run_dir: Path) -> dict[str, str]:
-    """Each finished step's manifest by the SHA-256 that it gives of itself: another model, another
-    number. Files are not looked at."""
-    found = {}
-    for stage in STAGES:
-        path = run_dir / stage / "MANIFEST.json"
-        if path.is_file():
-            found[stage] = str(_json(path, []).get("sha256", "damaged"))
-    return found
+def finished_stages(run_dir: Path) -> dict[str, str]:
+    """The SHA-256 in each finished stage's manifest, by stage: it differs if the model does. The
+    files themselves are not read."""
+    manifests = {name: run_dir / name / "MANIFEST.json" for name in stage_names()}
+    return {
+        name: str(_json(path, []).get("sha256", "damaged"))
+        for name, path in manifests.items()
+        if path.is_file()
+    }
 
 
 def _evaluation(path: Path, notices: list[str]) -> Mapping[str, Any]:
-    """The final comparison, if it is one of the models that the folder holds now."""
+    """The final comparison, if it is of the models that are in the folder now."""
     evaluation = _json(path / EVALUATION_FILE, notices)
     compared = mapping_or_empty(mapping_or_empty(evaluation.get("made_from")).get("steps"))
-    if evaluation and dict(compared) != finished_steps(path):
+    if evaluation and dict(compared) != finished_stages(path):
         notices.append(
-            f"{EVALUATION_FILE} compares other models than those in this folder and is left out. "
-            "`tandem eval` compares these."
+            f"{EVALUATION_FILE} compares models other than those now in this folder and is not "
+            "shown. Run `tandem eval` to compare these."
         )
         return {}
     return evaluation
-
-
-_UNDECLARED = Metric("", "", (), "")
-
-
-def declared(name: str) -> Metric:
-    """The metric's declaration; one without unit and meaning for a name of another version."""
-    try:
-        return find_metric(name)
-    except ConfigError:
-        return _UNDECLARED
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
@@ -149,7 +135,7 @@ def list_or_empty(value: Any) -> Sequence[Any]:
 
 
 def number_or_none(value: Any) -> float | None:
-    """`value` as a number ("nan" and "inf" are), None if it is none or a truth value."""
+    """`value` as a number ("nan" and "inf" count), None if it is not one."""
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
         return float(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -162,61 +148,18 @@ def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [point for point in points if math.isfinite(point[1])]
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested knobs as `ppo.actor.learning_rate: value`; tuples as lists, as YAML reads them."""
-    knobs: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            knobs.update(flat(value, f"{prefix}{name}."))
-        else:
-            knobs[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
-    return knobs
-
-
-def changed_knobs(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(knob, value, default) where the run's value is not the default; unknown knobs too."""
-    defaults = flat(dataclasses.asdict(RunConfig()))
-    return [
-        (name, _knob_text(value), _knob_text(defaults.get(name, "")))
-        for name, value in flat(config).items()
-        if name not in defaults or value != defaults[name]
-    ]
-
-
-def _knob_text(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_knob_text, value)) or "none"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return "empty" if value == "" else str(value)
-
-
-def _text(path: Path, notices: list[str]) -> str:
-    if not path.exists():
-        return ""
+def _read(path: Path, decode: Callable[[str], T], empty: T, notices: list[str]) -> T:
+    """A file's content; `empty` if there is no file or, with a notice, if it cannot be read."""
     try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return decode(path.read_text("utf-8")) if path.exists() else empty
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         notices.append(f"{path.name} could not be read: {error}")
-        return ""
+        return empty
 
 
 def _json(path: Path, notices: list[str]) -> Mapping[str, Any]:
-    text = _text(path, notices)
-    if not text:
-        return {}
-    try:
-        return mapping(json.loads(text))
-    except (ValueError, TypeError, RecursionError) as error:
-        notices.append(f"{path.name} could not be read: {error}")
-        return {}
+    return _read(path, lambda text: mapping(json.loads(text)), {}, notices)
 
 
-def _yaml(text: str, notices: list[str]) -> Mapping[str, Any]:
-    if not text:
-        return {}
-    try:
-        return mapping(yaml.safe_load(text))
-    except (yaml.YAMLError, TypeError, RecursionError) as error:
-        notices.append(f"config.yaml could not be read: {error}")
-        return {}
+def _yaml(text: str) -> Mapping[str, Any]:
+    return mapping(yaml.safe_load(text)) if text.strip() else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -11,7 +12,7 @@ from typing import Any, Self
 from tandem.files import append
 from tandem.metrics.alarms import Alarm, check_alarms
 from tandem.metrics.console import StageConsole
-from tandem.metrics.names import check_stage, find_metric
+from tandem.metrics.names import find_metric
 from tandem.metrics.records import (
     ALARMS_FILE,
     METRICS_FILE,
@@ -24,12 +25,13 @@ from tandem.metrics.records import (
     read_metrics,
 )
 from tandem.metrics.sinks import Sink, TensorBoard, WandB
+from tandem.metrics.stages import stage_of
 
 __all__ = ["Answer", "MetricLog", "MutedLog", "Record", "read_metrics"]
 
 
 class MutedLog:
-    """What the ranks beside the first log to: nothing is written or shown."""
+    """The log of every rank but the first: it writes and prints nothing."""
 
     def log(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
         """No record, no alarm."""
@@ -52,20 +54,20 @@ class MetricLog:
         with MetricLog("runs/first", "sft", num_steps=300, tensorboard=True) as log:
             log.log(1, {"loss": 2.31, "grad_norm": 0.8})
 
-    Opening with `start_step=k` continues after step k: this stage's lines with a later step, and
-    a half-written last line, are cut from the run folder. With k = 0 the stage begins afresh and
-    all of its lines go, the one of step 0 included. Lines that cannot be read are moved aside,
-    and the console says so.
+    Opening with `start_step=k` continues after step k: this stage's lines of later steps, and a
+    half-written last line, are removed from the run folder. With k = 0 the stage starts over and
+    all of its lines are removed, step 0 included. Lines that cannot be read are moved to another
+    file, and the console says so.
 
     Args:
         run_dir: the run's folder; made if missing.
-        stage: one of sft, reward, dpo, ppo.
-        num_steps: the stage's last step, for bar and ETA; 0 if unknown.
+        stage: the stage's name.
+        num_steps: the stage's last step, for the bar and the ETA; 0 if unknown.
         tensorboard: write event files to <run_dir>/tensorboard/<stage>.
         wandb: Weights & Biases project; empty is off.
         start_step: steps already done.
-        console: show a line a step; off on all ranks but the first.
-        thresholds: own thresholds of alarms by alarm name, where the config knows better.
+        console: print a line per step.
+        thresholds: in place of published ones, by alarm name.
     Raises:
         ConfigError: unknown stage, or a sink that is not installed.
     """
@@ -83,7 +85,7 @@ class MetricLog:
         thresholds: Mapping[str, float] | None = None,
     ) -> None:
         self._run_dir = Path(run_dir)
-        self._stage = check_stage(stage)
+        self._stage = stage_of(stage).name
         self._thresholds = dict(thresholds or {})
         self._run_dir.mkdir(parents=True, exist_ok=True)
         first_step = start_step + 1 if start_step else 0
@@ -108,17 +110,17 @@ class MetricLog:
 
     @property
     def history(self) -> Sequence[Record]:
-        """This stage's records so far, those of earlier sessions included."""
+        """This stage's records so far, those from before a restart included."""
         return self._history
 
     def log(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
-        """Write one record, show its line, and raise (write and show) the alarms it sets off.
+        """Write one record, print its line, and write and print the alarms that it raises.
 
         Args:
             step: counts from 1; 0 is before the first update.
             values: by metric name; anything that float() takes.
         Returns:
-            the alarms that this record set off.
+            the alarms that this record raised.
         Raises:
             ConfigError: a name that is not declared; nothing is written then.
         """
@@ -138,7 +140,7 @@ class MetricLog:
         return alarms
 
     def sample(self, step: int, prompt: str, answers: Mapping[str, Answer]) -> None:
-        """Keep and show a prompt and its answers by label ("sft", "ppo", "sample 1")."""
+        """Write and print a prompt and its answers by label ("sft", "ppo", "sample 1")."""
         by_label = {
             label: {"text": answer["text"], "score": answer.get("score")}
             for label, answer in answers.items()
@@ -148,17 +150,8 @@ class MetricLog:
             self._console.sample(step, prompt, answers)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Keep and show an alarm; `log` does so for the published ones."""
-        self._append(
-            ALARMS_FILE,
-            alarm.step,
-            {
-                "alarm": alarm.alarm,
-                "value": alarm.value,
-                "threshold": alarm.threshold,
-                "advice": alarm.advice,
-            },
-        )
+        """Write and print an alarm; `log` does so for the published ones."""
+        self._append(ALARMS_FILE, alarm.step, asdict(alarm))
         if self._console:
             self._console.alarm(alarm.step, alarm.alarm, alarm.advice)
 

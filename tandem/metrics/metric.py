@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-STAGES = ("sft", "reward", "dpo", "ppo")
-"""The stages that log, in the order a run may take them."""
+from tandem.metrics.stages import Family
+
+FAMILIES: tuple[Family, ...] = get_args(Family)
 
 PHASES = ("generate", "score", "train", "evaluate", "save", "step")
 """The timed parts of a step; `step` is the whole of it and contains the others."""
@@ -16,21 +17,37 @@ PHASES = ("generate", "score", "train", "evaluate", "save", "step")
 class Metric:
     """One number that a stage logs.
 
-    name: as in metrics.jsonl. A name that ends in `/*` declares a family: `seconds/*` allows
-        `seconds/train`; `members` says which endings there are (empty: any, as data set names).
+    name: as in metrics.jsonl. `name/*` declares a set: `seconds/*` allows `seconds/train`.
     unit: what 1 means. `share` is a fraction of 1, `ratio` has no unit.
-    stages: who logs it, of STAGES.
+    families: the families of stages that log it. A stage need not log all of its family's.
+    better: which way is good, where one always is.
     meaning: one sentence, with the denominator where there is one.
-    source: paper or system that the definition follows, if any.
-    healthy: what it looks like in a run that goes well.
-    better: which way is good, where one is always good.
+    healthy: what it looks like in a good run.
+    source: the paper or system whose definition it follows, if any.
+    members: the endings that `name/*` allows; empty: any, as data set names are.
+    group: what it is about, as a heading in TensorBoard; empty for a stage's main numbers.
+    title: what the report calls it, where that is not the name with spaces.
+    chart: the title of the report's chart that draws it; all lines of a chart share a unit.
+    line: its label in that chart, where it is not just "training" or "held-out".
+    column: its label on the console; empty: not shown. card: the report begins with it.
     """
 
     name: str
     unit: str
-    stages: tuple[str, ...]
+    families: tuple[Family, ...]
+    better: Literal["higher", "lower", ""]
     meaning: str
-    source: str | None = None
     healthy: str = ""
-    better: Literal["higher", "lower", ""] = ""
+    source: str = ""
     members: tuple[str, ...] = ()
+    group: str = ""
+    title: str = ""
+    chart: str = ""
+    line: str = ""
+    column: str = ""
+    card: bool = False
+
+    @property
+    def is_heldout(self) -> bool:
+        """Measured now and then on held-out rows, not at every step on training rows."""
+        return self.name.startswith("heldout_")

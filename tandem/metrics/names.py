@@ -1,282 +1,290 @@
-"""Every metric that Tandem logs: one meaning, one name.
+"""Every metric that Tandem logs: one name, one meaning, one row of a table.
 
-`METRICS` is the list, `METRIC` the same by declared name, `find_metric` resolves a logged name
-(family members included) and raises on one that is not declared.
+`METRICS` is the table. docs/metrics.md, the console's columns, the report's charts, tables and
+cards, TensorBoard's headings and the alarms all read it. `find_metric` resolves a logged name and
+raises on one that is not declared.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from tandem.errors import ConfigError
-from tandem.metrics.metric import PHASES, STAGES, Metric
-from tandem.metrics.names_ppo import PPO_GROUPS, PPO_METRICS
+from tandem.metrics.metric import FAMILIES, PHASES, Metric
+from tandem.metrics.stages import Family
 
-_SUPERVISED = ("sft", "reward", "dpo")
-_PAIRS = ("reward", "dpo")
+_TEXT: tuple[Family, ...] = ("supervised",)
+_PAIRS: tuple[Family, ...] = ("pairs",)
+_BOTH: tuple[Family, ...] = ("supervised", "pairs")
+_RL: tuple[Family, ...] = ("rl",)
 
-_TRAINING = (
-    Metric(
-        "loss",
-        "nats",
-        _SUPERVISED,
-        "Mean loss of the step's batch before its update: SFT cross-entropy per token that counts, "
-        "reward (centering included) and DPO -log sigmoid per pair.",
-        healthy="falls, then levels; pairs start near 0.693",
-        better="lower",
-    ),
-    Metric(
-        "perplexity",
-        "ratio",
-        ("sft",),
-        "exp(loss).",
-        healthy="falls",
-        better="lower",
-    ),
-    Metric("learning_rate", "per step", _SUPERVISED, "The learning rate of this step's update."),
-    Metric(
-        "grad_norm",
-        "norm",
-        _SUPERVISED,
-        "Global L2 norm of the gradient before clipping.",
-        healthy="steady; no spikes of 10 times its median",
-    ),
-    Metric(
-        "loss_scale",
-        "factor",
-        STAGES,
-        "What losses are multiplied by in fp16; doubled after 1,000 good steps, halved on overflow",
-        healthy="changes seldom",
-    ),
-    Metric(
-        "overflows",
-        "steps",
-        STAGES,
-        "Optimizer steps skipped so far because a gradient overflowed in fp16.",
-        healthy="a few at the start, then rarely",
-    ),
-    Metric(
-        "skipped",
-        "updates",
-        STAGES,
-        "Updates left out so far for a loss, gradient or reward that was not sound; their rows are "
-        "in the run's folder bad-steps.",
-        healthy="0",
-        better="lower",
-    ),
-    Metric("tokens", "tokens", _SUPERVISED, "Tokens in this step's batch that are not padding."),
-    Metric("epoch", "passes", _SUPERVISED, "Passes over the stage's data so far, as a fraction."),
-    Metric(
-        "heldout_loss",
-        "nats",
-        _SUPERVISED,
-        "`loss` on rows that no stage trains on.",
-        healthy="falls with the loss",
-        better="lower",
-    ),
-    Metric(
-        "heldout_loss/*",
-        "nats",
-        _SUPERVISED,
-        "`heldout_loss` on one data set's rows.",
-        better="lower",
-    ),
-    Metric(
-        "heldout_perplexity",
-        "ratio",
-        ("sft",),
-        "exp(heldout_loss).",
-        healthy="falls; rising again means overfitting",
-        better="lower",
-    ),
-    Metric(
-        "heldout_perplexity/*",
-        "ratio",
-        ("sft",),
-        "`heldout_perplexity` on one data set's rows.",
-        better="lower",
-    ),
-)
 
-_PREFERENCE = (
-    Metric(
-        "accuracy",
-        "share",
-        _PAIRS,
+def _group(group: str, *metrics: Metric) -> tuple[Metric, ...]:
+    return tuple(replace(metric, group=group) for metric in metrics)
+
+
+def _and_by_dataset(metric: Metric) -> tuple[Metric, Metric]:
+    meaning = f"`{metric.name}` on one data set's rows."
+    return metric, Metric(f"{metric.name}/*", metric.unit, metric.families, metric.better, meaning)
+
+
+# One row a metric, in the order of the reference page, the columns and the charts.
+# fmt: off
+METRICS: tuple[Metric, ...] = (
+    Metric("loss", "nats", _BOTH, "lower",
+        "Mean loss of the batch before its update: cross-entropy per trained token, or -log "
+        "sigmoid per pair (the reward model's centering term included).",
+        "falls, then levels off; pairs start near 0.693", chart="Loss", column="loss"),
+    *_and_by_dataset(Metric("heldout_loss", "nats", _BOTH, "lower",
+        "`loss` on rows that no stage trains on.", "falls with the loss", chart="Loss",
+        column="loss")),
+    Metric("perplexity", "ratio", _TEXT, "lower", "exp(loss).", "falls", chart="Perplexity"),
+    *_and_by_dataset(Metric("heldout_perplexity", "ratio", _TEXT, "lower",
+        "exp(heldout_loss).", "falls; a rise means overfitting", chart="Perplexity", column="ppl",
+        card=True)),
+    Metric("accuracy", "share", _PAIRS, "higher",
         "Pairs whose chosen answer scores above the rejected one (DPO: by implicit reward); a tie "
-        "counts half.",
-        healthy="0.65 to 0.95; 1.00 on training pairs alone is memory",
-        better="higher",
+        "counts half.", "0.65 to 0.95; 1.00 on training pairs alone is memorization",
+        chart="Accuracy on pairs", column="acc"),
+    *_and_by_dataset(Metric("heldout_accuracy", "share", _PAIRS, "higher",
+        "`accuracy` on held-out pairs.", "above 0.55; noisy human labels rarely allow more than "
+        "0.75", chart="Accuracy on pairs", column="acc", card=True)),
+    Metric("margin", "reward units", _PAIRS, "higher",
+        "Mean of chosen minus rejected score, raw units (reward models).", "grows from 0",
+        chart="Margin", column="margin"),
+    *_and_by_dataset(Metric("heldout_margin", "reward units", _PAIRS, "higher",
+        "Mean of chosen minus rejected score (DPO: implicit reward) on held-out pairs.", "positive",
+        chart="Margin", column="margin")),
+    Metric("implicit_reward_margin", "reward units", _PAIRS, "higher",
+        "implicit_reward_chosen minus implicit_reward_rejected.", "grows from 0",
+        source="arXiv:2305.18290", chart="Margin", column="margin"),
+    Metric("implicit_reward_chosen", "reward units", _PAIRS, "",
+        "DPO: mean of beta * log(policy / reference) over the chosen answers.",
+        "near or above 0; a steep fall means that good answers become unlikely too",
+        source="arXiv:2305.18290", chart="Implicit rewards", line="chosen", column="chosen"),
+    Metric("implicit_reward_rejected", "reward units", _PAIRS, "",
+        "DPO: mean of beta * log(policy / reference) over the rejected answers.", "falls",
+        source="arXiv:2305.18290", chart="Implicit rewards", line="rejected"),
+    Metric("score_chosen", "reward units", _PAIRS, "",
+        "Mean raw score of the chosen answers (reward models).", title="Score, chosen",
+        chart="Scores", line="chosen"),
+    Metric("score_rejected", "reward units", _PAIRS, "",
+        "Mean raw score of the rejected answers (reward models).", title="Score, rejected",
+        chart="Scores", line="rejected"),
+    *_and_by_dataset(Metric("heldout_calibration_error", "share", _PAIRS, "lower",
+        "Expected calibration error on held-out pairs, with sigmoid(margin) as the probability "
+        "that the chosen answer is better.", "below 0.1", source="arXiv:1706.04599",
+        chart="Calibration error", column="calibration")),
+    Metric("center_penalty", "reward units squared", _PAIRS, "",
+        "Mean of (chosen + rejected)^2 (reward models); reward.center_coef is its weight in the "
+        "loss.", "small compared with the squared margin", source="arXiv:2312.09244",
+        chart="Centering penalty"),
+    Metric("normalize_mean", "reward units", _PAIRS, "",
+        "Mean raw score of the SFT policy's answers; PPO subtracts it."),
+    Metric("normalize_std", "reward units", _PAIRS, "",
+        "Standard deviation of the same scores as in normalize_mean; PPO divides by it.",
+        "well above 0: the reward model tells answers apart"),
+    Metric("grad_norm", "norm", _BOTH, "",
+        "Global L2 norm of the gradient before clipping.", "steady; no spikes above 10 times its "
+        "median", title="Gradient norm", chart="Gradient norm", line="before clipping",
+        column="grad"),
+    Metric("learning_rate", "per step", _BOTH, "",
+        "Learning rate of this update.", chart="Learning rate", line="schedule", column="lr"),
+    Metric("tokens", "tokens", _BOTH, "",
+        "Tokens in this batch, padding excluded.", chart="Tokens per batch"),
+    Metric("epoch", "passes", _BOTH, "",
+        "Passes over the stage's data so far, as a fraction.", column="epoch"),
+    *_group("reward",
+        Metric("reward", "normalized reward", _RL, "higher",
+            "Mean score of the step's answers as the policy is trained on it: normalized, clipped, "
+            "missing-EOS penalty subtracted; KL not included.",
+            "rises; 1 is one standard deviation of the SFT policy's scores",
+            chart="Reward after penalty and clipping", column="reward"),
+        Metric("reward_before_penalty", "normalized reward", _RL, "higher",
+            "Mean score of the step's answers before the missing-EOS penalty and clipping; "
+            "comparable with `heldout_reward`.", "rises with `reward`",
+            chart="Reward before penalty and clipping"),
+        Metric("reward_std", "normalized reward", _RL, "",
+            "Standard deviation of `reward` over the step's answers.",
+            "above 0.01: equal scores teach nothing", chart="Reward standard deviation",
+            line="over answers"),
+        Metric("reward_raw", "reward units", _RL, "",
+            "Mean raw score of the reward model, before normalization, clipping and penalties."),
+        Metric("reward_model_score", "normalized reward", _RL, "",
+            "Mean normalized score of the reward model, before its weight."),
+        Metric("reward_function_score", "function units", _RL, "",
+            "Mean of the reward function's scores, before its weight, over the answers that it "
+            "scored.", chart="Reward function"),
+        Metric("reward_unscored", "answers", _RL, "",
+            "Answers for which the reward function returned None.",
+            "0, unless the function skips answers on purpose"),
+        Metric("reward_clipped", "share", _RL, "lower",
+            "Answers whose score ppo.reward_clip clipped.", "below 0.05"),
+        Metric("shaped_return", "normalized reward", _RL, "higher",
+            "Sum of an answer's rewards, mean over answers: its score minus kl_coef times KL where "
+            "the KL is in the reward.", "rises: the gain is worth its KL",
+            source="arXiv:2203.02155"),
     ),
-    Metric(
-        "margin",
-        "reward units",
-        ("reward",),
-        "Mean of chosen minus rejected score, raw units.",
-        healthy="grows from 0",
-        better="higher",
+    *_group("kl",
+        Metric("kl", "nats per answer", _RL, "",
+            "KL from the reference to the sampling policy: log-ratio (k1) summed over an answer's "
+            "tokens, mean over answers.", "0 at step 1, then grows slowly to 1 to 20; never "
+            "clearly negative", source="http://joschu.net/blog/kl-approx.html",
+            title="KL to the reference", chart="KL to the reference", column="kl"),
+        Metric("kl_per_token", "nats per token", _RL, "", "`kl` as a mean over response tokens."),
+        Metric("kl_coef", "ratio", _RL, "",
+            "Weight of the KL penalty in this step.", chart="KL coefficient", line="schedule"),
+        Metric("kl_loss", "nats per token", _RL, "",
+            "KL term of the loss before its weight, where ppo.kl_in is `loss`."),
+        Metric("policy_kl", "nats per token", _RL, "",
+            "KL between the sampling policy and the updated one (k3), mean over minibatches; "
+            "ppo.target_kl stops the step's updates by it.", "0.0001 to 0.05",
+            source="http://joschu.net/blog/kl-approx.html", title="KL of the update",
+            chart="KL of the update", line="from the sampling policy"),
+        Metric("ratio_gap_before_update", "nats", _RL, "lower",
+            "Mean |log ratio| of the policy to itself before the step's first update: two forwards "
+            "of the same weights.", "0 to 1e-4 in fp32, below 3e-2 in bf16",
+            chart="Log-prob gap before the update", line="two forwards"),
+        Metric("policy_kl_before_update", "nats per token", _RL, "lower",
+            "`policy_kl` before the step's first update.", "0"),
+        Metric("rollout_gap", "nats", _RL, "lower",
+            "Mean |generator's log-prob - training forward's log-prob| of the sampled tokens.",
+            "below 5e-3", source="verl rollout_probs_diff", chart="Log-prob gap before the update",
+            line="generator and training"),
+        Metric("old_logprobs_sampled", "share", _RL, "",
+            "1 where the sampler's log-probs served as old_logprobs, 0 where a forward recomputed "
+            "them."),
     ),
-    Metric("score_chosen", "reward units", ("reward",), "Mean raw score of chosen answers."),
-    Metric("score_rejected", "reward units", ("reward",), "Mean raw score of rejected answers."),
-    Metric(
-        "center_penalty",
-        "reward units squared",
-        ("reward",),
-        "Mean of (chosen + rejected)^2, which reward.center_coef weighs in the loss.",
-        source="arXiv:2312.09244",
-        healthy="near 0 beside the margin",
+    *_group("answers",
+        Metric("rank_wait", "share", _RL, "lower",
+            "Share of the ranks' rollout time spent waiting for the slowest rank.",
+            "below 0.2; above, one rank is slow or there are few answers"),
+        Metric("prompt_tokens", "tokens", _RL, "", "Mean length of the step's prompts."),
+        Metric("response_tokens", "tokens", _RL, "",
+            "Mean length of the step's answers, EOS included.",
+            "steady; well below sampling.max_new_tokens", title="Answer length",
+            chart="Answer length", line="mean", column="tok"),
+        Metric("response_tokens_max", "tokens", _RL, "",
+            "Longest answer of the step.", title="Longest answer", chart="Answer length",
+            line="longest"),
+        Metric("eos_rate", "share", _RL, "higher",
+            "Finished answers, those that end with a stop token; the others were cut off at the "
+            "length limit.", "above 0.9, and not falling", title="Finished answers (EOS rate)",
+            chart="Finished answers (EOS rate)", column="eos"),
     ),
-    Metric(
-        "heldout_accuracy",
-        "share",
-        _PAIRS,
-        "`accuracy` on held-out pairs.",
-        healthy="above 0.55; noisy human labels rarely allow more than 0.75",
-        better="higher",
+    *_group("update",
+        Metric("policy_loss", "normalized advantage", _RL, "",
+            "Clipped surrogate loss, mean per response token and over the step's updates.",
+            "small and negative; its size means little", source="arXiv:1707.06347 eq. 7",
+            chart="Policy loss"),
+        Metric("value_loss", "reward units squared", _RL, "lower",
+            "Half the (clipped) squared error of the critic, mean per response token.",
+            "falls, then follows the policy", chart="Value loss"),
+        Metric("entropy", "nats per token", _RL, "",
+            "Entropy of the policy's next-token distribution, mean over response tokens.",
+            "falls slowly; stays above 10 % of its start", chart="Entropy", column="entropy"),
+        Metric("clip_fraction", "share", _RL, "",
+            "Response tokens whose ratio is outside 1 +- ppo.clip_ratio.", "0.01 to 0.2",
+            chart="Clipped tokens", line="policy", column="clip"),
+        Metric("value_clip_fraction", "share", _RL, "",
+            "Response tokens whose value changed by more than ppo.value_clip.", "below 0.3",
+            chart="Clipped tokens", line="value"),
+        Metric("ratio_mean", "ratio", _RL, "", "Mean policy ratio over updates.", "0.98 to 1.02"),
+        Metric("ratio_max", "ratio", _RL, "", "Largest policy ratio of any token.", "below 10"),
+        Metric("explained_variance", "share", _RL, "higher",
+            "1 - Var(returns - values) / Var(returns), before the updates: 1 is a perfect critic, "
+            "0 one that predicts only the mean.", "rises from about 0 to between 0.5 and 0.9",
+            chart="Explained variance", line="critic", column="ev"),
+        Metric("advantage_mean", "reward units", _RL, "",
+            "Mean advantage over response tokens, before whitening.",
+            "near 0 once the critic is accurate"),
+        Metric("advantage_std", "reward units", _RL, "",
+            "Standard deviation of the advantages over response tokens, before whitening.",
+            "above 0"),
+        Metric("values_mean", "reward units", _RL, "", "Mean value over response tokens."),
+        Metric("returns_mean", "reward units", _RL, "",
+            "Mean return over response tokens.", "near values_mean"),
+        Metric("actor_grad_norm", "norm", _RL, "",
+            "Global L2 norm of the actor's gradient before clipping, mean over updates.", "steady",
+            chart="Gradient norm", line="actor"),
+        Metric("critic_grad_norm", "norm", _RL, "",
+            "Global L2 norm of the critic's gradient before clipping, mean over updates.", "steady",
+            chart="Gradient norm", line="critic"),
+        Metric("actor_learning_rate", "per step", _RL, "",
+            "Learning rate of the actor.", chart="Learning rate", line="actor"),
+        Metric("critic_learning_rate", "per step", _RL, "",
+            "Learning rate of the critic.", chart="Learning rate", line="critic"),
+        Metric("epochs_done", "passes", _RL, "",
+            "Passes made over the rollout; a fraction where ppo.target_kl stopped them early.",
+            "ppo.epochs"),
+        Metric("updates", "updates", _RL, "", "Optimizer steps of the actor in this step."),
+        Metric("ptx_loss", "nats per token", _RL, "lower",
+            "Language-model loss on the mixture data, before its weight.",
+            "level; a rise means forgetting", source="arXiv:2203.02155",
+            chart="Loss on mixture data"),
     ),
-    Metric(
-        "heldout_accuracy/*",
-        "share",
-        _PAIRS,
-        "`heldout_accuracy` on one data set's pairs.",
-        better="higher",
-    ),
-    Metric(
-        "heldout_margin",
-        "reward units",
-        _PAIRS,
-        "Mean of chosen minus rejected score (DPO: implicit reward) on held-out pairs.",
-        healthy="positive",
-        better="higher",
-    ),
-    Metric(
-        "heldout_margin/*",
-        "reward units",
-        _PAIRS,
-        "`heldout_margin` on one data set's pairs.",
-        better="higher",
-    ),
-    Metric(
-        "heldout_calibration_error",
-        "share",
-        _PAIRS,
-        "Expected calibration error of sigmoid(margin) as the probability that the chosen answer "
-        "is better, on held-out pairs.",
-        source="arXiv:1706.04599",
-        healthy="below 0.1",
-        better="lower",
-    ),
-    Metric(
-        "heldout_calibration_error/*",
-        "share",
-        _PAIRS,
-        "`heldout_calibration_error` on one data set's pairs.",
-        better="lower",
-    ),
-    Metric(
-        "normalize_mean",
-        "reward units",
-        ("reward",),
-        "Mean raw score of the SFT policy's answers: step 3's zero.",
-    ),
-    Metric(
-        "normalize_std",
-        "reward units",
-        ("reward",),
-        "Standard deviation of the same scores: step 3's one.",
-        healthy="well above 0: the reward model tells answers apart",
-    ),
-    Metric(
-        "implicit_reward_chosen",
-        "reward units",
-        ("dpo",),
-        "Mean of beta times log(policy / reference) of the chosen answers.",
-        source="arXiv:2305.18290",
-        healthy="near or above 0; a steep fall means that good answers become unlikely too",
-    ),
-    Metric(
-        "implicit_reward_rejected",
-        "reward units",
-        ("dpo",),
-        "The same of the rejected answers.",
-        source="arXiv:2305.18290",
-        healthy="falls",
-    ),
-    Metric(
-        "implicit_reward_margin",
-        "reward units",
-        ("dpo",),
-        "implicit_reward_chosen minus implicit_reward_rejected.",
-        source="arXiv:2305.18290",
-        healthy="grows from 0",
-        better="higher",
+    Metric("heldout_reward", "normalized reward", _RL, "higher",
+        "`reward_before_penalty` of the policy's answers to held-out prompts (read it with "
+        "`heldout_eos_rate`).", "rises with `reward_before_penalty`",
+        chart="Reward before penalty and clipping", column="reward", card=True),
+    Metric("heldout_reward_ema", "normalized reward", _RL, "higher",
+        "`heldout_reward` of the averaged policy (ppo.ema).", "close to heldout_reward",
+        title="Held-out reward, EMA", chart="Reward before penalty and clipping",
+        line="held-out, EMA", column="ema"),
+    Metric("heldout_reward_function_score", "function units", _RL, "higher",
+        "`reward_function_score` of the answers to held-out prompts.", chart="Reward function"),
+    Metric("heldout_eos_rate", "share", _RL, "higher",
+        "`eos_rate` of the answers to held-out prompts.", "not falling",
+        title="Held-out finished answers (EOS rate)", chart="Finished answers (EOS rate)",
+        column="eos", card=True),
+    Metric("heldout_kl", "nats per answer", _RL, "",
+        "`kl` of the answers to held-out prompts.", title="Held-out KL to the reference",
+        chart="KL to the reference", column="kl", card=True),
+    Metric("heldout_response_tokens", "tokens", _RL, "",
+        "`response_tokens` of the answers to held-out prompts.", title="Held-out answer length",
+        chart="Answer length"),
+    Metric("heldout_ptx_perplexity", "ratio", _RL, "lower",
+        "Perplexity of the policy on held-out mixture text; measures forgetting.", "level",
+        chart="Perplexity of mixture data", column="ptx ppl"),
+    Metric("skipped", "updates", FAMILIES, "lower",
+        "Updates skipped so far because a loss, gradient or reward was not finite or far out of "
+        "range; their rows are in the run's folder bad-steps.", "0", title="Skipped updates"),
+    Metric("loss_scale", "factor", FAMILIES, "",
+        "Factor that losses are multiplied by in fp16; it doubles after 1,000 good steps and "
+        "halves on overflow.", "rarely changes"),
+    Metric("overflows", "steps", FAMILIES, "",
+        "Optimizer steps skipped so far because a gradient overflowed in fp16.",
+        "a few at the start, then rare"),
+    Metric("rank_idle", "share", FAMILIES, "lower",
+        "Share of the forwards and backwards of a step's updates that do no work, because their "
+        "rank had fewer micro-batches than another or no rows. 0 on one rank.",
+        "below 0.2; above, raise batch_size or ppo.minibatch_size, or lower micro_batch_tokens"),
+    *_group("cost",
+        Metric("seconds/*", "seconds", FAMILIES, "lower",
+            "Wall time of a phase since the last log line; `step` is all of it.", members=PHASES,
+            title="Time"),
+        Metric("tokens_per_second/*", "tokens/s", FAMILIES, "higher",
+            "Tokens through a phase, padding excluded: `generate` counts sampled tokens, the "
+            "others all tokens that they read.", members=PHASES, chart="Speed"),
+        Metric("samples_per_second/*", "samples/s", FAMILIES, "higher",
+            "Sequences through a phase; pairs where a stage trains on pairs.", members=PHASES),
+        Metric("tflops/*", "TFLOP/s", FAMILIES, "higher",
+            "Model FLOP/s of a phase, all ranks together: the forwards and backwards that it ran, "
+            "recomputation not counted; the vocabulary head only for the tokens that go through "
+            "it. `step`: those of all phases over the time of the whole step.", members=PHASES),
+        Metric("peak_memory_bytes/*", "bytes", FAMILIES, "lower",
+            "Peak memory during a phase: torch's allocator on CUDA, otherwise the process's "
+            "resident set (since its start where the system cannot reset the peak).",
+            members=PHASES, title="Peak memory"),
     ),
 )
-
-_COST = (
-    Metric(
-        "rank_idle",
-        "share",
-        STAGES,
-        "Of the forwards and backwards that ranks run in a step's updates, those that count for "
-        "nothing: their rank had fewer micro-batches than another, or no row. 0 at one rank.",
-        healthy="below 0.2; above, raise batch_size or ppo.minibatch_size, or lower "
-        "micro_batch_tokens",
-        better="lower",
-    ),
-    Metric(
-        "seconds/*",
-        "seconds",
-        STAGES,
-        "Wall time of a phase since the last log line; `step` is all of it.",
-        members=PHASES,
-        better="lower",
-    ),
-    Metric(
-        "tokens_per_second/*",
-        "tokens/s",
-        STAGES,
-        "Tokens through a phase, without padding: `generate` counts sampled tokens, the others all "
-        "the tokens they read.",
-        members=PHASES,
-        better="higher",
-    ),
-    Metric(
-        "samples_per_second/*",
-        "samples/s",
-        STAGES,
-        "Sequences (pairs in reward and DPO) through a phase.",
-        members=PHASES,
-        better="higher",
-    ),
-    Metric(
-        "tflops/*",
-        "TFLOP/s",
-        STAGES,
-        "Model arithmetic of a phase per second, of all ranks together: the forwards and backwards "
-        "that a phase ran, recomputation not counted; the vocabulary head for the tokens that go "
-        "through it. step: that of all phases over the time of the whole step.",
-        members=PHASES,
-        better="higher",
-    ),
-    Metric(
-        "peak_memory_bytes/*",
-        "bytes",
-        STAGES,
-        "Most memory in use during a phase: torch's allocator on CUDA, else the process's resident "
-        "peak (since its start where the system cannot reset it).",
-        members=PHASES,
-        better="lower",
-    ),
-)
-
-METRICS: tuple[Metric, ...] = (*_TRAINING, *_PREFERENCE, *PPO_METRICS, *_COST)
-"""Every metric, in the order of the reference page."""
+# fmt: on
 
 METRIC: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in METRICS})
-"""The same by declared name (a family under its `name/*`)."""
+"""The same by declared name (a set under its `name/*`)."""
 
 
 def find_metric(name: str) -> Metric:
@@ -289,10 +297,10 @@ def find_metric(name: str) -> Metric:
     if name in METRIC and not name.endswith("/*"):
         return METRIC[name]
     prefix, _, ending = name.partition("/")
-    family = METRIC.get(f"{prefix}/*")
-    if family is not None and ending and (not family.members or ending in family.members):
-        return family
-    known = [m for f in METRICS for m in _spellings(f)]
+    declared = METRIC.get(f"{prefix}/*")
+    if declared is not None and ending and (not declared.members or ending in declared.members):
+        return declared
+    known = [m.name.replace("*", ending) for m in METRICS for ending in m.members or ("*",)]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
     raise ConfigError(
         f"metric name must be declared in tandem.metrics.names; got {name!r}. "
@@ -301,31 +309,32 @@ def find_metric(name: str) -> Metric:
 
 
 def group_of(name: str) -> str:
-    """What a logged number is about, to show it among its like; "" for a stage's main numbers.
+    """What a logged number is about, to show it among similar ones; "" for a stage's main numbers.
 
     Raises:
         ConfigError: if the name is not declared.
     """
     metric = find_metric(name)
-    if metric.members:
-        return "cost"
-    if name.startswith("heldout_"):
-        return "held-out"
-    return next((group for group, inside in PPO_GROUPS.items() if metric in inside), "")
+    return "held-out" if metric.is_heldout else metric.group
 
 
-def check_stage(stage: str) -> str:
-    """`stage` itself, if it is one that logs.
+def title_of(name: str) -> str:
+    """What the report calls a logged number: "Held-out KL to the reference"; the name itself if
+    it is not declared.
 
-    Raises:
-        ConfigError: if it is not.
+    Example: title_of("heldout_loss/politeness") == "Held-out loss: politeness".
     """
-    if stage not in STAGES:
-        raise ConfigError(f"stage must be one of {', '.join(STAGES)}; got {stage!r}. Use one.")
-    return stage
+    try:
+        declared = find_metric(name)
+    except ConfigError:
+        return name
+    base, _, ending = name.partition("/")
+    words = [_SPELLINGS.get(word, word) for word in base.split("_")]
+    title = declared.title or METRIC.get(base, declared).title or " ".join(words)
+    title = title[0].upper() + title[1:]
+    return f"{title}: {ending}" if ending else title
 
 
-def _spellings(metric: Metric) -> list[str]:
-    if not metric.members:
-        return [metric.name]
-    return [metric.name.replace("*", member) for member in metric.members]
+_SPELLINGS = {"heldout": "held-out", "kl": "KL", "eos": "EOS", "ema": "EMA", "ptx": "mixture",
+              "std": "standard deviation", "coef": "coefficient", "grad": "gradient",
+              "tflops": "TFLOP/s", "logprobs": "log-probs"}  # fmt: skip

@@ -1,7 +1,7 @@
 """The run folder's line files: metrics.jsonl, samples.jsonl, alarms.jsonl.
 
-One JSON object a line, appended and flushed. A kill can leave half of a last line: readers leave
-it out, `cut_lines` cuts it. Numbers that JSON cannot hold are the strings "nan", "inf", "-inf".
+One JSON object per line, appended and flushed. A kill can leave half of a last line: readers
+ignore it, `cut_lines` removes it. Numbers that JSON cannot hold become "nan", "inf", "-inf".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 ALARMS_FILE = "alarms.jsonl"
 
-# JSON leaves these as they are, but terminals, `splitlines` and UTF-8 do not.
+# JSON keeps these as they are; terminals, `splitlines` and UTF-8 do not.
 _UNSAFE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
@@ -55,7 +55,7 @@ def read_metrics(run_dir: Path | str) -> list[Record]:
 
 
 def parse_record(line: Mapping[str, Any]) -> Record:
-    """The record of one decoded line; KeyError, TypeError or ValueError if it is none."""
+    """The record in one decoded line; KeyError, TypeError or ValueError if it is not one."""
     values = {str(name): float(value) for name, value in dict(line["values"]).items()}
     return Record(str(line["stage"]), int(line["step"]), float(line["time"]), values)
 
@@ -63,11 +63,11 @@ def parse_record(line: Mapping[str, Any]) -> Record:
 def read_lines(
     path: Path, parse: Callable[[Mapping[str, Any]], T], skipped: list[str] | None = None
 ) -> list[T]:
-    """`parse` of every line of a line file that may be missing or end in half a line.
+    """`parse` of every line of a file that may be missing or end in half a line.
 
     Args:
-        parse: raises KeyError, TypeError or ValueError on a line that it cannot take.
-        skipped: where given, lines that cannot be read are left out and named here.
+        parse: raises KeyError, TypeError or ValueError on a line that it rejects.
+        skipped: if given, lines that cannot be read are skipped and named here.
     Raises:
         CheckpointError: if a line other than the last cannot be read and `skipped` is None.
     """
@@ -84,9 +84,9 @@ def cut_lines(
     keep: Callable[[str, int], bool],
     parse: Callable[[Mapping[str, Any]], object] = dict,
 ) -> str:
-    """Keep the lines whose (stage, step) `keep` accepts; drops a half-written last line; atomic.
+    """Keep the lines whose (stage, step) `keep` accepts; drop a half-written last line. Atomic.
 
-    Lines that `parse` or this cannot read are put at the end of `<name>.damaged`, beside the file.
+    Lines that `parse` rejects are moved to the end of `<name>.damaged`, beside the file.
 
     Returns:
         a line that says so; "" if there are none.
@@ -109,14 +109,14 @@ def cut_lines(
         return ""
     lines = ", ".join(map(str, list(damaged)[:3])) + (", ..." if len(damaged) > 3 else "")
     moved = f"{len(damaged)} damaged lines ({lines}) were moved to {aside.name}"
-    return f"{path}: {moved}; the run goes on"
+    return f"{path}: {moved}; the run continues"
 
 
 def _read(
     path: Path, parse: Callable[[Mapping[str, Any]], T]
 ) -> tuple[list[tuple[int, T]], dict[int, bytes]]:
-    """The lines of a file that `parse` takes and those that it does not, by line number; without
-    a last line that it does not take."""
+    """The lines of a file that `parse` accepts and those that it rejects, by line number; a
+    rejected last line is left out of both."""
     raw = path.read_bytes().rstrip().split(b"\n") if path.exists() else []
     read: list[tuple[int, T]] = []
     damaged: dict[int, bytes] = {}
@@ -139,7 +139,7 @@ def _not_a_line(path: Path, number: int, text: bytes) -> str:
 
 
 def json_line(line: Mapping[str, Any]) -> str:
-    """One line of a line file, its newline included; plain to UTF-8 and to terminals."""
+    """One line of a file, newline included; safe for UTF-8 and for terminals."""
     text = json.dumps(_finite(line), ensure_ascii=False, allow_nan=False)
     return _UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n"
 

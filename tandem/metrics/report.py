@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from tandem.config.schema import RunConfig
 from tandem.files import replace as replace_file
-from tandem.metrics.cost import time_per_phase
-from tandem.metrics.curves import stage_curves
-from tandem.metrics.folder import RunFolder, changed_knobs, read_folder
-from tandem.metrics.ledger import alarm_rows, dataset_rows
-from tandem.metrics.results import (
-    final_answers,
-    result_cards,
-    result_table,
-    steps_of_run,
-    training_answers,
-    when,
-)
+from tandem.metrics import sections
+from tandem.metrics.folder import RunFolder, read_folder
 from tandem.metrics.text import visible
 
 REPORT_FILE = "report.html"
@@ -35,10 +28,10 @@ _MAX_ALARMS = 40
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Write <run_dir>/report.html from what the folder holds; what is missing is left out.
+    """Write <run_dir>/report.html from the files that the folder has.
 
-    Every text of data, models and config is escaped, control characters are spelled out, and the
-    page's Content-Security-Policy allows its own style sheet alone.
+    All text from data, models and config is escaped, control characters included, and the page's
+    Content-Security-Policy allows nothing but its own style sheet.
 
     Returns:
         the path of the page.
@@ -63,7 +56,7 @@ def render(folder: RunFolder) -> str:
         lstrip_blocks=True,
         finalize=_shown,
     )
-    environment.filters["breakable"] = _breakable
+    environment.filters.update(breakable=_breakable, code=_code)
     page = environment.get_template("report.html.j2")
     return page.render(
         css=Markup(css),
@@ -78,29 +71,24 @@ def _context(folder: RunFolder) -> dict[str, Any]:
     context: dict[str, Any] = {
         "name": folder.path.resolve().name,
         "model": str(folder.config.get("actor_model") or ""),
-        "when": when(folder),
-        "steps": steps_of_run(folder),
+        "when": sections.when(folder),
+        "stages": sections.stages_of_run(folder),
         "notices": folder.notices,
-        "cards": result_cards(folder),
-        "table": result_table(folder),
-        "alarms": alarm_rows(folder),
-        "curves": stage_curves(folder),
-        "answers": final_answers(folder),
-        "samples": training_answers(folder, _MAX_SAMPLES),
-        "datasets": dataset_rows(folder),
-        "times": time_per_phase(folder),
+        "cards": sections.result_cards(folder),
+        "table": sections.result_table(folder),
+        "alarms": sections.alarm_rows(folder),
+        "curves": sections.stage_curves(folder),
+        "answers": sections.final_answers(folder),
+        "samples": sections.training_answers(folder, _MAX_SAMPLES),
+        "datasets": sections.dataset_rows(folder),
+        "times": sections.time_per_phase(folder),
         "commands": folder.commands,
         "changed": changed_knobs(folder.config),
         "config_text": folder.config_text,
         "environment": list(folder.environment.items()),
     }
-    context["contents"] = _contents(context)
-    return context
-
-
-def _contents(context: dict[str, Any]) -> list[tuple[str, str]]:
-    sections = {
-        ("result", "Result"): context["cards"] or context["table"].rows,
+    filled_by = {
+        ("result", "Result"): context["cards"] or context["table"]["rows"],
         ("alarms", "Alarms"): context["alarms"] or context["curves"],
         ("curves", "Curves"): context["curves"],
         ("answers", "Answers"): context["answers"] or context["samples"],
@@ -110,14 +98,48 @@ def _contents(context: dict[str, Any]) -> list[tuple[str, str]]:
             context[part] for part in ("commands", "changed", "config_text", "environment")
         ),
     }
-    return [section for section, filled in sections.items() if filled]
+    return context | {"contents": [section for section, filled in filled_by.items() if filled]}
+
+
+def changed_knobs(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(knob, value, default) where the run's value is not the default; unknown knobs too."""
+    defaults = _flat(dataclasses.asdict(RunConfig()))
+    return [
+        (name, _knob_text(value), _knob_text(defaults.get(name, "")))
+        for name, value in _flat(config).items()
+        if name not in defaults or value != defaults[name]
+    ]
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested knobs as `ppo.actor.learning_rate: value`; tuples as lists, as YAML reads them."""
+    knobs: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            knobs.update(_flat(value, f"{prefix}{name}."))
+        else:
+            knobs[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
+    return knobs
+
+
+def _knob_text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_knob_text, value)) or "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "empty" if value == "" else str(value)
 
 
 def _breakable(name: str) -> Markup:
-    """A name that a narrow column may break after its underscores, dots and slashes alone."""
+    """A name that a narrow column may break only after underscores, dots and slashes."""
     return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(visible(name)))))
 
 
+def _code(text: str) -> Markup:
+    """Text whose parts in backticks are shown as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(visible(text)))))
+
+
 def _shown(value: Any) -> Any:
-    """Every printed value passes here before it is escaped; markup of ours is left alone."""
+    """Applied to every printed value before it is escaped; our own markup stays as it is."""
     return value if isinstance(value, Markup) or value is None else visible(str(value))

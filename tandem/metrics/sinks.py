@@ -1,4 +1,4 @@
-"""Trackers that receive what the run folder holds: TensorBoard and Weights & Biases."""
+"""Trackers that receive what is written to the run folder: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _numbers = count()
 
 
 class Sink(Protocol):
-    """Where a step's numbers go besides metrics.jsonl."""
+    """Where records go besides metrics.jsonl."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take one record; non-finite values come as they are."""
+        """Take one record; non-finite values are passed as they are."""
 
     def close(self, failed: bool) -> None:
-        """Write out what is pending; `failed` if the stage ended in an error."""
+        """Flush what is pending; `failed` if the stage ended in an error."""
 
 
 class TensorBoard:
     """Event files in <run_dir>/tensorboard/<stage>, tags `<stage>/<name>`.
 
-    Where a name belongs to a group (`group_of`), `<stage>-<group>/<name>`: TensorBoard shows what
-    stands before the first slash as a heading to fold, and PPO logs some sixty numbers. Events are
-    on their way to the disk when `write` returns: torch's SummaryWriter has a thread for that, in
+    A name that belongs to a group (`group_of`) is tagged `<stage>-<group>/<name>`: TensorBoard
+    folds tags by what comes before their first slash, and PPO logs about sixty numbers. Events are
+    handed to the system before `write` returns: torch's SummaryWriter leaves that to a thread, in
     which a full disk ends in a traceback.
 
     Raises:
@@ -46,7 +46,7 @@ class TensorBoard:
     """
 
     def __init__(self, run_dir: Path, stage: str, first_step: int) -> None:
-        """`first_step` is the first that will be written: events of it and later are purged."""
+        """`first_step` is the first to be written: its events and later ones are purged."""
         try:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
@@ -54,7 +54,7 @@ class TensorBoard:
         except ImportError as error:
             raise ConfigError(
                 "log.tensorboard must be off where TensorBoard is missing; got on. "
-                "`pip install tensorboard`, or set log.tensorboard to false."
+                "Run `pip install tensorboard`, or set log.tensorboard to false."
             ) from error
         folder = run_dir / "tensorboard" / stage
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,10 +84,10 @@ class TensorBoard:
 
 
 class WandB:
-    """One Weights & Biases run per stage, grouped by run folder, its id kept in wandb.json.
+    """One Weights & Biases run per stage, grouped by run folder, with its id in wandb.json.
 
-    A stage that continues goes on in its W&B run; steps that are repeated after a kill then show
-    twice there (W&B cannot take back a record), once in the run folder.
+    A stage that continues also continues its W&B run. Steps repeated after a kill then appear
+    twice there (W&B cannot delete records), but once in the run folder.
 
     Raises:
         ConfigError: if wandb is not installed.
@@ -99,7 +99,7 @@ class WandB:
         except ImportError as error:
             raise ConfigError(
                 f"log.wandb must be empty where wandb is missing; got {project!r}. "
-                "`pip install wandb`, or leave log.wandb empty."
+                "Run `pip install wandb`, or leave log.wandb empty."
             ) from error
         ids_path = run_dir / _WANDB_IDS
         ids = json.loads(ids_path.read_text("utf-8")) if ids_path.exists() else {}
@@ -118,10 +118,10 @@ class WandB:
         self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One W&B record, its own step as x axis."""
+        """One W&B record, with the stage's step as x axis."""
         named = {f"{self._stage}/{name}": value for name, value in values.items()}
         self._run.log({f"{self._stage}/step": step, **named})
 
     def close(self, failed: bool) -> None:
-        """Finish the W&B run, as failed if the stage was."""
+        """Finish the W&B run; it is marked as failed if the stage failed."""
         self._run.finish(exit_code=int(failed))

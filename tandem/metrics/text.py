@@ -1,14 +1,14 @@
-"""Text of data and models made safe to show, and numbers made short to read."""
+"""Text from data and models made safe to print, and numbers formatted for people."""
 
 from __future__ import annotations
 
 import math
 import re
 
-# Everything a terminal or a bidi-aware viewer acts on instead of showing, and what nobody sees: C0
-# without newline and tab, DEL and C1, bidirectional controls, line separators, lone surrogates, the
-# byte order mark, spaces without width, annotations and tags. The joiners of scripts and emoji
-# (U+200C, U+200D) stay.
+# Everything that a terminal or a bidi-aware viewer acts on instead of showing, and what is
+# invisible: C0 except newline and tab, DEL and C1, bidirectional controls, line separators, lone
+# surrogates, the byte order mark, zero-width spaces, annotations and tags. The joiners of scripts
+# and emoji (U+200C, U+200D) stay.
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
     "\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff]"
@@ -16,15 +16,15 @@ _CONTROL = re.compile(
 
 
 def visible(text: str) -> str:
-    """`text` with every control character spelled out; newline and tab stay.
+    """`text` with every control character escaped; newline and tab stay.
 
-    Example: visible("a\\x1b[31m") is a, backslash, x1b[31m: it colours nothing.
+    Example: visible("a\\x1b[31m") is a, backslash, x1b[31m: it colors nothing.
     """
     return _CONTROL.sub(_spell, text)
 
 
 def shorten(text: str, limit: int) -> str:
-    """The first `limit` characters, and how many were left out."""
+    """The first `limit` characters, and how many more there are."""
     if len(text) <= limit:
         return text
     return f"{text[:limit]}… (+{len(text) - limit} characters)"
@@ -45,7 +45,9 @@ def short_number(value: float, digits: int = 4) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 0.41 s, 38 s, 4 m 12 s, 3 h 05 m."""
+    """Seconds as text: 9.4 ms, 0.41 s, 38 s, 4 m 12 s, 3 h 05 m."""
+    if 0 < seconds < 0.1:
+        return f"{1000 * seconds:.3g} ms"
     if seconds < 10:
         return f"{seconds:.2f} s"
     whole = round(seconds)
@@ -56,8 +58,8 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
 
 
-def with_unit(value: float, unit: str) -> str:
-    """A number as the report shows it: shares as per cent, bytes as GiB, seconds for people."""
+def with_unit(value: float, unit: str, digits: int = 3) -> str:
+    """A number as the report shows it: shares as percentages, bytes as GiB, seconds as duration."""
     if not math.isfinite(value):
         return short_number(value)
     if unit == "share":
@@ -69,11 +71,11 @@ def with_unit(value: float, unit: str) -> str:
         return duration(value)
     if unit in ("tokens/s", "samples/s", "tokens", "answers", "updates") and abs(value) >= 100:
         return f"{value:,.0f}"
-    return trimmed(short_number(value, 3))
+    return trimmed(short_number(value, digits))
 
 
 def trimmed(number: str) -> str:
-    """A printed number without zeros that say nothing: 0.0200 is 0.02."""
+    """A printed number without trailing zeros: 0.0200 is 0.02."""
     return number.rstrip("0").rstrip(".") if "." in number and "e" not in number else number
 
 

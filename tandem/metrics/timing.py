@@ -21,9 +21,9 @@ from tandem.metrics.names import find_metric
 
 @dataclass(slots=True)
 class Phase:
-    """What went through one block. The counts may be set or added to until the block ends.
+    """What went through one block. The counts may be set or increased until the block ends.
 
-    tokens, samples: as the metrics' meanings say. flops: model arithmetic, not per second.
+    tokens, samples: as defined by the metrics. flops: floating-point operations, not per second.
     """
 
     tokens: float = 0
@@ -43,10 +43,9 @@ class _Total:
 class Phases:
     """A timer that adds up blocks by phase until `metrics` takes the sums.
 
-    Blocks may nest (`step` around the others); an outer block's memory peak and operations cover
-    the inner ones.
-    Where CUDA is in use the device is synchronized at both ends of a block, so that the time is
-    the work's and not the launch's.
+    Blocks may nest (`step` around the others); an outer block's memory peak and operations include
+    those of the inner ones. Where CUDA is in use the device is synchronized at both ends of a
+    block, so that the time measured is that of the work and not of its launch.
     """
 
     def __init__(self) -> None:
@@ -82,9 +81,9 @@ class Phases:
                 outer.flops += block.flops
 
     def metrics(self) -> dict[str, float]:
-        """The sums as metrics (`seconds/train`, ...), and start again from zero.
+        """The sums as metrics (`seconds/train`, ...); starts again from zero.
 
-        A rate is left out where its count is 0. Call it outside of every block.
+        Rates whose count is 0 are omitted. Call it outside of every block.
         """
         values: dict[str, float] = {}
         for phase, total in self._totals.items():
@@ -102,7 +101,7 @@ class Phases:
         return values
 
     def _note_peak(self) -> None:
-        """Resetting the peak for an inner block must not lose what the outer ones have seen."""
+        """Save the peak for the outer blocks before an inner one resets it."""
         peak = _peak_bytes() if self._open else 0
         for total in self._open:
             total.peak_bytes = max(total.peak_bytes, peak)
@@ -123,10 +122,10 @@ def _reset_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
     elif sys.platform == "linux":
         try:
-            # Linux forgets the resident peak of a process that writes 5 here.
+            # Writing 5 here resets the process's peak resident set on Linux.
             Path("/proc/self/clear_refs").write_text("5", "ascii")
         except OSError:
-            # Sealed containers refuse; the peak is then the process's, as its meaning says.
+            # Some containers refuse; the peak is then that of the whole process.
             return
 
 

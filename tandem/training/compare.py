@@ -17,7 +17,7 @@ from tandem.engine.loading import place_policy, place_scalar
 from tandem.engine.rollouts import answered
 from tandem.engine.scoring import RewardScorer
 from tandem.generation.generator import Stops
-from tandem.metrics.folder import EVALUATION_FILE, finished_steps
+from tandem.metrics.folder import EVALUATION_FILE, finished_stages
 from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import tensor_group
 from tandem.training.evaluate import language_model_metrics, preference_metrics
@@ -105,7 +105,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
 
 def _made_from(run: Run) -> dict[str, Any]:
     """What a comparison's figures depend on: models, knobs and rows, as JSON gives them back."""
-    steps = finished_steps(run.path)
+    steps = finished_stages(run.path)
     for step in steps:
         run.verify(step)
     identity = run.identity

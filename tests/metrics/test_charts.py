@@ -82,8 +82,8 @@ def test_a_number_that_is_not_finite_is_a_gap_and_a_cross_never_a_zero():
 
 def test_measured_points_are_dots_above_the_lines():
     series = [
-        Series("held-out", [(1.0, 1.0), (5.0, 2.0)], "marks"),
-        Series("training", [(1.0, 1.0), (5.0, 2.0)]),
+        Series("held-out", [(1.0, 1.0), (5.0, 2.0)], "marks", 1),
+        Series("training", [(1.0, 1.0), (5.0, 2.0)], "noisy", 2),
     ]
     root = ElementTree.fromstring(line_chart("t", "", series))
     order = [(e.tag, e.get("class")) for e in root if e.tag in ("path", "circle")]

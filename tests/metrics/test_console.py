@@ -5,9 +5,10 @@ import re
 import pytest
 from rich.console import Console
 
-from tandem.metrics.console import _COLUMNS, _HELDOUT, StageConsole
-from tandem.metrics.metric import STAGES
-from tandem.metrics.names import find_metric
+from tandem.metrics.console import _SPEED, StageConsole
+from tandem.metrics.metric import FAMILIES
+from tandem.metrics.names import METRICS, find_metric
+from tandem.metrics.stages import STAGES
 from tandem.metrics.text import short_number
 
 
@@ -19,20 +20,29 @@ def stage_console(stage="ppo", num_steps=200, start_step=0, terminal=False, widt
     return StageConsole(stage, num_steps, start_step, console), file
 
 
-def test_every_stage_shows_declared_metrics_of_its_own():
-    for columns in (_COLUMNS, _HELDOUT):
-        assert set(columns) == set(STAGES)
-        for stage, names in columns.items():
-            assert len(names) <= 8
-            assert all(stage in find_metric(name).stages for name in names)
+def columns(family):
+    """(name, label) of everything that a stage of the family may show, held-out numbers last."""
+    shown = [m for m in METRICS if family in m.families and m.column]
+    main = [(m.name, m.column) for m in shown if not m.is_heldout]
+    return [*main, _SPEED[family], *((m.name, m.column) for m in shown if m.is_heldout)]
 
 
-def test_plain_lines_are_aligned_and_end_in_the_eta():
+def test_every_family_shows_a_few_declared_metrics():
+    assert set(_SPEED) == set(FAMILIES)
+    for family in FAMILIES:
+        names = [name for name, _ in columns(family)]
+        assert all(family in find_metric(name).families for name in names)
+        assert 5 <= len([name for name in names if "heldout" not in name]) <= 9
+
+
+def test_plain_lines_are_aligned_and_end_with_the_eta():
     console, file = stage_console()
-    console.line(1, {"reward": 0.5, "kl": 1e-9, "entropy": 2.0})
+    console.line(1, {"reward": 0.5, "kl": 1e-9, "entropy": 2.0, "clip_fraction": 0.1})
     console.line(100, {"reward": -12.25, "kl": 3.0, "entropy": math.nan})
     first, second = file.getvalue().splitlines()
-    assert first.startswith("ppo      1/200  reward 0.500    kl 1e-09    entropy 2.00     clip -")
+    assert first.startswith(
+        "ppo      1/200  reward 0.500    kl 1e-09    entropy 2.00     clip 0.100"
+    )
     assert second.startswith("ppo    100/200  reward -12.2    kl 3.00     entropy nan      clip -")
     assert "| eta " in second
     assert "\x1b" not in file.getvalue()
@@ -80,11 +90,11 @@ def test_the_bar_has_an_eta_however_long_a_step_takes(monkeypatch):
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_a_terminals_lines_end_between_numbers(stage, width):
-    console, file = stage_console(stage, terminal=True, width=width)
-    names = [*_COLUMNS[stage], *_HELDOUT[stage]]
-    values = {name: -0.012345 * 10**-n for n, name in enumerate(names)}
+    console, file = stage_console(stage.name, terminal=True, width=width)
+    shown = columns(stage.family)
+    values = {name: -0.012345 * 10**-n for n, (name, _) in enumerate(shown)}
     console.line(123, values)
     console.close()
     lines = [
@@ -92,10 +102,20 @@ def test_a_terminals_lines_end_between_numbers(stage, width):
     ]
     lines = [line for line in lines if "━" not in line and line.strip()]
     assert all(len(line) <= width and line == line.rstrip() for line in lines)
-    labels = [*_COLUMNS[stage].values(), *_HELDOUT[stage].values()]
     text = "\n".join(lines)
-    for label, value in zip(labels, values.values(), strict=True):
-        assert f"{label} {short_number(value, 3)}" in text
+    for name, label in shown:
+        assert f"{label} {short_number(values[name], 3)}" in text
+
+
+def test_a_column_appears_with_its_metric_and_stays():
+    """A family's columns are not all of each of its stages'."""
+    console, file = stage_console("dpo")
+    console.line(1, {"loss": 0.5, "implicit_reward_margin": 0.25})
+    console.line(2, {"loss": 0.5})
+    first, second = file.getvalue().splitlines()
+    assert first.startswith("dpo      1/200  loss 0.500    margin 0.250   ")
+    assert second.startswith("dpo      2/200  loss 0.500    margin -       ")
+    assert "acc" not in first + second
 
 
 @pytest.mark.parametrize("terminal", [False, True])

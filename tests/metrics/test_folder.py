@@ -2,10 +2,9 @@ import json
 import math
 
 import pytest
-import yaml
 
 from tandem.errors import CheckpointError
-from tandem.metrics.folder import changed_knobs, number_or_none, read_folder
+from tandem.metrics.folder import number_or_none, read_folder
 
 from .runs import metrics_line, write_lines
 
@@ -18,7 +17,7 @@ def test_there_must_be_a_folder(tmp_path):
 def test_an_empty_folder_is_an_empty_run(tmp_path):
     folder = read_folder(tmp_path)
     assert folder.records == folder.samples == folder.alarms == folder.notices == ()
-    assert folder.stages() == ()
+    assert folder.stages() == []
 
 
 def test_damaged_files_are_named_and_the_others_still_read(tmp_path):
@@ -32,11 +31,11 @@ def test_damaged_files_are_named_and_the_others_still_read(tmp_path):
     files = ("config.yaml", "data.json", "evaluation.json", "environment.json", "alarms.jsonl:1")
     for name in (*files, "metrics.jsonl:1"):
         assert any(name in notice for notice in folder.notices), name
-    assert folder.stages() == ("sft",)
+    assert [stage.name for stage in folder.stages()] == ["sft"]
     assert len(folder.alarms) == 1
 
 
-def test_a_line_that_is_no_object_is_named(tmp_path):
+def test_a_line_that_is_not_an_object_is_named(tmp_path):
     (tmp_path / "samples.jsonl").write_text('[1]\n{"step": 1}\n')
     folder = read_folder(tmp_path)
     assert "samples.jsonl:1 must be one JSON object" in folder.notices[0]
@@ -51,19 +50,6 @@ def test_a_series_is_in_the_order_of_steps_and_the_last_record_of_a_step_counts(
     (one, two) = read_folder(tmp_path).series("sft", "loss")
     assert one == (1.0, 4.0)
     assert math.isnan(two[1])
-
-
-def test_changed_knobs_are_those_that_differ_from_the_defaults():
-    config = yaml.safe_load(
-        "actor_model: m\nseed: 1234\nsteps: [sft, reward, ppo]\ndata: [a, b]\n"
-        "ppo: {ema: true, kl_coef: 0.05, actor: {learning_rate: 1.0e-6}}\nnew: {knob: 3}\n"
-    )
-    assert changed_knobs(config) == [
-        ("actor_model", "m", "empty"),
-        ("data", "a, b", "none"),
-        ("ppo.ema", "true", "false"),
-        ("new.knob", "3", "empty"),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_an_unknown_name_or_stage_is_refused_and_nothing_written(tmp_path):
         open_log(tmp_path, stage="train")
 
 
-def test_continuing_cuts_this_stage_after_the_step_and_nothing_else(tmp_path):
+def test_continuing_removes_only_this_stages_later_steps(tmp_path):
     for stage in ("sft", "ppo"):
         with open_log(tmp_path, stage) as log:
             for step in range(4):
@@ -82,7 +82,7 @@ def test_a_damaged_line_does_not_stop_the_run(tmp_path, capsys):
     assert "\x1b" not in said
 
 
-def test_beginning_afresh_drops_the_stages_step_0_too(tmp_path):
+def test_starting_over_removes_the_stages_step_0_too(tmp_path):
     for _ in range(2):
         with open_log(tmp_path) as log:
             log.log(0, {"heldout_loss": 2.0})
@@ -118,7 +118,7 @@ def test_an_alarm_is_not_raised_again_after_a_restart(tmp_path):
     assert len(lines_of(tmp_path / "alarms.jsonl")) == 1
 
 
-def test_own_thresholds_take_the_place_of_published_ones(tmp_path):
+def test_own_thresholds_replace_the_published_ones(tmp_path):
     with open_log(tmp_path, "ppo", thresholds={"kl-high": 2.0}) as log:
         (alarm,) = log.log(1, {"kl": 3.0})
     assert alarm.threshold == 2.0

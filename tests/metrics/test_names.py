@@ -1,8 +1,9 @@
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.metrics.metric import PHASES, STAGES
-from tandem.metrics.names import METRIC, METRICS, check_stage, find_metric
+from tandem.metrics.metric import FAMILIES, PHASES
+from tandem.metrics.names import METRIC, METRICS, find_metric, title_of
+from tandem.metrics.stages import stage_of
 
 
 def test_one_name_has_one_meaning():
@@ -11,8 +12,8 @@ def test_one_name_has_one_meaning():
     assert all(meanings)
     for metric in METRICS:
         assert metric.unit
-        assert metric.stages
-        assert set(metric.stages) <= set(STAGES)
+        assert metric.families
+        assert set(metric.families) <= set(FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,40 @@ def test_an_undeclared_name_is_refused_with_the_nearest(name, nearest):
     assert nearest.split("/")[0] in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("heldout_reward", "Held-out reward"),
+        ("heldout_loss/politeness", "Held-out loss: politeness"),
+        ("seconds/train", "Time: train"),
+        ("kl_coef", "KL coefficient"),
+        ("response_tokens", "Answer length"),
+        ("rule: manner", "rule: manner"),
+    ],
+)
+def test_titles_are_plain_words(name, title):
+    assert title_of(name) == title
+
+
+def test_a_chart_holds_few_lines_of_one_unit():
+    for family in FAMILIES:
+        charts = {}
+        for metric in METRICS:
+            if metric.chart and family in metric.families:
+                charts.setdefault(metric.chart, []).append(metric)
+        assert charts
+        for title, metrics in charts.items():
+            assert len({metric.unit for metric in metrics}) == 1, title
+            assert len(metrics) <= 4
+
+
+def test_rewards_with_and_without_penalty_do_not_share_an_axis():
+    """Training rewards have the missing-EOS penalty subtracted, held-out ones have not."""
+    charts = {name: METRIC[name].chart for name in METRIC}
+    assert charts["reward_before_penalty"] == charts["heldout_reward"] != charts["reward"] != ""
+
+
 def test_a_stage_that_does_not_log_is_refused():
-    assert check_stage("sft") == "sft"
+    assert stage_of("sft").family == "supervised"
     with pytest.raises(ConfigError, match=r"^stage must be one of sft, .*; got 'SFT'\. Use one\."):
-        check_stage("SFT")
+        stage_of("SFT")

@@ -29,7 +29,7 @@ def test_records_come_back_as_written_non_finite_ones_too(tmp_path):
     assert second.values["loss"] == -math.inf
 
 
-def test_a_half_written_last_line_is_left_out(tmp_path):
+def test_a_half_written_last_line_is_ignored(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_lines(path, [metrics_line("sft", 1, loss=1.0), metrics_line("sft", 2, loss=1.0)])
     whole = path.read_bytes()
@@ -64,14 +64,14 @@ def test_cutting_keeps_other_lines_byte_for_byte(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_damaged_lines_are_moved_aside(tmp_path):
+def test_damaged_lines_are_moved_to_another_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     good = [json_line(metrics_line("sft", n)) for n in (1, 2)]
     bad = ['{"stage": 3', '{"stage": "sft", "step": 2, "time": 0, "values": 7}', "[" * 100_000]
     path.write_text(good[0] + "".join(f"{line}\n" for line in bad) + good[1])
     notice = cut_lines(path, lambda stage, step: True, parse_record)
     assert notice == (
-        f"{path}: 3 damaged lines (2, 3, 4) were moved to metrics.jsonl.damaged; the run goes on"
+        f"{path}: 3 damaged lines (2, 3, 4) were moved to metrics.jsonl.damaged; the run continues"
     )
     assert path.read_text() == "".join(good)
     assert (tmp_path / "metrics.jsonl.damaged").read_text().split() == "\n".join(bad).split()

@@ -15,7 +15,7 @@ EVIL = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}
 ALLOWED = {
     *("html", "head", "meta", "title", "style", "body", "header", "main", "section", "footer"),
     *("div", "span", "p", "b", "br", "h1", "h2", "h3", "ul", "li", "nav", "a", "article"),
-    *("pre", "wbr"),
+    *("pre", "wbr", "code"),
     *("table", "thead", "tbody", "tr", "th", "td", "figure", "figcaption", "details", "summary"),
     *("svg", "path", "circle", "rect", "line", "text"),
 }
@@ -118,19 +118,19 @@ def run(tmp_path):
 def test_the_page_shows_what_the_folder_holds(run):
     _, page = report(run)
     for shown in (
-        "SFT model: perplexity, held-out 8 from 250 (base model)",
-        "Reward model: accuracy, held-out 87.5 %",
-        "PPO model: reward, held-out, normalized 1 from 0 (SFT model)",
-        "Time of all steps 1 m 20 s",
-        "heldout_reward normalized reward -1 1.25",
-        "kl-high ppo step 4 Raise it. 30 against a threshold of 25",
+        "SFT model: held-out perplexity 8 250 before training",
+        "Reward model: held-out accuracy 87.5 %",
+        "PPO model: held-out reward 1 0 before training",
+        "Total time of all steps 1 m 20 s",
+        "Held-out reward -1 1.25",
+        "kl-high ppo step 4 Raise it. 30; the threshold is 25",
         "Supervised fine-tuning 40 steps",
-        "Every metric of this step (4)",
+        "All metrics of this stage (4)",
         "Question 0? base 0 No. ppo 1 Gladly.",
         "3 more prompts",
         "ppo step 3 While training? sample 1 0 yes",
         "politeness p.jsonl.gz 1,100 200 sft 400 reward",
-        "10 dropped: too long (sft) (p.jsonl.gz:17) 490 unused: no rejected answer",
+        "10 dropped: too long (sft) (p.jsonl.gz:17, …) 490 unused: no rejected answer",
         "2 blank lines 200 extra copies by weight in sft 3 system turn left out",
         "train 1 m 00 s 75 %",
         "other 20 s 25 %",
@@ -150,7 +150,7 @@ def test_the_page_shows_what_the_folder_holds(run):
     assert [v for _, name, v in page.attributes if name == "class"].count("score best") == 11
 
 
-def test_the_page_is_complete_in_itself_and_runs_nothing(run):
+def test_the_page_is_self_contained_and_runs_no_script(run):
     html, page = report(run)
     assert html.startswith("<!doctype html>")
     assert set(page.tags) <= ALLOWED
@@ -249,7 +249,7 @@ def test_a_run_stopped_early_names_what_has_not_run(run):
 
 
 @pytest.mark.parametrize("strange", [None, 3, "x", [], {}, [None], {"a": None}, [[1]], True])
-def test_strange_shapes_do_no_harm(tmp_path, strange):
+def test_files_of_an_unexpected_shape_do_no_harm(tmp_path, strange):
     (tmp_path / "data.json").write_text(json.dumps({"datasets": strange}))
     evaluation = {"models": {"a": strange}, "answers": [{"prompt": strange, "answers": strange}]}
     (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
@@ -265,7 +265,7 @@ def test_strange_shapes_do_no_harm(tmp_path, strange):
 def test_a_stage_without_a_finite_number_still_has_its_table(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", [metrics_line("ppo", 1, reward="nan", kl="inf")])
     html, page = report(tmp_path)
-    assert "reward normalized reward nan nan nan nan" in page.text
+    assert "Reward reward normalized reward nan nan nan nan" in page.text
     assert '<svg class="chart"' not in html
 
 
@@ -276,7 +276,7 @@ def test_a_damaged_file_is_named_on_the_page(run):
     assert "Supervised fine-tuning" in page.text
 
 
-def test_the_data_rooms_own_ledger_is_understood(tmp_path):
+def test_the_ledger_that_data_writes_is_shown(tmp_path):
     ledger = pytest.importorskip("tandem.data.ledger")
     account = ledger.Ledger()
     entry = account.open("hh", "hh.jsonl.gz", weight=2.0)

@@ -30,7 +30,7 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
     assert scalars(folder, "sft-cost/seconds/train") == [(1, 0.5)]
 
 
-def test_tensorboard_shows_numbers_among_their_like(tmp_path):
+def test_tensorboard_groups_related_numbers(tmp_path):
     names = {
         "skipped": "ppo",
         "reward_before_penalty": "ppo-reward",
@@ -47,7 +47,7 @@ def test_tensorboard_shows_numbers_among_their_like(tmp_path):
 
 
 @pytest.mark.parametrize(("start", "steps"), [(2, [1, 2, 3]), (0, [3])])
-def test_tensorboard_forgets_the_steps_that_are_repeated(tmp_path, start, steps):
+def test_tensorboard_purges_the_steps_that_are_repeated(tmp_path, start, steps):
     with MetricLog(tmp_path, "sft", 9, tensorboard=True, console=False) as log:
         for step in range(1, 6):
             log.log(step, {"loss": 1.0})
@@ -61,7 +61,8 @@ def test_tensorboard_forgets_the_steps_that_are_repeated(tmp_path, start, steps)
 def test_a_missing_tensorboard_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     with pytest.raises(
-        ConfigError, match=r"^log.tensorboard must be off .*; got on\. `pip install tensorboard`"
+        ConfigError,
+        match=r"^log.tensorboard must be off .*; got on\. Run `pip install tensorboard`",
     ):
         MetricLog(tmp_path, "sft", 1, tensorboard=True, console=False)
 
@@ -75,7 +76,7 @@ def test_tensorboard_is_not_imported_when_it_is_off(tmp_path, monkeypatch):
 def test_a_missing_wandb_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(
-        ConfigError, match=r"^log.wandb must be empty .*; got 'proj'\. `pip install wandb`"
+        ConfigError, match=r"^log.wandb must be empty .*; got 'proj'\. Run `pip install wandb`"
     ):
         MetricLog(tmp_path, "sft", 1, tensorboard=False, wandb="proj", console=False)
 
@@ -123,13 +124,13 @@ def test_wandb_gets_every_record_with_its_own_step(tmp_path, wandb_runs):
     assert run.exit_code == 0
 
 
-def test_wandb_continues_its_run_and_begins_a_new_one_afresh(tmp_path, wandb_runs):
+def test_wandb_continues_its_run_and_starts_a_new_one_from_step_0(tmp_path, wandb_runs):
     for stage, start in (("sft", 0), ("ppo", 0), ("ppo", 3), ("ppo", 0)):
         open_wandb(tmp_path, stage, start).close()
-    sft, first, continued, afresh = (run.settings["id"] for run in wandb_runs)
+    sft, first, continued, restarted = (run.settings["id"] for run in wandb_runs)
     assert continued == first
-    assert len({sft, first, afresh}) == 3
-    assert json.loads((tmp_path / "wandb.json").read_text()) == {"sft": sft, "ppo": afresh}
+    assert len({sft, first, restarted}) == 3
+    assert json.loads((tmp_path / "wandb.json").read_text()) == {"sft": sft, "ppo": restarted}
 
 
 def test_a_stage_that_fails_is_marked_as_failed(tmp_path, wandb_runs):

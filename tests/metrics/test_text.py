@@ -16,12 +16,12 @@ from tandem.metrics.text import duration, short_number, shorten, trimmed, visibl
         ("\ud800", "\\ud800"),
     ],
 )
-def test_control_characters_are_spelled_out(text, shown):
+def test_control_characters_are_escaped(text, shown):
     assert visible(text) == shown
     visible(text).encode()
 
 
-def test_long_text_says_what_is_left_out():
+def test_shortened_text_says_how_much_is_missing():
     assert shorten("abcdef", 6) == "abcdef"
     assert shorten("abcdef", 2) == "ab… (+4 characters)"
 
@@ -44,7 +44,7 @@ def test_numbers_are_short_and_never_hide_a_nan(value, shown):
     assert short_number(value) == shown
 
 
-def test_trailing_zeros_are_trimmed_only_behind_a_point():
+def test_trailing_zeros_are_trimmed_only_after_a_point():
     assert [trimmed(n) for n in ("0.0200", "1.00", "100", "1.0e-06")] == [
         "0.02",
         "1",
@@ -54,8 +54,9 @@ def test_trailing_zeros_are_trimmed_only_behind_a_point():
 
 
 def test_durations():
-    seconds = (0.412, 38.0, 59.7, 252.0, 11100.0)
-    assert [duration(s) for s in seconds] == ["0.41 s", "38 s", "1 m 00 s", "4 m 12 s", "3 h 05 m"]
+    seconds = (0.0, 0.0094, 0.412, 38.0, 59.7, 252.0, 11100.0)
+    shown = ["0.00 s", "9.4 ms", "0.41 s", "38 s", "1 m 00 s", "4 m 12 s", "3 h 05 m"]
+    assert [duration(s) for s in seconds] == shown
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_blocks_of_a_phase_add_up(monkeypatch):
     assert phases.metrics() == {}
 
 
-def test_rates_without_a_count_are_left_out_and_all_names_are_declared(monkeypatch):
+def test_rates_without_a_count_are_omitted_and_all_names_are_declared(monkeypatch):
     clock = Clock(monkeypatch)
     phases = Phases()
     with phases("save"):

@@ -291,7 +291,7 @@ def test_a_comparison_is_of_the_models_that_are_there(
         with pytest.raises(StopError):
             quiet(config)
     page = write_report(tmp_path / "run").read_text()
-    assert "evaluation.json compares other models" in page
+    assert "evaluation.json compares models other than" in page
     assert "at the end of the run" not in page
     run = quiet(config)
     evaluation = json.loads((run / "evaluation.json").read_text())

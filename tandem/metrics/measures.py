@@ -1,0 +1,147 @@
+"""What alarms measure on a stage's records.
+
+A measure takes a history and a metric's name and returns the quantity that a rule compares with its
+threshold, or None while that is unknown. Each looks back over a fixed number of records, so a check
+stays cheap in a long run. Non-finite values never count in a mean or median.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tandem.metrics.records import Record
+
+_START = 3
+"""Records that make up the start: a single one would be noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The first `end` of a stage's records."""
+
+    records: Sequence[Record]
+    end: int
+
+    @property
+    def record(self) -> Record:
+        """The last one."""
+        return self.records[self.end - 1]
+
+    def newest(self, metric: str) -> Iterator[tuple[int, float]]:
+        """(position, finite value) of the records that carry `metric`, newest first."""
+        for position in range(self.end - 1, -1, -1):
+            value = self.records[position].values.get(metric, math.nan)
+            if math.isfinite(value):
+                yield position, value
+
+    def last(self, metric: str, count: int) -> list[float]:
+        """Up to `count` newest finite values, newest first."""
+        return [value for _, value in itertools.islice(self.newest(metric), count)]
+
+    def first(self, metric: str, count: int) -> list[float]:
+        """Up to `count` oldest finite values."""
+        values = (record.values.get(metric, math.nan) for record in self.records[: self.end])
+        return list(itertools.islice(filter(math.isfinite, values), count))
+
+
+Measure = Callable[[History, str], float | None]
+
+
+def now(history: History, metric: str) -> float | None:
+    """The newest value."""
+    return next(iter(history.last(metric, 1)), None)
+
+
+def mean_of_20(history: History, metric: str) -> float | None:
+    """Mean of the newest 20 values."""
+    values = history.last(metric, 20)
+    return statistics.fmean(values) if len(values) == 20 else None
+
+
+def mean_over_first_mean(history: History, metric: str) -> float | None:
+    """Mean of the newest 20 values over the mean of the oldest 20, once there are 40."""
+    if len(history.last(metric, 40)) < 40:
+        return None
+    start = statistics.fmean(history.first(metric, 20))
+    return _ratio(statistics.fmean(history.last(metric, 20)), start)
+
+
+def over_previous(history: History, metric: str) -> float | None:
+    """The newest value over the previous one."""
+    values = history.last(metric, 2)
+    return _ratio(values[0], values[1]) if len(values) == 2 else None
+
+
+def growth_in_10(history: History, metric: str) -> float | None:
+    """The newest value over the one 10 records before, if that was at least 1."""
+    values = history.last(metric, 11)
+    return values[0] / values[10] if len(values) == 11 and values[10] >= 1 else None
+
+
+def over_median(history: History, metric: str) -> float | None:
+    """The newest value over the median of up to 50 before it; needs 10 of them."""
+    newest, *before = history.last(metric, 51) or [0.0]
+    return _ratio(newest, statistics.median(before)) if len(before) >= 10 else None
+
+
+def over_start(history: History, metric: str) -> float | None:
+    """The newest value over the mean of the first three."""
+    start = _start(history, metric)
+    return None if start is None else _ratio(history.last(metric, 1)[0], start)
+
+
+def drop_from_start(history: History, metric: str) -> float | None:
+    """The mean of the first three values minus the newest."""
+    start = _start(history, metric)
+    return None if start is None else start - history.last(metric, 1)[0]
+
+
+def over_first(history: History, metric: str) -> float | None:
+    """The newest value over the first."""
+    first = history.first(metric, 1)
+    return _ratio(history.last(metric, 1)[0], first[0]) if first else None
+
+
+def training_minus_heldout(history: History, metric: str) -> float | None:
+    """Mean of the newest 20 training values of a held-out metric, minus its newest value."""
+    training = mean_of_20(history, metric.removeprefix("heldout_"))
+    heldout = now(history, metric)
+    return None if training is None or heldout is None else training - heldout
+
+
+def num_non_finite(history: History, metric: str) -> float | None:
+    """Values of the last record that are nan or infinite."""
+    return float(sum(not math.isfinite(value) for value in history.record.values.values()))
+
+
+def over_longest(history: History, metric: str) -> float | None:
+    """The last record's mean length over its longest."""
+    longest = history.record.values.get(f"{metric}_max")
+    return None if longest is None else _ratio(history.record.values[metric], longest)
+
+
+def heldout_lost(history: History, metric: str) -> float | None:
+    """How far a held-out metric is below its best, while the training one has risen since."""
+    evaluations = list(history.newest(metric))
+    if len(evaluations) < 2:
+        return None
+    training = metric.removeprefix("heldout_")
+    best_at, best = max(evaluations, key=lambda evaluation: evaluation[1])
+    then = History(history.records, best_at + 1).last(training, 5)
+    recent = history.last(training, 5)
+    if not then or statistics.fmean(recent) <= statistics.fmean(then):
+        return None
+    return best - evaluations[0][1]
+
+
+def _start(history: History, metric: str) -> float | None:
+    values = history.first(metric, _START + 1)
+    return statistics.fmean(values[:_START]) if len(values) > _START else None
+
+
+def _ratio(value: float, over: float) -> float | None:
+    return value / over if over > 0 else None

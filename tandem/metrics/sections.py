@@ -1,0 +1,355 @@
+"""What the report shows: its sections as rows of text and charts, for report.html.j2 to lay out.
+
+Every function takes a run folder and leaves out what the folder does not have.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tandem.errors import ConfigError
+from tandem.metrics.charts import Point, Series, line_chart, stacked_bar
+from tandem.metrics.folder import (
+    RunFolder,
+    finite,
+    list_or_empty,
+    mapping_or_empty,
+    number_or_none,
+)
+from tandem.metrics.metric import PHASES, Metric
+from tandem.metrics.names import METRICS, find_metric, title_of
+from tandem.metrics.stages import Stage
+from tandem.metrics.text import duration, short_number, trimmed, with_unit
+
+Row = Mapping[str, Any]
+
+_OTHER_FROM = 0.005
+"""Share of a stage's time from which the time outside of all phases gets a row."""
+_NO_UNIT = ("share", "ratio", "norm", "normalized reward")
+"""Units that a number is clear without: shares are shown as percentages."""
+
+
+def when(folder: RunFolder) -> str:
+    """Date and time (UTC) of the first record."""
+    times = [record.time for record in folder.records if 0 < record.time < 1e11]
+    if not times:
+        return ""
+    return time.strftime("%d %B %Y, %H:%M UTC", time.gmtime(min(times))).lstrip("0")
+
+
+def stages_of_run(folder: RunFolder) -> list[tuple[str, str]]:
+    """(name, state) of the stages in the config and of those with records; the state is empty for
+    a stage that has not run."""
+    planned = [str(stage) for stage in list_or_empty(folder.config.get("steps"))]
+    ran = {stage.name: stage for stage in folder.stages()}
+    states = dict.fromkeys(planned, "")
+    for name, stage in ran.items():
+        seconds = total_seconds(folder, stage)
+        steps = f"{_last_step(folder, stage):,} steps"
+        states[name] = f"{steps} · {duration(seconds)}" if seconds else steps
+    return list(states.items())
+
+
+def result_cards(folder: RunFolder) -> list[Row]:
+    """The result in a few numbers: each stage's model on held-out rows, and the total time."""
+    cards = []
+    for stage in folder.stages():
+        for metric in METRICS:
+            points = finite(folder.series(stage.name, metric.name)) if metric.card else []
+            if stage.family not in metric.families or not points:
+                continue
+            title = title_of(metric.name)
+            label = f"{stage.short} model: {title[0].lower()}{title[1:]}"
+            (first_step, before), (last_step, value) = points[0], points[-1]
+            detail = f"at step {last_step:.0f}"
+            if len(points) > 1:
+                start = f"at step {first_step:.0f}" if first_step else "before training"
+                detail = f"{with_unit(before, metric.unit)} {start}"
+            unit = "" if metric.unit in _NO_UNIT else f"{metric.unit}; "
+            cards.append(_card(label, with_unit(value, metric.unit), unit + detail))
+    total = sum(total_seconds(folder, stage) for stage in folder.stages())
+    return [*cards, _card("Total time of all steps", duration(total), "")] if total else cards
+
+
+def _card(label: str, value: str, detail: str) -> Row:
+    return {"label": label, "value": value, "detail": detail}
+
+
+def result_table(folder: RunFolder) -> Row:
+    """The evaluation's numbers, a column per model; `best` holds the columns of the best."""
+    models = mapping_or_empty(folder.evaluation.get("models"))
+    names = dict.fromkeys(name for values in models.values() for name in mapping_or_empty(values))
+    rows = []
+    for name in map(str, names):
+        metric = _declared(name)
+        numbers = [number_or_none(mapping_or_empty(v).get(name)) for v in models.values()]
+        rows.append(
+            {
+                "name": name,
+                "title": title_of(name),
+                "unit": "" if metric.unit in _NO_UNIT else metric.unit,
+                "meaning": metric.meaning,
+                "cells": ["" if n is None else with_unit(n, metric.unit) for n in numbers],
+                "best": _best(numbers, metric.better),
+            }
+        )
+    return {"labels": list(map(str, models)), "rows": rows}
+
+
+def _best(numbers: Sequence[float | None], better: str) -> set[int]:
+    """Where the best of several numbers is, ties included; nowhere if all are equal."""
+    known = [n for n in numbers if n is not None and math.isfinite(n)]
+    if not better or not known or min(known) == max(known):
+        return set()
+    best = max(known) if better == "higher" else min(known)
+    return {column for column, number in enumerate(numbers) if number == best}
+
+
+def alarm_rows(folder: RunFolder) -> list[Row]:
+    """Alarms in the order raised."""
+    return [
+        {
+            "name": str(line.get("alarm", "")),
+            "at": _at(line),
+            "value": _number_text(line.get("value")),
+            "threshold": _number_text(line.get("threshold")),
+            "advice": str(line.get("advice", "")),
+        }
+        for line in folder.alarms
+    ]
+
+
+def stage_curves(folder: RunFolder) -> list[Row]:
+    """Every stage's charts and the table of all its metrics."""
+    return [
+        {
+            "title": stage.title,
+            "steps": f"{_last_step(folder, stage):,} steps",
+            "figures": [
+                figure
+                for title, metrics in _charts(stage).items()
+                if (figure := _figure(folder, stage, title, metrics))
+            ],
+            "rows": _metric_rows(folder, stage),
+        }
+        for stage in folder.stages()
+    ]
+
+
+def _charts(stage: Stage) -> dict[str, list[Metric]]:
+    """The metrics of each chart by its title, in the order of METRICS, held-out ones last."""
+    charts: dict[str, list[Metric]] = {}
+    for metric in METRICS:
+        if metric.chart and stage.family in metric.families:
+            charts.setdefault(metric.chart, []).append(metric)
+    return {title: sorted(lines, key=lambda m: m.is_heldout) for title, lines in charts.items()}
+
+
+def _figure(folder: RunFolder, stage: Stage, title: str, metrics: Sequence[Metric]) -> Row | None:
+    """One chart with its legend, (color, label, last value); None without a finite number."""
+    unit = metrics[0].unit
+    shown = {"share": "%", "ratio": "", "norm": ""}.get(unit, unit)
+    drawn = list(_lines(folder, stage, metrics))
+    if not any(finite(points) for _, _, points in drawn):
+        return None
+    # A held-out line has the second color, with or without a training line beside it.
+    first_color = 2 if drawn[0][1].is_heldout else 1
+    series, legend = [], []
+    for color, (label, metric, points) in enumerate(drawn, start=first_color):
+        scale = 100.0 if unit == "share" else 1.0
+        kind: Any = "marks" if metric.is_heldout else "noisy"
+        if metric.name.endswith(("learning_rate", "_coef")):
+            kind = "exact"
+        series.append(Series(label, [(step, value * scale) for step, value in points], kind, color))
+        legend.append((color, label, with_unit(points[-1][1], unit)))
+    svg = line_chart(title, shown, series)
+    meaning = drawn[0][1].meaning
+    return {"title": title, "unit": shown, "meaning": meaning, "legend": legend, "svg": svg}
+
+
+def _lines(
+    folder: RunFolder, stage: Stage, metrics: Iterable[Metric]
+) -> Iterable[tuple[str, Metric, list[Point]]]:
+    """(label, metric, points) of what was logged; a line per phase where there are phases."""
+    for metric in metrics:
+        for member in metric.members or ("",):
+            label = member or metric.line or ("held-out" if metric.is_heldout else "training")
+            points = folder.series(stage.name, metric.name.replace("*", member))
+            if points:
+                yield label, metric, points
+
+
+def _metric_rows(folder: RunFolder, stage: Stage) -> list[Row]:
+    names = dict.fromkeys(n for r in folder.records if r.stage == stage.name for n in r.values)
+    rows: list[Row] = []
+    for name in names:
+        values = [value for _, value in folder.series(stage.name, name)]
+        numbers = [value for value in values if math.isfinite(value)] or [math.nan]
+        shown = [values[0], values[-1], min(numbers), max(numbers)]
+        metric = _declared(name)
+        rows.append(
+            {
+                "name": name,
+                "title": title_of(name),
+                "unit": "" if metric.unit in ("share", "bytes", "seconds") else metric.unit,
+                "numbers": [with_unit(value, metric.unit, digits=4) for value in shown],
+                "meaning": metric.meaning,
+            }
+        )
+    return rows
+
+
+def final_answers(folder: RunFolder) -> list[Row]:
+    """The evaluation's prompts with every model's answer."""
+    entries = map(mapping_or_empty, list_or_empty(folder.evaluation.get("answers")))
+    return [_prompt_row(entry, at="") for entry in entries if entry]
+
+
+def training_answers(folder: RunFolder, count: int) -> list[Row]:
+    """The newest samples drawn during training."""
+    return [_prompt_row(entry, at=_at(entry)) for entry in reversed(folder.samples[-count:])]
+
+
+def _prompt_row(entry: Row, at: str) -> Row:
+    """A prompt and its answers; `best` marks those that no other answer outscores."""
+    answers = mapping_or_empty(entry.get("answers"))
+    found = [(str(label), mapping_or_empty(answer)) for label, answer in answers.items()]
+    scores = [number_or_none(answer.get("score")) for _, answer in found]
+    best = _best(scores, "higher")
+    shown = [
+        {
+            "label": label,
+            "text": str(answer.get("text", "")),
+            "score": _number_text(scores[number], digits=3),
+            "best": number in best,
+        }
+        for number, (label, answer) in enumerate(found)
+    ]
+    return {"prompt": str(entry.get("prompt", "")), "at": at, "answers": shown}
+
+
+def dataset_rows(folder: RunFolder) -> list[Row]:
+    """The data ledger: what became of every row, a line per data set.
+
+    used: (count, stage). left: (count, reason, places) of rows that no stage uses. notes: (count,
+    what) about rows already in those counts, or about lines that are not rows (blank ones).
+    """
+    entries = list_or_empty(folder.data.get("datasets"))
+    return [_dataset_row(entry) for entry in map(mapping_or_empty, entries) if entry]
+
+
+def _dataset_row(entry: Row) -> Row:
+    left = []
+    for reason, dropped in mapping_or_empty(entry.get("dropped")).items():
+        detail = mapping_or_empty(dropped)
+        places = list(map(str, list_or_empty(detail.get("first"))))
+        if len(places) < (number_or_none(detail.get("count")) or 0):
+            places.append("…")
+        left.append((_count(detail.get("count")), f"dropped: {reason}", ", ".join(places)))
+    left += [(count, f"unused: {reason}", "") for count, reason in _counts(entry.get("unused"))]
+    lines = {"duplicates": entry.get("duplicates"), "blank lines": entry.get("blank_lines")}
+    copies = _counts(entry.get("extra_copies"))
+    return {
+        "name": str(entry.get("name", "")),
+        "path": str(entry.get("path", "")),
+        "read": _count(entry.get("rows")),
+        "used": _counts(entry.get("used")),
+        "left": left,
+        "notes": [
+            *_counts(lines),
+            *((count, f"extra copies by weight in {stage}") for count, stage in copies),
+            *_counts(entry.get("notes")),
+        ],
+    }
+
+
+def _counts(counts: Any) -> list[tuple[str, str]]:
+    """(count, name) of a mapping's entries that are not zero."""
+    named = mapping_or_empty(counts).items()
+    return [(_count(value), str(name)) for name, value in named if number_or_none(value)]
+
+
+def time_per_phase(folder: RunFolder) -> list[Row]:
+    """Time, throughput and memory per phase, of the stages that were timed."""
+    return [row for stage in folder.stages() if (row := _stage_times(folder, stage))]
+
+
+def _stage_times(folder: RunFolder, stage: Stage) -> Row | None:
+    seconds = _phase_seconds(folder, stage)
+    total = total_seconds(folder, stage)
+    other = total - sum(seconds.values())
+    seconds["other"] = other if other > _OTHER_FROM * total else 0.0
+    # A phase has the same color in every stage.
+    parts = [(n, phase, s) for n, (phase, s) in enumerate(seconds.items(), start=1) if s > 0]
+    if not parts:
+        return None
+    rows = []
+    for color, phase, value in parts:
+        peaks = [peak for _, peak in _phase(folder, stage, "peak_memory_bytes", phase)]
+        rates = ("tokens_per_second", "samples_per_second", "tflops")
+        cells = [
+            duration(value),
+            f"{100 * value / total:.0f} %",
+            *(_rate(folder, stage, rate, phase) for rate in rates),
+            with_unit(max(peaks), "bytes") if peaks else "",
+        ]
+        rows.append({"color": color, "phase": phase, "cells": cells})
+    bar = stacked_bar(f"{stage.title}: time per phase", parts)
+    return {"title": stage.title, "total": duration(total), "bar": bar, "rows": rows}
+
+
+def _rate(folder: RunFolder, stage: Stage, name: str, phase: str) -> str:
+    """The rate over all steps: the counts (rate times seconds) over the time of those steps."""
+    seconds = dict(_phase(folder, stage, "seconds", phase))
+    rates = [point for point in _phase(folder, stage, name, phase) if point[0] in seconds]
+    timed = sum(seconds[step] for step, _ in rates)
+    count = sum(rate * seconds[step] for step, rate in rates)
+    return with_unit(count / timed, _declared(f"{name}/{phase}").unit) if timed else ""
+
+
+def total_seconds(folder: RunFolder, stage: Stage) -> float:
+    """Wall time of a stage as far as it was timed: its steps, or its phases if they are more
+    (evaluation may be outside of a step)."""
+    steps = sum(value for _, value in _phase(folder, stage, "seconds", "step"))
+    return max(steps, sum(_phase_seconds(folder, stage).values()))
+
+
+def _phase_seconds(folder: RunFolder, stage: Stage) -> dict[str, float]:
+    return {
+        phase: sum(value for _, value in _phase(folder, stage, "seconds", phase))
+        for phase in PHASES
+        if phase != "step"
+    }
+
+
+def _phase(folder: RunFolder, stage: Stage, name: str, phase: str) -> list[Point]:
+    return finite(folder.series(stage.name, f"{name}/{phase}"))
+
+
+def _declared(name: str) -> Metric:
+    """The metric's declaration; one without unit and meaning for an unknown name."""
+    try:
+        return find_metric(name)
+    except ConfigError:
+        return Metric(name, "", (), "", "")
+
+
+def _last_step(folder: RunFolder, stage: Stage) -> int:
+    return max(record.step for record in folder.records if record.stage == stage.name)
+
+
+def _at(line: Row) -> str:
+    return f"{line.get('stage', '')} step {line.get('step', '')}".strip()
+
+
+def _count(value: Any) -> str:
+    number = number_or_none(value)
+    return "" if number is None else f"{number:,.0f}"
+
+
+def _number_text(value: Any, digits: int = 4) -> str:
+    number = number_or_none(value)
+    return "" if number is None else trimmed(short_number(number, digits))
