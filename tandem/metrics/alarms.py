@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tandem.errors import ConfigError
 from tandem.metrics.history import History
+from tandem.metrics.metric import declared_by
 from tandem.metrics.names import check_stage
 from tandem.metrics.records import Record
 from tandem.metrics.rules import ALARMS, Rule
@@ -54,9 +55,9 @@ def check_alarms(
             )
     if not history or history[-1].stage != stage:
         return []
-    alarms = []
+    alarms, kind = [], declared_by(stage)
     for rule in ALARMS:
-        if stage in rule.stages and (rule.metric == "*" or rule.metric in history[-1].values):
+        if kind in rule.stages and (rule.metric == "*" or rule.metric in history[-1].values):
             threshold = own.get(rule.name, rule.threshold)
             if _sets_off(rule, stage, history, threshold):
                 value = rule.measure(History(stage, history, len(history)))

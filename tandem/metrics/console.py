@@ -18,6 +18,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from tandem.metrics.metric import declared_by
 from tandem.metrics.records import Answer
 from tandem.metrics.text import duration, short_number, shorten, visible
 
@@ -92,6 +93,7 @@ class StageConsole:
     ) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._stage = stage
+        self._kind = declared_by(stage)
         self._num_steps = num_steps
         self._start_step = start_step
         self._started = time.monotonic()
@@ -112,8 +114,8 @@ class StageConsole:
 
     def line(self, step: int, values: Mapping[str, float]) -> None:
         """One aligned line of the stage's main numbers; held-out ones follow where there are."""
-        main = _cells(_COLUMNS[self._stage], values, width=self._cell_width())
-        heldout = _cells(_HELDOUT[self._stage], values, width=0)
+        main = _cells(_COLUMNS[self._kind], values, width=self._cell_width())
+        heldout = _cells(_HELDOUT[self._kind], values, width=0)
         if heldout:
             heldout = [f"{'| ' if main else ''}held-out {heldout[0]}", *heldout[1:]]
         eta = self._eta(step)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from tandem.config.stages import stage_of
 from tandem.metrics.charts import stacked_bar
 from tandem.metrics.folder import RunFolder, declared, finite
 from tandem.metrics.metric import PHASES
-from tandem.metrics.panels import STAGE_TITLES
 from tandem.metrics.text import duration, with_unit
 
 _OTHER_FROM = 0.005
@@ -67,7 +67,7 @@ def _stage_times(folder: RunFolder, stage: str) -> StageTimes | None:
         )
         for colour, phase, value in parts
     )
-    title = STAGE_TITLES[stage]
+    title = stage_of(stage).title
     return StageTimes(title, duration(total), stacked_bar(f"{title}: time per phase", parts), rows)
 
 

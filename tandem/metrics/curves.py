@@ -8,9 +8,11 @@ from typing import Literal
 
 from markupsafe import Markup
 
+from tandem.config.stages import stage_of
 from tandem.metrics.charts import Series, line_chart
 from tandem.metrics.folder import RunFolder, declared, finite
-from tandem.metrics.panels import PANELS, STAGE_TITLES, Panel
+from tandem.metrics.metric import declared_by
+from tandem.metrics.panels import PANELS, Panel
 from tandem.metrics.text import short_number, with_unit
 
 
@@ -54,9 +56,11 @@ def stage_curves(folder: RunFolder) -> list[StageCurves]:
     return [
         StageCurves(
             stage=stage,
-            title=STAGE_TITLES[stage],
+            title=stage_of(stage).title,
             steps=f"{max(r.step for r in folder.records if r.stage == stage):,} steps",
-            figures=tuple(f for panel in PANELS[stage] if (f := _figure(folder, stage, panel))),
+            figures=tuple(
+                f for panel in PANELS[declared_by(stage)] if (f := _figure(folder, stage, panel))
+            ),
             rows=_metric_rows(folder, stage),
         )
         for stage in folder.stages()

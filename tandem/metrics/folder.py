@@ -16,8 +16,9 @@ from typing import Any
 import yaml
 
 from tandem.config.schema import RunConfig
+from tandem.config.stages import stage_names
 from tandem.errors import CheckpointError, ConfigError
-from tandem.metrics.metric import STAGES, Metric
+from tandem.metrics.metric import Metric
 from tandem.metrics.names import find_metric
 from tandem.metrics.records import (
     ALARMS_FILE,
@@ -51,7 +52,7 @@ class RunFolder:
         """The stages with records, in the order in which they first logged; foreign ones left
         out."""
         seen = dict.fromkeys(record.stage for record in self.records)
-        return tuple(stage for stage in seen if stage in STAGES)
+        return tuple(stage for stage in seen if stage in stage_names())
 
     def series(self, stage: str, metric: str) -> list[tuple[float, float]]:
         """(step, value) of one metric, in the order of steps; nan and inf as they are."""
@@ -96,7 +97,7 @@ def finished_steps(run_dir: Path) -> dict[str, str]:
     """Each finished step's manifest by the SHA-256 that it gives of itself: another model, another
     number. Files are not looked at."""
     found = {}
-    for stage in STAGES:
+    for stage in stage_names():
         path = run_dir / stage / "MANIFEST.json"
         if path.is_file():
             found[stage] = str(_json(path, []).get("sha256", "damaged"))

@@ -5,11 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-STAGES = ("sft", "reward", "dpo", "ppo")
-"""The stages that log, in the order a run may take them."""
+from tandem.config.stages import STAGES as _TABLE
+from tandem.config.stages import stage_of
+
+STAGES = tuple(stage.name for stage in _TABLE)
+"""The stages that declare metrics, in the order a run may take them."""
 
 PHASES = ("generate", "score", "train", "evaluate", "save", "step")
 """The timed parts of a step; `step` is the whole of it and contains the others."""
+
+
+def declared_by(stage: str) -> str:
+    """The stage whose metrics, alarms and panels a stage has: itself, if it declares any, else the
+    first that learns from the same and leaves the same.
+
+    Raises:
+        ConfigError: there is no such stage.
+    """
+    record = stage_of(stage)
+    kin = [s.name for s in _TABLE if (s.family, s.leaves) == (record.family, record.leaves)]
+    return stage if stage in STAGES or not kin else kin[0]
 
 
 @dataclass(frozen=True, slots=True)

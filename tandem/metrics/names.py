@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from tandem.config.stages import stage_of
 from tandem.errors import ConfigError
 from tandem.metrics.metric import PHASES, STAGES, Metric
 from tandem.metrics.names_ppo import PPO_GROUPS, PPO_METRICS
@@ -320,9 +321,7 @@ def check_stage(stage: str) -> str:
     Raises:
         ConfigError: if it is not.
     """
-    if stage not in STAGES:
-        raise ConfigError(f"stage must be one of {', '.join(STAGES)}; got {stage!r}. Use one.")
-    return stage
+    return stage_of(stage).name
 
 
 def _spellings(metric: Metric) -> list[str]:

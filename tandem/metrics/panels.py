@@ -16,13 +16,6 @@ class Panel:
     lines: tuple[tuple[str, str], ...]
 
 
-STAGE_TITLES = {
-    "sft": "Supervised fine-tuning",
-    "reward": "Reward model",
-    "dpo": "Direct preference optimization",
-    "ppo": "PPO",
-}
-
 _LOSS = Panel("Loss", (("loss", "training"), ("heldout_loss", "held-out")))
 _ACCURACY = Panel("Accuracy on pairs", (("accuracy", "training"), ("heldout_accuracy", "held-out")))
 _OPTIMIZER = (

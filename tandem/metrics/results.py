@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.config.stages import in_order, stage_of
 from tandem.metrics.cost import total_seconds
 from tandem.metrics.folder import (
     RunFolder,
@@ -17,6 +18,7 @@ from tandem.metrics.folder import (
     mapping_or_empty,
     number_or_none,
 )
+from tandem.metrics.metric import declared_by
 from tandem.metrics.text import duration, short_number, trimmed, with_unit
 
 
@@ -71,7 +73,8 @@ def result_cards(folder: RunFolder) -> list[Card]:
     """The result in a few numbers: each stage's model on held-out rows, and the time of all."""
     result = []
     for stage in folder.stages():
-        for metric, label in _RESULTS[stage]:
+        model = f"{stage_of(stage).short} model"
+        for metric, what in _RESULTS[declared_by(stage)]:
             points = finite(folder.series(stage, metric))
             if points:
                 unit = declared(metric).unit
@@ -80,6 +83,7 @@ def result_cards(folder: RunFolder) -> list[Card]:
                 if len(points) > 1:
                     where = _start_of(folder, stage) if first == 0 else f"at step {first:.0f}"
                     detail = f"from {with_unit(before, unit)} ({where})"
+                label = f"{model}: {what}"
                 result.append(Card(label, with_unit(now, unit), detail))
     total = sum(total_seconds(folder, stage) for stage in folder.stages())
     if total:
@@ -89,21 +93,24 @@ def result_cards(folder: RunFolder) -> list[Card]:
 
 def _start_of(folder: RunFolder, stage: str) -> str:
     """Which model a stage's step 0 measured."""
-    if stage == "reward":
+    record = stage_of(stage)
+    if record.leaves == "reward model":
         return "untrained"
-    if stage == "sft":
+    before = in_order(record.after)
+    if not before:
         return "base model"
-    return "SFT model" if "sft" in folder.stages() else "at the start"
+    policies = [s for s in before if s.leaves == "policy" and s.name in folder.stages()]
+    return f"{policies[0].short} model" if policies else "at the start"
 
 
 _RESULTS: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "sft": (("heldout_perplexity", "SFT model: perplexity, held-out"),),
-    "reward": (("heldout_accuracy", "Reward model: accuracy, held-out"),),
-    "dpo": (("heldout_accuracy", "DPO model: accuracy, held-out"),),
+    "sft": (("heldout_perplexity", "perplexity, held-out"),),
+    "reward": (("heldout_accuracy", "accuracy, held-out"),),
+    "dpo": (("heldout_accuracy", "accuracy, held-out"),),
     "ppo": (
-        ("heldout_reward", "PPO model: reward, held-out, normalized"),
-        ("heldout_kl", "PPO model: KL to the reference, nats per answer"),
-        ("heldout_eos_rate", "PPO model: finished answers (EOS rate)"),
+        ("heldout_reward", "reward, held-out, normalized"),
+        ("heldout_kl", "KL to the reference, nats per answer"),
+        ("heldout_eos_rate", "finished answers (EOS rate)"),
     ),
 }
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
+from tandem.config.stages import Stage, in_order, stage_of
 from tandem.errors import CheckpointError, ConfigError
 from tandem.plan.cases import Axes, Case, LeftOut, sweep_cases, why_left_out
 from tandem.plan.knobs import with_knobs
@@ -108,8 +109,10 @@ def _case_config(sweep: Sweep, case: Case, base: dict[str, object]) -> RunConfig
         "log.tensorboard": False,
         "log.wandb": "",
     }
-    # Step 2 begins as the config says, not from what step 2 made before.
-    given = {k: v for k, v in base.items() if k == "actor_model" or case.step == "ppo"}
+    # A step that starts from no other begins as the config says, and so does step 2, which made
+    # a reward model before.
+    own = {stage.given for stage in _before(case.step)}
+    given = {knob: model for knob, model in base.items() if knob in own}
     return with_knobs(sweep.config, {**given, **common, **case.knobs})
 
 
@@ -148,12 +151,9 @@ def _after_start(
     Returns:
         the knobs by which cases find what came out.
     """
-    steps = sweep.config.steps
-    needed = [
-        earlier
-        for earlier in ("sft", "reward")
-        if earlier in steps and any(_starts_from(case.step, earlier) for case in cases)
-    ]
+    taken = {stage.name for case in cases for stage in _before(case.step)}
+    stages = in_order(taken & set(sweep.config.steps))
+    needed = [stage.name for stage in stages]
     if not needed:
         return {}
     folder = sweep.folder / START
@@ -178,12 +178,12 @@ def _after_start(
                 f"{folder / 'log.txt'}."
             )
         write_result(result_of(case, digest, ended, made, _device(sweep)), folder)
-    base: dict[str, object] = {"actor_model": str(made / "sft")} if "sft" in needed else {}
-    return base | ({"reward_model": str(made / "reward")} if "reward" in needed else {})
+    return {stage.given: str(made / stage.model_folder) for stage in stages}
 
 
-def _starts_from(step: str, earlier: str) -> bool:
-    return earlier in {"reward": ("sft",), "dpo": ("sft",), "ppo": ("sft", "reward")}.get(step, ())
+def _before(step: str) -> list[Stage]:
+    """The steps that a step starts from."""
+    return in_order(stage_of(step).after)
 
 
 def _arguments(command: str, config: Path, ranks: int) -> list[str]:

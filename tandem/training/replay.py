@@ -23,7 +23,7 @@ from tandem.config.load import load_config
 from tandem.config.schema import RunConfig
 from tandem.errors import CheckpointError, ConfigError
 from tandem.metrics.log import MutedLog, Record, read_metrics
-from tandem.training.pipeline import STEPS, tokenizer_sources
+from tandem.training.pipeline import run_step, tokenizer_sources
 from tandem.training.recorder import Recorded
 from tandem.training.rows import StepRows, prepare_rows
 from tandem.training.run import Run
@@ -125,7 +125,7 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
     data = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(data)
     with suppress(_Reached):
-        STEPS[stages[0]](run, data)
+        run_step(stages[0], run, data)
     assert run.reached is not None
     console = Console()
     if console.width < _WIDTH:  # a line a token, whatever the terminal does with it

@@ -83,7 +83,7 @@ def train_reward_model(run: Run, rows: StepRows) -> None:
 
 def has_policy(run: Run) -> bool:
     """Whether there is a policy: one that was given, or step 1's."""
-    return bool(run.config.actor_model) or run.is_finished("sft")
+    return bool(run.config.actor_model or run.trained("policy"))
 
 
 def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float]:
