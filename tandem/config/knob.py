@@ -12,8 +12,8 @@ from tandem.errors import ConfigError
 SUPERVISED = ("supervised", "pairs")
 STEPS = (*SUPERVISED, "rl")
 RL = ("train", "rl")
-"""What may be listed as a knob's `common`: the command train, and families of stages; a stage's
-name and the roles that it trains may be too (`Stage.commons`)."""
+"""What may be listed as a knob's `common`: the command train and families of stages; roles that
+stages train may be too. A stage's own section is on its page alone (see `Stage.commons`)."""
 
 
 def knob(

@@ -122,7 +122,7 @@ class DPOConfig(SupervisedConfig):
 
     learning_rate: float = knob(1e-6, gt=0, common=STEPS)
     """Peak learning rate of full weights."""
-    beta: float = knob(0.1, gt=0, common=("dpo",))
+    beta: float = knob(0.1, gt=0, common=("pairs",))
     """Strength of the pull to the reference (the paper's value)."""
     label_smoothing: float = knob(0.0, ge=0, lt=0.5)
     """Assumed share of wrong labels (conservative DPO)."""

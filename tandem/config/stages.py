@@ -23,8 +23,8 @@ Leaves = Literal["policy", "reward model"]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy that a stage leaves: its label in chat and comparisons, and its folder in the
-    stage's (empty: that folder itself)."""
+    """A policy that a stage leaves. label: its name in chat and comparisons. folder: in the stage's
+    (empty: that folder itself)."""
 
     label: str
     folder: str = ""
@@ -47,7 +47,8 @@ class Stage:
     after: earlier stages that it starts from; of several policies, the first that is finished.
     excludes: stages that cannot be in the same run.
     leaves: what comes out. A reward model is scored by its own tokenizer, and no policy.
-    policies: what chat and comparison find in its folder, the one to take first.
+    policies: what chat and comparison find in its folder, the one to take first. By default the
+        folder itself, under the stage's name.
     trains: roles whose ZeRO stage rules it (parallel.ROLE_zero_stage).
     freezes: frozen models beside them, by their names in parallel.offload.
     headline: the metric that says in one number how it went.
@@ -74,6 +75,8 @@ class Stage:
     def __post_init__(self) -> None:
         if not self.section:
             object.__setattr__(self, "section", self.name)
+        if not self.policies and self.leaves == "policy":
+            object.__setattr__(self, "policies", (Policy(self.name),))
 
     @property
     def given(self) -> str:
@@ -83,13 +86,16 @@ class Stage:
     @property
     def model_folder(self) -> str:
         """Where its model is, below the run's folder."""
-        policy = self.policies[0] if self.policies else Policy(self.name)
-        return "/".join(filter(None, (self.name, policy.folder)))
+        return self.folder_of(self.policies[0]) if self.policies else self.name
+
+    def folder_of(self, policy: Policy) -> str:
+        """Where one of its policies is, below the run's folder."""
+        return f"{self.name}/{policy.folder}" if policy.folder else self.name
 
     @property
     def commons(self) -> frozenset[str]:
         """What a knob's `common` may say to be on its help page."""
-        return frozenset({self.name, self.section, self.family, *self.trains})
+        return frozenset({self.family, *self.trains})
 
 
 STAGES: tuple[Stage, ...] = (
@@ -103,7 +109,6 @@ STAGES: tuple[Stage, ...] = (
         share="texts",
         knobs=("actor_model", "sft_data"),
         data=("data", "sft_data"),
-        policies=(Policy("sft"),),
     ),
     Stage(
         name="reward",
@@ -129,7 +134,6 @@ STAGES: tuple[Stage, ...] = (
         knobs=("parallel.shared_base",),
         after=("sft",),
         excludes=("ppo",),
-        policies=(Policy("dpo"),),
         freezes=("reference",),
     ),
     Stage(
@@ -224,11 +228,7 @@ def _way_to(stage: Stage) -> list[str]:
 
 def policy_folders() -> dict[str, str]:
     """Every policy's folder below the run's, by its label, in the order in which they are made."""
-    return {
-        policy.label: "/".join(filter(None, (stage.name, policy.folder)))
-        for stage in STAGES
-        for policy in stage.policies
-    }
+    return {policy.label: stage.folder_of(policy) for stage in STAGES for policy in stage.policies}
 
 
 def policy_stages() -> list[str]:
