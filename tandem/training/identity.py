@@ -60,6 +60,8 @@ class Identity:
         models' files, the earlier steps and the reward function's code."""
         stage = stage_of(step)
         depends_on = {*_SHARED, *stage.knobs, stage.section}
+        if stage.after:  # it may carry on adapters that share their base
+            depends_on.add("parallel.shared_base")
         made_from = self.knobs(
             name
             for name, _ in config_knobs()

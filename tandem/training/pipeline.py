@@ -118,8 +118,13 @@ def _train(run: Run, command: str) -> None:
 
 def run_step(step: str, run: Run, rows: StepRows) -> None:
     """Run one step by the function that its record names."""
-    module, _, function = stage_of(step).run.partition(":")
-    getattr(import_module(module), function)(run, rows)
+    _function(step)(run, rows)
+
+
+def _function(step: str) -> Callable[[Run, StepRows], None]:
+    module, _, name = stage_of(step).run.partition(":")
+    function: Callable[[Run, StepRows], None] = getattr(import_module(module), name)
+    return function
 
 
 def ledger_lines(rows: StepRows) -> list[str]:
@@ -145,6 +150,8 @@ def _check_inputs(run: Run) -> None:
     """What can be known to be missing before anything is loaded."""
     config = run.config
     resolve_device(config.device)
+    for step in config.steps:
+        _function(step)  # what cannot be imported must not cost the steps before it
     problems = []
     stages = in_order(config.steps)
     only_scores = all(stage.leaves == "reward model" for stage in stages)
