@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.config.stages import STAGES as _TABLE
 from tandem.config.stages import stage_of
 
-STAGES = tuple(stage.name for stage in _TABLE)
+STAGES = ("sft", "reward", "dpo", "ppo")
 """The stages that declare metrics, in the order a run may take them."""
 
 PHASES = ("generate", "score", "train", "evaluate", "save", "step")
@@ -22,9 +21,11 @@ def declared_by(stage: str) -> str:
     Raises:
         ConfigError: there is no such stage.
     """
-    record = stage_of(stage)
-    kin = [s.name for s in _TABLE if (s.family, s.leaves) == (record.family, record.leaves)]
-    return stage if stage in STAGES or not kin else kin[0]
+    if stage in STAGES:
+        return stage
+    record, known = stage_of(stage), map(stage_of, STAGES)
+    kin = [s.name for s in known if (s.family, s.leaves) == (record.family, record.leaves)]
+    return kin[0]
 
 
 @dataclass(frozen=True, slots=True)

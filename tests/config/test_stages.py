@@ -31,6 +31,7 @@ OTHERWISE = {
     "metrics/history.py": ({"reward"}, "a metric"),
     # What is logged, shown and watched is declared by stage there.
     "metrics/console.py": ({"sft", "reward", "dpo", "ppo"}, "columns"),
+    "metrics/metric.py": ({"sft", "reward", "dpo", "ppo"}, "who declares metrics"),
     "metrics/names.py": ({"sft", "reward", "dpo"}, "metrics"),
     "metrics/names_ppo.py": ({"reward", "ppo"}, "metrics"),
     "metrics/panels.py": ({"sft", "reward", "dpo", "ppo"}, "charts"),
@@ -68,6 +69,15 @@ def test_the_table_holds_together() -> None:
     check_config(RunConfig(steps=stages.DEFAULT))
 
 
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, ...]:
+    """A table of four, whatever else there is by now."""
+    table = tuple(map(stage_of, ("sft", "reward", "dpo", "ppo")))
+    monkeypatch.setattr(stages, "STAGES", table)
+    return table
+
+
+@pytest.mark.usefixtures("four")
 def test_what_follows_from_the_table() -> None:
     assert stages.ways() == [["sft", "dpo"], ["sft", "reward", "ppo"]]
     assert stages.latest_first() == ["ppo", "dpo", "sft", "ema"]
@@ -91,13 +101,13 @@ def test_a_stage_starts_from_the_first_of_several_that_it_names(
 
 
 def test_a_further_stage_is_a_command_and_a_step_with_help_and_advice(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    four: tuple[Stage, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(
         ConfigError, match=r"steps must be one of sft, reward, dpo, ppo; got \['polish'\]"
     ):
         build_config({"steps": ["polish"]})
-    monkeypatch.setattr(stages, "STAGES", (*STAGES, polish()))
+    monkeypatch.setattr(stages, "STAGES", (*four, polish()))
     assert build_config({"steps": ["sft", "polish"]}).steps == ("sft", "polish")
     with pytest.raises(ConfigError, match=r"did you mean polish\?"):
         build_config({"steps": ["polsh"]})
@@ -110,6 +120,7 @@ def test_a_further_stage_is_a_command_and_a_step_with_help_and_advice(
     assert "Did you mean polish?" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("four")
 @pytest.mark.parametrize(
     ("steps", "problem"),
     [
