@@ -77,11 +77,11 @@ def main() -> None:
     dataset = load_data(config, options.data, seed=options.seed)
     heldout = [s for s in dataset.heldout if s.chosen is not None and s.rejected is not None]
     counts: Counter[str] = Counter()
-    for sample in dataset.reward:
+    for sample in dataset.pairs:
         counts.update(words(f"{sample.chosen} {sample.rejected}"))
     frequent = [word for word, count in counts.items() if count >= MIN_COUNT]
     vocabulary = {word: i for i, word in enumerate(frequent)}
-    train = differences(dataset.reward, vocabulary)
+    train = differences(dataset.pairs, vocabulary)
     scale = train.std(dim=0).clamp(min=1e-3)
     # The penalty is chosen on a fifth of the training pairs, never on the held-out ones.
     cut = len(train) * 4 // 5

@@ -14,20 +14,17 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from tandem.config import stages
 from tandem.config.flags import help_page, parse_run_flags
 from tandem.config.load import check_ranges
+from tandem.config.nearest import listed
 from tandem.config.schema import RunConfig
+from tandem.config.stages import DEFAULT, latest_first, stage_names
 from tandem.errors import ConfigError, Stopped, TandemError
 from tandem.launch.failure import complain, is_launched, leaving_at_signals
 from tandem.launch.flags import launch_help, take_launch_flags
 
-_RUN_COMMANDS = {
-    "train": "All steps from a pretrained model to an assistant: SFT, reward model, PPO.",
-    "sft": "Step 1 alone: supervised fine-tuning of --actor-model.",
-    "reward": "Step 2 alone: a reward model from --reward-model (or --actor-model).",
-    "ppo": "Step 3 alone: PPO of --actor-model against --reward-model or --reward-function.",
-    "dpo": "Direct preference optimization of --actor-model, in place of steps 2 and 3.",
-}
+_TRAIN = "All steps from a pretrained model to an assistant: SFT, reward model, PPO."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +87,7 @@ def _run(args: list[str], debug: bool) -> int:
         print(f"tandem {version('tandem-rlhf')}")
         return 0
     command, rest = args[0], args[1:]
-    if command in _RUN_COMMANDS:
+    if command in _run_commands():
         return _train(command, rest, debug)
     commands: dict[str, Callable[[list[str]], int]] = {
         "chat": _chat,
@@ -102,7 +99,7 @@ def _run(args: list[str], debug: bool) -> int:
         "replay": _replay,
     }
     if command not in commands:
-        known = [*_RUN_COMMANDS, *commands, "--help", "--version"]
+        known = [*_run_commands(), *commands, "--help", "--version"]
         near = difflib.get_close_matches(command, known, n=1)
         hint = "See tandem --help."
         if near:
@@ -113,9 +110,14 @@ def _run(args: list[str], debug: bool) -> int:
     return commands[command](rest)
 
 
+def _run_commands() -> dict[str, str]:
+    """The commands that train, each with its line in the help."""
+    return {"train": _TRAIN, **{stage.name: stage.help for stage in stages.STAGES}}
+
+
 def _overview() -> str:
     lines = ["usage: tandem COMMAND [flags]        tandem COMMAND --help", ""]
-    lines += [f"  {name:8} {summary}" for name, summary in _RUN_COMMANDS.items()]
+    lines += [f"  {name:8} {summary}" for name, summary in _run_commands().items()]
     lines += [
         "  chat     Talk to a run's model, or to any model folder.",
         "  eval     Compare a run's models on held-out rows, side by side.",
@@ -133,7 +135,7 @@ def _overview() -> str:
 def _train(command: str, args: list[str], debug: bool) -> int:
     if "--help" in args or "-h" in args or "--help-all" in args:
         everything = "--help-all" in args
-        print(help_page(command, _RUN_COMMANDS[command], everything=everything))
+        print(help_page(command, _run_commands()[command], everything=everything))
         print(f"\n{launch_help()}")
         return 0
     options, flags = take_launch_flags(args)
@@ -196,7 +198,7 @@ def _chat(args: list[str]) -> int:
     parser.add_argument(
         "--model",
         default="",
-        help="which of a run's: ppo (the actor), dpo, sft (the latest of them), ema or base",
+        help=f"which of a run's: {listed([*latest_first(), 'base'])} (the first that there is)",
     )
     parser.add_argument("--system", default="", help="a system prompt")
     parser.add_argument("--temperature", type=float, default=0.7, help="0.7; lower is steadier")
@@ -247,7 +249,7 @@ def _replay(args: list[str]) -> int:
     parser = _parser("replay", "One step of a run again, alone; nothing in the run is changed.")
     parser.add_argument("run", type=_path, help="a run's folder")
     parser.add_argument("--step", type=int, required=True, help="which, counted from 1")
-    parser.add_argument("--stage", default="", help="sft, reward, dpo or ppo (the last one's)")
+    parser.add_argument("--stage", default="", help=f"{listed(stage_names())} (the last one's)")
     parser.add_argument("--rows", type=int, default=3, help="sequences to show, token by token (3)")
     options = parser.parse_args(args)
     from tandem.training.replay import replay
@@ -279,7 +281,7 @@ def _data(args: list[str]) -> int:
     parser.add_argument("--tokenizer", default="", help="a model's folder: show tokens and masks")
     parser.add_argument("--rows", type=int, default=3, help="example rows to show (3)")
     parser.add_argument(
-        "--steps", nargs="+", default=["sft", "reward", "ppo"], help="of the run (sft reward ppo)"
+        "--steps", nargs="+", default=list(DEFAULT), help=f"of the run ({' '.join(DEFAULT)})"
     )
     parser.add_argument(
         "--data-split", nargs="+", default=[], help="shares (2,4,4 among the steps of the run)"
@@ -300,8 +302,8 @@ def _data(args: list[str]) -> int:
         split=split, heldout=options.heldout, columns=tuple(options.columns), on_bad_row="drop"
     )
     check_ranges(config, "dataset.")
-    if strange := sorted({*options.steps} - {"sft", "reward", "dpo", "ppo"}):
-        raise ConfigError(f"--steps must be of sft, reward, dpo, ppo; got {strange[0]!r}.")
+    if strange := sorted({*options.steps} - {*stage_names()}):
+        raise ConfigError(f"--steps must be of {', '.join(stage_names())}; got {strange[0]!r}.")
     if options.rows < 0 or options.seed < 0:
         raise ConfigError(f"--rows and --seed must be >= 0; got {options.rows}, {options.seed}.")
     return check(

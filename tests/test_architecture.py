@@ -11,6 +11,7 @@ import pytest
 
 from tandem.config import reference as config_reference
 from tandem.config.flags import parse_run_flags
+from tandem.config.stages import stage_names
 from tandem.launch.flags import take_launch_flags
 from tandem.metrics import reference as metrics_reference
 
@@ -165,9 +166,10 @@ def test_files_and_commands_that_pages_name_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
-    commands = {"train", "sft", "reward", "ppo", "dpo"}
-    blocks = re.findall(r"```(?:sh|bash)?\n(.*?)```", text, flags=re.DOTALL)
-    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+    commands = {"train", *stage_names()}
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    shown = [block for language, block in blocks if language in ("", "sh", "bash")]
+    for line in "\n".join(shown).replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["tandem"] and len(words) > 1 and words[1] in commands:
             flags = [word for word in words[2:] if word not in ("...", "[flags]")]

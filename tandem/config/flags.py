@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NoReturn
 
-from tandem.config.knob import STEPS
 from tandem.config.load import (
     build,
     check_config,
@@ -23,9 +22,11 @@ from tandem.config.load import (
     plain_values,
     range_problems,
     read_file,
+    type_hints,
 )
 from tandem.config.nearest import SHORT_NAMES, listed, nearest_knobs
 from tandem.config.schema import RunConfig
+from tandem.config.stages import DEFAULT, sections, stage_names, stage_of
 from tandem.errors import ConfigError
 
 
@@ -85,22 +86,34 @@ def help_page(command: str, summary: str, *, everything: bool) -> str:
         lines += ["", f"All flags: tandem {command} --help-all. Each is a key of --config too."]
         if command == "train":
             lines += [
-                "Learning rates, batch sizes and epochs: tandem sft --help, tandem reward --help,",
-                "tandem dpo --help, tandem ppo --help; the same flags work here.",
+                *textwrap.wrap(
+                    "Learning rates, batch sizes and epochs: "
+                    f"{', '.join(f'tandem {name} --help' for name in stage_names())}; the same "
+                    "flags work here.",
+                    80,
+                ),
             ]
     return "\n".join(lines)
 
 
 def _is_common(name: str, knob: dataclasses.Field[Any], command: str) -> bool:
     """Whether a knob is on a command's first help page: it is common there, and is read there."""
-    section = name.split(".")[0]
-    own = command in ("train", section) or section not in STEPS
-    return own and command in knob.metadata["common"]
+    section, common = name.split(".")[0], knob.metadata["common"]
+    if command == "train":
+        return command in common
+    stage = stage_of(command)
+    own = section == stage.section or section not in sections()
+    return own and not stage.commons.isdisjoint(common)
+
+
+def knob_types() -> dict[str, Any]:
+    """Every knob's type by dotted name."""
+    return _knob_types(stage_names())
 
 
 @cache
-def knob_types() -> dict[str, Any]:
-    """Every knob's type by dotted name."""
+def _knob_types(stages: tuple[str, ...]) -> dict[str, Any]:
+    """The same for a table of `stages`, which one knob's type lists."""
     return {name: _hint_of(name) for name, _ in config_knobs()}
 
 
@@ -168,8 +181,9 @@ class _Parser(argparse.ArgumentParser):
                     problems.append(f"{word!r} belongs to no flag")
                 continue
             flag = word.split("=")[0]
-            steps = ("sft", "reward", "ppo") if self._command == "train" else (self._command,)
-            near = nearest_knobs(flag.lstrip("-").removeprefix("no-"), knob_types(), steps)
+            steps = DEFAULT if self._command == "train" else (self._command,)
+            own = [stage_of(step).section for step in steps]
+            near = nearest_knobs(flag.lstrip("-").removeprefix("no-"), knob_types(), own)
             hint = f"See {self.prog} --help-all."
             if near:
                 spell = _flag if "." in flag else _short_flag
@@ -197,7 +211,7 @@ _NOTHING = object()
 
 
 def _hint_of(dotted: str) -> Any:
-    return typing.get_type_hints(_class_of(dotted))[dotted.rpartition(".")[2]]
+    return type_hints(_class_of(dotted))[dotted.rpartition(".")[2]]
 
 
 @cache

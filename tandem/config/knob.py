@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from os.path import expanduser
 from typing import Any
 
 from tandem.errors import ConfigError
 
-SUPERVISED = ("sft", "reward", "dpo")
-STEPS = (*SUPERVISED, "ppo")
-RL = ("train", "ppo")
-"""Commands, to be listed as a knob's `common`."""
+SUPERVISED = ("supervised", "pairs")
+STEPS = (*SUPERVISED, "rl")
+RL = ("train", "rl")
+"""What may be listed as a knob's `common`: the command train and families of stages; roles that
+stages train may be too. A stage's own section is on its page alone (see `Stage.commons`)."""
 
 
 def knob(
@@ -23,11 +25,13 @@ def knob(
     lt: float | None = None,
     common: bool | tuple[str, ...] = False,
     path: bool = False,
+    choices: Callable[[], tuple[str, ...]] | None = None,
 ) -> Any:
     """A field with a range.
 
     Args:
         common: its flag is on the first help page, of all commands or of those listed.
+        choices: the words that a list of them may hold, where that is no matter of the type.
         path: it names files; a `~` at its beginning is the user's home folder (see `at_home`).
     """
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
@@ -35,6 +39,7 @@ def knob(
         "bounds": {k: v for k, v in bounds.items() if v is not None},
         "common": ("train", *STEPS) if common is True else common or (),
         "path": path,
+        "choices": choices,
     }
     return field(default=default, metadata=metadata)
 

@@ -17,7 +17,8 @@ from typing import Any, Literal, TypeVar, Union
 import yaml
 
 from tandem.config.nearest import listed, nearest_knobs
-from tandem.config.schema import PPOConfig, RunConfig
+from tandem.config.schema import OptimizerConfig, PPOConfig, RunConfig
+from tandem.config.stages import are_apart, in_order, of_family, ways
 from tandem.errors import ConfigError
 
 T = TypeVar("T")
@@ -120,7 +121,7 @@ def config_knobs(
 ) -> typing.Iterator[tuple[str, dataclasses.Field[Any]]]:
     """Every knob as (dotted name, field), in the order of the schema."""
     for f in dataclasses.fields(cls):
-        nested = _type_hints(cls)[f.name]
+        nested = typing.get_type_hints(cls)[f.name]
         if dataclasses.is_dataclass(nested):
             yield from config_knobs(typing.cast(type, nested), f"{prefix}{f.name}.")
         else:
@@ -139,8 +140,13 @@ def changed_knobs(config: Any, default: Any, prefix: str = "") -> dict[str, tupl
     return changed
 
 
-def _type_hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def type_hints(cls: type) -> dict[str, Any]:
+    """The types of a section's knobs by name; a list of choices is one of Literals."""
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        if choices := f.metadata.get("choices"):
+            hints[f.name] = types.GenericAlias(tuple, (Literal.__getitem__(choices()), ...))
+    return hints
 
 
 def plain_values(value: Any) -> Any:
@@ -158,7 +164,7 @@ def _build(cls: type[T], raw: Any, prefix: str, problems: list[str]) -> T:
         section = prefix.rstrip(".") or "the file"
         problems.append(f"{section} must be a mapping of knobs; got {raw!r}. Write `knob: value`")
         return cls()
-    hints = _type_hints(cls)
+    hints = type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in raw.items():
         if key not in hints:
@@ -274,16 +280,13 @@ def _rule_problems(config: RunConfig) -> typing.Iterator[str]:
         yield "steps must name at least one step; got none. Use e.g. --steps sft reward ppo"
     if len(set(steps)) != len(steps):
         yield f"steps must name each step once; got {' '.join(steps)}"
-    order = ("sft", "reward", "dpo", "ppo")
-    if list(steps) != sorted(steps, key=order.index) or {"dpo", "ppo"} <= set(steps):
+    yield from _order_problems(steps)
+    rl = of_family(steps, "rl")
+    if rl and (config.dropout > 0 or config.lora.dropout > 0):
         yield (
-            "steps must be in the order sft reward ppo, or sft dpo; "
-            f"got {' '.join(steps)}. dpo and ppo both start from sft: run them in two folders"
-        )
-    if "ppo" in steps and (config.dropout > 0 or config.lora.dropout > 0):
-        yield (
-            "dropout and lora.dropout must be 0 where ppo is among the steps (two forwards of one "
-            f"policy must agree); got {config.dropout:g} and {config.lora.dropout:g}"
+            f"dropout and lora.dropout must be 0 where {rl[0].name} is among the steps (two "
+            f"forwards of one policy must agree); got {config.dropout:g} and "
+            f"{config.lora.dropout:g}"
         )
     split = config.dataset.split
     if split and (len(split) != 3 or any(share < 0 for share in split)):
@@ -316,8 +319,26 @@ def _rule_problems(config: RunConfig) -> typing.Iterator[str]:
             f"({config.sampling.max_new_tokens}); got {config.sampling.min_new_tokens}"
         )
     yield from _unread(ppo)
-    if "ppo" in steps and ppo.reward_model_weight == 0 and not ppo.reward_function:
+    if rl and ppo.reward_model_weight == 0 and not ppo.reward_function:
         yield "ppo.reward_model_weight must be > 0 without a ppo.reward_function; got 0"
+
+
+def _order_problems(steps: typing.Sequence[str]) -> typing.Iterator[str]:
+    """Steps that are not in their order, or cannot be in one run."""
+    stages = in_order(steps)
+    apart = [(a, b) for a in stages for b in stages if a is not b and are_apart(a, b)]
+    if not apart and list(dict.fromkeys(steps)) == [stage.name for stage in stages]:
+        return
+    orders = ", or ".join(" ".join(way) for way in sorted(ways(), key=len, reverse=True))
+    problem = f"steps must be in the order {orders}; got {' '.join(steps)}"
+    if apart:
+        one, other = apart[0]
+        both = " and ".join(name for name in one.after if name in other.after)
+        problem += (
+            f". {one.name} and {other.name}{f' both start from {both}' if both else ''}: "
+            "run them in two folders"
+        )
+    yield problem
 
 
 def _parallel_problems(config: RunConfig) -> typing.Iterator[str]:
@@ -368,5 +389,10 @@ def _is_path(text: str) -> bool:
     return len(encoded) < 2000 and max(map(len, encoded.split(b"/"))) <= 200
 
 
-def _optimizers(config: RunConfig) -> tuple[Any, ...]:
-    return (config.sft, config.reward, config.dpo, config.ppo.actor, config.ppo.critic)
+def _optimizers(section: Any) -> typing.Iterator[OptimizerConfig]:
+    """Every optimizer's knobs, in a section and in those below it."""
+    if isinstance(section, OptimizerConfig):
+        yield section
+    elif dataclasses.is_dataclass(section):
+        for f in dataclasses.fields(section):
+            yield from _optimizers(getattr(section, f.name))

@@ -83,13 +83,13 @@ _ELSEWHERE = {
 """What Hugging Face, TRL, axolotl and OpenRLHF call a knob: its name here, or the name's end."""
 
 
-def nearest_knobs(wanted: str, known: Iterable[str], steps: Sequence[str] = ()) -> list[str]:
+def nearest_knobs(wanted: str, known: Iterable[str], sections: Sequence[str] = ()) -> list[str]:
     """The knobs that `wanted` may stand for, best first; empty if none is near.
 
     Args:
         wanted: what was written: dotted or not, with dashes or underscores.
         known: every knob's dotted name.
-        steps: the steps that are run, whose sections come first (and alone, where they have it).
+        sections: those that come first (and alone, where they have it).
     """
     names = list(known)
     wanted = wanted.replace("-", "_").lower()
@@ -99,14 +99,14 @@ def nearest_knobs(wanted: str, known: Iterable[str], steps: Sequence[str] = ()) 
         return [short[wanted]]
     last = _ELSEWHERE.get(last, last)
     if ending := _ending(last, names):
-        inside = _within([section] if section else steps, ending)
+        inside = _within([section] if section else sections, ending)
         return inside or ending
     if near := difflib.get_close_matches(wanted, [*names, *short], n=1, cutoff=0.7):
         return [short.get(near[0], near[0])]
     ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
     for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.75):
         ending = _ending(end, names)
-        return _within([section] if section else steps, ending) or ending
+        return _within([section] if section else sections, ending) or ending
     return []
 
 

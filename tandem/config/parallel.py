@@ -12,11 +12,11 @@ from tandem.config.knob import RL, knob
 class ParallelConfig:
     """How weights and work lie over the ranks. At one rank the stages mean nothing."""
 
-    actor_zero_stage: int = knob(2, ge=0, le=3, common=("train", "sft", "dpo", "ppo"))
+    actor_zero_stage: int = knob(2, ge=0, le=3, common=("train", "actor"))
     """ZeRO stage (arXiv:1910.02054) of the policy, in every step: 0 whole on every rank; 1
     optimizer states and weights in pieces between steps; 2 gradients too; 3 weights always, a block
     being gathered when it runs. The reference is split from 3 on."""
-    critic_zero_stage: int = knob(2, ge=0, le=3, common=("train", "reward", "ppo"))
+    critic_zero_stage: int = knob(2, ge=0, le=3, common=("train", "critic"))
     """The same for critic and reward model; the reward model of step 3 is split from 3 on."""
     replicas: int = knob(1, ge=1, common=True)
     """Copies of what ZeRO splits (HSDP, arXiv:2304.11277): ranks / replicas split a model among
@@ -49,7 +49,7 @@ class ParallelConfig:
     """MixZ++: linear weights that are not trained rest and travel as integers, `int8` 1.02 bytes a
     weight or `nf4` 0.53, and are unpacked where they are used; empty keeps them in full. Needs
     lora.rank. Later steps carry an earlier step's adapters on instead of its merged weights."""
-    shared_base: bool = knob(False, common=("train", "reward", "dpo", "ppo"))
+    shared_base: bool = knob(False, common=("train", "pairs", "rl"))
     """Hold one frozen base under actor, critic, reference and reward model, which differ in
     adapters and heads alone; they must start from one model. Needs lora.rank, and ZeRO stage 0
     where there are several ranks. Adapters are carried on as with frozen_weights."""

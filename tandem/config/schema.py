@@ -12,6 +12,7 @@ from typing import Literal
 
 from tandem.config.knob import RL, STEPS, SUPERVISED, at_home, knob, require_sections
 from tandem.config.parallel import ParallelConfig
+from tandem.config.stages import DEFAULT, stage_names
 from tandem.errors import ConfigError
 
 
@@ -121,7 +122,7 @@ class DPOConfig(SupervisedConfig):
 
     learning_rate: float = knob(1e-6, gt=0, common=STEPS)
     """Peak learning rate of full weights."""
-    beta: float = knob(0.1, gt=0, common=("dpo",))
+    beta: float = knob(0.1, gt=0, common=("pairs",))
     """Strength of the pull to the reference (the paper's value)."""
     label_smoothing: float = knob(0.0, ge=0, lt=0.5)
     """Assumed share of wrong labels (conservative DPO)."""
@@ -132,7 +133,7 @@ class SamplingConfig:
     """How answers are drawn. The defaults sample from the policy itself, untruncated: then what
     PPO updates is the distribution that acted."""
 
-    temperature: float = knob(1.0, gt=0, common=("ppo",))
+    temperature: float = knob(1.0, gt=0, common=("rl",))
     """Logits are divided by this; PPO's log-probs are at the same temperature."""
     top_p: float = knob(1.0, gt=0, le=1)
     """Draw from the smallest set of tokens with this much probability; 1 is off."""
@@ -156,7 +157,7 @@ class SamplingConfig:
     """Longest answer, in tokens."""
     min_new_tokens: int = knob(0, ge=0)
     """Stop tokens cannot be drawn before this many tokens."""
-    samples_per_prompt: int = knob(1, ge=1, common=("ppo",))
+    samples_per_prompt: int = knob(1, ge=1, common=("rl",))
     """Answers drawn per prompt in step 3."""
 
     def logit_biases(self) -> dict[int, float]:
@@ -186,7 +187,7 @@ class ActorOptimizerConfig(OptimizerConfig):
 
     learning_rate: float = knob(1e-6, gt=0, common=STEPS)
     """Peak learning rate of full weights."""
-    lora_learning_rate: float = knob(1e-4, gt=0, common=("ppo",))
+    lora_learning_rate: float = knob(1e-4, gt=0, common=("rl",))
     """Peak learning rate of adapters."""
 
 
@@ -205,11 +206,11 @@ class PPOConfig:
 
     steps: int = knob(200, ge=0, common=RL)
     """Rollouts to make, each followed by its updates; 0 makes one pass over the prompts."""
-    prompts_per_step: int = knob(64, ge=1, common=("ppo",))
+    prompts_per_step: int = knob(64, ge=1, common=("rl",))
     """Prompts per rollout (times sampling.samples_per_prompt answers)."""
-    epochs: int = knob(2, ge=1, common=("ppo",))
+    epochs: int = knob(2, ge=1, common=("rl",))
     """Passes over each rollout's experience."""
-    minibatch_size: int = knob(32, ge=1, common=("ppo",))
+    minibatch_size: int = knob(32, ge=1, common=("rl",))
     """Answers per optimizer step."""
     actor: ActorOptimizerConfig = field(default_factory=ActorOptimizerConfig)
     critic: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
@@ -312,19 +313,17 @@ class RunConfig:
 
     actor_model: str = knob("", common=True, path=True)
     """Folder or hub name of the pretrained language model."""
-    reward_model: str = knob("", common=("train", "reward", "ppo"), path=True)
+    reward_model: str = knob("", common=("train", "critic"), path=True)
     """Folder or hub name of the model that step 2 turns into a reward model (step 3 alone: the
     reward model itself). Empty: the SFT model of step 1."""
     data: tuple[str, ...] = knob((), common=True, path=True)
     """Data sets as FILE_OR_NAME[:weight]; a weight of 2 counts a set's rows twice per epoch, 0.5
     every other row. `embedded` is the built-in one."""
-    sft_data: tuple[str, ...] = knob((), common=("train", "sft"), path=True)
+    sft_data: tuple[str, ...] = knob((), common=("train", "supervised"), path=True)
     """Data sets for step 1 alone."""
     output_dir: str = knob("runs/default", common=True, path=True)
     """The run's folder. The same command again continues there."""
-    steps: tuple[Literal["sft", "reward", "ppo", "dpo"], ...] = knob(
-        ("sft", "reward", "ppo"), common=("train",)
-    )
+    steps: tuple[str, ...] = knob(DEFAULT, common=("train",), choices=stage_names)
     """Which steps to run, in this order. `sft dpo` is the way without a reward model."""
     seed: int = knob(1234, ge=0, le=2**53, common=True)
     """Seeds the split, the order of rows, new weights and every sampled token."""

@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.config.schema import DataConfig
+from tandem.config.stages import DEFAULT
 from tandem.data.dataset import ReadRow, assign, read_all
 from tandem.data.excerpt import visible
 from tandem.data.ledger import Ledger
-from tandem.data.split import STEPS, Split, opening, shares_among
+from tandem.data.split import Split, opening, shares_among
 from tandem.data.tokenview import render, token_text
 from tandem.errors import DataError, ModelError
 from tandem.types import Sample, TokenRow
@@ -36,7 +37,7 @@ def check(
     sft_data: Sequence[str] = (),
     *,
     seed: int,
-    steps: Sequence[str] = STEPS,
+    steps: Sequence[str] = DEFAULT,
     tokenizer_path: str = "",
     rows: int = 3,
     console: Console | None = None,

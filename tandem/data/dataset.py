@@ -7,17 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem.config.schema import DataConfig
+from tandem.config.stages import DEFAULT
 from tandem.data.excerpt import visible
 from tandem.data.ledger import DatasetLedger, Ledger
 from tandem.data.rows import BadRow, RowProblem
 from tandem.data.shapes import Shaped, to_sample
 from tandem.data.sources import DataSpec, parse_columns, parse_spec, read_rows
 from tandem.data.split import (
-    STEPS,
+    DEFAULT_SHARES,
+    SHARES,
+    Place,
     Split,
-    Step,
     content_key,
     copies,
+    first_of,
     share_of,
     shares_among,
     split_key,
@@ -27,7 +30,7 @@ from tandem.types import Message, Sample
 
 _HOPELESS = 100_000
 """Rows of a data set that are looked at if none of them can be used: 2 seconds."""
-_NUMBERS = {"sft": "1", "reward": "2", "ppo": "3"}
+_NUMBERS = {share: number for number, share in enumerate(SHARES, start=1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +49,36 @@ class ReadRow:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The samples of each step, in reading order, repeated as their data sets' weights say.
+    """The samples of each share, in reading order, repeated as their data sets' weights say.
 
-    sft: samples with an answer or text. reward: pairs (also what DPO learns from). ppo: prompts.
-    A step that does not run has its samples here too, but the ledger calls them unused.
+    texts: samples with an answer or text. pairs: with a preferred and a rejected answer. prompts:
+    any. A share that no step of the run trains on has its samples here too, but the ledger calls
+    them unused.
     heldout: samples of every kind, once each, that no step trains on. No opening of a dialog is
     in two of them. ledger: what became of every row.
     """
 
-    sft: list[Sample] = field(default_factory=list)
-    reward: list[Sample] = field(default_factory=list)
-    ppo: list[Sample] = field(default_factory=list)
+    texts: list[Sample] = field(default_factory=list)
+    pairs: list[Sample] = field(default_factory=list)
+    prompts: list[Sample] = field(default_factory=list)
     heldout: list[Sample] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
 
-    def add(self, step: Step, sample: Sample, times: int, *, runs: bool) -> None:
-        """Give `sample` to `step`, `times` per epoch; `runs`: whether that step trains on it."""
-        rows = {"sft": self.sft, "reward": self.reward, "ppo": self.ppo, "heldout": self.heldout}
-        rows[step].extend([sample] * times)
+    def add(self, place: Place, sample: Sample, times: int, *, runs: bool) -> None:
+        """Put `sample` into `place`, `times` per epoch; `runs`: whether a step uses it there."""
+        rows: dict[Place, list[Sample]] = {
+            "texts": self.texts,
+            "pairs": self.pairs,
+            "prompts": self.prompts,
+            "heldout": self.heldout,
+        }
+        rows[place].extend([sample] * times)
         account = self.ledger.datasets[sample.source.dataset]
-        if runs:
-            account.use(step, times)
+        if runs or place == "heldout":
+            account.use(place, times)
         else:
-            account.leave(f"kept for step {_NUMBERS[step]} ({step}), which does not run")
+            step = f"step {_NUMBERS[place]} ({first_of(place)})"
+            account.leave(f"kept for {step}, which does not run")
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ def load_data(
     sft_data: Sequence[str] = (),
     *,
     seed: int,
-    steps: Sequence[str] = STEPS,
+    steps: Sequence[str] = DEFAULT,
 ) -> Dataset:
     """Read all data sets and give each row to the one step that may train on its prompt.
 
@@ -118,14 +128,14 @@ def load_text(
     Raises:
         ConfigError, DataError: as `load_data`.
     """
-    split = Split(shares_among(STEPS), config.heldout)
+    split = Split(DEFAULT_SHARES, config.heldout)
     ledger = ledger if ledger is not None else Ledger()
     text = TextData([], [], ledger)
     for row in read_all(config, specs, (), ledger, seed=seed):
         account = ledger.datasets[row.spec.name]
         if row.sample.text is None and row.sample.chosen is None:
             account.leave("no text and no answer: not for mixture training")
-        elif split.step_of(row.key) == "heldout":
+        elif split.place_of(row.key) == "heldout":
             text.heldout.append(row.sample)
             account.use("heldout")
         elif times := copies(row.spec.weight, row.content, seed):
@@ -182,25 +192,25 @@ def assign(
     rows: Sequence[ReadRow], split: Split, ledger: Ledger, *, seed: int, steps: Sequence[str]
 ) -> Dataset:
     """Give each row to its step, or count why it has none. `steps`: those that run."""
-    running = {"heldout", *map(share_of, steps)}
+    running = set(map(share_of, steps))
     dataset = Dataset(ledger=ledger)
     shared = {row.key for row in rows if not row.sft_only}
     for row in rows:
         account = ledger.datasets[row.spec.name]
-        step = split.step_of(row.key)
-        if row.sft_only and step != "heldout":
-            if row.key in shared and step != "sft":
-                account.leave(f"prompt belongs to step {_NUMBERS[step]}")
+        place = split.place_of(row.key)
+        if row.sft_only and place != "heldout":
+            if row.key in shared and place != "texts":
+                account.leave(f"prompt belongs to step {_NUMBERS[place]}")
                 continue
-            step = "sft"
-        if reason := _unfit(row.sample, step):
+            place = "texts"
+        if reason := _unfit(row.sample, place):
             account.leave(reason)
             continue
-        times = 1 if step == "heldout" else copies(row.spec.weight, row.content, seed)
+        times = 1 if place == "heldout" else copies(row.spec.weight, row.content, seed)
         if times == 0:
             account.leave(f"left out by the weight {row.spec.weight:g}")
             continue
-        dataset.add(step, row.sample, times, runs=step in running)
+        dataset.add(place, row.sample, times, runs=place in running)
     return dataset
 
 
@@ -255,15 +265,15 @@ def _with_system(sample: Sample, system_prompt: str) -> Sample:
     return replace(sample, prompt=(Message("system", system_prompt), *sample.prompt))
 
 
-def _unfit(sample: Sample, step: Step) -> str:
-    """Why `step` cannot use `sample`; "" if it can."""
-    if step == "heldout":
+def _unfit(sample: Sample, place: Place) -> str:
+    """Why `sample` cannot be used in `place`; "" if it can."""
+    if place == "heldout":
         return ""
-    number = f"not for step {_NUMBERS[step]}"
+    number = f"not for step {_NUMBERS[place]}"
     if sample.text is not None:
-        return "" if step == "sft" else f"plain text: {number}"
-    if step in ("sft", "reward") and sample.chosen is None:
+        return "" if place == "texts" else f"plain text: {number}"
+    if place in ("texts", "pairs") and sample.chosen is None:
         return f"no answer to learn: {number}"
-    if step == "reward" and sample.rejected is None:
+    if place == "pairs" and sample.rejected is None:
         return f"no rejected answer: {number}"
     return ""

@@ -17,20 +17,15 @@ from rich.text import Text
 
 from tandem.data.excerpt import excerpt, visible
 from tandem.data.rows import BadRow
+from tandem.data.split import SHARES
 from tandem.errors import DataError
 from tandem.types import Source
 
 FIRST_LINES = 3
 """Places kept per reason for dropping, to look at."""
 
-STEP_TITLES = {
-    "sft": "SFT",
-    "reward": "reward",
-    "ppo": "PPO",
-    "heldout": "held out",
-    "ptx": "ptx",
-}
-"""What a row is used for, in the order of the steps."""
+USES = (*SHARES, "heldout", "ptx")
+"""What a row is used for: the shares that steps train on, measuring, mixture training."""
 
 
 @dataclass
@@ -53,10 +48,10 @@ class Dropped:
 class DatasetLedger:
     """One data set's account. All numbers are rows, but for blank_lines and extra_copies.
 
-    extra_copies: repeats by weight per step, as planned, before drops by length.
+    extra_copies: repeats by weight per use, as planned, before drops by length.
     shapes, notes: how many rows were read by each shape; what was left out of rows that are used.
     fingerprint: SHA-256 over the usable rows' content in order: other rows, another fingerprint.
-    late: path to the line numbers of rows dropped after they had a step, so that none counts twice.
+    late: path to the line numbers of rows dropped after they had a use, so that none counts twice.
     """
 
     name: str
@@ -78,11 +73,11 @@ class DatasetLedger:
         """A blank line was skipped."""
         self.blank_lines += 1
 
-    def use(self, step: str, times: int = 1) -> None:
-        """A row serves `step`, coming `times` per epoch."""
-        self.used[step] += 1
+    def use(self, use: str, times: int = 1) -> None:
+        """A row serves `use` (of USES), coming `times` per epoch."""
+        self.used[use] += 1
         if times > 1:
-            self.extra_copies[step] += times - 1
+            self.extra_copies[use] += times - 1
 
     def leave(self, reason: str) -> None:
         """A good row has no place, because of `reason`."""
@@ -95,7 +90,7 @@ class DatasetLedger:
 
     @property
     def num_used(self) -> int:
-        """Rows with a step."""
+        """Rows with a use."""
         return self.used.total()
 
     @property
@@ -124,26 +119,26 @@ class Ledger:
         self.datasets[name] = DatasetLedger(name, path, weight)
         return self.datasets[name]
 
-    def drop(self, source: Source, step: str, reason: str) -> None:
-        """A row that had been given to `step` cannot be used there after all (its length, say).
+    def drop(self, source: Source, use: str, reason: str) -> None:
+        """A row that had been given to `use` cannot be used there after all (its length, say).
 
         Moves the row from used to dropped, once: further calls for the same row, for each of its
         copies or after a restart from a saved ledger, change nothing.
 
         Raises:
-            DataError: the data set is not in this ledger, or the step has no row of it left.
+            DataError: the data set is not in this ledger, or the use has no row of it left.
         """
         account = self.datasets.get(source.dataset)
         if account is not None and source.line in account.late.get(source.path, ()):
             return
-        if account is None or account.used[step] == 0:
+        if account is None or account.used[use] == 0:
             raise DataError(
-                f"a row dropped from {step} must be one that the ledger counts there; "
+                f"a row dropped from {use} must be one that the ledger counts there; "
                 f"got {source} of {excerpt(source.dataset)}. Use the ledger that came with it."
             )
         account.late.setdefault(source.path, set()).add(source.line)
-        account.used[step] -= 1
-        account.dropped.setdefault(f"{reason} ({step})", Dropped()).add(source)
+        account.used[use] -= 1
+        account.dropped.setdefault(f"{reason} ({use})", Dropped()).add(source)
 
     @property
     def num_dropped(self) -> int:
@@ -186,16 +181,16 @@ class Ledger:
     def table(self) -> Table:
         """Rows per data set and what became of them, with totals, for a terminal of 80 columns."""
         accounts = list(self.datasets.values())
-        steps = [s for s in STEP_TITLES if s != "ptx" or any(a.used["ptx"] for a in accounts)]
+        uses = [u for u in USES if u != "ptx" or any(a.used["ptx"] for a in accounts)]
         title = "Rows: read = used + unused + dropped"
         table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
         table.add_column("data set", overflow="fold")
-        heads = ["read", *(STEP_TITLES[s] for s in steps), "unused", "dropped"]
+        heads = ["read", *(u.replace("heldout", "held out") for u in uses), "unused", "dropped"]
         for head in heads:
             table.add_column(head, justify="right", no_wrap=True)
         total: Counter[int] = Counter()
         for account in accounts:
-            numbers = _numbers(account, steps)
+            numbers = _numbers(account, uses)
             total.update(dict(enumerate(numbers)))
             table.add_row(Text(visible(account.name)), *map(str, numbers))
         if len(accounts) > 1:
@@ -229,10 +224,10 @@ class Ledger:
         return table
 
 
-def _numbers(account: DatasetLedger, steps: list[str]) -> list[int]:
+def _numbers(account: DatasetLedger, uses: list[str]) -> list[int]:
     return [
         account.rows,
-        *(account.used[step] for step in steps),
+        *(account.used[use] for use in uses),
         account.unused.total(),
         account.num_dropped,
     ]

@@ -17,15 +17,19 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, get_args
 
+from tandem.config import stages
+from tandem.config.stages import Share, stage_of
 from tandem.errors import ConfigError
 from tandem.types import Sample
 
-Step = Literal["sft", "reward", "ppo", "heldout"]
-STEPS: tuple[Step, ...] = ("sft", "reward", "ppo")
+Place = Literal[Share, "heldout"]
+"""Where a row may go: a share, or what no step trains on."""
+SHARES: tuple[Share, ...] = get_args(Share)
+"""SFT's texts, the pairs of reward model and DPO, PPO's prompts."""
 DEFAULT_SHARES = (2.0, 4.0, 4.0)
-"""DeepSpeed-Chat's shares of SFT, reward model and PPO."""
+"""DeepSpeed-Chat's sizes of them."""
 _LONG = 5000
 """Characters that are normalized as they come: at the worst they take milliseconds."""
 
@@ -60,9 +64,14 @@ def content_key(sample: Sample) -> bytes:
     return hashlib.sha256(repr(content).encode()).digest()
 
 
-def share_of(step: str) -> Step:
-    """Whose share of the rows a run's step trains on: DPO learns from the reward model's pairs."""
-    return next(name for name in STEPS if name == {"dpo": "reward"}.get(step, step))
+def share_of(step: str) -> Share:
+    """Which share of the rows a run's step trains on."""
+    return stage_of(step).share
+
+
+def first_of(share: Share) -> str:
+    """The step that a share is named after in messages: the first that trains on it."""
+    return next(stage.name for stage in stages.STAGES if stage.share == share)
 
 
 def shares_among(steps: Iterable[str]) -> tuple[float, ...]:
@@ -71,8 +80,8 @@ def shares_among(steps: Iterable[str]) -> tuple[float, ...]:
     Example: shares_among(["reward", "ppo"]) is (0, 4, 4).
     """
     running = {share_of(step) for step in steps}
-    pairs = zip(STEPS, DEFAULT_SHARES, strict=True)
-    return tuple(share if step in running else 0.0 for step, share in pairs)
+    sizes = zip(SHARES, DEFAULT_SHARES, strict=True)
+    return tuple(size if share in running else 0.0 for share, size in sizes)
 
 
 class Split:
@@ -87,7 +96,7 @@ class Split:
 
     def __init__(self, shares: Sequence[float], heldout: float) -> None:
         usable = all(math.isfinite(share) and share >= 0 for share in shares)
-        if len(shares) != len(STEPS) or not usable or sum(shares) <= 0:
+        if len(shares) != len(SHARES) or not usable or sum(shares) <= 0:
             raise ConfigError(
                 f"dataset.split must be three shares of at least 0 with a sum above 0; "
                 f"got {','.join(map(str, shares))}. Write for example 2,4,4."
@@ -95,12 +104,12 @@ class Split:
         self._heldout = heldout
         self._bounds = [bound / sum(shares) for bound in accumulate(shares)]
 
-    def step_of(self, key: bytes) -> Step:
-        """The one step that samples with this `split_key` may serve."""
+    def place_of(self, key: bytes) -> Place:
+        """The one share that samples with this `split_key` may be in, or "heldout"."""
         if _unit(key[:8]) < self._heldout:
             return "heldout"
         draw = _unit(key[8:16])
-        return next(s for s, bound in zip(STEPS, self._bounds, strict=True) if draw < bound)
+        return next(s for s, bound in zip(SHARES, self._bounds, strict=True) if draw < bound)
 
 
 def copies(weight: float, content: bytes, seed: int) -> int:

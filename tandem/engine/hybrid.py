@@ -132,12 +132,9 @@ class RLHFEngine:
             )
         self.reference = None
         if reference is not None:
+            hosted = "reference" in config.parallel.offload
             self.reference = place_policy(
-                reference,
-                config,
-                self.world,
-                trained=False,
-                on_host="reference" in config.parallel.offload,
+                reference, config, self.world, trained=False, on_host=hosted
             )
         self.agreement = check_policy(self.actor, config, self.tensor_group)
         if has_reference:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
+from tandem.config.stages import in_order
 from tandem.engine.devices import resolve_dtype
 from tandem.errors import ConfigError
 from tandem.models.blocks import decoder_blocks
@@ -169,12 +170,14 @@ def _why_off(name: str, config: RunConfig, world: World) -> str:
 
 def _highest_stage(config: RunConfig) -> int:
     """Of the models that the run's steps train."""
-    steps, parallel = set(config.steps), config.parallel
-    if "params" in parallel.offload:
+    if "params" in config.parallel.offload:
         return 3
-    actor = parallel.actor_zero_stage if steps & {"sft", "dpo", "ppo"} else 0
-    critic = parallel.critic_zero_stage if steps & {"reward", "ppo"} else 0
-    return max(actor, critic)
+    stages = {
+        "actor": config.parallel.actor_zero_stage,
+        "critic": config.parallel.critic_zero_stage,
+    }
+    trained = {role for stage in in_order(config.steps) for role in stage.trains}
+    return max((stages[role] for role in trained), default=0)
 
 
 def spread(model: PreTrainedModel, plan: ShardPlan, world: World) -> Shards:

@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.config.stages import FAMILIES, Family, stage_of
 from tandem.errors import ConfigError
 from tandem.metrics import measures
 from tandem.metrics.measures import History, Measure
-from tandem.metrics.metric import FAMILIES
 from tandem.metrics.names import find_metric
 from tandem.metrics.records import Record
-from tandem.metrics.stages import Family, stage_of
 
 
 @dataclass(frozen=True, slots=True)

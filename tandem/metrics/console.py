@@ -18,9 +18,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from tandem.config.stages import Family, stage_of
 from tandem.metrics.names import METRICS
 from tandem.metrics.records import Answer
-from tandem.metrics.stages import Family, stage_of
 from tandem.metrics.text import duration, short_number, shorten, visible
 
 _SPEED: dict[Family, tuple[str, str]] = {

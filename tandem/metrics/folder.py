@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from tandem.config.stages import Stage, stage_names, stage_of
 from tandem.errors import CheckpointError
 from tandem.metrics.records import (
     ALARMS_FILE,
@@ -23,7 +24,6 @@ from tandem.metrics.records import (
     parse_record,
     read_lines,
 )
-from tandem.metrics.stages import Stage, stage_names, stage_of
 
 T = TypeVar("T")
 

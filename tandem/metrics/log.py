@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tandem.config.stages import stage_of
 from tandem.files import append
 from tandem.metrics.alarms import Alarm, check_alarms
 from tandem.metrics.console import StageConsole
@@ -25,7 +26,6 @@ from tandem.metrics.records import (
     read_metrics,
 )
 from tandem.metrics.sinks import Sink, TensorBoard, WandB
-from tandem.metrics.stages import stage_of
 
 __all__ = ["Answer", "MetricLog", "MutedLog", "Record", "read_metrics"]
 

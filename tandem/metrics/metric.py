@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from tandem.metrics.stages import Family
-
-FAMILIES: tuple[Family, ...] = get_args(Family)
+from tandem.config.stages import Family
 
 PHASES = ("generate", "score", "train", "evaluate", "save", "step")
 """The timed parts of a step; `step` is the whole of it and contains the others."""

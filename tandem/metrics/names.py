@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from tandem.config.stages import FAMILIES, Family
 from tandem.errors import ConfigError
-from tandem.metrics.metric import FAMILIES, PHASES, Metric
-from tandem.metrics.stages import Family
+from tandem.metrics.metric import PHASES, Metric
 
 _TEXT: tuple[Family, ...] = ("supervised",)
 _PAIRS: tuple[Family, ...] = ("pairs",)

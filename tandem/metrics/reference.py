@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
+from tandem.config.stages import FAMILIES, Family, stage_names, stage_of
 from tandem.metrics.alarms import ALARMS, Rule
-from tandem.metrics.metric import FAMILIES, Metric
+from tandem.metrics.metric import Metric
 from tandem.metrics.names import METRICS
-from tandem.metrics.stages import Family, stage_names, stage_of
 from tandem.metrics.text import short_number, trimmed
 
 _INTRO = """\

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tandem.config.stages import Stage
 from tandem.errors import ConfigError
 from tandem.metrics.charts import Point, Series, line_chart, stacked_bar
 from tandem.metrics.folder import (
@@ -21,7 +22,6 @@ from tandem.metrics.folder import (
 )
 from tandem.metrics.metric import PHASES, Metric
 from tandem.metrics.names import METRICS, find_metric, title_of
-from tandem.metrics.stages import Stage
 from tandem.metrics.text import duration, short_number, trimmed, with_unit
 
 Row = Mapping[str, Any]

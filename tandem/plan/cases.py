@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from tandem.config.schema import RunConfig
+from tandem.config.stages import stage_of
 from tandem.errors import ConfigError
 from tandem.plan.knobs import Knobs, with_knobs
 
@@ -74,7 +75,8 @@ _VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "nf4-base": ({"parallel.frozen_weights": "nf4"}, True),
     "tp2": ({"parallel.inference_tp_size": 2}, False),
 }
-_ONLY_PPO = ("tp2",)
+_GENERATING = ("tp2",)
+"""What is about generation alone."""
 
 
 def sweep_cases(
@@ -98,7 +100,8 @@ def sweep_cases(
 
 
 def _combinations(step: str, axes: Axes) -> Iterator[tuple[str, dict[str, Any]]]:
-    hybrid = axes.hybrid if step == "ppo" else (True,)
+    generates = stage_of(step).family == "rl"
+    hybrid = axes.hybrid if generates else (True,)
     for stage, lora, offload, is_hybrid in product(axes.stages, axes.lora, axes.offload, hybrid):
         name, knobs = f"zero{stage}", _stage(stage)
         knobs["lora.rank"] = lora
@@ -113,7 +116,7 @@ def _combinations(step: str, axes: Axes) -> Iterator[tuple[str, dict[str, Any]]]
         yield name, knobs
     for name, (variant, needs_lora) in _VARIANTS.items() if axes.variants else ():
         rank = max(axes.lora)
-        if (name in _ONLY_PPO and step != "ppo") or (needs_lora and not rank):
+        if (name in _GENERATING and not generates) or (needs_lora and not rank):
             continue
         adapters = {"lora.rank": rank if needs_lora else 0}
         ending = f"-lora{rank}" if needs_lora else ""

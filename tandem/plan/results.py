@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tandem.config.stages import in_order
 from tandem.errors import CheckpointError
 from tandem.files import replace as replace_file
 from tandem.metrics.folder import finite, read_folder
@@ -17,7 +18,6 @@ from tandem.plan.cases import Case
 from tandem.plan.processes import Ended
 
 RESULT_FILE = "result.json"
-_OUTCOME = {"sft": "loss", "reward": "loss", "dpo": "loss", "ppo": "reward"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,8 @@ def _figures(step: str, run_folder: Path) -> dict[str, Any]:
         peaks = finite(run.series(step, f"peak_memory_bytes/{phase}"))
         if peaks:
             device[phase] = int(max(value for _, value in peaks))
-    outcome = run.series(step, _OUTCOME.get(step, "loss"))
+    # None is of several steps, the case that the others start from.
+    outcome = [point for stage in in_order([step]) for point in run.series(step, stage.headline)]
     last = outcome[-1][1] if outcome else math.nan
     return {
         "steps": len([at for at, _ in run.series(step, "seconds/step") if at > 0]),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from tandem.config.schema import RunConfig
+from tandem.config.stages import stage_of
 from tandem.engine.devices import resolve_device, resolve_dtype
-from tandem.errors import ConfigError
 from tandem.ops import native
 from tandem.plan.memory import Layout, MemoryPlan
 from tandem.plan.shape import shape_of
@@ -28,16 +28,14 @@ def plan_memory(
     """What a step of a run needs per rank.
 
     Args:
-        model: the policy's config, in `reward` the reward model's.
+        model: the policy's config; where the step trains a reward model, that one's.
         critic: config of critic and reward model in step 3; None takes the policy's.
         prompt_tokens: of the longest prompt; None takes dataset.max_prompt_tokens.
     Raises:
-        ConfigError: step is none of sft, reward, dpo, ppo.
+        ConfigError: there is no such step.
     """
-    if step not in ("sft", "reward", "dpo", "ppo"):
-        raise ConfigError(f"step must be one of sft, reward, dpo, ppo; got {step!r}.")
-    parallel = config.parallel
-    if step == "ppo":
+    stage, parallel = stage_of(step), config.parallel
+    if stage.family == "rl":
         actor, value = shape_of(model), shape_of(critic or model, scalar=True)
         policy = _layout(config, ranks, parallel.actor_zero_stage, average=config.ppo.ema)
         packs = (
@@ -52,14 +50,14 @@ def plan_memory(
         return ppo_memory(
             actor, value, policy, _layout(config, ranks, parallel.critic_zero_stage), work
         )
-    scalar = step == "reward"
-    stage = parallel.critic_zero_stage if scalar else parallel.actor_zero_stage
+    scalar = stage.leaves == "reward model"
+    zero = parallel.critic_zero_stage if "critic" in stage.trains else parallel.actor_zero_stage
     return supervised_memory(
         shape_of(model, scalar=scalar),
-        _layout(config, ranks, stage),
+        _layout(config, ranks, zero),
         tokens=config.micro_batch_tokens,
         answered=config.micro_batch_tokens,
-        reference=step == "dpo",
+        reference="reference" in stage.freezes,
         reference_on_host="reference" in parallel.offload,
     )
 

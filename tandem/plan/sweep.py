@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
+from tandem.config.stages import in_order, stage_of
 from tandem.errors import CheckpointError, ConfigError
 from tandem.plan.cases import Axes, Case, LeftOut, sweep_cases, why_left_out
 from tandem.plan.knobs import with_knobs
@@ -100,7 +101,8 @@ def run_sweep(sweep: Sweep, say: Callable[[str], None] = print) -> list[Result]:
     return results
 
 
-def _case_config(sweep: Sweep, case: Case, base: dict[str, object]) -> RunConfig:
+def _case_config(sweep: Sweep, case: Case, base: dict[str, str]) -> RunConfig:
+    """base: models by the name of the step that made them; the case takes those it starts from."""
     common = {
         "steps": [case.step],
         "output_dir": str(_folder(sweep, case) / "run"),
@@ -108,12 +110,14 @@ def _case_config(sweep: Sweep, case: Case, base: dict[str, object]) -> RunConfig
         "log.tensorboard": False,
         "log.wandb": "",
     }
-    # Step 2 begins as the config says, not from what step 2 made before.
-    given = {k: v for k, v in base.items() if k == "actor_model" or case.step == "ppo"}
+    given: dict[str, object] = {}
+    for name in stage_of(case.step).after:
+        if name in base:
+            given.setdefault(stage_of(name).given, base[name])
     return with_knobs(sweep.config, {**given, **common, **case.knobs})
 
 
-def _run(sweep: Sweep, case: Case, base: dict[str, object]) -> Result:
+def _run(sweep: Sweep, case: Case, base: dict[str, str]) -> Result:
     folder = _folder(sweep, case)
     shutil.rmtree(folder, ignore_errors=True)  # what an interrupted or failed case left
     folder.mkdir(parents=True)
@@ -140,20 +144,15 @@ def _finished(sweep: Sweep, case: Case) -> Result | None:
     return result
 
 
-def _after_start(
-    sweep: Sweep, cases: Sequence[Case], say: Callable[[str], None]
-) -> dict[str, object]:
+def _after_start(sweep: Sweep, cases: Sequence[Case], say: Callable[[str], None]) -> dict[str, str]:
     """Run once, as configured, the steps that the swept ones start from.
 
     Returns:
-        the knobs by which cases find what came out.
+        where the model of each is.
     """
-    steps = sweep.config.steps
-    needed = [
-        earlier
-        for earlier in ("sft", "reward")
-        if earlier in steps and any(_starts_from(case.step, earlier) for case in cases)
-    ]
+    taken = {name for case in cases for name in stage_of(case.step).after}
+    stages = in_order(taken & set(sweep.config.steps))
+    needed = [stage.name for stage in stages]
     if not needed:
         return {}
     folder = sweep.folder / START
@@ -178,12 +177,7 @@ def _after_start(
                 f"{folder / 'log.txt'}."
             )
         write_result(result_of(case, digest, ended, made, _device(sweep)), folder)
-    base: dict[str, object] = {"actor_model": str(made / "sft")} if "sft" in needed else {}
-    return base | ({"reward_model": str(made / "reward")} if "reward" in needed else {})
-
-
-def _starts_from(step: str, earlier: str) -> bool:
-    return earlier in {"reward": ("sft",), "dpo": ("sft",), "ppo": ("sft", "reward")}.get(step, ())
+    return {stage.name: str(made / stage.model_folder) for stage in stages}
 
 
 def _arguments(command: str, config: Path, ranks: int) -> list[str]:

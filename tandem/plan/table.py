@@ -9,6 +9,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from tandem.config.stages import stage_of
 from tandem.files import replace as replace_file
 from tandem.metrics.metric import PHASES
 from tandem.metrics.text import duration, short_number, visible, with_unit
@@ -65,7 +66,7 @@ def summary_line(result: Result) -> str:
     if result.peak:
         parts.append(f"peak {with_unit(result.peak, 'bytes')} a rank")
     if result.outcome is not None:
-        parts.append(f"{'reward' if result.step == 'ppo' else 'loss'} {_number(result.outcome)}")
+        parts.append(f"{stage_of(result.step).headline} {_number(result.outcome)}")
     return ", ".join(parts)
 
 

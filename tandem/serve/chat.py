@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 
 from tandem.checkpoint.beside import verify_beside
 from tandem.config.load import load_config
+from tandem.config.nearest import listed
 from tandem.config.schema import SamplingConfig
+from tandem.config.stages import latest_first, policy_folders, policy_stages
 from tandem.data.excerpt import visible
 from tandem.data.render import Renderer
 from tandem.errors import ModelError, TandemError
@@ -33,9 +35,6 @@ HELP = """\
 /set NAME VALUE  temperature, top_p, top_k, max_new_tokens or seed
 /save FILE       append the conversation as a row of training data (JSONL, `messages`)
 /quit            leave (so does Ctrl-D; Ctrl-C stops an answer)"""
-
-_LABELS = {"ppo": "ppo/actor", "dpo": "dpo", "sft": "sft", "ema": "ppo/ema"}
-"""A run's models by the names of --model; the first that is there is taken."""
 
 
 @dataclass
@@ -98,23 +97,30 @@ def find_model(path: str, which: str) -> str:
         return path
     if which == "base":
         return load_config(folder / "config.yaml").actor_model
-    if which and which not in _LABELS:
-        raise ModelError(f"--model must be one of {', '.join(_LABELS)}, base; got {which!r}.")
-    for name in [_LABELS[which]] if which else _LABELS.values():
-        if (folder / name / "config.json").exists():
-            return str(folder / name)
+    places = policy_folders()
+    if which and which not in places:
+        known = ", ".join(latest_first())
+        raise ModelError(f"--model must be one of {known}, base; got {which!r}.")
+    for name in [which] if which else latest_first():
+        if (folder / places[name] / "config.json").exists():
+            return str(folder / places[name])
     raise ModelError(
-        f"{visible(path)} must hold a finished {which or 'sft, dpo or ppo'} step; got none. "
+        f"{visible(path)} must hold a finished {which or listed(policy_stages())} step; got none. "
         "Run the same tandem train command again to finish it."
     )
 
 
-def _models_of(path: str) -> list[str]:
-    """The names of --model that a run's folder has; none of any other folder."""
+def _models_of(path: str) -> dict[str, str]:
+    """Where the models of a run's folder are, by the names of --model; none of any other folder."""
     run = Path(path)
     if not (run / "config.yaml").exists():
-        return []
-    return [name for name, place in _LABELS.items() if (run / place / "config.json").exists()]
+        return {}
+    places = policy_folders()
+    return {
+        name: str(run / places[name])
+        for name in latest_first()
+        if (run / places[name] / "config.json").exists()
+    }
 
 
 def chat(
@@ -145,7 +151,7 @@ def chat(
     talk = Conversation(model, renderer, sampling, seed=seed, system=system)
     if sys.stdin.isatty():
         import readline  # noqa: F401  (gives `input` history and line editing)
-    others = [name for name in _models_of(path) if str(Path(path) / _LABELS[name]) != source]
+    others = [name for name, place in _models_of(path).items() if place != source]
     choice = f" (--model takes {', '.join([*others, 'base'])} too)" if others else ""
     write(f"talking to {visible(source)}{choice}. /help lists the commands, /quit leaves.\n")
     while True:

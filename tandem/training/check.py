@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 
 from tandem.config.schema import RunConfig
+from tandem.config.stages import in_order, leaving, of_family
 from tandem.engine.bases import check_base
 from tandem.engine.spread import check_replicas
 from tandem.errors import ConfigError
@@ -30,21 +31,20 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
     problems = list(_empty_steps(config, rows))
     limit = positions(policy, config)
     longest_answer = config.sampling.max_new_tokens
-    problems += _too_long("rows of step sft", rows.sft, limit)
+    for stage in of_family(config.steps, "supervised", "pairs"):
+        room = limit if stage.leaves == "policy" else positions(reward, config)
+        problems += _too_long(f"rows of step {stage.name}", rows.of(stage), room)
     problems += _too_long("rows of ppo.ptx_data", rows.ptx, limit)
-    problems += _too_long("rows of step dpo", rows.dpo_pairs, limit)
-    if "reward" in config.steps:
-        problems += _too_long("rows of step reward", rows.pairs, positions(reward, config))
+    scores, rl = leaving(config.steps, "reward model"), of_family(config.steps, "rl")
     scored = min(config.reward.normalize_prompts, len(rows.prompts))
-    if "reward" in config.steps and scored * config.sampling.samples_per_prompt == 1:
+    if scores and scored * config.sampling.samples_per_prompt == 1:
         problems.append(
             "reward.normalize_prompts must be 0 or find two prompts at least, whose scores differ; "
             f"got 1 ({len(rows.prompts)} prompts, reward.normalize_prompts "
             f"{config.reward.normalize_prompts}). Use more, or set reward.normalize_prompts 0"
         )
     longest = max(map(len, rows.prompts), default=0)
-    generates = {"reward", "ppo"} & set(config.steps)
-    if generates and limit is not None and longest + longest_answer > limit:
+    if (scores or rl) and limit is not None and longest + longest_answer > limit:
         problems.append(
             f"the longest prompt and sampling.max_new_tokens must fit the model's {limit} "
             f"positions; got {longest} + {longest_answer}. Lower dataset.max_prompt_tokens or "
@@ -52,18 +52,14 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
         )
     border = _rope_border(policy, config)
     shortest = min(map(len, [*rows.prompts, *rows.heldout_prompts]), default=0)
-    if (
-        "ppo" in config.steps
-        and border is not None
-        and shortest <= border < longest + longest_answer
-    ):
+    if rl and border is not None and shortest <= border < longest + longest_answer:
         problems.append(
             f"prompts and answers of PPO must stay within the {border} tokens past which this "
             f"model's rope (longrope) changes for all tokens of a sequence, so that what an answer "
             f"was drawn from is not what is trained; got up to {longest} + {longest_answer}. Lower "
             "dataset.max_prompt_tokens or sampling.max_new_tokens"
         )
-    if "ppo" in config.steps and config.ppo.reward_function:
+    if rl and config.ppo.reward_function:
         function = load_reward_function(config.ppo.reward_function)
         if problem := columns_problem(function, [*rows.prompts, *rows.heldout_prompts]):
             problems.append(problem)
@@ -86,7 +82,7 @@ def check_parallel(config: RunConfig, world: World, policy: str) -> None:
         check_divides(world, parts)
         source = locate(policy)
         check_sliceable(load_config(source, trust_remote_code=config.trust_remote_code), parts)
-    trains_both = {"reward", "ppo"} <= set(config.steps)
+    trains_both = leaving(config.steps, "reward model") and of_family(config.steps, "rl")
     if config.parallel.shared_base and trains_both and config.reward_model:
         start = start_of(config.reward_model, unmerged=True).base
         base = start_of(policy, unmerged=True).base
@@ -100,35 +96,31 @@ def check_parallel(config: RunConfig, world: World, policy: str) -> None:
 
 def idle_ranks(config: RunConfig, world: World) -> list[str]:
     """A line for each step that has fewer rows at a time than there are ranks to compute them."""
-    sections = {"sft": config.sft, "reward": config.reward, "dpo": config.dpo}
+    groups = world.size // config.parallel.inference_tp_size
     batches = [
-        (step, f"{step}.batch_size", section.batch_size, world.size)
-        for step, section in sections.items()
-        if step in config.steps
+        (stage.name, f"{stage.section}.{knob}", getattr(config, stage.section), knob, ranks)
+        for stage in in_order(config.steps)
+        for knob, ranks in (
+            (("minibatch_size", world.size), ("prompts_per_step", groups))
+            if stage.family == "rl"
+            else (("batch_size", world.size),)
+        )
     ]
-    if "ppo" in config.steps:
-        groups = world.size // config.parallel.inference_tp_size
-        ppo = config.ppo
-        batches += [
-            ("ppo", "ppo.minibatch_size", ppo.minibatch_size, world.size),
-            ("ppo", "ppo.prompts_per_step", ppo.prompts_per_step, groups),
-        ]
     return [
         f"{step}: {knob} {rows} leaves {ranks - rows} of {ranks} "
         f"{'ranks' if ranks == world.size else 'groups of ranks'} without a row at a time: they "
         f"wait for the others. Raise {knob} to a multiple of {ranks}, or use fewer ranks."
-        for step, knob, rows, ranks in batches
-        if rows < ranks
+        for step, knob, section, name, ranks in batches
+        if (rows := getattr(section, name)) < ranks
     ]
 
 
 def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:
-    needed = {"sft": rows.sft, "reward": rows.pairs, "dpo": rows.dpo_pairs, "ppo": rows.prompts}
     return [
-        f"step {step} must have at least one row; got none. See the data account above, "
+        f"step {stage.name} must have at least one row; got none. See the data account above, "
         "--data-split, and the lengths"
-        for step in config.steps
-        if not needed[step]
+        for stage in in_order(config.steps)
+        if not rows.of(stage)
     ]
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from tandem.config.load import config_knobs
 from tandem.config.schema import RunConfig
+from tandem.config.stages import of_family, policy_folders
 from tandem.engine.forward import generation_weights
 from tandem.engine.loading import place_policy, place_scalar
 from tandem.engine.rollouts import answered
@@ -39,14 +40,9 @@ def policies(run: Run) -> Iterator[tuple[str, str]]:
     """(label, folder or hub name) of every policy that the run has, in the order made."""
     if run.config.actor_model:
         yield "base", run.config.actor_model
-    for label, folder in (
-        ("sft", run.folder("sft")),
-        ("dpo", run.folder("dpo")),
-        ("ppo", run.folder("ppo") / "actor"),
-        ("ema", run.folder("ppo") / "ema"),
-    ):
-        if (folder / "config.json").exists():
-            yield label, str(folder)
+    for label, folder in policy_folders().items():
+        if (run.path / folder / "config.json").exists():
+            yield label, str(run.path / folder)
 
 
 def is_compared(run: Run) -> bool:
@@ -144,14 +140,14 @@ def rollout_metrics(rollout: Rollout, scores: Tensor) -> dict[str, float]:
 
 
 def _uses_function(config: RunConfig) -> bool:
-    return bool(config.ppo.reward_function) and "ppo" in config.steps
+    return bool(config.ppo.reward_function and of_family(config.steps, "rl"))
 
 
 def _scorer(run: Run) -> RewardScorer | None:
-    source = run.reward_source()
-    if source is None or not (run.is_finished("reward") or "ppo" in run.config.steps):
+    source, rl = run.reward_source(), of_family(run.config.steps, "rl")
+    if source is None or not (rl or run.trained("reward model")):
         return None
-    if "ppo" in run.config.steps and run.config.ppo.reward_model_weight == 0:
+    if rl and run.config.ppo.reward_model_weight == 0:
         return None
     config = run.config
     model = place_scalar(

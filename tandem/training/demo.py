@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.config.schema import RunConfig
+from tandem.config.stages import stage_of
 from tandem.data.embedded import build_tokenizer, demo_config, judge, model_config
 from tandem.engine.scoring import RewardScorer
 from tandem.metrics.report import write_report
@@ -85,7 +86,8 @@ def judge_policies(run: Run, rows: StepRows) -> dict[str, dict[str, float]]:
 
 def rule_agreement(run: Run, rows: StepRows) -> float:
     """Share of held-out pairs that the reward model ranks as the rule does."""
-    source = str(run.folder("reward"))
+    source = run.reward_source()
+    assert source is not None  # the demo trains one
     _, renderer = load_renderer(source, trust_remote_code=False)
     scorer = RewardScorer(load_scalar_model(source, seed=0).eval(), renderer)
     chosen, rejected = (scorer.raw_rows(side) for side in _sides(rows.heldout_pairs))
@@ -100,7 +102,8 @@ def _talk(config: RunConfig, run: Run, rows: StepRows) -> list[Table]:
     """A few held-out prompts with the answers of the model that was trained last."""
     prompts: list[PromptRow] = rows.heldout_prompts[:4]
     models = dict(policies(run))
-    chosen = {label: models[label] for label in ("base", "sft", "ppo") if label in models}
+    trained = [policy.label for step in config.steps for policy in stage_of(step).policies[:1]]
+    chosen = {label: models[label] for label in ("base", *trained) if label in models}
     answers = {
         label: answer(load_causal_lm(source), prompts, rows, config).responses
         for label, source in chosen.items()

@@ -31,7 +31,7 @@ from tandem.types import PairRow, TokenBatch
 def prepare(run: Run, rows: StepRows) -> StageJob:
     """DPO, ready to run; it leaves `RUN/dpo`, a folder that from_pretrained opens."""
     config, settings = run.config, run.config.dpo
-    device, source = run.device, run.policy_source()
+    device, source = run.device, run.policy_source("dpo")
     model = place_policy(
         source, config, run.world, trained=True, seed=config.seed, keeps_start=True
     )

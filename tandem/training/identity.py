@@ -16,6 +16,7 @@ import transformers
 from tandem.checkpoint.folder import MANIFEST, read_manifest
 from tandem.config.load import config_knobs, dump_config
 from tandem.config.schema import RunConfig
+from tandem.config.stages import stage_of
 from tandem.errors import CheckpointError
 from tandem.files import at_once, sha256, sha256_once
 from tandem.models.source import locate
@@ -23,7 +24,7 @@ from tandem.models.starts import model_files, model_folders
 from tandem.parallel.world import World
 from tandem.training.reward_function import source_files
 
-# What each step's outcome depends on: these knobs and whole sections.
+# What every step's outcome depends on, beside its section and what its record names.
 _SHARED = (
     "seed",
     "dtype",
@@ -35,21 +36,6 @@ _SHARED = (
     "guards",
     "parallel.frozen_weights",
 )
-DEPENDS_ON: dict[str, tuple[str, ...]] = {
-    "sft": (*_SHARED, "actor_model", "sft_data", "sft"),
-    "reward": (*_SHARED, "reward_model", "reward", "sampling", "parallel.shared_base"),
-    "dpo": (*_SHARED, "dpo", "parallel.shared_base"),
-    "ppo": (*_SHARED, "ppo", "sampling", "hybrid_engine", "parallel.shared_base"),
-}
-_EARLIER = {"sft": (), "reward": ("sft",), "dpo": ("sft",), "ppo": ("sft", "reward")}
-# What a step starts from where no earlier one has made it.
-_INSTEAD_OF = {"sft": "actor_model", "reward": "reward_model"}
-_ROWS = {
-    "sft": ("data", "sft_data"),
-    "reward": ("data",),
-    "dpo": ("data",),
-    "ppo": ("data", "ptx_data"),
-}
 # These change what is measured or shown on the way, never what comes out.
 _HARMLESS = ("eval_every", "eval_prompts", "max_skipped")
 
@@ -73,29 +59,33 @@ class Identity:
     def made_from(self, step: str) -> dict[str, Any]:
         """What the step's outcome depends on: knobs by dotted name, and digests of the rows, the
         models' files, the earlier steps and the reward function's code."""
+        stage = stage_of(step)
+        depends_on = {*_SHARED, *stage.knobs, stage.section}
+        if stage.after:  # it may carry on adapters that share their base
+            depends_on.add("parallel.shared_base")
         made_from = self.knobs(
             name
             for name, _ in config_knobs()
-            if {name, name.split(".")[0]} & {*DEPENDS_ON[step]}
+            if {name, name.split(".")[0]} & depends_on
             and name.split(".")[-1] not in _HARMLESS
             and (_knob_value(self.config, name) or not name.startswith("parallel."))
         )
         # Every step takes the policy's tokenizer from the given model, and no weights from it that
         # an earlier step has trained on.
         given = {"actor_model"} | ({"reward_model"} & made_from.keys())
-        for name in _EARLIER[step]:
+        for name in stage.after:
             manifest = self.path / name / MANIFEST
             if manifest.exists():
                 entries = read_manifest(self.path / name).entries
                 made_from[f"the {name} step"] = {n: entry.sha256 for n, entry in entries.items()}
             else:
-                given.add(_INSTEAD_OF[name])
+                given.add(stage_of(name).given)
         for knob in sorted(given):
             made_from[knob] = _knob_value(self.config, knob)
             made_from[f"the files of {knob}"] = self.files_of(knob)
-        if step == "ppo" and self.config.ppo.reward_function:
+        if stage.family == "rl" and self.config.ppo.reward_function:
             made_from["the reward function"] = self.reward_function()
-        for kind in _ROWS[step]:
+        for kind in stage.data:
             if kind in self.fingerprints:
                 made_from[f"the rows of {kind}"] = self.fingerprints[kind]
         return made_from
@@ -169,12 +159,13 @@ class Identity:
 
 def _longer(step: str, where: Path, changed: list[str]) -> str:
     """What to do where a finished step was only to go on for longer."""
-    lengths = {f"{step}.{name}" for name in ("steps", "max_steps", "epochs")}
+    stage = stage_of(step)
+    lengths = {f"{stage.section}.{name}" for name in ("steps", "max_steps", "epochs")}
     if {text.split(" ")[0] for text in changed} - lengths or not (where / MANIFEST).exists():
         return ""
-    flag = "--reward-model" if step == "reward" else "--actor-model"
-    model = where / "actor" if step == "ppo" else where
-    note = ", its KL measured from there" if step == "ppo" else ""
+    flag = f"--{stage.given.replace('_', '-')}"
+    model = where.parent / stage.model_folder
+    note = ", its KL measured from there" if stage.family == "rl" else ""
     return (
         " A finished step cannot be made longer: its schedule has ended and its optimizer is gone. "
         f"To train its model on, give {flag} {model} in another --output-dir{note}."

@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 from tandem.checkpoint.beside import verify_beside
 from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.load import check_config
 from tandem.config.schema import RunConfig
-from tandem.data.ledger import STEP_TITLES
+from tandem.config.stages import in_order, leaving, of_family, sources, stage_of
+from tandem.data.ledger import USES
 from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.devices import resolve_device
 from tandem.engine.spread import zero_plus_plus
@@ -23,7 +25,6 @@ from tandem.metrics.report import write_report
 from tandem.models.starts import model_folders
 from tandem.parallel.watch import note
 from tandem.parallel.world import World
-from tandem.training import dpo, ppo, reward_model, sft
 from tandem.training.check import check_parallel, check_rows, idle_ranks
 from tandem.training.compare import compare, is_compared
 from tandem.training.loop import StageJob, run_stage
@@ -32,13 +33,6 @@ from tandem.training.reward_model import has_policy
 from tandem.training.rows import StepRows, prepare_rows
 from tandem.training.run import Run
 from tandem.training.shares import settle_shares
-
-STEPS: dict[str, Callable[[Run, StepRows], StageJob]] = {
-    "sft": sft.prepare,
-    "reward": reward_model.prepare,
-    "dpo": dpo.prepare,
-    "ppo": ppo.prepare,
-}
 
 
 def train(
@@ -108,7 +102,7 @@ def _train(run: Run, command: str) -> None:
         start = time.monotonic()
         say(f"{step}: begins")
         note(step)  # models load before the first step is noted
-        run_stage(run, step, STEPS[step](run, rows))
+        run_stage(run, step, prepared(step, run, rows))
         say(f"{step}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(step)}")
         if config.parallel.frozen_weights:
             say(
@@ -123,11 +117,22 @@ def _train(run: Run, command: str) -> None:
     run.world.wait()
 
 
+def prepared(stage: str, run: Run, rows: StepRows) -> StageJob:
+    """A stage, ready to run, by the function that its record names."""
+    return _function_of(stage)(run, rows)
+
+
+def _function_of(stage: str) -> Callable[[Run, StepRows], StageJob]:
+    module, _, name = stage_of(stage).prepare.partition(":")
+    function: Callable[[Run, StepRows], StageJob] = getattr(import_module(module), name)
+    return function
+
+
 def ledger_lines(rows: StepRows) -> list[str]:
     """One line per data set: rows read, used per step, unused and dropped by reason."""
     lines = []
     for account in rows.ledger.datasets.values():
-        used = ", ".join(f"{s} {account.used[s]}" for s in STEP_TITLES if account.used[s])
+        used = ", ".join(f"{s} {account.used[s]}" for s in USES if account.used[s])
         line = f"data {account.name}: {account.rows} rows = used {account.num_used} ({used})"
         for what, reasons in (
             ("unused", dict(account.unused)),
@@ -146,22 +151,29 @@ def _check_inputs(run: Run) -> None:
     """What can be known to be missing before anything is loaded."""
     config = run.config
     resolve_device(config.device)
+    for step in config.steps:
+        _function_of(step)  # what cannot be imported must not cost the steps before it
     problems = []
-    if not has_policy(run) and not (config.steps == ("reward",) and config.reward_model):
+    stages = in_order(config.steps)
+    only_scores = all(stage.leaves == "reward model" for stage in stages)
+    if not has_policy(run) and not (only_scores and config.reward_model):
         problems.append(
             "actor_model must name a model (a folder or hub name); got nothing. Give --actor-model"
         )
-    if not config.data and not (config.sft_data and config.steps == ("sft",)):
+    reads_texts = all("sft_data" in stage.data for stage in stages)
+    if not config.data and not (config.sft_data and reads_texts):
         problems.append("data must name at least one data set; got nothing. Give --data FILE")
-    is_rewarded = "reward" in config.steps or config.ppo.reward_function or run.reward_source()
-    if "ppo" in config.steps and not is_rewarded:
+    rl = of_family(config.steps, "rl")
+    scores = leaving(config.steps, "reward model")
+    if rl and not (scores or config.ppo.reward_function or run.reward_source(rl[0].name)):
+        makers = " or ".join(stage.name for stage in sources("reward model", rl[0].name))
         problems.append(
-            "step ppo must have a reward; got none. Add step reward, --reward-model or "
+            f"step {rl[0].name} must have a reward; got none. Add step {makers}, --reward-model or "
             "--ppo.reward-function"
         )
     if problems:
         raise ConfigError("; ".join(problems))
-    if "ppo" in config.steps and config.ppo.reward_function:
+    if rl and config.ppo.reward_function:
         load_reward_function(config.ppo.reward_function)  # a typo must not cost two steps
     for model in dict.fromkeys((config.actor_model, config.reward_model)):
         for folder in model_folders(model) if model else ():

@@ -113,7 +113,7 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
     """The engine with its roles loaded, and what trains it."""
     config, ppo = run.config, run.config.ppo
     engine = RLHFEngine(
-        actor=run.policy_source(),
+        actor=run.policy_source("ppo"),
         reward_model=_reward_source(run),
         config=config,
         world=run.world,
@@ -138,7 +138,7 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
 def _reward_source(run: Run) -> str | None:
     if run.config.ppo.reward_model_weight == 0:
         return None
-    source = run.reward_source()
+    source = run.reward_source("ppo")
     if source is None and not run.config.ppo.reward_function:
         raise ConfigError(
             "step ppo must have a reward: --reward-model or --ppo.reward-function; got neither, "

@@ -19,7 +19,7 @@ from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
 from tandem.metrics.log import Record, read_metrics
 from tandem.training.loop import run_stage
-from tandem.training.pipeline import STEPS, tokenizer_sources
+from tandem.training.pipeline import prepared, tokenizer_sources
 from tandem.training.recorder import Recorded
 from tandem.training.rows import StepRows, prepare_rows
 from tandem.training.run import Run
@@ -59,7 +59,7 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
     run = Run(config, say=print, writes=False)
     data = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(data)
-    reached = run_stage(run, stages[0], STEPS[stages[0]](run, data), until=step)
+    reached = run_stage(run, stages[0], prepared(stages[0], run, data), until=step)
     assert reached is not None
     console = Console()
     if console.width < _WIDTH:  # a line a token, whatever the terminal does with it

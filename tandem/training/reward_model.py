@@ -32,7 +32,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     """Step 2, ready to run; it leaves `RUN/reward`, which AutoModelForSequenceClassification
     opens."""
     config, device = run.config, run.device
-    source = config.reward_model or run.policy_source()
+    source = config.reward_model or run.policy_source("reward")
     model = place_scalar(source, config, run.world, trained=True, seed=config.seed)
     check_vocabulary(model, rows.reward_tokenizer)
     set_normalization(model, 0.0, 1.0)  # an earlier reward model's are not this one's
@@ -68,7 +68,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
 
 def has_policy(run: Run) -> bool:
     """Whether there is a policy: one that was given, or step 1's."""
-    return bool(run.config.actor_model) or run.is_finished("sft")
+    return bool(run.config.actor_model or run.trained("policy"))
 
 
 def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float]:
@@ -90,7 +90,7 @@ def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float
             "--actor-model names one)"
         )
         return {}
-    policy = place_policy(run.policy_source(), config, run.world, trained=False)
+    policy = place_policy(run.policy_source("reward"), config, run.world, trained=False)
     rollout = answer(policy, prompts, rows, config)
     raw = scorer.raw(rollout, rows.renderer)
     mean, std = float(raw.mean()), float(raw.std(correction=0))

@@ -12,6 +12,7 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from tandem.config.schema import RunConfig
+from tandem.config.stages import Stage, in_order
 from tandem.data.dataset import Dataset, load_data, load_text
 from tandem.data.ledger import Ledger
 from tandem.data.length import Fitted, fit, fit_pair, fit_prompt
@@ -54,6 +55,12 @@ class StepRows:
     ptx: list[TokenRow]
     heldout_ptx: list[TokenRow]
 
+    def of(self, stage: Stage) -> Sequence[TokenRow | PairRow | PromptRow]:
+        """What a stage trains on."""
+        if stage.share == "pairs":
+            return self.pairs if stage.leaves == "reward model" else self.dpo_pairs
+        return self.sft if stage.share == "texts" else self.prompts
+
 
 def load_renderer(
     source: str, *, trust_remote_code: bool
@@ -81,35 +88,40 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
     render = _Rendering(config, data.ledger)
     room, reward_room = positions(policy, config), positions(reward, config)
     prompt_room = None if room is None else room - config.sampling.max_new_tokens
-    steps = set(config.steps)
+    stages = in_order(config.steps)
+    shares = {stage.share for stage in stages}
+    # Who reads the pairs: a reward model by its own tokenizer, a policy by its.
+    readers = {stage.leaves for stage in stages if stage.share == "pairs"}
     ptx = Dataset()
-    if "ppo" in steps and config.ppo.ptx_data:
+    if any("ptx_data" in stage.data for stage in stages) and config.ppo.ptx_data:
         text = load_text(config.ppo.ptx_data, config.dataset, seed=config.seed, ledger=data.ledger)
-        ptx = Dataset(sft=text.train, heldout=text.heldout)
+        ptx = Dataset(texts=text.train, heldout=text.heldout)
     prompts: list[PromptRow] = []
-    if "ppo" in steps:
-        prompts = render.prompts(data.ppo, renderer, "ppo")
-    elif "reward" in steps:  # it normalizes its scores on some: step 3's, or its own
-        prompts = render.prompts(data.ppo or data.reward, renderer, None, prompt_room)
+    if "prompts" in shares:
+        prompts = render.prompts(data.prompts, renderer, "prompts")
+    elif "reward model" in readers:  # it normalizes its scores on some: step 3's, or its own
+        prompts = render.prompts(data.prompts or data.pairs, renderer, None, prompt_room)
     return StepRows(
         renderer=renderer,
         reward_renderer=reward_renderer,
         tokenizer=tokenizer,
         reward_tokenizer=reward_tokenizer,
         ledger=data.ledger,
-        sft=render.texts(data.sft, renderer, "sft") if "sft" in steps else [],
+        sft=render.texts(data.texts, renderer, "texts") if "texts" in shares else [],
         heldout_sft=render.texts(data.heldout, renderer, None, room),
-        pairs=render.pairs(data.reward, reward_renderer, "reward") if "reward" in steps else [],
+        pairs=render.pairs(data.pairs, reward_renderer, "pairs")
+        if "reward model" in readers
+        else [],
         heldout_pairs=render.pairs(data.heldout, reward_renderer, None, reward_room),
-        dpo_pairs=render.pairs(data.reward, renderer, "reward") if "dpo" in steps else [],
+        dpo_pairs=render.pairs(data.pairs, renderer, "pairs") if "policy" in readers else [],
         heldout_dpo_pairs=render.pairs(data.heldout, renderer, None, room)
-        if "dpo" in steps
+        if "policy" in readers
         else [],
         prompts=shuffled(prompts, config.seed),
         heldout_prompts=shuffled(
             render.prompts(data.heldout, renderer, None, prompt_room), config.seed
         ),
-        ptx=render.texts(ptx.sft, renderer, "ptx"),
+        ptx=render.texts(ptx.texts, renderer, "ptx"),
         heldout_ptx=render.texts(ptx.heldout, renderer, None, room),
     )
 
@@ -126,7 +138,7 @@ def shuffled(rows: list[Row], seed: int) -> list[Row]:
 
 
 class _Rendering:
-    """Renders samples, entering those that do not fit under the step they were for (None: those
+    """Renders samples, entering those that do not fit under the use they were for (None: those
     that are only measured on are noted, not dropped: another measure may have room for them).
     `room` is what the model that they are measured with has, in tokens, beside any answer."""
 
@@ -139,7 +151,7 @@ class _Rendering:
         self,
         samples: Sequence[Sample],
         renderer: Renderer,
-        step: str | None,
+        use: str | None,
         room: int | None = None,
     ) -> list[TokenRow]:
         """Whole conversations and documents, learned as `sft.loss_on` says."""
@@ -157,13 +169,13 @@ class _Rendering:
             return fit(row, self.dataset.max_tokens, self.dataset.on_long_row)
 
         able = [s for s in samples if s.text is not None or s.chosen is not None]
-        return self._render(able, step, render, shorten, room)
+        return self._render(able, use, render, shorten, room)
 
     def pairs(
         self,
         samples: Sequence[Sample],
         renderer: Renderer,
-        step: str | None,
+        use: str | None,
         room: int | None = None,
     ) -> list[PairRow]:
         """Preferred and rejected answers, their masks on the last answer alone."""
@@ -179,13 +191,13 @@ class _Rendering:
             return fit_pair(pair, self.dataset.max_tokens, self.dataset.on_long_row)
 
         able = [s for s in samples if s.chosen is not None and s.rejected is not None]
-        return self._render(able, step, render, shorten, room)
+        return self._render(able, use, render, shorten, room)
 
     def prompts(
         self,
         samples: Sequence[Sample],
         renderer: Renderer,
-        step: str | None,
+        use: str | None,
         room: int | None = None,
     ) -> list[PromptRow]:
         """Prompts to answer."""
@@ -198,12 +210,12 @@ class _Rendering:
                 row, self.dataset.max_prompt_tokens, self.dataset.on_long_row, renderer
             )
 
-        return self._render([s for s in samples if s.prompt], step, render, shorten, room)
+        return self._render([s for s in samples if s.prompt], use, render, shorten, room)
 
     def _render(
         self,
         samples: Sequence[Sample],
-        step: str | None,
+        use: str | None,
         render: Callable[[Sample], Row],
         shorten: Callable[[Row], Fitted[Row]],
         room: int | None,
@@ -222,16 +234,16 @@ class _Rendering:
                 fitted = shorten(rendered)
                 if fitted.row is not None and room is not None and len(fitted.row) > room:
                     fitted = Fitted(None, "dropped", "longer than the model's positions")
-            self._note(sample, step, fitted)
+            self._note(sample, use, fitted)
             if fitted.row is not None:
                 rows.append(fitted.row)
         return rows
 
-    def _note(self, sample: Sample, step: str | None, fitted: Fitted[Row]) -> None:
+    def _note(self, sample: Sample, use: str | None, fitted: Fitted[Row]) -> None:
         if fitted.outcome == "kept":
             return
-        if step is not None and fitted.outcome == "dropped":
-            self.ledger.drop(sample.source, step, fitted.reason)
+        if use is not None and fitted.outcome == "dropped":
+            self.ledger.drop(sample.source, use, fitted.reason)
         else:
-            note = f"{fitted.reason} ({step or 'measuring'})"
+            note = f"{fitted.reason} ({use or 'measuring'})"
             self.ledger.datasets[sample.source.dataset].notes[note] += 1

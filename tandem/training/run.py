@@ -1,7 +1,7 @@
 """One run's folder: what is finished, what it was made from, where everything goes.
 
 RUN/config.yaml command.txt environment.json data.json metrics.jsonl samples.jsonl ...
-RUN/sft/  reward/  dpo/  ppo/{actor,critic,ema}/      finished steps, Hugging Face folders
+RUN/sft/  reward/  dpo/  ppo/{actor,critic,ema}/ ...  finished steps, Hugging Face folders
 RUN/checkpoints/STEP/step-N/                          to continue an unfinished step from
 """
 
@@ -34,6 +34,7 @@ from tandem.checkpoint.state import (
 )
 from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
+from tandem.config.stages import Leaves, sources, stage_names
 from tandem.engine.devices import resolve_device
 from tandem.errors import CheckpointError, ConfigError, DataError, Stopped
 from tandem.files import lock
@@ -47,7 +48,7 @@ from tandem.training.signals import StopSignals
 
 SAVE_NOW = "save-now"
 """A file of this name in the run's folder asks for a checkpoint after the running step."""
-STEP_FOLDERS = ("sft", "reward", "dpo", "ppo", "checkpoints")
+_CHECKPOINTS = "checkpoints"
 COMMAND_FILE = "command.txt"
 """What makes a folder a run's: the first file that is written into it."""
 _LOCK_FILE = ".lock"
@@ -91,7 +92,7 @@ class Run:
             return
         # Before a run is, the launcher keeps its ranks' logs there and the demo its base model;
         # steps are checked by themselves.
-        own = {"logs", "base", SAVE_NOW, *STEP_FOLDERS}
+        own = {"logs", "base", SAVE_NOW, _CHECKPOINTS, *stage_names()}
         others = sorted(
             path.name
             for path in self.path.iterdir()
@@ -178,7 +179,7 @@ class Run:
         Raises:
             CheckpointError: nodes have different ones, or a disk refuses.
         """
-        for step in STEP_FOLDERS[:-1]:
+        for step in stage_names():
             together(partial(require_own, self.folder(step)), self.path, self.world)
             if copy_folder(self.folder(step), self.world):
                 self.say(f"{step}: finished before, copied to the nodes that lacked it")
@@ -326,29 +327,44 @@ class Run:
             thresholds=thresholds,
         )
 
-    def policy_source(self) -> str:
-        """The model that steps 2 and 3 start from: step 1's if it is finished, else the given.
+    def policy_source(self, step: str = "") -> str:
+        """The model that a step starts from: that of the first finished step before it (`after` in
+        its record) that leaves a policy, else the given.
 
+        Args:
+            step: whose start; empty: that of whichever step starts from another.
         Raises:
             ConfigError: there is neither.
         """
-        if self.is_finished("sft"):
-            return str(self.folder("sft"))
+        if trained := self.trained("policy", step):
+            return trained
         if not self.config.actor_model:
+            none = " or ".join(stage.name for stage in sources("policy", step))
             raise ConfigError(
-                f"--actor-model must name a model, for {self.path} has no finished sft step; "
+                f"--actor-model must name a model, for {self.path} has no finished {none} step; "
                 "got nothing. Give a folder or a hub name."
             )
         return self.config.actor_model
 
-    def reward_source(self) -> str | None:
-        """The reward model for step 3: step 2's if it is finished, else the given, else None."""
-        if self.is_finished("reward"):
-            return str(self.folder("reward"))
-        return self.config.reward_model or None
+    def reward_source(self, step: str = "") -> str | None:
+        """The reward model for a step (empty: any): that of the step before it which trains one,
+        if that is finished, else the given, else None."""
+        return self.trained("reward model", step) or self.config.reward_model or None
+
+    def trained(self, what: Leaves, step: str = "") -> str | None:
+        """The folder of the policy or reward model that a finished step of this run has left for
+        `step` (empty: for any); None where no such step is finished.
+
+        Raises:
+            CheckpointError: a step was finished with other knobs, or its folder is damaged.
+        """
+        for stage in sources(what, step):
+            if self.is_finished(stage.name):
+                return str(self.path / stage.model_folder)
+        return None
 
     def _checkpoints(self, step: str) -> Path:
-        return self.path / "checkpoints" / step
+        return self.path / _CHECKPOINTS / step
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float]:

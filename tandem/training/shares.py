@@ -14,8 +14,10 @@ from pathlib import Path
 
 from tandem.checkpoint.folder import MANIFEST, read_manifest
 from tandem.checkpoint.state import newest_numbers
+from tandem.config import stages
 from tandem.config.schema import RunConfig
-from tandem.data.split import DEFAULT_SHARES, STEPS, Step, share_of, shares_among
+from tandem.config.stages import Share, are_apart, in_order, stage_names
+from tandem.data.split import DEFAULT_SHARES, SHARES, share_of, shares_among
 from tandem.errors import CheckpointError, ConfigError
 from tandem.parallel.world import World
 
@@ -53,7 +55,7 @@ def settle_shares(config: RunConfig, world: World) -> tuple[RunConfig, str]:
 def _dealt(folder: Path) -> dict[str, Shares]:
     """The shares that each step in the folder was made with, finished or not, the latest last."""
     found: dict[str, Shares] = {}
-    for step in ("sft", "reward", "dpo", "ppo"):
+    for step in stage_names():
         facts = newest_numbers(folder / "checkpoints" / step) or {}
         if (folder / step / MANIFEST).exists():
             try:
@@ -61,18 +63,18 @@ def _dealt(folder: Path) -> dict[str, Shares]:
             except CheckpointError:
                 continue  # told where the step itself is looked at
         shares = (facts.get("made_from") or {}).get(_KNOB)
-        if isinstance(shares, list) and len(shares) == len(STEPS):
+        if isinstance(shares, list) and len(shares) == len(SHARES):
             found[step] = tuple(map(float, shares))
     return found
 
 
-def _kept(config: RunConfig, before: dict[str, Shares], running: set[Step]) -> Shares:
+def _kept(config: RunConfig, before: dict[str, Shares], running: set[Share]) -> Shares:
     """The folder's shares: its latest step's that leave every step of this run some."""
     for shares in reversed(before.values()):
-        if all(shares[STEPS.index(step)] > 0 for step in running):
+        if all(shares[SHARES.index(share)] > 0 for share in running):
             return shares
     dealt = before[next(reversed(before))]
-    none = [step for step in config.steps if not dealt[STEPS.index(share_of(step))]]
+    none = [step for step in config.steps if not dealt[SHARES.index(share_of(step))]]
     done = " and ".join(before)
     command = none[0] if len(none) == 1 else f"train --steps {' '.join(none)}"
     raise ConfigError(
@@ -83,11 +85,14 @@ def _kept(config: RunConfig, before: dict[str, Shares], running: set[Step]) -> S
     )
 
 
-def _alone(config: RunConfig, running: set[Step]) -> str:
+def _alone(config: RunConfig, running: set[Share]) -> str:
     """That steps which do not run have no share, where they could run later in this folder."""
-    last = max(STEPS.index(step) for step in running)
-    later = STEPS[last + 1 :]
-    if "dpo" in config.steps or not later:  # nothing comes after DPO
+    last = max(SHARES.index(share) for share in running)
+    run = in_order(config.steps)
+    free = [s for s in stages.STAGES if not any(are_apart(s, running) for running in run)]
+    takers = {stage.share: stage.name for stage in reversed(free)}  # the first of each share
+    later = [takers[share] for share in SHARES[last + 1 :] if share in takers]
+    if not later:
         return ""
     return (
         f"rows: all but the held-out ones are for {' and '.join(config.steps)}; to keep some for "
@@ -96,10 +101,10 @@ def _alone(config: RunConfig, running: set[Step]) -> str:
 
 
 def _overlaps(
-    config: RunConfig, shares: Shares, running: set[Step], others: dict[str, Shares]
+    config: RunConfig, shares: Shares, running: set[Share], others: dict[str, Shares]
 ) -> str:
     """That steps of this run train on rows that others of the folder were dealt."""
-    mine = [_range(shares, step) for step in running]
+    mine = [_range(shares, share) for share in running]
     shared = [
         step
         for step, dealt in others.items()
@@ -114,10 +119,10 @@ def _overlaps(
     )
 
 
-def _range(shares: Shares, step: Step) -> tuple[float, float]:
-    """The part of [0, 1) that the step's prompts are drawn into."""
+def _range(shares: Shares, share: Share) -> tuple[float, float]:
+    """The part of [0, 1) that the share's prompts are drawn into."""
     bounds = [0.0, *(bound / sum(shares) for bound in accumulate(shares))]
-    place = STEPS.index(step)
+    place = SHARES.index(share)
     return bounds[place], bounds[place + 1]
 
 

@@ -38,7 +38,7 @@ def _outcome(path: Path, renderer: Renderer) -> str:
     if (lines := _lines_with_rows(path)) is not None:
         assert account.rows == lines, f"{account.rows} rows of {lines} lines"
     assert Ledger.from_json(data.ledger.to_json()).datasets[account.name].rows == account.rows
-    for sample in (*data.sft, *data.reward, *data.ppo, *data.heldout):
+    for sample in (*data.texts, *data.pairs, *data.prompts, *data.heldout):
         try:
             render(renderer, sample)
         except DataError as error:

@@ -42,9 +42,9 @@ def pair(i: int, kind: str = "pair") -> dict[str, Any]:
 
 def lists(dataset: Dataset) -> dict[str, list[Sample]]:
     return {
-        "sft": dataset.sft,
-        "reward": dataset.reward,
-        "ppo": dataset.ppo,
+        "texts": dataset.texts,
+        "pairs": dataset.pairs,
+        "prompts": dataset.prompts,
         "heldout": dataset.heldout,
     }
 
@@ -91,9 +91,9 @@ def test_no_prompt_in_two_steps_and_every_row_accounted_for(
         assert len(distinct) == used
         assert len(samples) == used + copies
         assert step != "heldout" or copies == 0
-    assert all(s.chosen is not None or s.text is not None for s in dataset.sft)
-    assert all(s.chosen is not None and s.rejected is not None for s in dataset.reward)
-    assert all(s.prompt for s in dataset.ppo)
+    assert all(s.chosen is not None or s.text is not None for s in dataset.texts)
+    assert all(s.chosen is not None and s.rejected is not None for s in dataset.pairs)
+    assert all(s.prompt for s in dataset.prompts)
 
 
 def test_the_split_does_not_move_when_data_is_added_or_reordered(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_the_split_does_not_move_when_data_is_added_or_reordered(tmp_path: Path)
     for step, samples in lists(alone).items():
         assert openings(samples) <= openings(lists(more)[step])
         assert openings(samples) == openings(lists(turned)[step])
-    assert [s.source.line for s in alone.ppo] == sorted(s.source.line for s in alone.ppo)
+    assert [s.source.line for s in alone.prompts] == sorted(s.source.line for s in alone.prompts)
     again = load_data(DataConfig(), [a], seed=3)
     assert again == alone
-    assert openings(load_data(DataConfig(), [a], seed=4).sft) != openings(alone.sft)
+    assert openings(load_data(DataConfig(), [a], seed=4).texts) != openings(alone.texts)
 
 
 def test_sft_data_goes_to_sft_but_follows_prompts_of_other_steps(tmp_path: Path) -> None:
@@ -121,20 +121,20 @@ def test_sft_data_goes_to_sft_but_follows_prompts_of_other_steps(tmp_path: Path)
     both = load_data(config, [data], [extra], seed=0)
     only = load_data(config, [], [extra], seed=0)
     account = both.ledger.datasets["extra"]
-    assert both.reward == alone.reward
-    assert both.ppo == alone.ppo
-    elsewhere = {s.prompt for s in alone.reward + alone.ppo}
+    assert both.pairs == alone.pairs
+    assert both.prompts == alone.prompts
+    elsewhere = {s.prompt for s in alone.pairs + alone.prompts}
     shared = [f"Question {i}?" for i in range(50, 100)]
     moved = sum((Message("user", text),) in elsewhere for text in shared)
     assert account.unused["prompt belongs to step 2"] > 0
     assert account.unused.total() == moved
     heldout = openings(only.heldout)
     assert (
-        account.used["heldout"] == len(heldout) == 250 - only.ledger.datasets["extra"].used["sft"]
+        account.used["heldout"] == len(heldout) == 250 - only.ledger.datasets["extra"].used["texts"]
     )
-    assert account.used["sft"] == 250 - len(heldout) - moved
-    assert not only.reward
-    assert not only.ppo
+    assert account.used["texts"] == 250 - len(heldout) - moved
+    assert not only.pairs
+    assert not only.prompts
 
 
 def test_what_a_step_cannot_use_is_counted(tmp_path: Path) -> None:
@@ -150,14 +150,14 @@ def test_what_a_step_cannot_use_is_counted(tmp_path: Path) -> None:
         "plain text: not for step 2",
         "plain text: not for step 3",
     }
-    assert not dataset.reward
+    assert not dataset.pairs
     assert len(dataset.ledger.datasets["a"].shapes) == 3
 
 
 def test_an_answer_labelled_bad_is_not_learned(tmp_path: Path) -> None:
     rows = [pair(i, "answer") | {"label": i % 2 == 0} for i in range(100)]
     dataset = load_data(DataConfig(heldout=0), [], [write(tmp_path / "a.jsonl", rows)], seed=1)
-    assert len(dataset.sft) == 50
+    assert len(dataset.texts) == 50
     assert dataset.ledger.datasets["a"].unused == {"no answer to learn: not for step 1": 50}
 
 
@@ -166,11 +166,11 @@ def test_weights_repeat_rows_and_leave_others_out(tmp_path: Path) -> None:
     once = load_data(DataConfig(), [data], seed=2)
     half = load_data(DataConfig(), [f"{data}:0.5"], seed=2)
     more = load_data(DataConfig(), [f"{data}:2.5"], seed=2)
-    for step in ("sft", "reward", "ppo"):
-        counts = Counter(s.source.line for s in lists(more)[step])
-        assert set(counts) == {s.source.line for s in lists(once)[step]}
+    for share in ("texts", "pairs", "prompts"):
+        counts = Counter(s.source.line for s in lists(more)[share])
+        assert set(counts) == {s.source.line for s in lists(once)[share]}
         assert set(counts.values()) == {2, 3}
-        assert {s.source.line for s in lists(half)[step]} < set(counts)
+        assert {s.source.line for s in lists(half)[share]} < set(counts)
     assert half.heldout == once.heldout == more.heldout
     left = half.ledger.datasets["a"].unused["left out by the weight 0.5"]
     assert 140 < left < 240
@@ -270,11 +270,11 @@ def test_blank_lines_are_counted_apart(tmp_path: Path) -> None:
 def test_late_drops_by_length_keep_the_balance(tmp_path: Path) -> None:
     data = write(tmp_path / "a.jsonl", [pair(i) for i in range(60)])
     dataset = load_data(DataConfig(), [f"{data}:2"], seed=0)
-    for sample in dataset.reward:
-        dataset.ledger.drop(sample.source, "reward", "over max_tokens")
+    for sample in dataset.pairs:
+        dataset.ledger.drop(sample.source, "pairs", "over max_tokens")
     account = dataset.ledger.datasets["a"]
-    assert account.used["reward"] == 0
-    assert account.num_dropped == len({s.source.line for s in dataset.reward})
+    assert account.used["pairs"] == 0
+    assert account.num_dropped == len({s.source.line for s in dataset.pairs})
     assert account.balances()
 
 
@@ -378,7 +378,7 @@ def test_answers_stay_for_reward_functions(shared: Path) -> None:
     name = "verifiable/easy_arith_word_problems.jsonl.gz"
     spec = f"{shared / name}::prompt=question,completion=cot"
     dataset = load_data(DROP, [spec], seed=1)
-    assert all(set(s.columns) == {"id", "dataset", "answer"} for s in dataset.ppo)
+    assert all(set(s.columns) == {"id", "dataset", "answer"} for s in dataset.prompts)
 
 
 def test_a_data_set_of_which_nothing_can_be_used_is_left_early(

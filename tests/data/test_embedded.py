@@ -331,7 +331,7 @@ def test_demo_knobs_are_valid_and_fit_every_row(tokenizer: PreTrainedTokenizerFa
 def test_demo_data_is_split_without_leaks() -> None:
     config = demo_config("runs/demo")
     data = load_data(config.dataset, config.data, seed=config.seed)
-    steps = (data.sft, data.reward, data.ppo, data.heldout)
+    steps = (data.texts, data.pairs, data.prompts, data.heldout)
     prompts = [{opening(sample) for sample in step} for step in steps]
     assert all(len(step) > 500 for step in prompts)
     assert sum(map(len, prompts)) == len(set().union(*prompts))

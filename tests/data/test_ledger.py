@@ -30,7 +30,7 @@ def filled() -> Ledger:
     account = ledger.open("a", "a.jsonl", 2.0)
     account.rows = 10
     for _ in (1, 2, 3):
-        account.use("sft", 2)
+        account.use("texts", 2)
     account.use("heldout")
     account.leave("no rejected answer: not for step 2")
     for line in range(6, 11):
@@ -51,7 +51,7 @@ def test_rows_add_up_and_copies_stand_apart() -> None:
     account = filled().datasets["a"]
     assert account.balances()
     assert (account.num_used, account.unused.total(), account.num_dropped) == (4, 1, 5)
-    assert account.extra_copies == {"sft": 3}
+    assert account.extra_copies == {"texts": 3}
     assert account.dropped["chosen must not be blank"].first == [f"a.jsonl:{n}" for n in (6, 7, 8)]
     account.rows += 1
     assert not account.balances()
@@ -60,23 +60,23 @@ def test_rows_add_up_and_copies_stand_apart() -> None:
 def test_a_late_drop_moves_a_row_once() -> None:
     ledger = filled()
     for _ in range(2):  # each of the row's two copies is too long
-        ledger.drop(at(1), "sft", "over max_tokens")
+        ledger.drop(at(1), "texts", "over max_tokens")
     account = ledger.datasets["a"]
-    assert account.used["sft"] == 2
-    assert account.dropped["over max_tokens (sft)"].count == 1
+    assert account.used["texts"] == 2
+    assert account.dropped["over max_tokens (texts)"].count == 1
     assert account.balances()
     again = Ledger.from_json(ledger.to_json())
-    again.drop(at(1), "sft", "over max_tokens")
-    again.drop(at(2), "sft", "over max_tokens")
-    again.drop(at(3), "sft", "over max_tokens")
-    again.drop(at(3), "sft", "over max_tokens")
-    assert again.datasets["a"].used["sft"] == 0
-    assert again.datasets["a"].dropped["over max_tokens (sft)"].count == 3
+    again.drop(at(1), "texts", "over max_tokens")
+    again.drop(at(2), "texts", "over max_tokens")
+    again.drop(at(3), "texts", "over max_tokens")
+    again.drop(at(3), "texts", "over max_tokens")
+    assert again.datasets["a"].used["texts"] == 0
+    assert again.datasets["a"].dropped["over max_tokens (texts)"].count == 3
     assert again.datasets["a"].balances()
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["sft", "reward", "heldout"]), st.booleans()), max_size=30)
+    st.lists(st.tuples(st.sampled_from(["texts", "pairs", "heldout"]), st.booleans()), max_size=30)
 )
 def test_the_balance_holds_whatever_is_dropped(rows: list[tuple[str, bool]]) -> None:
     ledger = Ledger()
@@ -93,7 +93,7 @@ def test_the_balance_holds_whatever_is_dropped(rows: list[tuple[str, bool]]) -> 
     assert Ledger.from_json(ledger.to_json()).to_json() == ledger.to_json()
 
 
-@pytest.mark.parametrize(("dataset", "step"), [("b", "sft"), ("a", "ppo")])
+@pytest.mark.parametrize(("dataset", "step"), [("b", "texts"), ("a", "prompts")])
 def test_a_drop_of_what_was_never_used_is_refused(dataset: str, step: str) -> None:
     with pytest.raises(DataError, match=f"dropped from {step} must be one that the ledger counts"):
         filled().drop(at(1, dataset), step, "too long")
@@ -101,7 +101,7 @@ def test_a_drop_of_what_was_never_used_is_refused(dataset: str, step: str) -> No
 
 def test_json_round_trip() -> None:
     ledger = filled()
-    ledger.drop(at(2), "sft", "too long")
+    ledger.drop(at(2), "texts", "too long")
     again = Ledger.from_json(ledger.to_json())
     assert again == ledger
     assert json.loads(ledger.to_json())["datasets"][0]["late"] == {"a.jsonl": [2]}
@@ -162,8 +162,8 @@ def test_tables_show_all_numbers_and_no_escapes() -> None:
 
 @pytest.mark.parametrize(
     ("count", "steps"),
-    [(1_000_000, ("sft", "reward", "ppo", "heldout")),
-     (100_000, ("sft", "reward", "ppo", "heldout", "ptx"))],
+    [(1_000_000, ("texts", "pairs", "prompts", "heldout")),
+     (100_000, ("texts", "pairs", "prompts", "heldout", "ptx"))],
 )  # fmt: skip
 def test_eighty_columns_hold_every_head_and_number(count: int, steps: tuple[str, ...]) -> None:
     ledger = Ledger()
@@ -172,7 +172,7 @@ def test_eighty_columns_hold_every_head_and_number(count: int, steps: tuple[str,
         account.rows = len(steps) * count
         account.used.update(dict.fromkeys(steps, count))
     text = show(ledger.table(), width=80)
-    for head in ("read", "SFT", "reward", "PPO", "held out", "unused", "dropped"):
+    for head in ("read", "texts", "pairs", "prompts", "held out", "unused", "dropped"):
         assert head in text
     assert text.count(f" {count}│") == 2 * len(steps)
     assert text.count(f" {2 * count}│") == len(steps)

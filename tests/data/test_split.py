@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.data.split import STEPS, Split, content_key, copies, opening, split_key
+from tandem.data.split import SHARES, Split, content_key, copies, opening, split_key
 from tandem.errors import ConfigError
 from tandem.types import Message, Sample, Source
 
@@ -34,10 +34,10 @@ def test_the_opening_ignores_spelling_and_what_follows() -> None:
 def test_shares_are_met() -> None:
     split = Split((2, 4, 4), 0.05)
     n = 20_000
-    counts = dict.fromkeys((*STEPS, "heldout"), 0)
+    counts = dict.fromkeys((*SHARES, "heldout"), 0)
     for i in range(n):
-        counts[split.step_of(split_key(asked(f"question {i}"), 7))] += 1
-    expected = {"sft": 0.19, "reward": 0.38, "ppo": 0.38, "heldout": 0.05}
+        counts[split.place_of(split_key(asked(f"question {i}"), 7))] += 1
+    expected = {"texts": 0.19, "pairs": 0.38, "prompts": 0.38, "heldout": 0.05}
     for step, share in expected.items():
         sd = (share * (1 - share) / n) ** 0.5
         assert abs(counts[step] / n - share) < 4 * sd, step
@@ -47,26 +47,26 @@ def test_the_seed_moves_prompts_and_the_heldout_share_does_not() -> None:
     keys = [split_key(asked(f"question {i}"), 1) for i in range(500)]
     few, many = Split((1, 1, 1), 0.05), Split((10, 10, 10), 0.2)
     for key in keys:
-        if many.step_of(key) != "heldout":
-            assert few.step_of(key) == many.step_of(key)
-        if few.step_of(key) == "heldout":
-            assert many.step_of(key) == "heldout"
+        if many.place_of(key) != "heldout":
+            assert few.place_of(key) == many.place_of(key)
+        if few.place_of(key) == "heldout":
+            assert many.place_of(key) == "heldout"
     other = [split_key(asked(f"question {i}"), 2) for i in range(500)]
-    moved = sum(few.step_of(a) != few.step_of(b) for a, b in zip(keys, other, strict=True))
+    moved = sum(few.place_of(a) != few.place_of(b) for a, b in zip(keys, other, strict=True))
     assert moved > 250
 
 
 def test_a_share_of_nothing_gets_nothing() -> None:
     split = Split((0, 1, 0), 0.0)
-    steps = {split.step_of(split_key(asked(str(i)), 0)) for i in range(300)}
-    assert steps == {"reward"}
+    places = {split.place_of(split_key(asked(str(i)), 0)) for i in range(300)}
+    assert places == {"pairs"}
 
 
 @given(st.binary(min_size=32, max_size=32), st.lists(st.floats(0, 1e6), min_size=3, max_size=3))
 def test_every_key_has_a_step(key: bytes, shares: list[float]) -> None:
     if sum(shares) > 0:
-        assert Split(shares, 0.1).step_of(key) in (*STEPS, "heldout")
-        assert Split(shares, 0.0).step_of(b"\xff" * 32) in STEPS
+        assert Split(shares, 0.1).place_of(key) in (*SHARES, "heldout")
+        assert Split(shares, 0.0).place_of(b"\xff" * 32) in SHARES
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_copies_average_to_the_weight(weight: float) -> None:
 def test_copies_are_drawn_apart_from_the_split() -> None:
     """Half of the rows by weight must be half of each step's rows."""
     split = Split((1, 1, 1), 0.0)
-    kept = dict.fromkeys(STEPS, 0)
+    kept = dict.fromkeys(SHARES, 0)
     for i in range(6000):
         row = asked(str(i))
-        kept[split.step_of(split_key(row, 3))] += copies(0.5, content_key(row), 3)
+        kept[split.place_of(split_key(row, 3))] += copies(0.5, content_key(row), 3)
     assert all(abs(count - 1000) < 120 for count in kept.values())
 
 

@@ -3,9 +3,9 @@ import time
 
 import pytest
 
+from tandem.config.stages import FAMILIES
 from tandem.errors import ConfigError
 from tandem.metrics.alarms import ALARMS, check_alarms
-from tandem.metrics.metric import FAMILIES
 from tandem.metrics.names import METRIC
 from tandem.metrics.records import Record
 

@@ -5,10 +5,9 @@ import re
 import pytest
 from rich.console import Console
 
+from tandem.config.stages import FAMILIES, STAGES
 from tandem.metrics.console import _SPEED, StageConsole
-from tandem.metrics.metric import FAMILIES
 from tandem.metrics.names import METRICS, find_metric
-from tandem.metrics.stages import STAGES
 from tandem.metrics.text import short_number
 
 

@@ -3,6 +3,7 @@ import json
 import pytest
 import yaml
 
+from tandem.config.stages import stage_of
 from tandem.metrics.folder import read_folder
 from tandem.metrics.report import changed_knobs
 from tandem.metrics.sections import (
@@ -14,7 +15,6 @@ from tandem.metrics.sections import (
     time_per_phase,
     total_seconds,
 )
-from tandem.metrics.stages import stage_of
 
 from .runs import metrics_line, write_lines
 

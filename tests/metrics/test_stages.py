@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.metrics import stages
+from tandem.config import stages
 from tandem.metrics.folder import finished_stages
 from tandem.metrics.log import MetricLog
 from tandem.metrics.report import write_report
@@ -10,7 +10,16 @@ from tandem.metrics.report import write_report
 
 @pytest.fixture
 def kto(monkeypatch):
-    stage = stages.Stage("kto", "Kahneman-Tversky optimization", "KTO", "pairs")
+    stage = stages.Stage(
+        name="kto",
+        title="Kahneman-Tversky optimization",
+        short="KTO",
+        help="A test.",
+        prepare="nowhere:nothing",
+        family="pairs",
+        share="pairs",
+        section="dpo",
+    )
     monkeypatch.setattr(stages, "STAGES", (*stages.STAGES, stage))
 
 

@@ -174,7 +174,9 @@ def test_what_the_swept_steps_start_from_is_made_once(sweep: Sweep, runs: Runs) 
     }
     assert models["ppo"].actor_model == str(start / "sft")
     assert models["ppo"].reward_model == str(start / "reward")
+    assert models["reward"].actor_model == str(start / "sft")
     assert models["reward"].reward_model == ""
+    assert models["sft"].actor_model == "base"  # as configured, and not from its own outcome
     assert (start / "sft" / "model.safetensors").exists()
     run_sweep(whole, _silent)
     assert len(runs.calls) == 5

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tandem.checkpoint.folder import write_folder
+from tandem.config.nearest import listed
 from tandem.config.schema import SamplingConfig
+from tandem.config.stages import policy_stages
 from tandem.errors import CheckpointError, ModelError
 from tandem.serve.chat import Conversation, chat, find_model
 from tests.tiny import save_tiny_model
@@ -90,7 +92,7 @@ def test_which_model_of_a_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "sft").mkdir(parents=True)
     (run / "config.yaml").write_text("actor_model: some/base\n")
-    with pytest.raises(ModelError, match="must hold a finished sft, dpo or ppo step"):
+    with pytest.raises(ModelError, match=f"must hold a finished {listed(policy_stages())} step"):
         find_model(str(run), "")
     (run / "sft" / "config.json").write_text("{}")
     assert find_model(str(run), "") == str(run / "sft")
@@ -102,7 +104,7 @@ def test_which_model_of_a_run(tmp_path: Path) -> None:
     assert find_model(str(run), "") == str(run / "ppo" / "actor")
     assert find_model(str(run), "ema") == str(run / "ppo" / "ema")
     assert find_model(str(run), "base") == "some/base"
-    with pytest.raises(ModelError, match="must be one of ppo, dpo"):
+    with pytest.raises(ModelError, match="must be one of ppo, "):
         find_model(str(run), "pppo")
     with pytest.raises(ModelError, match="--model must go with a run's folder"):
         find_model(str(tmp_path), "sft")

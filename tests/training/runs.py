@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tandem.config.schema import RunConfig
+from tandem.config.stages import stage_names
 from tandem.metrics.log import MetricLog
 from tandem.parallel.world import World
 from tandem.training.pipeline import train
@@ -72,7 +73,7 @@ def assert_equal_runs(ours: Path, theirs: Path) -> None:
     for name in names:
         assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
     assert records(ours) == records(theirs)
-    for step in ("sft", "reward", "dpo", "ppo"):
+    for step in stage_names():
         if (theirs / step).is_dir():
             assert figures(ours / step) == figures(theirs / step), step
 

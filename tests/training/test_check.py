@@ -14,8 +14,9 @@ from tandem.config.schema import ParallelConfig, RunConfig
 from tandem.errors import ConfigError, ModelError
 from tandem.parallel import watch
 from tandem.parallel.world import World
+from tandem.training import sft
 from tandem.training.check import check_parallel, check_rows, idle_ranks
-from tandem.training.pipeline import STEPS, train
+from tandem.training.pipeline import train
 from tandem.training.rows import StepRows, prepare_rows
 from tandem.training.run import Run
 from tests.tiny import save_tiny_model, tiny_config, tiny_tokenizer
@@ -206,7 +207,7 @@ def test_a_rank_that_goes_missing_while_models_load_is_placed_in_their_step(
         raise ModelError("the step ends here")
 
     watch.note("reward step 3")
-    monkeypatch.setitem(STEPS, "sft", loads)
+    monkeypatch.setattr(sft, "train_sft", loads)
     config = tiny_config(tmp_path / "run", tiny_model, preferences)
     with pytest.raises(ModelError, match="the step ends here"):
         train(config, command="test", say=lambda line: None)

@@ -40,7 +40,7 @@ def used(folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("steps", "share"),
-    [(["sft"], "sft"), (["reward"], "reward"), (["dpo"], "reward"), (["ppo"], "ppo")],
+    [(["sft"], "texts"), (["reward"], "pairs"), (["dpo"], "pairs"), (["ppo"], "prompts")],
 )
 def test_a_step_alone_takes_all_but_the_heldout_rows(
     config: RunConfig, tiny_model: str, steps: list[str], share: str
@@ -75,8 +75,8 @@ def test_rows_kept_for_a_step_that_does_not_run_are_not_used(
         "kept for step 2 (reward), which does not run",
         "kept for step 3 (ppo), which does not run",
     }
-    assert account.used["sft"] < ROWS / 2
-    assert not account.used["reward"] + account.used["ppo"]
+    assert account.used["texts"] < ROWS / 2
+    assert not account.used["pairs"] + account.used["prompts"]
     assert account.balances()
 
 
@@ -101,12 +101,12 @@ def test_steps_run_one_by_one_with_shares_stay_apart(config: RunConfig) -> None:
     ran(alone(config, "sft", split=(1, 1, 1)), lines=lines)
     counts |= used(folder)
     assert not [line for line in lines if line.startswith("rows: ")]
-    for step in ("reward", "ppo"):
+    for step, share in (("reward", "pairs"), ("ppo", "prompts")):
         lines.clear()
         ran(alone(config, step), lines=lines)
         (line,) = [line for line in lines if line.startswith("rows: ")]
         assert "dealt by the shares 1,1,1 that sft" in line
-        assert set(used(folder)) == {step, "heldout"}
+        assert set(used(folder)) == {share, "heldout"}
         counts |= used(folder)
         assert load_config(folder / "config.yaml").dataset.split == (1, 1, 1)
     together = load_data(
@@ -135,7 +135,7 @@ def test_a_step_whose_rows_others_took_is_refused_before_it_begins(config: RunCo
     lines.clear()
     ran(alone(config, "reward", split=(0, 4, 0)), lines=lines)  # as the message says
     assert any("reward, dealt by 0,4,0, trains on rows that sft of" in line for line in lines)
-    assert used(folder)["reward"] > ROWS * 0.7
+    assert used(folder)["pairs"] > ROWS * 0.7
 
 
 @pytest.mark.parametrize("split", [(), (2.0, 4.0, 4.0)])
@@ -158,5 +158,7 @@ def test_a_stopped_step_continues_with_its_rows(
 def test_no_opening_is_in_two_steps_of_a_run_of_all(config: RunConfig) -> None:
     settled, _ = settle_shares(config, World())
     data = load_data(settled.dataset, settled.data, seed=settled.seed, steps=settled.steps)
-    sides = [{opening(s) for s in side} for side in (data.sft, data.reward, data.ppo, data.heldout)]
+    sides = [
+        {opening(s) for s in side} for side in (data.texts, data.pairs, data.prompts, data.heldout)
+    ]
     assert sum(map(len, sides)) == len(set().union(*sides))

@@ -1,0 +1,242 @@
+"""What a stage is, and which there are: one record each, read by everything that lists stages.
+
+The command line, the checks before a run, its folder, the rows, the comparison of models, chat,
+report, sweep and memory plan take what they need to know of a stage from here; what the stage does
+is in the one file that `prepare` names. docs/add_an_algorithm.md adds one.
+
+No torch here: help must come at once. The functions read `STAGES` when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tandem.errors import ConfigError
+
+Family = Literal["supervised", "pairs", "rl"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+Share = Literal["texts", "pairs", "prompts"]
+Leaves = Literal["policy", "reward model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy that a stage leaves. label: its name in chat and comparisons. folder: in the stage's
+    (empty: that folder itself)."""
+
+    label: str
+    folder: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of a run.
+
+    name: its command, its folder in the run, its name in every record.
+    title, short: what people call it; "SFT model" is the model that it makes.
+    help: its line in `tandem --help`.
+    prepare: "module:function" that makes its StageJob (training/loop.py) from the run and its rows;
+        imported when it runs.
+    family: what it learns from: supervised (texts), pairs, rl (its own answers and their reward).
+        Families share knobs, metrics, alarms and their place in the plan of memory.
+    share: the share of the data that it trains on (data/split.py).
+    section: its section of RunConfig; several stages may read one. Empty: the stage's name.
+    knobs: other knobs and sections that its outcome depends on, by dotted name.
+    data: the knobs that name its data sets.
+    after: earlier stages that it starts from; of several policies, the first that is finished.
+    excludes: stages that cannot be in the same run.
+    leaves: what comes out. A reward model is scored by its own tokenizer, and no policy.
+    policies: what chat and comparison find in its folder, the one to take first. By default the
+        folder itself, under the stage's name.
+    trains: roles whose ZeRO stage rules it (parallel.ROLE_zero_stage).
+    freezes: frozen models beside them, by their names in parallel.offload.
+    headline: the metric that says in one number how it went.
+    """
+
+    name: str
+    title: str
+    short: str
+    help: str
+    prepare: str
+    family: Family
+    share: Share
+    section: str = ""
+    knobs: tuple[str, ...] = ()
+    data: tuple[str, ...] = ("data",)
+    after: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    leaves: Leaves = "policy"
+    policies: tuple[Policy, ...] = ()
+    trains: tuple[Literal["actor", "critic"], ...] = ("actor",)
+    freezes: tuple[Literal["reference", "reward"], ...] = ()
+    headline: str = "loss"
+
+    def __post_init__(self) -> None:
+        if not self.section:
+            object.__setattr__(self, "section", self.name)
+        if not self.policies and self.leaves == "policy":
+            object.__setattr__(self, "policies", (Policy(self.name),))
+
+    @property
+    def given(self) -> str:
+        """The knob that names a model in place of what this stage leaves."""
+        return "actor_model" if self.leaves == "policy" else "reward_model"
+
+    @property
+    def model_folder(self) -> str:
+        """Where its model is, below the run's folder."""
+        return self.folder_of(self.policies[0]) if self.policies else self.name
+
+    def folder_of(self, policy: Policy) -> str:
+        """Where one of its policies is, below the run's folder."""
+        return f"{self.name}/{policy.folder}" if policy.folder else self.name
+
+    @property
+    def commons(self) -> frozenset[str]:
+        """What a knob's `common` may say to be on its help page."""
+        return frozenset({self.family, *self.trains})
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        name="sft",
+        title="Supervised fine-tuning",
+        short="SFT",
+        help="Step 1 alone: supervised fine-tuning of --actor-model.",
+        prepare="tandem.training.sft:prepare",
+        family="supervised",
+        share="texts",
+        knobs=("actor_model", "sft_data"),
+        data=("data", "sft_data"),
+    ),
+    Stage(
+        name="reward",
+        title="Reward model",
+        short="Reward",
+        help="Step 2 alone: a reward model from --reward-model (or --actor-model).",
+        prepare="tandem.training.reward_model:prepare",
+        family="pairs",
+        share="pairs",
+        knobs=("reward_model", "sampling"),
+        after=("sft",),
+        leaves="reward model",
+        trains=("critic",),
+    ),
+    Stage(
+        name="dpo",
+        title="Direct preference optimization",
+        short="DPO",
+        help="Direct preference optimization of --actor-model, in place of steps 2 and 3.",
+        prepare="tandem.training.dpo:prepare",
+        family="pairs",
+        share="pairs",
+        after=("sft",),
+        excludes=("ppo",),
+        freezes=("reference",),
+    ),
+    Stage(
+        name="ppo",
+        title="PPO",
+        short="PPO",
+        help="Step 3 alone: PPO of --actor-model against --reward-model or --reward-function.",
+        prepare="tandem.training.ppo:prepare",
+        family="rl",
+        share="prompts",
+        knobs=("sampling", "hybrid_engine"),
+        data=("data", "ptx_data"),
+        after=("sft", "reward"),
+        policies=(Policy("ppo", "actor"), Policy("ema", "ema")),
+        trains=("actor", "critic"),
+        freezes=("reference", "reward"),
+        headline="reward",
+    ),
+)
+"""In the order in which a run takes them."""
+
+DEFAULT = ("sft", "reward", "ppo")
+"""What `tandem train` runs unless it is told."""
+
+
+def stage_names() -> tuple[str, ...]:
+    """Of all stages, in their order."""
+    return tuple(stage.name for stage in STAGES)
+
+
+def stage_of(name: str) -> Stage:
+    """The stage of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for stage in STAGES:
+        if stage.name == name:
+            return stage
+    raise ConfigError(f"stage must be one of {', '.join(stage_names())}; got {name!r}. Use one.")
+
+
+def in_order(names: Iterable[str]) -> list[Stage]:
+    """The stages of these names, in the order in which a run takes them."""
+    wanted = set(names)
+    return [stage for stage in STAGES if stage.name in wanted]
+
+
+def of_family(names: Iterable[str], *families: Family) -> list[Stage]:
+    """Those of the named stages that are of these families, in order."""
+    return [stage for stage in in_order(names) if stage.family in families]
+
+
+def leaving(names: Iterable[str], what: Leaves) -> list[Stage]:
+    """Those of the named stages that leave that, in order."""
+    return [stage for stage in in_order(names) if stage.leaves == what]
+
+
+def sections() -> frozenset[str]:
+    """The sections of RunConfig that are some stage's."""
+    return frozenset(stage.section for stage in STAGES)
+
+
+def are_apart(one: Stage, other: Stage) -> bool:
+    """Whether two stages cannot be in the same run."""
+    return one.name in other.excludes or other.name in one.excludes
+
+
+def sources(what: Leaves, stage: str = "") -> list[Stage]:
+    """The stages from whose policy or reward model `stage` starts, preferred first.
+
+    Args:
+        stage: empty: whichever, the stages in their order.
+    """
+    if stage:
+        found = [stage_of(name) for name in stage_of(stage).after]
+    else:
+        found = in_order(name for later in STAGES for name in later.after)
+    return [earlier for earlier in found if earlier.leaves == what]
+
+
+def ways() -> list[list[str]]:
+    """The stages from the first to each that nothing starts from: `sft reward ppo`, say."""
+    taken = {name for stage in STAGES for name in stage.after}
+    return [_way_to(stage) for stage in STAGES if stage.name not in taken]
+
+
+def _way_to(stage: Stage) -> list[str]:
+    names = {stage.name, *(name for before in stage.after for name in _way_to(stage_of(before)))}
+    return [passed.name for passed in in_order(names)]
+
+
+def policy_folders() -> dict[str, str]:
+    """Every policy's folder below the run's, by its label, in the order in which they are made."""
+    return {policy.label: stage.folder_of(policy) for stage in STAGES for policy in stage.policies}
+
+
+def policy_stages() -> list[str]:
+    """The stages that leave a policy, in order."""
+    return [stage.name for stage in STAGES if stage.policies]
+
+
+def latest_first() -> list[str]:
+    """The labels of policies: each stage's own, the last stage's first; then what else there is."""
+    main = [stage.policies[0].label for stage in reversed(STAGES) if stage.policies]
+    return [*main, *(label for label in policy_folders() if label not in main)]

@@ -1,0 +1,140 @@
+"""The table of stages: what it must be, what follows from it, and that no other file lists them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import tandem
+from tandem.cli import main
+from tandem.config import stages
+from tandem.config.load import build_config, check_config
+from tandem.config.schema import RunConfig
+from tandem.config.stages import STAGES, Policy, Stage, stage_of
+from tandem.errors import ConfigError
+
+PACKAGE = Path(tandem.__file__).parent
+
+# Names of stages that mean something else where they stand, and what.
+OTHERWISE = {
+    "config/schema.py": ({"reward"}, "where the KL goes: ppo.kl_in"),
+    "config/parallel.py": ({"reward"}, "a role: parallel.offload"),
+    "engine/bases.py": ({"reward"}, "a role"),
+    "engine/hybrid.py": ({"reward"}, "a role"),
+    "plan/run.py": ({"reward"}, "a role"),
+    "plan/steps.py": ({"reward"}, "a role"),
+    "training/experience.py": ({"reward"}, "a metric, and ppo.kl_in"),
+    "training/replay.py": ({"reward"}, "a column: a token's reward"),
+    "metrics/names.py": ({"reward"}, "a metric, a group and a column"),
+}
+
+
+def test_a_stage_is_named_in_its_own_file_and_in_the_table_alone() -> None:
+    own = {
+        f"{stage.prepare.partition(':')[0].replace('.', '/')}.py": stage.name for stage in STAGES
+    }
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        file = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Constant) or node.value not in stages.stage_names():
+                continue
+            if file != "config/stages.py" and node.value != own.get(f"tandem/{file}"):
+                found.setdefault(file, set()).add(str(node.value))
+    assert found == {file: names for file, (names, _) in OTHERWISE.items()}
+
+
+def test_the_table_holds_together() -> None:
+    names = stages.stage_names()
+    assert len(set(names)) == len(names)
+    labels = [policy.label for stage in STAGES for policy in stage.policies]
+    assert len(set(labels)) == len(labels)
+    assert "base" not in labels
+    sections = build_config({})
+    for place, stage in enumerate(STAGES):
+        assert set(stage.after) <= set(names[:place]), "a stage starts from earlier ones"
+        assert set(stage.excludes) <= set(names)
+        assert hasattr(sections, stage.section)
+        assert (stage.leaves == "policy") == bool(stage.policies)
+    check_config(RunConfig(steps=stages.DEFAULT))
+
+
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, ...]:
+    """A table of four, whatever else there is by now."""
+    table = tuple(map(stage_of, ("sft", "reward", "dpo", "ppo")))
+    monkeypatch.setattr(stages, "STAGES", table)
+    return table
+
+
+@pytest.mark.usefixtures("four")
+def test_what_follows_from_the_table() -> None:
+    assert stages.ways() == [["sft", "dpo"], ["sft", "reward", "ppo"]]
+    assert stages.latest_first() == ["ppo", "dpo", "sft", "ema"]
+    assert stages.policy_folders() == {
+        "sft": "sft", "dpo": "dpo", "ppo": "ppo/actor", "ema": "ppo/ema"
+    }  # fmt: skip
+    assert [stage.name for stage in stages.sources("policy")] == ["sft"]
+    assert [stage.name for stage in stages.sources("reward model", "ppo")] == ["reward"]
+    assert stages.sources("reward model", "dpo") == []
+    assert stage_of("ppo").model_folder == "ppo/actor"
+    assert stage_of("reward").given == "reward_model"
+
+
+def test_a_stage_starts_from_the_first_of_several_that_it_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stages, "STAGES", (*STAGES, polish(after=("dpo", "sft"))))
+    assert [stage.name for stage in stages.sources("policy", "polish")] == ["dpo", "sft"]
+    assert [stage.name for stage in stages.sources("policy", "dpo")] == ["sft"]
+    assert ["sft", "dpo", "polish"] in stages.ways()
+
+
+def test_a_further_stage_is_a_command_and_a_step_with_help_and_advice(
+    four: tuple[Stage, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"steps must be one of sft, reward, dpo, ppo; got \['polish'\]"
+    ):
+        build_config({"steps": ["polish"]})
+    monkeypatch.setattr(stages, "STAGES", (*four, polish()))
+    assert build_config({"steps": ["sft", "polish"]}).steps == ("sft", "polish")
+    with pytest.raises(ConfigError, match=r"did you mean polish\?"):
+        build_config({"steps": ["polsh"]})
+    assert main(["--help"]) == 0
+    assert "  polish   Once more, with care." in capsys.readouterr().out
+    assert main(["polish", "--help"]) == 0
+    assert "--sft.epochs X" in (page := capsys.readouterr().out)
+    assert "--dpo.beta" not in page
+    assert main(["polsh"]) == 2
+    assert "Did you mean polish?" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("four")
+@pytest.mark.parametrize(
+    ("steps", "problem"),
+    [
+        (("reward", "sft"), "in the order sft reward ppo, or sft dpo; got reward sft"),
+        (("sft", "dpo", "ppo"), "dpo and ppo both start from sft: run them in two folders"),
+    ],
+)
+def test_steps_that_cannot_be_in_one_run_are_refused(steps: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"^steps must be .*{problem}$"):
+        check_config(RunConfig(steps=steps))
+
+
+def polish(after: tuple[str, ...] = ("sft",)) -> Stage:
+    return Stage(
+        name="polish",
+        title="Polishing",
+        short="Polished",
+        help="Once more, with care.",
+        prepare="nowhere:nothing",
+        family="supervised",
+        share="texts",
+        section="sft",
+        after=after,
+        policies=(Policy("polish"),),
+    )
