@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.comm_network import sent_bytes
 from bench.harness import Stopwatch
 from bench.sides import run_config
+from bench.traffic import Traffic, counting_traffic
 from bench.work import Work, start
 from tandem.config.schema import OptimizerConfig, ParallelConfig, RunConfig, num_updates
 from tandem.engine.forward import deal_batch, response_logprobs
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.loading import place_policy
 from tandem.engine.optimizer import Trainee
-from tandem.parallel.traffic import Traffic, counting_traffic
 from tandem.parallel.world import World, join, leave
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Source, TokenBatch, TokenRow
