@@ -30,7 +30,7 @@ from bench.generation_sides import (
     TandemSide,
     generation_start,
 )
-from bench.harness import Rounds, compare, measure, ready
+from bench.harness import Rounds, compare, measure, ready, require_close
 from bench.limits import copy_bandwidth, decode_bytes, gemm_rate, real_flops
 from bench.models import SHAPES, tiny
 from bench.report import Report, count, parser, sides_table
@@ -204,11 +204,7 @@ def agreement(work: GenerationWork, start: GenerationStart) -> float:
         logprobs = logits.log_softmax(dim=-1).gather(1, token_ids[1:, None]).squeeze(1)
         ours, chosen = rollout.rollout_logprobs[i, mask], mask[1 : len(token_ids)]
         worst = max(worst, float((ours - logprobs[chosen]).abs().max()))
-    if not worst <= AGREEMENT[work.dtype]:
-        raise RuntimeError(
-            f"log-probs of sampled tokens must agree to {AGREEMENT[work.dtype]:g} with Hugging "
-            f"Face's; got {worst:.3g} apart."
-        )
+    require_close({"log-probs of sampled tokens": worst}, AGREEMENT[work.dtype])
     return worst
 
 

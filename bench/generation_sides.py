@@ -31,6 +31,7 @@ from bench.models import (
     sharing_weights,
     uniform_lengths,
 )
+from bench.plain_hf_ppo import left_padded, sampling
 from tandem.config.schema import SamplingConfig
 from tandem.data.render import Renderer
 from tandem.generation.generator import Stops, generate
@@ -183,32 +184,18 @@ class HFSide(GenerationSide):
         """(answers, tokens) ids after the prompts, padded."""
         torch.manual_seed(self.work.seed + number)
         prompts = [row.token_ids for row in self.start.prompts]
-        width = max(map(len, prompts))
-        token_ids = torch.full((len(prompts), width), PAD)
-        attention_mask = torch.zeros((len(prompts), width), dtype=torch.long)
-        for i, prompt in enumerate(prompts):
-            token_ids[i, width - len(prompt) :] = torch.tensor(prompt)
-            attention_mask[i, width - len(prompt) :] = 1
+        token_ids, attention_mask = left_padded(prompts, PAD, self.work.device)
         sequences: Tensor = self.model.generate(  # type: ignore[operator]
-            token_ids.to(self.work.device),
-            attention_mask=attention_mask.to(self.work.device),
+            token_ids,
+            attention_mask=attention_mask,
             generation_config=self.sampling(max_new_tokens),
         )
-        return sequences[:, width:]
+        return sequences[:, token_ids.shape[1] :]
 
     def sampling(self, max_new_tokens: int) -> GenerationConfig:
         """What every side of Hugging Face is asked for."""
-        return GenerationConfig(
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=max_new_tokens,
-            num_return_sequences=self.work.samples_per_prompt,
-            eos_token_id=EOS,
-            pad_token_id=PAD,
-            **self.settings,
-        )
+        samples = self.work.samples_per_prompt
+        return sampling(max_new_tokens, EOS, PAD, num_return_sequences=samples, **self.settings)
 
     def answers(self, output: Any) -> Answers:
         return _cut(output.tolist())

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -209,6 +209,19 @@ def compare(
     return table
 
 
+def require_close(distances: Mapping[str, float], limit: float) -> None:
+    """No distance between the sides' numbers is beyond the limit, or no number.
+
+    Raises:
+        RuntimeError: one is.
+    """
+    for name, distance in distances.items():
+        if not distance <= limit:
+            raise RuntimeError(
+                f"{name} must agree to {limit:g} on both sides; got {distance:.3g} apart."
+            )
+
+
 def in_children(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
     """`function(*one)` for each of `arguments`, at once, in processes that have held nothing else.
 
@@ -225,21 +238,26 @@ def in_children(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...
         child.start()
     for _, sender in pipes:
         sender.close()
-    try:
-        answers = [receiver.recv() for receiver, _ in pipes]
-    except EOFError:
-        for child in children:  # the others may wait for the one that died
-            child.join(1)
-            child.kill()
-            child.join()
-        raise RuntimeError(
-            f"{function.__name__} must answer from every process; got exit codes "
-            f"{[child.exitcode for child in children]}. See the traceback above; -9 where nothing "
-            "is said means too little memory."
-        ) from None
+    answers: dict[int, Any] = {}
+    pending = {receiver: number for number, (receiver, _) in enumerate(pipes)}
+    while pending:
+        for receiver in wait(list(pending)):
+            number = pending.pop(receiver)  # type: ignore[call-overload]
+            try:
+                answers[number] = receiver.recv()  # type: ignore[union-attr]
+            except EOFError:
+                children[number].join()
+                for child in children:  # the others may wait for it for ever
+                    child.kill()
+                    child.join()
+                raise RuntimeError(
+                    f"{function.__name__} must answer from every process; got exit codes "
+                    f"{[child.exitcode for child in children]}. See the traceback above; -9 where "
+                    "nothing is said means too little memory, or that another failed."
+                ) from None
     for child in children:
         child.join()
-    return answers
+    return [answers[number] for number in range(len(children))]
 
 
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:

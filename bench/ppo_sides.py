@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.harness import Side, Stopwatch
+from bench.harness import Side, Stopwatch, require_close
 from bench.models import (
     Shape,
     apart,
@@ -311,33 +312,26 @@ def agreement(work: Work) -> dict[str, float]:
     for role in ("actor", "critic"):
         models = (getattr(owner, role) for owner in (tandem.engine, plain.loop))
         distances[f"{role}_weights"] = apart(*(model.parameters() for model in models))
-    for name, distance in distances.items():
-        # A ratio at its clip falls to either side by the last bit, and Adam makes a whole step of
-        # it: after one epoch the actors' weights are 5e-6 apart, after the second 7e-4.
-        limit = AGREEMENT[work.dtype] * (10 if name.startswith("actor_") else 1)
-        if not distance <= limit:
-            raise RuntimeError(
-                f"{name} must agree to {limit:g} on both sides; got {distance:.3g} apart."
-            )
+    limit = AGREEMENT[work.dtype]
+    require_close({k: v for k, v in distances.items() if not k.startswith("actor_")}, limit)
+    # A ratio at its clip falls to either side by the last bit, and Adam makes a whole step of
+    # it: after one epoch the actors' weights are 5e-6 apart, after the second 7e-4.
+    require_close(distances, 10 * limit)
     return distances
 
 
 def padded_left(made: Experience, begin: Start) -> Sequences:
-    """Tandem's right-padded rollout as the plain loop lays it out."""
+    """Tandem's right-padded rollout as the plain loop lays it out: every answer from one column."""
+    shifts = [max(map(len, begin.prompts)) - len(row) for row in begin.prompts]
     batch = made.batch
-    prompt_tokens = [len(row) for row in begin.prompts]
-    answer_tokens = batch.response_mask.sum(dim=1).tolist()
-    left, right = max(prompt_tokens), max(answer_tokens)
-    pad = begin.tokenizer.pad_token_id
-    token_ids = torch.full((len(batch), left + right), pad, device=batch.token_ids.device)
-    attention_mask = torch.zeros_like(token_ids, dtype=torch.bool)
-    response_mask = torch.zeros_like(attention_mask)
-    for i, (prompt, answer) in enumerate(zip(prompt_tokens, answer_tokens, strict=True)):
-        here = slice(left - prompt, left + answer)
-        token_ids[i, here] = batch.token_ids[i, : prompt + answer]
-        attention_mask[i, here] = True
-        response_mask[i, left : left + answer] = True
-    return Sequences(token_ids, attention_mask, response_mask)
+    return Sequences(
+        *(
+            torch.stack(
+                [row.roll(n) for row, n in zip(pad(column, (0, max(shifts))), shifts, strict=True)]
+            )
+            for column in (batch.token_ids, batch.attention_mask, batch.response_mask)
+        )
+    )
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 # The benches are no part of the installed package: they are run from the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.harness import Ready, compare, fastest, measure, ready
+from bench.harness import Ready, compare, fastest, measure, ready, require_close
 from bench.models import SHAPES, apart, tiny
 from bench.plain_hf_supervised import Step, pair_chunks, row_chunks
 from bench.report import Report, count, parser, sides_table
@@ -134,12 +134,7 @@ def agreement(
                 for ours, theirs in zip(steps, found.done["hf"], strict=True)
             )
         distances[f"{name}/tensors"] = apart(tensors(side.model), tensors(plain.model))  # type: ignore[attr-defined]
-    limit = limit or AGREEMENT[work.dtype]
-    for name, distance in distances.items():
-        if not distance <= limit:
-            raise RuntimeError(
-                f"{name} must agree with the plain loop's to {limit:g}; got {distance:.3g} apart."
-            )
+    require_close(distances, limit or AGREEMENT[work.dtype])
     return distances
 
 

@@ -21,7 +21,7 @@ from tandem.config.schema import RunConfig, SupervisedConfig
 from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.data.loader import BatchOrder
 from tandem.engine.forward import response_logprobs
-from tandem.metrics.log import read_metrics
+from tandem.metrics.records import read_metrics
 from tandem.models.quiet import quiet
 from tandem.models.scalar import sequence_scores
 from tandem.objectives.losses import pairwise_loss, sft_loss

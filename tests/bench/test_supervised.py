@@ -59,7 +59,7 @@ def test_a_plain_loop_with_another_knob_does_not_agree(
         "plain_settings",
         lambda work: replace(settings(work), **{knob: value}),
     )
-    with pytest.raises(RuntimeError, match=r"must agree with the plain loop's to 0\.0001; got"):
+    with pytest.raises(RuntimeError, match=r"must agree to 0\.0001 on both sides; got"):
         agreement(work, trained(work, "tandem", "hf"))
 
 
