@@ -53,7 +53,7 @@ def _cpu_rows() -> dict[str, GenerationWork]:
         if name == "opt-125m":
             row = replace(row, num_prompts=32, max_new_tokens=64)
         rows[f"{name}-fp32"], rows[f"{name}-bf16"] = row, replace(row, dtype="bf16")
-    samples = {"samples_per_prompt": 8, "prompt_tokens": (128, 192)}
+    samples: dict[str, Any] = {"samples_per_prompt": 8, "prompt_tokens": (128, 192)}
     for name, num_prompts in (("llama-2.2m", 32), ("llama-22m", 16)):
         rows[f"{name}-8-samples"] = GenerationWork(
             shape=SHAPES[name], num_prompts=num_prompts, **samples
@@ -242,7 +242,7 @@ def rows_of(options: argparse.Namespace) -> dict[str, GenerationWork]:
             if "stories260k" in name:
                 rows[name] = replace(rows[name], folder=str(options.model))
     if options.tiny:
-        small = {"num_prompts": 4, "prompt_tokens": (3, 7), "max_new_tokens": 8}
+        small: dict[str, Any] = {"num_prompts": 4, "prompt_tokens": (3, 7), "max_new_tokens": 8}
         rows = {k: replace(work, shape=tiny(work.shape), **small) for k, work in rows.items()}
     return rows
 

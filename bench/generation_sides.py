@@ -273,7 +273,7 @@ class ContinuousBatchingSide(HFSide):
         return _cut(one.generated_tokens for one in output)
 
 
-SIDES: Mapping[str, type[GenerationSide]] = {
+SIDES: Mapping[str, Callable[[GenerationWork, GenerationStart], GenerationSide]] = {
     "tandem": TandemSide,
     "hf": HFSide,
     "hf-static": StaticSide,

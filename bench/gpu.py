@@ -148,7 +148,7 @@ def step3_work(options: argparse.Namespace) -> Work:
     )
     if not options.tiny:
         return work
-    shapes = {"shape": tiny(work.shape), "critic_shape": tiny(SHAPES["opt-350m"])}
+    shapes: dict[str, Any] = {"shape": tiny(work.shape), "critic_shape": tiny(SHAPES["opt-350m"])}
     return replace(work, **shapes, prompt_tokens=(8,), max_new_tokens=8)
 
 

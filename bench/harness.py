@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -85,6 +85,7 @@ class Side(Protocol):
 
     def prepare(self) -> None:
         """Go back to where every round starts, where a round changes anything; not timed."""
+        return  # a body, so that a side need not have its own
 
     def run(self, number: int) -> Any:
         """Do the work of round `number`, timed by `watch`; what was done, to be checked."""
@@ -239,12 +240,12 @@ def in_children(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...
     for _, sender in pipes:
         sender.close()
     answers: dict[int, Any] = {}
-    pending = {receiver: number for number, (receiver, _) in enumerate(pipes)}
+    pending = {receiver: i for i, (receiver, _) in enumerate(pipes)}
     while pending:
-        for receiver in wait(list(pending)):
-            number = pending.pop(receiver)  # type: ignore[call-overload]
+        for receiver in cast(list[Connection], wait(list(pending))):
+            number = pending.pop(receiver)
             try:
-                answers[number] = receiver.recv()  # type: ignore[union-attr]
+                answers[number] = receiver.recv()
             except EOFError:
                 children[number].join()
                 for child in children:  # the others may wait for it for ever

@@ -134,7 +134,7 @@ def copied(model: PreTrainedModel, device: str = "cpu") -> PreTrainedModel:
 
 
 @torch.no_grad()
-def reset(model: PreTrainedModel, to: PreTrainedModel) -> None:
+def reset(model: nn.Module, to: nn.Module) -> None:
     """Give a model the other's weights."""
     for parameter, value in zip(model.parameters(), to.parameters(), strict=True):
         parameter.copy_(value)

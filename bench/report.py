@@ -115,7 +115,9 @@ class Report:
 
 def _plain(value: Any) -> Any:
     """Dataclasses as objects, all else that JSON has not (paths, types) as text."""
-    return asdict(value) if is_dataclass(value) else str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return str(value)
 
 
 def table(

@@ -98,7 +98,7 @@ def work_of(options: argparse.Namespace) -> Work:
         device=options.device,
     )
     if options.tiny:
-        small = {"num_prompts": 8, "prompt_tokens": (8, 4), "max_new_tokens": 8}
+        small: dict[str, Any] = {"num_prompts": 8, "prompt_tokens": (8, 4), "max_new_tokens": 8}
         work = replace(work, shape=tiny(work.shape), minibatch_size=8, **small)
     return work
 

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 def tried(work: TrainingWork, options: argparse.Namespace) -> TrainingWork:
     """The work, or with --tiny less of the same kind."""
-    small = {"batch_size": 6, "prompt_tokens": (2, 6), "max_answer_tokens": 12}
+    small: dict[str, Any] = {"batch_size": 6, "prompt_tokens": (2, 6), "max_answer_tokens": 12}
     return replace(work, shape=tiny(work.shape), **small) if options.tiny else work
 
 
@@ -162,7 +162,7 @@ def padded_tokens(work: TrainingWork, start: TrainingStart) -> int:
     return sum(
         per_row * len(rows) * max(map(len, rows))
         for batch in start.batches
-        for rows in chunks(batch, work.micro_batch_tokens)  # type: ignore[operator]
+        for rows in chunks(batch, work.micro_batch_tokens)
     )
 
 
