@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.comm_network import sent_bytes
 from bench.harness import Side, Stopwatch, measure, now, once, ready
-from bench.models import Shape, model_config, random_model, token_rows
+from bench.models import Shape, model_config, random_model, token_row
 from bench.ppo_sides import TandemSide, Work, start
 from bench.traffic import counting_traffic
 from tandem.config.load import build_config
@@ -80,8 +80,9 @@ class TrainSide(Side):
 
     def run(self, number: int) -> dict[str, float]:
         """The step's loss."""
-        lengths = [(1, self.work.row_tokens - 1)] * self.work.rows
-        rows = token_rows(lengths, self.work.shape["vocab_size"], seed=number % 2)
+        vocabulary, answer = self.work.shape["vocab_size"], self.work.row_tokens - 1
+        generator = torch.Generator().manual_seed(number % 2)
+        rows = [token_row(1, answer, vocabulary, generator) for _ in range(self.work.rows)]
         batch = TokenBatch.from_rows(rows, 0)
         count, total = batch.num_response_tokens, 0.0
         with self.watch("train"):

@@ -208,26 +208,22 @@ def prompt_rows(prompts: Iterable[Sequence[int]]) -> tuple[PromptRow, ...]:
     )
 
 
-def random_ids(lengths: Iterable[int], vocabulary: int, seed: int) -> list[list[int]]:
+def random_ids(
+    lengths: Iterable[int], vocabulary: int, seed: int | torch.Generator
+) -> list[list[int]]:
     """Rows of random token ids, none of which is a control token's."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
     return [
         torch.randint(_FIRST_ID, vocabulary, (length,), generator=generator).tolist()
         for length in lengths
     ]
 
 
-def token_rows(lengths: Sequence[tuple[int, int]], vocabulary: int, seed: int) -> list[TokenRow]:
-    """Rows of random ids for (prompt, answer) lengths; every answer ends with EOS."""
-    rows = random_ids(map(sum, lengths), vocabulary, seed)
-    return [
-        TokenRow(
-            token_ids=(*ids[:-1], EOS),
-            response_mask=(False,) * prompt + (True,) * answer,
-            source=Source("bench", "bench", i + 1),
-        )
-        for i, (ids, (prompt, answer)) in enumerate(zip(rows, lengths, strict=True))
-    ]
+def token_row(prompt: int, answer: int, vocabulary: int, generator: torch.Generator) -> TokenRow:
+    """A row of random ids for a prompt's and an answer's tokens; the answer ends with EOS."""
+    (ids,) = random_ids([prompt + answer], vocabulary, generator)
+    mask = (False,) * prompt + (True,) * answer
+    return TokenRow((*ids[:-1], EOS), mask, Source("bench", "bench", 1))
 
 
 def ragged_rows(
@@ -239,8 +235,13 @@ def ragged_rows(
     seed: int = 1,
 ) -> list[TokenRow]:
     """Prompts of equally likely lengths, then answers of geometric lengths, as in generation."""
+    generator = torch.Generator().manual_seed(seed)
     p = end_probability(max_answer_tokens)
-    uniform = torch.rand(num_rows, generator=torch.Generator().manual_seed(seed)).tolist()
-    answers = (min(max_answer_tokens, 1 + int(math.log1p(-u) / math.log1p(-p))) for u in uniform)
-    prompts = uniform_lengths(num_rows, *prompt_tokens, seed=seed + 1)
-    return token_rows(list(zip(prompts, answers, strict=True)), vocabulary, seed)
+    rows = []
+    for _ in range(num_rows):
+        least, most = prompt_tokens
+        prompt = int(torch.randint(least, most + 1, (), generator=generator))
+        uniform = float(torch.rand((), generator=generator))
+        answer = min(max_answer_tokens, 1 + int(math.log1p(-uniform) / math.log1p(-p)))
+        rows.append(token_row(prompt, answer, vocabulary, generator))
+    return rows
