@@ -19,33 +19,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 # The benches are no part of the installed package: they are run from the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.comm_network import Node, limit, two_nodes, why_not
 from bench.comm_rank import SIDES, CommWork
-from bench.harness import facts, ratio
+from bench.harness import ratio
+from bench.models import llama
+from bench.report import Report, count, parser, table
 
 RANKS_PER_NODE = 2
 MEGABYTE = 1e6
-SHAPE = {
-    "vocab_size": 2048,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "tie_word_embeddings": False,
-}
-"""A Llama of 8.7M parameters: in float32 34.7 MB, of which a step sends a few times the whole."""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -54,8 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     refusal = why_not()
     if refusal:
         raise SystemExit(refusal)
+    report = Report(options)
+    # By default 8.7M parameters: in float32 34.7 MB, of which a step sends a few times the whole.
     work = CommWork(
-        shape={**SHAPE, "hidden_size": options.width, "intermediate_size": options.width * 8 // 3},
+        shape=llama(options.width, options.width * 8 // 3, 4, 6, 2048, tied=False),
         sides=tuple(options.sides),
         train_rounds=options.train_rounds,
         ppo_rounds=options.ppo_rounds,
@@ -67,17 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         interface="node0",
         dtype=options.dtype,
     )
-    console = Console(width=100)
-    result: dict[str, Any] = {**facts(), "work": asdict(work), "links": {}}
+    report.result |= {"work": work, "links": {}}
     with _stopped_by_signals(), two_nodes() as nodes:
         for megabits in options.megabits:
             limit(nodes, megabits)
-            console.print(f"a link of {megabits:g} Mbit/s ...", style="dim")
-            result["links"][f"{megabits:g}"] = summary(_run_ranks(nodes, work), work)
-    show(console, result)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return result
+            report.say(f"a link of {megabits:g} Mbit/s ...")
+            report.result["links"][f"{megabits:g}"] = summary(_run_ranks(nodes, work), work)
+            report.keep()
+    show(report)
+    return report.end()
 
 
 def summary(ranks: Sequence[dict[str, Any]], work: CommWork) -> dict[str, Any]:
@@ -100,9 +89,7 @@ def summary(ranks: Sequence[dict[str, Any]], work: CommWork) -> dict[str, Any]:
                 tokens = work.num_prompts * work.max_new_tokens
             found["median"]["tokens_per_second"] = tokens / found["median"]["seconds"]
             base = first[kind][work.sides[0]]["rounds"]
-            found["faster"] = asdict(
-                ratio([r["seconds"] for r in base], [r["seconds"] for r in rounds])
-            )
+            found["faster"] = ratio([r["seconds"] for r in base], [r["seconds"] for r in rounds])
             # Both nodes' ranks: what leaves a node is counted at each rank.
             found["counted_inter_node_bytes"] = sum(
                 total["inter_node_bytes"]
@@ -112,45 +99,50 @@ def summary(ranks: Sequence[dict[str, Any]], work: CommWork) -> dict[str, Any]:
     return first
 
 
-def show(console: Console, result: dict[str, Any]) -> None:
-    """One table of seconds and bytes, then both sides' losses side by side."""
-    table = Table(box=box.SIMPLE)
-    for heading in ("link", "step", "side", "seconds", "tokens/s", "faster", "MB sent", "counted"):
-        left = heading in ("step", "side")
-        table.add_column(heading, justify="left" if left else "right")
-    for link, found in result["links"].items():
-        measured = f"{link} ({found['link_megabits']:.0f})"
+def show(report: Report) -> None:
+    """One table of seconds and bytes, then all sides' losses side by side."""
+    links = report.result["links"]
+    rows = []
+    for link, found in links.items():
         for kind in ("train", "ppo"):
             for side, figures in found.get(kind, {}).items():
-                median, faster = figures["median"], figures["faster"]
-                table.add_row(
-                    measured,
-                    kind,
-                    side,
-                    f"{median['seconds']:.2f}",
-                    f"{median['tokens_per_second']:.0f}",
-                    f"{faster['median']:.2f} ({faster['least']:.2f}-{faster['most']:.2f})",
-                    f"{median['node_sent_bytes'] / MEGABYTE:.1f}",
-                    f"{figures['counted_inter_node_bytes'] / MEGABYTE:.1f}",
+                median = figures["median"]
+                rows.append(
+                    (
+                        f"{link} ({found['link_megabits']:.0f})",
+                        kind,
+                        side,
+                        f"{median['seconds']:.2f}",
+                        f"{median['tokens_per_second']:.0f}",
+                        str(figures["faster"]),
+                        f"{median['node_sent_bytes'] / MEGABYTE:.1f}",
+                        f"{figures['counted_inter_node_bytes'] / MEGABYTE:.1f}",
+                    )
                 )
-    console.print(table)
-    console.print(
-        "link: Mbit/s asked for (and measured). MB sent: by one node, on the wire, by gloo;\n"
-        "counted: if every piece goes straight to the ranks that need it."
+    report.console.print(
+        table(
+            "ZeRO-3 against ZeRO++",
+            "link: Mbit/s asked for (and measured). MB sent: by one node, on the wire, by gloo; "
+            "counted: if every piece goes straight to the ranks that need it",
+            ("link", "step", "side"),
+            ("seconds", "tokens/s", "faster", "MB sent", "counted"),
+            rows,
+        )
     )
-    last = list(result["links"].values())[-1]
+    last = list(links.values())[-1]
     for kind, name in (("train", "loss"), ("ppo", "policy_loss"), ("ppo", "value_loss")):
         for side, figures in last.get(kind, {}).items():
             numbers = " ".join(f"{r[name]:.4f}" for r in figures["rounds"])
-            console.print(f"{kind} {name} {side}: {numbers}")
+            report.say(f"{kind} {name} {side}: {numbers}")
 
 
 def _run_ranks(nodes: Sequence[Node], work: CommWork) -> list[dict[str, Any]]:
-    """Start every rank in its node, wait for all, read what they wrote."""
+    """Start every rank in its node, wait for all, read what they wrote; none of them is left."""
     size = RANKS_PER_NODE * len(nodes)
     script = str(Path(__file__).with_name("comm_rank.py"))
-    with tempfile.TemporaryDirectory() as folder, _ended() as processes:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ended:
         Path(folder, "work.json").write_text(json.dumps(asdict(work)), encoding="utf-8")
+        processes = []
         for rank in range(size):
             node = nodes[rank // RANKS_PER_NODE]
             environment = {
@@ -166,30 +158,23 @@ def _run_ranks(nodes: Sequence[Node], work: CommWork) -> list[dict[str, Any]]:
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # names of hosts, which namespaces have none of
             }
             command = node.command([sys.executable, script, folder])
-            processes.append(subprocess.Popen(command, env=environment))
+            process = subprocess.Popen(command, env=environment)
+            ended.callback(process.wait)
+            ended.callback(process.kill)
+            processes.append(process)
         while any(process.poll() is None for process in processes):
-            failed = [i for i, process in enumerate(processes) if process.poll()]
-            if failed:
-                raise SystemExit(f"bench/comm.py: rank {failed[0]} failed; its error is above.")
+            if any(process.poll() for process in processes):
+                break
             time.sleep(0.1)
         files = [Path(folder, f"rank-{rank}.json") for rank in range(size)]
-        missing = [file.stem for file in files if not file.exists()]
-        if missing:
-            raise SystemExit(f"bench/comm.py: {missing[0]} failed; its error is above.")
+        failed = [
+            file.stem
+            for file, process in zip(files, processes, strict=True)
+            if process.poll() or (process.poll() == 0 and not file.exists())
+        ]
+        if failed:
+            raise SystemExit(f"bench/comm.py: {failed[0]} failed; its error is above.")
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
-
-
-@contextmanager
-def _ended() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Within: a list for processes; none of them is left after."""
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
 
 
 @contextmanager
@@ -209,22 +194,25 @@ def _stopped_by_signals() -> Iterator[None]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="ZeRO-3 against ZeRO++ on a slow network.")
-    parser.add_argument(
+    flags = parser(__doc__, "dtype")
+    add = flags.add_argument
+    add(
         "--megabits",
         type=float,
         nargs="+",
         default=[1000, 100],
         help="rates of the link between the nodes, one after the other",
     )
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=["zero-3", "zero++"])
-    parser.add_argument("--train-rounds", type=int, default=10, help="training steps of each side")
-    parser.add_argument("--ppo-rounds", type=int, default=3, help="PPO steps of each side")
-    parser.add_argument("--rows", type=int, default=16, help="rows of a step, over all ranks")
-    parser.add_argument("--width", type=int, default=SHAPE["hidden_size"], help="of the model")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--json", type=Path, help="write every figure there")
-    return parser.parse_args(arguments)  # fmt: skip
+    add("--sides", nargs="+", choices=SIDES, default=["zero-3", "zero++"])
+    add("--train-rounds", type=int, default=10, help="training steps of each side")
+    add("--ppo-rounds", type=int, default=3, help="PPO steps of each side")
+    add("--rows", type=count, default=16, help="rows of a step, over all ranks")
+    add("--width", type=count, default=384, help="of the model")
+    options = flags.parse_args(arguments)
+    if options.tiny:
+        flags.set_defaults(megabits=[1000], train_rounds=2, ppo_rounds=1, width=96)
+        options = flags.parse_args(arguments)
+    return options
 
 
 if __name__ == "__main__":

@@ -1,57 +1,58 @@
-"""One rank of bench/comm.py: both sides' training steps and PPO steps, alternating.
+"""One rank of bench/comm.py: the sides' training steps and PPO steps, alternating.
 
 Started by bench/comm.py inside a node, with the launcher's environment; writes what it saw.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.comm_network import sent_bytes
-from bench.harness import Stopwatch
-from bench.sides import run_config
-from bench.work import Work, start
-from tandem.config.schema import OptimizerConfig, ParallelConfig, RunConfig
+from bench.harness import Side, Stopwatch, measure, now, once, ready
+from bench.models import Shape, model_config, random_model, token_row
+from bench.ppo_sides import TandemSide, Work, start
+from bench.traffic import counting_traffic
+from tandem.config.load import build_config
+from tandem.config.schema import OptimizerConfig
 from tandem.engine.forward import deal_batch, response_logprobs
-from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.loading import place_policy
 from tandem.engine.optimizer import Trainee
-from tandem.parallel.traffic import Traffic, counting_traffic
 from tandem.parallel.world import World, join, leave
-from tandem.training.ppo_trainer import PPOTrainer
-from tandem.types import Source, TokenBatch, TokenRow
+from tandem.plan.knobs import nested
+from tandem.types import TokenBatch
 
-_ZERO3 = ParallelConfig(actor_zero_stage=3, critic_zero_stage=3)
-_ZEROPP = replace(_ZERO3, zero_quantized_weights=True, zero_quantized_gradients=True, zero_hpz=True)
-SIDES: Mapping[str, ParallelConfig] = {
+_ZERO3 = {"parallel.actor_zero_stage": 3, "parallel.critic_zero_stage": 3}
+_QWZ = {"parallel.zero_quantized_weights": True}
+_QGZ = {"parallel.zero_quantized_gradients": True}
+_HPZ = {"parallel.zero_hpz": True}
+SIDES: Mapping[str, Mapping[str, Any]] = {
     "zero-3": _ZERO3,
-    "qwz": replace(_ZERO3, zero_quantized_weights=True),
-    "hpz": replace(_ZERO3, zero_hpz=True),
-    "qgz": replace(_ZERO3, zero_quantized_gradients=True),
-    "zero++": _ZEROPP,
-    "zero++-int4": replace(_ZEROPP, zero_gradient_bits=4),
+    "qwz": _ZERO3 | _QWZ,
+    "hpz": _ZERO3 | _HPZ,
+    "qgz": _ZERO3 | _QGZ,
+    "zero++": _ZERO3 | _QWZ | _QGZ | _HPZ,
+    "zero++-int4": _ZERO3 | _QWZ | _QGZ | _HPZ | {"parallel.zero_gradient_bits": 4},
 }
+"""Tandem's knobs of each side."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommWork:
-    """What both sides do. rows, row_tokens: of a training step, over all ranks. The rest: of a PPO
-    step, as `bench.work.Work` says."""
+    """What all sides do. rows, row_tokens: of a training step, over all ranks. The rest: of a PPO
+    step, as `bench.ppo_sides.Work` says."""
 
-    shape: Mapping[str, Any]
+    shape: Shape
     sides: tuple[str, ...]
     train_rounds: int
     ppo_rounds: int
@@ -65,34 +66,39 @@ class CommWork:
     seed: int = 1
 
 
-class TrainSide:
+class TrainSide(Side):
     """Supervised steps of the actor alone, over a few batches that come again and again."""
 
-    def __init__(self, work: CommWork, parallel: ParallelConfig, world: World) -> None:
-        self.work, self.world = work, world
-        config = RunConfig(parallel=parallel, dtype=work.dtype, device="cpu")  # type: ignore[arg-type]
-        torch.manual_seed(work.seed)
-        model = LlamaForCausalLM(LlamaConfig(**work.shape, max_position_embeddings=512))
+    def __init__(self, work: CommWork, knobs: Mapping[str, Any], world: World) -> None:
+        self.work, self.world, self.watch = work, world, Stopwatch()
+        given = {**knobs, "dtype": work.dtype, "device": "cpu"}
+        config = build_config(nested(given), where="bench: ")
+        model = random_model(model_config(work.shape, 512), seed=work.seed)
         self.model = place_policy(model, config, world, trained=True)
         settings = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup=0.0)
         self.trainee = Trainee("actor", self.model, settings, num_steps=1000)
 
-    def step(self, number: int) -> dict[str, float]:
-        batch = _rows(self.work, number % 2)
+    def run(self, number: int) -> dict[str, float]:
+        """The step's loss."""
+        vocabulary, answer = self.work.shape["vocab_size"], self.work.row_tokens - 1
+        generator = torch.Generator().manual_seed(number % 2)
+        rows = [token_row(1, answer, vocabulary, generator) for _ in range(self.work.rows)]
+        batch = TokenBatch.from_rows(rows, 0)
         count, total = batch.num_response_tokens, 0.0
-        for rows, part in deal_batch(batch, 10**9, self.world):
-            loss = -response_logprobs(self.model, batch.select(rows))[0].sum()
-            self.trainee.backward(loss, count, weight=part.weight, is_last=part.is_last)
-            total += part.weight * float(loss.detach())
-        self.trainee.step()
+        with self.watch("train"):
+            for numbers, part in deal_batch(batch, 10**9, self.world):
+                loss = -response_logprobs(self.model, batch.select(numbers))[0].sum()
+                self.trainee.backward(loss, count, weight=part.weight, is_last=part.is_last)
+                total += part.weight * float(loss.detach())
+            self.trainee.step()
         return {"loss": self.world.sums({"loss": total})["loss"] / count}
 
 
-class PPOSide:
+class PPOSide(TandemSide):
     """One PPO step after another from the same prompts: generate, score, train."""
 
-    def __init__(self, work: CommWork, parallel: ParallelConfig, world: World) -> None:
-        ppo_work = Work(
+    def __init__(self, work: CommWork, knobs: Mapping[str, Any], world: World) -> None:
+        ppo = Work(
             shape=work.shape,
             num_prompts=work.num_prompts,
             prompt_tokens=(work.prompt_tokens,),
@@ -101,107 +107,77 @@ class PPOSide:
             micro_batch_tokens=10**9,
             actor_learning_rate=1e-5,
             critic_learning_rate=1e-4,
+            dtype=work.dtype,  # type: ignore[arg-type]
             seed=work.seed,
+            knobs=knobs,
         )
-        begin = start(ppo_work)
-        config = replace(run_config(ppo_work), parallel=parallel, dtype=work.dtype)  # type: ignore[arg-type]
-        engine = RLHFEngine(
-            actor=copy.deepcopy(begin.actor),
-            reward_model=copy.deepcopy(begin.reward_model),
-            config=config,
-            tokenizer=begin.tokenizer,
-            reward_tokenizer=begin.tokenizer,
-            world=world,
-        )
-        self.watch = Stopwatch()
-        self.prompts = begin.prompts
-        self.trainer = PPOTrainer(engine, config, phases=self.watch)
+        super().__init__(ppo, start(ppo), world=world)
 
-    def step(self, number: int) -> dict[str, float]:
-        self.watch.take()
-        experience = self.trainer.generate_experience(self.prompts, step=number + 1)
-        metrics = self.trainer.train_rlhf(experience, step=number + 1)
-        seconds = {f"{phase}_seconds": cost.wall for phase, cost in self.watch.take().items()}
-        numbers = {name: metrics[name] for name in ("policy_loss", "value_loss")}
-        return {**numbers, **seconds}
+    def prepare(self) -> None:
+        """Rounds go on from each other; nothing is put back."""
+
+    def run(self, number: int) -> Any:
+        """The step's losses."""
+        metrics = self.trainer.train_rlhf(self.make(number + 1), step=number + 1)
+        return {name: metrics[name] for name in ("policy_loss", "value_loss")}
 
 
-def _rows(work: CommWork, seed: int) -> TokenBatch:
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary = work.shape["vocab_size"]
-    mask = (False, *(True for _ in range(work.row_tokens - 1)))
-    return TokenBatch.from_rows(
-        [
-            TokenRow(
-                tuple(torch.randint(vocabulary, (work.row_tokens,), generator=generator).tolist()),
-                mask,
-                Source("bench", "bench", i + 1),
-            )
-            for i in range(work.rows)
-        ],
-        0,
-    )
+class OnLink(Side):
+    """A side whose rounds all ranks begin and end together, and what its node sends meanwhile."""
+
+    def __init__(self, make: Callable[[], Side], world: World, interface: str) -> None:
+        self.side, self.world, self.interface = make(), world, interface
+        self.watch = self.side.watch
+
+    def prepare(self) -> None:
+        """As the side does."""
+        self.side.prepare()
+
+    def run(self, number: int) -> dict[str, float]:
+        """Seconds, bytes on the link, and the side's own numbers."""
+        self.world.wait()
+        begin, before = now(), sent_bytes(self.interface)
+        numbers = self.side.run(number)
+        self.world.wait()
+        sent = sent_bytes(self.interface) - before
+        return {"seconds": now() - begin, "node_sent_bytes": sent, **numbers}
 
 
 def link_megabits(world: World, interface: str, megabytes: int = 16) -> float:
     """What the link carries one way, measured: node 0's ranks send, node 1's receive."""
     data = torch.zeros(megabytes * 2**20, dtype=torch.uint8)
     world.wait()
-    begin, before = time.perf_counter(), sent_bytes(interface)
+    begin, before = now(), sent_bytes(interface)
     if world.rank == 0:
         dist.send(data, world.ranks_per_node)
     elif world.rank == world.ranks_per_node:
         dist.recv(data, 0)
     world.wait()
-    seconds = time.perf_counter() - begin
-    return (sent_bytes(interface) - before) * 8 / 1e6 / seconds
+    return (sent_bytes(interface) - before) * 8 / 1e6 / (now() - begin)
 
 
-def measured(
-    sides: Mapping[str, TrainSide | PPOSide], rounds: int, world: World, interface: str
-) -> dict[str, Any]:
+def measured(kind: Any, work: CommWork, rounds: int, world: World) -> dict[str, Any]:
     """Seconds, bytes on the link and numbers of `rounds` steps of each side, and the least bytes
     that its collectives can send between nodes. Two steps of each go before, unmeasured: what is
     done once happens in the first, the collectives of the second are counted."""
-    found: dict[str, Any] = {name: {"rounds": []} for name in sides}
+    makers = {
+        name: partial(OnLink, partial(kind, work, SIDES[name], world), world, work.interface)
+        for name in work.sides
+    }
+    sides = ready(makers, required=work.sides).sides
+    found: dict[str, Any] = {}
     for name, side in sides.items():
-        side.step(0)
         with counting_traffic(world.ranks_per_node) as traffic:
-            side.step(1)
-        found[name]["counted"] = _counted(traffic)
-    order = list(sides)
-    for number in range(2, rounds + 2):
-        for name in order:
-            found[name]["rounds"].append(_timed(sides[name].step, number, world, interface))
-        order.reverse()
+            once(side, 1)
+        kinds = dict.fromkeys(record.kind for record in traffic.records)
+        found[name] = {"counted": {kind: asdict(traffic.total(kind)) for kind in kinds}}
+    done, costs = measure(sides, rounds)
+    for name in sides:
+        found[name]["rounds"] = [
+            {**numbers, **{f"{phase}_seconds": cost.wall for phase, cost in one.items()}}
+            for numbers, one in zip(done[name], costs[name], strict=True)
+        ]
     return found
-
-
-def _timed(
-    step: Callable[[int], dict[str, float]], number: int, world: World, interface: str
-) -> dict[str, float]:
-    world.wait()
-    begin, before = time.perf_counter(), sent_bytes(interface)
-    numbers = step(number)
-    world.wait()
-    return {
-        "seconds": time.perf_counter() - begin,
-        "node_sent_bytes": sent_bytes(interface) - before,
-        **numbers,
-    }
-
-
-def _counted(traffic: Traffic) -> dict[str, dict[str, int]]:
-    kinds = dict.fromkeys(record.kind for record in traffic.records)
-    totals = {kind: traffic.total(kind) for kind in kinds}
-    return {
-        kind: {
-            "count": total.count,
-            "sent_bytes": total.sent_bytes,
-            "inter_node_bytes": total.inter_node_bytes,
-        }
-        for kind, total in totals.items()
-    }
 
 
 def main(folder: Path) -> None:
@@ -216,8 +192,7 @@ def main(folder: Path) -> None:
         ("ppo", PPOSide, work.ppo_rounds),
     ):
         if rounds:
-            sides = {side: kind(work, SIDES[side], world) for side in work.sides}
-            result[name] = measured(sides, rounds, world, work.interface)
+            result[name] = measured(kind, work, rounds, world)
     aside = folder / f".rank-{world.rank}"
     aside.write_text(json.dumps(result), encoding="utf-8")
     aside.rename(folder / f"rank-{world.rank}.json")

@@ -8,212 +8,262 @@ bench/README.md says what is the same for all sides and how to read the tables.
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import logging
+import math
+import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 # The benches are no part of the installed package: they are run from the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.generation_limits import copy_bandwidth, decode_bytes, gemm_rate
-from bench.generation_same import agreement, require_same_lengths, require_whole
-from bench.generation_sides import SIDES, Answers, Side, make_side
-from bench.generation_table import Rounds, show, summary
-from bench.generation_work import (
-    CPU_ROWS,
-    GPU_ROWS,
+from bench.generation_sides import (
+    SIDES,
+    Answers,
     GenerationStart,
     GenerationWork,
+    TandemSide,
     generation_start,
 )
-from bench.harness import Cost, Stopwatch, alternate, facts
-from tandem.engine.allocator import keep_freed_memory
+from bench.harness import Rounds, compare, measure, ready, require_close
+from bench.limits import copy_bandwidth, decode_bytes, gemm_rate, real_flops
+from bench.models import SHAPES, tiny
+from bench.report import Report, count, parser, sides_table
+
+AGREEMENT = {"fp32": 1e-4, "bf16": 0.2}
+"""How far Tandem's log-prob of a token may be from that of Hugging Face's own forward, in nats."""
+
+CHECKED_ANSWERS = 4
+
+
+def _cpu_rows() -> dict[str, GenerationWork]:
+    rows = {
+        f"stories260k-{num_prompts}": GenerationWork(
+            shape=SHAPES["stories260k"], num_prompts=num_prompts
+        )
+        for num_prompts in (64, 256)
+    }
+    for name in ("llama-2.2m", "llama-22m", "opt-125m"):
+        row = GenerationWork(shape=SHAPES[name])
+        if name == "opt-125m":
+            row = replace(row, num_prompts=32, max_new_tokens=64)
+        rows[f"{name}-fp32"], rows[f"{name}-bf16"] = row, replace(row, dtype="bf16")
+    samples: dict[str, Any] = {"samples_per_prompt": 8, "prompt_tokens": (128, 192)}
+    for name, num_prompts in (("llama-2.2m", 32), ("llama-22m", 16)):
+        rows[f"{name}-8-samples"] = GenerationWork(
+            shape=SHAPES[name], num_prompts=num_prompts, **samples
+        )
+    return rows
+
+
+CPU_ROWS: Mapping[str, GenerationWork] = _cpu_rows()
+GPU_ROWS: Mapping[str, GenerationWork] = {
+    name: GenerationWork(
+        shape=SHAPES[name],
+        dtype="bf16",
+        device="cuda",
+        prompt_tokens=(256, 256),
+        max_new_tokens=256,
+        ends=False,
+    )
+    for name in ("opt-1.3b", "llama-7b")
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Check and measure row by row, show each; returns what --json writes."""
     options = _options(arguments)
-    torch.set_num_threads(options.threads)
-    kept = keep_freed_memory() if options.keep_freed_memory else False
-    console = Console()
-    result = {**facts(), "keeps_freed_memory": kept, "rows": {}}
-    for name, work in _rows(options).items():
-        console.print(f"{name} ...", style="dim")
-        row = measure_row(work, options)
-        result["rows"][name] = row
-        show(console, name, row)
-        if options.json:  # after every row: a long run that is stopped keeps what it has
-            options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    machine, versions = result["machine"], result["versions"]
-    console.print(
-        f"{machine['gpu'] if options.device == 'cuda' else machine['cpu']}, {result['threads']} of "
-        f"{machine['cores']} cores, load {machine['load_average'][0]:.1f}; torch "
-        f"{versions['torch']}, transformers {versions['transformers']}; commit "
-        f"{result['commit'][:12] or 'unknown'}"
-        f"{' with changes' if result['uncommitted_changes'] else ''}"
-    )
-    return result
+    report = Report(options)
+    rows = report.result["rows"] = {}
+    for name, work in rows_of(options).items():
+        report.say(f"{name} ...")
+        row = rows[name] = measure_row(work, options.sides, options.rounds, options.bandwidth)
+        least, most = work.prompt_tokens
+        samples = f" x {work.samples_per_prompt}" if work.samples_per_prompt > 1 else ""
+        title = f"{work.num_prompts} prompts{samples} of {least}-{most} tokens, {work.dtype}"
+        report.console.print(
+            sides_table(
+                f"{name}: {title}",
+                f"{options.rounds} round(s); mean: tokens of an answer",
+                {name: row["summary"]},
+                "row",
+                {
+                    "mean": lambda of: f"{of['answer_tokens']:.1f}",
+                    "limit": lambda of: f"{of['share_of_limit']:.0%}",
+                },
+            )
+        )
+        limit = row["limit"]
+        report.say(
+            f"limit: {limit['bytes_per_second'] / 1e12:.2f} TB/s; rates are of decoding"
+            if work.device == "cuda"
+            else f"limit: {limit['flops_per_cpu_second'] / 1e9:.0f} GFLOP per CPU second"
+        )
+        for side, reason in row["absent"].items():
+            report.say(f"{side} is unavailable: {reason}")
+        report.keep()
+    return report.end()
 
 
-def measure_row(work: GenerationWork, options: argparse.Namespace) -> dict[str, Any]:
-    """Check, warm up and measure one row; all that is known of it."""
+def measure_row(
+    work: GenerationWork, names: Sequence[str], rounds: int, bandwidth: float | None = None
+) -> dict[str, Any]:
+    """Check, warm up and measure one row; all that is known of it.
+
+    Args:
+        names: of SIDES. bandwidth: of a GPU's memory, TB/s; measured if None.
+    """
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     start = generation_start(work)
-    apart = agreement(work, start)
-    sides, absent = _ready(work, start, options)
-    lengths, costs = measure(work, sides, options.rounds)
+    distance = agreement(work, start)
+    makers = {name: lambda name=name: SIDES[name](work, start) for name in names}
+    found = ready(makers, required=("tandem", "hf"))
+    answers, costs = measure(found.sides, rounds)
     if work.ends:
-        require_same_lengths(lengths)
-    limit = _limit(work, start, options)
-    row = {
-        "work": asdict(work),
-        "apart": apart,
-        "absent": absent,
-        "limit": limit,
-        "rounds": {
-            side: [
-                {"tokens": sum(tokens), **{phase: asdict(cost) for phase, cost in one.items()}}
-                for tokens, one in zip(lengths[side], costs[side], strict=True)
-            ]
-            for side in sides
-        },
-        "summary": summary(work, start, lengths, costs, limit),
-    }
-    sides.clear()
-    del start
-    gc.collect()
+        require_same_lengths(answers)
     if work.device == "cuda":
-        torch.cuda.empty_cache()
-    return row
-
-
-def _ready(
-    work: GenerationWork, start: GenerationStart, options: argparse.Namespace
-) -> tuple[dict[str, Side], dict[str, str]]:
-    """The sides, each run once; and why others cannot be had with this transformers or machine."""
-    sides, absent = {}, {}
-    for name in options.sides:
-        try:
-            side = make_side(name, work, start, options.slots)
-            _step(work, side, 0)
-        except Exception as error:
-            if name in ("tandem", "hf"):
-                raise
-            reason = str(error).strip().partition("\n")[0]
-            absent[name] = f"{type(error).__name__}: {reason}"
-            continue
-        sides[name] = side
-    return sides, absent
-
-
-def _step(work: GenerationWork, side: Side, number: int) -> tuple[Answers, dict[str, Cost]]:
-    """One timed answer to all prompts; on a GPU also, before it, of one token each."""
-    watch = Stopwatch()
-    if work.device == "cuda":
-        with watch("evaluate"):
-            side.generate(number, 1)
-        prefill = watch.take()["total"]
-    with watch("generate"):
-        output = side.generate(number, work.max_new_tokens)
-    costs = {"total": watch.take()["total"]}
-    if work.device == "cuda":
-        total = costs["total"]
-        costs["prefill"] = prefill
-        costs["decode"] = Cost(total.wall - prefill.wall, total.cpu - prefill.cpu)
-    answers = side.answers(output)
-    require_whole(work, answers)
-    return answers, costs
-
-
-def measure(
-    work: GenerationWork, sides: Mapping[str, Side], rounds: int
-) -> tuple[dict[str, list[list[int]]], Rounds]:
-    """Tokens of each answer and costs, by side and round; every round draws anew."""
-    lengths: dict[str, list[list[int]]] = {name: [] for name in sides}
-
-    def steps_of(name: str) -> Callable[[], dict[str, Cost]]:
-        def step() -> dict[str, Cost]:
-            answers, costs = _step(work, sides[name], len(lengths[name]) + 1)
-            lengths[name].append([len(answer) for answer in answers])
-            return costs
-
-        return step
-
-    return lengths, alternate({name: steps_of(name) for name in sides}, rounds)
-
-
-def _limit(
-    work: GenerationWork, start: GenerationStart, options: argparse.Namespace
-) -> dict[str, float]:
-    """What the machine can do at best, in the row's type."""
-    if work.device == "cuda":
-        bandwidth = options.bandwidth * 1e12 if options.bandwidth else copy_bandwidth("cuda")
-        return {
-            "bytes_per_second": bandwidth,
-            "decode_bytes": decode_bytes(start.model, work),
+        limit = {
+            "bytes_per_second": bandwidth * 1e12 if bandwidth else copy_bandwidth("cuda"),
+            "decode_bytes": decode_bytes(
+                start.model,
+                statistics.mean(work.prompt_tokens),
+                work.max_new_tokens - 1,
+                work.num_answers,
+            ),
         }
-    return {"flops_per_cpu_second": gemm_rate(work.dtype)}
+    else:
+        limit = {"flops_per_cpu_second": gemm_rate(work.dtype)}
+    tokens = {side: [sum(map(len, one)) for one in of] for side, of in answers.items()}
+    return {
+        "work": work,
+        "apart": distance,
+        "absent": found.absent,
+        "limit": limit,
+        "tokens": tokens,
+        "rounds": costs,
+        "summary": summary(work, start, answers, costs, limit),
+    }
 
 
-def _rows(options: argparse.Namespace) -> dict[str, GenerationWork]:
+def summary(
+    work: GenerationWork,
+    start: GenerationStart,
+    answers: Mapping[str, Sequence[Answers]],
+    costs: Rounds,
+    limit: Mapping[str, float],
+) -> dict[str, dict[str, Any]]:
+    """By side: rates and ratios, the mean length, and the share of the limit.
+
+    On a GPU they are of decoding: what is left of the time after a first token, and its tokens.
+    """
+    lengths = {side: [list(map(len, one)) for one in of] for side, of in answers.items()}
+    phase = "generate"
+    tokens = {side: [float(sum(one)) for one in of] for side, of in lengths.items()}
+    if work.device == "cuda":
+        phase = "decode"
+        tokens = {side: [n - work.num_answers for n in of] for side, of in tokens.items()}
+        costs = {
+            side: [{phase: one["generate"] - one["prefill"]} for one in of]
+            for side, of in costs.items()
+        }
+    table = compare(costs, tokens, phase)
+    prompts = [len(row) for row in start.prompts]
+    for side, of in table.items():
+        of["answer_tokens"] = statistics.mean(n for one in lengths[side] for n in one)
+        if work.device == "cuda":
+            least = limit["decode_bytes"] / limit["bytes_per_second"]
+            of["share_of_limit"] = least / of["wall_seconds"]
+        else:
+            of["share_of_limit"] = statistics.median(
+                real_flops(start.model, prompts, one) / cost.cpu / limit["flops_per_cpu_second"]
+                for one, cost in zip(lengths[side], (c[phase] for c in costs[side]), strict=True)
+            )
+    return table
+
+
+@torch.no_grad()
+def agreement(work: GenerationWork, start: GenerationStart) -> float:
+    """The largest difference of Tandem's log-probs from a forward of Hugging Face's.
+
+    One answer at a time and without padding, so that the reference has none of its own.
+
+    Raises:
+        RuntimeError: it is more than AGREEMENT.
+    """
+    rollout = TandemSide(work, start).generate(0, min(work.max_new_tokens, 32))
+    worst = 0.0
+    for i in range(min(CHECKED_ANSWERS, len(rollout))):
+        mask = rollout.batch.response_mask[i]
+        token_ids = rollout.batch.token_ids[i, : int(mask.nonzero().max()) + 1]
+        logits = start.model(token_ids[None], use_cache=False).logits[0, :-1].float()
+        logprobs = logits.log_softmax(dim=-1).gather(1, token_ids[1:, None]).squeeze(1)
+        ours, chosen = rollout.rollout_logprobs[i, mask], mask[1 : len(token_ids)]
+        worst = max(worst, float((ours - logprobs[chosen]).abs().max()))
+    require_close({"log-probs of sampled tokens": worst}, AGREEMENT[work.dtype])
+    return worst
+
+
+def require_same_lengths(answers: Mapping[str, Sequence[Sequence[Sequence[int]]]]) -> None:
+    """Sides sample lengths of their own: their means may differ by chance only.
+
+    Raises:
+        RuntimeError: two means are more than 5 standard errors apart.
+    """
+    lengths = {side: [len(a) for one in rounds for a in one] for side, rounds in answers.items()}
+    first = next(iter(lengths))
+    for side, tokens in lengths.items():
+        pair = (tokens, lengths[first])
+        error = math.sqrt(sum(statistics.pvariance(ns) / len(ns) for ns in pair))
+        apart = abs(statistics.mean(tokens) - statistics.mean(lengths[first]))
+        if apart > 5 * max(error, 1e-9):
+            raise RuntimeError(
+                f"answers of {side} and {first} must be equally long but for chance; got means "
+                f"{apart:.1f} tokens apart, with a standard error of {error:.1f}."
+            )
+
+
+def rows_of(options: argparse.Namespace) -> dict[str, GenerationWork]:
+    """The rows that the flags ask for."""
     known = GPU_ROWS if options.device == "cuda" else CPU_ROWS
-    rows = {name: known[name] for name in options.rows or known}
+    rows = {name: replace(known[name], slots=options.slots) for name in options.rows or known}
     if options.device == "cuda":
-        return {
+        rows = {
             f"{name}-batch-{batch}": replace(work, num_prompts=batch)
             for name, work in rows.items()
             for batch in options.batch
         }
     if options.model:
-        rows = {
-            name: replace(work, folder=str(options.model)) if "stories260k" in name else work
-            for name, work in rows.items()
-        }
+        for name in rows:
+            if "stories260k" in name:
+                rows[name] = replace(rows[name], folder=str(options.model))
+    if options.tiny:
+        small: dict[str, Any] = {"num_prompts": 4, "prompt_tokens": (3, 7), "max_new_tokens": 8}
+        rows = {k: replace(work, shape=tiny(work.shape), **small) for k, work in rows.items()}
     return rows
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
+    flags = parser(__doc__, "rounds threads device default-allocator")
+    add = flags.add_argument
     add("--rows", nargs="+", metavar="ROW", help=", ".join((*CPU_ROWS, *GPU_ROWS)))
     default = [side for side in SIDES if side != "hf-compile"]  # it compiles for minutes
     add("--sides", nargs="+", choices=SIDES, default=default)
-    add("--rounds", type=_count, default=5, help="answers of each side that are measured")
-    add("--threads", type=_count, default=1, help="of torch, for all sides")
-    add("--slots", type=_count, default=0, help="answers side by side in Tandem; all by default")
+    add("--slots", type=count, default=0, help="answers side by side in Tandem; all by default")
     add("--model", type=Path, help="folder of the real stories260K, for its two rows")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--batch", nargs="+", type=_count, default=[8, 32, 128, 512], help="prompts, on a GPU")
+    add("--batch", nargs="+", type=count, default=[8, 32, 128, 512], help="prompts, on a GPU")
     add("--bandwidth", type=float, help="of the GPU's memory, TB/s; measured by default")
-    add(
-        "--default-allocator",
-        dest="keep_freed_memory",
-        action="store_false",
-        help="leave the C library's allocator as it is, for all sides",
-    )
-    add("--json", type=Path, help="write everything there too")
-    options = parser.parse_args(arguments)
+    options = flags.parse_args(arguments)
     known = GPU_ROWS if options.device == "cuda" else CPU_ROWS
     for name in options.rows or ():
         if name not in known:
-            parser.error(f"--rows must be of {', '.join(known)}; got {name}")
+            flags.error(f"--rows must be of {', '.join(known)}; got {name}")
     return options
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {number}")
-    return number
-
-
 if __name__ == "__main__":
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     main()

@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,15 +28,17 @@ from tandem.training.evaluate import language_model_metrics
 from tandem.types import Message, PromptRow, Source, TokenBatch, TokenRow
 
 
-def greedy_agreement(folder: Path, cases: list[dict[str, object]]) -> tuple[int, int]:
+def greedy_agreement(folder: Path, cases: list[dict[str, Any]]) -> tuple[int, int]:
     """How many of the cases' greedy continuations our generator repeats token by token."""
     model = load_causal_lm(folder / "hf")
     tokenizer = load_tokenizer(folder / "hf")
     equal = 0
     for i, case in enumerate(cases):
-        prompt, whole = tuple(case["prompt_ids"]), list(case["greedy_ids"])  # type: ignore[call-overload]
+        prompt, whole = tuple(case["prompt_ids"]), list(case["greedy_ids"])
         row = PromptRow(prompt, (Message("user", ""),), {}, Source("golden", str(folder), i + 1))
-        stops = Stops(load_stop_ids(folder / "hf"), tokenizer.pad_token_id, tokenizer.decode)
+        stops = Stops(
+            load_stop_ids(folder / "hf"), tokenizer.pad_token_id, Renderer(tokenizer).decode
+        )
         # So cold that the likeliest token always wins.
         sampling = SamplingConfig(temperature=1e-6, max_new_tokens=len(whole) - len(prompt))
         rollout = generate(model, [row], sampling, stops, seed=0, step=0)
@@ -43,7 +46,7 @@ def greedy_agreement(folder: Path, cases: list[dict[str, object]]) -> tuple[int,
     return equal, len(cases)
 
 
-def logprob_difference(folder: Path, cases: list[dict[str, object]]) -> float:
+def logprob_difference(folder: Path, cases: list[dict[str, Any]]) -> float:
     """Largest difference of a prompt token's log-prob, nats."""
     model = load_causal_lm(folder / "hf")
     worst = 0.0

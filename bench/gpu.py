@@ -12,91 +12,78 @@ own, so that none finds memory taken; one that fails is named, and the others go
 from __future__ import annotations
 
 import argparse
-import json
-import logging
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 # The benches are no part of the installed package: they are run from the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.generation import measure_row
-from bench.generation_work import GPU_ROWS, SHAPES, GenerationWork
-from bench.gpu_step3 import OPT_350M, measured
-from bench.harness import facts, in_child
-from bench.same import agreement
-from bench.work import MICRO_BATCH_TOKENS, Work
-from bench.work import SHAPES as LLAMAS
+from bench.generation import GPU_ROWS, measure_row
+from bench.generation_sides import GenerationWork
+from bench.harness import in_child, measure, now, peak_bytes, ready
+from bench.models import SHAPES, tiny
+from bench.ppo_sides import PlainSide, TandemSide, Work, agreement, require_same_work, start
+from bench.report import Report, count, parser, table
+from tandem.engine.hybrid import RLHFEngine
+from tandem.generation.blocks import blocks_for
+from tandem.generation.runner import new_memory
+from tandem.generation.runners import make_runner
+from tandem.ops.steps import BLOCK_TOKENS
 
 BATCHES = (8, 16, 32, 64, 128, 256, 512)
 RAGGED_BATCH = 64
 PEERS = (("hf", "hf-static"), ("hf-cb",))
 """Who is measured beside Tandem in one process; continuous batching keeps its cache there."""
-PARTS = ("generation", "agreement", "step3")
-_SMALL = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-TINY: Mapping[str, Mapping[str, Any]] = {
-    "opt-1.3b": {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32, **_SMALL},
-    "llama-7b": {"model_type": "llama", "intermediate_size": 48, **_SMALL},
-    "opt-350m": {
-        "model_type": "opt",
-        "ffn_dim": 48,
-        "word_embed_proj_dim": 16,
-        "do_layer_norm_before": False,
-        **_SMALL,
-    },
-}
-"""Shapes by the names of those that they stand for, to try the command with."""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure part by part, show each; returns what --json writes."""
     options = _options(arguments)
-    console = Console()
-    result: dict[str, Any] = {**facts(), "tiny": options.tiny, "device": options.device}
+    report = Report(options)
+    for part in options.parts:
+        PARTS[part](options, report)
+        report.keep()
+    return report.end()
 
-    def keep() -> None:  # after every measurement: a long run that is stopped keeps what it has
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
-    if "generation" in options.parts:
-        result["generation"] = {}
-        for name, work in generation_rows(options):
-            for peers in PEERS:
-                console.print(f"{name}, {', '.join(peers)} ...", style="dim")
-                row = _tried(generation_row, work, _settings(options, peers))
-                result["generation"].setdefault(name, {})[" ".join(peers)] = row
-                keep()
-        show_generation(console, result["generation"])
-    if "agreement" in options.parts:
-        console.print("a PPO step's numbers on both sides ...", style="dim")
-        result["agreement"] = _tried(agreement, _agreement_work(options))
-        console.print(f"a PPO step on both sides, apart: {result['agreement']}")
-        keep()
-    if "step3" in options.parts:
-        work, critic = step3_work(options)
-        result["step3"] = {"work": {"num_prompts": work.num_prompts, "dtype": work.dtype}}
-        for side in ("tandem", "plain"):
-            console.print(f"a PPO step, {side} ...", style="dim")
-            result["step3"][side] = _tried(measured, side, work, critic, options.rounds)
-            keep()
-        show_step3(console, result["step3"])
-    machine = result["machine"]
-    console.print(
-        f"{machine['gpu'] if options.device == 'cuda' else machine['cpu']}; torch "
-        f"{result['versions']['torch']}, transformers {result['versions']['transformers']}; commit "
-        f"{result['commit'][:12] or 'unknown'}"
-        f"{' with changes' if result['uncommitted_changes'] else ''}"
+def generation(options: argparse.Namespace, report: Report) -> None:
+    """Every row beside each group of peers; the table at the end."""
+    result = report.result["generation"] = {}
+    for name, work in generation_rows(options):
+        for peers in PEERS:
+            report.say(f"{name}, {', '.join(peers)} ...")
+            arguments = (work, ("tandem", *peers), options.rounds, options.bandwidth)
+            result.setdefault(name, {})[" ".join(peers)] = _tried(measure_row, *arguments)
+            report.keep()
+    lines: list[tuple[str, ...]] = []
+    for name, groups in result.items():
+        for peers, row in groups.items():
+            if "failed" in row:
+                lines.append((name, peers, row["failed"], "", ""))
+                continue
+            ends = row["work"].ends  # the limit is not meant for ragged answers
+            for side, of in row["summary"].items():
+                ratio = "" if side == "tandem" else f"{of['wall_ratio'].median:.2f}"
+                share = "" if ends else f"{of['share_of_limit']:.0%}"
+                lines.append((name, side, f"{of['tokens_per_wall_second']:.0f}", ratio, share))
+            lines += [(name, side, reason, "", "") for side, reason in row["absent"].items()]
+    report.console.print(
+        table(
+            "generation, decoded tokens per second",
+            "ratio: Tandem's rate / the side's in each round, median; limit: share of the time "
+            "that reading weights, keys and values takes at least",
+            ("row", "side"),
+            ("tokens/s", "ratio", "limit"),
+            lines,
+        )
     )
-    keep()
-    return result
 
 
 def generation_rows(options: argparse.Namespace) -> Iterator[tuple[str, GenerationWork]]:
@@ -104,27 +91,53 @@ def generation_rows(options: argparse.Namespace) -> Iterator[tuple[str, Generati
     for name, work in GPU_ROWS.items():
         row = replace(work, device=options.device)
         if options.tiny:
-            row = replace(row, shape=TINY[name], prompt_tokens=(8, 8), max_new_tokens=8)
+            row = replace(row, shape=tiny(row.shape), prompt_tokens=(8, 8), max_new_tokens=8)
         for batch in options.batch:
             yield f"{name}, batch {batch}", replace(row, num_prompts=batch)
         ragged = min(RAGGED_BATCH, max(options.batch))
         yield f"{name}, batch {ragged}, ragged", replace(row, num_prompts=ragged, ends=True)
 
 
-def generation_row(work: GenerationWork, settings: argparse.Namespace) -> dict[str, Any]:
-    """`measure_row`, with no share of the limit for ragged answers, which it is not meant for."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    row = measure_row(work, settings)
-    for of in row["summary"].values():
-        if work.ends:
-            of["share_of_limit"] = None
-    return row
+def numbers(options: argparse.Namespace, report: Report) -> None:
+    """That a PPO step of the plain loop has the same numbers, on this device."""
+    work = Work(
+        shape=SHAPES["a"],
+        mode="ragged",
+        num_prompts=8,
+        max_new_tokens=16,
+        micro_batch_tokens=1536,
+        device=options.device,
+    )
+    report.result["agreement"] = _tried(agreement, work)
+    report.say(f"a PPO step on both sides, apart: {report.result['agreement']}")
 
 
-def step3_work(options: argparse.Namespace) -> tuple[Work, Mapping[str, Any]]:
-    """The PPO step, its actor's shape within, and the shape of critic and reward model."""
+def step3(options: argparse.Namespace, report: Report) -> None:
+    """Pairs per second of both sides' PPO steps, and what switching modes costs."""
+    work = step3_work(options)
+    result = report.result["step3"] = {"work": work}
+    for side in ("tandem", "plain"):
+        of = result[side] = _tried(measured, side, work, options.rounds)
+        report.keep()
+        if "failed" in of:
+            report.say(f"PPO step, {side}: {of['failed']}")
+            continue
+        report.say(
+            f"PPO step, {side}: {of['pairs_per_second']:.2f} pairs/s, "
+            f"{of['step_seconds']:.2f} s a step"
+        )
+        if "switch" in of:
+            report.say(
+                f"switching to generation and back: {of['switch']['seconds'] * 1000:.1f} ms, "
+                f"{of['switch']['share_of_step']:.2%} of a step"
+            )
+
+
+def step3_work(options: argparse.Namespace) -> Work:
+    """The PPO step: an actor of 1.3B, critic and reward model of 350M."""
     work = Work(
         shape=SHAPES["opt-1.3b"],
+        critic_shape=SHAPES["opt-350m"],
         num_prompts=options.pairs,
         prompt_tokens=(256,),
         max_new_tokens=256,
@@ -134,61 +147,73 @@ def step3_work(options: argparse.Namespace) -> tuple[Work, Mapping[str, Any]]:
         device=options.device,
     )
     if not options.tiny:
-        return work, OPT_350M
-    tiny = replace(work, shape=TINY["opt-1.3b"], prompt_tokens=(8,), max_new_tokens=8)
-    return tiny, TINY["opt-350m"]
+        return work
+    shapes: dict[str, Any] = {"shape": tiny(work.shape), "critic_shape": tiny(SHAPES["opt-350m"])}
+    return replace(work, **shapes, prompt_tokens=(8,), max_new_tokens=8)
 
 
-def show_generation(console: Console, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """Decoded tokens per second (on a CPU: all answers' tokens), ratios, shares of the limit."""
-    table = Table(
-        title="generation, tokens per second",
-        caption="ratio: Tandem's rate / the side's in each round, median; limit: share of the "
-        "time that reading weights, keys and values takes at least",
-        box=box.SIMPLE_HEAD,
-    )
-    for heading in ("row", "side"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("tokens/s", "ratio", "limit"):
-        table.add_column(heading, justify="right")
-    for name, groups in rows.items():
-        for peers, row in groups.items():
-            if "failed" in row:
-                table.add_row(name, peers, row["failed"])
-                continue
-            for side, of in row["summary"].items():
-                share = of["share_of_limit"]
-                table.add_row(
-                    name,
-                    side,
-                    f"{of['tokens_per_wall_second']:.0f}",
-                    "" if side == "tandem" else f"{of['wall_ratio']['median']:.2f}",
-                    "" if share is None else f"{share:.0%}",
-                )
-            for side, reason in row["absent"].items():
-                table.add_row(name, side, reason)
-    console.print(table)
+def measured(name: str, work: Work, rounds: int) -> dict[str, Any]:
+    """Costs of `rounds` forced steps of one side, after one unmeasured; Tandem's switches too.
+
+    One side at a time, for two do not fit beside each other.
+
+    Raises:
+        RuntimeError: a step did other work than was asked for.
+    """
+    begin = start(work)
+    never_ends = (work.max_new_tokens + 1,) * work.num_prompts
+    make = {
+        "tandem": lambda: TandemSide(work, begin),
+        "plain": lambda: PlainSide(work, begin, never_ends),
+    }[name]
+    side = ready({name: make}, required=(name,)).sides[name]
+    _, costs = measure({name: side}, rounds, lambda _, done: require_same_work(work, done, done))
+    seconds = statistics.median(one["total"].wall for one in costs[name])
+    result: dict[str, Any] = {
+        "rounds": costs[name],
+        "step_seconds": seconds,
+        "pairs_per_second": work.num_prompts / seconds,
+        "peak_bytes": peak_bytes(work.device),
+    }
+    if isinstance(side, TandemSide):
+        switches = [switch(side.engine, work) for _ in range(4)][1:]
+        found = {key: statistics.median(one[key] for one in switches) for key in switches[0]}
+        result["switch"] = {**found, "share_of_step": found["seconds"] / seconds}
+    return result
 
 
-def show_step3(console: Console, result: Mapping[str, Any]) -> None:
-    """Pairs per second of both sides, and what switching modes costs."""
-    for side in ("tandem", "plain"):
-        of = result[side]
-        text = of.get("failed") or (
-            f"{of['pairs_per_second']:.2f} pairs/s, {of['step_seconds']:.2f} s a step"
-        )
-        console.print(f"PPO step, {side}: {text}")
-        if "switch" in of:
-            console.print(
-                f"switching to generation and back: {of['switch']['seconds'] * 1000:.1f} ms, "
-                f"{of['switch']['share_of_step']:.2%} of a step"
-            )
+def switch(engine: RLHFEngine, work: Work) -> dict[str, float]:
+    """Seconds that going over to generation and back takes, at one size of batch.
+
+    That is: memory for all answers, weights in the compute type, what a first decode step takes
+    longer than the next one (recording), and giving all back. A rollout whose answers end one by
+    one records a few more, smaller batches.
+    """
+    width = blocks_for(max(work.prompt_tokens) + work.max_new_tokens)
+    rows = work.num_prompts
+    times = [now()]
+    with engine.generating() as actor:
+        memory = new_memory(actor, rows * width)
+        runner = make_runner(actor, memory, width * BLOCK_TOKENS)
+        token_ids = torch.zeros(rows, dtype=torch.long, device=actor.device)
+        tables = torch.arange(rows * width, dtype=torch.int32, device=actor.device)
+        for _ in range(2):
+            runner.decode(token_ids, token_ids, tables.view(rows, width))
+            times.append(now())
+        runner.close()
+        memory.layers.clear()
+    times.append(now())
+    first, second, back = (b - a for a, b in pairwise(times))
+    return {"seconds": max(0.0, first - second) + back, "decode_step_seconds": second}
 
 
-def _tried(function: Any, *arguments: Any) -> dict[str, Any]:
+PARTS = {"generation": generation, "agreement": numbers, "step3": step3}
+
+
+def _tried(function: Any, *arguments: Any) -> Mapping[str, Any]:
     """What the function returns in a process of its own, or why it failed."""
     try:
-        answer: dict[str, Any] = in_child(_caught, function, arguments)
+        answer: Mapping[str, Any] = in_child(_caught, function, arguments)
     except RuntimeError as error:  # the process died
         return {"failed": str(error)}
     return answer
@@ -202,41 +227,19 @@ def _caught(function: Any, arguments: tuple[Any, ...]) -> Any:
         return {"failed": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"}
 
 
-def _settings(options: argparse.Namespace, peers: Sequence[str]) -> argparse.Namespace:
-    """What `measure_row` reads."""
-    return argparse.Namespace(
-        sides=["tandem", *peers], slots=0, rounds=options.rounds, bandwidth=options.bandwidth
-    )
-
-
-def _agreement_work(options: argparse.Namespace) -> Work:
-    return Work(
-        shape=LLAMAS["a"],
-        mode="ragged",
-        num_prompts=8,
-        max_new_tokens=16,
-        micro_batch_tokens=MICRO_BATCH_TOKENS["a"],
-        device=options.device,
-    )
-
-
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
+    flags = parser(__doc__, "rounds device micro-batch-tokens")
+    flags.set_defaults(device="cuda", rounds=3, micro_batch_tokens=8192)
+    add = flags.add_argument
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    add("--device", choices=("cpu", "cuda"), default="cuda")
-    add("--tiny", action="store_true", help="small shapes and short answers: does all of it run?")
-    add("--batch", nargs="+", type=int, help="prompts side by side; 8 to 512 by default")
-    add("--pairs", type=int, help="prompts of the PPO step; 64 by default")
-    add("--micro-batch-tokens", type=int, default=8192, help="of the PPO step, for both sides")
-    add("--rounds", type=int, default=3, help="measurements of each side, after one before")
+    add("--batch", nargs="+", type=count, help="prompts side by side; 8 to 512 by default")
+    add("--pairs", type=count, help="prompts of the PPO step; 64 by default")
     add("--bandwidth", type=float, help="of the GPU's memory, TB/s; measured by default")
-    add("--json", type=Path, help="write everything there too")
-    options = parser.parse_args(arguments)
+    options = flags.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device must be available; got cuda, but no GPU was found. Use --device cpu")
+        flags.error("--device must be available; got cuda, but no GPU was found. Use --device cpu")
     if options.device == "cpu" and not options.tiny:
-        parser.error("--device cpu must come with --tiny; got it alone. The shapes are a GPU's")
+        flags.error("--device cpu must come with --tiny; got it alone. The shapes are a GPU's")
     options.batch = options.batch or ([2, 4] if options.tiny else list(BATCHES))
     options.pairs = options.pairs or (4 if options.tiny else 64)
     return options

@@ -10,25 +10,21 @@ Every case runs in processes of its own. docs/sweep.md says how to read the tabl
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 # The benches are no part of the installed package: they are run from the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.harness import facts
 from bench.memory_case import Measured, MemoryCase, measure, save_models
+from bench.models import Shape, llama
+from bench.report import Report, count, parser, table
 from tandem.errors import ConfigError
 from tandem.generation.blocks import free_bytes
 from tandem.plan.memory import MemoryPlan
@@ -38,18 +34,11 @@ from tandem.plan.shape import shape_of
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
 
 
-def _llama(width: int, layers: int, heads: int, vocabulary: int = 8192) -> dict[str, Any]:
-    return {
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "intermediate_size": 8 * width // 3 // 64 * 64,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "tie_word_embeddings": True,
-    }
+def _llama(width: int, layers: int, heads: int, vocabulary: int = 8192) -> Shape:
+    return llama(width, 8 * width // 3 // 64 * 64, layers, heads, vocabulary)
 
 
-MODELS: Mapping[str, Mapping[str, Any]] = {
+MODELS: Mapping[str, Shape] = {
     "tiny": _llama(64, 2, 2, 512),
     "5m": _llama(256, 4, 4),
     "20m": _llama(384, 9, 6),
@@ -79,29 +68,48 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure the cases, or climb the ladder; returns what --json writes."""
     options = _options(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    result: dict[str, Any] = {**facts()}
+    report = Report(options)
     if options.largest:
-        result["largest"] = climb(options, console)
+        climb(options, report)
     else:
-        result["cases"] = compare(options, console)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return result
+        compare(options, report)
+    return report.end()
 
 
-def compare(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+def compare(options: argparse.Namespace, report: Report) -> None:
     """Every case measured, beside what the formula says; the table grows line by line."""
-    rows = []
-    for model, name, case in cases(options, console):
+    rows = report.result["cases"] = []
+    for model, name, case in cases(options):
+        where = f"{model} {name}, {case.ranks} rank(s)"
         try:
-            rows.append(row_of(model, name, case, run_case(case)))
+            row = row_of(model, name, case, run_case(case))
         except (RuntimeError, ConfigError) as error:
-            console.print(f"{model} {name}, {case.ranks} rank(s): failed: {error}", style="red")
+            report.say(f"{where}: failed: {error}")
             continue
-        console.print(_line(rows[-1]), style="dim", highlight=False)
-    console.print(_table(rows))
-    return rows
+        rows.append(row)
+        report.say(f"{where}: {', '.join(' '.join(pair) for pair in _cells(row).items())}")
+        report.keep()
+    phases = list(dict.fromkeys(phase for row in rows for phase in row["formula"]))
+    report.console.print(
+        table(
+            "peak memory per rank, MiB",
+            "measured / formula (measured over formula)",
+            ("model", "case"),
+            ("ranks", *phases),
+            (
+                (row["model"], row["name"], str(row["ranks"]), *map(_cells(row).get, phases))
+                for row in rows
+            ),
+        )
+    )
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+    pairs = {phase: (row["measured"][phase], of) for phase, of in row["formula"].items()}
+    return {
+        phase: f"{measured / MEBIBYTE:.0f} / {of / MEBIBYTE:.0f} ({measured / of:.2f})"
+        for phase, (measured, of) in pairs.items()
+    }
 
 
 def run_case(case: MemoryCase) -> list[Measured]:
@@ -111,7 +119,7 @@ def run_case(case: MemoryCase) -> list[Measured]:
         return measure(case, Path(folder))
 
 
-def cases(options: argparse.Namespace, console: Console) -> Iterator[tuple[str, str, MemoryCase]]:
+def cases(options: argparse.Namespace) -> Iterator[tuple[str, str, MemoryCase]]:
     """(model, name, case): stages x LoRA, then the variants whose knobs exist."""
     for model in options.models:
         for ranks in options.ranks:
@@ -135,7 +143,7 @@ def row_of(model: str, name: str, case: MemoryCase, measured: list[Measured]) ->
         "name": name,
         "ranks": case.ranks,
         "step": case.step,
-        "case": {**asdict(case), "knobs": dict(case.knobs), "shape": dict(case.shape)},
+        "case": case,
         "parameters": shape_of(case.model_config).parameters,
         "formula": by_phase,
         "parts": {"resting": plan.resting, **plan.phases},
@@ -161,49 +169,43 @@ def phases_of(plan: MemoryPlan) -> dict[str, int]:
     return peaks
 
 
-def climb(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def climb(options: argparse.Namespace, report: Report) -> None:
     """The largest model of the ladder whose step 3 stays within the budget, each one measured."""
     budget = options.largest * GIBIBYTE
     tried: list[dict[str, Any]] = []
-    best = None
+    found = report.result["largest"] = {"budget_bytes": budget, "largest": None, "tried": tried}
     names = list(MODELS)
     for model in names[names.index(options.start) :]:
         ranks, stage = max(options.ranks), max(options.stages)
         case = _case(options, model, ranks, stage if ranks > 1 else 0, {})
-        plan = formula(case)
-        expected = max(phases_of(plan).values())
-        if expected > 1.5 * budget:
-            console.print(f"{model}: not tried, the formula says {expected / GIBIBYTE:.2f} GiB")
-            break
-        room = free_bytes(torch.device(options.device)) / (ranks if options.device == "cpu" else 1)
-        if expected > room:
-            console.print(
-                f"{model}: not tried, the formula says {expected / GIBIBYTE:.2f} GiB a rank and "
-                f"{room / GIBIBYTE:.2f} GiB are free"
+        expected = max(phases_of(formula(case)).values())
+        free = free_bytes(torch.device(options.device)) / (ranks if options.device == "cpu" else 1)
+        if expected > min(1.5 * budget, free):
+            report.say(
+                f"{model}: not tried, the formula says {expected / GIBIBYTE:.2f} GiB a rank; "
+                f"{free / GIBIBYTE:.2f} GiB are free"
             )
             break
         try:
             row = row_of(model, "largest", case, run_case(case))
         except RuntimeError as error:
-            console.print(f"{model}: failed: {error}", style="red")
+            report.say(f"{model}: failed: {error}")
             break
         tried.append(row)
+        report.keep()
         peak = max(row["measured"].values())
-        fits = peak <= budget
-        console.print(
+        report.say(
             f"{model}: {row['parameters'] / 1e6:.1f}M parameters, peak {peak / GIBIBYTE:.2f} GiB "
             f"a rank (formula {expected / GIBIBYTE:.2f}), {row['seconds_per_step']:.1f} s a step: "
-            f"{'fits' if fits else 'does not fit'}",
-            highlight=False,
+            f"{'fits' if peak <= budget else 'does not fit'}"
         )
-        if not fits:
+        if peak > budget:
             break
-        best = model
-    console.print(
-        f"largest within {options.largest:g} GiB a rank: {best or 'none'}"
+        found["largest"] = model
+    report.say(
+        f"largest within {options.largest:g} GiB a rank: {found['largest'] or 'none'}"
         + (f" with {' '.join(options.knobs)}" if options.knobs else "")
     )
-    return {"budget_bytes": budget, "largest": best, "tried": tried}
 
 
 def _case(
@@ -223,33 +225,6 @@ def _case(
     )
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    parts = [
-        f"{phase} {row['measured'][phase] / MEBIBYTE:.0f} ({bytes_ / MEBIBYTE:.0f})"
-        for phase, bytes_ in row["formula"].items()
-    ]
-    return f"{row['model']} {row['name']}, {row['ranks']} rank(s): {', '.join(parts)} MiB"
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(
-        title="peak memory per rank, MiB: measured / formula (measured over formula)",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    phases = list(dict.fromkeys(phase for row in rows for phase in row["formula"]))
-    for name in ("model", "ranks", "case", *phases):
-        table.add_column(name, justify="right" if name in ("ranks", *phases) else "left")
-    for row in rows:
-        cells = [
-            f"{row['measured'][p] / MEBIBYTE:.0f} / {row['formula'][p] / MEBIBYTE:.0f} "
-            f"({row['measured'][p] / row['formula'][p]:.2f})"
-            for p in phases
-        ]
-        table.add_row(row["model"], str(row["ranks"]), row["name"], *cells)
-    return table
-
-
 def _knob(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
@@ -258,24 +233,26 @@ def _knob(text: str) -> tuple[str, Any]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
+    flags = parser(__doc__, "device micro-batch-tokens knobs")
+    flags.set_defaults(micro_batch_tokens=256)
+    add = flags.add_argument
     add("--models", nargs="+", choices=list(MODELS), default=["20m", "100m"])
-    add("--ranks", nargs="+", type=int, default=[1, 2])
+    add("--ranks", nargs="+", type=count, default=[1, 2])
     add("--stages", nargs="+", type=int, choices=range(4), default=[0, 1, 2, 3])
     add("--lora", nargs="+", type=int, default=[0, 8], help="ranks of adapters; 0 is none")
     add("--step", choices=("sft", "ppo"), default="ppo")
     add("--no-variants", dest="variants", action="store_false", help="no offload, no quantization")
     add("--largest", type=float, metavar="GIB", help="climb the ladder of models to this budget")
     add("--start", choices=list(MODELS), default="20m", help="where --largest begins")
-    add("--knobs", nargs="*", default=[], metavar="NAME=VALUE", help="set in every case")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--prompts", type=int, default=16, help="per step, over all ranks")
-    add("--prompt-tokens", type=int, default=32)
-    add("--new-tokens", type=int, default=32)
-    add("--micro-batch-tokens", type=int, default=256)
-    add("--json", type=Path, help="write everything there")
-    return parser.parse_args(arguments)
+    add("--prompts", type=count, default=16, help="per step, over all ranks")
+    add("--prompt-tokens", type=count, default=32)
+    add("--new-tokens", type=count, default=32)
+    options = flags.parse_args(arguments)
+    if options.tiny:
+        small = {"models": ["tiny"], "ranks": [1], "lora": [0], "variants": False, "prompts": 4}
+        flags.set_defaults(**small)
+        options = flags.parse_args(arguments)
+    return options
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -11,14 +10,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from bench.harness import in_children
+from bench.models import Shape, llama, model_config, prompt_rows, random_ids
 from tandem.config.load import build_config, check_config
 from tandem.config.schema import RunConfig
 from tandem.data.embedded.tokenizer import build_tokenizer
@@ -35,18 +35,9 @@ from tandem.ops import native
 from tandem.parallel.world import World, leave
 from tandem.plan.knobs import nested
 from tandem.training.ppo_trainer import PPOTrainer
-from tandem.types import Message, PromptRow, Source, TokenBatch
+from tandem.types import TokenBatch
 
-Step = Literal["sft", "ppo"]
-
-_TINY = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "tie_word_embeddings": True,
-}
+_TINY = llama(64, 64, 1, 2, 512)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +48,8 @@ class MemoryCase:
     micro_batch_tokens: per rank; `steps` steps are made, so that optimizer states are there.
     """
 
-    shape: Mapping[str, Any]
-    step: Step = "ppo"
+    shape: Shape
+    step: Literal["sft", "ppo"] = "ppo"
     ranks: int = 1
     knobs: Mapping[str, Any] = field(default_factory=dict)
     prompts: int = 16
@@ -88,16 +79,10 @@ class MemoryCase:
         return config
 
     @property
-    def model_config(self) -> LlamaConfig:
+    def model_config(self) -> PreTrainedConfig:
         """Of actor and critic; the tokenizer is the embedded data set's."""
-        tokenizer = _tokenizer(self.shape["vocab_size"])
-        return LlamaConfig(
-            **self.shape,
-            max_position_embeddings=self.prompt + self.new,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        eos = _tokenizer(self.shape["vocab_size"]).eos_token_id
+        return model_config(self.shape, self.prompt + self.new, eos=eos)
 
 
 @dataclass(frozen=True)
@@ -116,12 +101,10 @@ def _tokenizer(vocabulary: int) -> PreTrainedTokenizerBase:
 def save_models(case: MemoryCase, folder: Path) -> None:
     """Write a case's actor and reward model, random weights, for its ranks to load."""
     for one, where in ((case, folder), (replace(case, shape=_TINY), folder / "tiny")):
-        tokenizer = _tokenizer(one.shape["vocab_size"])
         for name, make in (("actor", new_causal_lm), ("reward", new_scalar_model)):
-            if not (where / name).exists():
-                with quiet():
-                    make(one.model_config, 1).save_pretrained(where / name)
-                    tokenizer.save_pretrained(where / name)
+            with quiet():
+                make(one.model_config, 1).save_pretrained(where / name)
+                _tokenizer(one.shape["vocab_size"]).save_pretrained(where / name)
 
 
 def measure(case: MemoryCase, models: Path) -> list[Measured]:
@@ -135,19 +118,9 @@ def measure(case: MemoryCase, models: Path) -> list[Measured]:
     # Every tensor is a mapping of its own, given back when freed: resident is what tensors hold.
     before = os.environ.get("MALLOC_MMAP_THRESHOLD_")
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    context = multiprocessing.get_context("spawn")
     try:
         with tempfile.TemporaryDirectory() as folder:
-            ends = [context.Pipe(duplex=False) for _ in range(case.ranks)]
-            children = [
-                context.Process(target=_rank, args=(case, rank, models, folder, sender))
-                for rank, (_, sender) in enumerate(ends)
-            ]
-            for child in children:
-                child.start()
-            for _, sender in ends:
-                sender.close()
-            return [_received(receiver, children) for receiver, _ in ends]
+            return in_children(a_rank, [(case, i, models, folder) for i in range(case.ranks)])
     finally:
         if before is None:
             del os.environ["MALLOC_MMAP_THRESHOLD_"]
@@ -155,22 +128,8 @@ def measure(case: MemoryCase, models: Path) -> list[Measured]:
             os.environ["MALLOC_MMAP_THRESHOLD_"] = before
 
 
-def _received(receiver: Connection, children: list[Any]) -> Measured:
-    try:
-        result: Measured = receiver.recv()
-    except EOFError:
-        for child in children:
-            child.kill()
-            child.join()
-        codes = [child.exitcode for child in children]
-        raise RuntimeError(
-            f"every rank must answer; got exit codes {codes}. See the traceback above; -9 where "
-            "nothing is said means too little memory."
-        ) from None
-    return result
-
-
-def _rank(case: MemoryCase, rank: int, models: Path, folder: str, sender: Connection) -> None:
+def a_rank(case: MemoryCase, rank: int, models: Path, folder: str) -> Measured:
+    """The peaks of one rank, in this process; `folder` is where the ranks meet."""
     torch.set_num_threads(case.threads)
     device = torch.device("cuda", rank) if case.config.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -181,67 +140,69 @@ def _rank(case: MemoryCase, rank: int, models: Path, folder: str, sender: Connec
         dist.init_process_group(backend, init_method=store, rank=rank, world_size=case.ranks)
     world = World(rank, case.ranks, case.ranks, device)
     native.available()  # built and loaded before anything is measured
-    run = _ppo if case.step == "ppo" else _sft
     # What libraries load on first use is no model's memory: a tiny model goes first.
-    run(replace(case, shape=_TINY, steps=1), models / "tiny", world)
+    _steps(replace(case, shape=_TINY, steps=1), models / "tiny", world)
     gc.collect()
-    sender.send(run(case, models, world))
+    found = _steps(case, models, world)
     leave()
+    return found
 
 
-def _ppo(case: MemoryCase, models: Path, world: World) -> Measured:
-    config, phases = case.config, Phases()
-    before = resident_bytes(world.device)
+def _steps(case: MemoryCase, models: Path, world: World) -> Measured:
+    phases, before = Phases(), resident_bytes(world.device)
     with phases("save"):  # any phase's name serves to take the peak of loading
-        engine = RLHFEngine(
-            actor=str(models / "actor"),
-            reward_model=str(models / "reward"),
-            config=config,
-            world=world,
-        )
-    trainer = PPOTrainer(engine, config, num_steps=case.steps, phases=phases)
-    prompts = _prompts(case)
+        step = (_ppo if case.step == "ppo" else _sft)(case, models, world, phases)
     start = time.perf_counter()
-    for step in range(1, case.steps + 1):
-        experience = trainer.generate_experience(prompts, step=step)
-        trainer.train_rlhf(experience, step=step)
-        del experience
-    return _peaks(phases, before, (time.perf_counter() - start) / case.steps)
+    for number in range(1, case.steps + 1):
+        step(number)
+    seconds = (time.perf_counter() - start) / case.steps
+    found = {
+        name.partition("/")[2]: int(value) - before
+        for name, value in phases.metrics().items()
+        if name.startswith("peak_memory_bytes/")
+    }
+    return Measured({"load": found.pop("save"), **found}, seconds)
 
 
-def _sft(case: MemoryCase, models: Path, world: World) -> Measured:
-    config, phases = case.config, Phases()
-    before = resident_bytes(world.device)
-    with phases("save"):
-        model = place_policy(str(models / "actor"), config, world, trained=True, seed=config.seed)
-        trainee = Trainee("sft", model, config.sft, case.steps)
+def _ppo(case: MemoryCase, models: Path, world: World, phases: Phases) -> Any:
+    config = case.config
+    engine = RLHFEngine(
+        actor=str(models / "actor"),
+        reward_model=str(models / "reward"),
+        config=config,
+        world=world,
+    )
+    trainer = PPOTrainer(engine, config, num_steps=case.steps, phases=phases)
+    vocabulary = min(400, case.shape["vocab_size"])
+    prompts = prompt_rows(random_ids([case.prompt] * case.prompts, vocabulary, seed=1))
+
+    def step(number: int) -> None:
+        trainer.train_rlhf(trainer.generate_experience(prompts, step=number), step=number)
+
+    return step
+
+
+def _sft(case: MemoryCase, models: Path, world: World, phases: Phases) -> Any:
+    config = case.config
+    model = place_policy(str(models / "actor"), config, world, trained=True, seed=config.seed)
+    trainee = Trainee("sft", model, config.sft, case.steps)
     ids = torch.randint(5, 400, (case.prompts, case.prompt + case.new), device=world.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
     answers = mask.clone()
     answers[:, : case.prompt] = False
     batch = TokenBatch(ids, mask, answers)
     model.train()
-    start = time.perf_counter()
-    for _ in range(case.steps):
+
+    def step(number: int) -> None:
         with phases("train"):
             for rows, part in deal_batch(batch, config.micro_batch_tokens, world):
                 chosen = batch.select(rows)
-                logprobs = response_logprobs(model, chosen)[0]
-                loss = sft_loss(logprobs, chosen.response_mask)
+                loss = sft_loss(response_logprobs(model, chosen)[0], chosen.response_mask)
                 trainee.backward(loss, int(answers.sum()), is_last=part.is_last)
-                del loss, logprobs
+                del loss
             trainee.step()
-    return _peaks(phases, before, (time.perf_counter() - start) / case.steps)
 
-
-def _peaks(phases: Phases, before: int, seconds: float) -> Measured:
-    found = {
-        name.partition("/")[2]: int(value) - before
-        for name, value in phases.metrics().items()
-        if name.startswith("peak_memory_bytes/")
-    }
-    found["load"] = found.pop("save")
-    return Measured(found, seconds)
+    return step
 
 
 def resident_bytes(device: torch.device) -> int:
@@ -252,14 +213,3 @@ def resident_bytes(device: torch.device) -> int:
         raise RuntimeError(f"resident memory must be read on Linux; got {sys.platform}.")
     pages = Path("/proc/self/statm").read_text("ascii").split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _prompts(case: MemoryCase) -> list[PromptRow]:
-    generator = torch.Generator().manual_seed(1)
-    vocabulary = min(400, case.shape["vocab_size"])
-    rows = torch.randint(5, vocabulary, (case.prompts, case.prompt), generator=generator)
-    message = (Message("user", "?"),)
-    return [
-        PromptRow(tuple(row), message, {}, Source("bench", "bench", i + 1))
-        for i, row in enumerate(rows.tolist())
-    ]

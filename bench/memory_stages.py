@@ -16,39 +16,39 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 # The benches are no part of the installed package: they are run from the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.harness import facts
+from bench.report import ROOT, Report, count, parser, table
+from tandem.metrics.records import read_metrics
 
-ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("sft", "reward", "dpo", "ppo")
 PHASES = ("train", "generate", "score")
-MEBIBYTE = 2**20
 WORDS = "the cat sat on a green mat and then the sun came out over the hill"
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure the stages, print a table; returns what --json writes."""
     options = _options(arguments)
-    result: dict[str, Any] = {**facts(), "options": {k: str(v) for k, v in vars(options).items()}}
-    result["stages"] = {}
-    print(json.dumps({name: result[name] for name in result if name != "stages"}))
-    print(f"{'stage':8}{'tokens/step':>12}" + "".join(f"{phase:>10}" for phase in PHASES) + "  MiB")
+    report = Report(options)
+    stages = report.result["stages"] = {}
     with tempfile.TemporaryDirectory() as folder:
         for stage in options.stages:
-            found = measure(stage, options, Path(folder))
-            result["stages"][stage] = found
-            cells = [found.get(phase) for phase in PHASES]
-            shown = "".join(f"{c / MEBIBYTE:10,.0f}" if c else f"{'':>10}" for c in cells)
-            print(f"{stage:8}{found['tokens']:12,.0f}{shown}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return result
+            report.say(f"{stage} ...")
+            stages[stage] = measure(stage, options, Path(folder))
+            report.keep()
+    rows = [
+        (stage, f"{of['tokens']:,.0f}", *(f"{of[p] / 2**20:,.0f}" if of[p] else "" for p in PHASES))
+        for stage, of in stages.items()
+    ]
+    report.console.print(
+        table("peak memory, MiB", "", ("stage",), ("tokens a step", *PHASES), rows)
+    )
+    return report.end()
 
 
 def measure(stage: str, options: argparse.Namespace, folder: Path) -> dict[str, float]:
@@ -71,8 +71,7 @@ def measure(stage: str, options: argparse.Namespace, folder: Path) -> dict[str, 
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"{stage} must train; got exit code {done.returncode}: {done.stderr}")
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [record["values"] for record in map(json.loads, lines) if record["stage"] == stage]
+    steps = [record.values for record in read_metrics(str(run)) if record.stage == stage]
     found: dict[str, float] = {
         phase: max(step.get(f"peak_memory_bytes/{phase}", 0.0) for step in steps)
         for phase in PHASES
@@ -81,21 +80,21 @@ def measure(stage: str, options: argparse.Namespace, folder: Path) -> dict[str, 
     return found | {"tokens": last["tokens_per_second/train"] * last["seconds/train"]}
 
 
-def _config(options: argparse.Namespace, folder: Path) -> Mapping[str, Any]:
+def _config(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Rows of one length, with texts mixed into PPO; no adapter, no offload: --knobs can."""
-    words = (WORDS.split() * options.words)[: options.words]
-    pairs = folder / "pairs.jsonl"
-    with pairs.open("w", encoding="utf-8") as file:
-        for i in range(200):
-            row = {"prompt": f"{' '.join(words)} {i}", "chosen": f"{i} {' '.join(words)}"}
-            file.write(json.dumps(row | {"rejected": f"not {row['chosen']}"}) + "\n")
-    texts = folder / "texts.jsonl"
-    lines = [json.dumps({"text": f"{i} {' '.join(2 * words)}"}) + "\n" for i in range(50)]
-    texts.write_text("".join(lines), encoding="utf-8")
+    words = " ".join((WORDS.split() * options.words)[: options.words])
+    pairs = [
+        {"prompt": f"{words} {i}", "chosen": f"{i} {words}", "rejected": f"not {i} {words}"}
+        for i in range(200)
+    ]
+    texts = [{"text": f"{i} {words} {words}"} for i in range(50)]
+    for name, rows in (("pairs", pairs), ("texts", texts)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     fit = {"max_steps": options.steps, "epochs": 100, "batch_size": options.batch, "eval_every": 0}
     return {
         "actor_model": str(options.model),
-        "data": [str(pairs)],
+        "data": [str(folder / "pairs.jsonl")],
         "dtype": options.dtype,
         "device": options.device,
         "micro_batch_tokens": options.micro_batch_tokens,
@@ -110,7 +109,7 @@ def _config(options: argparse.Namespace, folder: Path) -> Mapping[str, Any]:
             "minibatch_size": options.batch,
             "epochs": 1,
             "eval_prompts": 0,
-            "ptx_data": [str(texts)],
+            "ptx_data": [str(folder / "texts.jsonl")],
             "ptx_coef": 0.5,
             "ptx_batch_size": options.batch,
         },
@@ -120,25 +119,20 @@ def _config(options: argparse.Namespace, folder: Path) -> Mapping[str, Any]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
+    flags = parser(__doc__, "device micro-batch-tokens knobs")
+    flags.set_defaults(micro_batch_tokens=1024)
+    add = flags.add_argument
     add("model", type=Path, help="a Hugging Face folder with its tokenizer")
-    add("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--batch", type=int, default=8, help="rows, pairs or prompts of an optimizer step")
-    add("--words", type=int, default=100, help="of a prompt, and tokens of an answer")
-    add("--micro-batch-tokens", type=int, default=1024)
-    add("--steps", type=int, default=2)
-    add(
-        "--knobs",
-        nargs="*",
-        default=[],
-        metavar="NAME=VALUE",
-        help="of tandem train, as in lora.rank=8",
-    )
-    add("--json", type=Path, help="write everything there")
-    return parser.parse_args(arguments)
+    add("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    add("--batch", type=count, default=8, help="rows, pairs or prompts of an optimizer step")
+    add("--words", type=count, default=100, help="of a prompt, and tokens of an answer")
+    add("--steps", type=count, default=2)
+    options = flags.parse_args(arguments)
+    if options.tiny:
+        flags.set_defaults(batch=2, words=15, steps=1)
+        options = flags.parse_args(arguments)
+    return options
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
 )
+
+from bench.plain_hf_supervised import adamw, autocast, update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,7 @@ class Settings:
     bf16: bool = False
 
 
-@dataclass(frozen=True)
-class Sequences:
+class Sequences(NamedTuple):
     """Prompts padded on the left, then answers padded on the right; all (B, T).
 
     response_mask: tokens that the policy sampled, EOS included.
@@ -62,8 +63,7 @@ class Sequences:
     response_mask: Tensor
 
 
-@dataclass(frozen=True)
-class Experience:
+class Experience(NamedTuple):
     """Sequences with all that the updates need; (B, T) but scores, (B,)."""
 
     sequences: Sequences
@@ -113,34 +113,23 @@ class PlainPPO:
         self.reference = copy.deepcopy(actor).requires_grad_(False).eval()
         self.reward_model = reward_model.requires_grad_(False).eval()
         self.settings = settings
-        self.actor_optimizer = self._adamw(actor, settings.actor_learning_rate)
-        self.critic_optimizer = self._adamw(critic, settings.critic_learning_rate)
+        self.actor_optimizer = adamw(actor, settings.actor_learning_rate, settings.betas)
+        self.critic_optimizer = adamw(critic, settings.critic_learning_rate, settings.betas)
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], lengths: Tensor) -> Sequences:
         """Sample an answer to each prompt, of the lengths (B,) that `HoldLengths` says."""
         settings, device = self.settings, self.actor.device
-        width = max(len(prompt) for prompt in prompts)
-        token_ids = torch.full((len(prompts), width), settings.pad_token_id)
-        attention_mask = torch.zeros((len(prompts), width), dtype=torch.long)
-        for i, prompt in enumerate(prompts):
-            token_ids[i, width - len(prompt) :] = torch.tensor(prompt)
-            attention_mask[i, width - len(prompt) :] = 1
-        token_ids, attention_mask = token_ids.to(device), attention_mask.to(device)
+        token_ids, attention_mask = left_padded(prompts, settings.pad_token_id, device)
+        width = token_ids.shape[1]
         hold = HoldLengths(lengths.to(device), width, settings.eos_token_id)
         self.actor.eval()
-        with self._autocast():
+        with autocast(self.actor, settings.bf16):
             sequences = self.actor.generate(  # type: ignore[operator]
                 token_ids,
                 attention_mask=attention_mask,
-                generation_config=GenerationConfig(
-                    do_sample=True,
-                    temperature=1.0,
-                    top_k=0,
-                    top_p=1.0,
-                    max_new_tokens=settings.max_new_tokens,
-                    eos_token_id=settings.eos_token_id,
-                    pad_token_id=settings.pad_token_id,
+                generation_config=sampling(
+                    settings.max_new_tokens, settings.eos_token_id, settings.pad_token_id
                 ),
                 logits_processor=LogitsProcessorList([hold]),
             )
@@ -199,15 +188,13 @@ class PlainPPO:
             value_loss.backward()
             policy_total += policy_loss.item()
             value_total += value_loss.item()
-        norms = []
-        for model, optimizer in (
-            (self.actor, self.actor_optimizer),
-            (self.critic, self.critic_optimizer),
-        ):
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            norms.append(norm.item())
+        norms = [
+            update(model, optimizer, settings.max_grad_norm)
+            for model, optimizer in (
+                (self.actor, self.actor_optimizer),
+                (self.critic, self.critic_optimizer),
+            )
+        ]
         return policy_total, value_total, norms[0], norms[1]
 
     def _policy_loss(self, part: Experience) -> Tensor:
@@ -238,7 +225,7 @@ class PlainPPO:
 
     def _logprobs(self, model: PreTrainedModel, part: Sequences) -> Tensor:
         """(b, T) log-prob of each response token, from the logits of every position."""
-        with self._autocast():
+        with autocast(model, self.settings.bf16):
             logits = model(
                 input_ids=part.token_ids,
                 attention_mask=part.attention_mask.long(),
@@ -256,7 +243,7 @@ class PlainPPO:
 
     def _head_outputs(self, model: PreTrainedModel, part: Sequences) -> Tensor:
         """(b, T) float32: the scalar head over every position."""
-        with self._autocast():
+        with autocast(model, self.settings.bf16):
             hidden = model.base_model(
                 input_ids=part.token_ids,
                 attention_mask=part.attention_mask.long(),
@@ -281,20 +268,37 @@ class PlainPPO:
         return max(1, self.settings.micro_batch_tokens // sequences.token_ids.shape[1])
 
     def _microbatches(self, sequences: Sequences) -> list[Sequences]:
-        rows = self._rows(sequences)
-        columns = (sequences.token_ids, sequences.attention_mask, sequences.response_mask)
-        return [Sequences(*part) for part in zip(*(c.split(rows) for c in columns), strict=True)]
+        parts = (column.split(self._rows(sequences)) for column in sequences)
+        return [Sequences(*part) for part in zip(*parts, strict=True)]
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        if not self.settings.bf16:
-            return nullcontext()
-        return torch.autocast(self.actor.device.type, dtype=torch.bfloat16)
 
-    def _adamw(self, model: PreTrainedModel, learning_rate: float) -> torch.optim.AdamW:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return torch.optim.AdamW(
-            trained, lr=learning_rate, betas=self.settings.betas, weight_decay=0.0, fused=True
-        )
+def left_padded(
+    prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """(b, t) ids and attention mask of prompts that end in the last column."""
+    width = max(map(len, prompts))
+    token_ids = torch.full((len(prompts), width), pad_token_id)
+    attention_mask = torch.zeros((len(prompts), width), dtype=torch.long)
+    for i, prompt in enumerate(prompts):
+        token_ids[i, width - len(prompt) :] = torch.tensor(prompt)
+        attention_mask[i, width - len(prompt) :] = 1
+    return token_ids.to(device), attention_mask.to(device)
+
+
+def sampling(
+    max_new_tokens: int, eos_token_id: int, pad_token_id: int, **more: Any
+) -> GenerationConfig:
+    """Plain sampling from the model's own distribution."""
+    return GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        **more,
+    )
 
 
 def _positions(attention_mask: Tensor) -> Tensor:
@@ -308,17 +312,5 @@ def _last(mask: Tensor) -> Tensor:
 
 
 def _select(experience: Experience, rows: Tensor) -> Experience:
-    sequences = experience.sequences
-    return Experience(
-        Sequences(
-            sequences.token_ids[rows],
-            sequences.attention_mask[rows],
-            sequences.response_mask[rows],
-        ),
-        experience.old_logprobs[rows],
-        experience.ref_logprobs[rows],
-        experience.values[rows],
-        experience.advantages[rows],
-        experience.returns[rows],
-        experience.scores[rows],
-    )
+    sequences = Sequences(*(column[rows] for column in experience.sequences))
+    return Experience(sequences, *(column[rows] for column in experience[1:]))

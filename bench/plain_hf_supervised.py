@@ -50,7 +50,7 @@ def train_sft(
     model: PreTrainedModel, batches: Sequence[Sequence[TokenRow]], settings: Settings
 ) -> list[Step]:
     """One optimizer step for each batch: mean cross-entropy of the answers' tokens."""
-    optimizer = _adamw(model, settings)
+    optimizer = adamw(model, settings.learning_rate, settings.betas)
     model.train()
     steps = []
     for batch in batches:
@@ -60,7 +60,7 @@ def train_sft(
             loss = language_loss(model, rows, settings) / count
             loss.backward()
             total += loss.item()
-        steps.append(Step(total, _update(model, optimizer, settings)))
+        steps.append(Step(total, update(model, optimizer, settings.max_grad_norm)))
     return steps
 
 
@@ -68,7 +68,7 @@ def train_reward(
     model: PreTrainedModel, batches: Sequence[Sequence[PairRow]], settings: Settings
 ) -> list[Step]:
     """One optimizer step for each batch: mean of -log sigmoid(chosen - rejected)."""
-    optimizer = _adamw(model, settings)
+    optimizer = adamw(model, settings.learning_rate, settings.betas)
     model.train()
     steps = []
     for batch in batches:
@@ -76,20 +76,20 @@ def train_reward(
         for pairs in pair_chunks(batch, settings.micro_batch_tokens):
             rows = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
             token_ids, attention_mask, _ = padded(rows, settings.pad_token_id, model.device)
-            with autocast(model, settings):
+            with autocast(model, settings.bf16):
                 scores = model(input_ids=token_ids, attention_mask=attention_mask).logits[:, 0]
             chosen, rejected = scores.float().chunk(2)
             loss = -F.logsigmoid(chosen - rejected).sum() / len(batch)
             loss.backward()
             total += loss.item()
-        steps.append(Step(total, _update(model, optimizer, settings)))
+        steps.append(Step(total, update(model, optimizer, settings.max_grad_norm)))
     return steps
 
 
 def language_loss(model: PreTrainedModel, rows: Sequence[TokenRow], settings: Settings) -> Tensor:
     """Sum of the cross-entropies of the rows' answers, from the logits of every position."""
     token_ids, attention_mask, labels = padded(rows, settings.pad_token_id, model.device)
-    with autocast(model, settings):
+    with autocast(model, settings.bf16):
         logits = model(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits
     return F.cross_entropy(
         logits[:, :-1].flatten(0, 1).float(),
@@ -127,25 +127,22 @@ def padded(
     return token_ids.to(device), attention_mask.to(device), labels.to(device)
 
 
-def autocast(model: PreTrainedModel, settings: Settings) -> AbstractContextManager[object]:
-    """bfloat16 where the settings say so."""
-    if not settings.bf16:
-        return nullcontext()
-    return torch.autocast(model.device.type, dtype=torch.bfloat16)
+def autocast(model: PreTrainedModel, bf16: bool) -> AbstractContextManager[object]:
+    """bfloat16 where it is asked for."""
+    return torch.autocast(model.device.type, dtype=torch.bfloat16) if bf16 else nullcontext()
 
 
-def _adamw(model: PreTrainedModel, settings: Settings) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        weight_decay=0.0,
-        fused=True,
-    )
+def adamw(
+    model: PreTrainedModel, learning_rate: float, betas: tuple[float, float]
+) -> torch.optim.AdamW:
+    """Over all that is trained, without weight decay."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=learning_rate, betas=betas, weight_decay=0.0, fused=True)
 
 
-def _update(model: PreTrainedModel, optimizer: torch.optim.AdamW, settings: Settings) -> float:
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+def update(model: PreTrainedModel, optimizer: torch.optim.AdamW, max_grad_norm: float) -> float:
+    """One clipped optimizer step; the gradient's norm before clipping."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm.item()

@@ -8,34 +8,30 @@ bench/README.md says what is the same on all sides and how to read the table.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel
 
 # The benches are no part of the installed package: they are run from the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.harness import Cost, alternate, facts
+from bench.harness import Ready, compare, fastest, measure, ready, require_close
+from bench.models import SHAPES, apart, tiny
 from bench.plain_hf_supervised import Step, pair_chunks, row_chunks
-from bench.ragged import SHAPES, apart
+from bench.report import Report, count, parser, sides_table
 from bench.supervised_sides import (
-    PlainSide,
-    Side,
-    SupervisedStart,
-    SupervisedWork,
-    TandemSide,
-    supervised_start,
+    SIDES,
+    TrainingSide,
+    TrainingStart,
+    TrainingWork,
+    training_start,
 )
-from bench.training_table import show, summary
-from tandem.engine.allocator import keep_freed_memory
 
 AGREEMENT = {"fp32": 1e-4, "bf16": 3e-2}
 """How far losses, gradient norms and final weights may be apart, relative to the plain loop's."""
@@ -43,18 +39,17 @@ AGREEMENT = {"fp32": 1e-4, "bf16": 3e-2}
 MICRO_BATCH_TOKENS = (768, 1536, 3072, 6144)
 """Padded tokens per forward that the plain loop is tried with; it gets its fastest."""
 
+LLAMAS = ("llama-2.2m", "llama-22m")
+
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Check, measure, show; returns what --json writes."""
     options = _options(arguments)
-    torch.set_num_threads(options.threads)
-    kept = keep_freed_memory() if options.keep_freed_memory else False
-    console = Console()
-    result = {**facts(), "keeps_freed_memory": kept, "rows": {}}
-    has_trl = importlib.util.find_spec("trl") is not None
+    report = Report(options)
+    rows = report.result["rows"] = {}
     for shape in options.shapes:
         for stage in options.stages:
-            work = SupervisedWork(
+            work = TrainingWork(
                 stage=stage,
                 shape=SHAPES[shape],
                 dtype=options.dtype,
@@ -62,86 +57,89 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 num_steps=options.steps,
                 batch_size=options.batch_size,
             )
-            row = measure(work, options.rounds, options.micro_batch_tokens, with_trl=has_trl)
-            result["rows"][f"{shape}-{stage}"] = row
+            row = measure_row(tried(work, options), options, SIDES)
+            rows[f"{shape}-{stage}"] = row
             title = f"{shape} {stage}: {work.num_steps} steps of {work.batch_size}, {work.dtype}"
-            show(console, title, row)
-    if not has_trl:
-        console.print("trl is not installed: its trainers were left out", style="dim")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return result
+            show(report, title, row)
+    return report.end()
 
 
-def measure(
-    work: SupervisedWork, rounds: int, micro_batch_tokens: int | None, *, with_trl: bool
+def tried(work: TrainingWork, options: argparse.Namespace) -> TrainingWork:
+    """The work, or with --tiny less of the same kind."""
+    small: dict[str, Any] = {"batch_size": 6, "prompt_tokens": (2, 6), "max_answer_tokens": 12}
+    return replace(work, shape=tiny(work.shape), **small) if options.tiny else work
+
+
+def measure_row(
+    work: TrainingWork,
+    options: argparse.Namespace,
+    kinds: Mapping[str, type[TrainingSide]],
+    tensors: Callable[[PreTrainedModel], Iterable[Tensor]] = lambda model: model.parameters(),
+    limit: float | None = None,
 ) -> dict[str, Any]:
-    """Check that the sides end at the same weights, then time them; every round from the start."""
-    start = supervised_start(work)
-    tokens = micro_batch_tokens or _fastest(work, start)
+    """Check that the sides compute the same, then time them; every round from the start.
+
+    Args:
+        tensors, limit: as of `agreement`.
+    """
+    start = training_start(work)
+    first = replace(start, batches=start.batches[:1])
+    tokens = options.micro_batch_tokens or fastest(
+        lambda n: kinds["hf"](replace(work, micro_batch_tokens=n), first), MICRO_BATCH_TOKENS
+    )
     work = replace(work, micro_batch_tokens=tokens)
-    sides: dict[str, Side] = {"tandem": TandemSide(work, start), "hf": PlainSide(work, start)}
-    if with_trl:
-        from bench.supervised_trl import TRLSide
-
-        sides["trl"] = TRLSide(work, start)
-    distances = agreement(work, sides)
-    first = {name: side.step()[0] for name, side in sides.items()}
-
-    def steps_of(name: str) -> Callable[[], dict[str, Cost]]:
-        def step() -> dict[str, Cost]:
-            steps, costs = sides[name].step()
-            require_same_work(work, name, steps, first[name])
-            return costs
-
-        return step
-
-    costs = alternate({name: steps_of(name) for name in sides}, rounds)
+    makers = {name: partial(kind, work, start) for name, kind in kinds.items()}
+    found = ready(makers, required=("tandem", "hf"))
+    distances = agreement(work, found, tensors, limit)
+    _, costs = measure(
+        found.sides,
+        options.rounds,
+        lambda name, steps: require_same_work(work, name, steps, found.done[name]),
+    )
     return {
-        "work": asdict(work),
-        "micro_batch_tokens": tokens,
+        "work": work,
         "padding": padded_tokens(work, start) / start.num_tokens,
         "apart": distances,
+        "absent": found.absent,
         "tokens": start.num_tokens,
-        "rounds": {
-            side: [asdict(one["total"]) for one in of_side] for side, of_side in costs.items()
-        },
-        "summary": summary(start.num_tokens, costs),
+        "rounds": costs,
+        "summary": compare(costs, start.num_tokens),
     }
 
 
-def agreement(work: SupervisedWork, sides: dict[str, Side]) -> dict[str, float]:
-    """Every side trains once; how far reports and weights are from the plain loop's.
+def agreement(
+    work: TrainingWork,
+    found: Ready,
+    tensors: Callable[[PreTrainedModel], Iterable[Tensor]] = lambda model: model.parameters(),
+    limit: float | None = None,
+) -> dict[str, float]:
+    """How far from the plain loop's every side's reports and tensors are after a first round.
 
+    Args:
+        tensors: of a model, to be compared; its weights by default.
+        limit: instead of AGREEMENT.
     Raises:
-        RuntimeError: further than AGREEMENT.
+        RuntimeError: further than the limit.
     """
-    reported = {name: side.step()[0] for name, side in sides.items()}
-    plain = sides["hf"]
+    plain: Any = found.sides["hf"]
     distances = {}
-    for name, steps in reported.items():
-        if name == "hf":
+    for name, side in found.sides.items():
+        if side is plain:
             continue
+        steps = found.done[name]
         require_same_work(work, name, steps, steps)
         for what in ("loss", "grad_norm"):
             distances[f"{name}/{what}"] = max(
                 abs(getattr(ours, what) - getattr(theirs, what)) / abs(getattr(theirs, what))
-                for ours, theirs in zip(steps, reported["hf"], strict=True)
+                for ours, theirs in zip(steps, found.done["hf"], strict=True)
             )
-        distances[f"{name}/weights"] = apart(
-            list(sides[name].model.parameters()), list(plain.model.parameters())
-        )
-    limit = AGREEMENT[work.dtype]
-    for name, distance in distances.items():
-        if not distance <= limit:
-            raise RuntimeError(
-                f"{name} must agree with the plain loop's to {limit:g}; got {distance:.3g} apart."
-            )
+        distances[f"{name}/tensors"] = apart(tensors(side.model), tensors(plain.model))  # type: ignore[attr-defined]
+    require_close(distances, limit or AGREEMENT[work.dtype])
     return distances
 
 
 def require_same_work(
-    work: SupervisedWork, name: str, steps: Sequence[Step], first: Sequence[Step]
+    work: TrainingWork, name: str, steps: Sequence[Step], first: Sequence[Step]
 ) -> None:
     """A round took all optimizer steps and repeated the first round's losses.
 
@@ -150,58 +148,49 @@ def require_same_work(
     """
     if len(steps) != work.num_steps:
         raise RuntimeError(f"{name} must take {work.num_steps} optimizer steps; got {len(steps)}.")
-    for now, before in zip(steps, first, strict=True):
-        if abs(now.loss - before.loss) > AGREEMENT[work.dtype] * abs(before.loss):
+    for this, before in zip(steps, first, strict=True):
+        if abs(this.loss - before.loss) > AGREEMENT[work.dtype] * abs(before.loss):
             raise RuntimeError(
-                f"every round of {name} must have the same losses; got {now.loss} after "
+                f"every round of {name} must have the same losses; got {this.loss} after "
                 f"{before.loss}."
             )
 
 
-def padded_tokens(work: SupervisedWork, start: SupervisedStart) -> int:
+def padded_tokens(work: TrainingWork, start: TrainingStart) -> int:
     """Tokens that the plain loop's forwards read, padding included."""
-    total = 0
-    for batch in start.batches:
-        if work.stage == "sft":
-            chunks = [list(map(len, rows)) for rows in row_chunks(batch, work.micro_batch_tokens)]
-            total += sum(len(lengths) * max(lengths) for lengths in chunks)
-        else:
-            pairs = pair_chunks(batch, work.micro_batch_tokens)
-            total += sum(2 * len(part) * max(map(len, part)) for part in pairs)
-    return total
+    per_row, chunks = (1, row_chunks) if work.stage == "sft" else (2, pair_chunks)
+    return sum(
+        per_row * len(rows) * max(map(len, rows))
+        for batch in start.batches
+        for rows in chunks(batch, work.micro_batch_tokens)
+    )
 
 
-def _fastest(work: SupervisedWork, start: SupervisedStart) -> int:
-    """The micro-batch with which the plain loop takes the least CPU time."""
-    one_step = replace(start, batches=start.batches[:1])
-    seconds = {}
-    for tokens in MICRO_BATCH_TOKENS:
-        side = PlainSide(replace(work, micro_batch_tokens=tokens), one_step)
-        side.step()
-        seconds[tokens] = statistics.median(side.step()[1]["total"].cpu for _ in range(3))
-    return min(seconds, key=seconds.__getitem__)
+def show(report: Report, title: str, row: Mapping[str, Any]) -> None:
+    """A row's table, and under it the sides that could not be had."""
+    report.console.print(
+        sides_table(
+            title,
+            f"{row['tokens']} real tokens, micro-batches of {row['work'].micro_batch_tokens}, "
+            f"padding {row['padding']:.2f}x; at most {max(row['apart'].values()):.1e} apart; "
+            f"{len(row['rounds']['tandem'])} round(s)",
+            {"": row["summary"]},
+            "",
+        )
+    )
+    for side, reason in row["absent"].items():
+        report.say(f"{side} is unavailable: {reason}")
+    report.keep()
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
+    flags = parser(__doc__, "rounds threads dtype device micro-batch-tokens default-allocator")
+    add = flags.add_argument
     add("--stages", nargs="+", choices=("sft", "reward"), default=["sft", "reward"])
-    add("--shapes", nargs="+", choices=sorted(SHAPES), default=["llama-2.2m"])
-    add("--steps", type=int, default=4, help="optimizer steps per round")
-    add("--batch-size", type=int, default=32, help="rows or pairs per optimizer step")
-    add("--rounds", type=int, default=5, help="trainings of each side that are measured")
-    add("--threads", type=int, default=1, help="of torch, for all sides")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="compute type")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--micro-batch-tokens", type=int, help="padded tokens per forward, for all sides")
-    add(
-        "--default-allocator",
-        dest="keep_freed_memory",
-        action="store_false",
-        help="leave the C library's allocator as it is, for all sides",
-    )
-    add("--json", type=Path, help="write everything there too")
-    return parser.parse_args(arguments)
+    add("--shapes", nargs="+", choices=LLAMAS, default=["llama-2.2m"])
+    add("--steps", type=count, default=4, help="optimizer steps per round")
+    add("--batch-size", type=count, default=32, help="rows or pairs per optimizer step")
+    return flags.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +10,25 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, OPTForCausalLM, PreTrainedModel
 
-from bench import generation, generation_sides
-from bench.generation_limits import decode_bytes, gemm_rate, real_flops
-from bench.generation_same import agreement, require_same_lengths, require_whole
-from bench.generation_sides import ContinuousBatchingSide, make_side
-from bench.generation_table import show, summary
-from bench.generation_work import (
-    CPU_ROWS,
-    EOS,
-    GPU_ROWS,
-    SHAPES,
+from bench import generation
+from bench.generation import GPU_ROWS, agreement, require_same_lengths, summary
+from bench.generation_sides import (
+    SIDES,
+    ContinuousBatchingSide,
     GenerationWork,
+    TandemSide,
     generation_start,
-    sharing_weights,
+    require_whole,
 )
 from bench.harness import Cost
+from bench.limits import decode_bytes, gemm_rate, real_flops
+from bench.models import EOS, SHAPES, llama, sharing_weights, tiny
 from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.models.save import save_model
 
-TINY = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
-TINY_OPT = {
-    "model_type": "opt",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "ffn_dim": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "word_embed_proj_dim": 16,
-}
+TINY = llama(16, 24, 2, 4, 64, kv_heads=2)
+TINY_OPT = {**tiny(SHAPES["opt-125m"]), "hidden_size": 16, "word_embed_proj_dim": 16}
+HF = ["tandem", "hf", "hf-static", "hf-cb"]
 
 
 @pytest.fixture
@@ -59,14 +38,14 @@ def work() -> GenerationWork:
     )
 
 
-@pytest.mark.parametrize("side", ["tandem", "hf", "hf-static", "hf-cb"])
+@pytest.mark.parametrize("side", HF)
 @pytest.mark.parametrize("shape", [TINY, TINY_OPT], ids=["llama", "opt"])
 def test_every_side_answers_all_prompts_anew_each_time(
     work: GenerationWork, side: str, shape: Any
 ) -> None:
     work = replace(work, shape=shape)
     start = generation_start(work)
-    built = make_side(side, work, start)
+    built = SIDES[side](work, start)
     first, second = (built.answers(built.generate(number, 10)) for number in (1, 2))
     for answers in (first, second):
         require_whole(work, answers)
@@ -74,13 +53,13 @@ def test_every_side_answers_all_prompts_anew_each_time(
     assert first != second
 
 
-@pytest.mark.parametrize("side", ["tandem", "hf", "hf-static", "hf-cb"])
+@pytest.mark.parametrize("side", HF)
 def test_a_side_answers_the_prompt_that_it_was_given(work: GenerationWork, side: str) -> None:
     """With a head that says the last prompt's token again, the answers name their prompts."""
     work = replace(work, ends=False, max_new_tokens=4)
     start = generation_start(work)
     _echo(start.model)
-    built = make_side(side, work, start)
+    built = SIDES[side](work, start)
     answers = built.answers(built.generate(1, 4))
     last = [row.token_ids[-1] for row in start.prompts for _ in range(2)]
     assert [answer[0] for answer in answers] == last
@@ -96,35 +75,24 @@ def _echo(model: PreTrainedModel) -> None:
             parameter.zero_()
 
 
-def test_compiled_generation_gets_a_compiled_static_cache(
-    work: GenerationWork, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_generation_gets_a_compiled_static_cache(work: GenerationWork) -> None:
     """Without the minutes that compiling takes: what `generate` is asked for."""
     start = generation_start(work)
-    asked = {}
-    for name in ("hf", "hf-static", "hf-compile"):
-        side = make_side(name, work, start)
-        monkeypatch.setattr(
-            side.model,  # type: ignore[attr-defined]
-            "generate",
-            lambda ids, *, generation_config, name=name, **_: (
-                asked.setdefault(name, generation_config) and ids
-            ),
-        )
-        side.generate(1, 10)
-    assert asked["hf"].cache_implementation is None
-    assert asked["hf"].disable_compile
-    assert asked["hf-static"].cache_implementation == "static"
-    assert asked["hf-static"].disable_compile
-    assert asked["hf-compile"].cache_implementation == "static"
-    assert not asked["hf-compile"].disable_compile
+    asked: dict[str, Any] = {
+        name: SIDES[name](work, start).sampling(10)  # type: ignore[attr-defined]
+        for name in ("hf", "hf-static", "hf-compile")
+    }
+    caches = {name: (c.cache_implementation, c.disable_compile) for name, c in asked.items()}
+    assert caches == {
+        "hf": (None, True), "hf-static": ("static", True), "hf-compile": ("static", False)
+    }  # fmt: skip
     assert asked["hf-compile"].compile_config._compile_all_devices
 
 
 def test_answers_end_at_half_the_limit_on_average(work: GenerationWork) -> None:
     work = replace(work, num_prompts=400, samples_per_prompt=1, max_new_tokens=16)
     start = generation_start(work)
-    side = make_side("tandem", work, start)
+    side = SIDES["tandem"](work, start)
     lengths = torch.tensor([len(a) for a in side.answers(side.generate(1, 16))]).float()
     assert abs(lengths.mean() - 8) < 4 * lengths.std() / 20
     left = [(lengths > n).float().mean().item() for n in (0, 5, 10)]
@@ -133,7 +101,7 @@ def test_answers_end_at_half_the_limit_on_average(work: GenerationWork) -> None:
 
 def test_no_answer_ends_where_none_should(work: GenerationWork) -> None:
     work = replace(work, ends=False, num_prompts=50)
-    side = make_side("tandem", work, generation_start(work))
+    side = SIDES["tandem"](work, generation_start(work))
     answers = side.answers(side.generate(1, 10))
     require_whole(work, answers)
     assert {len(answer) for answer in answers} == {10}
@@ -165,13 +133,13 @@ def test_log_probs_agree_with_hugging_faces_forward(
 ) -> None:
     start = generation_start(work)
     assert agreement(work, start) < 1e-4
-    right = generation_sides.TandemSide.generate
+    right = TandemSide.generate
 
     def wrong(self: Any, number: int, max_new_tokens: int) -> Any:
         rollout = right(self, number, max_new_tokens)
         return replace(rollout, rollout_logprobs=rollout.rollout_logprobs - 1e-3)
 
-    monkeypatch.setattr(generation_sides.TandemSide, "generate", wrong)
+    monkeypatch.setattr(TandemSide, "generate", wrong)
     with pytest.raises(RuntimeError, match=r"log-probs of sampled tokens must agree to 0\.0001"):
         agreement(work, start)
 
@@ -193,9 +161,12 @@ def test_answers_that_are_no_answers_are_refused(work: GenerationWork) -> None:
 
 
 def test_lengths_that_chance_does_not_explain_are_refused() -> None:
-    require_same_lengths({"a": [[1, 9, 4], [3, 8, 2]], "b": [[5, 5, 9], [2, 1, 8]]})
+    def answers(*lengths: int) -> list[list[tuple[int, ...]]]:
+        return [[(7,) * n for n in lengths]]
+
+    require_same_lengths({"a": answers(1, 9, 4, 3, 8, 2), "b": answers(5, 5, 9, 2, 1, 8)})
     with pytest.raises(RuntimeError, match="answers of b and a must be equally long but for"):
-        require_same_lengths({"a": [[1, 2] * 50], "b": [[3, 4] * 50]})
+        require_same_lengths({"a": answers(*[1, 2] * 50), "b": answers(*[3, 4] * 50)})
 
 
 def test_flops_are_those_of_each_token_once(work: GenerationWork) -> None:
@@ -232,14 +203,14 @@ def test_decoding_reads_weights_and_keys_and_values() -> None:
     # All but the embedding table, whose rows are looked up; the head's bias is the bench's own.
     weights = 2 * (sum(p.numel() for p in model.parameters()) - 64 * 16)
     keys_and_values = 3 * (6 + 7 + 8) * 2 * 2 * 2 * 4 * 2
-    assert decode_bytes(model, work) == 3 * weights + keys_and_values
+    assert decode_bytes(model, 5, 3, 3) == 3 * weights + keys_and_values
     tied = generation_start(replace(work, shape=TINY)).model
-    assert decode_bytes(tied, work) == decode_bytes(model, work)
+    assert decode_bytes(tied, 5, 3, 3) == decode_bytes(model, 5, 3, 3)
     opt = generation_start(replace(work, shape=TINY_OPT)).model
     assert isinstance(opt, OPTForCausalLM)
     positions = opt.model.decoder.embed_positions.weight.numel()
     whole = 2 * (sum(p.numel() for p in opt.parameters()) - positions)
-    assert decode_bytes(opt, work) == 3 * whole + 2 * keys_and_values
+    assert decode_bytes(opt, 5, 3, 3) == 3 * whole + 2 * keys_and_values
 
 
 def test_the_best_rate_is_a_rate() -> None:
@@ -248,77 +219,41 @@ def test_the_best_rate_is_a_rate() -> None:
 
 def test_rates_ratios_and_shares_by_hand(work: GenerationWork) -> None:
     start = generation_start(work)
-    costs = {
-        "tandem": [{"total": Cost(1.0, 2.0)}, {"total": Cost(2.0, 2.0)}],
-        "hf": [{"total": Cost(4.0, 2.0)}, {"total": Cost(4.0, 4.0)}],
-    }
-    lengths = {"tandem": [[2] * 10, [4] * 10], "hf": [[4] * 10, [1] * 10]}
+    times = {"tandem": [(1.0, 2.0), (2.0, 2.0)], "hf": [(4.0, 2.0), (4.0, 4.0)]}
+    costs = {side: [{"generate": Cost(*one)} for one in of] for side, of in times.items()}
+    answers = {side: [[(7,) * n] * 10 for n in of] for side, of in
+               {"tandem": (2, 4), "hf": (4, 1)}.items()}  # fmt: skip
     flops = [real_flops(start.model, [len(r) for r in start.prompts], [n] * 10) for n in (2, 4)]
-    table = summary(work, start, lengths, costs, {"flops_per_cpu_second": flops[0]})
+    table = summary(work, start, answers, costs, {"flops_per_cpu_second": flops[0]})
     assert table["tandem"]["tokens_per_wall_second"] == 20
     assert table["hf"]["tokens_per_cpu_second"] == (20 + 2.5) / 2
-    assert table["hf"]["wall_ratio"] == {"median": 5, "least": 2, "most": 8}
+    assert asdict(table["hf"]["wall_ratio"]) == {"median": 5, "least": 2, "most": 8}
     assert table["hf"]["answer_tokens"] == 2.5
     assert table["tandem"]["share_of_limit"] == pytest.approx((0.5 + flops[1] / flops[0] / 2) / 2)
 
 
-def test_on_a_gpu_decoding_is_what_is_left_after_a_first_token(
-    work: GenerationWork, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_a_gpu_decoding_is_what_is_left_after_a_first_token(work: GenerationWork) -> None:
     """The figures' arithmetic, with times and no GPU."""
     assert {row.ends for row in GPU_ROWS.values()} == {False}
-    work = replace(work, device="cuda", ends=False)
-    start = generation_start(replace(work, device="cpu"))
-    cost = {"total": Cost(3.0, 3.0), "prefill": Cost(1.0, 1.0), "decode": Cost(2.0, 2.0)}
+    start = generation_start(replace(work, ends=False))
+    cost = {"generate": Cost(3.0, 3.0), "prefill": Cost(1.0, 1.0)}
     limit = {"decode_bytes": 6e9, "bytes_per_second": 1e10}
-    table = summary(work, start, {"tandem": [[10] * 10]}, {"tandem": [cost]}, limit)
+    answers = {"tandem": [[(7,) * 10] * 10]}
+    table = summary(replace(work, device="cuda"), start, answers, {"tandem": [cost]}, limit)
     assert table["tandem"]["tokens_per_wall_second"] == 45
     assert table["tandem"]["share_of_limit"] == pytest.approx(0.3)
-    row = {"work": {**vars_of(work)}, "rounds": {"tandem": [{}]}, "summary": table}
-    show(generation.Console(), "row", {**row, "limit": limit, "absent": {"hf-cb": "too old"}})
-    shown = capsys.readouterr().out
-    assert "decode/s" in shown
-    assert "limit: 0.01 TB/s" in shown
-    assert "hf-cb is unavailable: too old" in shown
 
 
-def vars_of(work: GenerationWork) -> dict[str, Any]:
-    return {name: getattr(work, name) for name in work.__dataclass_fields__}
-
-
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("_threads")
-def test_the_command_prints_a_table_and_writes_json(
-    work: GenerationWork,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_side_that_cannot_be_had_is_named_with_its_reason(
+    work: GenerationWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unavailable(self: Any, number: int, max_new_tokens: int) -> Any:
         raise AttributeError("no generate_batch here\nand more")
 
     monkeypatch.setattr(ContinuousBatchingSide, "generate", unavailable)
-    monkeypatch.setitem(CPU_ROWS, "tiny", work)  # type: ignore[arg-type]
-    file = tmp_path / "made.json"
-    generation.main(["--rows", "tiny", "--rounds", "2", "--json", str(file)])
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in ("tandem", "hf-static", "tokens/s", "ratio", "GFLOP"))
-    written = json.loads(file.read_text("utf-8"))
-    row = written["rows"]["tiny"]
+    row = generation.measure_row(work, ["tandem", "hf-cb"], rounds=1)
     assert row["absent"] == {"hf-cb": "AttributeError: no generate_batch here"}
-    assert {name: len(rounds) for name, rounds in row["rounds"].items()} == {
-        "tandem": 2,
-        "hf": 2,
-        "hf-static": 2,
-    }
-    assert row["work"]["num_prompts"] == 5
-    assert {"command", "commit", "machine", "threads", "keeps_freed_memory"} <= written.keys()
+    assert row["rounds"].keys() == {"tandem"}
 
 
 def test_a_row_must_be_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,13 +266,11 @@ def test_the_rows_are_the_ones_that_were_asked_for() -> None:
     options = generation._options(
         ["--model", "folder", "--rows", "stories260k-64", "opt-125m-fp32"]
     )
-    rows = generation._rows(options)
+    rows = generation.rows_of(options)
     assert [row.folder for row in rows.values()] == ["folder", ""]
     options = generation._options(["--device", "cuda", "--rows", "opt-1.3b", "--batch", "8", "64"])
-    rows = generation._rows(options)
+    rows = generation.rows_of(options)
     assert {name: row.num_prompts for name, row in rows.items()} == {
         "opt-1.3b-batch-8": 8,
         "opt-1.3b-batch-64": 64,
     }
-    assert set(SHAPES) >= {"stories260k", "llama-2.2m", "llama-22m", "opt-125m"}
-    assert sys.modules["bench.generation"] is generation

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu, gpu_step3
-from bench.generation_work import SHAPES
-from bench.work import Start, Work
+from bench import gpu
+from bench.generation_sides import GenerationWork
+from bench.harness import Ratio
+from bench.models import SHAPES, model_config, random_model
+from bench.ppo_sides import Work
 
 TRY = ["--tiny", "--device", "cpu", "--rounds", "1", "--batch", "2", "--pairs", "2"]
 
@@ -34,12 +36,11 @@ def test_the_command_shows_all_parts_and_writes_json(
     assert list(written["generation"]) == [
         f"{model}, batch 2{kind}" for model in ("opt-1.3b", "llama-7b") for kind in ("", ", ragged")
     ]
-    for name, groups in written["generation"].items():
+    for groups in written["generation"].values():
         assert "failed" not in groups["hf"], groups["hf"]
         of = groups["hf"]["summary"]
         assert of["tandem"]["tokens_per_wall_second"] > 0
         assert of["hf"]["wall_ratio"]["median"] > 0
-        assert (of["hf"]["share_of_limit"] is None) == name.endswith("ragged")
     step = written["step3"]
     for side in ("tandem", "plain"):
         assert step[side]["pairs_per_second"] == pytest.approx(2 / step[side]["step_seconds"])
@@ -60,12 +61,12 @@ def test_numbers_are_checked_on_the_device_too(monkeypatch: pytest.MonkeyPatch) 
 def test_what_fails_is_named_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(work: Any, settings: Any) -> Any:
-        if settings.sides == ["tandem", "hf-cb"]:
+    def measure(work: GenerationWork, sides: Any, *_: Any) -> Any:
+        if sides == ("tandem", "hf-cb"):
             raise torch.OutOfMemoryError("CUDA out of memory\nand more")
-        rates = {"tokens_per_wall_second": 7.0, "wall_ratio": {"median": 3.0}}
+        rates = {"tokens_per_wall_second": 7.0, "wall_ratio": Ratio(3.0, 3.0, 3.0)}
         summary = {side: {**rates, "share_of_limit": 0.5} for side in ("tandem", "hf")}
-        return {"summary": summary, "absent": {"hf-static": "too old"}}
+        return {"work": work, "summary": summary, "absent": {"hf-static": "too old"}}
 
     def died(*arguments: Any) -> Any:
         raise RuntimeError("the process died")
@@ -92,13 +93,13 @@ def test_without_options_it_is_what_the_issue_asks_for(monkeypatch: pytest.Monke
     whole, ragged = rows["llama-7b, batch 512"], rows["opt-1.3b, batch 64, ragged"]
     assert (whole.prompt_tokens, whole.max_new_tokens, whole.ends) == ((256, 256), 256, False)
     assert (whole.dtype, whole.device, ragged.ends) == ("bf16", "cuda", True)
-    work, critic = gpu.step3_work(options)
+    work = gpu.step3_work(options)
     assert work.shape is SHAPES["opt-1.3b"]
     with torch.device("meta"):
-        start: Start = gpu_step3.opt_start(work, critic)
-    sizes = [sum(p.numel() for p in m.parameters()) for m in (start.actor, start.reward_model)]
+        models = [random_model(model_config(s, 512)) for s in (work.shape, work.critic_shape)]
+    sizes = [model.num_parameters() for model in models]
     assert [round(size, -8) for size in sizes] == [1_300_000_000, 300_000_000]
-    assert {len(row) for row in start.prompts} == {256}
+    assert (work.num_prompts, work.prompt_tokens, work.max_new_tokens) == (64, (256,), 256)
 
 
 @pytest.mark.parametrize(

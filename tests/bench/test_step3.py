@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 
-from bench import sides, step3
-from bench.harness import Cost
+from bench import ppo_sides, step3
+from bench.harness import Cost, once
+from bench.models import SHAPES, tiny
 from bench.plain_hf_ppo import HoldLengths
-from bench.same import agreement, require_same_work
-from bench.sides import Done, PlainSide, TandemSide, held_lengths
-from bench.work import SHAPES, Work, start
+from bench.ppo_sides import (
+    Done,
+    PlainSide,
+    TandemSide,
+    Work,
+    agreement,
+    held_lengths,
+    require_same_work,
+    start,
+)
 
-TINY = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
+TINY = tiny(SHAPES["b"])
 
 
 @pytest.fixture
@@ -66,9 +64,9 @@ def test_a_plain_loop_with_another_knob_does_not_agree(
     work: Work, monkeypatch: pytest.MonkeyPatch, knob: str, value: float, named: str
 ) -> None:
     """So none of these parts is idle in the check."""
-    settings = sides.plain_settings
+    settings = ppo_sides.plain_settings
     monkeypatch.setattr(
-        sides, "plain_settings", lambda *given: replace(settings(*given), **{knob: value})
+        ppo_sides, "plain_settings", lambda *given: replace(settings(*given), **{knob: value})
     )
     with pytest.raises(RuntimeError, match=f"{named} must agree to 0.0001 on both sides; got"):
         agreement(work)
@@ -81,7 +79,7 @@ def test_both_sides_do_the_same_work_each_time(work: Work, mode: Any) -> None:
     tandem = TandemSide(work, begin)
     lengths = held_lengths(work, tandem.make())
     plain = PlainSide(work, begin, lengths)
-    steps = [side.step() for side in (tandem, plain, tandem, plain)]
+    steps = [once(side, 1) for side in (tandem, plain, tandem, plain)]
     for done, costs in steps:
         require_same_work(work, steps[0][0], done)
         assert done.prompts == tuple(row.token_ids for row in begin.prompts)
@@ -141,33 +139,23 @@ def test_rates_and_ratios_by_hand() -> None:
     slow = {phase: Cost(wall=3.0, cpu=2.0) for phase in step3.PHASES}
     costs = {"tandem": [fast, fast, fast], "plain": [fast, slow, slow]}
     table = step3.summary(work, [4, 6], costs)
-    rates = {phase: row["tandem"]["tokens_per_second"] for phase, row in table.items()}
+    rates = {phase: row["tandem"]["tokens_per_wall_second"] for phase, row in table.items()}
     assert rates == {"generate": 10, "score": 16, "train": 32, "total": 10}
     assert table["train"]["plain"]["samples_per_second"] == pytest.approx(2 / 3)
-    assert table["train"]["wall_ratio"] == {"median": 3, "least": 1, "most": 3}
-    assert table["train"]["cpu_ratio"] == {"median": 1, "least": 1, "most": 1}
+    ratios = {clock: asdict(table["train"]["plain"][f"{clock}_ratio"]) for clock in ("wall", "cpu")}
+    assert ratios["wall"] == {"median": 3, "least": 1, "most": 3}
+    assert ratios["cpu"] == {"median": 1, "least": 1, "most": 1}
 
 
-def test_the_command_prints_a_table_and_writes_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(SHAPES, "a", TINY)
-    threads = torch.get_num_threads()
-    file = tmp_path / "step3.json"
-    try:
-        step3.main(["--rounds", "2", "--no-memory", "--json", str(file)])
-    finally:
-        torch.set_num_threads(threads)
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in ("generate", "score", "train", "total", "ratio"))
-    written = json.loads(file.read_text("utf-8"))
-    assert written["work"]["answer_tokens"] == [64] * 64
-    assert len(written["rounds"]["plain"]) == len(written["rounds"]["tandem"]) == 2
-    assert written["versions"]["torch"] == torch.__version__
-    assert {"command", "commit", "machine", "threads", "apart", "summary"} <= written.keys()
+def test_bf16_rounds_begin_at_the_start_too(work: Work) -> None:
+    """Its float32 masters are put back with the weights."""
+    work = replace(work, dtype="bf16", actor_learning_rate=1e-2, mode="forced")
+    side = TandemSide(work, start(work))
+    first, second = (once(side, number)[0].metrics["policy_loss"] for number in (1, 2))
+    assert first == second
 
 
-def test_a_count_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        step3.main(["--rounds", "0"])
-    assert "must be at least 1; got 0" in capsys.readouterr().err
+def test_the_peak_is_of_a_side_that_does_its_steps(work: Work) -> None:
+    for side in ("tandem", "plain"):
+        found = step3.peak_memory(side, work, (13,) * 12, 1, False)
+        assert found["peak"] >= found["before"] > 0

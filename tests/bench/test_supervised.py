@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import supervised, supervised_sides
+from bench import supervised_sides
+from bench.harness import Ready, once, ready
+from bench.models import EOS, PAD, SHAPES, ragged_rows, tiny
 from bench.plain_hf_supervised import IGNORED, Step, padded, pair_chunks, row_chunks
-from bench.ragged import EOS, PAD, SHAPES, ragged_rows
 from bench.supervised import agreement, padded_tokens, require_same_work
-from bench.supervised_sides import (
-    PlainSide,
-    Side,
-    SupervisedWork,
-    TandemSide,
-    supervised_start,
-)
+from bench.supervised_sides import SIDES, PlainSide, TrainingWork, training_start
 from tandem.types import PairRow, Source, TokenRow
 
-TINY = {
-    "vocab_size": 48,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
+TINY = tiny(SHAPES["llama-22m"])
 
 
 @pytest.fixture(params=["sft", "reward"])
-def work(request: pytest.FixtureRequest) -> SupervisedWork:
-    return SupervisedWork(
+def work(request: pytest.FixtureRequest) -> TrainingWork:
+    return TrainingWork(
         stage=request.param,
         shape=TINY,
         num_steps=3,
@@ -49,14 +34,14 @@ def work(request: pytest.FixtureRequest) -> SupervisedWork:
     )
 
 
-def both(work: SupervisedWork) -> dict[str, Side]:
-    start = supervised_start(work)
-    return {"tandem": TandemSide(work, start), "hf": PlainSide(work, start)}
+def trained(work: TrainingWork, *names: str) -> Ready:
+    start = training_start(work)
+    return ready({name: lambda name=name: SIDES[name](work, start) for name in names}, names)
 
 
-def test_losses_gradients_and_weights_agree(work: SupervisedWork) -> None:
-    distances = agreement(work, both(work))
-    assert distances.keys() == {"tandem/loss", "tandem/grad_norm", "tandem/weights"}
+def test_losses_gradients_and_weights_agree(work: TrainingWork) -> None:
+    distances = agreement(work, trained(work, "tandem", "hf"))
+    assert distances.keys() == {"tandem/loss", "tandem/grad_norm", "tandem/tensors"}
     assert max(distances.values()) < 1e-4
 
 
@@ -65,7 +50,7 @@ def test_losses_gradients_and_weights_agree(work: SupervisedWork) -> None:
     [("learning_rate", 1e-2), ("betas", (0.5, 0.95)), ("max_grad_norm", 1e-3)],
 )
 def test_a_plain_loop_with_another_knob_does_not_agree(
-    work: SupervisedWork, monkeypatch: pytest.MonkeyPatch, knob: str, value: Any
+    work: TrainingWork, monkeypatch: pytest.MonkeyPatch, knob: str, value: Any
 ) -> None:
     """So none of these parts is idle in the check."""
     settings = supervised_sides.plain_settings
@@ -74,26 +59,26 @@ def test_a_plain_loop_with_another_knob_does_not_agree(
         "plain_settings",
         lambda work: replace(settings(work), **{knob: value}),
     )
-    with pytest.raises(RuntimeError, match=r"must agree with the plain loop's to 0\.0001; got"):
-        agreement(work, both(work))
+    with pytest.raises(RuntimeError, match=r"must agree to 0\.0001 on both sides; got"):
+        agreement(work, trained(work, "tandem", "hf"))
 
 
-def test_every_round_begins_at_the_start(work: SupervisedWork) -> None:
-    start = supervised_start(work)
+@pytest.mark.parametrize("name", ["tandem", "hf"])
+def test_every_round_begins_at_the_start(work: TrainingWork, name: str) -> None:
+    start = training_start(work)
     before = [p.clone() for p in start.model.parameters()]
-    for side in both(work).values():
-        first, costs = side.step()
-        second, _ = side.step()
-        require_same_work(work, "side", second, first)
-        assert first[0].loss != first[2].loss
-        assert costs["total"].wall > 0
+    side = SIDES[name](work, start)
+    (first, costs), (second, _) = once(side, 1), once(side, 2)
+    require_same_work(work, "side", second, first)
+    assert first[0].loss != first[2].loss
+    assert costs["total"].wall > 0
     assert all(torch.equal(a, b) for a, b in zip(before, start.model.parameters(), strict=True))
 
 
-def test_micro_batches_do_not_change_the_plain_loop(work: SupervisedWork) -> None:
-    start = supervised_start(work)
-    whole, _ = PlainSide(replace(work, micro_batch_tokens=10_000), start).step()
-    cut, _ = PlainSide(replace(work, micro_batch_tokens=1), start).step()
+def test_micro_batches_do_not_change_the_plain_loop(work: TrainingWork) -> None:
+    start = training_start(work)
+    whole, _ = once(PlainSide(replace(work, micro_batch_tokens=10_000), start), 1)
+    cut, _ = once(PlainSide(replace(work, micro_batch_tokens=1), start), 1)
     for one, other in zip(whole, cut, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-4)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
@@ -122,8 +107,8 @@ def test_chunks_hold_the_tokens_that_they_may() -> None:
     assert [len(chunk) for chunk in pair_chunks(pairs, 4 * longest + 1)] == [2, 2, 1]
 
 
-def test_padding_is_counted_as_the_plain_loop_pads(work: SupervisedWork) -> None:
-    start = supervised_start(work)
+def test_padding_is_counted_as_the_plain_loop_pads(work: TrainingWork) -> None:
+    start = training_start(work)
     one_row_at_a_time = replace(work, micro_batch_tokens=1)
     expected = sum(
         len(row) * (1 if work.stage == "sft" else 2) for batch in start.batches for row in batch
@@ -137,7 +122,7 @@ def test_padding_is_counted_as_the_plain_loop_pads(work: SupervisedWork) -> None
         assert expected == start.num_tokens
 
 
-def test_other_work_is_refused(work: SupervisedWork) -> None:
+def test_other_work_is_refused(work: TrainingWork) -> None:
     steps = [Step(3.0, 1.0), Step(2.0, 1.0), Step(1.0, 1.0)]
     require_same_work(work, "hf", steps, steps)
     with pytest.raises(RuntimeError, match="hf must take 3 optimizer steps; got 2"):
@@ -151,34 +136,6 @@ def test_other_work_is_refused(work: SupervisedWork) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
 @pytest.mark.filterwarnings("ignore")
-def test_trl_takes_the_same_steps(work: SupervisedWork) -> None:
-    from bench.supervised_trl import TRLSide
-
-    start = supervised_start(work)
-    distances = agreement(work, {"trl": TRLSide(work, start), "hf": PlainSide(work, start)})
-    assert distances.keys() == {"trl/loss", "trl/grad_norm", "trl/weights"}
-
-
-def test_the_command_prints_a_table_and_writes_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(SHAPES, "llama-2.2m", TINY)  # type: ignore[arg-type]
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "trl" else found(name)
-    )
-    threads = torch.get_num_threads()
-    file = tmp_path / "supervised.json"
-    try:
-        supervised.main(["--steps", "2", "--batch-size", "3", "--rounds", "2", "--json", str(file)])
-    finally:
-        torch.set_num_threads(threads)
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in ("sft", "reward", "tokens/s", "ratio", "padding"))
-    assert "trl is not installed" in shown
-    written = json.loads(file.read_text("utf-8"))
-    assert written["rows"].keys() == {"llama-2.2m-sft", "llama-2.2m-reward"}
-    row = written["rows"]["llama-2.2m-reward"]
-    assert {side: len(of) for side, of in row["rounds"].items()} == {"tandem": 2, "hf": 2}
-    assert row["work"]["num_steps"] == 2
-    assert row["tokens"] > 2 * 3 * 2 * 32
+def test_trl_takes_the_same_steps(work: TrainingWork) -> None:
+    distances = agreement(work, trained(work, "trl", "hf"))
+    assert distances.keys() == {"trl/loss", "trl/grad_norm", "trl/tensors"}

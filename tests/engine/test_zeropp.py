@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from bench.traffic import Total, Traffic, counting_traffic
 from tandem.config.schema import LoraConfig, OptimizerConfig, ParallelConfig, RunConfig
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import deal_batch, response_logprobs, whole_weights
@@ -24,7 +25,6 @@ from tandem.parallel.pieces import local, whole
 from tandem.parallel.quantize import shard_numels, unit_parameters
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.shard import Shards, shards_of
-from tandem.parallel.traffic import Total, Traffic, counting_traffic
 from tandem.parallel.world import World
 from tandem.training.saving import save_anywhere
 from tests.models.families import ragged_batch, tiny_model, tokenizer

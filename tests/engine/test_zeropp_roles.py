@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from bench.traffic import counting_traffic
 from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig, SamplingConfig
 from tandem.engine.forward import scored, whole_weights
 from tandem.engine.hybrid import RLHFEngine
 from tandem.models.twin import shares_every_tensor
 from tandem.parallel.shard import shards_of
-from tandem.parallel.traffic import counting_traffic
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Source, TokenBatch
 from tests.models.families import tiny_model, tiny_scalar, tokenizer

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.traffic import Total, counting_traffic
 from tandem.errors import ConfigError, ShapeError, TandemError
 from tandem.ops.blockwise import INT8, dequantize, quantize
 from tandem.parallel.collectives import QuantizedAllGather, QuantizedReduceScatter, node_groups
 from tandem.parallel.quantize import shard_numels, unit_parameters
-from tandem.parallel.traffic import Total, counting_traffic
 from tandem.parallel.world import World
 from tests.ranks import on_ranks
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tandem.parallel.traffic import Collective, Total, counting_traffic
+from bench.traffic import Collective, Total, counting_traffic
 from tandem.parallel.world import World
 from tests.ranks import on_ranks
 

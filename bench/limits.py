@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bench.generation_work import DTYPES, GenerationWork
+from bench.models import DTYPES
 from tandem.models.summary import flops_per_token
 from tandem.ops.dense import linear
 
@@ -87,10 +87,13 @@ def copy_bandwidth(device: str, repeats: int = 10) -> float:
     return 2 * source.numel() * source.element_size() / statistics.median(seconds)
 
 
-def decode_bytes(model: PreTrainedModel, work: GenerationWork) -> float:
+def decode_bytes(model: PreTrainedModel, prompt: float, steps: int, answers: int) -> float:
     """Bytes that decoding must read: per step the weights once and every answer's keys and values.
 
-    All answers have `max_new_tokens`. The embedding counts where it is also the vocabulary head.
+    The embedding counts where it is also the vocabulary head.
+
+    Args:
+        prompt: mean tokens of a prompt. steps: after the first token of the answers, all as long.
     """
     config = model.config.get_text_config()
     head = model.get_output_embeddings().weight
@@ -100,8 +103,6 @@ def decode_bytes(model: PreTrainedModel, work: GenerationWork) -> float:
     )
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * heads * width * DTYPES[work.dtype].itemsize
-    steps = work.max_new_tokens - 1
+    per_token = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
     # Step k (from 1) attends to the prompt and k tokens of the answer.
-    context = statistics.mean(work.prompt_tokens) + (steps + 1) / 2
-    return float(steps * (weights + work.num_answers * context * per_token))
+    return float(steps * (weights + answers * (prompt + (steps + 1) / 2) * per_token))

@@ -12,7 +12,7 @@ much. What a backend really does may be more (gloo's reduce-scatter is), and is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -110,12 +110,8 @@ class Traffic(TorchDispatchMode):
             for record in self.records
             if kind in (None, record.kind) and phase in (None, record.phase)
         ]
-        return Total(
-            len(chosen),
-            sum(record.buffer_bytes for record in chosen),
-            sum(record.sent_bytes for record in chosen),
-            sum(record.inter_node_bytes for record in chosen),
-        )
+        names = ("buffer_bytes", "sent_bytes", "inter_node_bytes")
+        return Total(len(chosen), *(sum(getattr(r, name) for r in chosen) for name in names))
 
     def totals(self) -> dict[tuple[str, str], Total]:
         """By (phase, kind), in the order in which they first occurred."""
@@ -148,24 +144,20 @@ class Traffic(TorchDispatchMode):
         given |= kwargs
         group = _group(given)
         ranks, me = dist.get_process_group_ranks(group), group.rank()
-        to_peers = _SENDERS[kind](_put_in(given), given, len(ranks), me)
+        to_peers = _to_peers(kind, given, len(ranks), me)
         node = ranks[me] // self._ranks_per_node
-        buffer, dtype = _buffer(kind, given, len(ranks))
+        away = [ranks[peer] // self._ranks_per_node != node for peer in range(len(ranks))]
+        put_in = _put_in(given)
         self.records.append(
             Collective(
                 kind,
                 name,
-                dtype,
+                # A rank that only receives (of a scatter) puts nothing in.
+                put_in[0].dtype if put_in else torch.uint8,
                 len(ranks),
-                buffer,
+                _bytes(put_in) * (len(ranks) if kind == "all_gather" else 1),
                 round(sum(size for peer, size in enumerate(to_peers) if peer != me)),
-                round(
-                    sum(
-                        size
-                        for peer, size in enumerate(to_peers)
-                        if ranks[peer] // self._ranks_per_node != node
-                    )
-                ),
+                round(sum(size for size, leaves in zip(to_peers, away, strict=True) if leaves)),
                 self._phase,
             )
         )
@@ -204,65 +196,26 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _buffer(kind: str, given: dict[str, Any], size: int) -> tuple[int, torch.dtype]:
-    tensors = _put_in(given)
-    # A rank that only receives (of a scatter) puts nothing in.
-    dtype = tensors[0].dtype if tensors else torch.uint8
-    return _bytes(tensors) * (size if kind == "all_gather" else 1), dtype
-
-
-Sender = Callable[[list[Tensor], dict[str, Any], int, int], list[float]]
-
-
-def _whole_to_all(put_in: list[Tensor], given: dict[str, Any], size: int, me: int) -> list[float]:
-    return [float(_bytes(put_in))] * size
-
-
-def _part_to_all(put_in: list[Tensor], given: dict[str, Any], size: int, me: int) -> list[float]:
-    return [_bytes(put_in) / size] * size
-
-
-def _all_reduce(put_in: list[Tensor], given: dict[str, Any], size: int, me: int) -> list[float]:
-    return [2 * _bytes(put_in) / size] * size
-
-
-def _all_to_all(put_in: list[Tensor], given: dict[str, Any], size: int, me: int) -> list[float]:
-    if isinstance(given.get("input_tensors"), list | tuple):
-        return [float(_bytes([tensor])) for tensor in put_in]
-    rows = given.get("input_split_sizes")
-    if not rows:
-        return _part_to_all(put_in, given, size, me)
-    per_row = _bytes(put_in) / max(1, put_in[0].shape[0])
-    return [per_row * int(count) for count in rows]
-
-
-def _from_root(put_in: list[Tensor], given: dict[str, Any], size: int, me: int) -> list[float]:
-    root = given["root_rank"] if "root_rank" in given else given["src"]
-    return [float(_bytes(put_in)) if me == root else 0.0] * size
-
-
-def _parts_from_root(
-    put_in: list[Tensor], given: dict[str, Any], size: int, me: int
-) -> list[float]:
-    return [sent / size for sent in _from_root(put_in, given, size, me)]
-
-
-def _to_root(put_in: list[Tensor], given: dict[str, Any], size: int, me: int) -> list[float]:
-    return [float(_bytes(put_in)) if peer == given["root_rank"] else 0.0 for peer in range(size)]
-
-
-def _to_one(put_in: list[Tensor], given: dict[str, Any], size: int, me: int) -> list[float]:
-    return [float(_bytes(put_in)) if peer == given["dst"] else 0.0 for peer in range(size)]
-
-
-_SENDERS: dict[str, Sender] = {
-    "all_gather": _whole_to_all,
-    "reduce_scatter": _part_to_all,
-    "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
-    "broadcast": _from_root,
-    "reduce": _to_root,
-    "gather": _to_root,
-    "scatter": _parts_from_root,
-    "send": _to_one,
-}
+def _to_peers(kind: str, given: dict[str, Any], size: int, me: int) -> list[float]:
+    """Bytes that this rank sends to each rank of the group, itself included."""
+    put_in = _put_in(given)
+    whole, root = float(_bytes(put_in)), given.get("root_rank", given.get("src"))
+    match kind:
+        case "all_gather":
+            return [whole] * size
+        case "reduce_scatter":
+            return [whole / size] * size
+        case "all_reduce":
+            return [2 * whole / size] * size
+        case "all_to_all":
+            if isinstance(given.get("input_tensors"), list | tuple):
+                return [float(_bytes([tensor])) for tensor in put_in]
+            rows = given.get("input_split_sizes")
+            per_row = whole / max(1, put_in[0].shape[0])
+            return [per_row * int(count) for count in rows] if rows else [whole / size] * size
+        case "broadcast":
+            return [whole if me == root else 0.0] * size
+        case "scatter":
+            return [whole / size if me == root else 0.0] * size
+    target = given["dst"] if kind == "send" else root
+    return [whole if peer == target else 0.0 for peer in range(size)]
