@@ -36,6 +36,7 @@ from tandem.training.operations import (
     update_flops,
 )
 from tandem.training.reward_function import RewardFunction
+from tandem.training.rollout_source import RolloutSource, SingleTurn
 from tandem.types import Experience, PromptRow, TokenBatch, TokenRow
 
 Skip = Callable[[BadStepError, Experience], None]
@@ -58,6 +59,7 @@ class PPOTrainer:
         num_steps: int | None = None,
         reward_function: RewardFunction | None = None,
         advantages_of: AdvantagesOf | None = None,
+        source: RolloutSource | None = None,
         ptx_rows: Sequence[TokenRow] = (),
         phases: Phases | None = None,
         say: Callable[[str], None] | None = None,
@@ -67,6 +69,7 @@ class PPOTrainer:
             num_steps: rollouts that the learning rates' schedules last; None takes `ppo.steps`, or
                 leaves the rates at their peak where that is 0.
             advantages_of: what is made of the rewards; None: GAE by the critic.
+            source: where answers come from; None: one turn of the engine's policy.
             ptx_rows: rendered texts for mixture training.
             phases: times what is done.
             say: shows a line to the user.
@@ -93,6 +96,7 @@ class PPOTrainer:
         self.engine = engine
         self.config = config
         self.advantages_of = advantages_of
+        self.source = source or SingleTurn(engine)
         self.reward_function = reward_function
         self.ptx_rows = ptx_rows
         self.phases = phases or Phases()
@@ -119,7 +123,7 @@ class PPOTrainer:
         """
         engine, config = self.engine, self.config
         with self.phases("generate") as phase:
-            rollout = engine.rollout(prompts, step=step, numbers=numbers)
+            rollout = self.source.collect(prompts, step=step, numbers=numbers)
             phase.samples, phase.tokens = len(rollout), rollout.batch.num_response_tokens
             phase.flops = generation_flops(engine, rollout)
         with self.phases("score") as phase:

@@ -24,13 +24,20 @@ class Recorded:
 
 
 def rows_of(batch: TokenBatch) -> list[dict[str, Any]]:
-    """A batch's rows as what is written down of them: ids, and where the response begins."""
+    """A batch's rows as what is written down of them: ids, and the spans [begin, end) of them that
+    the policy wrote, one per turn."""
     return [
-        {"token_ids": ids[mask].tolist(), "response_begins": int(response.float().argmax())}
+        {"token_ids": ids[mask].tolist(), "responses": _spans(response.tolist())}
         for ids, mask, response in zip(
             batch.token_ids, batch.attention_mask, batch.response_mask, strict=True
         )
     ]
+
+
+def _spans(mask: Sequence[bool]) -> list[list[int]]:
+    padded = [False, *mask, False]
+    edges = [i for i in range(len(mask) + 1) if padded[i] != padded[i + 1]]
+    return [[begin, end] for begin, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _plain(row: Any) -> Any:
