@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tandem.engine.forward import response_logprobs
 from tandem.engine.hybrid import RLHFEngine
+from tandem.training.flight_recorder import rows_of
 from tandem.training.ppo_trainer import PPOTrainer
-from tandem.training.recorder import rows_of
 from tandem.types import Message, PromptRow, Rollout, TokenBatch
 from tests.tiny import tiny_config
 from tests.training.test_ppo_trainer import early_letters
