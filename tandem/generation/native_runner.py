@@ -24,7 +24,7 @@ from tandem.models.fused import (
 )
 from tandem.models.twin import twin_of
 from tandem.ops import dense, native
-from tandem.ops.steps import KVMemory
+from tandem.ops.attention_context import KVMemory
 
 _FAMILIES = {f"transformers.models.{name.lower()}.modeling_{name.lower()}": name
              for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}  # fmt: skip

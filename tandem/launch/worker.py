@@ -14,7 +14,7 @@ import sys
 
 from tandem.errors import Stopped
 from tandem.launch.failure import LAUNCHER, LOG_FILE, complain, leaving_at_signals
-from tandem.parallel.watch import first_line
+from tandem.parallel.watchdog import first_line
 from tandem.stopping import let_through
 
 _PR_SET_PDEATHSIG = 1

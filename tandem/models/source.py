@@ -12,14 +12,14 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
-from tandem.models.claims import (
+from tandem.models.hf_logging import quiet
+from tandem.models.validate_checkpoint import (
     check_finite,
     check_folder,
     check_weights,
     one_line,
     read_object,
 )
-from tandem.models.quiet import quiet
 
 __all__ = [
     "ADAPTER_CONFIG",

@@ -9,8 +9,8 @@ import torch
 
 from tandem.generation.blocks import blocks_for
 from tandem.generation.session import PREFILL_TOKENS
+from tandem.ops.attention_context import BLOCK_TOKENS
 from tandem.ops.logits import rows_at_once
-from tandem.ops.steps import BLOCK_TOKENS
 from tandem.plan.memory import FLOAT, Bytes, Layout, travelling_bytes, working_bytes
 from tandem.plan.shape import Shape
 

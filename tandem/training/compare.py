@@ -24,8 +24,8 @@ from tandem.parallel.tensor import tensor_group
 from tandem.training.evaluate import language_model_metrics, preference_metrics
 from tandem.training.experience import score_answers
 from tandem.training.reward_function import load_reward_function
-from tandem.training.rows import StepRows, load_renderer
-from tandem.training.run import Run
+from tandem.training.run_folder import Run
+from tandem.training.stage_data import StepRows, load_renderer
 from tandem.types import PromptRow, Rollout
 
 NUM_SHOWN = 8
@@ -53,7 +53,7 @@ def is_compared(run: Run) -> bool:
         known = evaluation["made_from"]
     except (OSError, ValueError, KeyError, TypeError):
         known = None
-    return bool(run.world.collect(known == _made_from(run))[0])
+    return bool(run.world.all_gather_object(known == _made_from(run))[0])
 
 
 def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError, DataError, Stopped
-from tandem.models.claims import one_line
+from tandem.models.validate_checkpoint import one_line
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Rollout
 
@@ -137,7 +137,7 @@ def function_scores(
             if world.size == 1:
                 raise
             problem = str(error)
-    scores, problem = world.collect((scores, problem))[0]
+    scores, problem = world.all_gather_object((scores, problem))[0]
     if problem:
         raise DataError(problem)
     return torch.tensor(scores, device=rollout.batch.token_ids.device)

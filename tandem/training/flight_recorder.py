@@ -1,0 +1,44 @@
+"""A step as the flight recorder keeps it, and as it is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any
+
+from tandem.types import Experience, TokenBatch
+
+
+@dataclass(slots=True)
+class Recorded:
+    """One step as the recorder keeps it."""
+
+    step: int
+    rows: Sequence[Any]
+    made: Experience | None = None
+    values: Mapping[str, float] | None = None
+
+    def lines(self) -> list[Any]:
+        """The rows as JSON can say them; of PPO, the answers rather than the prompts alone."""
+        return [_plain(row) for row in self.rows] if self.made is None else rows_of(self.made.batch)
+
+
+def rows_of(batch: TokenBatch) -> list[dict[str, Any]]:
+    """A batch's rows as what is written down of them: ids, and the spans [begin, end) of them that
+    the policy wrote, one per turn."""
+    return [
+        {"token_ids": ids[mask].tolist(), "responses": _spans(response.tolist())}
+        for ids, mask, response in zip(
+            batch.token_ids, batch.attention_mask, batch.response_mask, strict=True
+        )
+    ]
+
+
+def _spans(mask: Sequence[bool]) -> list[list[int]]:
+    padded = [False, *mask, False]
+    edges = [i for i in range(len(mask) + 1) if padded[i] != padded[i + 1]]
+    return [[begin, end] for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _plain(row: Any) -> Any:
+    return asdict(row) if is_dataclass(row) and not isinstance(row, type) else row

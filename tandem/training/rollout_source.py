@@ -1,0 +1,42 @@
+"""Where a step's answers come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tandem.engine.hybrid import RLHFEngine
+from tandem.types import PromptRow, Rollout
+
+
+class RolloutSource(Protocol):
+    """Answers prompts with the policy in training; all ranks call it and get the same rollout.
+
+    An environment of several turns is another one. In what it returns, `response_mask` marks every
+    token that the policy sampled, in as many spans as it had turns; tokens of the environment lie
+    between them, with log-prob 0. Losses, rewards and advantages step over those. Row i answers
+    prompt `group[i]`; `prompts[i].messages` holds all turns before the last answer and
+    `responses[i]` that answer, from which a reward model with another tokenizer renders the whole.
+    """
+
+    def collect(
+        self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
+    ) -> Rollout:
+        """The answers to these prompts.
+
+        Args:
+            step, numbers: with the run's seed they key the sampling (see `generation.generate`).
+        """
+
+
+class SingleTurn:
+    """One answer, or `sampling.samples_per_prompt` of them, to each prompt."""
+
+    def __init__(self, engine: RLHFEngine) -> None:
+        self._engine = engine
+
+    def collect(
+        self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
+    ) -> Rollout:
+        """The engine's own rollout."""
+        return self._engine.rollout(prompts, step=step, numbers=numbers)
