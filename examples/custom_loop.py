@@ -1,4 +1,4 @@
-"""RLHF with a loop of your own: an engine, a trainer, a reward that is plain Python.
+"""RLHF with your own loop: an engine, a trainer, and a reward in plain Python.
 
 python examples/custom_loop.py MODEL_FOLDER [NUM_STEPS]
 """
@@ -9,12 +9,12 @@ from tandem import PPOTrainer, RLHFEngine, build_config, save_model
 
 
 def brevity(prompts, completions, **columns):
-    """Short answers are good answers."""
+    """The shorter the answer, the higher the reward."""
     return [-len(text) / 100 for text in completions]
 
 
 def main(model: str, num_steps: int = 20, output: str = "runs/custom") -> list[float]:
-    """Train MODEL to be brief; returns the mean reward of every step."""
+    """Train MODEL to be brief; return the mean reward of every step."""
     config = build_config({"ppo": {"prompts_per_step": 32}})
     engine = RLHFEngine(actor=model, config=config)
     trainer = PPOTrainer(engine, config, num_steps=num_steps, reward_function=brevity)

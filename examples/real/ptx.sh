@@ -1,5 +1,5 @@
 #!/bin/sh
-# Mixture training against forgetting: the same PPO with ptx coefficients 0, 0.5 and 2, seed by seed.
+# Mixture training against forgetting: the same PPO run with ptx coefficients 0, 0.5 and 2, for each seed.
 # usage: examples/real/ptx.sh DATA_FOLDER OUTPUT_FOLDER [SEED ...]
 set -eu
 data=$1 out=$2 here=$(dirname "$0")
