@@ -388,9 +388,8 @@ def _described(aside: Path, folder: Path, world: World) -> dict[str, Entry]:
             mine.update({name: Entry.of(aside / name) for name in world.share(names)})
 
     together(describe, folder, world)
-    known = {
-        name: entry for share in world.all_gather_object(mine) for name, entry in share.items()
-    }
+    parts = world.all_gather_object(mine)
+    known = {name: entry for part in parts for name, entry in part.items()}
     return {name: known[name] for name in names}
 
 
