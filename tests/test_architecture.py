@@ -20,7 +20,7 @@ PACKAGE = ROOT / "tandem"
 
 LAYERS = (
     ("errors",),
-    ("types",),
+    ("types", "text"),
     ("config", "files", "stopping"),
     ("ops", "tensor_files"),
     ("data", "models", "parallel", "objectives", "metrics"),

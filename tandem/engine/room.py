@@ -18,6 +18,7 @@ from tandem.config.schema import RunConfig
 from tandem.engine.optimizer import Trainee
 from tandem.errors import RoomError
 from tandem.parallel.world import World
+from tandem.text import first_line
 
 Result = TypeVar("Result")
 
@@ -31,8 +32,8 @@ _FLOATS_PER_LAYER = 17
 class Room:
     """How many tokens go through a model at once, and what happens when that is too many."""
 
-    def __init__(self, config: RunConfig, world: World, say: Callable[[str], None]) -> None:
-        """Begins with `config.micro_batch_tokens`; `say` shows a line to the user."""
+    def __init__(self, config: RunConfig, world: World, say: Callable[[str], None] | None) -> None:
+        """Begins with `config.micro_batch_tokens`; `say` shows a line to the user, if any."""
         self.tokens = config.micro_batch_tokens
         self._config = config
         self._world = world
@@ -62,7 +63,7 @@ class Room:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+                said = first_line(error)
             # Outside of the handler, whose traceback holds on to the activations.
             forget()
             gc.collect()
@@ -72,13 +73,14 @@ class Room:
             if not can_halve or self.tokens < 2 * _FEWEST:
                 raise RoomError(
                     f"{name}: a micro-batch of {self.tokens} tokens must fit into memory; got "
-                    f"{first_line[:160]!r}. {self._advice(model)}"
+                    f"{said[:160]!r}. {self._advice(model)}"
                 )
             self.tokens //= 2
-            self._say(
-                f"{name}: out of memory: micro-batches of {self.tokens} tokens from here on (the "
-                "gradient is the same)"
-            )
+            if self._say is not None:
+                self._say(
+                    f"{name}: out of memory: micro-batches of {self.tokens} tokens from here on "
+                    "(the gradient is the same)"
+                )
 
     @contextmanager
     def kept_for(self, trainee: Trainee) -> Iterator[None]:

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tandem.errors import ModelError
 from tandem.models.quiet import quiet
+from tandem.text import one_line
 
 INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
@@ -47,17 +48,6 @@ class Stored:
     num_tensors: int
     num_values: int
     largest_dim: int
-
-
-def one_line(error: BaseException) -> str:
-    """What an error says, in at most 300 characters of one line that prints."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # an error of someone's own class, whose text is another mistake
-        text = ""
-    text = text or type(error).__name__
-    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def is_panic(error: BaseException) -> bool:

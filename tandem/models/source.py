@@ -16,10 +16,10 @@ from tandem.models.claims import (
     check_finite,
     check_folder,
     check_weights,
-    one_line,
     read_object,
 )
 from tandem.models.quiet import quiet
+from tandem.text import one_line
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -29,7 +29,6 @@ __all__ = [
     "load_config",
     "load_weights",
     "locate",
-    "one_line",
     "read_adapter_config",
     "require_config",
     "saved_dtype",

@@ -37,10 +37,10 @@ from tandem.models.source import (
     keep_saved_dtype,
     load_config,
     locate,
-    one_line,
     read_adapter_config,
 )
 from tandem.models.starts import Start
+from tandem.text import one_line
 
 _INDEX = "model.safetensors.index.json"
 _HEAD = f"{SCALAR_HEAD}."
