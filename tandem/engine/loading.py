@@ -22,12 +22,12 @@ from tandem.models.head import check_head
 from tandem.models.load import load_causal_lm
 from tandem.models.lora import add_lora, is_adapted, keep_start
 from tandem.models.recompute import enable_gradient_checkpointing
-from tandem.models.scalar import load_scalar_model, start_new_head
+from tandem.models.scalar import load_scalar_model, start_new_head, take_backbone
 from tandem.models.selfcheck import Agreement, check_twin
 from tandem.models.shared import share_base
 from tandem.models.source import keep_saved_dtype
 from tandem.models.starts import Start, same_base, start_of
-from tandem.models.stream import EmptyModel, empty_causal_lm, empty_scalar_model, take_backbone
+from tandem.models.stream import EmptyModel, empty_causal_lm, empty_scalar_model
 from tandem.models.twin import decodes, plain_copy
 from tandem.parallel.masters import cast_weights
 from tandem.parallel.pieces import fill, own_rows

@@ -32,12 +32,8 @@ def read_object(file: Path) -> dict[str, Any]:
     Raises:
         ModelError: it holds anything else, or more than 64 MiB.
     """
+    require_small(file)
     try:
-        if file.exists() and (size := file.stat().st_size) > _MOST_JSON_BYTES:
-            raise TooLarge(
-                f"{str(file)!r} must have at most {_MOST_JSON_BYTES} bytes; got {size}. Copy or "
-                "save the model again."
-            )
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise ModelError(
@@ -51,8 +47,17 @@ def read_object(file: Path) -> dict[str, Any]:
     return content
 
 
-class TooLarge(ModelError):
-    """A file that is too large to be what its name says."""
+def require_small(file: Path) -> None:
+    """Refuse a JSON file that is too large to be what its name says.
+
+    Raises:
+        ModelError: it has more than 64 MiB.
+    """
+    if file.exists() and (size := file.stat().st_size) > _MOST_JSON_BYTES:
+        raise ModelError(
+            f"{str(file)!r} must have at most {_MOST_JSON_BYTES} bytes; got {size}. Copy or save "
+            "the model again."
+        )
 
 
 def read_index(folder: Path) -> dict[str, str] | None:

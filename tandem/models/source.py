@@ -16,8 +16,8 @@ from tandem.models.claims import (
     check_finite,
     check_folder,
     check_weights,
-    read_object,
 )
+from tandem.models.folder import read_object
 from tandem.models.quiet import quiet
 from tandem.text import one_line
 
