@@ -25,6 +25,7 @@ LAYERS = (
     ("ops", "tensor_files"),
     ("data", "models", "parallel", "objectives", "metrics"),
     ("generation", "checkpoint"),
+    ("memory",),
     ("engine",),
     ("training", "serve", "plan", "launch"),
     ("cli", "__init__"),

@@ -24,7 +24,7 @@ OTHERWISE = {
     "engine/bases.py": ({"reward"}, "a role"),
     "engine/hybrid.py": ({"reward"}, "a role"),
     "plan/run.py": ({"reward"}, "a role"),
-    "plan/steps.py": ({"reward"}, "a role"),
+    "memory/steps.py": ({"reward"}, "a role"),
     "training/experience.py": ({"reward"}, "a metric, and ppo.kl_in"),
     "training/replay.py": ({"reward"}, "a column: a token's reward"),
     "metrics/names.py": ({"reward"}, "a metric, a group and a column"),
