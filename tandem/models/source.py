@@ -21,19 +21,6 @@ from tandem.models.folder import read_object
 from tandem.models.quiet import quiet
 from tandem.text import one_line
 
-__all__ = [
-    "ADAPTER_CONFIG",
-    "Located",
-    "adapter_base",
-    "keep_saved_dtype",
-    "load_config",
-    "load_weights",
-    "locate",
-    "read_adapter_config",
-    "require_config",
-    "saved_dtype",
-]
-
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_TIMEOUT_SECONDS = 10.0
 _SAVED_DTYPE = "tandem_saved_dtype"

@@ -21,8 +21,7 @@ PACKAGE = Path(tandem.__file__).parent
 OTHERWISE = {
     "config/schema.py": ({"reward"}, "where the KL goes: ppo.kl_in"),
     "config/parallel.py": ({"reward"}, "a role: parallel.offload"),
-    "engine/bases.py": ({"reward"}, "a role"),
-    "engine/hybrid.py": ({"reward"}, "a role"),
+    "engine/scoring.py": ({"reward"}, "a role"),
     "plan/run.py": ({"reward"}, "a role"),
     "memory/steps.py": ({"reward"}, "a role"),
     "training/experience.py": ({"reward"}, "a metric, and ppo.kl_in"),
