@@ -25,9 +25,9 @@ from bench.ppo_sides import TandemSide, Work, start
 from bench.traffic import counting_traffic
 from tandem.config.load import build_config
 from tandem.config.schema import OptimizerConfig
-from tandem.engine.forward import deal_batch, response_logprobs
+from tandem.engine.forward import rank_micro_batches_of, response_logprobs
+from tandem.engine.learner import Learner
 from tandem.engine.loading import place_policy
-from tandem.engine.optimizer import Trainee
 from tandem.parallel.world import World, join, leave
 from tandem.plan.knobs import nested
 from tandem.types import TokenBatch
@@ -76,7 +76,7 @@ class TrainSide(Side):
         model = random_model(model_config(work.shape, 512), seed=work.seed)
         self.model = place_policy(model, config, world, trained=True)
         settings = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup=0.0)
-        self.trainee = Trainee("actor", self.model, settings, num_steps=1000)
+        self.learner = Learner("actor", self.model, settings, num_steps=1000)
 
     def run(self, number: int) -> dict[str, float]:
         """The step's loss."""
@@ -86,12 +86,12 @@ class TrainSide(Side):
         batch = TokenBatch.from_rows(rows, 0)
         count, total = batch.num_response_tokens, 0.0
         with self.watch("train"):
-            for numbers, part in deal_batch(batch, 10**9, self.world):
+            for numbers, part in rank_micro_batches_of(batch, 10**9, self.world):
                 loss = -response_logprobs(self.model, batch.select(numbers))[0].sum()
-                self.trainee.backward(loss, count, weight=part.weight, is_last=part.is_last)
+                self.learner.backward(loss, count, weight=part.weight, is_last=part.is_last)
                 total += part.weight * float(loss.detach())
-            self.trainee.step()
-        return {"loss": self.world.sums({"loss": total})["loss"] / count}
+            self.learner.step()
+        return {"loss": self.world.all_reduce_sum({"loss": total})["loss"] / count}
 
 
 class PPOSide(TandemSide):
@@ -135,10 +135,10 @@ class OnLink(Side):
 
     def run(self, number: int) -> dict[str, float]:
         """Seconds, bytes on the link, and the side's own numbers."""
-        self.world.wait()
+        self.world.barrier()
         begin, before = now(), sent_bytes(self.interface)
         numbers = self.side.run(number)
-        self.world.wait()
+        self.world.barrier()
         sent = sent_bytes(self.interface) - before
         return {"seconds": now() - begin, "node_sent_bytes": sent, **numbers}
 
@@ -146,13 +146,13 @@ class OnLink(Side):
 def link_megabits(world: World, interface: str, megabytes: int = 16) -> float:
     """What the link carries one way, measured: node 0's ranks send, node 1's receive."""
     data = torch.zeros(megabytes * 2**20, dtype=torch.uint8)
-    world.wait()
+    world.barrier()
     begin, before = now(), sent_bytes(interface)
     if world.rank == 0:
         dist.send(data, world.ranks_per_node)
     elif world.rank == world.ranks_per_node:
         dist.recv(data, 0)
-    world.wait()
+    world.barrier()
     return (sent_bytes(interface) - before) * 8 / 1e6 / (now() - begin)
 
 

@@ -22,8 +22,8 @@ from tandem.data.rows import RawRow
 from tandem.data.sources import parse_spec, read_rows
 from tandem.engine.forward import response_logprobs
 from tandem.generation.generator import Stops, generate
+from tandem.models.eos import load_stop_ids
 from tandem.models.load import load_causal_lm, load_tokenizer
-from tandem.models.stops import load_stop_ids
 from tandem.training.evaluate import language_model_metrics
 from tandem.types import Message, PromptRow, Source, TokenBatch, TokenRow
 

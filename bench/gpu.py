@@ -35,7 +35,7 @@ from tandem.engine.hybrid import RLHFEngine
 from tandem.generation.blocks import blocks_for
 from tandem.generation.runner import new_memory
 from tandem.generation.runners import make_runner
-from tandem.ops.steps import BLOCK_TOKENS
+from tandem.ops.attention_context import BLOCK_TOKENS
 
 BATCHES = (8, 16, 32, 64, 128, 256, 512)
 RAGGED_BATCH = 64

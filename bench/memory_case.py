@@ -22,13 +22,13 @@ from bench.models import Shape, llama, model_config, prompt_rows, random_ids
 from tandem.config.load import build_config, check_config
 from tandem.config.schema import RunConfig
 from tandem.data.embedded.tokenizer import build_tokenizer
-from tandem.engine.forward import deal_batch, response_logprobs
+from tandem.engine.forward import rank_micro_batches_of, response_logprobs
 from tandem.engine.hybrid import RLHFEngine
+from tandem.engine.learner import Learner
 from tandem.engine.loading import place_policy
-from tandem.engine.optimizer import Trainee
 from tandem.metrics.timing import Phases
+from tandem.models.hf_logging import quiet
 from tandem.models.load import new_causal_lm
-from tandem.models.quiet import quiet
 from tandem.models.scalar import new_scalar_model
 from tandem.objectives.losses import sft_loss
 from tandem.ops import native
@@ -185,7 +185,7 @@ def _ppo(case: MemoryCase, models: Path, world: World, phases: Phases) -> Any:
 def _sft(case: MemoryCase, models: Path, world: World, phases: Phases) -> Any:
     config = case.config
     model = place_policy(str(models / "actor"), config, world, trained=True, seed=config.seed)
-    trainee = Trainee("sft", model, config.sft, case.steps)
+    learner = Learner("sft", model, config.sft, case.steps)
     ids = torch.randint(5, 400, (case.prompts, case.prompt + case.new), device=world.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
     answers = mask.clone()
@@ -195,12 +195,12 @@ def _sft(case: MemoryCase, models: Path, world: World, phases: Phases) -> Any:
 
     def step(number: int) -> None:
         with phases("train"):
-            for rows, part in deal_batch(batch, config.micro_batch_tokens, world):
+            for rows, part in rank_micro_batches_of(batch, config.micro_batch_tokens, world):
                 chosen = batch.select(rows)
                 loss = sft_loss(response_logprobs(model, chosen)[0], chosen.response_mask)
-                trainee.backward(loss, int(answers.sum()), is_last=part.is_last)
+                learner.backward(loss, int(answers.sum()), is_last=part.is_last)
                 del loss
-            trainee.step()
+            learner.step()
 
     return step
 

@@ -25,7 +25,7 @@ from bench.plain_hf_supervised import Step, language_loss, row_chunks
 from bench.report import Report, count, parser
 from bench.supervised import LLAMAS, measure_row, show, tried
 from bench.supervised_sides import TrainingSide, TrainingStart, TrainingWork, plain_settings
-from tandem.engine.forward import deal_batch, response_logprobs
+from tandem.engine.forward import rank_micro_batches_of, response_logprobs
 from tandem.objectives.losses import sft_loss
 from tandem.parallel.world import World
 from tandem.types import TokenBatch
@@ -68,7 +68,7 @@ class TandemGradient(GradientSide):
         nn.Module.to(self.model, DTYPES[work.dtype])
 
     def losses(self, batch: TokenBatch) -> Iterator[Tensor]:
-        for rows, _ in deal_batch(batch, self.work.micro_batch_tokens, World()):
+        for rows, _ in rank_micro_batches_of(batch, self.work.micro_batch_tokens, World()):
             part = batch.select(rows)
             yield sft_loss(response_logprobs(self.model, part)[0], part.response_mask)
 

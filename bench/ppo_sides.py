@@ -133,11 +133,11 @@ class TandemSide(Side):
 
     def prepare(self) -> None:
         """Put the trained weights back to where they started, so that every round is the same."""
-        trained = self.engine.trainees.values()
-        for trainee, to in zip(trained, (self.begin.actor, self.begin.reward_model), strict=True):
-            reset(trainee.model, to)
-            with trainee.exact():  # float32 masters of weights in half precision
-                reset(trainee.model, to)
+        trained = self.engine.learners.values()
+        for learner, to in zip(trained, (self.begin.actor, self.begin.reward_model), strict=True):
+            reset(learner.model, to)
+            with learner.exact():  # float32 masters of weights in half precision
+                reset(learner.model, to)
 
     def make(self, step: int = 1) -> Experience:
         """Generate and score; the same answers whenever the weights are the same."""

@@ -22,12 +22,12 @@ from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.data.loader import BatchOrder
 from tandem.engine.forward import response_logprobs
 from tandem.metrics.records import read_metrics
-from tandem.models.quiet import quiet
+from tandem.models.hf_logging import quiet
 from tandem.models.scalar import sequence_scores
 from tandem.objectives.losses import pairwise_loss, sft_loss
 from tandem.plan.knobs import nested
-from tandem.training.loop import run_stage
-from tandem.training.run import Run
+from tandem.training.run_folder import Run
+from tandem.training.stage_loop import run_stage
 from tandem.training.supervised import Objective, SupervisedTrainer, objective_of_pairs
 from tandem.types import PairRow, TokenBatch, TokenRow
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from tandem.errors import TandemError
     from tandem.generation.generator import Stops, generate
     from tandem.models.save import save_model
-    from tandem.training.pipeline import train
     from tandem.training.ppo_trainer import PPOTrainer
+    from tandem.training.run_stages import train
     from tandem.types import Experience, Message, PromptRow, Rollout
 
 _HOMES = {
@@ -38,7 +38,7 @@ _HOMES = {
     "generate": "tandem.generation.generator",
     "load_config": "tandem.config.load",
     "save_model": "tandem.models.save",
-    "train": "tandem.training.pipeline",
+    "train": "tandem.training.run_stages",
 }
 
 __all__ = [

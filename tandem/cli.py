@@ -57,7 +57,7 @@ def _told(args: list[str]) -> int:
         line = f"{error.filename or 'a file'}: {error.strerror or error}"
         return complain(line, 2, error)
     except (RuntimeError, MemoryError) as error:
-        from tandem.engine.room import is_out_of_memory
+        from tandem.engine.oom import is_out_of_memory
         from tandem.text import named_line
 
         if debug or not is_out_of_memory(error):
@@ -157,9 +157,9 @@ def _run_steps(command: str, args: list[str], config: RunConfig) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(f"tandem {command}: loading PyTorch and transformers ...", flush=True)
     from tandem.engine.devices import resolve_device
-    from tandem.parallel.watch import watching
+    from tandem.parallel.watchdog import watching
     from tandem.parallel.world import join, leave
-    from tandem.training.pipeline import train
+    from tandem.training.run_stages import train
     from tandem.training.signals import outlive_readers
 
     outlive_readers()
@@ -238,7 +238,7 @@ def _eval(args: list[str]) -> int:
     options = parser.parse_args(args)
     if options.prompts < 0:
         raise ConfigError(f"--prompts must be >= 0; got {options.prompts}.")
-    from tandem.training.show import evaluate_run
+    from tandem.training.eval_command import evaluate_run
 
     evaluate_run(options.run, options.prompts)
     return 0

@@ -8,7 +8,7 @@
       GenerationError  a rollout that cannot be made
       NumericsError    a number that must hold and does not: stop before it does harm
         BadStepError   one that a step brought, before it changed anything: leave that step out
-      RoomError        what is to be computed at once does not fit into memory
+      OutOfMemoryError        what is to be computed at once does not fit into memory
       CheckpointError  a folder that cannot be written, read or trusted
       RankError        another rank of the run died or hangs
 
@@ -52,7 +52,7 @@ class BadStepError(NumericsError):
     """A step's loss, gradient or rewards are not sound; nothing was changed by it."""
 
 
-class RoomError(TandemError):
+class OutOfMemoryError(TandemError):
     """A step does not fit into memory; the message names what frees the most."""
 
 

@@ -54,7 +54,7 @@ def test_a_folder_may_be_a_path_and_a_trainer_needs_a_reward(model_folder: Path)
     [
         "import tandem; tandem.train, tandem.generate",
         "from tandem import generate, train",
-        "import tandem.generation.sampler, tandem.training.run",
+        "import tandem.generation.sampler, tandem.training.run_folder",
         "from tandem import *",
     ],
 )

@@ -87,7 +87,7 @@ def write_folder(
     """
     world = world or World()
     together(lambda: require_own(folder), folder, world)
-    aside = folder.parent / f".tmp-{folder.name}-{world.collect(os.getpid())[0]}"
+    aside = folder.parent / f".tmp-{folder.name}-{world.all_gather_object(os.getpid())[0]}"
     try:
         together(lambda: clear(folder, aside) if world.is_first else None, folder, world)
         together(lambda: fill(aside), folder, world)
@@ -115,7 +115,7 @@ def copy_folder(folder: Path, world: World) -> bool:
     if len(world.folders) == 1:
         return False
     text = _manifest_text(folder) if world.is_keeper else ""
-    texts = [world.collect(text)[keeper] for keeper in world.folders]
+    texts = [world.all_gather_object(text)[keeper] for keeper in world.folders]
     found = {text for text in texts if text}
     if len(found) > 1:
         raise CheckpointError(
@@ -130,7 +130,7 @@ def copy_folder(folder: Path, world: World) -> bool:
     manifest = Manifest({}, {})
     if world.rank == chain[0]:
         manifest = read_manifest(folder)
-    manifest = world.collect(manifest)[chain[0]]
+    manifest = world.all_gather_object(manifest)[chain[0]]
     is_written = world.is_keeper and not text
 
     def copy() -> None:
@@ -243,7 +243,7 @@ def together(do: Callable[[], object], folder: Path, world: World) -> None:
         failed, cause = unwritable(folder, error, world), error
     except TandemError as error:
         failed = error
-    for problem in world.collect(failed):
+    for problem in world.all_gather_object(failed):
         if problem is not None:
             raise problem from cause
 
@@ -380,7 +380,7 @@ def is_whole(folder: Path) -> bool:
 def _described(aside: Path, folder: Path, world: World) -> dict[str, Entry]:
     """Every file of a folder, hashed in turn by the ranks that see it; named by the first."""
     names = [str(p.relative_to(aside)) for p in sorted(aside.rglob("*")) if p.is_file()]
-    names = world.collect(names)[0]
+    names = world.all_gather_object(names)[0]
     mine: dict[str, Entry] = {}
 
     def describe() -> None:
@@ -388,7 +388,9 @@ def _described(aside: Path, folder: Path, world: World) -> dict[str, Entry]:
             mine.update({name: Entry.of(aside / name) for name in world.share(names)})
 
     together(describe, folder, world)
-    known = {name: entry for share in world.collect(mine) for name, entry in share.items()}
+    known = {
+        name: entry for share in world.all_gather_object(mine) for name, entry in share.items()
+    }
     return {name: known[name] for name in names}
 
 

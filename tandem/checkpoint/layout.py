@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tandem.errors import CheckpointError
-from tandem.parallel.pieces import piece_ranks, piece_rows
+from tandem.parallel.dtensor import piece_ranks, piece_rows
 from tandem.parallel.world import World
 
 Tensors = Mapping[str, Mapping[str, Tensor]]

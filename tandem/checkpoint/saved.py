@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tandem.checkpoint.layout import LAYOUT, Layout, Stored, file_of
 from tandem.errors import CheckpointError
-from tandem.parallel.pieces import piece_ranks, piece_rows
+from tandem.parallel.dtensor import piece_ranks, piece_rows
 from tandem.parallel.world import World
 
 

@@ -35,7 +35,7 @@ from tandem.checkpoint.folder import (
     unwritable,
 )
 from tandem.checkpoint.layout import LAYOUT, Layout
-from tandem.checkpoint.pieces import Piece, not_finite, own_pieces, write_pieces
+from tandem.checkpoint.shard_files import Piece, not_finite, own_pieces, write_pieces
 from tandem.checkpoint.state import State, number_of, numbered, own_folder, point_to
 from tandem.errors import CheckpointError, NumericsError
 from tandem.files import sync, write_new
@@ -90,13 +90,13 @@ class Saver:
         pieces = own_pieces(state.tensors, layout, world)
         self._require_finite(state.step, pieces)
         target = own_folder(self.folder, state.step, world)
-        sizes = world.collect(sum(piece.rows.nbytes for piece in pieces))
+        sizes = world.all_gather_object(sum(piece.rows.nbytes for piece in pieces))
         require_space(target, sum(sizes[rank] for rank in world.here) + _SLACK_BYTES, world)
         known = {**(facts or {}), "step": state.step, "numbers": dict(state.numbers)}
         if len(world.folders) > 1:
             known["parts"] = self._parts()
         json.dumps(known, allow_nan=False)  # what cannot be written is a mistake of the caller's
-        name = f".tmp-{target.name}-{world.collect(os.getpid())[world.keeper]}"
+        name = f".tmp-{target.name}-{world.all_gather_object(os.getpid())[world.keeper]}"
         aside = target.parent / name
         together(lambda: self._clear(target, aside), target, self.world)
         if self.beside:
@@ -140,7 +140,7 @@ class Saver:
     def _parts(self) -> dict[str, Any]:
         """Which save this is, and who writes which part of it."""
         world = self.world
-        told = world.collect((socket.gethostname(), secrets.token_hex(8)))
+        told = world.all_gather_object((socket.gethostname(), secrets.token_hex(8)))
         return {
             "save": told[0][1],
             "hosts": [told[keeper][0] for keeper in world.folders],
@@ -154,7 +154,7 @@ class Saver:
             clear(target, aside)
 
     def _require_finite(self, step: int, pieces: Sequence[Piece]) -> None:
-        bad = [name for name in self.world.collect(not_finite(pieces)) if name]
+        bad = [name for name in self.world.all_gather_object(not_finite(pieces)) if name]
         if bad:
             raise NumericsError(
                 f"a checkpoint must hold finite values alone; got others in {bad[0]} after step "

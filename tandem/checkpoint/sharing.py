@@ -24,7 +24,7 @@ def find_folders(path: Path, world: World) -> World:
     """
     if world.size == 1:
         return world
-    token = world.collect(secrets.token_hex(8))[0]
+    token = world.all_gather_object(secrets.token_hex(8))[0]
     folder = existing(path) / f".tandem-{token}"
     problem = ""
     try:
@@ -36,11 +36,11 @@ def find_folders(path: Path, world: World) -> World:
             f"{socket.gethostname()} ({error.strerror}). Choose another."
         )
     try:
-        problems = [text for text in world.collect(problem) if text]
+        problems = [text for text in world.all_gather_object(problem) if text]
         if problems:
             raise CheckpointError(problems[0])
         seen = min(int(file.name) for file in folder.iterdir())
-        keepers = world.collect(seen)
+        keepers = world.all_gather_object(seen)
     finally:
         if world.rank == 0 or not (folder / "0").exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -49,7 +49,7 @@ def find_folders(path: Path, world: World) -> World:
 
 def described(path: Path, world: World) -> str:
     """One line on an output folder that is several; empty where all ranks see one. A collective."""
-    hosts = world.collect(socket.gethostname())
+    hosts = world.all_gather_object(socket.gethostname())
     if len(world.folders) == 1:
         return ""
     found = "; ".join(

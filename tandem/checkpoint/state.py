@@ -134,7 +134,7 @@ def newest_numbers(folder: Path, world: World | None = None) -> Mapping[str, Any
                 continue
         return None
 
-    found = world.collect(look() if world.is_keeper else None)
+    found = world.all_gather_object(look() if world.is_keeper else None)
     steps = [seen for seen in found if seen is not None]
     return max(steps, key=lambda seen: seen[0])[1] if steps else None
 
@@ -187,7 +187,7 @@ def _candidates(folder: Path, world: World) -> tuple[list[_Candidate], list[str]
     if world.is_keeper:
         seen = [(path.name, _save_of(path)) for path in numbered(folder)]
         notes = _amiss(folder, [name for name, _ in seen])
-    said = world.collect((seen, notes))
+    said = world.all_gather_object((seen, notes))
     found: dict[tuple[int, int, str], _Candidate] = {}
     for keeper in world.folders:
         for name, save in said[keeper][0]:
@@ -250,7 +250,7 @@ def _loaded(
             manifests[part], layouts[part] = manifest, read_layout(path)
         except CheckpointError as error:
             problems[part] = str(error)
-    said = world.collect(problems)
+    said = world.all_gather_object(problems)
     bad = {
         (part, keeper)
         for keeper in world.folders
@@ -272,14 +272,16 @@ def _loaded(
         absent = (
             "" if damaged or first is None else _absent(folder, candidate, lacking, *first, layouts)
         )
-        absent = next((text for text in world.collect(absent) if text), damaged)
+        absent = next((text for text in world.all_gather_object(absent) if text), damaged)
         return None, damaged or absent, bool(damaged)
     if candidate.num_parts == 1 and len(world.folders) == 1:
         facts, layout = manifests[1].facts, layouts[1]
     else:
         teller = min(holders[1])
         told = (manifests[1].facts, layouts[1]) if world.rank == teller else None
-        facts, layout = cast(tuple[Mapping[str, Any], Layout], world.collect(told)[teller])
+        facts, layout = cast(
+            tuple[Mapping[str, Any], Layout], world.all_gather_object(told)[teller]
+        )
     part_of = dict.fromkeys(range(layout.ranks), 1)
     if candidate.num_parts > 1:
         for number, ranks in enumerate(facts["parts"]["ranks"], start=1):

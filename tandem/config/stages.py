@@ -37,7 +37,7 @@ class Stage:
     name: its command, its folder in the run, its name in every record.
     title, short: what people call it; "SFT model" is the model that it makes.
     help: its line in `tandem --help`.
-    prepare: "module:function" that makes its StageJob (training/loop.py) from the run and its rows;
+    prepare: "module:function" that makes its StageJob (training/stage_loop.py) from the run and its rows;
         imported when it runs.
     family: what it learns from: supervised (texts), pairs, rl (its own answers and their reward).
         Families share knobs, metrics, alarms and their place in the plan of memory.

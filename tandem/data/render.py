@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.data.control import ControlTokens, free_mark
 from tandem.data.excerpt import excerpt
-from tandem.data.pieces import PieceTokenizer
+from tandem.data.span_tokenizer import PieceTokenizer
 from tandem.data.template import ChatTemplate, Part
 from tandem.data.template_limits import deadline
 from tandem.errors import DataError, ModelError

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from tandem.parallel.dtensor import Saved, fill, local
 from tandem.parallel.masters import exactly
-from tandem.parallel.pieces import Saved, fill, local
 from tandem.parallel.shard import shards_of
 
 
@@ -27,7 +27,7 @@ class MovingAverage:
 
         Args:
             masters: the exact values of weights that rest in a smaller type, updated in place
-                (`engine.optimizer.Trainee.masters`); the average is theirs.
+                (`engine.optimizer.Learner.masters`); the average is theirs.
         """
         self.model = model
         self.decay = decay

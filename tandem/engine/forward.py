@@ -1,6 +1,6 @@
 """Forwards over batches: log-probs, values and scores per token, in micro-batches, over ranks.
 
-Every rank knows the whole batch. `deal` gives each its rows; what the ranks compute is added up,
+Every rank knows the whole batch. `rank_micro_batches` gives each its rows; what the ranks compute is added up,
 so that every rank has the whole result.
 """
 
@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 
 from tandem.data.loader import microbatches
 from tandem.engine.allocator import give_back_memory
-from tandem.engine.spread import visiting
+from tandem.engine.placement import visiting
 from tandem.models import scalar
-from tandem.models.head import vocabulary_head
+from tandem.models.lm_head import vocabulary_head
 from tandem.models.packed import hidden_states, predictor_positions
-from tandem.models.sliced import sliced_twin
+from tandem.models.tensor_parallel import sliced_twin
 from tandem.models.twin import standing_in, without_hooks
 from tandem.objectives.logprobs import scatter_to_tokens, token_logprobs
-from tandem.parallel.pieces import whole
+from tandem.parallel.dtensor import whole
 from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import TensorGroup
 from tandem.parallel.world import World
@@ -153,7 +153,7 @@ def balanced(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     return rows_of
 
 
-def deal(lengths: Sequence[int], max_tokens: int, world: World) -> list[MicroBatch]:
+def rank_micro_batches(lengths: Sequence[int], max_tokens: int, world: World) -> list[MicroBatch]:
     """This rank's micro-batches of a batch that every rank knows; all ranks get as many.
 
     Rows are `balanced` over the ranks; a rank's own rows are then grouped by like lengths, at most
@@ -177,12 +177,14 @@ def deal(lengths: Sequence[int], max_tokens: int, world: World) -> list[MicroBat
     return [*parts[:-1], replace(parts[-1], is_last=True)]
 
 
-def deal_batch(batch: TokenBatch, max_tokens: int, world: World) -> list[tuple[Tensor, MicroBatch]]:
-    """As `deal`, with the rows' numbers as a tensor on the batch's device."""
+def rank_micro_batches_of(
+    batch: TokenBatch, max_tokens: int, world: World
+) -> list[tuple[Tensor, MicroBatch]]:
+    """As `rank_micro_batches`, with the rows' numbers as a tensor on the batch's device."""
     device = batch.token_ids.device
     return [
         (torch.tensor(part.rows, device=device), part)
-        for part in deal(batch.lengths().tolist(), max_tokens, world)
+        for part in rank_micro_batches(batch.lengths().tolist(), max_tokens, world)
     ]
 
 
@@ -207,11 +209,11 @@ def scored(
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(visiting(model))
-        for rows, part in deal_batch(batch, max_tokens, world):
+        for rows, part in rank_micro_batches_of(batch, max_tokens, world):
             _keep(results, forward(batch.select(rows)), rows, part, batch)
     for model in models:
         shards_of(model).rest()
-    world.sum_(*results)
+    world.all_reduce_(*results)
     return tuple(results)
 
 

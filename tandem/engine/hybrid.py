@@ -32,18 +32,18 @@ from tandem.engine.forward import (
     scored,
     token_values,
 )
+from tandem.engine.learner import Learner
 from tandem.engine.loading import Base, Model, check_policy, place_policy, place_scalar
-from tandem.engine.optimizer import Trainee
 from tandem.engine.rollouts import answered, generating
 from tandem.engine.same_start import check_same_start
 from tandem.engine.scoring import place_scorer
 from tandem.errors import ModelError
 from tandem.generation.generator import Stops
+from tandem.models.eos import stop_ids
 from tandem.models.load import check_vocabulary, load_tokenizer
 from tandem.models.lora import adapters_off
 from tandem.models.modes import evaluating
 from tandem.models.scalar import normalization
-from tandem.models.stops import stop_ids
 from tandem.models.twin import why_unpacked
 from tandem.objectives.rewards import normalized_scores
 from tandem.ops import native
@@ -72,7 +72,7 @@ class RLHFEngine:
     """Actor, critic, reference, reward model and the actor's moving average.
 
     Nothing here knows of data files or of an algorithm: a custom loop calls `generating`,
-    `policy_numbers`, `scores`, then `actor_trainee` and `critic_trainee`.
+    `policy_numbers`, `scores`, then `actor_learner` and `critic_learner`.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class RLHFEngine:
         if has_reference:
             check_same_start(self.actor, self.reference)
         self.scaler = LossScaler() if self.dtype == torch.float16 else None
-        self.actor_trainee = self._trainee("actor", self.actor, config.ppo.actor)
-        self.critic_trainee = None
+        self.actor_learner = self._trainee("actor", self.actor, config.ppo.actor)
+        self.critic_learner = None
         if self.critic is not None:
-            self.critic_trainee = self._trainee("critic", self.critic, config.ppo.critic)
+            self.critic_learner = self._trainee("critic", self.critic, config.ppo.critic)
         self.ema = None
         if config.ppo.ema:
-            masters = self.actor_trainee.masters
+            masters = self.actor_learner.masters
             self.ema = MovingAverage(self.actor, config.ppo.ema_decay, masters)
 
     @property
@@ -305,18 +305,18 @@ class RLHFEngine:
         )
 
     @property
-    def trainees(self) -> dict[str, Trainee]:
+    def learners(self) -> dict[str, Learner]:
         """The models in training, by role."""
-        trainees = {"actor": self.actor_trainee, "critic": self.critic_trainee}
-        return {role: trainee for role, trainee in trainees.items() if trainee is not None}
+        learners = {"actor": self.actor_learner, "critic": self.critic_learner}
+        return {role: learner for role, learner in learners.items() if learner is not None}
 
     @property
     def trained_models(self) -> list[PreTrainedModel]:
         """The models in training."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
-    def _trainee(self, name: str, model: PreTrainedModel, settings: OptimizerConfig) -> Trainee:
-        return Trainee(
+    def _trainee(self, name: str, model: PreTrainedModel, settings: OptimizerConfig) -> Learner:
+        return Learner(
             name,
             model,
             settings,

@@ -11,26 +11,26 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
-from tandem.engine.bases import carries_adapters, carry_on, check_base
 from tandem.engine.devices import resolve_dtype
 from tandem.engine.forward import generation_weights
-from tandem.engine.spread import keep_on_host, plan_for, spread
+from tandem.engine.frozen_base import carries_adapters, carry_on, check_base
+from tandem.engine.placement import keep_on_host, plan_for, spread
 from tandem.errors import ModelError, NumericsError
 from tandem.generation.runners import make_runner
+from tandem.models.checkpoint_ref import Start, same_base, start_of
 from tandem.models.frozen import freeze_quantized
-from tandem.models.head import check_head
+from tandem.models.lm_head import check_head
 from tandem.models.load import load_causal_lm
 from tandem.models.lora import add_lora, is_adapted, keep_start
+from tandem.models.meta_init import MetaModel, empty_causal_lm, empty_scalar_model
 from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.scalar import load_scalar_model, start_new_head, take_backbone
 from tandem.models.selfcheck import Agreement, check_twin
 from tandem.models.shared import share_base
 from tandem.models.source import keep_saved_dtype
-from tandem.models.starts import Start, same_base, start_of
-from tandem.models.stream import EmptyModel, empty_causal_lm, empty_scalar_model
 from tandem.models.twin import decodes, plain_copy
+from tandem.parallel.dtensor import fill, own_rows
 from tandem.parallel.masters import cast_weights
-from tandem.parallel.pieces import fill, own_rows
 from tandem.parallel.shard import ShardPlan, give_memory, shards_of
 from tandem.parallel.tensor import TensorGroup
 from tandem.parallel.world import World
@@ -230,7 +230,7 @@ def _placed(model: PreTrainedModel, role: _Role) -> PreTrainedModel:
     return model
 
 
-def _filled(empty: EmptyModel, start: Start, role: _Role) -> PreTrainedModel:
+def _filled(empty: MetaModel, start: Start, role: _Role) -> PreTrainedModel:
     """Prepare and split first, read afterwards: each rank its own rows."""
     model, base = empty.model, role.base
     if start.adapter is not None:
@@ -272,7 +272,7 @@ def _require_finite(unsound: str, world: World) -> None:
     """Every rank stops where one has read a weight that cannot be quantized."""
     found = torch.tensor(float(bool(unsound)), device=world.device)
     if world.size > 1:
-        world.sum_(found)
+        world.all_reduce_(found)
     if found:
         raise NumericsError(
             f"a weight to quantize must be finite; got {unsound or 'one on another rank'} with "

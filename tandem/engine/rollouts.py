@@ -117,7 +117,7 @@ def shared_rollout(
         if mine
         else None
     )
-    seconds = tuple(world.collect(time.perf_counter() - start))
+    seconds = tuple(world.all_gather_object(time.perf_counter() - start))
     if not hands[world.rank]:
         own = None
     rollout = _exchanged(own, prompts, hands, sampling.samples_per_prompt, stops, world)
@@ -159,7 +159,9 @@ def _exchanged(
     token_ids = placed(gathered(own.batch.token_ids if own else None, torch.long), 0)
     token_ids[~mask] = stops.pad_token_id
     response = placed(gathered(own.batch.response_mask if own else None, torch.uint8), 0).bool()
-    texts = [text for part in world.collect(own.responses if own else ()) for text in part]
+    texts = [
+        text for part in world.all_gather_object(own.responses if own else ()) for text in part
+    ]
     responses = [""] * len(order)
     for place, text in zip(order.tolist(), texts, strict=True):
         responses[place] = text

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandem.engine.forward import response_logprobs
-from tandem.engine.spread import visiting
+from tandem.engine.placement import visiting
 from tandem.errors import NumericsError
 from tandem.models.blocks import decoder_blocks
 from tandem.models.lora import adapters_off

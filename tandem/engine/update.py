@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.checkpoint.state import SavedState
-from tandem.engine.forward import deal
-from tandem.engine.optimizer import Trainee, scaling_metrics, step_together
-from tandem.engine.room import Room
+from tandem.engine.forward import rank_micro_batches
+from tandem.engine.learner import Learner, scaling_metrics, step_learners
+from tandem.engine.oom import MicroBatchBudget
 from tandem.errors import BadStepError, NumericsError
 
 
@@ -55,7 +55,7 @@ class Update:
     """An update of one model, or of several that step together; a context manager.
 
     Example:
-        with Update(room) as update:
+        with Update(budget) as update:
             (means,) = update.learn(critic, [LossTerm(...)])
         norm = update.grad_norms.get("critic")
 
@@ -67,16 +67,16 @@ class Update:
         scaling: loss scale and overflows so far, in fp16.
     """
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, budget: MicroBatchBudget) -> None:
         """`room` says how many tokens a micro-batch holds."""
         self.grad_norms: dict[str, float] = {}
         self.scaling: dict[str, float] = {}
-        self._room = room
-        self._waiting: list[Trainee] = []
+        self._budget = budget
+        self._waiting: list[Learner] = []
 
     def learn(
         self,
-        trainee: Trainee,
+        learner: Learner,
         terms: Sequence[LossTerm],
         check: Callable[[Mapping[str, float]], None] | None = None,
     ) -> list[dict[str, float]]:
@@ -90,34 +90,34 @@ class Update:
         Raises:
             BadStepError: a mean or the gradient is not finite, or the gradient is out of line; no
                 weight has changed.
-            RoomError: a micro-batch does not fit into memory.
+            OutOfMemoryError: a micro-batch does not fit into memory.
         """
-        model = cast(PreTrainedModel, trainee.model)
-        work = partial(self._learn, trainee, terms, check)
-        return self._room.attempt(trainee.name, model, work, trainee.forget)
+        model = cast(PreTrainedModel, learner.model)
+        work = partial(self._learn, learner, terms, check)
+        return self._budget.retry_on_oom(learner.name, model, work, learner.forget)
 
     def _learn(
         self,
-        trainee: Trainee,
+        learner: Learner,
         terms: Sequence[LossTerm],
         check: Callable[[Mapping[str, float]], None] | None,
     ) -> list[dict[str, float]]:
         try:
             means = [
-                _accumulated(trainee, term, self._room.tokens, is_last=term is terms[-1])
+                _accumulated(learner, term, self._budget.tokens, is_last=term is terms[-1])
                 for term in terms
             ]
             for part in means:
-                _require_finite(trainee, part)
+                _require_finite(learner, part)
             if check is not None:
                 check(means[0])
         except (BadStepError, NumericsError):
-            trainee.forget()
+            learner.forget()
             raise
-        if trainee.scaler is None:
-            self.grad_norms[trainee.name] = trainee.step()
+        if learner.scaler is None:
+            self.grad_norms[learner.name] = learner.step()
         else:
-            self._waiting.append(trainee)
+            self._waiting.append(learner)
         return means
 
     def __enter__(self) -> Self:
@@ -131,15 +131,15 @@ class Update:
     ) -> None:
         waiting, self._waiting = self._waiting, []
         if error is not None:
-            for trainee in waiting:
-                trainee.forget()
+            for learner in waiting:
+                learner.forget()
             return
         if not waiting or (scaler := waiting[0].scaler) is None:
             return
-        norms = step_together(waiting, scaler)
+        norms = step_learners(waiting, scaler)
         self.scaling = scaling_metrics(scaler)
         if norms is not None:
-            names = (trainee.name for trainee in waiting)
+            names = (learner.name for learner in waiting)
             self.grad_norms |= dict(zip(names, norms, strict=True))
 
 
@@ -155,76 +155,76 @@ def training_mode(*models: PreTrainedModel) -> Iterator[None]:
             model.eval()
 
 
-def rehearse(room: Room, trainee: Trainee, loss: Callable[[int], Tensor]) -> None:
+def rehearse(budget: MicroBatchBudget, learner: Learner, loss: Callable[[int], Tensor]) -> None:
     """Run the largest micro-batch that can come forward and backward, without effect, so that what
     does not fit into memory is known before the first step.
 
     Args:
         loss: makes the loss of a micro-batch of at most so many tokens.
     Raises:
-        RoomError: it does not fit.
+        OutOfMemoryError: it does not fit.
     """
 
     def work() -> None:
-        with room.kept_for(trainee):
-            trainee.backward(loss(room.tokens), 1.0, weight=0.0)
-        trainee.forget()
+        with budget.reserving_states(learner):
+            learner.backward(loss(budget.tokens), 1.0, weight=0.0)
+        learner.forget()
 
-    room.attempt(trainee.name, cast(PreTrainedModel, trainee.model), work, trainee.forget)
+    budget.retry_on_oom(learner.name, cast(PreTrainedModel, learner.model), work, learner.forget)
 
 
 def _accumulated(
-    trainee: Trainee, term: LossTerm, max_tokens: int, *, is_last: bool
+    learner: Learner, term: LossTerm, max_tokens: int, *, is_last: bool
 ) -> dict[str, float]:
     """Add a term's gradient; its means over all ranks."""
-    world = trainee.shards.world
+    world = learner.shards.world
     totals: defaultdict[str, float] = defaultdict(float)
     largest: dict[str, float] = {}
-    for part in deal(term.lengths, max_tokens, world):
+    for part in rank_micro_batches(term.lengths, max_tokens, world):
         found = term.loss(part.rows)
         loss = found.loss if term.coefficient == 1.0 else term.coefficient * found.loss
-        trainee.backward(loss, term.units, weight=part.weight, is_last=part.is_last and is_last)
+        learner.backward(loss, term.units, weight=part.weight, is_last=part.is_last and is_last)
         totals["rank_idle"] += part.idle * term.units
         for name, value in (("loss", found.loss), *found.sums.items()):
             totals[name] += part.weight * float(value.detach())
         for name, value in found.largest.items():
             largest[name] = max(largest.get(name, 0.0), part.weight * float(value.detach()))
-    means = {name: total / term.units for name, total in world.sums(totals).items()}
+    means = {name: total / term.units for name, total in world.all_reduce_sum(totals).items()}
     if largest:
-        means |= dict(zip(largest, world.largest(list(largest.values())), strict=True))
+        means |= dict(zip(largest, world.all_reduce_max(list(largest.values())), strict=True))
     return means
 
 
-def _require_finite(trainee: Trainee, means: Mapping[str, float]) -> None:
+def _require_finite(learner: Learner, means: Mapping[str, float]) -> None:
     """Every rank has the same means, so that all of them refuse an update or none."""
     for name, value in means.items():
         if not math.isfinite(value):
             shown = "the loss" if name == "loss" else name
             raise BadStepError(
-                f"{trainee.name}: {shown} must be finite; got {value}. Lower the learning rate, or "
+                f"{learner.name}: {shown} must be finite; got {value}. Lower the learning rate, or "
                 "look at the rows and rewards."
             )
 
 
-def training_state(trainees: Mapping[str, Trainee]) -> dict[str, Mapping[str, Tensor]]:
+def training_state(learners: Mapping[str, Learner]) -> dict[str, Mapping[str, Tensor]]:
     """What a checkpoint holds of models in training: NAME, NAME_optimizer, and the loss scaler."""
     tensors: dict[str, Mapping[str, Tensor]] = {}
-    for name, trainee in trainees.items():
-        tensors[name] = trainee.weights()
-        tensors[f"{name}_optimizer"] = trainee.state_tensors()
-        if trainee.scaler is not None:  # the same one for all of them
-            tensors["scaler"] = trainee.scaler.state_tensors()
+    for name, learner in learners.items():
+        tensors[name] = learner.weights()
+        tensors[f"{name}_optimizer"] = learner.state_tensors()
+        if learner.scaler is not None:  # the same one for all of them
+            tensors["scaler"] = learner.scaler.state_tensors()
     return tensors
 
 
-def restore_training(state: SavedState, trainees: Mapping[str, Trainee]) -> None:
+def restore_training(state: SavedState, learners: Mapping[str, Learner]) -> None:
     """Continue from `training_state`.
 
     Raises:
         CheckpointError: the state is of other models.
     """
-    for name, trainee in trainees.items():
-        trainee.load_weights(state.tensors[name])
-        trainee.load_state_tensors(state.tensors[f"{name}_optimizer"])
-        if trainee.scaler is not None and "scaler" in state.tensors:
-            trainee.scaler.load_state_tensors(state.tensors["scaler"].whole())
+    for name, learner in learners.items():
+        learner.load_weights(state.tensors[name])
+        learner.load_state_tensors(state.tensors[f"{name}_optimizer"])
+        if learner.scaler is not None and "scaler" in state.tensors:
+            learner.scaler.load_state_tensors(state.tensors["scaler"].whole())

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tandem.errors import GenerationError
-from tandem.ops.steps import BLOCK_TOKENS, LayerShape
+from tandem.ops.attention_context import BLOCK_TOKENS, LayerShape
 
 CPU_SHARE = 0.5
 """Of the memory that is free when generation begins, what KV memory may take on a CPU."""

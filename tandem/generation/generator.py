@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 from tandem.config.schema import SamplingConfig
 from tandem.data.render import Renderer
 from tandem.errors import GenerationError, NumericsError
-from tandem.generation import compatible
+from tandem.generation import hf_generate
 from tandem.generation.blocks import affordable_blocks, blocks_for
+from tandem.generation.detokenizer import AnswerText
 from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Draw, Sampler, sequence_key
 from tandem.generation.scheduler import Request, blocks_wanted, most_needed
 from tandem.generation.session import PREFILL_TOKENS, Record, Session
-from tandem.generation.text import AnswerText
 from tandem.models.twin import decodes, kv_shapes, rope_border
 from tandem.ops.logits import rows_at_once
 from tandem.types import PromptRow, Rollout, TokenBatch, TokenRow
@@ -226,7 +226,7 @@ def _drawn_compatibly(
     by_length = sorted(requests, key=lambda request: len(request.prompt))
     for i in range(0, len(by_length), batch_size):
         part = by_length[i : i + batch_size]
-        draws = compatible.answer(model, part, stops.stop_token_ids)
+        draws = hf_generate.answer(model, part, stops.stop_token_ids)
         first = torch.tensor([record.place(request) for request in part])[:, None]
         places = first + torch.arange(draws.tokens.shape[1])
         record.keep(

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tandem.generation.rows import Part
+from tandem.generation.batch_state import Part
 from tandem.generation.sampler import Draw, Sampler
-from tandem.ops.steps import Decode, KVMemory
+from tandem.ops.attention_context import Decode, KVMemory
 from tandem.text import first_line
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)

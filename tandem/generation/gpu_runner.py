@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tandem.generation.batch_state import Part
 from tandem.generation.gpu_graphs import CudaRecorder, DecodeStep, Recorder, bucket_of, width_of
-from tandem.generation.rows import Part
 from tandem.generation.runner import TwinRunner
 from tandem.generation.sampler import Draw, Sampler
 from tandem.models.lora import lora_layers
-from tandem.ops.steps import KVMemory, attending
+from tandem.ops.attention_context import KVMemory, attending
 
 
 class GraphRunner(TwinRunner):

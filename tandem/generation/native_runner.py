@@ -24,7 +24,7 @@ from tandem.models.fused import (
 )
 from tandem.models.twin import twin_of
 from tandem.ops import dense, native
-from tandem.ops.steps import KVMemory
+from tandem.ops.attention_context import KVMemory
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """Model types that decode from packed weights on a CPU, and how their classes are called."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.generation.rows import Part
+from tandem.generation.batch_state import Part
 from tandem.generation.sampler import Draw
-from tandem.models.head import vocabulary_logits
+from tandem.models.lm_head import vocabulary_logits
 from tandem.models.twin import base_forward, kv_shapes, twin_of
 from tandem.ops import native
-from tandem.ops.steps import Decode, KVMemory, Packed, attending
+from tandem.ops.attention_context import Decode, KVMemory, Packed, attending
 
 
 class Runner(Protocol):

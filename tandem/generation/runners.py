@@ -8,7 +8,7 @@ from tandem.generation.blocks import free_bytes
 from tandem.generation.gpu_runner import GraphRunner
 from tandem.generation.native_runner import NativeRunner, runs_natively
 from tandem.generation.runner import Runner, TwinRunner
-from tandem.ops.steps import KVMemory
+from tandem.ops.attention_context import KVMemory
 
 
 def make_runner(model: PreTrainedModel, memory: KVMemory, longest: int) -> Runner:

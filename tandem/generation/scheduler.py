@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tandem.errors import GenerationError
 from tandem.generation.blocks import BlockPool, blocks_for
+from tandem.generation.detokenizer import AnswerText
 from tandem.generation.sampler import Sampler
-from tandem.generation.text import AnswerText
-from tandem.ops.steps import BLOCK_TOKENS
+from tandem.ops.attention_context import BLOCK_TOKENS
 
 
 @dataclass(slots=True, eq=False)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tandem.generation.batch_state import Part, Rows
 from tandem.generation.blocks import BlockPool
-from tandem.generation.rows import Part, Rows
 from tandem.generation.runner import new_memory
 from tandem.generation.runners import make_runner
 from tandem.generation.sampler import Draw
 from tandem.generation.scheduler import Entering, Group, Request, Scheduler
-from tandem.ops.steps import BLOCK_TOKENS
+from tandem.ops.attention_context import BLOCK_TOKENS
 
 PREFILL_TOKENS = 4096
 """Most tokens of prompts that are let in at once."""

@@ -29,11 +29,11 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from tandem.files import append
+from tandem.launch.cross_node import Peers
 from tandem.launch.failure import FAILURE_FILE, LAUNCHER, LOG_FILE, read_failure
-from tandem.launch.meeting import ManyNodes, OneNode
-from tandem.launch.peers import Peers
-from tandem.launch.verdict import Ending, Verdict, judge
-from tandem.parallel.watch import INTERVAL_SECONDS, blame, read_notes, watch_prefix
+from tandem.launch.failure_report import Ending, Verdict, judge
+from tandem.launch.rendezvous import ManyNodes, OneNode
+from tandem.parallel.watchdog import INTERVAL_SECONDS, blame, read_notes, watch_prefix
 from tandem.stopping import holding_back
 
 _SETTLE_SECONDS = 1.0

@@ -19,7 +19,7 @@ from tandem.text import named_line
 
 if TYPE_CHECKING:
     from tandem.launch.agent import Agent
-    from tandem.launch.meeting import ManyNodes, OneNode
+    from tandem.launch.rendezvous import ManyNodes, OneNode
 
     Meeting: TypeAlias = OneNode | ManyNodes
 
@@ -103,7 +103,7 @@ def _agent(
 ) -> tuple[Agent, Meeting]:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from tandem.launch import meeting as meetings
+    from tandem.launch import rendezvous
     from tandem.launch.agent import Agent
 
     elastic = logging.getLogger("torch.distributed.elastic")  # we say it in one line
@@ -111,15 +111,15 @@ def _agent(
     elastic.propagate = False
     meeting: Meeting
     if options.rdzv is None:
-        local_addr = meetings.LOOPBACK
-        meeting = meetings.OneNode()
+        local_addr = rendezvous.LOOPBACK
+        meeting = rendezvous.OneNode()
     else:
         host, port = options.rdzv
-        local_addr = options.local_addr or meetings.address_towards(host, port)
-        meetings.check_local(local_addr)
-        meeting = meetings.ManyNodes(host, port, options.num_nodes, local_addr, join_seconds)
+        local_addr = options.local_addr or rendezvous.address_towards(host, port)
+        rendezvous.check_local(local_addr)
+        meeting = rendezvous.ManyNodes(host, port, options.num_nodes, local_addr, join_seconds)
     environment = {"OMP_NUM_THREADS": threads}
-    interface = meetings.interface_of(local_addr)
+    interface = rendezvous.interface_of(local_addr)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if interface and variable not in os.environ:
             environment[variable] = interface

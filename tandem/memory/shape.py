@@ -17,9 +17,9 @@ from transformers import (
 
 from tandem.models.blocks import decoder_blocks
 from tandem.models.classifiers import require_classifier
+from tandem.models.hf_logging import quiet
 from tandem.models.load import attention_for, embedding_rows
 from tandem.models.lora import adaptable
-from tandem.models.quiet import quiet
 
 # Tensors of the inner width that an MLP keeps per token for its backward pass: a gated one the
 # gate, the other projection and their product; another the output of its activation, and, where

@@ -17,7 +17,7 @@ from tandem.models.frozen import FrozenConv1D, FrozenLinear
 from tandem.models.rope import take_over_rope
 from tandem.ops import dense
 from tandem.ops.attention import attend
-from tandem.ops.steps import Kind
+from tandem.ops.attention_context import Kind
 
 _PLAIN_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "MixtralRMSNorm",
                 "Phi3RMSNorm", "Olmo2RMSNorm", "SmolLM3RMSNorm", "GraniteRMSNorm")  # fmt: skip

@@ -24,8 +24,7 @@ from transformers.models.auto.modeling_auto import (
 
 from tandem.errors import ModelError
 from tandem.models.adapter import load_adapter
-from tandem.models.claims import is_panic
-from tandem.models.quiet import quiet
+from tandem.models.hf_logging import quiet
 from tandem.models.source import (
     Located,
     adapter_base,
@@ -35,6 +34,7 @@ from tandem.models.source import (
     read_adapter_config,
     require_config,
 )
+from tandem.models.validate_checkpoint import is_panic
 from tandem.text import one_line
 
 # Noise on what a mixture's router sees in training, and the families that call a threshold so.

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tandem.errors import ShapeError
 from tandem.models.twin import base_forward, supports_packing, twin_of
-from tandem.ops.steps import Packed, attending
+from tandem.ops.attention_context import Packed, attending
 from tandem.types import TokenBatch
 
 

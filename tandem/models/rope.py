@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.errors import ShapeError
-from tandem.ops.steps import Decode, Recording, Step, current_step
+from tandem.ops.attention_context import Decode, Recording, Step, current_step
 
 
 def turning_point(module: nn.Module) -> int | None:

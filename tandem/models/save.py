@@ -13,8 +13,8 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from tandem.errors import ModelError, NumericsError
 from tandem.models.adapter import save_adapter
+from tandem.models.hf_logging import quiet
 from tandem.models.lora import is_adapted, scalar_head
-from tandem.models.quiet import quiet
 from tandem.models.weight_files import (
     MAX_FILE_BYTES,
     Writers,

@@ -24,6 +24,7 @@ from tandem.errors import ModelError
 from tandem.models.adapter import load_adapter
 from tandem.models.classifiers import require_classifier
 from tandem.models.folder import read_headers
+from tandem.models.hf_logging import quiet
 from tandem.models.load import (
     attention_for,
     load_causal_lm,
@@ -33,7 +34,6 @@ from tandem.models.load import (
 )
 from tandem.models.lora import SCALAR_HEAD, scalar_head
 from tandem.models.packed import hidden_states, last_positions, predictor_positions
-from tandem.models.quiet import quiet
 from tandem.models.source import (
     Located,
     adapter_base,

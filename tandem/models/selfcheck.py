@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tandem.errors import ModelError
 from tandem.models.modes import evaluating
 from tandem.models.twin import decodes, kv_shapes, twin_of
-from tandem.ops.steps import BLOCK_TOKENS, Decode, KVMemory, Packed, attending
+from tandem.ops.attention_context import BLOCK_TOKENS, Decode, KVMemory, Packed, attending
 
 TRUSTED_GAP = 1e-5
 """Mean |log-prob difference|, in nats, up to which the sampler's numbers stand for a forward's."""

@@ -12,13 +12,13 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
-from tandem.models.claims import (
+from tandem.models.folder import read_object
+from tandem.models.hf_logging import quiet
+from tandem.models.validate_checkpoint import (
     check_finite,
     check_folder,
     check_weights,
 )
-from tandem.models.folder import read_object
-from tandem.models.quiet import quiet
 from tandem.text import one_line
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tandem.models.copies import Switch, copied, drop_hooks
-from tandem.models.copies import copied_tree as copied_tree
-from tandem.models.copies import plain_copy as plain_copy
+from tandem.models.config_snapshot import Attributes, Settings
 from tandem.models.fused import fuse
 from tandem.models.rope import turning_point
-from tandem.models.watch import Attributes, Settings
-from tandem.ops.steps import LayerShape, Packed, Recording, attending
+from tandem.models.shared_copy import Switch, copied, drop_hooks
+from tandem.models.shared_copy import copied_tree as copied_tree
+from tandem.models.shared_copy import plain_copy as plain_copy
+from tandem.ops.attention_context import LayerShape, Packed, Recording, attending
 
 
 @dataclass(slots=True)

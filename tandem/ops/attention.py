@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from tandem.ops import native
-from tandem.ops.steps import (
+from tandem.ops.attention_context import (
     BLOCK_TOKENS,
     Decode,
     Kind,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import GenerationError
-from tandem.ops.steps import BLOCK_TOKENS, Decode, Kind, KVMemory
+from tandem.ops.attention_context import BLOCK_TOKENS, Decode, Kind, KVMemory
 
 try:
     import triton

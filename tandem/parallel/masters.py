@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tandem.errors import CheckpointError, ModelError
+from tandem.parallel.dtensor import local
 from tandem.parallel.lanes import Lane, StreamLane
-from tandem.parallel.pieces import local
 from tandem.parallel.scaling import Reduce
 
 _MASTERS = "tandem_masters"

@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem.errors import CheckpointError, ConfigError, NumericsError
 
 Reduce = Callable[[Tensor], object]
-"""Adds a tensor over all ranks, in place (`World.sum_`)."""
+"""Adds a tensor over all ranks, in place (`World.all_reduce_`)."""
 
 _COUNTERS = ("good_steps", "skipped", "skipped_in_a_row")
 
@@ -24,7 +24,7 @@ class LossScaler:
     """One scale, for one model or for several that step together.
 
         scale = scaler.scale                    loss * scale, then backward, for every model
-        overflow = scaler.overflowed([*actor_gradients, *critic_gradients], world.sum_)
+        overflow = scaler.overflowed([*actor_gradients, *critic_gradients], world.all_reduce_)
         if not overflow: scaler.unscale_(...), clip, step, for every model
         scaler.update(overflow)
 

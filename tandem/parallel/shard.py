@@ -190,7 +190,7 @@ class Shards:
         total = torch.zeros((), device=self.world.device, dtype=torch.float64)
         if norms:
             total += torch.stack(norms).double().square().sum().to(total.device)
-        self.world.sum_(total)
+        self.world.all_reduce_(total)
         return math.sqrt(float(total) / self.plan.replicas)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tandem.errors import ConfigError
-from tandem.parallel.pieces import local, piece_group, piece_rows
+from tandem.parallel.dtensor import local, piece_group, piece_rows
 from tandem.parallel.world import World
 
 

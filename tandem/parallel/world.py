@@ -78,13 +78,13 @@ class World:
         here = self.here
         return list(items[here.index(self.rank) :: len(here)])
 
-    def sum_(self, *tensors: Tensor) -> None:
+    def all_reduce_(self, *tensors: Tensor) -> None:
         """Add each tensor over all ranks, in place."""
         if self.size > 1:
             for tensor in tensors:
                 dist.all_reduce(tensor)
 
-    def sums(self, numbers: Mapping[str, float]) -> dict[str, float]:
+    def all_reduce_sum(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Add numbers over all ranks, name by name, in float64; every rank has the same names."""
         if self.size == 1:
             return dict(numbers)
@@ -92,7 +92,7 @@ class World:
         dist.all_reduce(values)
         return dict(zip(numbers, values.tolist(), strict=True))
 
-    def largest(self, numbers: Iterable[float]) -> list[float]:
+    def all_reduce_max(self, numbers: Iterable[float]) -> list[float]:
         """The largest of each number over all ranks."""
         values = list(numbers)
         if self.size == 1:
@@ -101,11 +101,11 @@ class World:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return [float(value) for value in tensor.tolist()]
 
-    def agree(self, holds: bool) -> bool:
+    def all_true(self, holds: bool) -> bool:
         """Whether something holds on every rank."""
-        return self.largest([0.0 if holds else 1.0])[0] == 0.0
+        return self.all_reduce_max([0.0 if holds else 1.0])[0] == 0.0
 
-    def collect(self, item: Item) -> list[Item]:
+    def all_gather_object(self, item: Item) -> list[Item]:
         """Every rank's small Python object, in the order of the ranks."""
         if self.size == 1:
             return [item]
@@ -128,7 +128,7 @@ class World:
         dist.all_gather(gathered, padded)
         return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until every rank is here."""
         if self.size > 1:
             dist.barrier()

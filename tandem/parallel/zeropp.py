@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from tandem.parallel.collectives import QuantizedAllGather, QuantizedReduceScatter, node_groups
-from tandem.parallel.pieces import Saved, fill
+from tandem.parallel.dtensor import Saved, fill
 from tandem.parallel.quantize import shard_numels, unit_parameters
 from tandem.parallel.world import World
 

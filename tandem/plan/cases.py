@@ -126,8 +126,8 @@ def _combinations(step: str, axes: Axes) -> Iterator[tuple[str, dict[str, Any]]]
 def _why_not(config: RunConfig, step: str, knobs: Knobs, ranks: int) -> str:
     """Why a case cannot be run, or would be another case over again; empty if it is one."""
     # torch comes with these, and the help must not wait for it.
-    from tandem.engine.bases import check_base
-    from tandem.engine.spread import zero_plus_plus
+    from tandem.engine.frozen_base import check_base
+    from tandem.engine.placement import zero_plus_plus
     from tandem.parallel.world import World
 
     tp = knobs.get("parallel.inference_tp_size", 1)

@@ -18,12 +18,12 @@ from tandem.config.schema import SamplingConfig
 from tandem.config.stages import latest_first, policy_folders, policy_stages
 from tandem.data.render import Renderer
 from tandem.errors import ModelError, TandemError
-from tandem.generation.conversations import stream
+from tandem.generation.detokenizer import AnswerText
 from tandem.generation.generator import Stops
-from tandem.generation.text import AnswerText
+from tandem.generation.streaming import stream
+from tandem.models.checkpoint_ref import model_folders
+from tandem.models.eos import load_stop_ids
 from tandem.models.load import load_causal_lm, load_tokenizer
-from tandem.models.starts import model_folders
-from tandem.models.stops import load_stop_ids
 from tandem.text import visible, visible_lines
 from tandem.types import Message
 

@@ -23,8 +23,8 @@ from tandem.parallel.tensor import tensor_group
 from tandem.training.evaluate import answer_metrics, language_model_metrics, preference_metrics
 from tandem.training.experience import score_answers
 from tandem.training.reward_function import load_reward_function
-from tandem.training.rows import StepRows
-from tandem.training.run import Run
+from tandem.training.run_folder import Run
+from tandem.training.stage_data import StepRows
 from tandem.types import PromptRow, Rollout
 
 NUM_SHOWN = 8
@@ -52,7 +52,7 @@ def is_compared(run: Run) -> bool:
         known = evaluation["made_from"]
     except (OSError, ValueError, KeyError, TypeError):
         known = None
-    return bool(run.world.collect(known == _made_from(run))[0])
+    return bool(run.world.all_gather_object(known == _made_from(run))[0])
 
 
 def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:

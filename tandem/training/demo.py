@@ -23,9 +23,9 @@ from tandem.metrics.report import write_report
 from tandem.models.load import load_causal_lm, load_tokenizer, new_causal_lm
 from tandem.models.save import save_model
 from tandem.training.compare import answer, policies
-from tandem.training.pipeline import tokenizer_sources, train
-from tandem.training.rows import StepRows, prepare_rows
-from tandem.training.run import Run
+from tandem.training.run_folder import Run
+from tandem.training.run_stages import tokenizer_sources, train
+from tandem.training.stage_data import StepRows, prepare_rows
 from tandem.types import PairRow, PromptRow
 
 

@@ -20,10 +20,10 @@ from tandem.models.load import check_vocabulary
 from tandem.models.lora import adapters_off
 from tandem.objectives.losses import dpo_loss
 from tandem.training.evaluate import row_logprobs
-from tandem.training.loop import StageJob
-from tandem.training.rows import StepRows
-from tandem.training.run import Run
+from tandem.training.run_folder import Run
 from tandem.training.saving import save_policy
+from tandem.training.stage_data import StepRows
+from tandem.training.stage_loop import StageJob
 from tandem.training.supervised import SupervisedTrainer, objective_of_pairs
 from tandem.types import PairRow, TokenBatch
 
@@ -72,7 +72,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     objective = objective_of_pairs(loss, scoring_passes=1)
     evaluate = _evaluation(model, frozen, rows, config)
     trainer = SupervisedTrainer(run, "dpo", model, settings, rows.dpo_pairs, objective, evaluate)
-    masters = trainer.trainee.masters
+    masters = trainer.learner.masters
     return trainer.job(lambda folder: save_policy(model, rows, folder, masters, config.save_dtype))
 
 

@@ -14,13 +14,13 @@ from tandem.engine.update import restore_training, training_state
 from tandem.errors import ConfigError, DataError
 from tandem.metrics.log import Answer
 from tandem.training.evaluate import language_model_metrics, policy_metrics
-from tandem.training.loop import StageJob, StepLoop
+from tandem.training.flight_recorder import rows_of
 from tandem.training.ppo_trainer import PPOTrainer
-from tandem.training.recorder import rows_of
 from tandem.training.reward_function import load_reward_function
-from tandem.training.rows import StepRows
-from tandem.training.run import Run
+from tandem.training.run_folder import Run
 from tandem.training.saving import save_anywhere, save_policy, with_template
+from tandem.training.stage_data import StepRows
+from tandem.training.stage_loop import StageJob, StepLoop
 from tandem.types import Experience, PromptRow
 
 
@@ -95,7 +95,7 @@ class PPOStage:
     def state(self) -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
         """Actor, critic, average; the KL coefficient."""
         engine = self.trainer.engine
-        tensors = training_state(engine.trainees)
+        tensors = training_state(engine.learners)
         if engine.ema is not None:
             tensors["ema"] = engine.ema.state_tensors()
         return tensors, {"kl_coef": self.trainer.kl_coef}
@@ -103,7 +103,7 @@ class PPOStage:
     def restore(self, state: SavedState) -> None:
         """Continue from a checkpoint."""
         engine = self.trainer.engine
-        restore_training(state, engine.trainees)
+        restore_training(state, engine.learners)
         if engine.ema is not None:
             engine.ema.load_state_tensors(state.tensors["ema"])
         self.trainer.kl_coef = float(state.numbers["kl_coef"])
@@ -161,9 +161,9 @@ def _first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
 
 def _save(engine: RLHFEngine, rows: StepRows, folder: Path) -> None:
     dtype = engine.config.save_dtype
-    save_policy(engine.actor, rows, folder / "actor", engine.actor_trainee.masters, dtype)
-    if engine.critic is not None and engine.critic_trainee is not None:
-        tokenizer, masters = engine.tokenizer, engine.critic_trainee.masters
+    save_policy(engine.actor, rows, folder / "actor", engine.actor_learner.masters, dtype)
+    if engine.critic is not None and engine.critic_learner is not None:
+        tokenizer, masters = engine.tokenizer, engine.critic_learner.masters
         tokenizer = with_template(tokenizer, engine.renderer)
         save_anywhere(engine.critic, tokenizer, folder / "critic", masters, dtype)
     if engine.ema is not None:

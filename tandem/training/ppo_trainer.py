@@ -17,8 +17,8 @@ from torch import Tensor
 from tandem.config.schema import RunConfig, num_updates
 from tandem.engine.forward import response_logprobs
 from tandem.engine.hybrid import RLHFEngine
-from tandem.engine.optimizer import Trainee
-from tandem.engine.room import Room
+from tandem.engine.learner import Learner
+from tandem.engine.oom import MicroBatchBudget
 from tandem.engine.update import LossTerm, MicroBatchLoss, Update, rehearse, training_mode
 from tandem.errors import BadStepError, ConfigError, NumericsError
 from tandem.generation.sampler import sequence_key
@@ -27,7 +27,6 @@ from tandem.objectives.kl import Estimator, adapted_kl_coef, token_kl
 from tandem.objectives.losses import policy_loss, sft_loss, value_loss
 from tandem.objectives.masked import masked_sum
 from tandem.training.experience import AdvantagesOf, make_experience
-from tandem.training.means import Means
 from tandem.training.mixture import mixed_in
 from tandem.training.operations import (
     batch_flops,
@@ -36,6 +35,7 @@ from tandem.training.operations import (
     update_flops,
 )
 from tandem.training.reward_function import RewardFunction
+from tandem.training.step_metrics import Means
 from tandem.types import Experience, PromptRow, TokenBatch, TokenRow
 
 Skip = Callable[[BadStepError, Experience], None]
@@ -96,13 +96,13 @@ class PPOTrainer:
         self.reward_function = reward_function
         self.ptx_rows = ptx_rows
         self.phases = phases or Phases()
-        self.room = Room(config, engine.world, say)
+        self.budget = MicroBatchBudget(config, engine.world, say)
         self.kl_coef = config.ppo.kl_coef
         if num_steps := num_steps or config.ppo.steps:
             actor_steps = max(1, num_steps - config.ppo.critic_warmup_steps)
-            engine.actor_trainee.schedule(num_updates(config, actor_steps))
-            if engine.critic_trainee is not None:
-                engine.critic_trainee.schedule(num_updates(config, num_steps))
+            engine.actor_learner.schedule(num_updates(config, actor_steps))
+            if engine.critic_learner is not None:
+                engine.critic_learner.schedule(num_updates(config, num_steps))
 
     @property
     def ratio_tolerance(self) -> float:
@@ -156,12 +156,12 @@ class PPOTrainer:
         with self.phases("train") as phase, training_mode(*engine.trained_models):
             for number, rows in self._minibatches(experience, step):
                 minibatch = experience.select(rows)
-                with _left_out(minibatch, skip), Update(self.room) as update:
+                with _left_out(minibatch, skip), Update(self.budget) as update:
                     if trains_actor:
                         with _left_out(minibatch, skip):
                             stop = self._update_actor(update, minibatch, log, step, number)
-                    if engine.critic_trainee is not None:
-                        self._update_critic(update, engine.critic_trainee, minibatch, log)
+                    if engine.critic_learner is not None:
+                        self._update_critic(update, engine.critic_learner, minibatch, log)
                 self._note_steps(update, log)
                 phase.samples += len(minibatch)
                 phase.tokens += int(minibatch.batch.attention_mask.sum())
@@ -180,7 +180,7 @@ class PPOTrainer:
         not fit into memory is known before the first step.
 
         Raises:
-            RoomError: it does not.
+            OutOfMemoryError: it does not.
         """
         engine = self.engine
         answer = self.config.sampling.max_new_tokens
@@ -205,9 +205,9 @@ class PPOTrainer:
             return engine.values(batch(max_tokens)).sum()
 
         with training_mode(*engine.trained_models):
-            rehearse(self.room, engine.actor_trainee, actor_loss)
-            if engine.critic_trainee is not None:
-                rehearse(self.room, engine.critic_trainee, critic_loss)
+            rehearse(self.budget, engine.actor_learner, actor_loss)
+            if engine.critic_learner is not None:
+                rehearse(self.budget, engine.critic_learner, critic_loss)
 
     @property
     def _updates_per_epoch(self) -> int:
@@ -227,7 +227,7 @@ class PPOTrainer:
         self, update: Update, minibatch: Experience, log: Means, step: int, number: int
     ) -> bool:
         """Teach the actor. Returns whether to leave the rollout's other updates."""
-        trainee, target = self.engine.actor_trainee, self.config.ppo.target_kl
+        learner, target = self.engine.actor_learner, self.config.ppo.target_kl
         terms = [
             LossTerm(
                 minibatch.batch.lengths().tolist(),
@@ -237,9 +237,9 @@ class PPOTrainer:
         ]
         if self._has_ptx:
             terms.append(self._ptx_term(step, number))
-        learning_rate = trainee.learning_rate
+        learning_rate = learner.learning_rate
         check = partial(self._require_same_policy, minibatch) if number == 0 else None
-        means, *others = update.learn(trainee, terms, check)
+        means, *others = update.learn(learner, terms, check)
         log.maximum("ratio_max", means.pop("ratio_max"))
         gap = means.pop("ratio_gap")
         if number == 0:
@@ -287,7 +287,7 @@ class PPOTrainer:
         return MicroBatchLoss(loss, sums, {"ratio_max": surrogate.max_ratio})
 
     def _update_critic(
-        self, update: Update, trainee: Trainee, minibatch: Experience, log: Means
+        self, update: Update, learner: Learner, minibatch: Experience, log: Means
     ) -> None:
         """Teach the critic."""
 
@@ -307,8 +307,8 @@ class PPOTrainer:
 
         batch = minibatch.batch
         term = LossTerm(batch.lengths().tolist(), batch.num_response_tokens, loss)
-        learning_rate = trainee.learning_rate
-        (means,) = update.learn(trainee, [term])
+        learning_rate = learner.learning_rate
+        (means,) = update.learn(learner, [term])
         for name in ("value_loss", "value_clip_fraction", "rank_idle"):
             log.add(name, means[name])
         log.add("critic_learning_rate", learning_rate)

@@ -18,11 +18,11 @@ from rich.text import Text
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
 from tandem.metrics.log import Record, read_metrics
-from tandem.training.loop import run_stage
-from tandem.training.pipeline import prepared, tokenizer_sources
-from tandem.training.recorder import Recorded
-from tandem.training.rows import StepRows, prepare_rows
-from tandem.training.run import Run
+from tandem.training.flight_recorder import Recorded
+from tandem.training.run_folder import Run
+from tandem.training.run_stages import prepared, tokenizer_sources
+from tandem.training.stage_data import StepRows, prepare_rows
+from tandem.training.stage_loop import run_stage
 from tandem.types import Experience, PairRow, TokenRow
 
 _WIDTH = 100

@@ -137,7 +137,7 @@ def function_scores(
             if world.size == 1:
                 raise
             problem = str(error)
-    scores, problem = world.collect((scores, problem))[0]
+    scores, problem = world.all_gather_object((scores, problem))[0]
     if problem:
         raise DataError(problem)
     return torch.tensor(scores, device=rollout.batch.token_ids.device)

@@ -20,10 +20,10 @@ from tandem.models.scalar import set_normalization
 from tandem.objectives.losses import pairwise_loss
 from tandem.training.compare import answer
 from tandem.training.evaluate import preference_metrics
-from tandem.training.loop import StageJob
-from tandem.training.rows import StepRows
-from tandem.training.run import Run
+from tandem.training.run_folder import Run
 from tandem.training.saving import save_anywhere, with_template
+from tandem.training.stage_data import StepRows
+from tandem.training.stage_loop import StageJob
 from tandem.training.supervised import SupervisedTrainer, objective_of_pairs
 from tandem.types import PairRow, TokenBatch
 
@@ -57,7 +57,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     trainer = SupervisedTrainer(
         run, "reward", model, config.reward, rows.pairs, objective_of_pairs(loss), evaluate
     )
-    masters = trainer.trainee.masters
+    masters = trainer.learner.masters
 
     def save(folder: Path) -> None:
         tokenizer = with_template(rows.reward_tokenizer, rows.reward_renderer)

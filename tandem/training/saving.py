@@ -15,10 +15,10 @@ from tandem.engine.devices import DTYPES
 from tandem.models.save import save_model, saved_bytes
 from tandem.models.source import saved_dtype
 from tandem.models.weight_files import Writers
+from tandem.parallel.dtensor import gathered_to
 from tandem.parallel.masters import exactly
-from tandem.parallel.pieces import gathered_to
 from tandem.parallel.shard import shards_of
-from tandem.training.rows import StepRows
+from tandem.training.stage_data import StepRows
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, renderer: Renderer) -> Any:

@@ -16,10 +16,10 @@ from tandem.engine.loading import check_policy, place_policy
 from tandem.models.load import check_vocabulary
 from tandem.objectives.losses import sft_loss
 from tandem.training.evaluate import language_model_metrics
-from tandem.training.loop import StageJob
-from tandem.training.rows import StepRows
-from tandem.training.run import Run
+from tandem.training.run_folder import Run
 from tandem.training.saving import save_policy
+from tandem.training.stage_data import StepRows
+from tandem.training.stage_loop import StageJob
 from tandem.training.supervised import Objective, SupervisedTrainer
 from tandem.types import TokenBatch, TokenRow
 
@@ -47,5 +47,5 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         return language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
 
     trainer = SupervisedTrainer(run, "sft", model, config.sft, rows.sft, objective, evaluate)
-    masters = trainer.trainee.masters
+    masters = trainer.learner.masters
     return trainer.job(lambda folder: save_policy(model, rows, folder, masters, config.save_dtype))

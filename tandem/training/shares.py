@@ -32,7 +32,7 @@ def settle_shares(config: RunConfig, world: World) -> tuple[RunConfig, str]:
         ConfigError: the steps of the folder were dealt shares that leave a step of this run none.
     """
     # Only the first rank is sure to see the run's folder.
-    before = world.collect(_dealt(Path(config.output_dir)))[0]
+    before = world.all_gather_object(_dealt(Path(config.output_dir)))[0]
     running = {share_of(step) for step in config.steps}
     others = {step: dealt for step, dealt in before.items() if step not in config.steps}
     if config.dataset.split:

@@ -19,8 +19,8 @@ from tandem.checkpoint.state import SavedState
 from tandem.config.schema import SupervisedConfig
 from tandem.data.loader import BatchOrder
 from tandem.engine.devices import resolve_dtype
-from tandem.engine.optimizer import Trainee
-from tandem.engine.room import Room
+from tandem.engine.learner import Learner
+from tandem.engine.oom import MicroBatchBudget
 from tandem.engine.update import (
     LossTerm,
     MicroBatchLoss,
@@ -34,8 +34,8 @@ from tandem.errors import DataError
 from tandem.metrics.timing import Phases
 from tandem.models.summary import sequence_flops
 from tandem.parallel.scaling import LossScaler
-from tandem.training.loop import StageJob, StepLoop
-from tandem.training.run import Run
+from tandem.training.run_folder import Run
+from tandem.training.stage_loop import StageJob, StepLoop
 from tandem.types import PairRow, TokenRow
 
 Row = TypeVar("Row", bound=Sized)
@@ -120,9 +120,9 @@ class SupervisedTrainer(Generic[Row]):
         self._model = model
         self._rows = rows
         self._objective = objective
-        self._room = Room(config, run.world, run.say)
+        self._budget = MicroBatchBudget(config, run.world, run.say)
         dtype = resolve_dtype(config.dtype, run.device)
-        self.trainee = Trainee(
+        self.learner = Learner(
             stage,
             model,
             settings,
@@ -155,13 +155,13 @@ class SupervisedTrainer(Generic[Row]):
             units=sum(objective.units(row) for row in rows),
             loss=lambda numbers: MicroBatchLoss(*objective.loss([rows[i] for i in numbers])),
         )
-        learning_rate = self.trainee.learning_rate
+        learning_rate = self.learner.learning_rate
         with (
             self.phases("train", tokens=sum(lengths), samples=len(rows), flops=flops),
             training_mode(model),
-            Update(self._room) as update,
+            Update(self._budget) as update,
         ):
-            (means,) = update.learn(self.trainee, [term])
+            (means,) = update.learn(self.learner, [term])
         norms = list(update.grad_norms.values())  # none where an fp16 step overflowed
         return {
             **means,
@@ -177,18 +177,18 @@ class SupervisedTrainer(Generic[Row]):
         longest = sorted(self._rows, key=len, reverse=True)
         width = self._objective.sequences_per_row * len(longest[0])
         # No rank is given more of a batch than this.
-        share = -(-self._settings.batch_size // self.trainee.shards.world.size)
+        share = -(-self._settings.batch_size // self.learner.shards.world.size)
 
         def loss(max_tokens: int) -> Tensor:
             return self._objective.loss(longest[: max(1, min(max_tokens // width, share))])[0]
 
         with training_mode(self._model):
-            rehearse(self._room, self.trainee, loss)
+            rehearse(self._budget, self.learner, loss)
 
     def state(self) -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
         """What a checkpoint holds: tensors by part; no numbers."""
-        return training_state({"model": self.trainee}), {}
+        return training_state({"model": self.learner}), {}
 
     def restore(self, state: SavedState) -> None:
         """Continue from a checkpoint."""
-        restore_training(state, {"model": self.trainee})
+        restore_training(state, {"model": self.learner})

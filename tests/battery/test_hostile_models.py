@@ -20,9 +20,9 @@ import pytest
 
 from tandem.data.render import Renderer
 from tandem.errors import TandemError
+from tandem.models.eos import load_stop_ids
 from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer
 from tandem.models.scalar import load_scalar_model
-from tandem.models.stops import load_stop_ids
 from tests.battery.hostile_models import CANARY, CONTAINED, REFUSED
 from tests.tiny import save_tiny_model
 

@@ -19,7 +19,7 @@ import pytest
 from tandem.cli import main
 from tandem.config.load import build_config, check_config
 from tandem.errors import TandemError
-from tandem.training.run import Run
+from tandem.training.run_folder import Run
 from tests.battery.figures import record
 
 _PLAIN = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.checkpoint import pieces as checkpoint_pieces
+from tandem.checkpoint import shard_files as checkpoint_pieces
 from tandem.checkpoint.folder import MANIFEST, is_whole, read_facts, read_manifest, write_folder
 from tandem.checkpoint.saver import Saver
 from tandem.checkpoint.state import LATEST, State, load_newest_state, newest_numbers

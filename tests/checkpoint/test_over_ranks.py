@@ -14,7 +14,7 @@ from tandem.checkpoint.folder import read_manifest
 from tandem.checkpoint.saver import Saver
 from tandem.checkpoint.state import State, load_newest_state
 from tandem.errors import TandemError
-from tandem.parallel.pieces import gathered_to, piece_like
+from tandem.parallel.dtensor import gathered_to, piece_like
 from tandem.parallel.world import World
 from tests.ranks import on_ranks
 

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tandem.checkpoint.layout import LAYOUT, Layout, Stored, read_layout
-from tandem.checkpoint.pieces import Piece, write_pieces
 from tandem.checkpoint.saved import PieceFiles, SavedTensors
+from tandem.checkpoint.shard_files import Piece, write_pieces
 from tandem.errors import CheckpointError
-from tandem.parallel.pieces import fill, piece_rows
+from tandem.parallel.dtensor import fill, piece_rows
 from tandem.parallel.world import World
 
 # Rows that divide, that do not, that are fewer than the ranks; none; and a number.

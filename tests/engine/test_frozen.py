@@ -12,17 +12,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig, SamplingConfig
-from tandem.engine.forward import deal_batch, token_values
+from tandem.engine.forward import rank_micro_batches_of, token_values
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.loading import place_policy
 from tandem.errors import ModelError, NumericsError
 from tandem.models.frozen import freeze_quantized
 from tandem.models.load import load_causal_lm
 from tandem.models.lora import adapters_off, add_lora, lora_parameters
+from tandem.models.meta_init import WeightFiles
 from tandem.models.save import save_model
 from tandem.models.scalar import load_scalar_model, set_normalization
-from tandem.models.stream import WeightFiles
-from tandem.parallel.pieces import local, whole
+from tandem.parallel.dtensor import local, whole
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Source
 from tests.models.families import saved
@@ -96,15 +96,15 @@ def a_step(world: World, starts: Starts, config: RunConfig) -> list[Tensor]:
         assert torch.equal(numbers.logprobs, rollout.rollout_logprobs), "sampled is scored"
         found += [rollout.batch.token_ids, numbers.logprobs, numbers.ref_logprobs, numbers.values]
         found.append(engine.scores(rollout))
-        for rows, part in deal_batch(rollout.batch, 40, world):
+        for rows, part in rank_micro_batches_of(rollout.batch, 40, world):
             batch = rollout.batch.select(rows)
             last = {"weight": part.weight, "is_last": part.is_last}
             logprobs, _ = engine.actor_logprobs(batch, with_entropy=False)
-            engine.actor_trainee.backward(-logprobs.sum(), 50.0, **last)
+            engine.actor_learner.backward(-logprobs.sum(), 50.0, **last)
             loss = token_values(engine.critic, batch).square().sum()
-            engine.critic_trainee.backward(loss, 50.0, **last)
-        for trainee in (engine.actor_trainee, engine.critic_trainee):
-            found.append(torch.tensor(trainee.step()))
+            engine.critic_learner.backward(loss, 50.0, **last)
+        for learner in (engine.actor_learner, engine.critic_learner):
+            found.append(torch.tensor(learner.step()))
     return found
 
 

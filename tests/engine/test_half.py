@@ -15,17 +15,17 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from tandem.config.schema import OptimizerConfig, ParallelConfig, RunConfig, SamplingConfig
 from tandem.engine import same_start
 from tandem.engine.ema import MovingAverage
-from tandem.engine.forward import deal_batch, response_logprobs
+from tandem.engine.forward import rank_micro_batches_of, response_logprobs
 from tandem.engine.hybrid import RLHFEngine
+from tandem.engine.learner import Learner, step_learners
 from tandem.engine.loading import place_policy
-from tandem.engine.optimizer import Trainee, step_together
 from tandem.engine.same_start import check_same_start
 from tandem.errors import NumericsError
 from tandem.generation import session
 from tandem.generation.runner import new_memory
+from tandem.ops.attention_context import KVMemory
 from tandem.ops.logits import BUDGET_BYTES
-from tandem.ops.steps import KVMemory
-from tandem.parallel.pieces import whole
+from tandem.parallel.dtensor import whole
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.world import World
 from tandem.training.saving import save_anywhere
@@ -66,8 +66,8 @@ def policy(
     return place_policy(source, config, world, trained=trained, seed=5)
 
 
-def trainee_of(model: PreTrainedModel, config: RunConfig) -> Trainee:
-    return Trainee(
+def trainee_of(model: PreTrainedModel, config: RunConfig) -> Learner:
+    return Learner(
         "actor",
         model,
         SETTINGS,
@@ -78,18 +78,18 @@ def trainee_of(model: PreTrainedModel, config: RunConfig) -> Trainee:
     )
 
 
-def step(trainee: Trainee, world: World, seed: int) -> float:
+def step(learner: Learner, world: World, seed: int) -> float:
     batch = ragged_batch(LENGTHS, seed=seed)
     count, total = batch.num_response_tokens, 0.0
-    for rows, part in deal_batch(batch, 20, world):
-        loss = -response_logprobs(trainee.model, batch.select(rows))[0].sum()
-        trainee.backward(loss, count, weight=part.weight, is_last=part.is_last)
+    for rows, part in rank_micro_batches_of(batch, 20, world):
+        loss = -response_logprobs(learner.model, batch.select(rows))[0].sum()
+        learner.backward(loss, count, weight=part.weight, is_last=part.is_last)
         total += part.weight * float(loss.detach())
-    if trainee.scaler is None:
-        trainee.step()
+    if learner.scaler is None:
+        learner.step()
     else:
-        assert step_together([trainee], trainee.scaler) is not None
-    return world.sums({"loss": total})["loss"] / count
+        assert step_learners([learner], learner.scaler) is not None
+    return world.all_reduce_sum({"loss": total})["loss"] / count
 
 
 def trained(
@@ -104,10 +104,10 @@ def trained(
     config = config_of(dtype, stage, offload)
     actor = policy(config, world, trained=True, source=source)
     reference = policy(config, world, trained=False, source=source)
-    trainee = trainee_of(actor, config)
+    learner = trainee_of(actor, config)
     gap = check_same_start(actor, reference)
-    losses = [step(trainee, world, seed) for seed in range(steps)]
-    return gap, losses, {n: whole(w).float().clone() for n, w in trainee.weights().items()}
+    losses = [step(learner, world, seed) for seed in range(steps)]
+    return gap, losses, {n: whole(w).float().clone() for n, w in learner.weights().items()}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -183,14 +183,14 @@ def test_the_average_is_of_the_masters(offload: tuple[str, ...]) -> None:
     config = config_of("bf16", 0, offload)
     model = policy(config, World(), trained=True)
     settings = replace(SETTINGS, learning_rate=1e-6)
-    trainee = Trainee("actor", model, settings, 40, offload=offload, dtype=torch.bfloat16)
-    average = MovingAverage(model, 0.9, trainee.masters)
-    start = {name: w.clone() for name, w in trainee.weights().items()}
+    learner = Learner("actor", model, settings, 40, offload=offload, dtype=torch.bfloat16)
+    average = MovingAverage(model, 0.9, learner.masters)
+    start = {name: w.clone() for name, w in learner.weights().items()}
     expected = {name: w.double().clone() for name, w in start.items()}
     for seed in range(20):
-        step(trainee, World(), seed)
+        step(learner, World(), seed)
         average.update()
-        for name, weight in trainee.weights().items():
+        for name, weight in learner.weights().items():
             expected[name] = 0.9 * expected[name] + 0.1 * weight.double()
     moved = torch.cat([(average.shadow[n].double() - start[n]).flatten() for n in start])
     should = torch.cat([(expected[n] - start[n]).flatten() for n in start])
@@ -201,10 +201,10 @@ def test_weights_keep_their_addresses_and_their_bits() -> None:
     config = config_of("bf16")
     model = policy(config, World(), trained=True)
     before = [p.data_ptr() for p in model.parameters()]
-    trainee = trainee_of(model, config)
-    average = MovingAverage(model, 0.5, trainee.masters)
+    learner = trainee_of(model, config)
+    average = MovingAverage(model, 0.5, learner.masters)
     for seed in range(2):
-        step(trainee, World(), seed)
+        step(learner, World(), seed)
         average.update()
     bits = [p.detach().clone() for p in model.parameters()]
     with average.applied():
@@ -212,7 +212,7 @@ def test_weights_keep_their_addresses_and_their_bits() -> None:
         assert any(not torch.equal(p, b) for p, b in zip(model.parameters(), bits, strict=True))
     with average.exact(), torch.no_grad():
         assert all(p.dtype == torch.float32 for p in model.parameters())
-    with trainee.exact():
+    with learner.exact():
         assert all(p.dtype == torch.float32 for p in model.parameters())
     assert [p.data_ptr() for p in model.parameters()] == before
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), bits, strict=True))
@@ -233,12 +233,12 @@ def test_a_module_in_memory_is_trained_like_a_folder(
     for source in (given, str(tmp_path / "model")):
         model = place_policy(source, config, World(), trained=True)
         settings = replace(SETTINGS, learning_rate=1e-5)
-        trainee = Trainee("actor", model, settings, 5, dtype=TYPES[compute])
-        start = {name: w.clone() for name, w in trainee.weights().items()}
+        learner = Learner("actor", model, settings, 5, dtype=TYPES[compute])
+        start = {name: w.clone() for name, w in learner.weights().items()}
         assert {w.dtype for w in start.values()} == {torch.float32}
         for seed in range(5):
-            step(trainee, World(), seed)
-        weights.append(dict(trainee.weights()))
+            step(learner, World(), seed)
+        weights.append(dict(learner.weights()))
         moved = sum(int((w != start[n]).sum()) for n, w in weights[-1].items())
         assert moved > 0.9 * sum(w.numel() for w in start.values())
     assert all(torch.equal(weights[1][name], w) for name, w in weights[0].items())
@@ -255,12 +255,12 @@ def test_a_model_is_saved_from_its_masters_in_the_type_asked_for(
     tiny_model("llama").to(TYPES[stored]).save_pretrained(tmp_path / "model")
     config = config_of("bf16")
     model = place_policy(str(tmp_path / "model"), config, World(), trained=True)
-    trainee = trainee_of(model, config)
-    step(trainee, World(), 0)
-    save_anywhere(model, tokenizer(), tmp_path / "saved", trainee.masters, asked)
+    learner = trainee_of(model, config)
+    step(learner, World(), 0)
+    save_anywhere(model, tokenizer(), tmp_path / "saved", learner.masters, asked)
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert {w.dtype for w in saved.values()} == {TYPES[found]}
-    for name, master in trainee.weights().items():
+    for name, master in learner.weights().items():
         assert torch.equal(saved[name], master.to(TYPES[found])), name
     assert LlamaForCausalLM.from_pretrained(tmp_path / "saved").dtype == TYPES[found]
 
@@ -307,8 +307,8 @@ def test_a_rollout_after_an_update_replays_what_was_recorded(
         logprobs, _ = roles.actor_logprobs(rollouts[-1].batch, with_entropy=False)
         assert torch.equal(logprobs, rollouts[-1].rollout_logprobs)
         count = rollouts[-1].batch.num_response_tokens
-        roles.actor_trainee.backward(-logprobs.sum(), count)
-        roles.actor_trainee.step()
+        roles.actor_learner.backward(-logprobs.sum(), count)
+        roles.actor_learner.step()
     assert recorded[0] > 2
     assert recorded[1] == 0
     assert not torch.equal(rollouts[0].rollout_logprobs, rollouts[1].rollout_logprobs)

@@ -11,15 +11,15 @@ from torch import Tensor
 from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig, SamplingConfig
 from tandem.engine.forward import generation_weights, response_logprobs, scored
 from tandem.engine.loading import prepare_for_training
+from tandem.engine.placement import plan_for, spread
 from tandem.engine.rollouts import shared_rollout
-from tandem.engine.spread import plan_for, spread
 from tandem.errors import ConfigError, ModelError
 from tandem.generation.generator import Stops
-from tandem.models import sliced
+from tandem.models import tensor_parallel
 from tandem.models.lora import lora_layers
 from tandem.models.selfcheck import Agreement, check_twin
 from tandem.models.twin import twin_of
-from tandem.parallel.pieces import fill, whole
+from tandem.parallel.dtensor import fill, whole
 from tandem.parallel.tensor import TensorGroup, tensor_group
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Source
@@ -104,8 +104,8 @@ def test_two_groups_of_two() -> None:
 
 
 def wrongly_planned(world: World) -> str:
-    plan = sliced._PLANS["opt"]
-    sliced._PLANS["opt"] = replace(plan, head_counts=())  # what torch's own plan forgets
+    plan = tensor_parallel._PLANS["opt"]
+    tensor_parallel._PLANS["opt"] = replace(plan, head_counts=())  # what torch's own plan forgets
     model = tiny_model("opt").eval()
     spread(model, plan_for(3, RunConfig(), world, trained=True), world)
     try:
@@ -123,7 +123,7 @@ def test_a_wrong_plan_stops_the_run() -> None:
 def refused(world: World, family: str, parts: int) -> str:
     model = tiny_model(family)
     try:
-        sliced.check_sliceable(model.config, parts)
+        tensor_parallel.check_sliceable(model.config, parts)
         TensorGroup(world, parts)
     except (ModelError, ConfigError) as error:
         return str(error)
@@ -137,7 +137,7 @@ def test_what_cannot_be_sliced_is_refused_by_name() -> None:
         config = tiny_model(family).config
         setattr(config, knob, 175)
         with pytest.raises(ModelError, match=rf"inner width \({knob}\); got 2 for 175"):
-            sliced.check_sliceable(config, 2)
+            tensor_parallel.check_sliceable(config, 2)
     assert all("inference_tp_size must divide" in text for text in on_ranks(3, refused, "llama", 2))
 
 

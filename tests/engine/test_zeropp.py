@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from bench.traffic import Total, Traffic, counting_traffic
 from tandem.config.schema import LoraConfig, OptimizerConfig, ParallelConfig, RunConfig
 from tandem.engine.ema import MovingAverage
-from tandem.engine.forward import deal_batch, response_logprobs, whole_weights
+from tandem.engine.forward import rank_micro_batches_of, response_logprobs, whole_weights
+from tandem.engine.learner import Learner, step_learners
 from tandem.engine.loading import place_policy
-from tandem.engine.optimizer import Trainee, step_together
-from tandem.engine.spread import ZeroPlusPlus, zero_plus_plus
+from tandem.engine.placement import ZeroPlusPlus, zero_plus_plus
 from tandem.errors import ConfigError
 from tandem.ops.blockwise import INT8, dequantize, quantize
-from tandem.parallel.pieces import local, whole
+from tandem.parallel.dtensor import local, whole
 from tandem.parallel.quantize import shard_numels, unit_parameters
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.shard import Shards, shards_of
@@ -52,30 +52,30 @@ class Training:
     world: World
     config: RunConfig
     model: PreTrainedModel
-    trainee: Trainee
+    learner: Learner
 
     def step(self, seed: int, micro_batch: int = 1000, traffic: Traffic | None = None) -> float:
         """One optimizer step over all rows; the loss over all ranks."""
         phase = (traffic or Traffic(PER_NODE)).phase
         batch = ragged_batch(LENGTHS, seed=seed)
         count, total = batch.num_response_tokens, 0.0
-        for rows, part in deal_batch(batch, micro_batch, self.world):
+        for rows, part in rank_micro_batches_of(batch, micro_batch, self.world):
             with phase("forward"):
                 loss = -response_logprobs(self.model, batch.select(rows))[0].sum()
             with phase("backward"):
-                self.trainee.backward(loss, count, weight=part.weight, is_last=part.is_last)
+                self.learner.backward(loss, count, weight=part.weight, is_last=part.is_last)
             total += part.weight * float(loss.detach())
         with phase("step"):
-            if self.trainee.scaler is None:
-                self.trainee.step()
+            if self.learner.scaler is None:
+                self.learner.step()
             else:
-                step_together([self.trainee], self.trainee.scaler)
-        return self.world.sums({"loss": total})["loss"] / count
+                step_learners([self.learner], self.learner.scaler)
+        return self.world.all_reduce_sum({"loss": total})["loss"] / count
 
 
 def training(world: World, config: RunConfig, **changes: Any) -> Training:
     model = place_policy(tiny_model("llama", **changes), config, world, trained=True, seed=5)
-    trainee = Trainee(
+    learner = Learner(
         "actor",
         model,
         replace(SETTINGS, lora_learning_rate=1e-2),
@@ -83,7 +83,7 @@ def training(world: World, config: RunConfig, **changes: Any) -> Training:
         offload=config.parallel.offload,
         scaler=LossScaler() if config.dtype == "fp16" else None,
     )
-    return Training(world, config, model, trainee)
+    return Training(world, config, model, learner)
 
 
 def gathered(model: PreTrainedModel) -> list[Tensor]:
@@ -116,9 +116,9 @@ def one_step(world: World, config: RunConfig, micro_batch: int) -> Seen:
     with counting_traffic(world.ranks_per_node) as traffic:
         run.step(1, micro_batch, traffic)
     assert not traffic.unknown
-    units = shares(world, run.trainee.shards) if run.trainee.shards.is_split else []
+    units = shares(world, run.learner.shards) if run.learner.shards.is_split else []
     numel = sum(p.numel() for p in run.model.parameters())
-    dealt = deal_batch(ragged_batch(LENGTHS, seed=1), micro_batch, world)
+    dealt = rank_micro_batches_of(ragged_batch(LENGTHS, seed=1), micro_batch, world)
     return Seen(traffic.totals(), units, len(dealt), numel)
 
 
@@ -283,7 +283,7 @@ def exact_masters(world: World, folder: str) -> list[bool]:
     moved = {name: whole(p.detach()) for name, p in run.model.named_parameters()}
     shadow = {name: whole(value) for name, value in average.state_tensors().items()}
     save_anywhere(run.model, tokenizer(), Path(folder))
-    world.wait()
+    world.barrier()
     saved = load_file(Path(folder) / "model.safetensors")
     # Where it travelled it is what int8 makes of each rank's share of it.
     seen = {}
@@ -329,15 +329,15 @@ def resumed(world: World) -> tuple[bool, bool, int]:
         return {name: whole(t).clone() for name, t in shards.quantized.residuals().items()}
 
     go(run, range(2))
-    state = {name: whole(t).clone() for name, t in run.trainee.state_tensors().items()}
-    weights = {name: whole(t).clone() for name, t in run.trainee.weights().items()}
-    residuals = kept(run.trainee.shards)
+    state = {name: whole(t).clone() for name, t in run.learner.state_tensors().items()}
+    weights = {name: whole(t).clone() for name, t in run.learner.weights().items()}
+    residuals = kept(run.learner.shards)
     straight = go(run, range(2, 4))
     ends = []
     for known in (residuals, {}):
         again = training(world, config)
-        again.trainee.load_weights(weights)
-        again.trainee.load_state_tensors(state)
+        again.learner.load_weights(weights)
+        again.learner.load_state_tensors(state)
         quantized = shards_of(again.model).quantized
         assert quantized is not None
         quantized.restore(known)

@@ -52,8 +52,8 @@ def step(roles: RLHFEngine, batch: TokenBatch) -> None:
     """An update of the actor that makes its every log-prob likelier."""
     logprobs, _ = roles.actor_logprobs(batch, with_entropy=False)
     loss = -logprobs.sum()
-    roles.actor_trainee.backward(loss, batch.num_response_tokens * roles.world.size)
-    roles.actor_trainee.step()
+    roles.actor_learner.backward(loss, batch.num_response_tokens * roles.world.size)
+    roles.actor_learner.step()
 
 
 def seen(world: World, config: RunConfig) -> dict[str, tuple[Tensor, ...]]:

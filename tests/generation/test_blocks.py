@@ -14,7 +14,7 @@ from tandem.errors import GenerationError
 from tandem.generation.blocks import BlockPool, affordable_blocks, blocks_for, free_bytes
 from tandem.generation.sampler import Sampler
 from tandem.generation.scheduler import Request, Scheduler, blocks_needed, blocks_wanted
-from tandem.ops.steps import LayerShape
+from tandem.ops.attention_context import LayerShape
 
 SAMPLER = Sampler(SamplingConfig(), (2,), torch.device("cpu"), 99)
 CPU = torch.device("cpu")

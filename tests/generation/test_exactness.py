@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from tandem.config.schema import LoraConfig, SamplingConfig
 from tandem.engine.forward import response_logprobs
-from tandem.generation.conversations import stream
 from tandem.generation.generator import Stops, generate
 from tandem.generation.native_runner import NativeRunner
 from tandem.generation.runner import TwinRunner, new_memory
 from tandem.generation.runners import make_runner
 from tandem.generation.sampler import sequence_key
+from tandem.generation.streaming import stream
 from tandem.models.lora import add_lora, lora_parameters
 from tandem.models.twin import shares_every_tensor
 from tandem.ops import native

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.schema import SamplingConfig
+from tandem.generation.batch_state import Rows
 from tandem.generation.gpu_graphs import (
     BUCKETS,
     MAX_DRAWS,
@@ -20,7 +21,6 @@ from tandem.generation.gpu_graphs import (
     bucket_of,
     width_of,
 )
-from tandem.generation.rows import Rows
 from tandem.generation.sampler import Sampler
 from tandem.generation.scheduler import Request
 from tests.generation.cuda_stand_ins import Graph, stand_in

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from tandem.config.schema import SamplingConfig
 from tandem.generation import runners, sampler
+from tandem.generation.batch_state import Part, Rows
 from tandem.generation.gpu_runner import GraphRunner
-from tandem.generation.rows import Part, Rows
 from tandem.generation.runner import TwinRunner, new_memory
 from tandem.generation.sampler import Sampler
 from tandem.generation.scheduler import Request

@@ -15,7 +15,7 @@ from tandem.generation.runner import Runner, TwinRunner
 from tandem.generation.runners import make_runner
 from tandem.models.selfcheck import check_twin
 from tandem.ops import native
-from tandem.ops.steps import KVMemory
+from tandem.ops.attention_context import KVMemory
 
 from ..models.families import tiny_config, tiny_model
 

@@ -20,10 +20,10 @@ from tandem.generation.runners import make_runner
 from tandem.generation.sampler import Sampler, sequence_key
 from tandem.generation.scheduler import Request
 from tandem.generation.session import Record, Session
-from tandem.models.head import vocabulary_logits
+from tandem.models.lm_head import vocabulary_logits
 from tandem.models.packed import hidden_states, predictor_positions
 from tandem.ops import dense, native
-from tandem.ops.steps import KVMemory
+from tandem.ops.attention_context import KVMemory
 from tandem.types import Rollout
 from tests.generation.test_generator import STOPS, prompts
 from tests.models.families import tiny_model

@@ -43,7 +43,7 @@ import os, signal, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
-from tandem.parallel.watch import note, watching
+from tandem.parallel.watchdog import note, watching
 how, folder = sys.argv[1], Path(sys.argv[2])
 def exchange():
     tensor = torch.ones(1)

@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from tandem.errors import ModelError
 from tandem.models.classifiers import require_classifier
-from tandem.models.head import check_head
+from tandem.models.lm_head import check_head
 from tandem.models.load import new_causal_lm
+from tandem.models.meta_init import empty_scalar_model
 from tandem.models.scalar import (
     load_scalar_model,
     new_scalar_model,
@@ -22,7 +23,6 @@ from tandem.models.scalar import (
     set_normalization,
     token_values,
 )
-from tandem.models.stream import empty_scalar_model
 
 from .families import LLAMA, TOKEN_IDS, perturbed, ragged_batch, saved, scaled
 

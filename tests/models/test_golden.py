@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.models.head import check_head, vocabulary_logits
+from tandem.models.lm_head import check_head, vocabulary_logits
 from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer
 from tandem.models.packed import hidden_states
 from tandem.types import TokenBatch

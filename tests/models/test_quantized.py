@@ -19,8 +19,8 @@ from tandem.config.schema import (
     SamplingConfig,
 )
 from tandem.engine.forward import response_logprobs, whole_weights
-from tandem.engine.optimizer import Trainee
-from tandem.engine.spread import plan_for, spread
+from tandem.engine.learner import Learner
+from tandem.engine.placement import plan_for, spread
 from tandem.errors import ModelError
 from tandem.generation.generator import Stops, generate
 from tandem.models import frozen
@@ -31,7 +31,7 @@ from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.shared import share_base
 from tandem.models.twin import supports_packing
 from tandem.ops import blockwise
-from tandem.parallel.pieces import local, whole
+from tandem.parallel.dtensor import local, whole
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Source
 
@@ -166,15 +166,15 @@ def trained_on_ranks(
     config = RunConfig(dtype=name, parallel=ParallelConfig(zero_hpz=hpz))
     spread(quantized, plan_for(3, config, world, trained=True), world)
     settings = OptimizerConfig(learning_rate=1e-2, lora_learning_rate=1e-2, warmup=0)
-    trainee = Trainee("actor", quantized, settings, num_steps=2, dtype=dtype)
+    learner = Learner("actor", quantized, settings, num_steps=2, dtype=dtype)
     losses = []
     for step in range(2):
         batch = ragged_batch((9, 5, 12, 3), seed=step)
         mine = batch.select(torch.arange(len(batch))[world.rank :: world.size])
         loss = -response_logprobs(quantized, mine)[0].sum()
-        losses.append(world.sums({"loss": float(loss.detach())})["loss"])
-        trainee.backward(loss, 10.0)
-        trainee.step()
+        losses.append(world.all_reduce_sum({"loss": float(loss.detach())})["loss"])
+        learner.backward(loss, 10.0)
+        learner.step()
     here = [local(p) for w in packed_weights(quantized) for p in w.parameters()]
     merged = {name: whole(weight).clone() for name, weight in merged_state_dict(quantized).items()}
     return losses, merged, sum(p.numel() for p in here) / total

@@ -25,7 +25,7 @@ from tandem.models.twin import (
     why_unpacked,
 )
 from tandem.ops import native
-from tandem.ops.steps import LayerShape
+from tandem.ops.attention_context import LayerShape
 
 from .families import (
     CAUSAL_ONLY,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.ops import native
-from tandem.ops.steps import BLOCK_TOKENS
+from tandem.ops.attention_context import BLOCK_TOKENS
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not() or "available")
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tandem.objectives.logprobs import token_logprobs
 from tandem.ops import dense, native
 from tandem.ops.attention import varlen_attention
-from tandem.ops.steps import Kind, Packed
+from tandem.ops.attention_context import Kind, Packed
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 

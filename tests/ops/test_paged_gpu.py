@@ -18,8 +18,8 @@ from torch import Tensor
 from tandem.errors import GenerationError
 from tandem.ops import paged_gpu
 from tandem.ops.attention import Kind
+from tandem.ops.attention_context import BLOCK_TOKENS, Decode, KVMemory, LayerShape
 from tandem.ops.paged_gpu import CHUNK, AddressedMemory, paged_attention_gpu
-from tandem.ops.steps import BLOCK_TOKENS, Decode, KVMemory, LayerShape
 
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tandem.errors import ModelError
 from tandem.models.blocks import decoder_blocks
-from tandem.models.head import vocabulary_logits
+from tandem.models.lm_head import vocabulary_logits
 from tandem.models.packed import hidden_states
 from tandem.models.twin import shares_every_tensor, twin_of
 from tandem.parallel.host_weights import HostWeights, Waiting

@@ -15,9 +15,9 @@ from torch.multiprocessing.spawn import start_processes
 from transformers import LlamaForCausalLM
 
 from tandem.errors import CheckpointError, ModelError
+from tandem.parallel.dtensor import local, piece_like, whole
 from tandem.parallel.lanes import StreamLane, Waiting
 from tandem.parallel.masters import MasterAdamW
-from tandem.parallel.pieces import local, piece_like, whole
 from tandem.parallel.shard import ShardPlan, shard
 from tandem.parallel.world import World
 from tests.tiny import tiny_llama
@@ -75,7 +75,7 @@ def trained_by_torch(steps: int) -> tuple[LlamaForCausalLM, torch.optim.AdamW, l
             (loss_sum(model, part) / 88).backward()
         gradients = [p.grad for p in ordered(model) if p.grad is not None]
         norms.append(float(nn.utils.get_total_norm(gradients)))
-        # As engine.optimizer.Trainee clips.
+        # As engine.optimizer.Learner clips.
         torch._foreach_mul_(gradients, min(1.0, CLIP / (norms[-1] + 1e-6)))
         lower(optimizer.param_groups, step)
         optimizer.step()
@@ -321,9 +321,9 @@ def train_spread(world: World, stage: int, dtype: torch.dtype = torch.float32) -
         shards.rest()
         if shards.sums_gradients:
             shards.sum_gradients(optimizer.collect_all())
-        world.sum_(total)
+        world.all_reduce_(total)
         losses.append(float(total))
-        norms.append(optimizer.clip_(CLIP, world.sum_ if shards.is_split else None))
+        norms.append(optimizer.clip_(CLIP, world.all_reduce_ if shards.is_split else None))
         optimizer.step()
         assert all(p.grad is None for p in model.parameters()), "a gradient stayed on the device"
         optimizer.zero_grad()
@@ -373,7 +373,7 @@ def _uneven(world: World) -> dict[str, Any]:
     shard(layer, (), ShardPlan(stage=3), world)
     optimizer = MasterAdamW([group(layer.weight, 0.25)], betas=BETAS)
     layer(torch.ones(1, 6)).sum().backward()
-    norm = optimizer.clip_(10.0, world.sum_)
+    norm = optimizer.clip_(10.0, world.all_reduce_)
     optimizer.step()
     return {
         "held": local(layer.weight).numel(),

@@ -143,7 +143,7 @@ def _rank(rank: int, size: int, folder: Path) -> None:
             bad[rank] = float("inf")
         # A rank may hold nothing of a model, and asks all the same.
         of_critic = [critic.grad] if rank == 0 or where == (1, "critic") else []
-        overflow = scaler.overflowed([actor.grad, *of_critic], world.sum_)
+        overflow = scaler.overflowed([actor.grad, *of_critic], world.all_reduce_)
         if not overflow:
             for weight in (actor, critic):
                 assert weight.grad is not None

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tandem.config.schema import LoraConfig, RunConfig
-from tandem.training.pipeline import train
+from tandem.training.run_stages import train
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
 
 

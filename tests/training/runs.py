@@ -14,7 +14,7 @@ from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_names
 from tandem.metrics.log import MetricLog
 from tandem.parallel.world import World
-from tandem.training.pipeline import train
+from tandem.training.run_stages import train
 
 # What depends on the clock and on the machine.
 CLOCK = ("seconds", "tokens_per", "samples_per", "tflops", "peak_memory", "rank_wait")

@@ -22,7 +22,7 @@ from tandem.models.frozen import freeze_quantized
 from tandem.models.load import load_causal_lm
 from tandem.models.lora import merged_state_dict
 from tandem.parallel.world import World
-from tandem.training.pipeline import train
+from tandem.training.run_stages import train
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
 

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tandem.config.schema import SamplingConfig
-from tandem.generation.conversations import stream
 from tandem.generation.generator import generate
+from tandem.generation.streaming import stream
 from tandem.ops import logits
-from tests.generation.test_conversations import bloom
 from tests.generation.test_generator import STOPS, prompts
+from tests.generation.test_streaming import bloom
 from tests.tiny import tiny_config, tiny_tokenizer
 from tests.training.runs import ran
 

@@ -152,7 +152,7 @@ def copied(world: World, folders: Sequence[Path], how: str) -> tuple[list[int], 
     if how == "differ" or (how == "last has it" and world.rank == len(folders) - 1):
         alone = World()
         write_folder(folder, lambda f: (f / "sub").mkdir() or fill(f, world.rank), {}, world=alone)
-    world.wait()
+    world.barrier()
     try:
         copy_folder(folder, world)
     except TandemError as error:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tandem.config.schema import ParallelConfig, RunConfig
 from tandem.parallel.world import World
-from tandem.training.pipeline import train
+from tandem.training.run_stages import train
 from tests.ranks import on_ranks
 from tests.training.conftest import PlainRun
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tandem.errors import BadStepError, CheckpointError, ConfigError, Stopped
-from tandem.training.loop import BAD_STEPS, SAVE_NOW, StepLoop
-from tandem.training.pipeline import train
 from tandem.training.replay import replay
+from tandem.training.run_stages import train
+from tandem.training.stage_loop import BAD_STEPS, SAVE_NOW, StepLoop
 from tandem.training.supervised import SupervisedTrainer
 from tests.tiny import tiny_config
 

@@ -112,7 +112,7 @@ def test_a_stop_after_the_last_save_measures_nothing_twice(
     config = replace(config, output_dir=str(tmp_path / "stopped"))
     for stage in ("sft", "reward", "ppo"):
         with monkeypatch.context() as patch:
-            patch.setattr("tandem.training.run.Run.finish", stopping_at(stage))
+            patch.setattr("tandem.training.run_folder.Run.finish", stopping_at(stage))
             with pytest.raises(InterruptedError):
                 ran(config)
     ran(config)
@@ -120,7 +120,7 @@ def test_a_stop_after_the_last_save_measures_nothing_twice(
 
 
 def stopping_at(stage: str) -> object:
-    from tandem.training.run import Run
+    from tandem.training.run_folder import Run
 
     finish = Run.finish
 
@@ -189,7 +189,7 @@ def test_a_model_that_went_wrong_stops_before_it_is_saved(
     def spoiling(self: PPOTrainer, *arguments: object, step: int) -> dict[str, float]:
         values = train_rlhf(self, *arguments, step=step)  # type: ignore[arg-type]
         if step == 2:
-            self.engine.critic_trainee.parameters[0].data.view(-1)[0] = float("nan")
+            self.engine.critic_learner.parameters[0].data.view(-1)[0] = float("nan")
         return values
 
     with monkeypatch.context() as patch:

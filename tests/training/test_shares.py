@@ -14,8 +14,8 @@ from tandem.data.dataset import load_data
 from tandem.data.split import opening
 from tandem.errors import CheckpointError, ConfigError
 from tandem.parallel.world import World
-from tandem.training.rows import prepare_rows
 from tandem.training.shares import settle_shares
+from tandem.training.stage_data import prepare_rows
 from tests.tiny import tiny_config
 from tests.training.runs import StopError, ran, stop_at
 

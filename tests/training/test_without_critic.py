@@ -35,8 +35,8 @@ def config_of(folder: Path, model: str, kl_coef: float = 0.0) -> RunConfig:
 def test_a_policy_learns_without_critic_and_reference(tiny_model: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_model)
     engine = RLHFEngine(actor=tiny_model, config=config, has_critic=False, has_reference=False)
-    assert list(engine.trainees) == ["actor"]
-    assert (engine.critic, engine.reference, engine.critic_trainee) == (None, None, None)
+    assert list(engine.learners) == ["actor"]
+    assert (engine.critic, engine.reference, engine.critic_learner) == (None, None, None)
     trainer = PPOTrainer(
         engine, config, num_steps=12, reward_function=early_letters, advantages_of=rloo
     )

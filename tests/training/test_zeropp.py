@@ -11,7 +11,7 @@ from tandem.config.flags import parse_run_flags
 from tandem.config.schema import ParallelConfig, RunConfig
 from tandem.errors import ConfigError
 from tandem.parallel.world import World
-from tandem.training.pipeline import train
+from tandem.training.run_stages import train
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
 

@@ -1,0 +1,378 @@
+"""One trained model's optimizer, its schedule, and the only place that divides a loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from tandem.config.schema import OptimizerConfig
+from tandem.engine.grad_norm_guard import SpikeGuard
+from tandem.errors import BadStepError, CheckpointError, ModelError, NumericsError
+from tandem.parallel.dtensor import Saved, fill, local, piece_like, whole_of
+from tandem.parallel.masters import MasterAdamW, cast_weights, exactly, take_masters
+from tandem.parallel.scaling import LossScaler
+from tandem.parallel.shard import shards_of
+
+OffloadConfig = Sequence[str]
+
+_MOST_SKIPPED = 30
+"""Overflows in a row, from any first scale to below the smallest that could help."""
+
+
+def learning_rate_factor(step: int, num_steps: int, settings: OptimizerConfig) -> float:
+    """Share of the peak learning rate at `step` (0-based) of `num_steps`.
+
+    Rises linearly over the first `warmup` share, then falls to 0.1 along the schedule; at the
+    last step of a falling schedule it is just above 0.1.
+    """
+    warmup_steps = math.ceil(settings.warmup * num_steps)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if settings.schedule == "constant":
+        return 1.0
+    progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    progress = min(progress, 1.0)
+    fall = (1 + math.cos(math.pi * progress)) / 2 if settings.schedule == "cosine" else 1 - progress
+    return 0.1 + 0.9 * fall
+
+
+class Learner:
+    """A model in training: gradients are summed into it, then it takes a step.
+
+    backward() may be called any number of times per step(), with sums divided by the step's whole
+    denominator, so the gradient does not depend on how the step was cut up, nor over how many
+    ranks. Over several ranks every rank calls it as often as every other.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        settings: OptimizerConfig,
+        num_steps: int | None = None,
+        *,
+        offload: OffloadConfig = (),
+        dtype: torch.dtype | None = None,
+        scaler: LossScaler | None = None,
+        spike_sigma: float = 0.0,
+    ):
+        """Begin with the weights as they are.
+
+        Args:
+            name: for messages.
+            num_steps: how long the schedule lasts; None until `schedule` says: the peak.
+            offload: what rests in host memory (`parallel.offload`).
+            dtype: what whole weights rest and compute in; None leaves them as they are. In half
+                precision their float32 masters are the optimizer's; split weights are their own.
+            scaler: of the losses, in fp16; then `step_learners` takes the steps.
+            spike_sigma: leave a step out whose gradient is so many standard deviations out of line
+                (see `SpikeGuard`); 0 takes any finite one.
+        Raises:
+            ModelError: the model is frozen.
+        """
+        self.name = name
+        self.model = model
+        self.shards = shards_of(model)
+        self.settings = settings
+        self.num_steps = num_steps
+        self.scaler = scaler
+        self.spikes = SpikeGuard(spike_sigma, settings.max_grad_norm)
+        self.steps_taken = 0
+        self.shards.rest()  # what is trained is the pieces
+        # Offloaded weights are on the host already, and so is whatever is made of them.
+        on_host = "optimizer" in offload and not self.shards.plan.offload_params
+        is_split = self.shards.is_split
+        if dtype is not None and not is_split:
+            cast_weights(model, dtype)
+        masters = take_masters(model)
+        groups = list(parameter_groups(model, settings))
+        if not groups:
+            raise ModelError(
+                f"{name} must have weights that require gradients; got none. Call "
+                "requires_grad_() on the module, or give a folder."
+            )
+        are_rounded = any(p.requires_grad and p.dtype != torch.float32 for p in model.parameters())
+        self.optimizer: torch.optim.AdamW | MasterAdamW
+        if on_host or are_rounded:
+            self.optimizer = MasterAdamW(
+                groups,
+                betas=settings.betas,
+                device=torch.device("cpu") if on_host else None,
+                masters=masters,
+                # Gradients of whole weights are summed over the ranks where the weights are.
+                sums_on_device=self.shards.world.size > 1 and not is_split,
+            )
+        else:
+            self.optimizer = torch.optim.AdamW(groups, betas=settings.betas, fused=True)
+        self._set_learning_rates()
+
+    def schedule(self, num_steps: int) -> None:
+        """Let the learning rate rise and fall over `num_steps` optimizer steps in all."""
+        self.num_steps = num_steps
+        self._set_learning_rates()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Every tensor that is trained."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def learning_rate(self) -> float:
+        """What the next step will use: the adapters' where there are some, beside a scalar head's
+        full weights too; else the full weights'."""
+        return float(self.optimizer.param_groups[-1]["lr"])
+
+    def backward(
+        self, loss_sum: Tensor, denominator: float, *, weight: float = 1.0, is_last: bool = True
+    ) -> None:
+        """Add the gradient of weight * loss_sum / denominator.
+
+        Args:
+            loss_sum: a sum over tokens or rows of one micro-batch.
+            denominator: their count over the whole step: every micro-batch, every rank.
+            weight: 0 where this rank only keeps in step with the others.
+            is_last: whether it is the step's last backward on every rank; where weights lie in
+                pieces, gradients may not be reduced before.
+        """
+        self.shards.before_backward(last=is_last)
+        factor = weight * (self.scaler.scale if self.scaler is not None else 1.0)
+        (loss_sum * (factor / denominator) if factor != 1.0 else loss_sum / denominator).backward()
+
+    def finished_gradients(self) -> list[Tensor]:
+        """After the last backward: the gradients' pieces on this rank, which the step will use."""
+        self.shards.rest()
+        if isinstance(self.optimizer, MasterAdamW):
+            if self.shards.sums_gradients:
+                gradients = self.optimizer.collect_all()
+                self.shards.sum_gradients(gradients)
+                return gradients
+            return self.optimizer.collect()
+        self.shards.finish_gradients(self.parameters)
+        return [local(p.grad) for p in self.parameters if p.grad is not None]
+
+    def step(self) -> float:
+        """Clip, update, forget the gradient. Returns the gradient's norm before the clip.
+
+        Raises:
+            BadStepError: the gradient is not finite, or out of line; no weight has changed.
+        """
+        gradients = self.finished_gradients()
+        norm = self.sound_norm(gradients)
+        self.apply(gradients, norm)
+        return norm
+
+    def sound_norm(self, gradients: list[Tensor]) -> float:
+        """The norm of `finished_gradients`, the same number on every rank.
+
+        Raises:
+            BadStepError: it is not finite, or out of line; the gradients are forgotten.
+        """
+        norm = self.shards.gradient_norm(gradients)
+        if not math.isfinite(norm):
+            self.forget()
+            raise BadStepError(
+                f"{self.name}: the gradient must be finite; got norm {norm} at optimizer "
+                f"step {self.steps_taken + 1}. Lower the learning rate ({self.learning_rate:.3g})."
+            )
+        limit = self.spikes.limit
+        self.spikes.add(norm)
+        if norm > limit:
+            self.forget()
+            raise BadStepError(
+                f"{self.name}: the gradient's norm must be at most {limit:.3g}, within "
+                f"guards.spike_sigma={self.spikes.sigma:g} of the last steps'; got {norm:.3g}. "
+                "Look at the rows, or raise it (0 takes any)."
+            )
+        return norm
+
+    def apply(self, gradients: list[Tensor], norm: float) -> None:
+        """Clip `finished_gradients`, whose norm is sound, update, and forget them."""
+        # torch.nn.utils.clip_grad_norm_'s rule, on the pieces that lie here.
+        scale = min(1.0, self.settings.max_grad_norm / (norm + 1e-6))
+        if scale < 1.0 and gradients:
+            torch._foreach_mul_(gradients, scale)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps_taken += 1
+        self._set_learning_rates()
+
+    def forget(self) -> None:
+        """Drop the gradients; gathered weights are given back."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.shards.rest()
+
+    def missing_state_bytes(self) -> int:
+        """What the first step will take for the optimizer's states on the weights' device."""
+        if isinstance(self.optimizer, MasterAdamW):
+            return 0
+        return sum(
+            2 * local(p).numel() * p.element_size()
+            for p in self.parameters
+            if p not in self.optimizer.state
+        )
+
+    @property
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        """The float32 values of weights that rest in another type; none where all are exact."""
+        if isinstance(self.optimizer, MasterAdamW) and not self.shards.is_split:
+            return self.optimizer.masters
+        return {}
+
+    def exact(self) -> AbstractContextManager[None]:
+        """Within: the model's weights are the masters, to be saved; nothing may compute."""
+        return exactly(self.masters)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """AdamW's moments by parameter name, and the count of steps, as tensors to save.
+
+        Those of split weights are split alike.
+        """
+        tensors = {
+            "steps_taken": torch.tensor(self.steps_taken),
+            "recent_norms": torch.tensor(self.spikes.history(), dtype=torch.float64),
+        }
+        for name, parameter in self._named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if key != "master":  # these are the weights
+                    tensors[f"{key}.{name}"] = value
+        if self.shards.quantized is not None:
+            residuals = self.shards.quantized.residuals()
+            tensors |= {f"residual.{name}": value for name, value in residuals.items()}
+        return tensors
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor | Saved]) -> None:
+        """Continue from `state_tensors` of the same model.
+
+        Raises:
+            CheckpointError: the moments are of another model.
+        """
+        named = dict(self._named_parameters())
+        residuals: dict[str, Tensor | Saved] = {}
+        for key, value in tensors.items():
+            if key == "steps_taken":
+                self.steps_taken = int(whole_of(value))
+                continue
+            if key == "recent_norms":
+                self.spikes.restore(whole_of(value).tolist())
+                continue
+            if key.startswith("residual."):
+                residuals[key.removeprefix("residual.")] = value
+                continue
+            moment, name = key.split(".", 1)
+            if name not in named or (value.dim() and value.shape != named[name].shape):
+                raise CheckpointError(
+                    f"the optimizer state of {self.name} must fit the model; got {key} of shape "
+                    f"{tuple(value.shape)}. The checkpoint is of another model: use another "
+                    "--output-dir."
+                )
+            if isinstance(self.optimizer, MasterAdamW):
+                entry = self.optimizer.state[named[name]]
+                like = entry["master"]
+                entry[moment] = piece_like(value, like) if value.dim() else whole_of(value)
+            else:
+                place = piece_like(value, named[name]) if value.dim() else whole_of(value).clone()
+                self.optimizer.state[named[name]][moment] = place
+        if self.shards.quantized is not None:
+            self.shards.quantized.restore(residuals)
+        self._set_learning_rates()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained weights by name, as they lie over the ranks, to save: the float32 masters
+        where the model computes on rounded ones, so that a run may continue with others."""
+        named = self._named_parameters()
+        if isinstance(self.optimizer, MasterAdamW):
+            return {name: self.optimizer.state[parameter]["master"] for name, parameter in named}
+        return {name: parameter.detach() for name, parameter in named}
+
+    def load_weights(self, tensors: Mapping[str, Tensor | Saved]) -> None:
+        """Copy whole saved weights into the model, in place."""
+        parameters = dict(self._named_parameters())
+        for name, tensor in tensors.items():
+            fill(parameters[name], tensor)
+            if isinstance(self.optimizer, MasterAdamW):
+                fill(self.optimizer.state[parameters[name]]["master"], tensor)
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        self.shards.rest()
+        return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+
+    def _set_learning_rates(self) -> None:
+        factor = 1.0
+        if self.num_steps is not None:
+            factor = learning_rate_factor(self.steps_taken, self.num_steps, self.settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+
+def step_learners(learners: Sequence[Learner], scaler: LossScaler) -> list[float] | None:
+    """The steps of models whose losses one scaler scales: all of them or, on overflow, none.
+
+    Returns:
+        the gradients' norms before the clip; None where a gradient of any model overflowed.
+    Raises:
+        BadStepError: a gradient is out of line; no model has changed.
+        NumericsError: gradients overflow however small the scale.
+    """
+    gradients = [learner.finished_gradients() for learner in learners]
+    world = learners[0].shards.world
+    flat = [gradient for part in gradients for gradient in part]
+    overflowed = scaler.overflowed(flat, world.all_reduce_ if world.size > 1 else None)
+    norms = None
+    if overflowed:
+        for learner in learners:
+            learner.forget()
+    else:
+        scaler.unscale_(flat)
+        norms = _sound_norms(learners, gradients)
+        for learner, part, norm in zip(learners, gradients, norms, strict=True):
+            learner.apply(part, norm)
+    scaler.update(overflowed)
+    if scaler.skipped_in_a_row >= _MOST_SKIPPED:
+        raise NumericsError(
+            f"{learners[0].name}: the gradient must be finite in fp16 at some loss scale; got "
+            f"overflows in {scaler.skipped_in_a_row} steps in a row, down to scale "
+            f"{scaler.scale:g}. Use --dtype bf16 or fp32, or look at the rows."
+        )
+    return norms
+
+
+def _sound_norms(learners: Sequence[Learner], gradients: Sequence[list[Tensor]]) -> list[float]:
+    """All norms before the first update: a bad gradient of one model leaves all as they were."""
+    try:
+        return [t.sound_norm(part) for t, part in zip(learners, gradients, strict=True)]
+    except BadStepError:
+        for learner in learners:
+            learner.forget()
+        raise
+
+
+def scaling_metrics(scaler: LossScaler) -> dict[str, float]:
+    """The loss scale of the next step, and the steps skipped so far."""
+    return {"loss_scale": scaler.scale, "overflows": float(scaler.skipped)}
+
+
+def parameter_groups(
+    model: nn.Module, settings: OptimizerConfig
+) -> Iterator[dict[str, list[nn.Parameter] | float]]:
+    """The trained parameters by learning rate and decay; empty groups are left out.
+
+    Decay is for matrices, not for biases and norms' gains. Adapters (named `lora_A`, `lora_B`)
+    have their own learning rate.
+    """
+    chosen: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_adapter = "lora_" in name
+            chosen.setdefault((is_adapter, parameter.dim() >= 2), []).append(parameter)
+    for (is_adapter, decays), parameters in sorted(chosen.items()):
+        peak = settings.lora_learning_rate if is_adapter else settings.learning_rate
+        yield {
+            "params": parameters,
+            "weight_decay": settings.weight_decay if decays else 0.0,
+            "lr": peak,
+            "peak_lr": peak,
+        }

@@ -1,0 +1,145 @@
+"""Running out of memory: said with the knob that frees most, or mended by smaller micro-batches.
+
+Gradients are sums divided once by the whole step's count, so that a step in smaller micro-batches
+is the same step.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from tandem.config.schema import RunConfig
+from tandem.engine.devices import resolve_dtype
+from tandem.engine.learner import Learner
+from tandem.errors import OutOfMemoryError
+from tandem.memory.model import layout_of
+from tandem.memory.shape import shape_of
+from tandem.memory.steps import supervised_memory
+from tandem.models.lora import scalar_head
+from tandem.parallel.shard import shards_of
+from tandem.parallel.world import World
+from tandem.text import first_line
+
+Result = TypeVar("Result")
+
+_FEWEST = 64
+"""Tokens of a micro-batch below which halving would not help."""
+
+
+class MicroBatchBudget:
+    """How many tokens go through a model at once, and what happens when that is too many."""
+
+    def __init__(self, config: RunConfig, world: World, say: Callable[[str], None] | None) -> None:
+        """Begins with `config.micro_batch_tokens`; `say` shows a line to the user, if any."""
+        self.tokens = config.micro_batch_tokens
+        self._config = config
+        self._world = world
+        self._say = say
+
+    def retry_on_oom(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        work: Callable[[], Result],
+        forget: Callable[[], None],
+    ) -> Result:
+        """What `work` returns; where memory runs out and `halve_micro_batches` is on, once more
+        with half of the tokens, until it fits.
+
+        Args:
+            name: of what is trained, for messages.
+            work: changes nothing but gradients before it is through.
+            forget: drops those.
+        Raises:
+            OutOfMemoryError: it does not fit; the message names the knob that frees the most. Over several
+                ranks at once: the others may wait in a collective.
+        """
+        while True:
+            try:
+                return work()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                said = first_line(error)
+            # Outside of the handler, whose traceback holds on to the activations.
+            forget()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            can_halve = self._config.halve_micro_batches and self._world.size == 1
+            if not can_halve or self.tokens < 2 * _FEWEST:
+                raise OutOfMemoryError(
+                    f"{name}: a micro-batch of {self.tokens} tokens must fit into memory; got "
+                    f"{said[:160]!r}. {self._advice(model)}"
+                )
+            self.tokens //= 2
+            if self._say is not None:
+                self._say(
+                    f"{name}: out of memory: micro-batches of {self.tokens} tokens from here on "
+                    "(the gradient is the same)"
+                )
+
+    @contextmanager
+    def reserving_states(self, learner: Learner) -> Iterator[None]:
+        """Within: the memory that the optimizer's states will have is taken, if it has none yet."""
+        missing = learner.missing_state_bytes()
+        held = torch.empty(missing, dtype=torch.uint8, device=self._world.device)
+        yield
+        del held
+
+    def _advice(self, model: PreTrainedModel) -> str:
+        best, freed = max(self._ways(model).items(), key=lambda way: way[1])
+        advice = f"{best} frees about {freed / 2**30:.2g} GiB"
+        if self._world.size == 1 and not self._config.halve_micro_batches:
+            advice += "; --halve-micro-batches goes on with smaller ones by itself"
+        return f"{advice}."
+
+    def _ways(self, model: PreTrainedModel) -> dict[str, float]:
+        """Bytes that each knob would free on this rank, by the plan's formula."""
+        config, device = self._config, self._world.device
+        shape = shape_of(
+            model.config,
+            scalar=scalar_head(model) is not None,
+            trust_remote_code=config.trust_remote_code,
+        )
+        layout = layout_of(
+            config,
+            self._world.size,
+            shards_of(model).plan.stage,
+            device=device,
+            dtype=resolve_dtype(config.dtype, device),
+        )
+
+        def needed(tokens: int = self.tokens, **changes: Any) -> int:
+            changed = replace(layout, **changes)
+            return supervised_memory(shape, changed, tokens=tokens, answered=tokens).peak("train")
+
+        fewer = self.tokens // 2
+        ways = {f"--micro-batch-tokens {fewer}": needed(fewer)}
+        if not layout.checkpointing:
+            ways["--gradient-checkpointing"] = needed(checkpointing=True)
+        if not (layout.offload_optimizer or layout.offload_params):
+            ways["--offload optimizer"] = needed(offload_optimizer=True)
+        if not layout.lora_rank:
+            ways["--lora-rank 16"] = needed(lora_rank=16)
+        elif not layout.frozen:
+            ways["--frozen-weights nf4"] = needed(frozen="nf4")
+        if self._world.size > 1 and layout.stage < 3:
+            ways["--actor-zero-stage 3 --critic-zero-stage 3"] = needed(stage=3)
+        return {knob: needed() - size for knob, size in ways.items()}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that there is no memory left, on a GPU or the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    phrases = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
+    return any(phrase in text for phrase in phrases)

@@ -1,0 +1,243 @@
+"""Several answers streamed at once over one KV memory, for chat and serving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from types import TracebackType
+
+from transformers import PreTrainedModel
+
+from tandem.config.schema import SamplingConfig
+from tandem.errors import GenerationError, NumericsError
+from tandem.generation import hf_generate
+from tandem.generation.blocks import affordable_blocks, blocks_for
+from tandem.generation.generator import (
+    Stops,
+    check_token_ids,
+    max_positions,
+    not_a_number,
+    rows_together,
+    vocabulary_size,
+    watched_text,
+)
+from tandem.generation.runner import kv_dtype
+from tandem.generation.sampler import Sampler, sequence_key
+from tandem.generation.scheduler import Request
+from tandem.generation.session import Session
+from tandem.models.twin import decodes, kv_shapes
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """One answer on its way.
+
+    token_ids: so far, a stop token left out. ended: nothing more will come. finished: a stop token
+    or stop string ended it, not the limit and not `cancel`. error: what ended it where nothing
+    could be drawn.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    ended: bool = False
+    finished: bool = False
+    error: NumericsError | None = None
+
+
+class Conversations:
+    """Answers that begin, stream and end independently of each other.
+
+    Each conversation has its own sampling and seed, and its text does not depend on the others.
+    The model must stay as it is between `step`s; use as a context manager, which frees the memory.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stops: Stops,
+        *,
+        slots: int = 8,
+        max_tokens: int = 4096,
+        kv_blocks: int | None = None,
+    ) -> None:
+        """Memory is allocated now and kept until `close`.
+
+        Args:
+            slots: most answers side by side, if `rows_together` allows them; others wait.
+            max_tokens: most tokens of one prompt and its answer together.
+            kv_blocks: blocks of KV memory; None takes what `slots` of the longest need, or what
+                there is room for.
+        Raises:
+            GenerationError: there is no room for one of the longest.
+        """
+        slots = rows_together(model, slots)
+        self._model, self._stops = model, stops
+        self._max_tokens = max_tokens
+        self._handles: dict[Request, Handle] = {}
+        self._streams: dict[Request, Iterator[int]] = {}
+        self._samplers: dict[SamplingConfig, Sampler] = {}
+        self._session: Session | None = None
+        if decodes(model):
+            longest = blocks_for(max_tokens)
+            self._session = Session(
+                model,
+                stops.stop_token_ids,
+                slots=slots,
+                num_blocks=kv_blocks
+                or affordable_blocks(
+                    kv_shapes(model),
+                    needed=slots * longest,
+                    largest=longest,
+                    dtype=kv_dtype(model),
+                    device=model.device,
+                ),
+                table_width=longest,
+                refill=1,
+            )
+
+    def submit(self, prompt_ids: Sequence[int], sampling: SamplingConfig, *, seed: int) -> Handle:
+        """Queue an answer to a prompt; it comes with the next steps.
+
+        Raises:
+            GenerationError: the prompt leaves no room for an answer, or prompt or logit bias name
+                tokens that the model does not have. The other answers go on.
+        """
+        check_token_ids(self._model, prompt_ids, "the conversation")
+        limit = _budget(self._model, prompt_ids, sampling, self._max_tokens)
+        if sampling not in self._samplers:
+            self._samplers[sampling] = Sampler(
+                sampling,
+                self._stops.stop_token_ids,
+                self._model.device,
+                vocabulary_size(self._model),
+            )
+        request = Request(
+            0,
+            tuple(prompt_ids),
+            sequence_key(seed, 0, 0, 0),
+            self._samplers[sampling],
+            limit,
+            watched_text(self._stops, sampling),
+        )
+        if self._session is not None:
+            self._session.submit([request])
+        else:
+            tokens = hf_generate.stream(self._model, request, self._stops.stop_token_ids)
+            self._streams[request] = tokens
+        handle = Handle()
+        self._handles[request] = handle
+        return handle
+
+    @property
+    def busy(self) -> bool:
+        """Whether any answer has not ended."""
+        return bool(self._handles)
+
+    def step(self) -> list[tuple[Handle, list[int]]]:
+        """One more token for every answer that runs.
+
+        Returns:
+            Each answer that got tokens or ended, with its new tokens (none where a stop token
+            ended it). An answer that met NaN has ended with an `error`; the others go on.
+        """
+        events: dict[Handle, list[int]] = {}
+        for request, token in self._drawn():
+            handle = self._handles.get(request)
+            if handle is not None:
+                new = events.setdefault(handle, [])
+                if token not in self._stops.stop_token_ids:
+                    new.append(token)
+                    handle.token_ids.append(token)
+        for request, handle in list(self._handles.items()):
+            if request.ended:
+                handle.ended, handle.finished = True, request.finished
+                if request.failed:
+                    handle.error = not_a_number("the conversation", request.length)
+                events.setdefault(handle, [])
+                self._forget(request)
+        return list(events.items())
+
+    def cancel(self, handle: Handle) -> None:
+        """End an answer where it stands; its memory is free at once."""
+        for request, other in list(self._handles.items()):
+            if other is handle:
+                if self._session is not None:
+                    self._session.cancel(request)
+                handle.ended = True
+                self._forget(request)
+
+    def close(self) -> None:
+        """Cancel what runs and free the memory."""
+        for handle in list(self._handles.values()):
+            self.cancel(handle)
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def __enter__(self) -> Conversations:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _drawn(self) -> Iterator[tuple[Request, int]]:
+        if self._session is not None:
+            for drawn in self._session.step():
+                yield from zip(drawn.requests, drawn.token_ids, strict=True)
+            return
+        for request, tokens in list(self._streams.items()):
+            for token in islice(tokens, 1):  # none where there was nothing to draw from
+                yield request, token
+
+    def _forget(self, request: Request) -> None:
+        del self._handles[request]
+        self._streams.pop(request, None)
+
+
+def stream(
+    model: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    sampling: SamplingConfig,
+    stops: Stops,
+    *,
+    seed: int,
+) -> Iterator[int]:
+    """Yield one answer's tokens as they are drawn, its stop token left out.
+
+    Closing the iterator ends the answer and frees its memory.
+
+    Raises:
+        GenerationError: prompt and answer exceed the model's positions, or prompt or logit bias
+            name tokens that the model does not have.
+        NumericsError: nothing could be drawn, because a logit was NaN or every token forbidden.
+    """
+    budget = _budget(model, prompt_ids, sampling, max_positions(model))
+    with Conversations(model, stops, slots=1, max_tokens=len(prompt_ids) + budget) as talk:
+        handle = talk.submit(prompt_ids, sampling, seed=seed)
+        while not handle.ended:
+            for _, token_ids in talk.step():
+                yield from token_ids
+        if handle.error is not None:
+            raise handle.error
+
+
+def _budget(
+    model: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    sampling: SamplingConfig,
+    max_tokens: int | None,
+) -> int:
+    """Most tokens of an answer to this prompt."""
+    limits = [limit for limit in (max_positions(model), max_tokens) if limit is not None]
+    budget = min([sampling.max_new_tokens, *(limit - len(prompt_ids) for limit in limits)])
+    if not prompt_ids or budget < 1:
+        raise GenerationError(
+            f"the conversation must leave room for an answer in {min(limits, default=None)} "
+            f"positions; it has {len(prompt_ids)} tokens. Shorten it, or start a new one."
+        )
+    return budget

@@ -1,0 +1,141 @@
+"""What can be known to fail before the first step, so that it does not cost two others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+
+from tandem.config.schema import RunConfig
+from tandem.config.stages import in_order, leaving, of_family
+from tandem.engine.frozen_base import check_base
+from tandem.engine.placement import check_replicas
+from tandem.errors import ConfigError
+from tandem.models.checkpoint_ref import same_base, start_of
+from tandem.models.rope import longrope_border
+from tandem.models.source import load_config, locate
+from tandem.models.tensor_parallel import check_sliceable
+from tandem.parallel.tensor import check_divides
+from tandem.parallel.world import World
+from tandem.training.reward_function import columns_problem, load_reward_function
+from tandem.training.stage_data import StepRows, positions
+
+
+def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> None:
+    """Every configured step has rows, every row fits its model's positions, and a reward function
+    can be called with the rows' columns.
+
+    Args:
+        policy, reward: where the models come from.
+    Raises:
+        ConfigError: some do not; all that is wrong at once.
+    """
+    problems = list(_empty_steps(config, rows))
+    limit = positions(policy, config)
+    longest_answer = config.sampling.max_new_tokens
+    for stage in of_family(config.steps, "supervised", "pairs"):
+        room = limit if stage.leaves == "policy" else positions(reward, config)
+        problems += _too_long(f"rows of step {stage.name}", rows.of(stage), room)
+    problems += _too_long("rows of ppo.ptx_data", rows.ptx, limit)
+    scores, rl = leaving(config.steps, "reward model"), of_family(config.steps, "rl")
+    scored = min(config.reward.normalize_prompts, len(rows.prompts))
+    if scores and scored * config.sampling.samples_per_prompt == 1:
+        problems.append(
+            "reward.normalize_prompts must be 0 or find two prompts at least, whose scores differ; "
+            f"got 1 ({len(rows.prompts)} prompts, reward.normalize_prompts "
+            f"{config.reward.normalize_prompts}). Use more, or set reward.normalize_prompts 0"
+        )
+    longest = max(map(len, rows.prompts), default=0)
+    if (scores or rl) and limit is not None and longest + longest_answer > limit:
+        problems.append(
+            f"the longest prompt and sampling.max_new_tokens must fit the model's {limit} "
+            f"positions; got {longest} + {longest_answer}. Lower dataset.max_prompt_tokens or "
+            "sampling.max_new_tokens"
+        )
+    border = _rope_border(policy, config)
+    shortest = min(map(len, [*rows.prompts, *rows.heldout_prompts]), default=0)
+    if rl and border is not None and shortest <= border < longest + longest_answer:
+        problems.append(
+            f"prompts and answers of PPO must stay within the {border} tokens past which this "
+            f"model's rope (longrope) changes for all tokens of a sequence, so that what an answer "
+            f"was drawn from is not what is trained; got up to {longest} + {longest_answer}. Lower "
+            "dataset.max_prompt_tokens or sampling.max_new_tokens"
+        )
+    if rl and config.ppo.reward_function:
+        function = load_reward_function(config.ppo.reward_function)
+        if problem := columns_problem(function, [*rows.prompts, *rows.heldout_prompts]):
+            problems.append(problem)
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def check_parallel(config: RunConfig, world: World, policy: str) -> None:
+    """How models are to lie over the ranks, as far as it shows before any is loaded.
+
+    Args:
+        policy: where the actor comes from.
+    Raises:
+        ConfigError, ModelError: PPO would be refused, after steps that cost their time.
+    """
+    check_base(config, world)
+    check_replicas(config, world)
+    parts = config.parallel.inference_tp_size
+    if parts > 1:
+        check_divides(world, parts)
+        source = locate(policy)
+        check_sliceable(load_config(source, trust_remote_code=config.trust_remote_code), parts)
+    trains_both = leaving(config.steps, "reward model") and of_family(config.steps, "rl")
+    if config.parallel.shared_base and trains_both and config.reward_model:
+        start = start_of(config.reward_model, unmerged=True).base
+        base = start_of(policy, unmerged=True).base
+        if not same_base(start, base):
+            raise ConfigError(
+                "--shared-base must find one model under actor, critic and reward model; got "
+                f"--reward-model {config.reward_model!r} and {base!r} under the actor. Start both "
+                "from one model, or leave --shared-base off."
+            )
+
+
+def idle_ranks(config: RunConfig, world: World) -> list[str]:
+    """A line for each step that has fewer rows at a time than there are ranks to compute them."""
+    groups = world.size // config.parallel.inference_tp_size
+    batches = [
+        (stage.name, f"{stage.section}.{knob}", getattr(config, stage.section), knob, ranks)
+        for stage in in_order(config.steps)
+        for knob, ranks in (
+            (("minibatch_size", world.size), ("prompts_per_step", groups))
+            if stage.family == "rl"
+            else (("batch_size", world.size),)
+        )
+    ]
+    return [
+        f"{step}: {knob} {rows} leaves {ranks - rows} of {ranks} "
+        f"{'ranks' if ranks == world.size else 'groups of ranks'} without a row at a time: they "
+        f"wait for the others. Raise {knob} to a multiple of {ranks}, or use fewer ranks."
+        for step, knob, section, name, ranks in batches
+        if (rows := getattr(section, name)) < ranks
+    ]
+
+
+def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:
+    return [
+        f"step {stage.name} must have at least one row; got none. See the data account above, "
+        "--data-split, and the lengths"
+        for stage in in_order(config.steps)
+        if not rows.of(stage)
+    ]
+
+
+def _too_long(what: str, rows: Sequence[Sized], limit: int | None) -> list[str]:
+    longest = max(map(len, rows), default=0)
+    if limit is None or longest <= limit:
+        return []
+    return [
+        (
+            f"{what} must fit the model's {limit} positions; got {longest} tokens. "
+            f"Set dataset.max_tokens to at most {limit}"
+        )
+    ]
+
+
+def _rope_border(path: str, config: RunConfig) -> int | None:
+    found = load_config(locate(path), trust_remote_code=config.trust_remote_code)
+    return longrope_border(found.get_text_config())

@@ -1,0 +1,188 @@
+"""All steps of a run, one after another; finished ones are not repeated."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+from tandem.checkpoint.beside import verify_beside
+from tandem.checkpoint.sharing import described, find_folders
+from tandem.config.load import check_config
+from tandem.config.schema import RunConfig
+from tandem.config.stages import in_order, leaving, of_family, sources, stage_of
+from tandem.data.ledger import USES
+from tandem.engine.allocator import keep_freed_memory
+from tandem.engine.devices import resolve_device
+from tandem.engine.placement import zero_plus_plus
+from tandem.errors import ConfigError
+from tandem.metrics.report import write_report
+from tandem.models.checkpoint_ref import model_folders
+from tandem.parallel.watchdog import note
+from tandem.parallel.world import World
+from tandem.training.compare import compare, is_compared
+from tandem.training.preflight import check_parallel, check_rows, idle_ranks
+from tandem.training.reward_function import load_reward_function
+from tandem.training.reward_model import has_policy
+from tandem.training.run_folder import Run
+from tandem.training.shares import settle_shares
+from tandem.training.stage_data import StepRows, prepare_rows
+from tandem.training.stage_loop import StageJob, run_stage
+
+
+def train(
+    config: RunConfig,
+    *,
+    command: str = "",
+    say: Callable[[str], None] = print,
+    world: World | None = None,
+) -> Run:
+    """Run the configured steps in `config.output_dir`, then compare the models and report.
+
+    Args:
+        command: how to do the same again, for the report; by default the run's config.yaml, which
+            describes it whole.
+        say: shows a line to the user, on the first rank.
+        world: the ranks that run this together; alone if None.
+    Returns:
+        the run, whose folder holds everything.
+    Raises:
+        ConfigError: the configuration is wrong, all of it at once.
+        Stopped: SIGINT, SIGTERM, SIGHUP or SIGUSR1 asked for it; the step it came in is saved. A
+            second one ends the process.
+    """
+    check_config(config)
+    keep_freed_memory()
+    world = world or World(device=resolve_device(config.device))
+    world = find_folders(Path(config.output_dir), world)
+    config, said = settle_shares(config, world)
+    run = Run(config, say, world)
+    if said:
+        run.say(said)
+    again = f"tandem train --config {shlex.quote(str(run.path / 'config.yaml'))}"
+    with run.stops, closing(run):
+        _train(run, command or again)
+    return run
+
+
+def _train(run: Run, command: str) -> None:
+    config, say = run.config, run.say
+    if line := described(run.path, run.world):
+        say(line)
+    run.bring_finished()
+    _check_inputs(run)
+    _, switched_off = zero_plus_plus(config, run.world)
+    if switched_off:
+        say(f"ZeRO++: {switched_off}")
+    say(f"reading {', '.join((*config.data, *config.sft_data))}")
+    rows = prepare_rows(config, *tokenizer_sources(run))
+    run.note_data(rows)
+    for line in ledger_lines(rows):
+        say(line)
+    unfinished = [step for step in config.steps if not run.is_finished(step)]
+    if unfinished:
+        check_parallel(config, run.world, tokenizer_sources(run)[0])
+        check_rows(config, rows, *tokenizer_sources(run))
+        run.require_continuable(unfinished[0])
+        for line in idle_ranks(replace(config, steps=tuple(unfinished)), run.world):
+            say(line)
+    run.require_own_folder()
+    run.world.barrier()  # every rank has seen what was there before the first changes it
+    run.open(command)
+    run.write_json("data.json", json.loads(rows.ledger.to_json()))
+    for step in config.steps:
+        if step not in unfinished:
+            say(f"{step}: finished before, in {run.folder(step)}")
+            continue
+        start = time.monotonic()
+        say(f"{step}: begins")
+        note(step)  # models load before the first step is noted
+        run_stage(run, step, prepared(step, run, rows))
+        say(f"{step}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(step)}")
+        if config.parallel.frozen_weights:
+            say(
+                f"{step}: serve that folder itself; its adapter was trained on "
+                f"{config.parallel.frozen_weights} weights and is another policy on full ones"
+            )
+        run.stop_if_asked(f"after {step}, which is finished")
+    if not is_compared(run):
+        compare(run, rows)
+    if run.world.is_first:
+        say(f"report: {write_report(run.path)}")
+    run.world.barrier()
+
+
+def prepared(stage: str, run: Run, rows: StepRows) -> StageJob:
+    """A stage, ready to run, by the function that its record names."""
+    return _function_of(stage)(run, rows)
+
+
+def _function_of(stage: str) -> Callable[[Run, StepRows], StageJob]:
+    module, _, name = stage_of(stage).prepare.partition(":")
+    function: Callable[[Run, StepRows], StageJob] = getattr(import_module(module), name)
+    return function
+
+
+def ledger_lines(rows: StepRows) -> list[str]:
+    """One line per data set: rows read, used per step, unused and dropped by reason."""
+    lines = []
+    for account in rows.ledger.datasets.values():
+        used = ", ".join(f"{s} {account.used[s]}" for s in USES if account.used[s])
+        line = f"data {account.name}: {account.rows} rows = used {account.num_used} ({used})"
+        for what, reasons in (
+            ("unused", dict(account.unused)),
+            ("dropped", {reason: d.count for reason, d in account.dropped.items()}),
+        ):
+            if reasons:
+                detail = "; ".join(f"{reason}: {count}" for reason, count in reasons.items())
+                line += f" + {what} {sum(reasons.values())} ({detail})"
+        if account.notes:
+            line += f"; noted: {'; '.join(f'{n}: {c}' for n, c in account.notes.items())}"
+        lines.append(line)
+    return lines
+
+
+def _check_inputs(run: Run) -> None:
+    """What can be known to be missing before anything is loaded."""
+    config = run.config
+    resolve_device(config.device)
+    for step in config.steps:
+        _function_of(step)  # what cannot be imported must not cost the steps before it
+    problems = []
+    stages = in_order(config.steps)
+    only_scores = all(stage.leaves == "reward model" for stage in stages)
+    if not has_policy(run) and not (only_scores and config.reward_model):
+        problems.append(
+            "actor_model must name a model (a folder or hub name); got nothing. Give --actor-model"
+        )
+    reads_texts = all("sft_data" in stage.data for stage in stages)
+    if not config.data and not (config.sft_data and reads_texts):
+        problems.append("data must name at least one data set; got nothing. Give --data FILE")
+    rl = of_family(config.steps, "rl")
+    scores = leaving(config.steps, "reward model")
+    if rl and not (scores or config.ppo.reward_function or run.reward_source(rl[0].name)):
+        makers = " or ".join(stage.name for stage in sources("reward model", rl[0].name))
+        problems.append(
+            f"step {rl[0].name} must have a reward; got none. Add step {makers}, --reward-model or "
+            "--ppo.reward-function"
+        )
+    if problems:
+        raise ConfigError("; ".join(problems))
+    if rl and config.ppo.reward_function:
+        load_reward_function(config.ppo.reward_function)  # a typo must not cost two steps
+    for model in dict.fromkeys((config.actor_model, config.reward_model)):
+        for folder in model_folders(model) if model else ():
+            verify_beside(folder, world=run.world)
+
+
+def tokenizer_sources(run: Run) -> tuple[str, str]:
+    """Where the policy's and the reward model's tokenizers are before any step has run."""
+    if not has_policy(run):  # step 2 alone: its own model reads the rows
+        return run.config.reward_model, run.config.reward_model
+    policy = run.config.actor_model or run.policy_source()
+    return policy, run.config.reward_model or policy

@@ -1,0 +1,249 @@
+"""Samples made into token rows for every step, before any training: bad data is found at once.
+
+Every row that does not fit its step's length is entered in the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.config.schema import RunConfig
+from tandem.config.stages import Stage, in_order
+from tandem.data.dataset import Dataset, load_data, load_text
+from tandem.data.ledger import Ledger
+from tandem.data.length import Fitted, fit, fit_pair, fit_prompt
+from tandem.data.loader import permutation
+from tandem.data.render import Renderer
+from tandem.errors import DataError
+from tandem.models.eos import load_stop_ids
+from tandem.models.load import load_tokenizer
+from tandem.models.source import load_config, locate
+from tandem.types import PairRow, PromptRow, Sample, TokenRow
+
+Row = TypeVar("Row", TokenRow, PairRow, PromptRow)
+
+_SHUFFLE = 2**63  # an epoch number that no training order has
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What each step of a run trains and measures on, rendered.
+
+    sft, pairs, dpo_pairs, prompts, ptx: to train on. heldout_*: to measure on; no step trains on
+    them. renderer: the policy's. reward_renderer: the reward model's, whose tokens `pairs` are in;
+    `dpo_pairs` are in the policy's. Prompts come shuffled, so that the first few stand for all
+    data sets.
+    """
+
+    renderer: Renderer
+    reward_renderer: Renderer
+    tokenizer: PreTrainedTokenizerBase
+    reward_tokenizer: PreTrainedTokenizerBase
+    ledger: Ledger
+    sft: list[TokenRow]
+    heldout_sft: list[TokenRow]
+    pairs: list[PairRow]
+    heldout_pairs: list[PairRow]
+    dpo_pairs: list[PairRow]
+    heldout_dpo_pairs: list[PairRow]
+    prompts: list[PromptRow]
+    heldout_prompts: list[PromptRow]
+    ptx: list[TokenRow]
+    heldout_ptx: list[TokenRow]
+
+    def of(self, stage: Stage) -> Sequence[TokenRow | PairRow | PromptRow]:
+        """What a stage trains on."""
+        if stage.share == "pairs":
+            return self.pairs if stage.leaves == "reward model" else self.dpo_pairs
+        return self.sft if stage.share == "texts" else self.prompts
+
+
+def load_renderer(
+    source: str, *, trust_remote_code: bool
+) -> tuple[PreTrainedTokenizerBase, Renderer]:
+    """A model's tokenizer, and the renderer that stops where the model's own settings say."""
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    return tokenizer, Renderer(tokenizer, load_stop_ids(source))
+
+
+def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
+    """Read the data sets and render them for the configured steps.
+
+    Args:
+        policy, reward: where the policy's and the reward model's tokenizers are.
+    Raises:
+        DataError: a file or row cannot be used, and the configuration says to stop then.
+    """
+    tokenizer, renderer = load_renderer(policy, trust_remote_code=config.trust_remote_code)
+    reward_tokenizer, reward_renderer = load_renderer(
+        reward, trust_remote_code=config.trust_remote_code
+    )
+    data = load_data(
+        config.dataset, config.data, config.sft_data, seed=config.seed, steps=config.steps
+    )
+    render = _Rendering(config, data.ledger)
+    room, reward_room = positions(policy, config), positions(reward, config)
+    prompt_room = None if room is None else room - config.sampling.max_new_tokens
+    stages = in_order(config.steps)
+    shares = {stage.share for stage in stages}
+    # Who reads the pairs: a reward model by its own tokenizer, a policy by its.
+    readers = {stage.leaves for stage in stages if stage.share == "pairs"}
+    ptx = Dataset()
+    if any("ptx_data" in stage.data for stage in stages) and config.ppo.ptx_data:
+        text = load_text(config.ppo.ptx_data, config.dataset, seed=config.seed, ledger=data.ledger)
+        ptx = Dataset(texts=text.train, heldout=text.heldout)
+    prompts: list[PromptRow] = []
+    if "prompts" in shares:
+        prompts = render.prompts(data.prompts, renderer, "prompts")
+    elif "reward model" in readers:  # it normalizes its scores on some: step 3's, or its own
+        prompts = render.prompts(data.prompts or data.pairs, renderer, None, prompt_room)
+    return StepRows(
+        renderer=renderer,
+        reward_renderer=reward_renderer,
+        tokenizer=tokenizer,
+        reward_tokenizer=reward_tokenizer,
+        ledger=data.ledger,
+        sft=render.texts(data.texts, renderer, "texts") if "texts" in shares else [],
+        heldout_sft=render.texts(data.heldout, renderer, None, room),
+        pairs=render.pairs(data.pairs, reward_renderer, "pairs")
+        if "reward model" in readers
+        else [],
+        heldout_pairs=render.pairs(data.heldout, reward_renderer, None, reward_room),
+        dpo_pairs=render.pairs(data.pairs, renderer, "pairs") if "policy" in readers else [],
+        heldout_dpo_pairs=render.pairs(data.heldout, renderer, None, room)
+        if "policy" in readers
+        else [],
+        prompts=shuffled(prompts, config.seed),
+        heldout_prompts=shuffled(
+            render.prompts(data.heldout, renderer, None, prompt_room), config.seed
+        ),
+        ptx=render.texts(ptx.texts, renderer, "ptx"),
+        heldout_ptx=render.texts(ptx.heldout, renderer, None, room),
+    )
+
+
+def positions(path: str, config: RunConfig) -> int | None:
+    """Tokens that the model's longest sequence can have; None where it has no such limit."""
+    found = load_config(locate(path), trust_remote_code=config.trust_remote_code)
+    return getattr(found.get_text_config(), "max_position_embeddings", None)
+
+
+def shuffled(rows: list[Row], seed: int) -> list[Row]:
+    """The rows in an order of the seed's own."""
+    return [rows[i] for i in permutation(len(rows), seed, _SHUFFLE)] if rows else rows
+
+
+class _Rendering:
+    """Renders samples, entering those that do not fit under the use they were for (None: those
+    that are only measured on are noted, not dropped: another measure may have room for them).
+    `room` is what the model that they are measured with has, in tokens, beside any answer."""
+
+    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+        self.config = config
+        self.dataset = config.dataset
+        self.ledger = ledger
+
+    def texts(
+        self,
+        samples: Sequence[Sample],
+        renderer: Renderer,
+        use: str | None,
+        room: int | None = None,
+    ) -> list[TokenRow]:
+        """Whole conversations and documents, learned as `sft.loss_on` says."""
+
+        def render(sample: Sample) -> TokenRow:
+            if sample.text is not None:
+                row = renderer.document(sample.text, sample.source)
+            else:
+                row = renderer.conversation(sample.prompt, sample.chosen or "", sample.source)
+                if self.config.sft.loss_on == "all":
+                    row = replace(row, response_mask=(False, *[True] * (len(row) - 1)))
+            return row
+
+        def shorten(row: TokenRow) -> Fitted[TokenRow]:
+            return fit(row, self.dataset.max_tokens, self.dataset.on_long_row)
+
+        able = [s for s in samples if s.text is not None or s.chosen is not None]
+        return self._render(able, use, render, shorten, room)
+
+    def pairs(
+        self,
+        samples: Sequence[Sample],
+        renderer: Renderer,
+        use: str | None,
+        room: int | None = None,
+    ) -> list[PairRow]:
+        """Preferred and rejected answers, their masks on the last answer alone."""
+
+        def render(sample: Sample) -> PairRow:
+            sides = [
+                renderer.conversation(sample.prompt, answer or "", sample.source, True)
+                for answer in (sample.chosen, sample.rejected)
+            ]
+            return PairRow(*sides)
+
+        def shorten(pair: PairRow) -> Fitted[PairRow]:
+            return fit_pair(pair, self.dataset.max_tokens, self.dataset.on_long_row)
+
+        able = [s for s in samples if s.chosen is not None and s.rejected is not None]
+        return self._render(able, use, render, shorten, room)
+
+    def prompts(
+        self,
+        samples: Sequence[Sample],
+        renderer: Renderer,
+        use: str | None,
+        room: int | None = None,
+    ) -> list[PromptRow]:
+        """Prompts to answer."""
+
+        def render(sample: Sample) -> PromptRow:
+            return renderer.prompt(sample.prompt, sample.columns, sample.source)
+
+        def shorten(row: PromptRow) -> Fitted[PromptRow]:
+            return fit_prompt(
+                row, self.dataset.max_prompt_tokens, self.dataset.on_long_row, renderer
+            )
+
+        return self._render([s for s in samples if s.prompt], use, render, shorten, room)
+
+    def _render(
+        self,
+        samples: Sequence[Sample],
+        use: str | None,
+        render: Callable[[Sample], Row],
+        shorten: Callable[[Row], Fitted[Row]],
+        room: int | None,
+    ) -> list[Row]:
+        rows = []
+        for sample in samples:
+            fitted: Fitted[Row]
+            try:
+                rendered = render(sample)
+            except DataError:
+                # What the tokenizer or template cannot take is a bad row like any other.
+                if self.dataset.on_bad_row == "error":
+                    raise
+                fitted = Fitted(None, "dropped", "the tokenizer or its template cannot take it")
+            else:
+                fitted = shorten(rendered)
+                if fitted.row is not None and room is not None and len(fitted.row) > room:
+                    fitted = Fitted(None, "dropped", "longer than the model's positions")
+            self._note(sample, use, fitted)
+            if fitted.row is not None:
+                rows.append(fitted.row)
+        return rows
+
+    def _note(self, sample: Sample, use: str | None, fitted: Fitted[Row]) -> None:
+        if fitted.outcome == "kept":
+            return
+        if use is not None and fitted.outcome == "dropped":
+            self.ledger.drop(sample.source, use, fitted.reason)
+        else:
+            note = f"{fitted.reason} ({use or 'measuring'})"
+            self.ledger.datasets[sample.source.dataset].notes[note] += 1

@@ -1,0 +1,315 @@
+"""The one loop of every stage: steps in order, saving, stopping, bad steps, metrics.
+
+A stage brings a `StageTrainer`, which knows what one step is, and a `StageJob`: the rows, their
+order, and what to do with the trained model. `run_stage` does the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.state import SavedState, State
+from tandem.data.loader import BatchOrder
+from tandem.errors import BadStepError, ConfigError, NumericsError, Stopped
+from tandem.files import replace as replace_file
+from tandem.metrics.log import Answer, MetricLog, MutedLog
+from tandem.metrics.timing import Phases
+from tandem.parallel.watchdog import note
+from tandem.training.flight_recorder import Recorded
+from tandem.training.run_folder import SAVE_NOW, Run, finite
+from tandem.types import Experience
+
+RECORDER_FILE = "recorder.jsonl"
+BAD_STEPS = "bad-steps"
+_KEPT = 8
+
+
+class StageTrainer(Protocol):
+    """What a stage does in a step, and all of its state.
+
+    Attributes:
+        phases: times what is done.
+        thresholds: of alarms, where the stage has its own (see MetricLog).
+    """
+
+    phases: Phases
+    thresholds: Mapping[str, float]
+
+    def step(self, step: int, rows: Sequence[Any], loop: StepLoop) -> dict[str, float]:
+        """Do step number `step` on these rows; returns its metrics.
+
+        Args:
+            loop: hears of answers that were made (`made`), of updates that were left out (`skip`)
+                and of samples to show (`sample`) while the step is running.
+        Raises:
+            BadStepError: the step is to be left out; nothing has changed.
+        """
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out metrics of the model as it is."""
+
+    def rehearse(self) -> None:
+        """Run the largest micro-batch that can come, without effect.
+
+        Raises:
+            OutOfMemoryError: it does not fit into memory.
+        """
+
+    def state(self) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
+        """What a checkpoint holds: tensors by part, and numbers."""
+
+    def restore(self, state: SavedState) -> None:
+        """Continue from a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageJob:
+    """A stage, ready to run.
+
+    rows, order: what its steps read.
+    eval_every: evaluate after every so many steps, and after the last; 0: only then.
+    save: writes the trained model into a folder.
+    complete: what is still to do with the trained model; the last evaluation to its facts.
+    """
+
+    trainer: StageTrainer
+    rows: Sequence[Any]
+    order: BatchOrder
+    eval_every: int
+    save: Callable[[Path], None]
+    complete: Callable[[dict[str, float]], dict[str, float]] = dict
+
+
+def run_stage(run: Run, stage: str, job: StageJob, *, until: int | None = None) -> Recorded | None:
+    """Train a stage from its newest checkpoint, or from its beginning, and save its model.
+
+    Args:
+        until: stop after this step and leave everything as it was; returns the step as recorded.
+    Raises:
+        ConfigError: the stage has no step `until`.
+        NumericsError: too many steps in a row brought a loss or gradient that is not sound.
+        Stopped: a signal asked for it.
+    """
+    trainer, order = job.trainer, job.order
+    if until is not None and until > order.num_steps:
+        raise ConfigError(f"--step must be at most {order.num_steps}, {stage}'s last; got {until}.")
+    state = run.load(stage, before=until)
+    start = 0 if state is None else state.step
+    with run.metric_log(stage, order.num_steps, start, trainer.thresholds) as log:
+        loop = StepLoop(run, stage, log, trainer)
+        if state is None:
+            loop.measure_start()
+        else:
+            loop.restore(state)
+        with loop:
+            if start < order.num_steps:
+                trainer.rehearse()
+            for step, indices in order.from_step(start):
+                is_last = step == order.num_steps
+                is_due = is_last or (job.eval_every > 0 and step % job.eval_every == 0)
+                more = {} if order.epochs is None else {"epoch": order.epochs_done(step)}
+                recorded = loop.run_step(step, [job.rows[i] for i in indices], more, is_due=is_due)
+                if step == until:
+                    return recorded
+    facts = job.complete(loop.evaluation or trainer.evaluate())
+    run.finish(stage, job.save, facts)
+    return None
+
+
+class StepLoop:
+    """One stage's steps; a context manager.
+
+    The flight recorder keeps the last steps' rows, metrics and the seed, and writes them down when
+    the stage ends by an error. A bad step leaves a file of its own in RUN/bad-steps.
+    """
+
+    def __init__(
+        self, run: Run, stage: str, log: MetricLog | MutedLog, trainer: StageTrainer
+    ) -> None:
+        self.run = run
+        self.stage = stage
+        self.skipped = 0
+        self.evaluation: dict[str, float] = {}
+        """What was measured last."""
+        self._trainer = trainer
+        self._log = log
+        self._phases = trainer.phases
+        self._in_a_row = 0
+        self._is_bad = False
+        self._recorded: deque[Recorded] = deque(maxlen=_KEPT)
+
+    def __enter__(self) -> Self:
+        self.run.stops.deferring = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception):
+            self._write_recorder(f"{type(error).__name__}: {error}")
+
+    def measure(self) -> dict[str, float]:
+        """Evaluate now."""
+        with self._phases("evaluate"):
+            self.evaluation = self._trainer.evaluate()
+        return self.evaluation
+
+    def measure_start(self) -> None:
+        """Evaluate and log before the first step."""
+        self._log.log(0, {**self.measure(), **self._phases.metrics()})
+
+    def run_step(
+        self, step: int, rows: Sequence[Any], more: Mapping[str, float], *, is_due: bool
+    ) -> Recorded:
+        """One step, evaluated if that is due, logged and saved.
+
+        Args:
+            more: metrics that hold whatever becomes of the step.
+        """
+        with self._phases("step"):
+            self.begin(step, rows)
+            # Only dropout draws from it, other numbers on every rank.
+            torch.manual_seed(self.run.config.seed + step + (self.run.world.rank << 40))
+            values = dict(more)
+            try:
+                values |= self._trainer.step(step, rows, self)
+            except BadStepError as bad:
+                self.skip(bad)
+            made = self._recorded[-1].made
+            if made is not None:
+                values = {**made.metrics, **values}
+            if is_due:
+                values |= self.measure()
+        self.end(values)
+        return self._recorded[-1]
+
+    def begin(self, step: int, rows: Sequence[Any]) -> None:
+        """A step begins, on these rows."""
+        note(f"{self.stage} step {step}")
+        self._recorded.append(Recorded(step, rows))
+        self._is_bad = False
+
+    def made(self, experience: Experience) -> None:
+        """What the step has made of its rows, to learn from."""
+        self._recorded[-1].made = experience
+
+    def sample(self, prompt: str, answers: Mapping[str, Answer]) -> None:
+        """Keep and show answers to a prompt, by label."""
+        self._log.sample(self._recorded[-1].step, prompt, answers)
+
+    def skip(self, bad: BadStepError, rows: list[Any] | None = None) -> None:
+        """Leave the step, or one update of it, out: count it, show it, write its rows down.
+
+        Args:
+            rows: what it was made on, if not the step's own rows.
+        Raises:
+            NumericsError: too many steps in a row were bad.
+        """
+        now = self._recorded[-1]
+        if not self._is_bad:
+            self._in_a_row += 1
+            self._is_bad = True
+        self.skipped += 1
+        path = self.run.path / BAD_STEPS / f"{self.stage}-{now.step:06d}-{self.skipped}.json"
+        record = {
+            "stage": self.stage,
+            "step": now.step,
+            "seed": self.run.config.seed,
+            "reason": str(bad),
+            "rows": now.lines() if rows is None else rows,
+        }
+        if self.run.world.is_first and self.run.writes:
+            path.parent.mkdir(exist_ok=True)
+            replace_file(path, json.dumps(record, ensure_ascii=False, default=str).encode())
+        self.run.say(f"{self.stage} step {now.step}: left out: {bad} Its rows: {path}")
+        most = self.run.config.guards.max_skipped
+        if self._in_a_row > most:
+            raise NumericsError(
+                f"{self.stage}: no more than guards.max_skipped={most} steps in a row may be left "
+                f"out; got {self._in_a_row} at step {now.step}, the last one because {bad} Go back "
+                "to a checkpoint with a lower learning rate, or look at the rows."
+            )
+
+    def end(self, values: Mapping[str, float]) -> None:
+        """The step is over: log it, save where that is due or asked, stop where that is asked.
+
+        Raises:
+            Stopped: a signal asked for it; the step is saved.
+        """
+        if not self._is_bad:
+            self._in_a_row = 0
+        step = self._recorded[-1].step
+        self._recorded[-1].values = dict(values)
+        # Before the checkpoint, so that no record is missing after it; what saving costs is in the
+        # next step's.
+        self._log.log(step, {**values, "skipped": float(self.skipped), **self._phases.metrics()})
+        number, asked = self._asked()
+        every = self.run.config.save_every
+        if asked or number or (every and step % every == 0):
+            with self._phases("save"):
+                self.run.save(self.stage, self._state(step))
+        if asked:
+            self.run.finish_saving(self.stage)
+            (self.run.path / SAVE_NOW).unlink(missing_ok=True)
+            self.run.say(f"{self.stage} step {step}: saved, as {SAVE_NOW} asked")
+        if number:
+            self.run.finish_saving(self.stage)
+            raise Stopped(number, f"after {self.stage} step {step}, which is saved")
+
+    def restore(self, state: SavedState) -> None:
+        """Continue from what an earlier loop saved, the trainer's part included."""
+        self.evaluation = dict(state.numbers["evaluation"])
+        self.skipped = int(state.numbers["skipped"])
+        self._in_a_row = int(state.numbers["skipped_in_a_row"])
+        self._trainer.restore(state)
+
+    def _state(self, step: int) -> State:
+        tensors, numbers = self._trainer.state()
+        own = {
+            "evaluation": finite(self.evaluation),
+            "skipped": self.skipped,
+            "skipped_in_a_row": self._in_a_row,
+        }
+        return State(step, tensors, {**numbers, **own})
+
+    def _asked(self) -> tuple[int, bool]:
+        """The signal that any rank got (0 for none), and whether a file asks for a checkpoint."""
+        wants = self.run.world.is_first and self.run.writes
+        wants = wants and (self.run.path / SAVE_NOW).is_file()
+        number, asked = self.run.world.all_reduce_max([self.run.stops.requested, float(wants)])
+        return int(number), bool(asked)
+
+    def _write_recorder(self, reason: str) -> None:
+        if not self.run.world.is_first or not self.run.writes or not self._recorded:
+            return
+        lines = [
+            {
+                "stage": self.stage,
+                "step": recorded.step,
+                "seed": self.run.config.seed,
+                "values": recorded.values,
+                "rows": recorded.lines(),
+            }
+            for recorded in self._recorded
+        ]
+        lines.append({"ended_by": reason})
+        text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
+        try:
+            (self.run.path / RECORDER_FILE).write_text(text, encoding="utf-8")
+        except OSError:
+            return  # the error that ends the stage says more
+        self.run.say(
+            f"{self.stage}: the last steps' rows and metrics: {self.run.path}/{RECORDER_FILE}"
+        )

@@ -1,0 +1,159 @@
+"""Schedules, parameter groups, and gradients that do not depend on how a step is cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tandem.config.schema import OptimizerConfig
+from tandem.engine.ema import MovingAverage
+from tandem.engine.learner import Learner, learning_rate_factor, parameter_groups
+from tandem.errors import CheckpointError, ModelError, NumericsError
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_schedule_rises_then_falls_to_a_tenth(schedule: str) -> None:
+    settings = OptimizerConfig(schedule=schedule, warmup=0.1)
+    factors = [learning_rate_factor(step, 100, settings) for step in range(101)]
+    assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert factors[10] == pytest.approx(1.0)
+    middle, end = {"cosine": (0.55, 0.1), "linear": (0.55, 0.1), "constant": (1.0, 1.0)}[schedule]
+    assert factors[55] == pytest.approx(middle)
+    assert factors[100] == pytest.approx(end)
+    quarter = 10 + 22.5
+    if schedule == "cosine":
+        expected = 0.1 + 0.9 * (1 + math.cos(math.pi * (32 - 10) / 90)) / 2
+        assert factors[32] == pytest.approx(expected)
+        assert quarter > 32
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.norm = nn.LayerNorm(2)
+        self.lora_A = nn.Parameter(torch.randn(2, 2))
+        self.frozen = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+
+
+def test_groups_split_by_decay_and_adapter_and_leave_the_frozen_out() -> None:
+    model = Model()
+    settings = OptimizerConfig(weight_decay=0.1, learning_rate=1e-3, lora_learning_rate=1e-2)
+    groups = list(parameter_groups(model, settings))
+    found = {(g["weight_decay"], g["lr"]): len(g["params"]) for g in groups}
+    assert found == {(0.1, 1e-3): 1, (0.0, 1e-3): 3, (0.1, 1e-2): 1}
+
+
+def test_a_frozen_model_is_refused() -> None:
+    with pytest.raises(ModelError, match="test must have weights that require gradients; got none"):
+        Learner("test", nn.Linear(3, 2).requires_grad_(False), OptimizerConfig(), 10)
+
+
+def test_a_step_cut_into_micro_batches_has_the_gradient_of_the_whole() -> None:
+    inputs, targets = torch.randn(10, 3), torch.randn(10, 2)
+    grads = []
+    for cuts in ([10], [4, 6], [1] * 10):
+        torch.manual_seed(5)
+        model = nn.Linear(3, 2)
+        learner = Learner("test", model, OptimizerConfig(), 10)
+        for x, y in zip(inputs.split(cuts), targets.split(cuts), strict=True):
+            learner.backward((model(x) - y).square().sum(), 10)
+        assert model.weight.grad is not None
+        grads.append(model.weight.grad.clone())
+    torch.testing.assert_close(grads[0], grads[1])
+    torch.testing.assert_close(grads[0], grads[2])
+
+
+def test_step_equals_adamw_with_clipping_by_hand() -> None:
+    torch.manual_seed(1)
+    model, reference = nn.Linear(3, 2), nn.Linear(3, 2)
+    reference.load_state_dict(model.state_dict())
+    settings = OptimizerConfig(learning_rate=1e-2, schedule="constant", warmup=0, max_grad_norm=0.5)
+    learner = Learner("test", model, settings, 3)
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        learner.backward(model(x).square().sum(), 4)
+        (reference(x).square().sum() / 4).backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        plain.step()
+        plain.zero_grad()
+        assert learner.step() == pytest.approx(norm.item(), rel=1e-6)
+    torch.testing.assert_close(model.weight, reference.weight)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_weights_change() -> None:
+    model = nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    learner = Learner("actor", model, OptimizerConfig(), 3)
+    learner.backward(model(torch.tensor([[math.inf, 1.0]])).sum(), 1)
+    with pytest.raises(NumericsError, match="actor: the gradient must be finite; got norm"):
+        learner.step()
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is None
+
+
+def test_saved_state_continues_bit_for_bit() -> None:
+    def run(steps: int, learner: Learner, model: nn.Linear, start: int = 0) -> None:
+        for step in range(start, start + steps):
+            torch.manual_seed(step)
+            learner.backward(model(torch.randn(4, 3)).square().sum(), 4)
+            learner.step()
+
+    torch.manual_seed(2)
+    whole = nn.Linear(3, 2)
+    first = nn.Linear(3, 2)
+    first.load_state_dict(whole.state_dict())
+    settings = OptimizerConfig(learning_rate=1e-2)
+    run(6, Learner("a", whole, settings, 6), whole)
+    learner = Learner("a", first, settings, 6)
+    run(3, learner, first)
+    second = nn.Linear(3, 2)
+    second.load_state_dict(first.state_dict())
+    continued = Learner("a", second, settings, 6)
+    continued.load_state_tensors(learner.state_tensors())
+    run(3, continued, second, start=3)
+    assert torch.equal(second.weight, whole.weight)
+
+
+def test_state_of_another_model_is_refused() -> None:
+    learner = Learner("critic", nn.Linear(3, 2), OptimizerConfig(), 1)
+    with pytest.raises(CheckpointError, match="the optimizer state of critic must fit the model"):
+        learner.load_state_tensors({"exp_avg.weight": torch.zeros(5, 5)})
+
+
+def test_moving_average_equals_its_closed_form_even_in_half_precision() -> None:
+    """shadow_n = d^n w_0 + (1 - d) sum d^(n - k) w_k, with updates that bf16 would round away."""
+    decay, steps = 0.992, 300
+    model = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    average = MovingAverage(model, decay)
+    expected = model.weight.detach().double()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        with torch.no_grad():
+            model.weight += (0.01 * torch.randn(4, 4, generator=generator)).to(torch.bfloat16)
+        average.update()
+        expected = decay * expected + (1 - decay) * model.weight.detach().double()
+    torch.testing.assert_close(average.shadow["weight"].double(), expected, atol=1e-5, rtol=1e-5)
+    assert average.shadow["weight"].dtype == torch.float32
+
+
+def test_applied_average_is_taken_off_bit_for_bit_even_after_an_error() -> None:
+    model = nn.Linear(4, 4)
+    average = MovingAverage(model, 0.5)
+    with torch.no_grad():
+        model.weight += 1.0
+    own = model.weight.detach().clone()
+    seen = None
+    try:
+        with average.applied():
+            seen = model.weight.detach().clone()
+            raise RuntimeError("inside")
+    except RuntimeError:
+        pass
+    assert seen is not None
+    assert torch.equal(seen, average.shadow["weight"])
+    assert torch.equal(model.weight, own)

@@ -1,0 +1,195 @@
+"""Memory that runs out: refused with advice before the first step, or mended without a trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import MambaConfig
+
+from tandem.config.schema import LoraConfig, RunConfig
+from tandem.engine import learner
+from tandem.engine.oom import MicroBatchBudget, is_out_of_memory
+from tandem.errors import OutOfMemoryError
+from tandem.models.load import new_causal_lm
+from tandem.parallel.world import World
+from tandem.plan.run import plan_memory
+from tandem.training.run_stages import train
+from tandem.training.stage_loop import StepLoop
+from tests.tiny import tiny_config, tiny_llama
+from tests.training.test_ranks import records
+
+TOKENS = 512
+
+
+def config_of(folder: Path, model: str, data: str, **changes: Any) -> RunConfig:
+    return replace(
+        tiny_config(folder, model, data), micro_batch_tokens=TOKENS, save_every=0, **changes
+    )
+
+
+def too_small_for(tokens: int, patch: pytest.MonkeyPatch) -> None:
+    """A device on which a backward of more than so many tokens' activations fails."""
+    backward = learner.Learner.backward
+    budgets: list[MicroBatchBudget] = []
+    built = MicroBatchBudget.__init__
+
+    def building(self: MicroBatchBudget, *args: Any) -> None:
+        built(self, *args)
+        budgets.append(self)
+
+    def failing(self: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        backward(self, loss, *args, **kwargs)
+        if budgets[-1].tokens > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    patch.setattr(MicroBatchBudget, "__init__", building)
+    patch.setattr(learner.Learner, "backward", failing)
+
+
+def test_what_does_not_fit_is_refused_before_the_first_step(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    begin = StepLoop.begin
+
+    def beginning(self: StepLoop, step: int, rows: Any) -> None:
+        begun.append(step)
+        begin(self, step, rows)
+
+    monkeypatch.setattr(StepLoop, "begin", beginning)
+    too_small_for(200, monkeypatch)
+    with pytest.raises(OutOfMemoryError) as refused:
+        train(config_of(tmp_path, tiny_model, preferences), command="x", say=lambda line: None)
+    message = str(refused.value)
+    assert message.startswith(f"sft: a micro-batch of {TOKENS} tokens must fit into memory; got ")
+    assert "Tried to allocate 20.00 GiB" in message
+    assert " frees about " in message
+    assert "--halve-micro-batches goes on" in message
+    assert "\n" not in message
+    assert not begun
+
+
+def test_halved_micro_batches_are_the_same_run(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = config_of(tmp_path / "plain", tiny_model, preferences)
+    train(plain, command="x", say=lambda line: None)
+    lines: list[str] = []
+    with monkeypatch.context() as patch:
+        too_small_for(200, patch)
+        halved = replace(plain, output_dir=str(tmp_path / "halved"), halve_micro_batches=True)
+        train(halved, command="x", say=lines.append)
+    said = [line for line in lines if "out of memory" in line]
+    assert [line.split(":")[0] for line in said] == [
+        "sft",
+        "sft",
+        "reward",
+        "reward",
+        "actor",
+        "actor",
+    ]
+    assert "micro-batches of 128 tokens from here on" in said[1]
+    for left, right in zip(records(tmp_path / "halved"), records(tmp_path / "plain"), strict=True):
+        for name in ("loss", "policy_loss", "value_loss", "actor_grad_norm", "grad_norm"):
+            if name in right["values"]:
+                expected = pytest.approx(right["values"][name], rel=1e-4, abs=1e-6)
+                assert left["values"][name] == expected
+    for part in ("sft", "ppo/actor", "ppo/critic"):
+        ours = load_file(tmp_path / "halved" / part / "model.safetensors")
+        for name, weight in load_file(tmp_path / "plain" / part / "model.safetensors").items():
+            assert float((ours[name] - weight).abs().mean()) < 1e-5
+
+
+def test_a_rehearsal_leaves_no_trace(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = config_of(tmp_path / "plain", tiny_model, preferences)
+    train(plain, command="x", say=lambda line: None)
+    with monkeypatch.context() as patch:
+        patch.setattr("tandem.training.supervised.SupervisedTrainer.rehearse", lambda *args: None)
+        patch.setattr("tandem.training.ppo_trainer.PPOTrainer.rehearse", lambda *args: None)
+        other = replace(plain, output_dir=str(tmp_path / "other"))
+        train(other, command="x", say=lambda line: None)
+    for part in ("sft", "reward", "ppo/actor", "ppo/critic"):
+        ours = load_file(tmp_path / "plain" / part / "model.safetensors")
+        for name, weight in load_file(tmp_path / "other" / part / "model.safetensors").items():
+            assert torch.equal(ours[name], weight)
+
+
+def test_other_errors_are_not_taken_for_it() -> None:
+    budget = MicroBatchBudget(RunConfig(), World(), print)
+
+    def work() -> None:
+        raise RuntimeError("a shape is wrong")
+
+    with pytest.raises(RuntimeError, match="a shape is wrong"):
+        budget.retry_on_oom("sft", tiny_llama(50), work, lambda: None)
+    assert budget.tokens == RunConfig().micro_batch_tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "knob"),
+    [
+        ({}, "--gradient-checkpointing"),
+        ({"gradient_checkpointing": True, "micro_batch_tokens": 64}, "--lora-rank 16"),
+        (
+            {"gradient_checkpointing": True, "micro_batch_tokens": 64, "lora": LoraConfig(rank=2)},
+            "--frozen-weights nf4",
+        ),
+        (
+            {"gradient_checkpointing": True, "lora": LoraConfig(rank=2)},
+            "--micro-batch-tokens 4096",
+        ),
+    ],
+)
+def test_the_advice_is_what_frees_most(changes: dict[str, Any], knob: str) -> None:
+    config = RunConfig(dtype="fp32", **changes)
+    model = tiny_llama(600, width=128, layers=6)
+
+    def work() -> None:
+        raise MemoryError
+
+    with pytest.raises(OutOfMemoryError, match=f"{knob} frees about"):
+        MicroBatchBudget(config, World(), print).retry_on_oom("sft", model, work, lambda: None)
+
+
+def test_what_torch_says_where_the_host_has_no_memory_left() -> None:
+    with pytest.raises(RuntimeError) as failed:
+        torch.empty(2**62, dtype=torch.uint8)
+    assert is_out_of_memory(failed.value)
+
+
+def test_the_advice_says_what_the_memory_formula_says() -> None:
+    model = tiny_llama(600, width=128, layers=6)
+    config = RunConfig(dtype="fp32", gradient_checkpointing=True, lora=LoraConfig(rank=2))
+    peaks = [
+        plan_memory(replace(config, micro_batch_tokens=tokens), "sft", model.config).peak("train")
+        for tokens in (2**20, 2**19)
+    ]
+
+    def work() -> None:
+        raise MemoryError
+
+    budget = MicroBatchBudget(replace(config, micro_batch_tokens=2**20), World(), print)
+    freed = f"{(peaks[0] - peaks[1]) / 2**30:.2g}"
+    with pytest.raises(
+        OutOfMemoryError, match=f"--micro-batch-tokens {2**19} frees about {freed} GiB"
+    ):
+        budget.retry_on_oom("sft", model, work, lambda: None)
+
+
+def test_a_model_without_attention_gets_advice_too() -> None:
+    config = MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4)
+
+    def work() -> None:
+        raise MemoryError
+
+    with pytest.raises(OutOfMemoryError, match="frees about"):
+        MicroBatchBudget(RunConfig(), World(), print).retry_on_oom(
+            "sft", new_causal_lm(config, seed=0), work, lambda: None
+        )

@@ -1,0 +1,214 @@
+"""What is refused before the first step, because a later one would refuse it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import MptConfig
+
+from tandem.config.schema import ParallelConfig, RunConfig
+from tandem.errors import ConfigError, ModelError
+from tandem.parallel import watchdog
+from tandem.parallel.world import World
+from tandem.training import sft
+from tandem.training.preflight import check_parallel, check_rows, idle_ranks
+from tandem.training.run_folder import Run
+from tandem.training.run_stages import train
+from tandem.training.stage_data import StepRows, prepare_rows
+from tests.tiny import save_tiny_model, tiny_config, tiny_tokenizer
+
+FOUR = World(size=4, ranks_per_node=4)
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "line"),
+    [
+        (World(), 2, "must divide the ranks of a node; got 2 for 1 a node, 1 in all"),
+        (FOUR, 3, "must divide the ranks of a node; got 3 for 4 a node"),
+        (replace(FOUR, ranks_per_node=2), 4, "got 4 for 2 a node, 4 in all"),
+        (FOUR, 4, "--inference-tp-size must divide the model's key and value heads; got 4 for 2"),
+    ],
+)
+def test_slices_that_cannot_be(
+    tmp_path: Path, tiny_model: str, preferences: str, world: World, size: int, line: str
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, parallel__inference_tp_size=size
+    )
+    with pytest.raises((ConfigError, ModelError), match=line):
+        check_parallel(config, world, tiny_model)
+    check_parallel(replace(config, parallel=replace(config.parallel, inference_tp_size=2)), FOUR,
+                   tiny_model)  # fmt: skip
+
+
+def test_ranks_without_a_row_are_said_with_their_knob() -> None:
+    many = World(size=64, ranks_per_node=8)
+    config = RunConfig(steps=("sft", "ppo"))
+    sft, ppo = idle_ranks(config, many)
+    assert sft.startswith("sft: sft.batch_size 32 leaves 32 of 64 ranks without a row at a time")
+    assert "ppo.minibatch_size 32 leaves 32 of 64 ranks" in ppo
+    assert "Raise ppo.minibatch_size to a multiple of 64" in ppo
+    sliced = replace(config, steps=("ppo",), parallel=ParallelConfig(inference_tp_size=2))
+    assert "ppo.prompts_per_step 64 leaves 64 of 128 groups" in "".join(
+        idle_ranks(sliced, World(size=256, ranks_per_node=8))
+    )
+    assert idle_ranks(config, World(size=32, ranks_per_node=8)) == []
+
+
+@pytest.mark.parametrize(
+    ("world", "knobs", "line"),
+    [
+        (FOUR, {"replicas": 3}, "must divide the ranks into groups of several; got 3 for 4"),
+        (FOUR, {"replicas": 4}, "got 4 for 4"),
+        (World(), {"replicas": 2}, "got 2 for 1"),
+        (
+            World(size=12, ranks_per_node=6),
+            {"replicas": 3},
+            "copies over 4 ranks where a node has 6",
+        ),
+        (FOUR, {"replicas": 2, "inference_tp_size": 4}, "must divide the ranks of a copy"),
+        (FOUR, {"replicas": 2, "zero_hpz": True}, "replicas must be 1 with parallel.zero_hpz,"),
+        (FOUR, {"replicas": 2, "zero_quantized_weights": True}, "parallel.zero_quantized_weights,"),
+        (
+            FOUR,
+            {"replicas": 2, "zero_quantized_gradients": True},
+            "zero_quantized_gradients, whose",
+        ),
+        (
+            FOUR,
+            {"replicas": 2, "actor_zero_stage": 0, "critic_zero_stage": 0},
+            "must go with ZeRO stages above 0",
+        ),
+    ],
+)
+def test_replicas_that_cannot_be(world: World, knobs: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        check_parallel(RunConfig(parallel=ParallelConfig(**knobs)), world, "")
+
+
+def test_a_family_without_a_plan_is_refused_before_any_step(
+    tmp_path: Path, preferences: str
+) -> None:
+    MptConfig(d_model=32, n_heads=4, n_layers=2).save_pretrained(tmp_path / "mpt")
+    tiny_tokenizer().save_pretrained(tmp_path / "mpt")
+    model = str(tmp_path / "mpt")
+    config = tiny_config(tmp_path / "run", model, preferences, parallel__inference_tp_size=2)
+    with pytest.raises(ModelError, match="must have a plan for the family; got 'mpt'"):
+        check_parallel(config, FOUR, model)
+
+
+def test_nothing_is_written_by_a_run_whose_slices_cannot_be(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    run = tmp_path / "run"
+    config = tiny_config(run, tiny_model, preferences, parallel__inference_tp_size=2)
+    with pytest.raises(ConfigError, match="must divide the ranks of a node"):
+        train(config, command="test", say=lambda line: None)
+    assert not (run / "config.yaml").exists()
+
+
+def test_a_shared_base_needs_one_model_from_the_start(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    other = save_tiny_model(tmp_path / "other", seed=1)
+    knobs: dict[str, object] = {"lora__rank": 2, "parallel__shared_base": True}
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, reward_model=other, **knobs)
+    with pytest.raises(ConfigError, match="--shared-base must find one model under actor, critic"):
+        check_parallel(config, World(), tiny_model)
+    check_parallel(replace(config, reward_model=tiny_model), World(), tiny_model)
+    check_parallel(replace(config, steps=("sft", "reward")), World(), tiny_model)
+    with pytest.raises(ConfigError, match="must go with ZeRO stage 0 over several ranks"):
+        check_parallel(replace(config, reward_model=""), FOUR, tiny_model)
+
+
+def test_scores_of_one_answer_have_no_spread(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    run = tmp_path / "run"
+    config = tiny_config(run, tiny_model, preferences, reward__normalize_prompts=1)
+    with pytest.raises(ConfigError, match="normalize_prompts must be 0 or find two prompts"):
+        train(config, command="test", say=lambda line: None)
+    assert not (run / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("column", "parameters", "part"),
+    [
+        ("prompts", "prompts, completions, **columns", "must not be named prompts"),
+        ("level", "prompts, completions, level, messages", ""),
+        (
+            "level",
+            "prompts, completions, answer, **columns",
+            "missing a required argument: 'answer'",
+        ),
+        ("level", "prompts, completions", r"\(level\); got: got an unexpected keyword"),
+    ],
+)
+def test_a_reward_function_that_cannot_be_called_is_refused_before_the_first_step(
+    tmp_path: Path, tiny_model: str, column: str, parameters: str, part: str
+) -> None:
+    rows = [{"prompt": f"q{i}", "chosen": "a", "rejected": "b", column: i} for i in range(60)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "rewards.py"
+    file.write_text(f"def score({parameters}):\n    return [0.0 for _ in completions]\n")
+    config = tiny_config(
+        tmp_path / "run", tiny_model, str(data), ppo__reward_function=f"{file}:score"
+    )
+    rows_of = prepare_rows(config, tiny_model, tiny_model)
+    if part:
+        with pytest.raises(ConfigError, match=part):
+            check_rows(config, rows_of, tiny_model, tiny_model)
+        with pytest.raises(ConfigError, match=part):
+            train(config, command="test", say=lambda line: None)
+        assert not (tmp_path / "run").exists()
+    else:
+        check_rows(config, rows_of, tiny_model, tiny_model)
+
+
+def test_only_rows_of_steps_that_run_must_fit_the_model(tmp_path: Path, tiny_model: str) -> None:
+    """256 positions: rows of 400 tokens stop SFT, and PPO alone just does not measure on them."""
+    rows = [
+        {"prompt": f"q{i}", "chosen": "a b " * (150 if i % 2 else 3), "rejected": "c"}
+        for i in range(80)
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tiny_config(
+        tmp_path / "run", tiny_model, str(data), dataset__max_tokens=900, dataset__heldout=0.4
+    )
+    for step in ("sft", "reward", "dpo"):
+        config = replace(config, steps=(step,), dataset=replace(config.dataset, split=()))
+        prepared = prepare_rows(config, tiny_model, tiny_model)
+        with pytest.raises(ConfigError, match=f"rows of step {step} must fit the model's 256"):
+            check_rows(config, prepared, tiny_model, tiny_model)
+    config = replace(config, steps=("ppo",))
+    prepared = prepare_rows(config, tiny_model, tiny_model)
+    check_rows(config, prepared, tiny_model, tiny_model)
+    assert prepared.heldout_sft
+    assert prepared.heldout_pairs
+    assert max(map(len, [*prepared.heldout_sft, *prepared.heldout_pairs])) <= 256
+    (account,) = prepared.ledger.datasets.values()
+    assert account.notes["longer than the model's positions (measuring)"] > 0
+    assert account.balances()
+
+
+def test_a_rank_that_goes_missing_while_models_load_is_placed_in_their_step(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[str] = []
+
+    def loads(run: Run, rows: StepRows) -> None:
+        noted.append(watchdog._phase)
+        raise ModelError("the step ends here")
+
+    watchdog.note("reward step 3")
+    monkeypatch.setattr(sft, "train_sft", loads)
+    config = tiny_config(tmp_path / "run", tiny_model, preferences)
+    with pytest.raises(ModelError, match="the step ends here"):
+        train(config, command="test", say=lambda line: None)
+    assert noted == ["sft"]

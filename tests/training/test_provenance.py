@@ -1,0 +1,167 @@
+"""What a run is made from: a change of any of it between a stop and the same command is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelInfo
+
+from tandem.config.schema import RunConfig
+from tandem.errors import CheckpointError
+from tandem.models import source
+from tandem.parallel.world import World
+from tandem.training.provenance import Identity
+from tandem.training.reward_function import source_files
+from tests.tiny import tiny_config, write_preferences
+from tests.training.runs import StopError, ran, stop_at
+
+
+@dataclass(frozen=True)
+class StoppedRun:
+    """A run that stopped in PPO, and the folder of everything that it is made from."""
+
+    config: RunConfig
+    given: Path
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Iterator[StoppedRun]:
+    given = tmp_path_factory.mktemp("given")
+    for name in ("base", "judge"):
+        shutil.copytree(tiny_model, given / name)
+    write_preferences(given / "data.jsonl", 60)
+    write_preferences(given / "ptx.jsonl", 20, seed=5)
+    package = given / "identity_rewards"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "lengths.py").write_text("def score(text):\n    return -len(text) / 10\n")
+    (package / "rule.py").write_text(
+        "from identity_rewards.lengths import score\n"
+        "def reward(prompts, completions, **columns):\n"
+        "    return [score(c) for c in completions]\n"
+    )
+    sys.path.insert(0, str(given))
+    config = tiny_config(
+        given / "run", str(given / "base"), str(given / "data.jsonl"),
+        reward_model=str(given / "judge"), ppo__ptx_data=[str(given / "ptx.jsonl")],
+        ppo__reward_function="identity_rewards.rule:reward",
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, "ppo", 3)
+        with pytest.raises(StopError):
+            ran(config)
+    yield StoppedRun(config, given)
+    sys.path.remove(str(given))
+
+
+def edited(path: Path) -> None:
+    """A change that every reader takes."""
+    text = path.read_text(encoding="utf-8")
+    if path.name == "tokenizer.json":  # whose reader is strict
+        path.write_text(json.dumps(json.loads(text)), encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(json.loads(text) | {"note": 1}), encoding="utf-8")
+    elif path.suffix == ".jsonl":
+        first, _, rest = text.partition("\n")
+        row = json.loads(first)
+        row["chosen"] += " Indeed."
+        path.write_text(f"{json.dumps(row)}\n{rest}", encoding="utf-8")
+    else:
+        remark = "{# changed #}" if path.suffix == ".jinja" else "# changed\n"
+        path.write_text(remark + text, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("base/config.json", r"the files of actor_model \(config.json\)"),
+        ("base/generation_config.json", r"the files of actor_model \(generation_config.json\)"),
+        ("base/tokenizer.json", r"the files of actor_model \(tokenizer.json\)"),
+        ("base/tokenizer_config.json", r"the files of actor_model \(tokenizer_config.json\)"),
+        ("base/chat_template.jinja", r"the files of actor_model \(chat_template.jinja\)"),
+        ("base/model.safetensors", r"the files of actor_model \(model.safetensors\)"),
+        ("judge/config.json", r"the files of reward_model \(config.json\)"),
+        ("judge/tokenizer.json", r"the files of reward_model \(tokenizer.json\)"),
+        ("data.jsonl", "the rows of data "),
+        ("ptx.jsonl", "the rows of ptx_data "),
+        ("identity_rewards/rule.py", r"the reward function \(rule.py\)"),
+        ("identity_rewards/lengths.py", r"the reward function \(lengths.py\)"),
+    ],
+)
+def test_a_change_between_a_stop_and_the_same_command_is_refused_by_name(
+    stopped: StoppedRun, file: str, said: str
+) -> None:
+    path = stopped.given / file
+    before = path.read_bytes()
+    if path.suffix == ".safetensors":
+        path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    else:
+        edited(path)
+    checkpoints = sorted((stopped.given / "run" / "checkpoints").rglob("*"))
+    try:
+        with pytest.raises(CheckpointError, match=f"changed: {said}"):
+            ran(stopped.config)
+    finally:
+        path.write_bytes(before)
+    assert sorted((stopped.given / "run" / "checkpoints").rglob("*")) == checkpoints
+
+
+def test_what_nobody_reads_may_change(stopped: StoppedRun) -> None:
+    (stopped.given / "base" / "README.md").write_text("a model card")
+    lines: list[str] = []
+    ran(stopped.config, lines=lines)
+    assert "ppo: continuing after step 2 (checkpoint verified)" in lines
+
+
+def test_columns_that_a_reward_function_reads_are_of_the_rows(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    """A prompt alone, and a column with its answer."""
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(f'{{"prompt": "Say {i}", "answer": "{i}"}}\n' for i in range(20)))
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "def right(prompts, completions, answer, **columns):\n"
+        "    return [float(a in c) for a, c in zip(answer, completions)]\n"
+    )
+    config = tiny_config(
+        tmp_path / "run", tiny_model, str(data), steps=["ppo"],
+        ppo__reward_function=f"{rewards}:right", dataset__split=[0, 0, 1],
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, "ppo", 3)
+        with pytest.raises(StopError):
+            ran(config)
+    data.write_text(data.read_text().replace('"answer": "7"', '"answer": "8"'))
+    with pytest.raises(CheckpointError, match="changed: the rows of data"):
+        ran(config)
+
+
+def test_the_sources_of_a_reward_function_leave_libraries_out(tmp_path: Path) -> None:
+    (tmp_path / "identity_helper.py").write_text("LIMIT = 3\n")
+    path = tmp_path / "many.py"
+    path.write_text(
+        "import json, torch\nfrom tandem.types import Message\nimport identity_helper\n"
+        "def reward(prompts, completions, **columns):\n    return [0.0] * len(prompts)\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        assert source_files(f"{path}:reward") == [tmp_path / "identity_helper.py", path]
+    ours = source_files("tandem.training.exact_number:reward")
+    assert [file.name for file in ours] == ["exact_number.py"]
+
+
+def test_a_hub_name_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Hub:
+        def model_info(self, name: str, timeout: float) -> ModelInfo:
+            return ModelInfo(id=name, sha="c0ffee")
+
+    monkeypatch.setattr(source, "HfApi", Hub)
+    config = RunConfig(actor_model="some/model", output_dir=str(tmp_path))
+    assert Identity(config, tmp_path, World()).files_of("actor_model") == {"commit": "c0ffee"}

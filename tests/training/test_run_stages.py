@@ -1,0 +1,595 @@
+"""Whole runs of a tiny model: what is left behind, what continues, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from tandem import files
+from tandem.config.load import load_config
+from tandem.config.schema import RunConfig
+from tandem.engine import rollouts
+from tandem.errors import CheckpointError, ConfigError, DataError, ModelError
+from tandem.metrics.log import MetricLog, read_metrics
+from tandem.metrics.report import write_report
+from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.training import run_folder as run_module
+from tandem.training.run_stages import train
+from tandem.training.stage_data import prepare_rows
+from tandem.types import Message
+from tests.tiny import tiny_config, write_preferences
+
+
+def save_with_another_template(model: str, folder: Path) -> str:
+    """The same model, whose conversations are written in other tokens."""
+    tokenizer = load_tokenizer(model)
+    content = "+ message['content'] +"
+    assert content in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(content, "+ 'So: ' " + content)
+    load_causal_lm(model).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def quiet(config: RunConfig, lines: list[str] | None = None) -> Path:
+    say = (lines if lines is not None else []).append
+    return train(config, command="tandem train", say=say).path
+
+
+@pytest.fixture(scope="module")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: str, preferences: str
+) -> tuple[Path, RunConfig]:
+    """A run of all three steps with EMA and mixture training."""
+    folder = tmp_path_factory.mktemp("run") / "first"
+    config = tiny_config(
+        folder, tiny_model, preferences, ppo__ema=True, ppo__ptx_data=[preferences]
+    )
+    return quiet(config), config
+
+
+def test_every_model_is_a_folder_that_hugging_face_opens(
+    finished: tuple[Path, RunConfig],
+) -> None:
+    run, _ = finished
+    for name in ("sft", "ppo/actor", "ppo/ema"):
+        model = AutoModelForCausalLM.from_pretrained(run / name)
+        tokenizer = AutoTokenizer.from_pretrained(run / name)
+        assert tokenizer.chat_template
+        assert tokenizer.eos_token_id in model.generation_config.eos_token_id
+    for name in ("reward", "ppo/critic"):
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            run / name, output_loading_info=True
+        )
+        assert not info["missing_keys"]
+        assert model.config.num_labels == 1
+    assert AutoModelForSequenceClassification.from_pretrained(run / "reward").config.score_std > 0
+
+
+def test_a_run_writes_down_everything(finished: tuple[Path, RunConfig]) -> None:
+    run, config = finished
+    assert load_config(run / "config.yaml") == config
+    records = read_metrics(run)
+    assert [(r.stage, r.step) for r in records] == [
+        (stage, step) for stage in ("sft", "reward", "ppo") for step in range(4)
+    ]
+    ppo = records[-1].values
+    for name in (
+        "reward", "kl", "entropy", "clip_fraction", "explained_variance", "response_tokens",
+        "eos_rate", "ratio_gap_before_update", "actor_grad_norm", "critic_grad_norm",
+        "policy_loss", "value_loss", "ptx_loss", "heldout_reward", "heldout_reward_ema",
+        "heldout_ptx_perplexity", "seconds/generate", "seconds/score", "seconds/train",
+        "tokens_per_second/generate", "samples_per_second/train", "tflops/train",
+        "peak_memory_bytes/train",
+    ):  # fmt: skip
+        assert name in ppo, name
+    assert ppo["reward_clipped"] == 0
+    penalty = config.ppo.missing_eos_penalty * (1 - ppo["eos_rate"])
+    assert penalty > 0
+    assert ppo["reward_before_penalty"] - ppo["reward"] == pytest.approx(penalty, abs=1e-5)
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert set(evaluation["models"]) == {"base", "sft", "ppo", "ema", "reward model"}
+    assert set(evaluation["answers"][0]["answers"]) == {"base", "sft", "ppo", "ema"}
+    assert "</html>" in (run / "report.html").read_text()
+    ledger = json.loads((run / "data.json").read_text())["datasets"][0]
+    assert ledger["rows"] == 120
+
+
+def test_the_same_command_again_repeats_nothing(finished: tuple[Path, RunConfig]) -> None:
+    run, config = finished
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*.safetensors")}
+    lines: list[str] = []
+    quiet(config, lines)
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*.safetensors")} == before
+    assert [line for line in lines if "finished before" in line] == [
+        f"{step}: finished before, in {run / step}" for step in ("sft", "reward", "ppo")
+    ]
+
+
+def test_a_finished_step_is_not_taken_for_one_of_other_knobs(
+    finished: tuple[Path, RunConfig],
+) -> None:
+    run, config = finished
+    other = replace(config, sft=replace(config.sft, learning_rate=5e-4))
+    with pytest.raises(CheckpointError, match=r"changed: sft.learning_rate 0.001 -> 0.0005"):
+        quiet(other)
+    shown = replace(config, ppo=replace(config.ppo, eval_every=2))
+    quiet(shown)  # what is only shown may change
+    assert (run / "ppo").is_dir()
+
+
+def test_a_finished_step_that_is_to_be_longer_is_told_how_to_go_on(
+    finished: tuple[Path, RunConfig],
+) -> None:
+    run, config = finished
+    longer = replace(config, ppo=replace(config.ppo, steps=4))
+    with pytest.raises(CheckpointError) as raised:
+        quiet(longer)
+    assert "cannot be made longer" in str(raised.value)
+    assert f"give --actor-model {run / 'ppo' / 'actor'} in another --output-dir" in str(
+        raised.value
+    )
+    other = replace(longer, ppo=replace(longer.ppo, kl_coef=0.5))
+    with pytest.raises(CheckpointError) as raised:
+        quiet(other)
+    assert "longer" not in str(raised.value)
+
+
+def test_a_run_from_python_needs_no_command(finished: tuple[Path, RunConfig]) -> None:
+    run, config = finished
+    train(config, say=lambda line: None)
+    again = (run / "command.txt").read_text().splitlines()[-1]
+    assert again == f"tandem train --config {run / 'config.yaml'}"
+    with pytest.raises(ConfigError, match=r"seed must be >= 0 .*; ppo.gamma must be"):
+        train(replace(config, seed=-1, ppo=replace(config.ppo, gamma=2.0)))
+
+
+def test_a_finished_step_is_not_taken_for_one_of_other_rows(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    data = tmp_path / "prefs.jsonl"
+    lines = Path(preferences).read_text().splitlines()
+    data.write_text("\n".join(lines[:100]))
+    config = tiny_config(tmp_path / "run", tiny_model, str(data), steps=["sft"])
+    quiet(config)
+    data.write_text("\n".join(lines))
+    with pytest.raises(CheckpointError, match="changed: the rows of data"):
+        quiet(config)
+
+
+def test_a_folder_of_the_users_is_not_taken_for_a_step(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    (tmp_path / "run" / "sft").mkdir(parents=True)
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["sft"])
+    with pytest.raises(CheckpointError, match="would be lost"):
+        quiet(config)
+
+
+def test_a_language_model_is_no_reward_model(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, steps=["ppo"], reward_model=tiny_model
+    )
+    with pytest.raises(ModelError, match="must have a scalar head already"):
+        quiet(config)
+
+
+def test_a_refused_run_leaves_the_old_ones_configuration(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["sft"])
+    with monkeypatch.context() as patch:
+        stop_at(patch, "sft", 3)
+        with pytest.raises(StopError):
+            quiet(config)
+    with pytest.raises(CheckpointError, match="changed: seed 1234 -> 5"):
+        quiet(replace(config, seed=5))
+    assert load_config(tmp_path / "run" / "config.yaml") == config
+
+
+def test_ppo_across_the_border_of_a_longrope_stops_before_the_first_step(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    changed = json.loads((model / "config.json").read_text())
+    width = changed["hidden_size"] // changed["num_attention_heads"] // 2
+    changed["rope_parameters"] = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * width,
+        "long_factor": [4.0] * width, "original_max_position_embeddings": 16,
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(changed))
+    config = tiny_config(tmp_path / "run", str(model), preferences)
+    with pytest.raises(
+        ConfigError, match=r"must stay within the 16 tokens past which this model's"
+    ):
+        quiet(config)
+    assert not (tmp_path / "run" / "sft").exists()
+
+
+def test_rows_beyond_the_models_positions_stop_before_the_first_step(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, sampling__max_new_tokens=250)
+    with pytest.raises(ConfigError, match="must fit the model's 256 positions; got"):
+        quiet(config)
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, dataset__split=[1, 0, 1])
+    with pytest.raises(ConfigError, match="step reward must have at least one row; got none"):
+        quiet(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_dpo_pairs_are_in_the_policys_tokens_beside_a_reward_model_with_others(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    other = save_with_another_template(tiny_model, tmp_path / "other")
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, reward_model=other,
+        steps=["sft", "reward", "dpo"],
+    )  # fmt: skip
+    rows = prepare_rows(config, tiny_model, other)
+    assert [len(p.chosen) for p in rows.pairs] != [len(p.chosen) for p in rows.dpo_pairs]
+    prefix = rows.renderer.prompt([Message("user", "x")]).token_ids[:1]
+    assert all(pair.chosen.token_ids[:1] == prefix for pair in rows.dpo_pairs)
+    quiet(config)
+
+
+def test_the_first_prompts_stand_for_every_data_set(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    second = tmp_path / "second.jsonl"
+    write_preferences(second, 120, seed=8)
+    config = tiny_config(tmp_path / "run", tiny_model, preferences)
+    config = replace(config, data=(preferences, str(second)))
+    rows = prepare_rows(config, tiny_model, tiny_model)
+    first = {prompt.source.dataset for prompt in rows.prompts[:16]}
+    assert first == {"prefs", "second"}
+
+
+class StopError(Exception):
+    """Stands for a kill."""
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, stage: str, step: int) -> None:
+    log = MetricLog.log
+
+    def stopping(self: MetricLog, at: int, values: dict[str, float]) -> object:
+        if self._stage == stage and at == step:
+            raise StopError
+        return log(self, at, values)
+
+    monkeypatch.setattr(MetricLog, "log", stopping)
+
+
+def test_a_comparison_is_of_the_models_that_are_there(
+    finished: tuple[Path, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a stop within it, when an older one lies in the folder."""
+    whole, config = finished
+    shutil.copytree(whole, tmp_path / "run")
+    before = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert "at the end of the run" in (tmp_path / "run" / "report.html").read_text()
+    shutil.rmtree(tmp_path / "run" / "ppo")  # as the program's own message advises
+    other = replace(config.ppo, kl_coef=0.9, actor=replace(config.ppo.actor, learning_rate=3e-2))
+    config = replace(config, output_dir=str(tmp_path / "run"), ppo=other)
+    with monkeypatch.context() as patch:
+
+        def stopped(*arguments: object) -> None:
+            raise StopError
+
+        patch.setattr(pipeline, "compare", stopped)
+        with pytest.raises(StopError):
+            quiet(config)
+    page = write_report(tmp_path / "run").read_text()
+    assert "evaluation.json compares models other than" in page
+    assert "at the end of the run" not in page
+    run = quiet(config)
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert evaluation["models"]["sft"] == before["models"]["sft"]
+    assert evaluation["models"]["ppo"] != before["models"]["ppo"]
+    shown = json.loads((run / "evaluation.json").read_text())
+    quiet(replace(config, ppo=replace(config.ppo, eval_prompts=4)))
+    assert json.loads((run / "evaluation.json").read_text()) != shown
+
+
+def test_a_comparison_that_is_whole_is_not_made_again(
+    finished: tuple[Path, RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, config = finished
+    quiet(config)
+
+    def again(*arguments: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(pipeline, "compare", again)
+    quiet(config)
+
+
+@pytest.mark.parametrize(("stage", "step"), [("sft", 3), ("reward", 3), ("ppo", 3), ("ppo", 1)])
+def test_a_stopped_run_continues_to_the_same_bits(
+    finished: tuple[Path, RunConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    step: int,
+) -> None:
+    whole, config = finished
+    config = replace(config, output_dir=str(tmp_path / "run"))
+    with monkeypatch.context() as patch:
+        stop_at(patch, stage, step)
+        with pytest.raises(StopError):
+            quiet(config)
+    lines: list[str] = []
+    run = quiet(config, lines)
+    if step == 3:
+        assert f"{stage}: continuing after step 2 (checkpoint verified)" in lines
+    for name in ("sft", "reward", "ppo/actor", "ppo/critic", "ppo/ema"):
+        ours = load_file(run / name / "model.safetensors")
+        theirs = load_file(whole / name / "model.safetensors")
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs), name
+    assert [(r.stage, r.step) for r in read_metrics(run)] == [
+        (r.stage, r.step) for r in read_metrics(whole)
+    ]
+
+
+def test_two_runs_with_one_seed_are_one_and_another_seed_is_another(
+    finished: tuple[Path, RunConfig], tmp_path: Path
+) -> None:
+    whole, config = finished
+    other = quiet(replace(config, output_dir=str(tmp_path / "b"), seed=99))
+    key = "model.embed_tokens.weight"
+    first = load_file(whole / "ppo/actor/model.safetensors")[key]
+    assert not torch.equal(first, load_file(other / "ppo/actor/model.safetensors")[key])
+
+
+def test_lora_through_all_steps_with_gradient_checkpointing(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, lora__rank=4, gradient_checkpointing=True,
+        ppo__ema=True,
+    )  # fmt: skip
+    run = quiet(config)
+    for name in ("sft", "ppo/actor", "ppo/ema"):
+        assert (run / name / "adapter" / "adapter_model.safetensors").exists()
+        merged = AutoModelForCausalLM.from_pretrained(run / name)
+        adapted = load_causal_lm(run / name / "adapter")
+        ids = torch.randint(5, 50, (1, 9))
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_dpo_in_place_of_steps_two_and_three(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["sft", "dpo"])
+    run = quiet(config)
+    first = read_metrics(run)[5].values  # dpo, step 1
+    assert first["loss"] == pytest.approx(0.6931, abs=1e-3)  # the policy is the reference: log 2
+    assert (run / "dpo" / "model.safetensors").exists()
+
+
+def test_a_reward_function_alone_needs_no_reward_model(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "def short(prompts, completions, **columns):\n"
+        "    return [-len(c) / 10 if c else None for c in completions]\n"
+    )
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, steps=["ppo"],
+        ppo__reward_function=f"{rewards}:short",
+    )  # fmt: skip
+    run = quiet(config)
+    values = read_metrics(run)[-1].values
+    assert values["heldout_reward"] < 0
+    assert "reward_raw" not in values
+
+
+def test_reward_model_with_another_tokenizer_is_scored_through_text(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    other = save_with_another_template(tiny_model, tmp_path / "other")
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, reward_model=other)
+    run = quiet(config)
+    assert read_metrics(run)[-1].values["heldout_reward"] != 0
+
+
+def test_a_reward_model_is_trained_without_a_policy(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", "", preferences, steps=["reward"], reward_model=tiny_model
+    )  # fmt: skip
+    lines: list[str] = []
+    run = quiet(config, lines)
+    assert any("scores stay raw (no policy" in line for line in lines)
+    assert lines[0] == f"reading {preferences}"
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert set(evaluation["models"]) == {"reward model"}
+    assert evaluation["answers"] == []
+    assert AutoModelForSequenceClassification.from_pretrained(run / "reward").config.num_labels == 1
+    quiet(config, lines)
+    assert f"reward: finished before, in {run / 'reward'}" in lines
+
+
+def test_a_function_whose_numbers_are_clipped_is_named_at_the_start(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "def long(prompts, completions, **columns):\n    return [20.0] * len(prompts)\n"
+    )
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, steps=["ppo"],
+        ppo__reward_function=f"{rewards}:long", ppo__steps=1,
+    )  # fmt: skip
+    lines: list[str] = []
+    quiet(config, lines)
+    assert (
+        f"ppo: scores beyond +-10 are clipped, {rewards}:long's too (--ppo.reward-clip 0: none)"
+        in lines
+    )
+    lines.clear()
+    free = replace(
+        config, output_dir=str(tmp_path / "free"), ppo=replace(config.ppo, reward_clip=0)
+    )
+    run = quiet(free, lines)
+    assert not any("clipped" in line for line in lines)
+    assert read_metrics(run)[-1].values["reward"] > 18
+
+
+def test_what_is_missing_is_said_at_once(tmp_path: Path, tiny_model: str, preferences: str) -> None:
+    config = tiny_config(tmp_path / "run", "", preferences)
+    with pytest.raises(ConfigError, match="actor_model must name a model"):
+        quiet(replace(config, data=()))
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["ppo"])
+    with pytest.raises(ConfigError, match="step ppo must have a reward"):
+        quiet(config)
+    assert not (tmp_path / "run").exists()
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "hi", "chosen": 3, "rejected": "x"}\n')
+    with pytest.raises(DataError, match=r"bad.jsonl:1"):
+        quiet(replace(config, data=(str(bad),), steps=("sft",)))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+def test_a_folder_of_something_else_is_left_as_it_is(
+    tmp_path: Path, tiny_model: str, preferences: str, name: str
+) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(CheckpointError, match=f"with '{name}'"):
+        quiet(tiny_config(tmp_path, tiny_model, preferences))
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine")]
+
+
+def test_two_runs_do_not_write_in_one_folder(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "lock", lambda path: None)  # what another process makes of it
+    with pytest.raises(CheckpointError, match="one run at a time; got another"):
+        quiet(tiny_config(tmp_path, tiny_model, preferences))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_at_home_is_written_and_read_at_home(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another run lies in the folder that a second reading of `~` would find."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    config = tiny_config(Path("~/run"), tiny_model, preferences, steps=["sft", "reward"])
+    assert quiet(config) == tmp_path / "home" / "run"
+    assert not list((tmp_path / "work").iterdir())
+    made_from = json.loads((tmp_path / "home/run/reward/MANIFEST.json").read_text())["facts"]
+    entries = json.loads((tmp_path / "home/run/sft/MANIFEST.json").read_text())["files"]
+    assert (
+        made_from["made_from"]["the sft step"]["model.safetensors"]
+        == (entries["model.safetensors"]["sha256"])
+    )
+
+
+@pytest.mark.parametrize("knob", ["actor_model", "reward_model"])
+@pytest.mark.parametrize("part", ["sft", "ppo/actor", "ppo/ema"])
+def test_a_given_model_that_changed_since_it_was_saved_is_refused(
+    finished: tuple[Path, RunConfig], tmp_path: Path, tiny_model: str, preferences: str,
+    knob: str, part: str,
+) -> None:  # fmt: skip
+    whole, _ = finished
+    shutil.copytree(whole, tmp_path / "run")
+    weights = tmp_path / "run" / part / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 4
+    weights.write_bytes(content)
+    config = tiny_config(tmp_path / "new", tiny_model, preferences, steps=["sft"])
+    config = replace(config, **{knob: str(tmp_path / "run" / part)})
+    with pytest.raises(CheckpointError, match=r"model.safetensors must have the SHA-256 .*Copy"):
+        quiet(config)
+    assert not (tmp_path / "new").exists()
+
+
+def test_every_file_of_a_given_model_is_hashed_once(
+    finished: tuple[Path, RunConfig], tmp_path: Path, preferences: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    whole, _ = finished
+    read: list[str] = []
+    sha256 = files.sha256
+
+    def counted(path: Path) -> str:
+        read.append(str(path))
+        return sha256(path)
+
+    monkeypatch.setattr(files, "sha256", counted)
+    monkeypatch.setattr(files, "_SETTLED_SECONDS", -1.0)
+    config = tiny_config(tmp_path / "new", str(whole / "sft"), preferences, steps=["sft"])
+    quiet(config)
+    assert read.count(str(whole / "sft" / "model.safetensors")) == 1
+
+
+def test_hugging_faces_generate_is_taken_for_every_answer_where_that_is_asked(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reward model's normalization and the final comparison, too."""
+    asked: list[bool] = []
+    generate = rollouts.generate
+
+    def spied(*arguments: Any, **options: Any) -> Any:
+        asked.append(options["by_hugging_face"])
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(rollouts, "generate", spied)
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, ppo__steps=1)
+    quiet(replace(config, hybrid_engine=False))
+    # Normalization, PPO's two evaluations and one step, and three models compared.
+    assert asked == [True] * 7
+
+
+def test_columns_that_a_reward_function_cannot_take_are_refused_before_the_first_step(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    data, rewards = tmp_path / "data.jsonl", tmp_path / "rewards.py"
+    rows = [json.loads(line) for line in Path(preferences).read_text().splitlines()]
+    data.write_text("".join(json.dumps(row | {"prompts": 1}) + "\n" for row in rows))
+    rewards.write_text("def one(prompts, completions, **columns):\n    return [1.0]\n")
+    config = tiny_config(
+        tmp_path / "run", tiny_model, str(data), ppo__reward_function=f"{rewards}:one"
+    )
+    with pytest.raises(ConfigError, match="columns must not be named prompts"):
+        quiet(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_line_of_a_log_does_not_end_a_run(
+    finished: tuple[Path, RunConfig], tmp_path: Path
+) -> None:
+    whole, config = finished
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "ppo")
+    log = tmp_path / "run" / "metrics.jsonl"
+    text = log.read_text()
+    log.write_text("not JSON\n" + text)
+    quiet(replace(config, output_dir=str(tmp_path / "run")))
+    assert (tmp_path / "run" / "metrics.jsonl.damaged").read_text() == "not JSON\n"
+    assert "not JSON" not in log.read_text()
+    assert len(read_metrics(tmp_path / "run")) == len(read_metrics(whole))
+
+
+def test_a_damaged_finished_step_says_what_to_do(
+    finished: tuple[Path, RunConfig], tmp_path: Path
+) -> None:
+    whole, config = finished
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "sft" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"sft/config.json must .*, or remove .*/run/sft"):
+        quiet(replace(config, output_dir=str(tmp_path / "run")))

@@ -1,0 +1,521 @@
+"""Stopping, saving on demand, leaving bad steps out, and what is written down of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from tandem.config.load import dump_config
+from tandem.config.schema import GuardConfig, RunConfig
+from tandem.engine import learner
+from tandem.errors import CheckpointError, NumericsError, Stopped
+from tandem.parallel.world import World
+from tandem.training import experience as experiences
+from tandem.training.run_folder import SAVE_NOW
+from tandem.training.run_stages import train
+from tandem.training.signals import StopSignals
+from tandem.training.stage_loop import BAD_STEPS, RECORDER_FILE, StepLoop
+from tests.ranks import on_ranks
+from tests.tiny import tiny_config
+from tests.training.test_ranks import ran, records
+
+
+def config_of(folder: Path, model: str, data: str, **changes: Any) -> RunConfig:
+    return replace(tiny_config(folder, model, data), save_every=2, **changes)
+
+
+def quietly(config: RunConfig, world: World | None = None) -> list[str]:
+    lines: list[str] = []
+    train(config, command="test", say=lines.append, world=world)
+    return lines
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for part in ("sft", "reward", "ppo/actor", "ppo/critic"):
+        for name, tensor in load_file(folder / part / "model.safetensors").items():
+            found[f"{part}/{name}"] = tensor
+    return found
+
+
+def assert_same_weights(ours: Path, theirs: Path) -> None:
+    left, right = weights(ours), weights(theirs)
+    assert left.keys() == right.keys()
+    for name, tensor in right.items():
+        assert torch.equal(left[name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: str, preferences: str) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    quietly(config_of(folder, tiny_model, preferences))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("stage", "at", "number"),
+    [("sft", 1, signal.SIGTERM), ("reward", 3, signal.SIGINT), ("ppo", 2, signal.SIGTERM)],
+)
+def test_a_signal_saves_the_running_step_and_the_same_command_continues(
+    tmp_path: Path,
+    tiny_model: str,
+    preferences: str,
+    whole_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    at: int,
+    number: signal.Signals,
+) -> None:
+    config = config_of(tmp_path, tiny_model, preferences)
+    before = signal.getsignal(number)
+    begin = StepLoop.begin
+
+    def interrupted(self: StepLoop, step: int, rows: Any) -> None:
+        begin(self, step, rows)
+        if (self.stage, step) == (stage, at):
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StepLoop, "begin", interrupted)
+        with pytest.raises(Stopped, match=f"{number.name} after {stage} step {at}") as stopped:
+            quietly(config)
+    assert stopped.value.exit_code == 128 + number
+    assert signal.getsignal(number) == before
+    assert (tmp_path / "checkpoints" / stage).is_dir() or list(tmp_path.rglob(f"step-{at:06d}"))
+    lines = quietly(config)
+    assert f"{stage}: continuing after step {at} (checkpoint verified)" in lines
+    assert_same_weights(tmp_path, whole_run)
+    steps = [(r["stage"], r["step"]) for r in records(tmp_path)]
+    assert steps == [(r["stage"], r["step"]) for r in records(whole_run)]
+
+
+def test_a_signal_is_heeded_in_the_middle_of_anything(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not taken for a mistake of the library or the user's code that it comes in."""
+
+    def interrupted(*args: Any, **more: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    config = config_of(tmp_path / "run", tiny_model, preferences)
+    with monkeypatch.context() as patched:
+        patched.setattr(AutoConfig, "from_pretrained", interrupted)
+        with pytest.raises(Stopped, match="SIGTERM before a step was running"):
+            quietly(config)
+    script = tmp_path / "rewards.py"
+    script.write_text(
+        "import os, signal\ndef reward(prompts, completions, **columns):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    return [0.0] * len(prompts)\n"
+    )
+    ppo = replace(config.ppo, reward_function=f"{script}:reward")
+    with pytest.raises(Stopped, match="SIGTERM before a step was running"):
+        quietly(replace(config, steps=("ppo",), ppo=ppo))
+
+
+def test_a_signal_whose_exception_got_lost_stops_the_run_after_its_step() -> None:
+    with StopSignals(lambda line: None) as stops:
+        with suppress(Stopped):  # as within a destructor
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stops.requested == signal.SIGTERM
+
+
+def test_what_is_printed_to_nobody_is_no_error() -> None:
+    program = (
+        "import sys\nfrom tandem.training.signals import outlive_readers\n"
+        "outlive_readers()\nsys.stdin.read()\n"
+        "for _ in range(3):\n    print('x' * 9000, flush=True)\n"
+        "print('done', file=sys.stderr)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
+        assert process.communicate("")[1] == "done\n"
+    assert process.returncode == 0
+
+
+def test_two_signals_at_once_end_the_process_without_a_traceback() -> None:
+    program = (
+        "import os, signal\nfrom tandem.training.signals import StopSignals\n"
+        "both = signal.SIGINT, signal.SIGUSR1\n"
+        "with StopSignals(print):\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, both)\n"
+        "    for number in both:\n"
+        "        os.kill(os.getpid(), number)\n"
+        "    signal.pthread_sigmask(signal.SIG_UNBLOCK, both)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGUSR1
+    assert "SIGUSR1 again: stopped at once" in ended.stdout
+    assert not ended.stderr
+
+
+def stopped_on_one_rank(world: World, config: RunConfig) -> str:
+    if world.rank == 1:
+        begin = StepLoop.begin
+
+        def interrupted(self: StepLoop, step: int, rows: Any) -> None:
+            begin(self, step, rows)
+            if (self.stage, step) == ("ppo", 1):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        StepLoop.begin = interrupted  # type: ignore[method-assign]
+    try:
+        ran(world, config)
+    except Stopped as stopped:
+        return str(stopped)
+    return ""
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = config_of(tmp_path, tiny_model, preferences)
+    said = on_ranks(2, stopped_on_one_rank, config)
+    assert said == ["stopped by SIGTERM after ppo step 1, which is saved"] * 2
+
+
+def started(config: RunConfig, folder: Path, *python: str) -> subprocess.Popen[str]:
+    """A run in a process of its own, as a user starts it; `python`'s options."""
+    path = folder / "given.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    return subprocess.Popen(
+        [sys.executable, *python, "-m", "tandem", "train", "--config", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def said_by(process: subprocess.Popen[str], phrase: str, lines: list[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if phrase in line:
+            return
+    raise AssertionError(f"ended without saying {phrase!r}:\n{''.join(lines)}")
+
+
+def test_the_command_ends_with_the_signals_code_and_one_line(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = config_of(tmp_path / "run", tiny_model, preferences)
+    config = replace(config, sft=replace(config.sft, max_steps=3000, epochs=1000))
+    process, lines = started(config, tmp_path), list[str]()
+    said_by(process, " 2/3000 ", lines)
+    process.send_signal(signal.SIGTERM)
+    rest = process.communicate(timeout=240)[0]
+    assert process.returncode == 128 + signal.SIGTERM
+    last = rest.strip().splitlines()[-1]
+    assert last.startswith("tandem: stopped by SIGTERM after sft step ")
+    assert last.endswith("which is saved. The same command continues; finished steps are kept.")
+    assert "Traceback" not in rest
+
+
+def test_a_second_signal_ends_the_command_at_once(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = config_of(tmp_path / "run", tiny_model, preferences)
+    script = tmp_path / "slow.py"
+    # A step that does not end within the test.
+    script.write_text(
+        "import sys, time, torch\n"
+        "from tandem.training.stage_loop import StepLoop\n"
+        "begin = StepLoop.begin\n"
+        "def slow(self, step, rows):\n"
+        "    begin(self, step, rows)\n"
+        "    if step == 3:\n"
+        "        print('in a long step', flush=True)\n"
+        "        for _ in range(600): time.sleep(0.1)\n"
+        "StepLoop.begin = slow\n"
+        "from tandem.cli import main\n"
+        "sys.exit(main(['train', '--config', sys.argv[1]]))\n",
+        encoding="utf-8",
+    )
+    path = tmp_path / "given.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines: list[str] = []
+    said_by(process, "in a long step", lines)
+    while not list(tmp_path.rglob("step-000002/MANIFEST.json")):  # written beside the training
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said_by(process, "A second signal stops it at once", lines)
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=240)
+    assert process.returncode == -signal.SIGINT
+    assert time.monotonic() - start < 50  # the step itself takes 60 s
+    again = quietly(config)
+    assert "sft: continuing after step 2 (checkpoint verified)" in again
+
+
+def test_a_file_asks_for_a_checkpoint(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config_of(tmp_path, tiny_model, preferences), save_every=0)
+    begin = StepLoop.begin
+    found: list[str] = []
+
+    def asked(self: StepLoop, step: int, rows: Any) -> None:
+        begin(self, step, rows)
+        if (self.stage, step) == ("sft", 1):
+            (tmp_path / SAVE_NOW).touch()
+        if (self.stage, step) == ("sft", 2):
+            found.extend(path.name for path in tmp_path.rglob("step-*"))
+
+    monkeypatch.setattr(StepLoop, "begin", asked)
+    lines = quietly(config)
+    assert f"sft step 1: saved, as {SAVE_NOW} asked" in lines
+    assert "step-000001" in found
+    assert not (tmp_path / SAVE_NOW).exists()
+
+
+def test_signals_are_left_alone_off_the_main_thread(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    config = replace(config_of(tmp_path, tiny_model, preferences), steps=("sft",))
+    thread = threading.Thread(target=quietly, args=(config,))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert (tmp_path / "sft" / "model.safetensors").exists()
+
+
+def _nan_loss(patch: pytest.MonkeyPatch, stage: str, at: Callable[[], bool]) -> None:
+    backward = learner.Learner.backward
+
+    def poisoned(self: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        backward(
+            self, loss * float("nan") if self.name == stage and at() else loss, *args, **kwargs
+        )
+
+    patch.setattr(learner.Learner, "backward", poisoned)
+
+
+def _inf_gradient(patch: pytest.MonkeyPatch, stage: str, at: Callable[[], bool]) -> None:
+    finished = learner.Learner.finished_gradients
+
+    def poisoned(self: Any) -> list[torch.Tensor]:
+        gradients = finished(self)
+        if self.name == stage and at():
+            gradients[0].view(-1)[0] = float("inf")
+        return gradients
+
+    patch.setattr(learner.Learner, "finished_gradients", poisoned)
+
+
+@pytest.mark.parametrize(
+    ("poison", "name"),
+    [
+        *((_inf_gradient, name) for name in ("sft", "reward", "actor", "critic")),
+        *((_nan_loss, name) for name in ("sft", "actor")),
+    ],
+)
+def test_a_bad_update_is_left_out_written_down_and_counted(
+    tmp_path: Path,
+    tiny_model: str,
+    preferences: str,
+    monkeypatch: pytest.MonkeyPatch,
+    poison: Callable[..., None],
+    name: str,
+) -> None:
+    stage = name if name in ("sft", "reward") else "ppo"
+    config = config_of(tmp_path, tiny_model, preferences)
+    now: list[tuple[str, int]] = [("", 0)]
+    kept: list[dict[str, torch.Tensor]] = []
+    begin, end = StepLoop.begin, StepLoop.end
+    learners: dict[str, Any] = {}
+    built = learner.Learner.__init__
+
+    def building(self: Any, called: str, *args: Any, **kwargs: Any) -> None:
+        built(self, called, *args, **kwargs)
+        learners[called] = self
+
+    def beginning(self: StepLoop, step: int, rows: Any) -> None:
+        begin(self, step, rows)
+        now[0] = (self.stage, step)
+        if now[0] == (stage, 2):
+            kept.append({n: w.clone() for n, w in learners[name].weights().items()})
+
+    def ending(self: StepLoop, values: Any) -> None:
+        if now[0] == (stage, 2):
+            kept.append({n: w.clone() for n, w in learners[name].weights().items()})
+        end(self, values)
+
+    monkeypatch.setattr(learner.Learner, "__init__", building)
+    monkeypatch.setattr(StepLoop, "begin", beginning)
+    monkeypatch.setattr(StepLoop, "end", ending)
+    poison(monkeypatch, name, lambda: now[0] == (stage, 2))
+    lines = quietly(config)
+    before, after = kept
+    assert all(torch.equal(after[n], w) for n, w in before.items())
+    found = [r["values"] for r in records(tmp_path) if r["stage"] == stage and r["step"] > 0]
+    assert [v["skipped"] > 0 for v in found] == [False, True, True]
+    assert all(torch.isfinite(torch.tensor(list(v.values()))).all() for v in found)
+    (record, *_) = sorted((tmp_path / BAD_STEPS).iterdir())
+    written = json.loads(record.read_text(encoding="utf-8"))
+    assert (written["stage"], written["step"]) == (stage, 2)
+    assert written["rows"]
+    assert "must be finite" in written["reason"]
+    assert any(f"{stage} step 2: left out" in line for line in lines)
+    assert all(torch.isfinite(w).all() for w in weights(tmp_path).values())
+
+
+@pytest.mark.parametrize("quantity", ["rewards", "values", "logprobs"])
+def test_bad_experience_is_left_out_before_any_update(
+    tmp_path: Path,
+    tiny_model: str,
+    preferences: str,
+    monkeypatch: pytest.MonkeyPatch,
+    quantity: str,
+) -> None:
+    config = config_of(tmp_path, tiny_model, preferences)
+    require, calls = experiences._require_finite, [0]
+
+    def poisoned(**tensors: torch.Tensor) -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            tensors[quantity] = tensors[quantity].clone()
+            tensors[quantity].view(-1)[0] = float("nan")
+        require(**tensors)
+
+    monkeypatch.setattr(experiences, "_require_finite", poisoned)
+    quietly(config)
+    found = {r["step"]: r["values"] for r in records(tmp_path) if r["stage"] == "ppo"}
+    assert [found[step]["skipped"] for step in (1, 2, 3)] == [0, 1, 1]
+    assert "updates" not in found[2]
+    assert "updates" in found[3]
+
+
+def test_too_many_bad_steps_end_the_run_and_leave_the_recorder(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, tiny_model, preferences, guards=GuardConfig(max_skipped=1))
+    _nan_loss(monkeypatch, "sft", lambda: True)
+    with pytest.raises(
+        NumericsError, match=r"guards.max_skipped=1 steps in a row.*got 2 at step 2"
+    ):
+        quietly(config)
+    lines = (tmp_path / RECORDER_FILE).read_text(encoding="utf-8").splitlines()
+    recorded = [json.loads(line) for line in lines]
+    assert [line.get("step") for line in recorded] == [1, 2, None]
+    assert recorded[0]["rows"][0]["token_ids"]
+    assert "NumericsError" in recorded[-1]["ended_by"]
+    assert not list(tmp_path.rglob("step-*"))
+
+
+def bad_on_one_rank(world: World, config: RunConfig) -> list[dict[str, float]]:
+    if world.rank == 1:
+        calls = [0]
+        backward = learner.Learner.backward
+
+        def poisoned(self: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            calls[0] += 1
+            backward(self, loss * float("nan") if calls[0] == 3 else loss, *args, **kwargs)
+
+        learner.Learner.backward = poisoned  # type: ignore[method-assign]
+    ran(world, config)
+    return [r["values"] for r in records(Path(config.output_dir)) if r["stage"] == "sft"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_bad_on_one_rank_is_left_out_on_all(
+    tmp_path: Path, tiny_model: str, preferences: str, stage: int
+) -> None:
+    config = config_of(tmp_path, tiny_model, preferences)
+    config = replace(
+        config, steps=("sft",), parallel=replace(config.parallel, actor_zero_stage=stage)
+    )
+    for values in on_ranks(2, bad_on_one_rank, config):
+        assert [v["skipped"] for v in values if "skipped" in v][-1] == 1
+    assert torch.isfinite(
+        load_file(tmp_path / "sft" / "model.safetensors")["model.norm.weight"]
+    ).all()
+
+
+def test_what_the_launcher_and_the_demo_leave_before_a_run_is_its_own(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "base").mkdir()
+    config = replace(config_of(tmp_path, tiny_model, preferences), steps=("sft",))
+    quietly(config)
+    assert (tmp_path / "sft" / "model.safetensors").exists()
+
+
+def test_a_folder_of_other_things_is_left_alone(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    (tmp_path / "thesis.tex").write_text("x", encoding="utf-8")
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(CheckpointError, match=r"got .* with 'notes' and 1 more\. Choose another"):
+        quietly(config_of(tmp_path, tiny_model, preferences))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    "module", ["yaml", "torch.nn", "transformers", "tandem.training.run_stages"]
+)
+def test_a_signal_while_modules_are_imported_is_one_line(
+    tmp_path: Path, tiny_model: str, preferences: str, module: str
+) -> None:
+    """Wherever the imports are when it comes: Python itself says when it has one."""
+    config = config_of(tmp_path / "run", tiny_model, preferences)
+    process = started(config, tmp_path, "-X", "importtime")
+    lines: list[str] = []
+    while not lines or lines[-1].rpartition("|")[2].strip() != module:
+        said_by(process, module, lines)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=240)[0]
+    assert process.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in said
+    assert re.search(r"^tandem: stopped by SIGINT before .*$", said.strip().splitlines()[-1])
+
+
+class _Asked:
+    """A stop that comes while this is finalized."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_stop_that_comes_in_a_finalizer_is_not_lost() -> None:
+    signals = StopSignals(lambda line: None)
+    asked = [_Asked()]
+
+    def finalize_and_wait() -> None:
+        with signals:
+            asked.clear()  # what a finalizer raises is printed and ignored
+            assert not signals.requested
+            time.sleep(5)
+
+    with pytest.raises(Stopped, match="SIGTERM before a step"):
+        finalize_and_wait()
+    assert signals.requested == signal.SIGTERM
