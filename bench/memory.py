@@ -27,9 +27,9 @@ from bench.models import Shape, llama
 from bench.report import Report, count, parser, table
 from tandem.errors import ConfigError
 from tandem.generation.blocks import free_bytes
-from tandem.plan.memory import MemoryPlan
+from tandem.memory.model import MemoryPlan
+from tandem.memory.shape import shape_of
 from tandem.plan.run import plan_memory
-from tandem.plan.shape import shape_of
 
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
 

@@ -12,10 +12,9 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from tandem.config import stages
-from tandem.config.flags import help_page, parse_run_flags
+from tandem.config.flags import Parser, help_page, parse_run_flags
 from tandem.config.load import check_ranges
 from tandem.config.nearest import listed
 from tandem.config.schema import RunConfig
@@ -59,12 +58,12 @@ def _told(args: list[str]) -> int:
         return complain(line, 2, error)
     except (RuntimeError, MemoryError) as error:
         from tandem.engine.oom import is_out_of_memory
-        from tandem.parallel.watchdog import first_line
+        from tandem.text import named_line
 
         if debug or not is_out_of_memory(error):
             raise
         line = (
-            f"this run must fit in memory; got {first_line(error)[:160]!r}. Free some, "
+            f"this run must fit in memory; got {named_line(error)[:160]!r}. Free some, "
             "take a smaller model, --lora-rank or --micro-batch-tokens, or --no-save-async, which "
             "saves a copy; finished steps and checkpoints are kept."
         )
@@ -318,16 +317,9 @@ def _data(args: list[str]) -> int:
 
 
 def _parser(command: str, summary: str) -> argparse.ArgumentParser:
-    return _Parser(prog=f"tandem {command}", description=summary, allow_abbrev=False)
+    return Parser(prog=f"tandem {command}", description=summary, allow_abbrev=False)
 
 
 def _path(text: str) -> str:
     """A path as the shell would have given it: it leaves `~` alone in --flag=~/x and in quotes."""
     return os.path.expanduser(text)
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse that says what is wrong in one line and leaves the exit to `main`."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")

@@ -20,11 +20,12 @@ PACKAGE = ROOT / "tandem"
 
 LAYERS = (
     ("errors",),
-    ("types",),
+    ("types", "text"),
     ("config", "files", "stopping"),
     ("ops", "tensor_files"),
     ("data", "models", "parallel", "objectives", "metrics"),
     ("generation", "checkpoint"),
+    ("memory",),
     ("engine",),
     ("training", "serve", "plan", "launch"),
     ("cli", "__init__"),

@@ -18,14 +18,16 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
     return build_tokenizer()
 
 
-def tiny_llama(vocabulary: int, *, seed: int = 0, width: int = 32) -> LlamaForCausalLM:
-    """Two layers, four heads, two key and value heads; float32, eval mode."""
+def tiny_llama(
+    vocabulary: int, *, seed: int = 0, width: int = 32, layers: int = 2
+) -> LlamaForCausalLM:
+    """Four heads, two key and value heads; float32, eval mode."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=2 * width,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,

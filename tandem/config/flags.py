@@ -40,7 +40,7 @@ def parse_run_flags(argv: Sequence[str], command: str) -> RunConfig:
             in flags and file, all at once; without any, what is wrong between knobs.
     """
     hints = knob_types()
-    given, problems = _Parser(command).read(argv)
+    given, problems = _KnobParser(command).read(argv)
     values: Any = {}
     if path := given.pop("config", None):
         try:
@@ -138,8 +138,15 @@ def show_value(value: Any) -> str:
     return str(value) if value != "" else "none"
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse for knobs: it collects every mistake, names the nearest flag and never exits."""
+class Parser(argparse.ArgumentParser):
+    """argparse that says what is wrong in one line and leaves the exit to `main`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")
+
+
+class _KnobParser(Parser):
+    """A parser for knobs: it collects every mistake, names the nearest flag and never exits."""
 
     def __init__(self, command: str) -> None:
         super().__init__(prog=f"tandem {command}", add_help=False, allow_abbrev=False)
@@ -168,9 +175,6 @@ class _Parser(argparse.ArgumentParser):
             problems.append(f"{_flag(name)} must have a value; got none")
             del given[name]
         return given, problems
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")
 
     def _strangers(self, rest: Sequence[str]) -> list[str]:
         """What belongs to no knob, each with the nearest."""

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, Union
 import yaml
 
 from tandem.config.nearest import listed, nearest_knobs
+from tandem.config.parallel import frozen_base_problems
 from tandem.config.schema import OptimizerConfig, PPOConfig, RunConfig
 from tandem.config.stages import are_apart, in_order, of_family, ways
 from tandem.errors import ConfigError
@@ -342,17 +343,7 @@ def _order_problems(steps: typing.Sequence[str]) -> typing.Iterator[str]:
 
 
 def _parallel_problems(config: RunConfig) -> typing.Iterator[str]:
-    for name in ("frozen_weights", "shared_base"):
-        if getattr(config.parallel, name) and config.lora.rank == 0:
-            yield (
-                f"parallel.{name} must go with LoRA, whose base stays frozen; got lora.rank 0. "
-                "Set --lora-rank"
-            )
-    if config.parallel.frozen_weights and config.parallel.inference_tp_size > 1:
-        yield (
-            "parallel.frozen_weights must go without tensor-parallel generation; got "
-            f"parallel.inference_tp_size {config.parallel.inference_tp_size}"
-        )
+    yield from frozen_base_problems(config.parallel, config.lora.rank)
     if config.parallel.inference_tp_size > 1 and not config.hybrid_engine:
         yield (
             "parallel.inference_tp_size must be 1 where hybrid_engine is off (slices are of "

@@ -15,11 +15,11 @@ from rich.text import Text
 from tandem.config.schema import DataConfig
 from tandem.config.stages import DEFAULT
 from tandem.data.dataset import ReadRow, assign, read_all
-from tandem.data.excerpt import visible
 from tandem.data.ledger import Ledger
 from tandem.data.split import Split, opening, shares_among
 from tandem.data.tokenview import render, token_text
 from tandem.errors import DataError, ModelError
+from tandem.text import first_line, visible
 from tandem.types import Sample, TokenRow
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path)
     # The hub client and the tokenizer formats raise errors of many unrelated classes.
     except Exception as error:
-        cause = visible((str(error).splitlines() or [""])[0])[:200]
+        cause = visible(first_line(error))[:200]
         raise ModelError(
             f"tokenizer {visible(path)} must be a folder or hub name that loads; "
             f"got {type(error).__name__}: {cause}. Check the path."

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from tandem.config.schema import DataConfig
 from tandem.config.stages import DEFAULT
-from tandem.data.excerpt import visible
 from tandem.data.ledger import DatasetLedger, Ledger
 from tandem.data.rows import BadRow, RowProblem
 from tandem.data.shapes import Shaped, to_sample
@@ -26,6 +25,7 @@ from tandem.data.split import (
     split_key,
 )
 from tandem.errors import ConfigError, DataError
+from tandem.text import visible
 from tandem.types import Message, Sample
 
 _HOPELESS = 100_000

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-
-def visible(text: str) -> str:
-    """`text` with every character that does not print (controls, bidi marks) as its escape.
-
-    Rows come from anywhere: an escape sequence among them must not move the cursor or set a
-    window's title. A line break shows as the two characters of its escape.
-    """
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+from tandem.text import visible
 
 
 def excerpt(text: str, width: int = 60) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tandem.data.excerpt import describe, excerpt, names, visible
+from tandem.data.excerpt import describe, excerpt, names
 from tandem.data.lines import (
     LONGEST_LINE,
     decode_line,
@@ -25,6 +25,7 @@ from tandem.data.lines import (
 )
 from tandem.data.rows import BadRow, RawRow
 from tandem.errors import DataError
+from tandem.text import first_line, named_line, visible
 from tandem.types import Source
 
 OnBlank = Callable[[], None]
@@ -156,7 +157,7 @@ def read_parquet(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
                         else RawRow(row, source)
                     )
     except (arrow.ArrowException, OSError) as error:
-        found = visible((str(error).splitlines() or [""])[0])[:200]
+        found = visible(first_line(error))[:200]
         raise DataError(
             f"{visible(str(path))} must be a whole Parquet file; got {found}. Write it again."
         ) from None
@@ -164,7 +165,7 @@ def read_parquet(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
 
 def unconvertible(error: Exception, source: Source) -> BadRow:
     """A row whose stored values Python cannot take: text that is no UTF-8, a date of year 30000."""
-    found = f"{type(error).__name__}: {visible((str(error).splitlines() or [''])[0])[:200]}"
+    found = visible(named_line(error))[:200]
     return BadRow(source, "", found, "hold values that Python can take")
 
 

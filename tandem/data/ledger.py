@@ -15,10 +15,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from tandem.data.excerpt import excerpt, visible
+from tandem.data.excerpt import excerpt
 from tandem.data.rows import BadRow
 from tandem.data.split import SHARES
 from tandem.errors import DataError
+from tandem.text import visible
 from tandem.types import Source
 
 FIRST_LINES = 3

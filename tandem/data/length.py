@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, NoReturn, TypeVar
 
-from tandem.data.excerpt import visible
 from tandem.data.render import Renderer
 from tandem.errors import DataError
+from tandem.text import visible
 from tandem.types import Message, PairRow, PromptRow, Source, TokenRow
 
 LongRowPolicy = Literal["drop", "truncate", "error"]

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from tandem.data.excerpt import visible
 from tandem.data.rows import BadRow
 from tandem.errors import DataError
+from tandem.text import visible
 from tandem.types import Source
 
 LONGEST_LINE = 32 * 2**20

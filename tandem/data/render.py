@@ -19,11 +19,12 @@ from typing import Any, cast, get_args
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.control import ControlTokens, free_mark
-from tandem.data.excerpt import excerpt, visible
+from tandem.data.excerpt import excerpt
 from tandem.data.span_tokenizer import PieceTokenizer
 from tandem.data.template import ChatTemplate, Part
 from tandem.data.template_limits import deadline
 from tandem.errors import DataError, ModelError
+from tandem.text import visible
 from tandem.types import Message, PromptRow, Role, Source, TokenRow
 
 IN_MEMORY = Source(dataset="", path="conversation", line=1)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.data.excerpt import visible
 from tandem.errors import DataError
+from tandem.text import visible
 from tandem.types import Source
 
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tandem.data.excerpt import describe, names, visible
+from tandem.data.excerpt import describe, names
 from tandem.data.formats import Rows, unconvertible
 from tandem.data.rows import RawRow
 from tandem.errors import DataError
+from tandem.text import first_line, visible
 from tandem.types import Source
 
 _FORMAT_NAMES = {"csv", "json", "parquet", "text", "arrow", "pandas", "imagefolder"}
@@ -68,7 +69,7 @@ def _convertible(rows: Any, name: str, path: str, saved: Path | None) -> Rows:
 
 
 def _unloadable(path: str, saved: Path | None, error: Exception) -> DataError:
-    cause = visible((str(error).splitlines() or [""])[0])[:200]
+    cause = visible(first_line(error))[:200]
     what = "a folder saved by datasets" if saved else "a file, a folder or a reachable hub name"
     return DataError(
         f"data set {visible(path)} must be {what}; got {type(error).__name__}: {cause}. "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
-from tandem.data.excerpt import excerpt, visible
+from tandem.data.excerpt import excerpt
 from tandem.data.formats import (
     OnBlank,
     Rows,
@@ -26,6 +26,7 @@ from tandem.data.plaintext import read_text
 from tandem.data.rows import BadRow, RawRow
 from tandem.data.saved import rows_through_datasets
 from tandem.errors import ConfigError, DataError
+from tandem.text import visible
 from tandem.types import Source
 
 __all__ = ["ROLES", "BadRow", "DataSpec", "RawRow", "parse_columns", "parse_spec", "read_rows"]

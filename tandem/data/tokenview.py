@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from tandem.data.excerpt import visible
+from tandem.text import visible
 from tandem.types import Sample, TokenRow
 
 if TYPE_CHECKING:

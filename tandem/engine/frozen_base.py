@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from tandem.config.parallel import frozen_base_problems
 from tandem.config.schema import LoraConfig, RunConfig
 from tandem.errors import ConfigError, ModelError
 from tandem.models.lora import lora_layers, match_targets, train_adapters
@@ -24,19 +25,10 @@ def check_base(config: RunConfig, world: World) -> None:
     Raises:
         ConfigError: all that is wrong at once.
     """
-    parallel = config.parallel
-    problems = [
-        f"parallel.{name} must go with LoRA, whose base stays frozen; got lora.rank 0, which "
-        "trains all weights. Set --lora-rank"
-        for name in ("frozen_weights", "shared_base")
-        if getattr(parallel, name) and config.lora.rank == 0
-    ]
-    if parallel.frozen_weights and parallel.inference_tp_size > 1:
-        problems.append(
-            "parallel.frozen_weights must go without tensor-parallel generation, which slices "
-            f"full weights; got parallel.inference_tp_size {parallel.inference_tp_size}. Use one "
-            "of the two"
-        )
+    parallel, problems = (
+        config.parallel,
+        list(frozen_base_problems(config.parallel, config.lora.rank)),
+    )
     stages = (parallel.actor_zero_stage, parallel.critic_zero_stage)
     if parallel.shared_base and world.size > 1 and any(stages):
         problems.append(
@@ -44,12 +36,6 @@ def check_base(config: RunConfig, world: World) -> None:
             f"one base whole, and splitting would give every model pieces of its own; got stages "
             f"{stages[0]} and {stages[1]}. Use --actor-zero-stage 0 --critic-zero-stage 0, or "
             "leave --shared-base off"
-        )
-    moved = [name for name in ("params", "reward") if name in parallel.offload]
-    if parallel.shared_base and moved:
-        problems.append(
-            "parallel.shared_base must stay where all its models run; got parallel.offload "
-            f"{' '.join(moved)}. Offload the optimizer alone, or leave --shared-base off"
         )
     if problems:
         raise ConfigError("; ".join(problems) + ".")

@@ -28,21 +28,21 @@ from tandem.data.render import Renderer
 from tandem.engine.devices import resolve_device, resolve_dtype
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import (
-    generation_weights,
     response_logprobs,
     scored,
     token_values,
 )
 from tandem.engine.learner import Learner
 from tandem.engine.loading import Base, Model, check_policy, place_policy, place_scalar
-from tandem.engine.rollouts import answered
+from tandem.engine.rollouts import answered, generating
 from tandem.engine.same_start import check_same_start
-from tandem.engine.scoring import RewardScorer
+from tandem.engine.scoring import place_scorer
 from tandem.errors import ModelError
 from tandem.generation.generator import Stops
 from tandem.models.eos import stop_ids
 from tandem.models.load import check_vocabulary, load_tokenizer
 from tandem.models.lora import adapters_off
+from tandem.models.modes import evaluating
 from tandem.models.scalar import normalization
 from tandem.models.twin import why_unpacked
 from tandem.objectives.rewards import normalized_scores
@@ -122,17 +122,19 @@ class RLHFEngine:
             actor, config, self.world, trained=True, seed=config.seed, keeps_start=True
         )
         check_vocabulary(self.actor, self.tokenizer)
-        self._base = self._shared_base(actor)
+        base = self._shared_base(actor)
         self.renderer = Renderer(self.tokenizer, stop_ids(self.actor.generation_config))
-        self.scorer = self._scorer(reward_model, reward_tokenizer)
+        self.scorer = None
+        if reward_model is not None:
+            tokenizer = reward_tokenizer or self._tokenizer_of(reward_model, "reward_tokenizer")
+            self.scorer = place_scorer(reward_model, tokenizer, config, self.world, base=base)
         self.critic = None
         if has_critic and critic is not None:
             self.critic = place_scalar(
-                critic, config, self.world, trained=True, seed=config.seed + 1, base=self._base
+                critic, config, self.world, trained=True, seed=config.seed + 1, base=base
             )
-        self.reference = None
+        self.reference, hosted = None, "reference" in config.parallel.offload
         if reference is not None:
-            hosted = "reference" in config.parallel.offload
             self.reference = place_policy(
                 reference, config, self.world, trained=False, on_host=hosted
             )
@@ -158,14 +160,8 @@ class RLHFEngine:
     def generating(self) -> Iterator[PreTrainedModel]:
         """The actor in generation mode: its weights whole on every rank, or in slices over its
         group; no dropout, no gradient checkpointing, compute type set."""
-        was_training = self.actor.training
-        self.actor.eval()
-        try:
-            weights = generation_weights(self.actor, self.tensor_group)
-            with torch.no_grad(), weights:
-                yield self.actor
-        finally:
-            self.actor.train(was_training)
+        with generating(self.actor, self.tensor_group):
+            yield self.actor
 
     def rollout(
         self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
@@ -175,17 +171,15 @@ class RLHFEngine:
         Args:
             step, numbers: with the seed they key the sampling (see `generation.generate`).
         """
-        with self.generating() as actor:
-            return answered(
-                actor,
-                prompts,
-                self.config,
-                self.stops,
-                self.world,
-                step=step,
-                numbers=numbers,
-                group=self.tensor_group,
-            )
+        return answered(
+            self.actor,
+            prompts,
+            self.config,
+            self.stops,
+            step=step,
+            numbers=numbers,
+            group=self.tensor_group,
+        )
 
     @property
     def policy_models(self) -> list[PreTrainedModel]:
@@ -257,7 +251,7 @@ class RLHFEngine:
         models = self.policy_models + ([] if self.critic is None else [self.critic])
         with ExitStack() as stack:
             for model in self.trained_models:
-                stack.enter_context(_evaluating(model))
+                stack.enter_context(evaluating(model))
             found = [*scored(rollout.batch, self.config.micro_batch_tokens, forward, models)]
         if not from_sampler:
             logprobs, entropy, *found = found
@@ -357,41 +351,7 @@ class RLHFEngine:
         is_named = isinstance(actor, str)
         return Base(self.actor, self.actor.name_or_path if is_named else None)
 
-    def _scorer(
-        self, model: Model | None, tokenizer: PreTrainedTokenizerBase | None
-    ) -> RewardScorer | None:
-        if model is None:
-            return None
-        tokenizer = tokenizer or self._tokenizer_of(model, "reward_tokenizer")
-        # A language model here would reward with a head of random weights.
-        scalar = place_scalar(
-            model,
-            self.config,
-            self.world,
-            trained=False,
-            seed=0,
-            needs_head=True,
-            on_host="reward" in self.config.parallel.offload,
-            base=self._base,
-        )
-        check_vocabulary(scalar, tokenizer)
-        return RewardScorer(
-            scalar,
-            Renderer(tokenizer),
-            max_tokens=self.config.micro_batch_tokens,
-        )
-
 
 def _another(model: Model) -> Model:
     """The same to load again, or a copy of a module."""
     return model if isinstance(model, str) else copy.deepcopy(model)
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

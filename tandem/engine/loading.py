@@ -22,9 +22,9 @@ from tandem.models.frozen import freeze_quantized
 from tandem.models.lm_head import check_head
 from tandem.models.load import load_causal_lm
 from tandem.models.lora import add_lora, is_adapted, keep_start
-from tandem.models.meta_init import MetaModel, empty_causal_lm, empty_scalar_model, take_backbone
+from tandem.models.meta_init import MetaModel, empty_causal_lm, empty_scalar_model
 from tandem.models.recompute import enable_gradient_checkpointing
-from tandem.models.scalar import load_scalar_model, start_new_head
+from tandem.models.scalar import load_scalar_model, start_new_head, take_backbone
 from tandem.models.selfcheck import Agreement, check_twin
 from tandem.models.shared import share_base
 from tandem.models.source import keep_saved_dtype

@@ -9,30 +9,35 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
+from tandem.engine.devices import resolve_dtype
 from tandem.engine.learner import Learner
 from tandem.errors import OutOfMemoryError
+from tandem.memory.model import layout_of
+from tandem.memory.shape import shape_of
+from tandem.memory.steps import supervised_memory
+from tandem.models.lora import scalar_head
+from tandem.parallel.shard import shards_of
 from tandem.parallel.world import World
+from tandem.text import first_line
 
 Result = TypeVar("Result")
 
 _FEWEST = 64
 """Tokens of a micro-batch below which halving would not help."""
-_FLOATS_PER_LAYER = 17
-"""Floats kept for the backward per token, layer and unit of width, attention's matrix aside
-(Korthikanti et al., arXiv:2205.05198, eq. 1: 34 bytes in half precision)."""
 
 
 class MicroBatchBudget:
     """How many tokens go through a model at once, and what happens when that is too many."""
 
-    def __init__(self, config: RunConfig, world: World, say: Callable[[str], None]) -> None:
-        """Begins with `config.micro_batch_tokens`; `say` shows a line to the user."""
+    def __init__(self, config: RunConfig, world: World, say: Callable[[str], None] | None) -> None:
+        """Begins with `config.micro_batch_tokens`; `say` shows a line to the user, if any."""
         self.tokens = config.micro_batch_tokens
         self._config = config
         self._world = world
@@ -62,7 +67,7 @@ class MicroBatchBudget:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+                said = first_line(error)
             # Outside of the handler, whose traceback holds on to the activations.
             forget()
             gc.collect()
@@ -72,13 +77,14 @@ class MicroBatchBudget:
             if not can_halve or self.tokens < 2 * _FEWEST:
                 raise OutOfMemoryError(
                     f"{name}: a micro-batch of {self.tokens} tokens must fit into memory; got "
-                    f"{first_line[:160]!r}. {self._advice(model)}"
+                    f"{said[:160]!r}. {self._advice(model)}"
                 )
             self.tokens //= 2
-            self._say(
-                f"{name}: out of memory: micro-batches of {self.tokens} tokens from here on (the "
-                "gradient is the same)"
-            )
+            if self._say is not None:
+                self._say(
+                    f"{name}: out of memory: micro-batches of {self.tokens} tokens from here on "
+                    "(the gradient is the same)"
+                )
 
     @contextmanager
     def reserving_states(self, learner: Learner) -> Iterator[None]:
@@ -96,28 +102,38 @@ class MicroBatchBudget:
         return f"{advice}."
 
     def _ways(self, model: PreTrainedModel) -> dict[str, float]:
-        """Bytes that each knob would free on this rank, by estimate."""
-        config, text = self._config, model.config.get_text_config()
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        weights = sum(p.numel() for p in model.parameters())
-        layers, width = int(text.num_hidden_layers), int(text.hidden_size)
-        itemsize = 4 if config.dtype == "fp32" else 2
-        per_token = itemsize * width * layers
-        activations = self.tokens * per_token * _FLOATS_PER_LAYER
-        ways = {f"--micro-batch-tokens {self.tokens // 2}": activations / 2}
-        if not config.gradient_checkpointing:
-            ways["--gradient-checkpointing"] = self.tokens * per_token * (_FLOATS_PER_LAYER - 1)
-        on_gpu = self._world.device.type == "cuda"
-        if on_gpu and "optimizer" not in config.parallel.offload:
-            ways["--offload optimizer"] = 8.0 * trained
-        if not config.lora.rank:
-            ways["--lora-rank 16"] = 12.0 * trained
-        elif not config.parallel.frozen_weights:
-            ways["--frozen-weights nf4"] = 3.4 * (weights - trained)
-        if self._world.size > 1 and config.parallel.actor_zero_stage < 3:
-            split = 4.0 * weights * (1 - 1 / self._world.size)
-            ways["--actor-zero-stage 3 --critic-zero-stage 3"] = split
-        return ways
+        """Bytes that each knob would free on this rank, by the plan's formula."""
+        config, device = self._config, self._world.device
+        shape = shape_of(
+            model.config,
+            scalar=scalar_head(model) is not None,
+            trust_remote_code=config.trust_remote_code,
+        )
+        layout = layout_of(
+            config,
+            self._world.size,
+            shards_of(model).plan.stage,
+            device=device,
+            dtype=resolve_dtype(config.dtype, device),
+        )
+
+        def needed(tokens: int = self.tokens, **changes: Any) -> int:
+            changed = replace(layout, **changes)
+            return supervised_memory(shape, changed, tokens=tokens, answered=tokens).peak("train")
+
+        fewer = self.tokens // 2
+        ways = {f"--micro-batch-tokens {fewer}": needed(fewer)}
+        if not layout.checkpointing:
+            ways["--gradient-checkpointing"] = needed(checkpointing=True)
+        if not (layout.offload_optimizer or layout.offload_params):
+            ways["--offload optimizer"] = needed(offload_optimizer=True)
+        if not layout.lora_rank:
+            ways["--lora-rank 16"] = needed(lora_rank=16)
+        elif not layout.frozen:
+            ways["--frozen-weights nf4"] = needed(frozen="nf4")
+        if self._world.size > 1 and layout.stage < 3:
+            ways["--actor-zero-stage 3 --critic-zero-stage 3"] = needed(stage=3)
+        return {knob: needed() - size for knob, size in ways.items()}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig, SamplingConfig
-from tandem.engine.forward import balanced
+from tandem.engine.forward import balanced, generation_weights
 from tandem.generation.generator import Stops, generate
+from tandem.models.modes import evaluating
+from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import TensorGroup
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Rollout, TokenBatch
@@ -21,12 +24,19 @@ from tandem.types import PromptRow, Rollout, TokenBatch
 _PER_TOKEN = ("rollout_logprobs", "sampled_logprobs", "rollout_entropy")
 
 
+@contextmanager
+def generating(model: PreTrainedModel, group: TensorGroup | None) -> Iterator[None]:
+    """Within: the model generates, with weights whole on every rank or in slices over `group`; no
+    gradient, no dropout."""
+    with evaluating(model), torch.no_grad(), generation_weights(model, group):
+        yield
+
+
 def answered(
     model: PreTrainedModel,
     prompts: Sequence[PromptRow],
     config: RunConfig,
     stops: Stops,
-    world: World,
     *,
     step: int,
     numbers: Sequence[int] | None = None,
@@ -34,24 +44,24 @@ def answered(
 ) -> Rollout:
     """A policy's answers as a run is configured to sample them, whatever they are wanted for.
 
-    Inside `forward.generation_weights`.
-
     Args:
         step, numbers: with the seed they key the sampling (see `generation.generate`).
+        group: the ranks that hold slices of its weights meanwhile.
     """
-    return shared_rollout(
-        model,
-        prompts,
-        config.sampling,
-        stops,
-        world,
-        seed=config.seed,
-        step=step,
-        prompt_numbers=numbers,
-        batch_size=config.generation_batch_size,
-        group=group,
-        by_hugging_face=not config.hybrid_engine,
-    )
+    with generating(model, group):
+        return shared_rollout(
+            model,
+            prompts,
+            config.sampling,
+            stops,
+            shards_of(model).world,
+            seed=config.seed,
+            step=step,
+            prompt_numbers=numbers,
+            batch_size=config.generation_batch_size,
+            group=group,
+            by_hugging_face=not config.hybrid_engine,
+        )
 
 
 def shared_rollout(

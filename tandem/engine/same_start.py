@@ -16,6 +16,7 @@ from tandem.engine.placement import visiting
 from tandem.errors import NumericsError
 from tandem.models.blocks import decoder_blocks
 from tandem.models.lora import adapters_off
+from tandem.models.modes import evaluating
 from tandem.models.twin import supports_packing, twin_of
 from tandem.parallel.shard import shards_of
 from tandem.types import TokenBatch
@@ -80,14 +81,11 @@ def _traced(model: PreTrainedModel, batch: TokenBatch) -> tuple[Tensor, list[Ten
     # As a forward, for which weights in pieces are gathered.
     packs = shards_of(model).forward(lambda: supports_packing(model))
     computing = twin_of(model) if packs else model
-    was_training = model.training
-    model.eval()
     outputs: list[Tensor] = []
     try:
-        with _recorded(decoder_blocks(computing), outputs):
+        with evaluating(model), _recorded(decoder_blocks(computing), outputs):
             logprobs, _ = response_logprobs(model, batch)
     finally:
-        model.train(was_training)
         shards_of(model).rest()
     return logprobs, outputs
 

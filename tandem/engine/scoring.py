@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tandem.config.schema import RunConfig
 from tandem.data.render import Renderer
 from tandem.engine.forward import scored, sequence_scores
+from tandem.engine.loading import Base, Model, place_scalar
+from tandem.models.load import check_vocabulary
 from tandem.models.scalar import normalization
 from tandem.objectives.rewards import normalized_scores
 from tandem.parallel.shard import shards_of
+from tandem.parallel.world import World
 from tandem.types import Rollout, TokenBatch, TokenRow
 
 
@@ -64,6 +68,36 @@ class RewardScorer:
         """Raw scores in units of the SFT policy's spread, by the constants kept with the model."""
         mean, std = normalization(self.model)
         return normalized_scores(raw, mean, std)
+
+
+def place_scorer(
+    source: Model,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RunConfig,
+    world: World,
+    *,
+    base: Base | None = None,
+) -> RewardScorer:
+    """A reward model laid over the ranks, ready to score.
+
+    Args:
+        source: a folder or hub name, or a module.
+        base: whose frozen weights it is to hold instead of its own.
+    Raises:
+        ModelError: it cannot be used, or has no scalar head: a new one would reward at random.
+    """
+    model = place_scalar(
+        source,
+        config,
+        world,
+        trained=False,
+        seed=config.seed,
+        needs_head=True,
+        on_host="reward" in config.parallel.offload,
+        base=base,
+    )
+    check_vocabulary(model, tokenizer)
+    return RewardScorer(model, Renderer(tokenizer), max_tokens=config.micro_batch_tokens)
 
 
 def _without_end(row: TokenRow) -> TokenRow:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from tandem.generation.batch_state import Part
 from tandem.generation.sampler import Draw, Sampler
 from tandem.ops.attention_context import Decode, KVMemory
+from tandem.text import first_line
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Batch sizes that steps are recorded for; above them, multiples of the last."""
@@ -130,7 +131,7 @@ class CudaRecorder:
         except RuntimeError as error:
             # A capture that broke off speaks of itself; what broke it came before.
             cause = error.__context__ or error
-            reason = (str(cause).splitlines() or [type(cause).__name__])[0]
+            reason = first_line(cause)
             if not self.refused:
                 warnings.warn(f"decoding without CUDA graphs, slower: {reason}", stacklevel=2)
             self.refused[kind] = reason

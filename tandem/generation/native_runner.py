@@ -26,8 +26,8 @@ from tandem.models.twin import twin_of
 from tandem.ops import dense, native
 from tandem.ops.attention_context import KVMemory
 
-_FAMILIES = {f"transformers.models.{name.lower()}.modeling_{name.lower()}": name
-             for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}  # fmt: skip
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+"""Model types that decode from packed weights on a CPU, and how their classes are called."""
 _LAYER_CLASSES = {"input_layernorm": TwinRMSNorm, "post_attention_layernorm": TwinRMSNorm,
                   "self_attn": TwinRotaryAttention, "mlp": TwinGatedMLP}  # fmt: skip
 _STEADY_ROPE = ("default", "linear", "llama3", "yarn")
@@ -60,12 +60,14 @@ def _is_known(twin: Any) -> bool:
     Classes are told by their modules' names, so that no family is imported to be compared with.
     """
     home = type(twin).__module__
-    family = _FAMILIES.get(home)
-    if family is None or any("forward" in vars(module) for module in twin.modules()):
+    kind = home.rpartition(".modeling_")[2]
+    family = FAMILIES.get(kind)
+    is_read = family is not None and home == f"transformers.models.{kind}.modeling_{kind}"
+    if not is_read or any("forward" in vars(module) for module in twin.modules()):
         return False
 
     def is_own(module: Any, suffix: str) -> bool:
-        return (type(module).__module__, type(module).__qualname__) == (home, family + suffix)
+        return (type(module).__module__, type(module).__qualname__) == (home, f"{family}{suffix}")
 
     base = twin.model
     return (

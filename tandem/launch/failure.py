@@ -17,9 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from tandem.data.excerpt import visible
 from tandem.errors import RankError, Stopped, TandemError
 from tandem.stopping import handling
+from tandem.text import visible
 
 FAILURE_FILE = "TANDEM_FAILURE_FILE"
 """Names the file that a launched rank leaves its failure in."""

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tandem.launch.failure import Failure
+from tandem.text import visible
 
 _LAST_BYTES = 4096
 _NOTICED_AFTER = 0.5
@@ -143,7 +144,7 @@ def last_line(log: Path, start: int = 0) -> str:
     except OSError:  # no log, then nothing to quote from it
         return ""
     said = lines[-1].strip() if lines else ""
-    return "".join(c if c.isprintable() else "?" for c in said)[:300]
+    return visible(said)[:300]
 
 
 def _signal_name(number: int) -> str:

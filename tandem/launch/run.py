@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tandem.errors import ConfigError
 from tandem.launch.flags import LaunchOptions
-from tandem.parallel.watchdog import first_line
 from tandem.stopping import handling
+from tandem.text import named_line
 
 if TYPE_CHECKING:
     from tandem.launch.agent import Agent
@@ -189,7 +189,7 @@ def _innermost(error: BaseException) -> str:
     """The first line of the error that others were raised for: torch's own only point to it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return first_line(error)
+    return named_line(error)
 
 
 def _ranks_here(options: LaunchOptions, device: str) -> tuple[int, bool]:

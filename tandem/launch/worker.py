@@ -14,8 +14,8 @@ import sys
 
 from tandem.errors import Stopped
 from tandem.launch.failure import LAUNCHER, LOG_FILE, complain, leaving_at_signals
-from tandem.parallel.watchdog import first_line
 from tandem.stopping import let_through
+from tandem.text import named_line
 
 _PR_SET_PDEATHSIG = 1
 
@@ -37,7 +37,7 @@ def main() -> int:
             sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
             runpy.run_path(sys.argv[0], run_name="__main__")
     except Exception as error:
-        return complain(first_line(error), 1, error)
+        return complain(named_line(error), 1, error)
     except Stopped as stopped:
         return complain(f"{stopped}.", stopped.exit_code, stopped)
     except KeyboardInterrupt as error:

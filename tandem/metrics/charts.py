@@ -13,7 +13,8 @@ from typing import Literal
 
 from markupsafe import Markup, escape
 
-from tandem.metrics.text import short_number, visible
+from tandem.metrics.text import short_number
+from tandem.text import visible_lines
 
 Point = tuple[float, float]
 
@@ -84,7 +85,7 @@ def line_chart(title: str, unit: str, series: Sequence[Series]) -> Markup:
     label = f"{title}, {unit}, over steps" if unit else f"{title} over steps"
     return Markup(
         f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'aria-label="{escape(visible(label))}">{"".join(parts)}</svg>'
+        f'aria-label="{escape(visible_lines(label))}">{"".join(parts)}</svg>'
     )
 
 
@@ -100,12 +101,12 @@ def stacked_bar(label: str, parts: Sequence[tuple[int, str, float]]) -> Markup:
         width = 1000 * value / total
         rects.append(
             f'<rect class="f{color}" x="{left:.2f}" y="0" width="{width:.2f}" height="24">'
-            f"<title>{escape(visible(name))}: {value / total:.0%}</title></rect>"
+            f"<title>{escape(visible_lines(name))}: {value / total:.0%}</title></rect>"
         )
         left += width
     return Markup(
         f'<svg class="bar" viewBox="0 0 1000 24" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(visible(label))}">{"".join(rects)}</svg>'
+        f'aria-label="{escape(visible_lines(label))}">{"".join(rects)}</svg>'
     )
 
 
@@ -213,5 +214,5 @@ def _runs(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def _tooltip(line: Series, point: Point) -> str:
-    text = f"{visible(line.label)}, step {point[0]:.0f}: {short_number(point[1])}"
+    text = f"{visible_lines(line.label)}, step {point[0]:.0f}: {short_number(point[1])}"
     return f"<title>{escape(text)}</title>"

@@ -21,7 +21,8 @@ from rich.text import Text
 from tandem.config.stages import Family, stage_of
 from tandem.metrics.names import METRICS
 from tandem.metrics.records import Answer
-from tandem.metrics.text import duration, short_number, shorten, visible
+from tandem.metrics.text import duration, short_number, shorten
+from tandem.text import visible_lines
 
 _SPEED: dict[Family, tuple[str, str]] = {
     "supervised": ("tokens_per_second/train", "tok/s"),
@@ -97,7 +98,7 @@ class StageConsole:
         for label, answer in answers.items():
             score = answer.get("score")
             scored = "" if score is None else f" (score {short_number(score)})"
-            self._show(f"    {visible(label)}{scored}: {_shown(answer['text'])}")
+            self._show(f"    {visible_lines(label)}{scored}: {_shown(answer['text'])}")
 
     def alarm(self, step: int, name: str, advice: str) -> None:
         """An alarm, among the numbers that it is about."""
@@ -105,7 +106,7 @@ class StageConsole:
 
     def notice(self, text: str) -> None:
         """A line about the run itself."""
-        self._show(visible(text), "yellow")
+        self._show(visible_lines(text), "yellow")
 
     def close(self) -> None:
         """Stop the bar where it is."""
@@ -166,4 +167,4 @@ def _cells(columns: Mapping[str, str], values: Mapping[str, float], width: int) 
 
 
 def _shown(text: str) -> str:
-    return shorten(visible(text), _SAMPLE_CHARACTERS).replace("\n", "\n      ")
+    return shorten(visible_lines(text), _SAMPLE_CHARACTERS).replace("\n", "\n      ")

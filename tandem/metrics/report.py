@@ -17,7 +17,7 @@ from tandem.config.schema import RunConfig
 from tandem.files import replace as replace_file
 from tandem.metrics import sections
 from tandem.metrics.folder import RunFolder, read_folder
-from tandem.metrics.text import visible
+from tandem.text import visible_lines
 
 REPORT_FILE = "report.html"
 
@@ -132,14 +132,14 @@ def _knob_text(value: Any) -> str:
 
 def _breakable(name: str) -> Markup:
     """A name that a narrow column may break only after underscores, dots and slashes."""
-    return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(visible(name)))))
+    return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(visible_lines(name)))))
 
 
 def _code(text: str) -> Markup:
     """Text whose parts in backticks are shown as code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(visible(text)))))
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(visible_lines(text)))))
 
 
 def _shown(value: Any) -> Any:
     """Applied to every printed value before it is escaped; our own markup stays as it is."""
-    return value if isinstance(value, Markup) or value is None else visible(str(value))
+    return value if isinstance(value, Markup) or value is None else visible_lines(str(value))

@@ -1,26 +1,8 @@
-"""Text from data and models made safe to print, and numbers formatted for people."""
+"""Numbers and long texts formatted for people."""
 
 from __future__ import annotations
 
 import math
-import re
-
-# Everything that a terminal or a bidi-aware viewer acts on instead of showing, and what is
-# invisible: C0 except newline and tab, DEL and C1, bidirectional controls, line separators, lone
-# surrogates, the byte order mark, zero-width spaces, annotations and tags. The joiners of scripts
-# and emoji (U+200C, U+200D) stay.
-_CONTROL = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
-    "\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff]"
-)
-
-
-def visible(text: str) -> str:
-    """`text` with every control character escaped; newline and tab stay.
-
-    Example: visible("a\\x1b[31m") is a, backslash, x1b[31m: it colors nothing.
-    """
-    return _CONTROL.sub(_spell, text)
 
 
 def shorten(text: str, limit: int) -> str:
@@ -77,10 +59,3 @@ def with_unit(value: float, unit: str, digits: int = 3) -> str:
 def trimmed(number: str) -> str:
     """A printed number without trailing zeros: 0.0200 is 0.02."""
     return number.rstrip("0").rstrip(".") if "." in number and "e" not in number else number
-
-
-def _spell(match: re.Match[str]) -> str:
-    code = ord(match.group())
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -26,8 +26,9 @@ from tandem.models.lora import (
     lora_layers,
     scalar_head,
 )
-from tandem.models.source import ADAPTER_CONFIG, Located, one_line, read_adapter_config
+from tandem.models.source import ADAPTER_CONFIG, Located, read_adapter_config
 from tandem.models.weight_files import Weight, WeightFile, Writers, plain_unit, write_files
+from tandem.text import one_line
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -20,8 +20,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from tandem.errors import ModelError, NumericsError
+from tandem.models.modes import evaluating
 from tandem.models.packed import hidden_states
 from tandem.models.twin import twin_of
+from tandem.text import first_line
 from tandem.types import TokenBatch
 
 
@@ -110,21 +112,19 @@ def check_head(model: PreTrainedModel, own: PreTrainedModel | None = None, seed:
     mask = torch.ones_like(token_ids, dtype=torch.bool)
     mask[1, 4:] = False
     own = own or model
-    was_training = model.training
-    model.eval()
+    batch = TokenBatch(token_ids, mask, mask & False)
     try:
-        full = own(input_ids=token_ids, attention_mask=mask.long(), use_cache=False).logits
-        ours = _head_logits(model, hidden_states(model, TokenBatch(token_ids, mask, mask & False)))
-        alone = own(input_ids=token_ids[1:, :4], use_cache=False).logits
+        with evaluating(model):
+            full = own(input_ids=token_ids, attention_mask=mask.long(), use_cache=False).logits
+            ours = _head_logits(model, hidden_states(model, batch))
+            alone = own(input_ids=token_ids[1:, :4], use_cache=False).logits
     except RuntimeError as error:
         if model.dtype == torch.float32 or "dtype" not in str(error):
             raise
         raise ModelError(
             f"family {config.model_type!r} must compute in {model.dtype}; its own forward mixes "
-            f"types: {str(error).splitlines()[0]}. Use --dtype fp32."
+            f"types: {first_line(error)}. Use --dtype fp32."
         ) from error
-    finally:
-        model.train(was_training)
     family = config.model_type
     if not bool((full[mask] < math.inf).all()):  # minus infinity rules a token out
         raise NumericsError(

@@ -31,11 +31,11 @@ from tandem.models.source import (
     load_config,
     load_weights,
     locate,
-    one_line,
     read_adapter_config,
     require_config,
 )
 from tandem.models.validate_checkpoint import is_panic
+from tandem.text import one_line
 
 # Noise on what a mixture's router sees in training, and the families that call a threshold so.
 _NOISES: dict[str, tuple[str, ...]] = {

@@ -7,7 +7,6 @@ files and nothing else, and quantizes those.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -25,24 +24,23 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tandem.errors import ModelError
 from tandem.models.adapter import load_adapter
 from tandem.models.checkpoint_ref import Start
 from tandem.models.classifiers import require_classifier
+from tandem.models.folder import incomplete, read_headers, read_index
 from tandem.models.hf_logging import quiet
 from tandem.models.load import attention_for, name_backbone, require_decoder, set_dropout
 from tandem.models.lora import SCALAR_HEAD, scalar_head
 from tandem.models.quantized import PackedWeight, Pieces
+from tandem.models.scalar import one_output, take_backbone
 from tandem.models.source import (
     Located,
     keep_saved_dtype,
     load_config,
     locate,
-    one_line,
     read_adapter_config,
 )
 
-_INDEX = "model.safetensors.index.json"
 _HEAD = f"{SCALAR_HEAD}."
 
 
@@ -50,38 +48,25 @@ class WeightFiles:
     """The safetensors files of a model folder, read row by row."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the names alone.
+        """Reads names and shapes alone.
 
         Raises:
-            ModelError: the files are not whole.
+            ModelError: the files are not whole, or not those of the index.
         """
-        self._files: dict[str, Path] = {}
-        index = folder / _INDEX
-        try:
-            if index.is_file():
-                listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                self._files = {name: folder / file for name, file in listed.items()}
-            else:
-                for file in sorted(folder.glob("*.safetensors")):
-                    with safe_open(file, framework="pt") as opened:
-                        self._files |= dict.fromkeys(opened.keys(), file)
-            shapes = {name: self._shape(name) for name in self._files}
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise ModelError(
-                f"weights in {str(folder)!r} must be complete safetensors files; got: "
-                f"{one_line(error)}. Copy or save the model again."
-            ) from error
-        self.shapes: dict[str, tuple[int, ...]] = shapes
+        headers = {(tensor.file.name, tensor.name): tensor for tensor in read_headers(folder)}
+        index = read_index(folder)
+        # Without an index a name that stands in several files is the last one's.
+        listed = index or {name: file for file, name in headers}
+        if missing := [name for name, file in listed.items() if (file, name) not in headers]:
+            raise incomplete(folder, f"no {missing[0]!r:.100} in {listed[missing[0]]!r}")
+        self._files = {name: folder / file for name, file in listed.items()}
+        self.shapes = {name: headers[file, name].shape for name, file in listed.items()}
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows `first` to `last` of a tensor, float32."""
         with safe_open(self._files[name], framework="pt") as opened:
             rows: Tensor = opened.get_slice(name)[first:last]
             return rows.to(torch.float32)
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        with safe_open(self._files[name], framework="pt") as opened:
-            return tuple(opened.get_slice(name).get_shape())
 
 
 class MetaModel:
@@ -175,21 +160,6 @@ class MetaModel:
         return unsound
 
 
-def take_backbone(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """Give a scalar model the backbone of a language model, adapters included; in place.
-
-    Raises:
-        ModelError: the family's two classes have backbones of two kinds.
-    """
-    if type(model.base_model) is not type(other.base_model):
-        raise ModelError(
-            f"family {model.config.model_type!r} must have one backbone for both heads; got "
-            f"{type(other.base_model).__name__} and {type(model.base_model).__name__}. Choose "
-            "another family for the reward model and critic."
-        )
-    setattr(model, model.base_model_prefix, other.base_model)
-
-
 def empty_causal_lm(
     path: str | Path, *, dropout: float = 0.0, trust_remote_code: bool = False
 ) -> MetaModel | None:
@@ -258,8 +228,7 @@ def _without_weights(
     kind: type, config: PreTrainedConfig, trust_remote_code: bool
 ) -> PreTrainedModel:
     if kind is AutoModelForSequenceClassification and config.num_labels != 1:
-        config.num_labels = 1
-        config.problem_type = "regression"
+        one_output(config)
     with _parameters_on_meta(), quiet(), torch.random.fork_rng(devices=[]):
         model = kind.from_config(  # type: ignore[attr-defined]
             config,

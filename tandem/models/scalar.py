@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoModelForSequenceClassification,
@@ -24,6 +23,7 @@ from transformers import (
 from tandem.errors import ModelError
 from tandem.models.adapter import load_adapter
 from tandem.models.classifiers import require_classifier
+from tandem.models.folder import read_headers
 from tandem.models.hf_logging import quiet
 from tandem.models.load import (
     attention_for,
@@ -101,7 +101,7 @@ def new_scalar_model(
     """
     require_decoder(config, config.model_type)
     require_classifier(config, config.model_type)
-    _one_output(config)
+    one_output(config)
     set_dropout(config, dropout)
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(seed)
@@ -122,16 +122,8 @@ def has_scalar_head(source: Located, config: PreTrainedConfig) -> bool:
     """
     if config.architectures:
         return any(name.endswith("ForSequenceClassification") for name in config.architectures)
-    for file in sorted(source.folder.glob("*.safetensors")) if source.folder else []:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                if f"{SCALAR_HEAD}.weight" in set(opened.keys()):
-                    return True
-        except SafetensorError as error:
-            raise ModelError(
-                f"{file} must be a whole safetensors file; got: {error}. Copy the model again."
-            ) from error
-    return False
+    tensors = read_headers(source.folder) if source.folder else []
+    return any(tensor.name == f"{SCALAR_HEAD}.weight" for tensor in tensors)
 
 
 def token_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
@@ -223,26 +215,35 @@ def _on_language_model(source: Located, dropout: float, trust_remote_code: bool)
         source.name, dropout=dropout, trust_remote_code=trust_remote_code
     )
     config = language_model.config
-    _one_output(config)
+    one_output(config)
     with torch.device("meta"), quiet():
         model = AutoModelForSequenceClassification.from_config(
             config, dtype=torch.float32, trust_remote_code=trust_remote_code
         )
     head = _require_head(model)
-    if type(model.base_model) is not type(language_model.base_model):
-        raise ModelError(
-            f"family {config.model_type!r} must have one backbone for both heads; got "
-            f"{type(language_model.base_model).__name__} and {type(model.base_model).__name__}. "
-            "Choose another family for the reward model and critic."
-        )
-    setattr(model, model.base_model_prefix, language_model.base_model)
+    take_backbone(model, language_model)
     model.config = config
     head.to_empty(device=language_model.device)
     return model.eval()
 
 
-def _one_output(config: PreTrainedConfig) -> None:
-    """One number per row, which Hugging Face calls regression."""
+def take_backbone(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Give a scalar model the backbone of a language model, adapters included; in place.
+
+    Raises:
+        ModelError: the family's two classes have backbones of two kinds.
+    """
+    if type(model.base_model) is not type(other.base_model):
+        raise ModelError(
+            f"family {model.config.model_type!r} must have one backbone for both heads; got "
+            f"{type(other.base_model).__name__} and {type(model.base_model).__name__}. Choose "
+            "another family for the reward model and critic."
+        )
+    setattr(model, model.base_model_prefix, other.base_model)
+
+
+def one_output(config: PreTrainedConfig) -> None:
+    """Have a config score with one number, which Hugging Face calls regression; in place."""
     config.num_labels = 1
     config.problem_type = "regression"
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.errors import ModelError
+from tandem.models.modes import evaluating
 from tandem.models.twin import decodes, kv_shapes, twin_of
 from tandem.ops.attention_context import BLOCK_TOKENS, Decode, KVMemory, Packed, attending
 
@@ -88,15 +89,11 @@ def check_twin(
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(config.vocab_size, (n,), generator=generator) for n in lengths]
     rows = [row.to(model.device) for row in rows]
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         runs = own or model
         full = torch.cat([runs(input_ids=row[None], use_cache=False).logits[0] for row in rows])
         packed = _packed_logits(model, rows)
         decoded = _decoded_logits(model, rows, make_decoder or _Modules) if decodes(model) else None
-    finally:
-        model.train(was_training)
     to_model = _require_close(full, packed, config.model_type, "packed")
     if decoded is None:
         return Agreement(False, math.inf, to_model)

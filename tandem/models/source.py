@@ -12,28 +12,14 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
+from tandem.models.folder import read_object
 from tandem.models.hf_logging import quiet
 from tandem.models.validate_checkpoint import (
     check_finite,
     check_folder,
     check_weights,
-    one_line,
-    read_object,
 )
-
-__all__ = [
-    "ADAPTER_CONFIG",
-    "Located",
-    "adapter_base",
-    "keep_saved_dtype",
-    "load_config",
-    "load_weights",
-    "locate",
-    "one_line",
-    "read_adapter_config",
-    "require_config",
-    "saved_dtype",
-]
+from tandem.text import one_line
 
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_TIMEOUT_SECONDS = 10.0

@@ -8,7 +8,6 @@ kilobytes and makes the modules on the meta device, where they take no memory.
 
 from __future__ import annotations
 
-import json
 import math
 import stat
 from collections.abc import Iterator, Mapping
@@ -17,18 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tandem.errors import ModelError
+from tandem.models.folder import read_headers, read_index, read_object, require_small
 from tandem.models.hf_logging import quiet
+from tandem.text import one_line
 
-INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _MOST_LABELS = 2**16
-_MOST_JSON_BYTES = 2**26
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # A classification folder lacks the vocabulary head, tied weights are stored once or twice; what
 # families compute for themselves (masks, rotations) is small beside the weights.
@@ -49,49 +47,9 @@ class Stored:
     largest_dim: int
 
 
-def one_line(error: BaseException) -> str:
-    """What an error says, in at most 300 characters of one line that prints."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # an error of someone's own class, whose text is another mistake
-        text = ""
-    text = text or type(error).__name__
-    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-    return text if len(text) <= 300 else text[:297] + "..."
-
-
 def is_panic(error: BaseException) -> bool:
     """Whether Rust code gave up (a tokenizer's regular expression, say): no `Exception`."""
     return type(error).__module__ == "pyo3_runtime"
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """A JSON file that holds one object.
-
-    Raises:
-        ModelError: it holds anything else, or more than 64 MiB.
-    """
-    _require_small(file)
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise ModelError(
-            f"{str(file)!r} must be JSON; got: {one_line(error)}. Copy or save it again."
-        ) from error
-    if not isinstance(content, dict):
-        raise ModelError(
-            f"{str(file)!r} must hold a JSON object; got {type(content).__name__}. "
-            "Copy or save it again."
-        )
-    return content
-
-
-def _require_small(file: Path) -> None:
-    if file.exists() and (size := file.stat().st_size) > _MOST_JSON_BYTES:
-        raise ModelError(
-            f"{str(file)!r} must have at most {_MOST_JSON_BYTES} bytes; got {size}. Copy or save "
-            "the model again."
-        )
 
 
 def check_folder(folder: Path) -> None:
@@ -106,19 +64,7 @@ def check_folder(folder: Path) -> None:
         _require_readable(path)
     if (folder / _CONFIG).exists():
         _check_labels(folder / _CONFIG)
-    if (folder / INDEX).exists():
-        weight_map = read_object(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(
-                f"{str(folder / INDEX)!r} must have a weight_map from weights to files; got "
-                f"{type(weight_map).__name__}. Copy or save the model again."
-            )
-        for file in weight_map.values():
-            if not _is_own_weights(file):
-                raise ModelError(
-                    f"{str(folder / INDEX)!r} must name safetensors files of its own folder; got "
-                    f"{file!r:.100}. Do not use this folder unless you know who made it."
-                )
+    read_index(folder)
     if (folder / _GENERATION_CONFIG).exists():
         settings = read_object(folder / _GENERATION_CONFIG)
         eos = settings.get("eos_token_id")
@@ -200,7 +146,7 @@ def _require_readable(path: Path) -> None:
 
 def _check_labels(file: Path) -> None:
     """transformers makes a name for every label as it reads a config."""
-    _require_small(file)
+    require_small(file)
     try:
         config = read_object(file)
     except ModelError:
@@ -217,36 +163,23 @@ def _check_labels(file: Path) -> None:
             )
 
 
-def _is_own_weights(file: Any) -> bool:
-    is_plain = isinstance(file, str) and "/" not in file and "\\" not in file and "\0" not in file
-    return is_plain and file.endswith(".safetensors") and not file.startswith(".")
-
-
 def _stored(folder: Path) -> Stored | None:
     """None where there is no safetensors file; see `check_weights` for what it raises."""
-    num_tensors = num_values = largest = 0
-    files = sorted(folder.glob("*.safetensors"))
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118, it is no mapping
-                    view = opened.get_slice(name)
-                    shape = view.get_shape()
-                    if name.endswith("weight") and view.get_dtype() not in _FLOATS:
-                        raise ModelError(
-                            f"{str(file)!r} must hold weights in 16, 32 or 64-bit floating point; "
-                            f"got {view.get_dtype()} in {one_line(Exception(name))}. Give the "
-                            "original model, or save it dequantized."
-                        )
-                    num_tensors += 1
-                    num_values += math.prod(shape)
-                    largest = max(largest, *shape, 0)
-        except (SafetensorError, OSError) as error:
+    if not any(folder.glob("*.safetensors")):
+        return None
+    tensors = read_headers(folder)
+    for tensor in tensors:
+        if tensor.name.endswith("weight") and tensor.dtype not in _FLOATS:
             raise ModelError(
-                f"weights of {str(folder)!r} must be complete safetensors files; got: "
-                f"{one_line(error)} in {file.name!r}. Copy or save the model again."
-            ) from error
-    return Stored(num_tensors, num_values, largest) if files else None
+                f"{str(tensor.file)!r} must hold weights in 16, 32 or 64-bit floating point; got "
+                f"{tensor.dtype} in {one_line(Exception(tensor.name))}. Give the original model, "
+                "or save it dequantized."
+            )
+    return Stored(
+        num_tensors=len(tensors),
+        num_values=sum(math.prod(tensor.shape) for tensor in tensors),
+        largest_dim=max((dim for tensor in tensors for dim in tensor.shape), default=0),
+    )
 
 
 def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

@@ -22,11 +22,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from tandem.errors import ModelError
 from tandem.files import replace
 from tandem.models.blocks import decoder_blocks
+from tandem.models.folder import INDEX
 from tandem.models.frozen import LinearLayer
 from tandem.models.lora import LoraLayer
 from tandem.tensor_files import Spec, TensorFile
 
-STEM = "model"
+_STEM = INDEX.split(".")[0]
 MAX_FILE_BYTES = 4 * 2**30
 """A larger model has several files, and an index of what is where."""
 _MIN_SHARE_BYTES = 2**28
@@ -139,9 +140,9 @@ def model_files(units: Sequence[Unit], num_ranks: int, max_bytes: int) -> list[W
             filled = 0
         parts[-1].append(unit)
         filled += unit.num_bytes
-    names = [f"{STEM}-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+    names = [f"{_STEM}-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
     if len(parts) == 1:
-        names = [f"{STEM}.safetensors"]
+        names = [f"{_STEM}.safetensors"]
     metadata = {"format": "pt"}
     return [WeightFile(n, part, metadata) for n, part in zip(names, parts, strict=True)]
 
@@ -158,7 +159,7 @@ def write_index(folder: Path, files: Sequence[WeightFile]) -> None:
         },
         "weight_map": {name: file.name for file in files for name in sorted(file.specs)},
     }
-    replace(folder / f"{STEM}.safetensors.index.json", _json(index))
+    replace(folder / INDEX, _json(index))
 
 
 def write_files(folder: Path, files: Sequence[WeightFile], writers: Writers) -> None:
@@ -202,8 +203,8 @@ def write_files(folder: Path, files: Sequence[WeightFile], writers: Writers) -> 
 
 def remove_others(folder: Path, files: Sequence[WeightFile]) -> None:
     """Remove what an earlier save left of weights under other names."""
-    index = {f"{STEM}.safetensors.index.json"} if len(files) > 1 else set()
-    for old in folder.glob(f"{STEM}*.safetensors*"):
+    index = {INDEX} if len(files) > 1 else set()
+    for old in folder.glob(f"{_STEM}*.safetensors*"):
         if old.name not in {file.name for file in files} | index:
             old.unlink()
 

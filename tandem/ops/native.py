@@ -28,6 +28,8 @@ from pathlib import Path
 
 import torch
 
+from tandem.text import first_line
+
 if sys.platform != "win32":
     import fcntl
 
@@ -59,7 +61,7 @@ def why_not() -> str:
             library = _built(compiler)
         torch.ops.load_library(str(library))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return _missing(f"the C++ operations did not build: {_first_line(error)}")
+        return _missing(f"the C++ operations did not build: {first_line(error)}")
     return ""
 
 
@@ -294,7 +296,3 @@ def _failure(output: str, log: Path) -> str:
     errors = [line for line in lines if "error" in line.lower()]
     first = (errors or lines or ["the compiler failed without a word"])[0].strip()
     return f"{first} ({log if log.is_file() else 'no log could be written'})"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -24,7 +24,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.errors import RankError, TandemError
+from tandem.errors import RankError
+from tandem.text import named_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -92,7 +93,7 @@ def watching(rank: int, size: int, *, interval: float = INTERVAL_SECONDS) -> Ite
         yield
     except Exception as error:
         if not is_collective_failure(error):
-            watch.end("failed", first_line(error))
+            watch.end("failed", named_line(error))
             raise
         raise RankError(watch.explain(error)) from error
     except BaseException:
@@ -139,7 +140,7 @@ class Watch:
             )
         missing = blame(before, after, mine)
         if not missing:
-            return f"rank {mine.rank} lost the others in {mine.where()}: {first_line(error)}"
+            return f"rank {mine.rank} lost the others in {mine.where()}: {named_line(error)}"
         named = "; ".join(missing[:_NAMED_AT_MOST])
         more = f"; and {len(missing) - _NAMED_AT_MOST} more" if missing[_NAMED_AT_MOST:] else ""
         return f"rank {mine.rank} waited in {mine.where()} for {named}{more}"
@@ -229,13 +230,6 @@ def is_collective_failure(error: BaseException) -> bool:
         return True
     calls = _calls(traceback.walk_tb(error.__traceback__))
     return type(error) is RuntimeError and bool(calls) and _DISTRIBUTED in calls[-1][0]
-
-
-def first_line(error: BaseException) -> str:
-    """An exception as one line: its class, unless it is ours, and the first line it says."""
-    said = str(error).strip().splitlines()
-    name = "" if isinstance(error, TandemError) else type(error).__name__
-    return ": ".join(part for part in (name, said[0] if said else "") if part)
 
 
 def _calls(walk: Iterable[tuple[Any, int]]) -> list[tuple[str, int, str]]:

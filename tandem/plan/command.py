@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from tandem.config.flags import parse_run_flags
+from tandem.config.flags import Parser, parse_run_flags
 from tandem.errors import ConfigError
 from tandem.plan.cases import Axes, why_left_out
 from tandem.plan.sweep import Sweep, planned, run_sweep
@@ -84,13 +84,8 @@ def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="tandem sweep",
         usage=argparse.SUPPRESS,
         description=_USAGE,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from transformers import PreTrainedConfig
 
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_of
 from tandem.engine.devices import resolve_device, resolve_dtype
+from tandem.generation.native_runner import FAMILIES
+from tandem.memory.model import MemoryPlan, layout_of
+from tandem.memory.shape import shape_of
+from tandem.memory.steps import PPOWork, ppo_memory, supervised_memory
 from tandem.ops import native
-from tandem.plan.memory import Layout, MemoryPlan
-from tandem.plan.shape import shape_of
-from tandem.plan.steps import PPOWork, ppo_memory, supervised_memory
-
-# Whose decoding on a CPU reads packed weights (generation/native_runner.py).
-_PACKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def plan_memory(
@@ -35,48 +35,31 @@ def plan_memory(
         ConfigError: there is no such step.
     """
     stage, parallel = stage_of(step), config.parallel
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    layout = partial(layout_of, config, ranks, device=device, dtype=dtype)
     if stage.family == "rl":
         actor, value = shape_of(model), shape_of(critic or model, scalar=True)
-        policy = _layout(config, ranks, parallel.actor_zero_stage, average=config.ppo.ema)
+        policy = layout(parallel.actor_zero_stage, average=config.ppo.ema)
         packs = (
-            model.model_type in _PACKED_FAMILIES
-            and resolve_device(config.device).type == "cpu"
+            model.model_type in FAMILIES
+            and device.type == "cpu"
             and config.dtype != "fp16"
             and not (policy.lora_rank or parallel.inference_tp_size > 1)
             and config.hybrid_engine
             and native.available()
         )
         work = _ppo_work(config, prompt_tokens or config.dataset.max_prompt_tokens, ranks, packs)
-        return ppo_memory(
-            actor, value, policy, _layout(config, ranks, parallel.critic_zero_stage), work
-        )
+        return ppo_memory(actor, value, policy, layout(parallel.critic_zero_stage), work)
     scalar = stage.leaves == "reward model"
     zero = parallel.critic_zero_stage if "critic" in stage.trains else parallel.actor_zero_stage
     return supervised_memory(
         shape_of(model, scalar=scalar),
-        _layout(config, ranks, zero),
+        layout(zero),
         tokens=config.micro_batch_tokens,
         answered=config.micro_batch_tokens,
         reference="reference" in stage.freezes,
         reference_on_host="reference" in parallel.offload,
-    )
-
-
-def _layout(config: RunConfig, ranks: int, stage: int, *, average: bool = False) -> Layout:
-    device = resolve_device(config.device)
-    return Layout(
-        ranks=ranks,
-        replicas=config.parallel.replicas,
-        stage=stage,
-        half=resolve_dtype(config.dtype, device).itemsize == 2,
-        lora_rank=config.lora.rank,
-        frozen=config.parallel.frozen_weights,
-        shares_base=config.parallel.shared_base,
-        offload_optimizer="optimizer" in config.parallel.offload,
-        offload_params="params" in config.parallel.offload,
-        on_cpu=device.type == "cpu",
-        moving_average=average,
-        checkpointing=config.gradient_checkpointing,
     )
 
 

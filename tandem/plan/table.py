@@ -12,9 +12,10 @@ from markupsafe import Markup
 from tandem.config.stages import stage_of
 from tandem.files import replace as replace_file
 from tandem.metrics.metric import PHASES
-from tandem.metrics.text import duration, short_number, visible, with_unit
+from tandem.metrics.text import duration, short_number, with_unit
 from tandem.plan.cases import LeftOut, why_left_out
 from tandem.plan.results import Result
+from tandem.text import visible_lines
 
 _COLUMNS: dict[str, Callable[[Result], str]] = {
     "step": lambda r: r.step,
@@ -27,7 +28,7 @@ _COLUMNS: dict[str, Callable[[Result], str]] = {
     "GPU peak": lambda r: with_unit(r.gpu_peak, "bytes") if r.gpu_peak else "",
     "loss or reward": lambda r: _number(r.outcome),
     "wall": lambda r: duration(r.wall_seconds),
-    "error": lambda r: visible(r.error),
+    "error": lambda r: visible_lines(r.error),
 }
 _LEFT_ALIGNED = ("step", "case", "error")
 
@@ -60,7 +61,7 @@ svg text {{ font-size: 12px; fill: #17202c; }} svg .end {{ text-anchor: end; }}
 def summary_line(result: Result) -> str:
     """A finished case in one line."""
     if result.exit_code:
-        return f"failed with exit code {result.exit_code}: {visible(result.error)}"
+        return f"failed with exit code {result.exit_code}: {visible_lines(result.error)}"
     parts = [duration(result.wall_seconds)]
     parts += [f"{phase} {rate:,.0f} tokens/s" for phase, rate in result.tokens_per_second.items()]
     if result.peak:
@@ -91,7 +92,7 @@ def text_table(results: Sequence[Result], left_out: Sequence[LeftOut]) -> str:
         ).rstrip()
         for row in (names, *cells)
     ]
-    lines += [visible(line) for line in why_left_out(left_out)]
+    lines += [visible_lines(line) for line in why_left_out(left_out)]
     return "\n".join(lines) + "\n"
 
 
@@ -120,7 +121,7 @@ def csv_table(results: Sequence[Result]) -> str:
         writer.writerow(
             [r.step, r.name, r.ranks]
             + [_plain(r.knobs.get(name, "")) for name in knobs]
-            + [r.exit_code, visible(r.error), r.wall_seconds, r.steps, r.outcome]
+            + [r.exit_code, visible_lines(r.error), r.wall_seconds, r.steps, r.outcome]
             + [r.seconds.get(p) for p in phases]
             + [r.tokens_per_second.get(p) for p in phases]
             + [r.device_bytes.get(p) for p in phases]
@@ -142,10 +143,10 @@ def page(results: Sequence[Result], left_out: Sequence[LeftOut], name: str) -> s
                 parts.append(Markup("<h3>{}</h3>{}").format(title, bars(title, unit, known)))
         parts.append(_html_table(of_step))
     reasons = [line.removeprefix("left out ") for line in why_left_out(left_out)]
-    items = [Markup("<li>{}</li>").format(visible(line)) for line in reasons]
+    items = [Markup("<li>{}</li>").format(visible_lines(line)) for line in reasons]
     if items:
         parts.append(Markup("<h2>Left out</h2><ul>{}</ul>").format(Markup("").join(items)))
-    return str(_PAGE.format(name=visible(name), body=Markup("").join(parts)))
+    return str(_PAGE.format(name=visible_lines(name), body=Markup("").join(parts)))
 
 
 def bars(title: str, unit: str, values: Sequence[tuple[str, float]]) -> Markup:
@@ -158,7 +159,7 @@ def bars(title: str, unit: str, values: Sequence[tuple[str, float]]) -> Markup:
             '<rect class="bar" x="{}" y="{}" width="{:.1f}" height="{}"/>'
             '<text x="{:.1f}" y="{}">{}</text>'
         ).format(
-            _LABEL - 8, i * _ROW + 15, visible(label),
+            _LABEL - 8, i * _ROW + 15, visible_lines(label),
             _LABEL, i * _ROW + 4, room * value / most, _ROW - 8,
             _LABEL + room * value / most + 6, i * _ROW + 15, with_unit(value, unit),
         )

@@ -16,7 +16,6 @@ from tandem.config.load import load_config
 from tandem.config.nearest import listed
 from tandem.config.schema import SamplingConfig
 from tandem.config.stages import latest_first, policy_folders, policy_stages
-from tandem.data.excerpt import visible
 from tandem.data.render import Renderer
 from tandem.errors import ModelError, TandemError
 from tandem.generation.detokenizer import AnswerText
@@ -25,6 +24,7 @@ from tandem.generation.streaming import stream
 from tandem.models.checkpoint_ref import model_folders
 from tandem.models.eos import load_stop_ids
 from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.text import visible, visible_lines
 from tandem.types import Message
 
 HELP = """\
@@ -226,7 +226,7 @@ def _say(talk: Conversation, write: Callable[[str], None]) -> None:
     write("assistant> ")
     try:
         for text in talk.answer():
-            write("\n".join(map(visible, text.split("\n"))))
+            write(visible_lines(text))
         write("\n")
     except KeyboardInterrupt:
         write(" [stopped]\n")

@@ -7,25 +7,24 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.load import config_knobs
 from tandem.config.schema import RunConfig
 from tandem.config.stages import of_family, policy_folders
-from tandem.engine.forward import generation_weights
-from tandem.engine.loading import place_policy, place_scalar
+from tandem.engine.loading import place_policy
 from tandem.engine.rollouts import answered
-from tandem.engine.scoring import RewardScorer
+from tandem.engine.scoring import RewardScorer, place_scorer
 from tandem.generation.generator import Stops
 from tandem.metrics.folder import EVALUATION_FILE, finished_stages
+from tandem.models.load import load_tokenizer
 from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import tensor_group
-from tandem.training.evaluate import language_model_metrics, preference_metrics
+from tandem.training.evaluate import answer_metrics, language_model_metrics, preference_metrics
 from tandem.training.experience import score_answers
 from tandem.training.reward_function import load_reward_function
 from tandem.training.run_folder import Run
-from tandem.training.stage_data import StepRows, load_renderer
+from tandem.training.stage_data import StepRows
 from tandem.types import PromptRow, Rollout
 
 NUM_SHOWN = 8
@@ -84,7 +83,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
             scored = score_answers(rollout, scorer, rows.renderer, config.ppo, function, run.world)
             # Without penalties and clips; NaN where nothing scores.
             scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).cpu()
-            models[label] |= rollout_metrics(rollout, scores)
+            models[label] |= answer_metrics(rollout, scored)
             for shown, text, score in zip(
                 answers, rollout.responses, scores.tolist(), strict=False
             ):
@@ -121,22 +120,8 @@ def answer(
     model: PreTrainedModel, prompts: Sequence[PromptRow], rows: StepRows, config: RunConfig
 ) -> Rollout:
     """One sampled answer per prompt, the same random numbers for every policy."""
-    world = shards_of(model).world
-    group = tensor_group(world, config.parallel.inference_tp_size)
-    with torch.no_grad(), generation_weights(model, group):
-        stops = Stops.of(rows.renderer)
-        return answered(model.eval(), prompts, config, stops, world, step=0, group=group)
-
-
-def rollout_metrics(rollout: Rollout, scores: Tensor) -> dict[str, float]:
-    """Mean score (where there is one), EOS rate and length of a policy's answers."""
-    metrics = {
-        "heldout_eos_rate": float(rollout.finished.float().mean()),
-        "heldout_response_tokens": rollout.batch.num_response_tokens / len(rollout),
-    }
-    if not bool(scores.isnan().all()):
-        metrics["heldout_reward"] = float(scores.nanmean())
-    return metrics
+    group = tensor_group(shards_of(model).world, config.parallel.inference_tp_size)
+    return answered(model, prompts, config, Stops.of(rows.renderer), step=0, group=group)
 
 
 def _uses_function(config: RunConfig) -> bool:
@@ -149,9 +134,5 @@ def _scorer(run: Run) -> RewardScorer | None:
         return None
     if rl and run.config.ppo.reward_model_weight == 0:
         return None
-    config = run.config
-    model = place_scalar(
-        source, config, run.world, trained=False, seed=config.seed, needs_head=True
-    )
-    _, renderer = load_renderer(source, trust_remote_code=config.trust_remote_code)
-    return RewardScorer(model, renderer, max_tokens=config.micro_batch_tokens)
+    tokenizer = load_tokenizer(source, trust_remote_code=run.config.trust_remote_code)
+    return place_scorer(source, tokenizer, run.config, run.world)

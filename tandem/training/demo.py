@@ -18,15 +18,14 @@ from rich.text import Text
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_of
 from tandem.data.embedded import build_tokenizer, demo_config, judge, model_config
-from tandem.engine.scoring import RewardScorer
+from tandem.engine.scoring import place_scorer
 from tandem.metrics.report import write_report
-from tandem.models.load import load_causal_lm, new_causal_lm
+from tandem.models.load import load_causal_lm, load_tokenizer, new_causal_lm
 from tandem.models.save import save_model
-from tandem.models.scalar import load_scalar_model
 from tandem.training.compare import answer, policies
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources, train
-from tandem.training.stage_data import StepRows, load_renderer, prepare_rows
+from tandem.training.stage_data import StepRows, prepare_rows
 from tandem.types import PairRow, PromptRow
 
 
@@ -88,8 +87,7 @@ def rule_agreement(run: Run, rows: StepRows) -> float:
     """Share of held-out pairs that the reward model ranks as the rule does."""
     source = run.reward_source()
     assert source is not None  # the demo trains one
-    _, renderer = load_renderer(source, trust_remote_code=False)
-    scorer = RewardScorer(load_scalar_model(source, seed=0).eval(), renderer)
+    scorer = place_scorer(source, load_tokenizer(source), run.config, run.world)
     chosen, rejected = (scorer.raw_rows(side) for side in _sides(rows.heldout_pairs))
     return float((chosen > rejected).float().mean())
 

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.config.load import load_config
-from tandem.data.excerpt import visible
 from tandem.errors import CheckpointError
 from tandem.metrics.report import write_report
+from tandem.text import visible, visible_lines
 from tandem.training.compare import compare
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources
@@ -71,13 +71,13 @@ def figures_table(models: Mapping[str, Mapping[str, float]]) -> Table:
 
 def answers_table(shown: Mapping[str, Any]) -> Table:
     """One prompt's answers by model, each with its score."""
-    title = Text("\n".join(map(visible, shown["prompt"].split("\n"))), style="bold")
+    title = Text(visible_lines(shown["prompt"]), style="bold")
     table = Table(title=title, title_justify="left", show_lines=True)
     table.add_column("model")
     table.add_column("score", justify="right")
     table.add_column("answer", overflow="fold")
     for label, answer in shown["answers"].items():
         score = "" if answer["score"] is None else f"{answer['score']:+.2f}"
-        text = Text("\n".join(map(visible, answer["text"].split("\n"))))
+        text = Text(visible_lines(answer["text"]))
         table.add_row(label, score, text)
     return table

@@ -15,6 +15,7 @@ from tandem.data.render import Renderer
 from tandem.engine.forward import response_logprobs, scored
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.scoring import RewardScorer
+from tandem.models.modes import evaluating
 from tandem.objectives.masked import masked_sum
 from tandem.parallel.shard import shards_of
 from tandem.training.experience import ScoredAnswers, score_answers
@@ -52,10 +53,8 @@ def row_logprobs(
     def forward(part: TokenBatch) -> tuple[Tensor, ...]:
         return (response_logprobs(model, part.to(device))[0].sum(dim=1),)
 
-    was_training = model.training
-    model.eval()
-    (sums,) = scored(batch, config.micro_batch_tokens, forward, [model])
-    model.train(was_training)
+    with evaluating(model):
+        (sums,) = scored(batch, config.micro_batch_tokens, forward, [model])
     return sums.cpu()
 
 
@@ -103,19 +102,31 @@ def calibration_error(margins: Tensor, num_bins: int = 10) -> float:
     return error
 
 
+def answer_metrics(rollout: Rollout, answers: ScoredAnswers) -> dict[str, float]:
+    """EOS rate, length and, where something scores, mean score of a policy's answers; without
+    penalties and clips."""
+    metrics = {
+        "heldout_eos_rate": float(rollout.finished.float().mean()),
+        "heldout_response_tokens": rollout.batch.num_response_tokens / len(rollout),
+    }
+    if bool(answers.is_scored.any()):
+        metrics["heldout_reward"] = float(answers.mixed[answers.is_scored].mean())
+    return metrics
+
+
 def policy_metrics(
     engine: RLHFEngine,
     prompts: Sequence[PromptRow],
     config: RunConfig,
     reward_function: RewardFunction | None,
-) -> tuple[dict[str, float], Rollout | None]:
+) -> dict[str, float]:
     """Held-out reward, KL, EOS rate and length of the actor as it is, and of its average.
 
     The same random numbers, those of step 0, are used every time, so that a difference is the
     policy's.
     """
     if not prompts:
-        return {}, None
+        return {}
     rollout = engine.rollout(prompts, step=0)
 
     def scores(rollout: Rollout) -> ScoredAnswers:
@@ -131,13 +142,8 @@ def policy_metrics(
         return (logprobs - engine.reference_logprobs(part),)
 
     (ratios,) = scored(rollout.batch, config.micro_batch_tokens, log_ratios, engine.policy_models)
-    metrics = {
-        "heldout_eos_rate": float(rollout.finished.float().mean()),
-        "heldout_kl": float(masked_sum(ratios, mask)) / len(rollout),
-        "heldout_response_tokens": rollout.batch.num_response_tokens / len(rollout),
-    }
-    if bool(answers.is_scored.any()):
-        metrics["heldout_reward"] = float(answers.mixed[answers.is_scored].mean())
+    metrics = answer_metrics(rollout, answers)
+    metrics["heldout_kl"] = float(masked_sum(ratios, mask)) / len(rollout)
     if not bool(answers.function.isnan().all()):
         metrics["heldout_reward_function_score"] = float(answers.function.nanmean())
     if engine.ema is not None:
@@ -147,4 +153,4 @@ def policy_metrics(
         if bool(of_average.is_scored.any()):
             mixed = of_average.mixed[of_average.is_scored]
             metrics["heldout_reward_ema"] = float(mixed.mean())
-    return metrics, rollout
+    return metrics

@@ -81,7 +81,7 @@ class PPOStage:
         trainer, rows = self.trainer, self._rows
         engine, config = trainer.engine, trainer.config
         heldout = rows.heldout_prompts[: config.ppo.eval_prompts]
-        metrics, _ = policy_metrics(engine, heldout, config, trainer.reward_function)
+        metrics = policy_metrics(engine, heldout, config, trainer.reward_function)
         if rows.heldout_ptx:
             texts = rows.heldout_ptx
             forgetting = language_model_metrics(engine.actor, texts, rows.renderer, config)

@@ -100,7 +100,7 @@ class PPOTrainer:
         self.reward_function = reward_function
         self.ptx_rows = ptx_rows
         self.phases = phases or Phases()
-        self.budget = MicroBatchBudget(config, engine.world, say or _say_nothing)
+        self.budget = MicroBatchBudget(config, engine.world, say)
         self.kl_coef = config.ppo.kl_coef
         if num_steps := num_steps or config.ppo.steps:
             actor_steps = max(1, num_steps - config.ppo.critic_warmup_steps)
@@ -390,7 +390,3 @@ def _left_out(minibatch: Experience, skip: Skip | None) -> Iterator[None]:
         if skip is None:
             raise
         skip(bad, minibatch)
-
-
-def _say_nothing(line: str) -> None:
-    """Where nobody listens."""

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError, DataError, Stopped
-from tandem.models.validate_checkpoint import one_line
 from tandem.parallel.world import World
+from tandem.text import one_line
 from tandem.types import PromptRow, Rollout
 
 RewardFunction = Callable[..., list[float | None]]

@@ -12,7 +12,7 @@ from bench import memory
 from bench.memory import formula, main, phases_of, row_of
 from bench.memory_case import Measured, MemoryCase, measure, save_models
 from tandem.errors import ConfigError
-from tandem.plan.shape import shape_of
+from tandem.memory.shape import shape_of
 
 _MIB = 2**20
 

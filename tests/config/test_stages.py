@@ -21,10 +21,9 @@ PACKAGE = Path(tandem.__file__).parent
 OTHERWISE = {
     "config/schema.py": ({"reward"}, "where the KL goes: ppo.kl_in"),
     "config/parallel.py": ({"reward"}, "a role: parallel.offload"),
-    "engine/frozen_base.py": ({"reward"}, "a role"),
-    "engine/hybrid.py": ({"reward"}, "a role"),
+    "engine/scoring.py": ({"reward"}, "a role"),
     "plan/run.py": ({"reward"}, "a role"),
-    "plan/steps.py": ({"reward"}, "a role"),
+    "memory/steps.py": ({"reward"}, "a role"),
     "training/experience.py": ({"reward"}, "a metric, and ppo.kl_in"),
     "training/replay.py": ({"reward"}, "a column: a token's reward"),
     "metrics/names.py": ({"reward"}, "a metric, a group and a column"),

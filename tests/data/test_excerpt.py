@@ -5,22 +5,8 @@ from __future__ import annotations
 import datetime
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tandem.data.excerpt import describe, excerpt, names, visible
-
-
-@given(st.text())
-def test_visible_text_prints(text: str) -> None:
-    assert visible(text).isprintable()
-    assert visible(visible(text)) == visible(text)
-    assert text != visible(text) or text.isprintable()
-
-
-def test_escapes_are_pythons() -> None:
-    assert visible("a\x1b[31m\nb\u202e\x9b") == r"a\x1b[31m\nb\u202e\x9b"
-    assert excerpt("x" * 100) == "'" + "x" * 60 + "...'"
+from tandem.data.excerpt import describe, excerpt, names
 
 
 @pytest.mark.parametrize(
@@ -43,3 +29,7 @@ def test_describe(value: object, words: str) -> None:
 
 def test_names_are_limited() -> None:
     assert names([str(i) for i in range(10)], limit=3) == "columns 0, 1, 2 and 7 more"
+
+
+def test_long_text_is_cut() -> None:
+    assert excerpt("x" * 100) == "'" + "x" * 60 + "...'"

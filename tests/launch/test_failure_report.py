@@ -47,7 +47,7 @@ def test_an_aborted_rank_is_shown_with_whom_it_waited_for() -> None:
 def test_last_words_are_quoted_safely(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"before\n\x1b[31mred \xff words\n\n")
-    assert last_line(log) == "?[31mred \ufffd words"
+    assert last_line(log) == "\\x1b[31mred \ufffd words"
     assert last_line(log, start=log.stat().st_size) == ""
     assert last_line(tmp_path / "none") == ""
 

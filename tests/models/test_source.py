@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tandem.errors import ModelError
 from tandem.models import source
 from tandem.models.load import load_causal_lm, load_tokenizer
-from tandem.models.source import Located, adapter_base, locate, one_line, read_adapter_config
+from tandem.models.source import Located, adapter_base, locate, read_adapter_config
 
 from .families import tiny_model
 
@@ -77,11 +77,6 @@ def test_a_hub_name_that_the_hub_knows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(source, "HfApi", Hub)
     assert locate("some/model") == Located("some/model", commit="c0ffee")
-
-
-def test_long_errors_are_cut() -> None:
-    assert len(one_line(ValueError("x" * 1000))) == 300
-    assert one_line(ValueError()) == "ValueError"
 
 
 def test_broken_config(folder: Path) -> None:

@@ -15,7 +15,6 @@ from tandem.parallel.watchdog import (
     Note,
     Watch,
     blame,
-    first_line,
     is_collective_failure,
     note,
     read_notes,
@@ -112,12 +111,6 @@ def test_only_broken_exchanges_count_as_such() -> None:
     assert not is_collective_failure(RuntimeError("shapes do not match"))
     assert not is_collective_failure(ValueError("gloo"))
     assert not is_collective_failure(DataError("no rows"))
-
-
-def test_an_error_is_one_line() -> None:
-    assert first_line(ValueError("boom\nmore")) == "ValueError: boom"
-    assert first_line(KeyboardInterrupt()) == "KeyboardInterrupt"
-    assert first_line(DataError("x must hold")) == "x must hold"
 
 
 def test_alone_nothing_is_watched() -> None:

@@ -13,13 +13,13 @@ from tandem.config.schema import LoraConfig, RunConfig
 from tandem.engine.forward import response_logprobs
 from tandem.errors import ConfigError
 from tandem.generation.runner import new_memory
+from tandem.memory.model import Layout, role_memory, weight_bytes
+from tandem.memory.shape import Shape, shape_of
+from tandem.memory.steps import PPOWork, ppo_memory, supervised_memory
+from tandem.memory.work import activation_bytes, generation_bytes, kv_bytes
 from tandem.models.frozen import freeze_quantized
 from tandem.models.lora import add_lora
-from tandem.plan.memory import Layout, role_memory, weight_bytes
 from tandem.plan.run import plan_memory
-from tandem.plan.shape import Shape, shape_of
-from tandem.plan.steps import PPOWork, ppo_memory, supervised_memory
-from tandem.plan.work import activation_bytes, generation_bytes, kv_bytes
 from tests.models.families import ragged_batch, tiny_config, tiny_model, tiny_scalar
 
 SHAPE = Shape(

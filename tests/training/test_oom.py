@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import MambaConfig
 
 from tandem.config.schema import LoraConfig, RunConfig
 from tandem.engine import learner
 from tandem.engine.oom import MicroBatchBudget, is_out_of_memory
 from tandem.errors import OutOfMemoryError
+from tandem.models.load import new_causal_lm
 from tandem.parallel.world import World
+from tandem.plan.run import plan_memory
 from tandem.training.run_stages import train
 from tandem.training.stage_loop import StepLoop
 from tests.tiny import tiny_config, tiny_llama
@@ -146,9 +149,7 @@ def test_other_errors_are_not_taken_for_it() -> None:
 )
 def test_the_advice_is_what_frees_most(changes: dict[str, Any], knob: str) -> None:
     config = RunConfig(dtype="fp32", **changes)
-    model = tiny_llama(600, width=128)
-    if config.lora.rank:
-        model.requires_grad_(False)
+    model = tiny_llama(600, width=128, layers=6)
 
     def work() -> None:
         raise MemoryError
@@ -161,3 +162,34 @@ def test_what_torch_says_where_the_host_has_no_memory_left() -> None:
     with pytest.raises(RuntimeError) as failed:
         torch.empty(2**62, dtype=torch.uint8)
     assert is_out_of_memory(failed.value)
+
+
+def test_the_advice_says_what_the_memory_formula_says() -> None:
+    model = tiny_llama(600, width=128, layers=6)
+    config = RunConfig(dtype="fp32", gradient_checkpointing=True, lora=LoraConfig(rank=2))
+    peaks = [
+        plan_memory(replace(config, micro_batch_tokens=tokens), "sft", model.config).peak("train")
+        for tokens in (2**20, 2**19)
+    ]
+
+    def work() -> None:
+        raise MemoryError
+
+    budget = MicroBatchBudget(replace(config, micro_batch_tokens=2**20), World(), print)
+    freed = f"{(peaks[0] - peaks[1]) / 2**30:.2g}"
+    with pytest.raises(
+        OutOfMemoryError, match=f"--micro-batch-tokens {2**19} frees about {freed} GiB"
+    ):
+        budget.retry_on_oom("sft", model, work, lambda: None)
+
+
+def test_a_model_without_attention_gets_advice_too() -> None:
+    config = MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4)
+
+    def work() -> None:
+        raise MemoryError
+
+    with pytest.raises(OutOfMemoryError, match="frees about"):
+        MicroBatchBudget(RunConfig(), World(), print).retry_on_oom(
+            "sft", new_causal_lm(config, seed=0), work, lambda: None
+        )

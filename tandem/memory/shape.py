@@ -70,16 +70,19 @@ class Shape:
         return sum(rank * (inputs + outputs) for inputs, outputs in self.linears)
 
 
-def shape_of(config: PreTrainedConfig, *, scalar: bool = False) -> Shape:
+def shape_of(
+    config: PreTrainedConfig, *, scalar: bool = False, trust_remote_code: bool = False
+) -> Shape:
     """Count a model's weights from its config, exactly, in no memory.
 
     Args:
         scalar: with a head of one output, as critic and reward model have.
+        trust_remote_code: the config may bring its own Python code.
     """
-    model = _on_meta(config, scalar)
+    model = _on_meta(config, scalar, trust_remote_code)
     text = config.get_text_config()
     sizes = {id(p): p.numel() for p in model.parameters()}
-    heads = int(text.num_attention_heads)
+    heads = int(getattr(text, "num_attention_heads", None) or 1)  # none: a state space model
     head_width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     inner, kept = _mlp(model, int(text.hidden_size))
@@ -101,7 +104,7 @@ def shape_of(config: PreTrainedConfig, *, scalar: bool = False) -> Shape:
     )
 
 
-def _on_meta(config: PreTrainedConfig, scalar: bool) -> PreTrainedModel:
+def _on_meta(config: PreTrainedConfig, scalar: bool, trust_remote_code: bool) -> PreTrainedModel:
     config = copy.deepcopy(config)
     auto: Any = AutoModelForCausalLM
     if scalar:
@@ -110,7 +113,10 @@ def _on_meta(config: PreTrainedConfig, scalar: bool) -> PreTrainedModel:
         require_classifier(config, config.model_type)
     with torch.device("meta"), quiet():
         model: PreTrainedModel = auto.from_config(
-            config, dtype=torch.float32, attn_implementation=attention_for(config)
+            config,
+            dtype=torch.float32,
+            attn_implementation=attention_for(config),
+            trust_remote_code=trust_remote_code,
         )
     model.tie_weights()
     return model

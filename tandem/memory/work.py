@@ -9,10 +9,10 @@ import torch
 
 from tandem.generation.blocks import blocks_for
 from tandem.generation.session import PREFILL_TOKENS
+from tandem.memory.model import FLOAT, Bytes, Layout, travelling_bytes, working_bytes
+from tandem.memory.shape import Shape
 from tandem.ops.attention_context import BLOCK_TOKENS
 from tandem.ops.logits import rows_at_once
-from tandem.plan.memory import FLOAT, Bytes, Layout, travelling_bytes, working_bytes
-from tandem.plan.shape import Shape
 
 
 def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:

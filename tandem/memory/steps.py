@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from tandem.plan.memory import (
+from tandem.memory.model import (
     FLOAT,
     Bytes,
     Layout,
@@ -16,8 +16,8 @@ from tandem.plan.memory import (
     travelling_bytes,
     working_bytes,
 )
-from tandem.plan.shape import Shape
-from tandem.plan.work import activation_bytes, forward_bytes, generation_bytes, logits_bytes
+from tandem.memory.shape import Shape
+from tandem.memory.work import activation_bytes, forward_bytes, generation_bytes, logits_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.plan.shape import Shape
+import torch
+
+from tandem.config.schema import RunConfig
+from tandem.memory.shape import Shape
 
 FrozenKind = Literal["", "int8", "nf4"]
 FROZEN_BYTES: dict[FrozenKind, float] = {"": 4.0, "int8": 1 + 4 / 256, "nf4": 0.5 + 2 / 64}
@@ -93,6 +96,37 @@ class Layout:
     def compute_bytes(self) -> int:
         """Bytes of a number that is computed with."""
         return 2 if self.half else FLOAT
+
+
+def layout_of(
+    config: RunConfig,
+    ranks: int,
+    stage: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    average: bool = False,
+) -> Layout:
+    """How a trained model of a run lies.
+
+    Args:
+        stage: ZeRO's, of its role. device, dtype: what the run computes on and in.
+        average: it has a moving average.
+    """
+    return Layout(
+        ranks=ranks,
+        replicas=config.parallel.replicas,
+        stage=stage,
+        half=dtype.itemsize == 2,
+        lora_rank=config.lora.rank,
+        frozen=config.parallel.frozen_weights,
+        shares_base=config.parallel.shared_base,
+        offload_optimizer="optimizer" in config.parallel.offload,
+        offload_params="params" in config.parallel.offload,
+        on_cpu=device.type == "cpu",
+        moving_average=average,
+        checkpointing=config.gradient_checkpointing,
+    )
 
 
 @dataclass(frozen=True, slots=True)

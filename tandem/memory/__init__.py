@@ -1,0 +1,1 @@
+"""What a step needs of memory, by formula."""
