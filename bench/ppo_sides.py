@@ -219,7 +219,7 @@ def run_config(work: Work) -> RunConfig:
         "ppo.epochs": work.epochs,
         "ppo.minibatch_size": work.minibatch_size,
         "ppo.missing_eos_penalty": 0.0,
-        "ppo.target_kl": 0.0,
+        "ppo.early_stop_kl": 0.0,
         "ppo.actor.learning_rate": work.actor_learning_rate,
         "ppo.critic.learning_rate": work.critic_learning_rate,
     }

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 from tandem.config import stages
 from tandem.config.flags import Parser, help_page, parse_run_flags
-from tandem.config.load import check_ranges
-from tandem.config.nearest import listed
+from tandem.config.load import check_ranges, show_note
 from tandem.config.schema import RunConfig
+from tandem.config.spellings import listed
 from tandem.config.stages import DEFAULT, latest_first, stage_names
 from tandem.errors import ConfigError, Stopped, TandemError
 from tandem.launch.failure import complain, is_launched, leaving_at_signals
@@ -137,8 +137,9 @@ def _train(command: str, args: list[str], debug: bool) -> int:
         print(help_page(command, _run_commands()[command], everything=everything))
         print(f"\n{launch_help()}")
         return 0
-    options, flags = take_launch_flags(args)
-    config = parse_run_flags(flags, command)
+    options, flags, wrong = take_launch_flags(args)
+    note = _say_nothing if is_launched() else show_note  # the launcher has shown it
+    config = parse_run_flags(flags, command, wrong=wrong, note=note)
     if options.is_needed and not is_launched():
         from tandem.launch.run import launch
 
@@ -151,6 +152,10 @@ def _train(command: str, args: list[str], debug: bool) -> int:
         )
     with leaving_at_signals():
         return _run_steps(command, args, config)
+
+
+def _say_nothing(line: str) -> None:
+    """Takes a note that somebody else shows."""
 
 
 def _run_steps(command: str, args: list[str], config: RunConfig) -> int:

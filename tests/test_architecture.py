@@ -174,6 +174,7 @@ def test_files_and_commands_that_pages_name_are_there(page: Path) -> None:
         words = shlex.split(line, comments=True)
         if words[:1] == ["tandem"] and len(words) > 1 and words[1] in commands:
             flags = [word for word in words[2:] if word not in ("...", "[flags]")]
-            _, flags = take_launch_flags(flags)
+            _, flags, wrong = take_launch_flags(flags)
+            assert not wrong
             if "--config" not in flags:
                 parse_run_flags(flags, words[1])

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import textwrap
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NoReturn
 
@@ -22,46 +22,64 @@ from tandem.config.load import (
     plain_values,
     range_problems,
     read_file,
+    set_knob,
+    show_note,
     type_hints,
+    with_our_names,
 )
-from tandem.config.nearest import SHORT_NAMES, listed, nearest_knobs
+from tandem.config.nearest import SHORT_NAMES, advice
 from tandem.config.schema import RunConfig
+from tandem.config.spellings import knob_meant, note_of
 from tandem.config.stages import DEFAULT, sections, stage_names, stage_of
 from tandem.errors import ConfigError
 
 
-def parse_run_flags(argv: Sequence[str], command: str) -> RunConfig:
+def parse_run_flags(
+    argv: Sequence[str],
+    command: str,
+    *,
+    wrong: Sequence[str] = (),
+    note: Callable[[str], None] = show_note,
+) -> RunConfig:
     """The configuration that flags, over `--config FILE`, over the defaults, describe.
 
     Args:
         command: `train`, or the name of a single step, which then is the run's only one.
+        wrong: what is wrong with the rest of the command line, to be told with all else.
+        note: gets one line on names that were read as others (earlier ones, other trainers').
     Raises:
         ConfigError: unknown flags (with the nearest ones), values of another type or out of range,
             in flags and file, all at once; without any, what is wrong between knobs.
     """
     hints = knob_types()
-    given, problems = _KnobParser(command).read(argv)
+    given, notes, problems = _KnobParser(command).read(argv)
+    problems = [*wrong, *problems]
     values: Any = {}
     if path := given.pop("config", None):
         try:
-            values = read_file(path)
+            values, others, twice = with_our_names(read_file(path))
+            notes += [f"{path}: {'; '.join(others)}"] if others else []
+            problems += [f"{path}: {problem}" for problem in twice]
         except ConfigError as error:
             problems.append(str(error).rstrip("."))
-    config, wrong = build(values)
-    problems += [f"{path}: {problem}" for problem in wrong]
+    if notes:
+        note("; ".join(notes))
+    config, mistakes = build(values)
+    problems += [f"{path}: {problem}" for problem in mistakes]
     values = plain_values(config)
     for name, value in given.items():
-        _put(values, name, _read(value, hints[name]))
+        set_knob(values, name, _read(value, hints[name]))
     if command != "train":
         if "steps" in given:
             problems.append(
                 f"--steps must go with tandem train; tandem {command} runs {command} alone"
             )
         values["steps"] = [command]
-    config, wrong = build(values)
-    problems += wrong
+    config, mistakes = build(values)
+    problems += mistakes
     if problems:
-        raise ConfigError("; ".join([*problems, *range_problems(config)]))
+        problems += range_problems(config)
+        raise ConfigError("; ".join(problem.rstrip(".") for problem in problems))
     check_config(config)
     return config
 
@@ -84,6 +102,7 @@ def help_page(command: str, summary: str, *, everything: bool) -> str:
         lines += textwrap.wrap(text, 92, initial_indent=" " * 6, subsequent_indent=" " * 6)
     if not everything:
         lines += ["", f"All flags: tandem {command} --help-all. Each is a key of --config too."]
+        lines += ["Hugging Face's and TRL's names are read where they mean the same."]
         if command == "train":
             lines += [
                 *textwrap.wrap(
@@ -166,15 +185,35 @@ class _KnobParser(Parser):
             else:
                 self.add_argument(*options, const=_NOTHING, **settings)
 
-    def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """The flags' texts by dotted knob, and what is wrong with the command line."""
-        parsed, rest = self.parse_known_args([_dashed_flag(arg) for arg in argv])
+    def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+        """The flags' texts by dotted knob, a note on each that had another name, and what is wrong
+        with the command line."""
+        notes: list[str] = []
+        parsed, rest = self.parse_known_args([self._our_flag(arg, notes) for arg in argv])
         given = vars(parsed)
         problems = self._strangers(rest)
         for name in [name for name, value in given.items() if value is _NOTHING]:
             problems.append(f"{_flag(name)} must have a value; got none")
             del given[name]
-        return given, problems
+        return given, notes, problems
+
+    def _our_flag(self, arg: str, notes: list[str]) -> str:
+        """A flag under our name, and with dashes; a value as it is."""
+        if not arg.startswith("--"):
+            return arg
+        flag, equals, value = arg.partition("=")
+        if (ours := _dashed(flag)) not in self._option_string_actions:
+            no = "no-" if ours.startswith("--no-") else ""
+            name = ours.removeprefix(f"--{no}")
+            knob = knob_meant(name, knob_types(), self._section)
+            if knob and (not no or knob_types()[knob] is bool):
+                ours = f"--{no}{_dashed(knob)}"
+                notes.append(note_of(name, flag, ours))
+        return f"{ours}{equals}{value}"
+
+    @property
+    def _section(self) -> str:
+        return "" if self._command == "train" else stage_of(self._command).section
 
     def _strangers(self, rest: Sequence[str]) -> list[str]:
         """What belongs to no knob, each with the nearest."""
@@ -185,13 +224,10 @@ class _KnobParser(Parser):
                     problems.append(f"{word!r} belongs to no flag")
                 continue
             flag = word.split("=")[0]
-            steps = DEFAULT if self._command == "train" else (self._command,)
-            own = [stage_of(step).section for step in steps]
-            near = nearest_knobs(flag.lstrip("-").removeprefix("no-"), knob_types(), own)
-            hint = f"See {self.prog} --help-all."
-            if near:
-                spell = _flag if "." in flag else _short_flag
-                hint = f"Did you mean {listed([spell(name) for name in near])}?"
+            own = [self._section] if self._section else [stage_of(name).section for name in DEFAULT]
+            spell = _flag if "." in flag else _short_flag
+            hint = advice(flag.lstrip("-").removeprefix("no-"), knob_types(), own, spell)
+            hint = hint or f"See {self.prog} --help-all."
             problems.append(f"{flag} is not a flag of {self.prog}. {hint}")
         return problems
 
@@ -270,13 +306,6 @@ def _read(value: Any, hint: Any) -> Any:
     return value
 
 
-def _put(values: dict[str, Any], dotted: str, value: Any) -> None:
-    *sections, name = dotted.split(".")
-    for section in sections:
-        values = values[section]
-    values[name] = value
-
-
 def _flag(name: str) -> str:
     return f"--{_dashed(name)}"
 
@@ -287,14 +316,6 @@ def _short_flag(name: str) -> str:
 
 def _dashed(name: str) -> str:
     return name.replace("_", "-")
-
-
-def _dashed_flag(arg: str) -> str:
-    """--data_split and --data-split are one flag; values are left alone."""
-    if not arg.startswith("--"):
-        return arg
-    flag, equals, value = arg.partition("=")
-    return f"{_dashed(flag)}{equals}{value}"
 
 
 def _value_word(name: str) -> str:

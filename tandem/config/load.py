@@ -6,34 +6,45 @@ import dataclasses
 import difflib
 import math
 import operator
+import os
 import stat
+import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 import yaml
 
-from tandem.config.nearest import listed, nearest_knobs
-from tandem.config.parallel import frozen_base_problems
-from tandem.config.schema import OptimizerConfig, PPOConfig, RunConfig
-from tandem.config.stages import are_apart, in_order, of_family, ways
+from tandem.config.nearest import advice
+from tandem.config.rules import rule_problems
+from tandem.config.schema import RunConfig
+from tandem.config.spellings import knob_meant, note_of
 from tandem.errors import ConfigError
 
 T = TypeVar("T")
 
 
-def load_config(path: str | Path) -> RunConfig:
+def show_note(line: str) -> None:
+    """Print a note to stderr, once where several ranks read the same configuration."""
+    if os.environ.get("RANK", "0") == "0":
+        shown = line if line.isprintable() else ascii(line)[1:-1]  # it may have a file's name
+        print(f"note: {shown}", file=sys.stderr)
+
+
+def load_config(path: str | Path, *, note: Callable[[str], None] = show_note) -> RunConfig:
     """Read a YAML file of knobs; missing ones keep their defaults.
 
+    Args:
+        note: gets one line on names that were read as others (earlier ones, other trainers').
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong (all of them listed, an
             unknown key with the nearest known one). Ranges are checked by `check_config`, after
             flags have had their say.
     """
-    return build_config(read_file(path), where=f"{path}: ")
+    return build_config(read_file(path), where=f"{path}: ", note=note)
 
 
 def read_file(path: str | Path) -> Any:
@@ -59,24 +70,65 @@ def read_file(path: str | Path) -> Any:
     return {} if raw is None else raw
 
 
-def build_config(values: Any, *, where: str = "") -> RunConfig:
+def build_config(
+    values: Any, *, where: str = "", note: Callable[[str], None] = show_note
+) -> RunConfig:
     """A configuration from nested plain values; missing knobs keep their defaults.
 
     Args:
-        where: begins every complaint, such as "run.yaml: ".
+        where: begins every complaint and note, such as "run.yaml: ".
+        note: as for `load_config`.
     Raises:
         ConfigError: keys or types that cannot be, all of them.
     """
-    config, problems = build(values)
+    values, notes, problems = with_our_names(values)
+    if notes:
+        note(f"{where}{'; '.join(notes)}")
+    config, wrong = build(values)
+    problems += wrong
     if problems:
         raise ConfigError("; ".join(f"{where}{problem}" for problem in problems))
     return config
 
 
 def build(values: Any) -> tuple[RunConfig, list[str]]:
-    """As `build_config`, but with the complaints beside it; wrong knobs have their defaults."""
+    """As `build_config`, by our names alone and with the complaints beside it; wrong knobs have
+    their defaults."""
     problems: list[str] = []
     return _build(RunConfig, values, "", problems), problems
+
+
+def with_our_names(values: Any) -> tuple[Any, list[str], list[str]]:
+    """Nested values with the knobs under our names, a note on each that had another, and what is
+    wrong with those. Names that stand for no single knob are left, for `build` to refuse."""
+    others: list[tuple[str, str, Any]] = []
+    values = _without_aliases(values, "", [name for name, _ in config_knobs()], others)
+    notes, problems = [], []
+    for name, knob, value in others:
+        if not set_knob(values, knob, value, replace=False):
+            problems.append(
+                f"{name} must not be given beside {knob}, the same knob; got both. Remove one"
+            )
+        notes.append(note_of(name, name, knob))
+    return values, notes, problems
+
+
+def set_knob(values: Any, dotted: str, value: Any, *, replace: bool = True) -> bool:
+    """Put a knob into nested values, in place; whether it is there now.
+
+    Args:
+        replace: a value that is there already; without it that one is kept. A section that is no
+            mapping always is.
+    """
+    *sections, name = dotted.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            return True
+    if name in values and not replace:
+        return False
+    values[name] = value
+    return True
 
 
 def dump_config(config: RunConfig) -> str:
@@ -103,7 +155,7 @@ def check_config(config: RunConfig) -> None:
         ConfigError: one message with all that is wrong.
     """
     wrong_types = list(_type_problems(config))
-    if problems := wrong_types or [*range_problems(config), *_rule_problems(config)]:
+    if problems := wrong_types or [*range_problems(config), *rule_problems(config)]:
         raise ConfigError("; ".join(problems))
 
 
@@ -159,6 +211,24 @@ def plain_values(value: Any) -> Any:
     return value
 
 
+def _without_aliases(
+    raw: Any, prefix: str, knobs: list[str], others: list[tuple[str, str, Any]]
+) -> Any:
+    """A copy without the names that stand for other knobs: those go to `others`, with the knob."""
+    if not isinstance(raw, Mapping):
+        return raw
+    kept: dict[Any, Any] = {}
+    for key, value in raw.items():
+        name = f"{prefix}{key}"
+        if any(knob.startswith(f"{name}.") for knob in knobs):
+            kept[key] = _without_aliases(value, f"{name}.", knobs, others)
+        elif name not in knobs and (knob := knob_meant(name, knobs)):
+            others.append((name, knob, value))
+        else:
+            kept[key] = value
+    return kept
+
+
 def _build(cls: type[T], raw: Any, prefix: str, problems: list[str]) -> T:
     """One dataclass from a mapping, noting every problem and going on."""
     if not isinstance(raw, Mapping):
@@ -183,9 +253,11 @@ def _build(cls: type[T], raw: Any, prefix: str, problems: list[str]) -> T:
 def _hint(name: str, here: typing.Iterable[str]) -> str:
     """What may have been meant by a key; else the keys that there are in its section."""
     sections = [f.name for f in dataclasses.fields(RunConfig) if f.default is dataclasses.MISSING]
-    near = nearest_knobs(name, [knob for knob, _ in config_knobs()])
-    near = near or difflib.get_close_matches(name, sections, n=1)
-    return f"Did you mean {listed(near)}?" if near else f"Known here: {', '.join(here)}."
+    if told := advice(name, [knob for knob, _ in config_knobs()], [], str):
+        return told
+    if near := difflib.get_close_matches(name, sections, n=1):
+        return f"Did you mean {near[0]}?"
+    return f"Known here: {', '.join(here)}."
 
 
 def _convert(value: Any, hint: Any) -> Any:
@@ -261,129 +333,3 @@ def bounds_text(knob: dataclasses.Field[Any]) -> str:
     """A knob's range in words, such as ">= 0 and < 1"; empty if it has none."""
     bounds: dict[str, float] = knob.metadata.get("bounds", {})
     return " and ".join(f"{_SYMBOLS[name]} {bound:g}" for name, bound in bounds.items())
-
-
-def _rule_problems(config: RunConfig) -> typing.Iterator[str]:
-    """Rules that tie knobs together: a knob that would be ignored is an error."""
-    ppo, steps = config.ppo, config.steps
-    if not _is_path(config.output_dir):
-        shown = ascii(config.output_dir[:80])
-        yield (
-            "output_dir must be a path that prints, of names of at most 200 bytes; got "
-            f"{shown}. Choose another"
-        )
-    elif Path(config.output_dir).parts[:1] and Path(config.output_dir).parts[0].startswith("~"):
-        yield (
-            "output_dir must begin with a home folder that there is, where it begins with ~; got "
-            f"{config.output_dir[:80]!a}. Write the whole path"
-        )
-    if not steps:
-        yield "steps must name at least one step; got none. Use e.g. --steps sft reward ppo"
-    if len(set(steps)) != len(steps):
-        yield f"steps must name each step once; got {' '.join(steps)}"
-    yield from _order_problems(steps)
-    rl = of_family(steps, "rl")
-    if rl and (config.dropout > 0 or config.lora.dropout > 0):
-        yield (
-            f"dropout and lora.dropout must be 0 where {rl[0].name} is among the steps (two "
-            f"forwards of one policy must agree); got {config.dropout:g} and "
-            f"{config.lora.dropout:g}"
-        )
-    split = config.dataset.split
-    if split and (len(split) != 3 or any(share < 0 for share in split)):
-        yield (
-            "dataset.split must be three shares >= 0 (SFT, reward model, PPO); "
-            f"got {','.join(f'{share:g}' for share in split)}. Use e.g. 2,4,4"
-        )
-    elif split and sum(split) <= 0:
-        yield "dataset.split must have a share above 0; got 0,0,0. Use e.g. 2,4,4"
-    if not all(0 <= beta < 1 for o in _optimizers(config) for beta in o.betas):
-        yield "betas must be within [0, 1)"
-    if ppo.kl_target > 0 and ppo.kl_coef == 0:
-        yield "ppo.kl_coef must be > 0 when ppo.kl_target steers it; got 0"
-    if ppo.kl_in == "loss" and ppo.kl_estimator == "k1":
-        yield (
-            "ppo.kl_estimator must be k2 or k3 when ppo.kl_in is loss; got k1, whose gradient "
-            "there is zero on average"
-        )
-    rollout_size = ppo.prompts_per_step * config.sampling.samples_per_prompt
-    if ppo.minibatch_size > rollout_size:
-        yield (
-            "ppo.minibatch_size must be at most ppo.prompts_per_step * "
-            f"sampling.samples_per_prompt ({rollout_size}); got {ppo.minibatch_size}. "
-            f"Give --ppo.minibatch-size {rollout_size} or less"
-        )
-    yield from _parallel_problems(config)
-    if config.sampling.min_new_tokens > config.sampling.max_new_tokens:
-        yield (
-            "sampling.min_new_tokens must be at most sampling.max_new_tokens "
-            f"({config.sampling.max_new_tokens}); got {config.sampling.min_new_tokens}"
-        )
-    yield from _unread(ppo)
-    if rl and ppo.reward_model_weight == 0 and not ppo.reward_function:
-        yield "ppo.reward_model_weight must be > 0 without a ppo.reward_function; got 0"
-
-
-def _order_problems(steps: typing.Sequence[str]) -> typing.Iterator[str]:
-    """Steps that are not in their order, or cannot be in one run."""
-    stages = in_order(steps)
-    apart = [(a, b) for a in stages for b in stages if a is not b and are_apart(a, b)]
-    if not apart and list(dict.fromkeys(steps)) == [stage.name for stage in stages]:
-        return
-    orders = ", or ".join(" ".join(way) for way in sorted(ways(), key=len, reverse=True))
-    problem = f"steps must be in the order {orders}; got {' '.join(steps)}"
-    if apart:
-        one, other = apart[0]
-        both = " and ".join(name for name in one.after if name in other.after)
-        problem += (
-            f". {one.name} and {other.name}{f' both start from {both}' if both else ''}: "
-            "run them in two folders"
-        )
-    yield problem
-
-
-def _parallel_problems(config: RunConfig) -> typing.Iterator[str]:
-    yield from frozen_base_problems(config.parallel, config.lora.rank)
-    if config.parallel.inference_tp_size > 1 and not config.hybrid_engine:
-        yield (
-            "parallel.inference_tp_size must be 1 where hybrid_engine is off (slices are of "
-            f"Tandem's engine); got {config.parallel.inference_tp_size}"
-        )
-
-
-_READ_WITH = {
-    "ptx_coef": "ptx_data",
-    "ptx_batch_size": "ptx_data",
-    "ema_decay": "ema",
-    "kl_horizon": "kl_target",
-    "reward_function_weight": "reward_function",
-}
-"""Knobs of PPO that mean something only where another is set."""
-
-
-def _unread(ppo: PPOConfig) -> typing.Iterator[str]:
-    """What was set although nothing will read it."""
-    defaults = PPOConfig()
-    for name, needed in _READ_WITH.items():
-        if getattr(ppo, name) != getattr(defaults, name) and not getattr(ppo, needed):
-            yield (
-                f"ppo.{name} must go with ppo.{needed}, without which nothing reads it; got "
-                f"{getattr(ppo, name):g}. Set ppo.{needed}, or remove ppo.{name}"
-            )
-
-
-def _is_path(text: str) -> bool:
-    """Whether a folder can be made there whose name can be shown and written down."""
-    if not text.strip() or not text.isprintable():
-        return False
-    encoded = text.encode()
-    return len(encoded) < 2000 and max(map(len, encoded.split(b"/"))) <= 200
-
-
-def _optimizers(section: Any) -> typing.Iterator[OptimizerConfig]:
-    """Every optimizer's knobs, in a section and in those below it."""
-    if isinstance(section, OptimizerConfig):
-        yield section
-    elif dataclasses.is_dataclass(section):
-        for f in dataclasses.fields(section):
-            yield from _optimizers(getattr(section, f.name))

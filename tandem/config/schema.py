@@ -237,7 +237,7 @@ class PPOConfig:
     """Per-token estimator: k1 = log-ratio (the one with the right gradient in the reward), k2 =
     half its square (right in the loss), k3 = ratio - 1 - log-ratio (low variance, positive).
     auto: k1 in the reward, k2 in the loss."""
-    kl_target: float = knob(0.0, ge=0)
+    kl_coef_target: float = knob(0.0, ge=0)
     """KL per answer, in nats, that kl_coef is steered to (arXiv:1909.08593); 0 keeps it fixed."""
     kl_horizon: int = knob(10_000, ge=1)
     """Answers over which the adaptive coefficient may change by a factor of about e^0.2."""
@@ -247,7 +247,7 @@ class PPOConfig:
     """Taken from the score of an answer that the length limit cut."""
     entropy_coef: float = knob(0.0, ge=0)
     """Weight of the policy's entropy, which is added to the objective."""
-    target_kl: float = knob(0.1, ge=0)
+    early_stop_kl: float = knob(0.1, ge=0)
     """Leave the rest of a rollout's epochs when the KL from the policy that sampled it, in nats
     per token, passes this; 0 is off."""
     reward_model_weight: float = knob(1.0, ge=0)
@@ -346,7 +346,8 @@ class RunConfig:
     `generate` on the same weights: slower, to compare with."""
     generation_batch_size: int = knob(64, ge=1)
     """Most answers that are generated side by side; fewer where their logits would take more than
-    64 MiB (512 MiB on a GPU)."""
+    64 MiB (512 MiB on a GPU). TRL's knob of this name is a rollout's size: here
+    ppo.prompts_per_step * sampling.samples_per_prompt."""
     gradient_checkpointing: bool = knob(False, common=True)
     """Recompute activations in the backward pass: less memory, about a third more time."""
     dropout: float = knob(0.0, ge=0, lt=1)

@@ -6,8 +6,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem.errors import ConfigError
-
 _FLAGS = {
     "num-gpus": "Ranks on this machine, one per GPU; on a machine without, processes on the CPU",
     "num-nodes": "Machines; the same command is started on each",
@@ -37,12 +35,9 @@ class LaunchOptions:
         return self.num_gpus > 1 or self.num_nodes > 1 or self.max_restarts > 0
 
 
-def take_launch_flags(argv: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
-    """The launcher's flags, and what is left of the command line.
-
-    Raises:
-        ConfigError: a flag without a value, or values that cannot be; all at once.
-    """
+def take_launch_flags(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
+    """The launcher's flags, what is left of the command line, and what is wrong with the former: a
+    flag without a value, or values that cannot be."""
     given: dict[str, str] = {}
     rest: list[str] = []
     problems: list[str] = []
@@ -59,9 +54,7 @@ def take_launch_flags(argv: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
             problems.append(f"--{name} must have a value; got none")
         given[name] = value
     options = _read(given, problems)
-    if problems:
-        raise ConfigError("; ".join(problems) + ".")
-    return options, rest
+    return options, rest, problems
 
 
 def launch_help() -> str:

@@ -141,7 +141,7 @@ METRICS: tuple[Metric, ...] = (
             "KL term of the loss before its weight, where ppo.kl_in is `loss`."),
         Metric("policy_kl", "nats per token", _RL, "",
             "KL between the sampling policy and the updated one (k3), mean over minibatches; "
-            "ppo.target_kl stops the step's updates by it.", "0.0001 to 0.05",
+            "ppo.early_stop_kl stops the step's updates by it.", "0.0001 to 0.05",
             source="http://joschu.net/blog/kl-approx.html", title="KL of the update",
             chart="KL of the update", line="from the sampling policy"),
         Metric("ratio_gap_before_update", "nats", _RL, "lower",
@@ -218,7 +218,7 @@ METRICS: tuple[Metric, ...] = (
         Metric("critic_learning_rate", "per step", _RL, "",
             "Learning rate of the critic.", chart="Learning rate", line="critic"),
         Metric("epochs_done", "passes", _RL, "",
-            "Passes made over the rollout; a fraction where ppo.target_kl stopped them early.",
+            "Passes made over the rollout; a fraction where ppo.early_stop_kl stopped them early.",
             "ppo.epochs"),
         Metric("updates", "updates", _RL, "", "Optimizer steps of the actor in this step."),
         Metric("ptx_loss", "nats per token", _RL, "lower",

@@ -14,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from tandem.config.schema import RunConfig
+from tandem.config.spellings import RENAMED
 from tandem.files import replace as replace_file
 from tandem.metrics import sections
 from tandem.metrics.folder import RunFolder, read_folder
@@ -102,11 +103,13 @@ def _context(folder: RunFolder) -> dict[str, Any]:
 
 
 def changed_knobs(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(knob, value, default) where the run's value is not the default; unknown knobs too."""
+    """(knob, value, default) where the run's value is not the default; unknown knobs too, and those
+    with earlier names under today's."""
     defaults = _flat(dataclasses.asdict(RunConfig()))
     return [
         (name, _knob_text(value), _knob_text(defaults.get(name, "")))
-        for name, value in _flat(config).items()
+        for written, value in _flat(config).items()
+        for name in [RENAMED.get(written, written)]
         if name not in defaults or value != defaults[name]
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.config.load import build_config, check_config, plain_values
+from tandem.config.load import build_config, check_config, plain_values, set_knob
 from tandem.config.schema import RunConfig
 
 Knobs = Mapping[str, Any]
@@ -16,7 +16,7 @@ def nested(knobs: Knobs) -> dict[str, Any]:
     """Dotted names as the nested mapping that a YAML file holds."""
     values: dict[str, Any] = {}
     for name, value in knobs.items():
-        _put(values, name, value)
+        set_knob(values, name, value)
     return values
 
 
@@ -28,14 +28,7 @@ def with_knobs(config: RunConfig, knobs: Knobs) -> RunConfig:
     """
     values = plain_values(config)
     for name, value in knobs.items():
-        _put(values, name, value)
+        set_knob(values, name, value)
     changed = build_config(values, where="")
     check_config(changed)
     return changed
-
-
-def _put(values: dict[str, Any], dotted: str, value: Any) -> None:
-    *sections, name = dotted.split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-    values[name] = value

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from tandem.checkpoint.beside import verify_beside
 from tandem.config.load import load_config
-from tandem.config.nearest import listed
 from tandem.config.schema import SamplingConfig
+from tandem.config.spellings import listed
 from tandem.config.stages import latest_first, policy_folders, policy_stages
 from tandem.data.render import Renderer
 from tandem.errors import ModelError, TandemError

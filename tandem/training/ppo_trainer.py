@@ -231,7 +231,7 @@ class PPOTrainer:
         self, update: Update, minibatch: Experience, log: Means, step: int, number: int
     ) -> bool:
         """Teach the actor. Returns whether to leave the rollout's other updates."""
-        learner, target = self.engine.actor_learner, self.config.ppo.target_kl
+        learner, target = self.engine.actor_learner, self.config.ppo.early_stop_kl
         terms = [
             LossTerm(
                 minibatch.batch.lengths().tolist(),
@@ -371,11 +371,11 @@ class PPOTrainer:
 
     def _adapt_kl_coef(self, experience: Experience) -> None:
         ppo = self.config.ppo
-        if ppo.kl_target > 0 and "kl" in experience.metrics:
+        if ppo.kl_coef_target > 0 and "kl" in experience.metrics:
             self.kl_coef = adapted_kl_coef(
                 self.kl_coef,
                 experience.metrics["kl"],
-                target=ppo.kl_target,
+                target=ppo.kl_coef_target,
                 horizon=ppo.kl_horizon,
                 num_answers=len(experience),
             )

@@ -16,6 +16,7 @@ import transformers
 from tandem.checkpoint.folder import MANIFEST, read_manifest
 from tandem.config.load import config_knobs, dump_config
 from tandem.config.schema import RunConfig
+from tandem.config.spellings import RENAMED
 from tandem.config.stages import stage_of
 from tandem.errors import CheckpointError
 from tandem.files import at_once, sha256, sha256_once
@@ -135,11 +136,13 @@ class Identity:
         """Refuse what was made from something else.
 
         Args:
-            where: the folder, to name it. before: what its `made_from` said.
+            where: the folder, to name it. before: what its `made_from` said, perhaps with knobs
+                under their earlier names.
         Raises:
             CheckpointError: naming what changed.
         """
         now = self.made_from(step)
+        before = {RENAMED.get(name, name): value for name, value in before.items()}
         changed = [
             _changed(name, before.get(name), now.get(name))
             for name in sorted(before.keys() | now.keys())

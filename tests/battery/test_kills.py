@@ -39,7 +39,7 @@ def config_of(folder: Path, dtype: str) -> RunConfig:
     data = write_preferences(folder / "prefs.jsonl", 60)
     return tiny_config(
         folder / "whole", model, data, save_every=1, ppo__ema=True, ppo__ptx_data=[data],
-        ppo__kl_target=0.01, ppo__eval_every=0, log__tensorboard=True,
+        ppo__kl_coef_target=0.01, ppo__eval_every=0, log__tensorboard=True,
         parallel__offload=["optimizer"], reward__normalize_prompts=8, dtype=dtype,
     )  # fmt: skip
 

@@ -114,7 +114,10 @@ def test_a_missing_file() -> None:
         ("--sft.lr 1e-4", "--sft.lr is not a flag of tandem train. Did you mean --sft.learning-r"),
         ("--no-emma", "--no-emma is not a flag of tandem train. Did you mean --ema?"),
         ("--kl-coff 1", "Did you mean --kl-coef?"),
-        ("--num_train_epochs 3", "Did you mean --sft.epochs, --reward.epochs or --ppo.epochs?"),
+        (
+            "--num_train_epochs 3",
+            "Did you mean --sft.epochs or --reward.epochs? In ppo use --ppo-s",
+        ),
         ("--ema maybe", "ppo.ema must be true or false; got 'maybe'"),
         ("--no-ema=true", "ppo.ema must be true or false; got '--no-ema true'"),
         ("--steps sft rewrd", "did you mean reward?"),
@@ -153,13 +156,13 @@ def test_switches_take_a_word_or_none(flags: str, value: bool) -> None:
 
 def test_every_mistake_of_flags_and_file_is_named_at_once(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("kl_coef: 0.1\nsft: {lr: 3, epochs: -1}\nseed: -3\nppi: {}\nppo: {lam: x}\n")
+    file.write_text("kl_coff: 0.1\nsft: {lr: 3, epochs: -1}\nseed: -3\nppi: {}\nppo: {lam: x}\n")
     flags = f"--config {file} --lora-rnak 3 --ppo.gamma 2 --ppo-steps many --seed 5"
     with pytest.raises(ConfigError) as raised:
         parse_run_flags(flags.split(), "train")
     message = str(raised.value)
     for part in (
-        "kl_coef is not a knob. Did you mean ppo.kl_coef?",
+        "kl_coff is not a knob. Did you mean ppo.kl_coef?",
         "sft.lr is not a knob. Did you mean sft.learning_rate?",
         "ppi is not a knob. Did you mean ppo?",
         "ppo.lam must be a number; got 'x'",
@@ -189,7 +192,7 @@ def test_every_mistake_of_flags_and_file_is_named_at_once(tmp_path: Path) -> Non
         ({"sft": {"learning_rate": float("inf")}}, "sft.learning_rate must be finite; got inf"),
         ({"seed": 2**60}, "seed must be >= 0 and <= "),
         ({"sft": {"betas": [0.9, 1.0]}}, "betas must be within [0, 1)"),
-        ({"ppo": {"kl_target": 6.0, "kl_coef": 0.0}}, "ppo.kl_coef must be > 0 when"),
+        ({"ppo": {"kl_coef_target": 6.0, "kl_coef": 0.0}}, "ppo.kl_coef must be > 0 when"),
         ({"ppo": {"kl_in": "loss", "kl_estimator": "k1"}}, "ppo.kl_estimator must be k2 or k3"),
         ({"ppo": {"minibatch_size": 999}}, "ppo.minibatch_size must be at most"),
         ({"sampling": {"min_new_tokens": 999}}, "sampling.min_new_tokens must be at most"),

@@ -85,7 +85,7 @@ LAUNCHER = """
 import sys
 from tandem.launch.flags import take_launch_flags
 from tandem.launch.run import launch
-options, rest = take_launch_flags(sys.argv[1:])
+options, rest, _ = take_launch_flags(sys.argv[1:])
 sys.exit(launch(rest, options, log_folder=rest[-1] + "/logs", device="cpu", join_seconds=60))
 """
 

@@ -161,6 +161,11 @@ def test_a_phase_has_one_color_in_every_stage(tmp_path):
     assert 'class="f3"' in sft["bar"]
 
 
+def test_changed_knobs_have_todays_names():
+    config = {"ppo": {"kl_target": 0.0, "target_kl": 0.2}}
+    assert changed_knobs(config) == [("ppo.early_stop_kl", "0.2", "0.1")]
+
+
 def test_changed_knobs_are_those_that_differ_from_the_defaults():
     config = yaml.safe_load(
         "actor_model: m\nseed: 1234\nsteps: [sft, reward, ppo]\ndata: [a, b]\n"

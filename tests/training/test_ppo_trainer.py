@@ -187,7 +187,7 @@ def test_gradient_equals_one_written_by_hand_with_hugging_face(
 
 def test_early_stop_and_critic_warmup(tiny_model: str, tmp_path: Path) -> None:
     trainer, prompts = make(
-        tiny_model, tmp_path, ppo__target_kl=1e-9, ppo__epochs=4, ppo__critic_warmup_steps=1
+        tiny_model, tmp_path, ppo__early_stop_kl=1e-9, ppo__epochs=4, ppo__critic_warmup_steps=1
     )
     actor = [p.detach().clone() for p in trainer.engine.actor.parameters()]
     metrics = trainer.train_rlhf(trainer.generate_experience(prompts, step=1), step=1)
@@ -200,7 +200,7 @@ def test_early_stop_and_critic_warmup(tiny_model: str, tmp_path: Path) -> None:
 
 
 def test_adaptive_kl_coefficient_moves_towards_its_target(tiny_model: str, tmp_path: Path) -> None:
-    trainer, prompts = make(tiny_model, tmp_path, ppo__kl_target=5.0, ppo__kl_horizon=8)
+    trainer, prompts = make(tiny_model, tmp_path, ppo__kl_coef_target=5.0, ppo__kl_horizon=8)
     trainer.train_rlhf(trainer.generate_experience(prompts, step=1), step=1)
     assert trainer.kl_coef == pytest.approx(0.05 * 0.8)  # KL 0 is far under 5: less penalty
 
@@ -260,7 +260,7 @@ def make_learner(model: str, folder: Path, seed: int) -> tuple[PPOTrainer, list[
             kl_coef=0.0,
             missing_eos_penalty=0.0,
             minibatch_size=32,
-            target_kl=0.0,
+            early_stop_kl=0.0,
             actor=replace(config.ppo.actor, learning_rate=3e-3, schedule="constant"),
             critic=replace(config.ppo.critic, learning_rate=3e-3, schedule="constant"),
         ),

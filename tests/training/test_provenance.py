@@ -13,6 +13,7 @@ import pytest
 from huggingface_hub import ModelInfo
 
 from tandem.config.schema import RunConfig
+from tandem.config.spellings import RENAMED
 from tandem.errors import CheckpointError
 from tandem.models import source
 from tandem.parallel.world import World
@@ -110,6 +111,17 @@ def test_a_change_between_a_stop_and_the_same_command_is_refused_by_name(
     finally:
         path.write_bytes(before)
     assert sorted((stopped.given / "run" / "checkpoints").rglob("*")) == checkpoints
+
+
+def test_a_run_saved_under_earlier_names_is_the_same(stopped: StoppedRun) -> None:
+    identity = Identity(stopped.config, stopped.given / "run", World())
+    before = identity.made_from("ppo")
+    for old, new in RENAMED.items():
+        before[old] = before.pop(new)
+    identity.require_same("ppo", stopped.given / "run", before)
+    before["ppo.target_kl"] = 0.3
+    with pytest.raises(CheckpointError, match=r"changed: ppo\.early_stop_kl 0\.3 -> 0\.1\. "):
+        identity.require_same("ppo", stopped.given / "run", before)
 
 
 def test_what_nobody_reads_may_change(stopped: StoppedRun) -> None:

@@ -51,7 +51,7 @@ def test_every_step_continues_to_the_same_bits(
 ) -> None:
     config = tiny_config(
         tmp_path / "whole", tiny_model, preferences,
-        ppo__ema=True, ppo__ptx_data=[preferences], ppo__kl_target=0.01,
+        ppo__ema=True, ppo__ptx_data=[preferences], ppo__kl_coef_target=0.01,
         ppo__critic_warmup_steps=1, **changes,
     )  # fmt: skip
     ran(config)

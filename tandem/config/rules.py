@@ -1,0 +1,138 @@
+"""The rules between knobs: a value that cannot go with another, a knob that nothing would read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.config.parallel import frozen_base_problems
+from tandem.config.schema import OptimizerConfig, PPOConfig, RunConfig
+from tandem.config.stages import are_apart, in_order, of_family, ways
+
+
+def rule_problems(config: RunConfig) -> Iterator[str]:
+    """Rules that tie knobs together: a knob that would be ignored is an error."""
+    ppo, steps = config.ppo, config.steps
+    if not _is_path(config.output_dir):
+        shown = ascii(config.output_dir[:80])
+        yield (
+            "output_dir must be a path that prints, of names of at most 200 bytes; got "
+            f"{shown}. Choose another"
+        )
+    elif Path(config.output_dir).parts[:1] and Path(config.output_dir).parts[0].startswith("~"):
+        yield (
+            "output_dir must begin with a home folder that there is, where it begins with ~; got "
+            f"{config.output_dir[:80]!a}. Write the whole path"
+        )
+    if not steps:
+        yield "steps must name at least one step; got none. Use e.g. --steps sft reward ppo"
+    if len(set(steps)) != len(steps):
+        yield f"steps must name each step once; got {' '.join(steps)}"
+    yield from _order_problems(steps)
+    rl = of_family(steps, "rl")
+    if rl and (config.dropout > 0 or config.lora.dropout > 0):
+        yield (
+            f"dropout and lora.dropout must be 0 where {rl[0].name} is among the steps (two "
+            f"forwards of one policy must agree); got {config.dropout:g} and "
+            f"{config.lora.dropout:g}"
+        )
+    split = config.dataset.split
+    if split and (len(split) != 3 or any(share < 0 for share in split)):
+        yield (
+            "dataset.split must be three shares >= 0 (SFT, reward model, PPO); "
+            f"got {','.join(f'{share:g}' for share in split)}. Use e.g. 2,4,4"
+        )
+    elif split and sum(split) <= 0:
+        yield "dataset.split must have a share above 0; got 0,0,0. Use e.g. 2,4,4"
+    if not all(0 <= beta < 1 for o in _optimizers(config) for beta in o.betas):
+        yield "betas must be within [0, 1)"
+    if ppo.kl_coef_target > 0 and ppo.kl_coef == 0:
+        yield "ppo.kl_coef must be > 0 when ppo.kl_coef_target steers it; got 0"
+    if ppo.kl_in == "loss" and ppo.kl_estimator == "k1":
+        yield (
+            "ppo.kl_estimator must be k2 or k3 when ppo.kl_in is loss; got k1, whose gradient "
+            "there is zero on average"
+        )
+    rollout_size = ppo.prompts_per_step * config.sampling.samples_per_prompt
+    if ppo.minibatch_size > rollout_size:
+        yield (
+            "ppo.minibatch_size must be at most ppo.prompts_per_step * "
+            f"sampling.samples_per_prompt ({rollout_size}); got {ppo.minibatch_size}. "
+            f"Give --ppo.minibatch-size {rollout_size} or less"
+        )
+    yield from _parallel_problems(config)
+    if config.sampling.min_new_tokens > config.sampling.max_new_tokens:
+        yield (
+            "sampling.min_new_tokens must be at most sampling.max_new_tokens "
+            f"({config.sampling.max_new_tokens}); got {config.sampling.min_new_tokens}"
+        )
+    yield from _unread(ppo)
+    if rl and ppo.reward_model_weight == 0 and not ppo.reward_function:
+        yield "ppo.reward_model_weight must be > 0 without a ppo.reward_function; got 0"
+
+
+def _order_problems(steps: Sequence[str]) -> Iterator[str]:
+    """Steps that are not in their order, or cannot be in one run."""
+    stages = in_order(steps)
+    apart = [(a, b) for a in stages for b in stages if a is not b and are_apart(a, b)]
+    if not apart and list(dict.fromkeys(steps)) == [stage.name for stage in stages]:
+        return
+    orders = ", or ".join(" ".join(way) for way in sorted(ways(), key=len, reverse=True))
+    problem = f"steps must be in the order {orders}; got {' '.join(steps)}"
+    if apart:
+        one, other = apart[0]
+        both = " and ".join(name for name in one.after if name in other.after)
+        problem += (
+            f". {one.name} and {other.name}{f' both start from {both}' if both else ''}: "
+            "run them in two folders"
+        )
+    yield problem
+
+
+def _parallel_problems(config: RunConfig) -> Iterator[str]:
+    yield from frozen_base_problems(config.parallel, config.lora.rank)
+    if config.parallel.inference_tp_size > 1 and not config.hybrid_engine:
+        yield (
+            "parallel.inference_tp_size must be 1 where hybrid_engine is off (slices are of "
+            f"Tandem's engine); got {config.parallel.inference_tp_size}"
+        )
+
+
+_READ_WITH = {
+    "ptx_coef": "ptx_data",
+    "ptx_batch_size": "ptx_data",
+    "ema_decay": "ema",
+    "kl_horizon": "kl_coef_target",
+    "reward_function_weight": "reward_function",
+}
+"""Knobs of PPO that mean something only where another is set."""
+
+
+def _unread(ppo: PPOConfig) -> Iterator[str]:
+    """What was set although nothing will read it."""
+    defaults = PPOConfig()
+    for name, needed in _READ_WITH.items():
+        if getattr(ppo, name) != getattr(defaults, name) and not getattr(ppo, needed):
+            yield (
+                f"ppo.{name} must go with ppo.{needed}, without which nothing reads it; got "
+                f"{getattr(ppo, name):g}. Set ppo.{needed}, or remove ppo.{name}"
+            )
+
+
+def _is_path(text: str) -> bool:
+    """Whether a folder can be made there whose name can be shown and written down."""
+    if not text.strip() or not text.isprintable():
+        return False
+    encoded = text.encode()
+    return len(encoded) < 2000 and max(map(len, encoded.split(b"/"))) <= 200
+
+
+def _optimizers(section: Any) -> Iterator[OptimizerConfig]:
+    """Every optimizer's knobs, in a section and in those below it."""
+    if isinstance(section, OptimizerConfig):
+        yield section
+    elif dataclasses.is_dataclass(section):
+        for f in dataclasses.fields(section):
+            yield from _optimizers(getattr(section, f.name))

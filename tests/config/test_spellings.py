@@ -1,0 +1,246 @@
+"""Names of other trainers and earlier names: read with a note, or answered with the right knob."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem.config.flags import knob_types, parse_run_flags
+from tandem.config.load import build_config, config_knobs, load_config, plain_values
+from tandem.config.nearest import SHORT_NAMES
+from tandem.config.schema import RunConfig
+from tandem.config.spellings import ALIASES, CONVERSIONS, RENAMED, alias_knobs, ending, knob_meant
+from tandem.errors import ConfigError
+
+KNOWN = [name for name, _ in config_knobs()]
+
+
+def knob_of(config: RunConfig, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def nested(name: str, value: object) -> dict[str, Any]:
+    *sections, last = name.split(".")
+    values: dict[str, Any] = {last: value}
+    for section in reversed(sections):
+        values = {section: values}
+    return values
+
+
+def read(flags: str, command: str = "train") -> tuple[RunConfig, list[str]]:
+    notes: list[str] = []
+    return parse_run_flags(flags.split(), command, note=notes.append), notes
+
+
+def refused(flags: str, command: str = "train") -> str:
+    with pytest.raises(ConfigError) as raised:
+        read(flags, command)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "knob", "value", "note"),
+    [
+        ("train", "--num-generations 4", "sampling.samples_per_prompt", 4,
+         "--num-generations is read as --sampling.samples-per-prompt"),
+        ("train", "--num_generations=4", "sampling.samples_per_prompt", 4, "--num_generations is"),
+        ("ppo", "--max_completion_length 32", "sampling.max_new_tokens", 32, "--sampling.max-new"),
+        ("train", "--response_length 32", "sampling.max_new_tokens", 32, "--sampling.max-new"),
+        ("train", "--cliprange 0.1", "ppo.clip_ratio", 0.1, "--ppo.clip-ratio"),
+        ("train", "--epsilon 0.1", "ppo.clip_ratio", 0.1, "--ppo.clip-ratio"),
+        ("train", "--cliprange_value 0.1", "ppo.value_clip", 0.1, "--ppo.value-clip"),
+        ("ppo", "--ppo.cliprange 0.1", "ppo.clip_ratio", 0.1, "--ppo.cliprange is read as"),
+        ("ppo", "--num_ppo_epochs 3", "ppo.epochs", 3, "--ppo.epochs"),
+        ("ppo", "--num_iterations 3", "ppo.epochs", 3, "--ppo.epochs"),
+        ("sft", "--lr_scheduler_type linear", "sft.schedule", "linear", "10 % of the peak"),
+        ("sft", "--warmup_ratio 0.2", "sft.warmup", 0.2, "--sft.warmup"),
+        ("train", "--reward.warmup_ratio 0.2", "reward.warmup", 0.2, "--reward.warmup"),
+        ("train", "--ppo.actor.warmup_ratio 0.2", "ppo.actor.warmup", 0.2, "--ppo.actor.warmup"),
+        ("sft", "--learning_rate 3e-5", "sft.learning_rate", 3e-5, "--sft.learning-rate"),
+        ("sft", "--num_train_epochs 2", "sft.epochs", 2.0, "--sft.epochs"),
+        ("sft", "--max_steps 9", "sft.max_steps", 9, "--sft.max-steps"),
+        ("dpo", "--beta 0.3", "dpo.beta", 0.3, "--dpo.beta"),
+        ("train", "--save_steps 7", "save_every", 7, "--save-every"),
+        ("reward", "--eval_steps 7", "reward.eval_every", 7, "--reward.eval-every"),
+        ("train", "--auto_find_batch_size", "halve_micro_batches", True, "batch stays the same"),
+        ("train", "--auto_find_batch_size False", "halve_micro_batches", False, "--halve-micro-b"),
+        ("train", "--no-auto-find-batch-size", "halve_micro_batches", False, "--no-halve-micro"),
+        ("train", "--model_name_or_path m", "actor_model", "m", "--actor-model"),
+        ("train", "--lora_target_modules q_proj v_proj", "lora.targets", ("q_proj", "v_proj"),
+         "--lora.targets"),
+        ("train", "--target_kl 0.3", "ppo.early_stop_kl", 0.3, "--ppo.early-stop-kl"),
+        ("train", "--ppo.target-kl 0.3", "ppo.early_stop_kl", 0.3,
+         "--ppo.target-kl is now --ppo.early-stop-kl"),
+        ("train", "--ppo.kl_target 6", "ppo.kl_coef_target", 6.0, "is now --ppo.kl-coef-target"),
+    ],
+)  # fmt: skip
+def test_a_flag_with_the_same_meaning_is_read_with_one_note(
+    command: str, flags: str, knob: str, value: object, note: str
+) -> None:
+    config, notes = read(flags, command)
+    assert knob_of(config, knob) == value
+    assert len(notes) == 1
+    assert note in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "knob", "value", "note"),
+    [
+        ({"num_generations": 4}, "sampling.samples_per_prompt", 4,
+         "num_generations is read as sampling.samples_per_prompt"),
+        ({"ppo": {"cliprange": 0.1}}, "ppo.clip_ratio", 0.1, "ppo.cliprange is read as ppo.clip"),
+        ({"sft": {"num_train_epochs": 3}}, "sft.epochs", 3.0, "sft.num_train_epochs is read as"),
+        ({"ppo": {"critic": {"warmup_ratio": 0.5}}}, "ppo.critic.warmup", 0.5, "ppo.critic.warmup"),
+        ({"dpo": {"lr_scheduler_type": "constant"}}, "dpo.schedule", "constant", "not at 0"),
+        ({"target_kl": 0.5}, "ppo.early_stop_kl", 0.5, "target_kl is read as ppo.early_stop_kl"),
+    ],
+)  # fmt: skip
+def test_a_key_with_the_same_meaning_is_read_with_one_note(
+    values: dict[str, Any], knob: str, value: object, note: str
+) -> None:
+    notes: list[str] = []
+    assert knob_of(build_config(values, note=notes.append), knob) == value
+    assert len(notes) == 1
+    assert note in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "part"),
+    [
+        ("sft", "--per_device_train_batch_size 4",
+         "is not a flag of tandem sft. Use --sft.batch-size: the whole batch, so the size per"),
+        ("train", "--per_device_train_batch_size 4",
+         "Use --sft.batch-size, --reward.batch-size or --ppo.minibatch-size: the whole batch"),
+        ("train", "--sft.per_device_train_batch_size 4", "Use --sft.batch-size: the whole"),
+        ("ppo", "--gradient_accumulation_steps 4", "Use --ppo.minibatch-size: the whole batch; "),
+        ("train", "--bf16", "--bf16 is not a flag of tandem train. Use --dtype: write bf16"),
+        ("train", "--fp16 True", "Use --dtype: write fp16"),
+        ("train", "--num_processes 4", "Use --num-gpus on the command line"),
+        ("train", "--steps_per_generation 4", "Use --ppo.minibatch-size: answers per optimizer"),
+        ("ppo", "--num_train_epochs 1", "Use --ppo-steps: rollouts; 0 makes one pass over the pro"),
+        ("train", "--num_train_epochs 1", "Did you mean --sft.epochs or --reward.epochs? In ppo "),
+        ("ppo", "--beta 0.1", "Use --kl-coef: together with ppo.kl_in loss"),
+        ("train", "--beta 0.1", "Did you mean --dpo.beta? In ppo use --kl-coef: together with"),
+        ("sft", "--beta 0.1", "Did you mean --dpo.beta?"),
+        ("sft", "--cliprange 0.1", "Did you mean --ppo.clip-ratio?"),
+        ("ppo", "--warmup_ratio 0.1", "Did you mean --ppo.actor.warmup or --ppo.critic.warmup?"),
+        ("train", "--lr_scheduler_type linear", "Did you mean --sft.schedule, --reward.schedule,"),
+        ("train", "--no-num-generations", "Did you mean --sampling.samples-per-prompt?"),
+    ],
+)  # fmt: skip
+def test_a_flag_with_another_meaning_is_answered_with_the_right_one(
+    command: str, flags: str, part: str
+) -> None:
+    assert part in refused(flags, command)
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"bf16": True}, "bf16 is not a knob. Use dtype: write bf16"),
+        ({"ppo": {"num_train_epochs": 1}}, "ppo.num_train_epochs is not a knob. Use ppo.steps: ro"),
+        ({"dpo": {"per_device_train_batch_size": 1}}, "Use dpo.batch_size: the whole batch"),
+        ({"max_steps": 1}, "reward.max_steps or dpo.max_steps? In ppo use ppo.steps: rollouts"),
+        ({"sft": {"save_steps": 1}}, "sft.save_steps is not a knob. Did you mean save_every?"),
+        ({"warmup_ratio": 0.1}, "Did you mean sft.warmup, reward.warmup, dpo.warmup, ppo.actor"),
+        ({"num_generations": 4, "sampling": {"samples_per_prompt": 2}},
+         "num_generations must not be given beside sampling.samples_per_prompt, the same knob"),
+        ({"epsilon": 0.1, "cliprange": 0.2}, "cliprange must not be given beside ppo.clip_ratio"),
+        ({"ppo": {"target_kl": 0.1, "early_stop_kl": 0.2}}, "ppo.target_kl must not be given besi"),
+        ({"num_generations": 4, "sampling": 3}, "sampling must be a mapping of knobs; got 3"),
+        ({"num_generations": "x"}, "sampling.samples_per_prompt must be a whole number; got 'x'"),
+    ],
+)  # fmt: skip
+def test_a_key_with_another_meaning_or_given_twice_is_refused(
+    values: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build_config(values, note=lambda line: None)
+    assert part in str(raised.value)
+
+
+def test_a_configuration_saved_under_earlier_names_is_read_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = plain_values(RunConfig())
+    for old, new in RENAMED.items():
+        section, _, knob = new.rpartition(".")
+        values[section][old.rpartition(".")[2]] = values[section].pop(knob) + 0.5
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(values))
+    config = load_config(file)
+    assert (config.ppo.kl_coef_target, config.ppo.early_stop_kl) == (0.5, 0.6)
+    assert capsys.readouterr().err == (
+        f"note: {file}: ppo.kl_target is now ppo.kl_coef_target; "
+        "ppo.target_kl is now ppo.early_stop_kl\n"
+    )
+    monkeypatch.setenv("RANK", "1")  # the first rank has said it
+    load_config(file)
+    assert not capsys.readouterr().err
+
+
+def test_flags_and_file_share_one_note_and_flags_win(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("num_generations: 2\n")
+    config, notes = read(f"--config {file} --num_generations 4")
+    assert config.sampling.samples_per_prompt == 4
+    assert len(notes) == 1
+    assert notes[0].split("; ") == [
+        "--num_generations is read as --sampling.samples-per-prompt",
+        f"{file}: num_generations is read as sampling.samples_per_prompt",
+    ]
+
+
+def test_an_unknown_flag_hides_no_wrong_value_beside_it() -> None:
+    said = refused("--bf16 --num_generations many --sed 3 --ppo.gamma 2 --no-such-thing 1")
+    for part in (
+        "Use --dtype: write bf16",
+        "sampling.samples_per_prompt must be a whole number; got 'many'",
+        "Did you mean --seed?",
+        "ppo.gamma must be >= 0 and <= 1; got 2.0",
+        "--no-such-thing is not a flag",
+    ):
+        assert part in said
+
+
+def test_the_tables_name_knobs_that_there_are_and_hide_none() -> None:
+    for name, (ends, _) in ALIASES.items():
+        assert alias_knobs(name, KNOWN), name
+        assert ending(ends, KNOWN), name
+    for name, (ends, advice) in CONVERSIONS.items():
+        assert advice, name
+        assert all(ending(end, KNOWN) for end in ends.split()), name
+        assert name not in ALIASES, name
+    for old, new in RENAMED.items():
+        assert old not in KNOWN
+        assert new in KNOWN
+        assert knob_meant(old, KNOWN) == knob_meant(old.rpartition(".")[2], KNOWN) == new
+    assert knob_types().keys().isdisjoint({*ALIASES, *CONVERSIONS, *RENAMED})
+    short = {name.replace("-", "_"): knob for knob, name in SHORT_NAMES.items()}
+    for name in ALIASES.keys() & short.keys():
+        assert alias_knobs(name, KNOWN) == [short[name]]
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "reward", "dpo", "ppo"])
+def test_every_name_is_read_or_answered_by_every_command(command: str) -> None:
+    """None falls through to a guess by its letters."""
+    section = "" if command == "train" else command
+    ours = {name.replace("-", "_") for name in SHORT_NAMES.values()}
+    for name in {*ALIASES, *(name for name in CONVERSIONS if "." not in name)} - ours:
+        if knob_meant(name, KNOWN, section):
+            continue
+        said = refused(f"--{name} 1", command)
+        answer = CONVERSIONS.get(f"{section}.{name}") or CONVERSIONS.get(name)
+        if answer is not None:
+            assert answer[1].rstrip(".") in said
+        else:
+            knobs = alias_knobs(name, KNOWN)
+            flags = [SHORT_NAMES.get(knob, knob.replace("_", "-")) for knob in knobs]
+            assert any(f"--{flag}" in said for flag in flags), said
