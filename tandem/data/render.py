@@ -203,7 +203,7 @@ class Renderer:
     def _decoded_frame(self) -> tuple[str, str]:
         """What an answer's decoded ids hold before and after the assistant's words."""
         lead, trail = self._template.lead, self._template.trail
-        before = self._template.prompt([Message("user", "hello")], "probe")
+        before = self._template.prompt(self._template.opening, "probe")
         for probe in _PROBES:
             ids = self._pieces.encode(lead + probe + trail, free_mark([lead, trail]), before, "")
             head, found, tail = self._pieces.decode(ids).rpartition(probe)

@@ -73,6 +73,7 @@ class ChatTemplate:
         prefix: what the tokenizer puts before a text, for the default template.
     Attributes:
         source: the jinja template.
+        opening: turns that it answers: a user's, after a system turn where it demands one.
         lead: template text between the generation prompt and the assistant's words.
         trail: template text between those words and the terminator.
         terminator: the control string that ends an assistant's turn; "" where the template writes
@@ -95,7 +96,7 @@ class ChatTemplate:
         self._own_controls: Callable[[tuple[Message, ...], bool], list[int]]
         self._own_controls = lru_cache(maxsize=256)(self._own_controls_of)
         require_bounded(self.source, self._name)
-        self.lead, after = self._probe()
+        self.opening, self.lead, after = self._probe()
         found = control.find(after)
         self.terminator = after[found[0].start : found[0].end] if found else ""
         self.trail = after[: found[0].start] if found else ""
@@ -301,8 +302,8 @@ class ChatTemplate:
         other = next((m for i, m in pairs if own[i : i + 1] != [m.token_id]), None)
         return text[other.start : other.end] if other else f"{len(found)} instead of {len(own)}"
 
-    def _probe(self) -> tuple[str, str]:
-        """Template text before and after an assistant's words."""
+    def _probe(self) -> tuple[tuple[Message, ...], str, str]:
+        """Turns that the template answers; its text before and after an assistant's words."""
         user, answer = Message("user", "hello"), Message("assistant", _PROBE)
         problem: Exception | None = None
         # Some templates fail without a system turn, others with one.
@@ -333,7 +334,7 @@ class ChatTemplate:
                 f"{excerpt(text[len(prompt) :])} for {_PROBE!r}. "
                 "Give the tokenizer another chat_template."
             )
-        return lead, after
+        return opening, lead, after
 
     def _render(self, messages: tuple[Message, ...], prompt: bool, where: str) -> str:
         try:

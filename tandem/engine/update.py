@@ -35,6 +35,12 @@ class MicroBatchLoss:
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     largest: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def detached(self) -> MicroBatchLoss:
+        """The numbers without what they were computed from."""
+        sums = {name: value.detach() for name, value in self.sums.items()}
+        largest = {name: value.detach() for name, value in self.largest.items()}
+        return MicroBatchLoss(self.loss.detach(), sums, largest)
+
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
@@ -178,17 +184,22 @@ def _accumulated(
 ) -> dict[str, float]:
     """Add a term's gradient; its means over all ranks."""
     world = learner.shards.world
-    totals: defaultdict[str, float] = defaultdict(float)
-    largest: dict[str, float] = {}
+    idle = 0.0
+    added: list[tuple[float, MicroBatchLoss]] = []
     for part in rank_micro_batches(term.lengths, max_tokens, world):
         found = term.loss(part.rows)
         loss = found.loss if term.coefficient == 1.0 else term.coefficient * found.loss
         learner.backward(loss, term.units, weight=part.weight, is_last=part.is_last and is_last)
-        totals["rank_idle"] += part.idle * term.units
+        idle += part.idle * term.units
+        added.append((part.weight, found.detached()))
+    # Read once all are under way: a GPU that must answer in between runs out of work.
+    totals: defaultdict[str, float] = defaultdict(float, rank_idle=idle)
+    largest: dict[str, float] = {}
+    for weight, found in added:
         for name, value in (("loss", found.loss), *found.sums.items()):
-            totals[name] += part.weight * float(value.detach())
+            totals[name] += weight * float(value)
         for name, value in found.largest.items():
-            largest[name] = max(largest.get(name, 0.0), part.weight * float(value.detach()))
+            largest[name] = max(largest.get(name, 0.0), weight * float(value))
     means = {name: total / term.units for name, total in world.all_reduce_sum(totals).items()}
     if largest:
         means |= dict(zip(largest, world.all_reduce_max(list(largest.values())), strict=True))

@@ -434,3 +434,15 @@ def test_a_character_that_is_unknown_and_the_unknown_token_is_eos() -> None:
     tokenizer = sentencepiece(None, unknown=2)
     with pytest.raises(DataError, match=r"rows.jsonl:3: text must be writable without control"):
         Renderer(tokenizer).document("yes%", SOURCE)
+
+
+def test_a_template_that_needs_a_system_turn_serves_conversations_that_have_one() -> None:
+    needy = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    renderer, plain = Renderer(byte_level(needy + CHATML)), Renderer(byte_level(CHATML))
+    messages = dialog(("system", "be kind"), ("user", "hello"))
+    row = renderer.conversation(messages, "yes", SOURCE)
+    assert row == plain.conversation(messages, "yes", SOURCE)
+    answer = [i for i, kept in zip(row.token_ids, row.response_mask, strict=True) if kept]
+    assert renderer.decode(answer) == "yes"
+    with pytest.raises(DataError, match=r"turns must suit the chat template.*'no system'"):
+        renderer.prompt("hello")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.config.schema import OptimizerConfig
 from tandem.engine.ema import MovingAverage
 from tandem.engine.learner import Learner, learning_rate_factor, parameter_groups
+from tandem.engine.update import LossTerm, MicroBatchLoss, _accumulated
 from tandem.errors import CheckpointError, ModelError, NumericsError
 
 
@@ -65,6 +68,38 @@ def test_a_step_cut_into_micro_batches_has_the_gradient_of_the_whole() -> None:
         grads.append(model.weight.grad.clone())
     torch.testing.assert_close(grads[0], grads[1])
     torch.testing.assert_close(grads[0], grads[2])
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that are read from tensors."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_number_is_read_before_all_micro_batches_are_under_way() -> None:
+    model = nn.Linear(3, 2)
+    learner = Learner("test", model, OptimizerConfig(), 10)
+    inputs, targets = torch.randn(10, 3), torch.randn(10, 2)
+    before: list[int] = []
+
+    def loss(rows: list[int]) -> MicroBatchLoss:
+        before.append(reads.num)
+        errors = (model(inputs[rows]) - targets[rows]).square().sum(1)
+        return MicroBatchLoss(errors.sum(), {"twice": 2 * errors.sum()}, {"worst": errors.max()})
+
+    with Reads() as reads:
+        means = _accumulated(learner, LossTerm([1] * 10, 10, loss), 2, is_last=True)
+    assert before == [0] * 5
+    assert reads.num == 15
+    errors = (model(inputs) - targets).square().sum(1)
+    expected = {"loss": errors.mean(), "twice": 2 * errors.mean(), "worst": errors.max()}
+    assert {name: means[name] for name in expected} == pytest.approx(
+        {name: float(value.detach()) for name, value in expected.items()}
+    )
 
 
 def test_step_equals_adamw_with_clipping_by_hand() -> None:

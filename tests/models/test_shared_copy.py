@@ -47,6 +47,6 @@ def test_another_way_to_split_is_named() -> None:
 
 
 def test_another_place_of_hooks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_HOOKS", shared_copy._HOOKS[1:])
+    monkeypatch.setattr(shared_copy, "_HOOKS", shared_copy._HOOKS[1:])
     with pytest.raises(ModelError, match=r"must keep their hooks in .*; got .*_forward_hooks"):
         copied(split(FSDPModule, nn.Linear), {}, None, Switch(on=False))

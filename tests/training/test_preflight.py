@@ -207,7 +207,7 @@ def test_a_rank_that_goes_missing_while_models_load_is_placed_in_their_step(
         raise ModelError("the step ends here")
 
     watchdog.note("reward step 3")
-    monkeypatch.setattr(sft, "train_sft", loads)
+    monkeypatch.setattr(sft, "prepare", loads)
     config = tiny_config(tmp_path / "run", tiny_model, preferences)
     with pytest.raises(ModelError, match="the step ends here"):
         train(config, command="test", say=lambda line: None)

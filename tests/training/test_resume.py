@@ -77,7 +77,7 @@ def test_a_checkpoint_in_half_precision_holds_masters_and_moments(
     state, _ = load_newest_state(tmp_path / "run/checkpoints/sft")
     assert state is not None
     masters = {name: kept.whole() for name, kept in state.tensors["model"].items()}
-    moments = {name: kept.whole() for name, kept in state.tensors["optimizer"].items()}
+    moments = {name: kept.whole() for name, kept in state.tensors["model_optimizer"].items()}
     for name, master in masters.items():
         assert master.dtype == torch.float32
         for kind in ("exp_avg", "exp_avg_sq"):

@@ -22,6 +22,7 @@ from tandem.metrics.log import MetricLog, read_metrics
 from tandem.metrics.report import write_report
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.training import run_folder as run_module
+from tandem.training import run_stages
 from tandem.training.run_stages import train
 from tandem.training.stage_data import prepare_rows
 from tandem.types import Message
@@ -286,7 +287,7 @@ def test_a_comparison_is_of_the_models_that_are_there(
         def stopped(*arguments: object) -> None:
             raise StopError
 
-        patch.setattr(pipeline, "compare", stopped)
+        patch.setattr(run_stages, "compare", stopped)
         with pytest.raises(StopError):
             quiet(config)
     page = write_report(tmp_path / "run").read_text()
@@ -310,7 +311,7 @@ def test_a_comparison_that_is_whole_is_not_made_again(
     def again(*arguments: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(pipeline, "compare", again)
+    monkeypatch.setattr(run_stages, "compare", again)
     quiet(config)
 
 
