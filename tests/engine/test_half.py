@@ -280,7 +280,6 @@ def test_a_rollout_after_an_update_replays_what_was_recorded(
         ),
         tokenizer=tokenizer(),
         reward_tokenizer=tokenizer(),
-        num_updates=4,
     )
     rows = prompts(5, 20, 9)
     stand_in(monkeypatch)

@@ -70,7 +70,7 @@ def test_notes_say_where_the_main_thread_is_and_the_phase() -> None:
     assert nothing is None
     assert seen is not None
     assert seen.beat > 2
-    assert "test_watch.py:" in seen.place
+    assert "test_watchdog.py:" in seen.place
     assert "test_notes_say_where_the_main_thread_is" in seen.where()
     assert seen.where().endswith("in ppo step 12")
     assert seen.collective == ""

@@ -78,7 +78,7 @@ def test_a_run_without_a_shared_file_system_stops_moves_and_ends_as_one_process_
             MANIFEST,
             "layout.json",
             f"model-0000{number}-of-00002.safetensors",
-            f"optimizer-0000{number}-of-00002.safetensors",
+            f"model_optimizer-0000{number}-of-00002.safetensors",
         }
     # The nodes come in another order, so that every piece lies on the other one.
     on_ranks(2, stopped_on, replace(config, parallel=stages(1, 1)), [b, a], "dpo", 3, 4)
@@ -109,7 +109,7 @@ def test_parts_go_on_once_they_are_together_and_are_named_where_one_is_missing(
             "step-000002 must have all 2 parts, one of each node that wrote it; got none of" in said
         )
         assert "part 2 of " in said
-        assert "(ranks 1: model-00002-of-00002.safetensors, optimizer-00002-of-00002" in said
+        assert "(ranks 1: model-00002-of-00002.safetensors, model_optimizer-00002-of" in said
         assert "step-000002-part-2-of-2 to the same place on one of these." in said
     assert (a / f"{step}-part-1-of-2").is_dir()  # not taken for damaged
     shutil.copytree(b / f"{step}-part-2-of-2", a / f"{step}-part-2-of-2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -186,8 +187,8 @@ def test_a_model_that_went_wrong_stops_before_it_is_saved(
     config = tiny_config(tmp_path / "run", tiny_model, preferences, save_every=1)
     train_rlhf = PPOTrainer.train_rlhf
 
-    def spoiling(self: PPOTrainer, *arguments: object, step: int) -> dict[str, float]:
-        values = train_rlhf(self, *arguments, step=step)  # type: ignore[arg-type]
+    def spoiling(self: PPOTrainer, *arguments: Any, step: int, skip: Any) -> dict[str, float]:
+        values = train_rlhf(self, *arguments, step=step, skip=skip)
         if step == 2:
             self.engine.critic_learner.parameters[0].data.view(-1)[0] = float("nan")
         return values
