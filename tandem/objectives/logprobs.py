@@ -113,6 +113,7 @@ class _InChunks(torch.autograd.Function):
                 ]
             else:
                 sums = [g if g is None else g.float() for g in made]
+            del outputs, made  # each holds a gradient of the whole head, or logits
         weights = zip(sums, ctx.weights, strict=True)
         return (
             None,
