@@ -213,12 +213,6 @@ class MasterAdamW:
         for parameter, entry in self.state.items():
             local(entry.tensors["master"]).copy_(local(parameter.detach()))
 
-    @torch.no_grad()
-    def write_weights(self) -> None:
-        """Set the weights to what the masters round to, in place."""
-        for parameter, entry in self.state.items():
-            local(parameter.detach()).copy_(local(entry.tensors["master"]))
-
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """The float32 values of every weight that is trained."""
