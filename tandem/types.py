@@ -207,6 +207,7 @@ class Experience:
     rewards, advantages, values, returns: (B, T) float32, reward units; 0 off the response.
     scores: (B,) float32, one reward per response, normalized, clipped and mixed as configured.
     group: (B,) int64, equal for answers to one prompt of the rollout.
+    in_loss: (B,) bool, answers that the loss counts; None: all.
     ref_logprobs, values, returns: None where there is no reference, or no critic.
     rollout, metrics: what it was made from and what making it measured; of the whole rollout,
         whatever rows were selected.
@@ -223,6 +224,7 @@ class Experience:
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
+    in_loss: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.batch)

@@ -26,6 +26,7 @@ from tandem.config.load import (
     show_note,
     type_hints,
     with_our_names,
+    without_presets,
 )
 from tandem.config.nearest import SHORT_NAMES, advice
 from tandem.config.schema import RunConfig
@@ -66,7 +67,7 @@ def parse_run_flags(
         note("; ".join(notes))
     config, mistakes = build(values)
     problems += [f"{path}: {problem}" for problem in mistakes]
-    values = plain_values(config)
+    values = without_presets(plain_values(config), values)
     for name, value in given.items():
         set_knob(values, name, _read(value, hints[name]))
     if command != "train":
@@ -118,8 +119,9 @@ def help_page(command: str, summary: str, *, everything: bool) -> str:
 def _is_common(name: str, knob: dataclasses.Field[Any], command: str) -> bool:
     """Whether a knob is on a command's first help page: it is common there, and is read there."""
     section, common = name.split(".")[0], knob.metadata["common"]
-    if command == "train":
-        return command in common
+    if command == "train":  # the stages that it runs by default; others have pages of their own
+        shown = {stage_of(name).section for name in DEFAULT}
+        return command in common and (section in shown or section not in sections())
     stage = stage_of(command)
     own = section == stage.section or section not in sections()
     return own and not stage.commons.isdisjoint(common)

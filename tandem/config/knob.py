@@ -16,6 +16,17 @@ RL = ("train", "rl")
 stages train may be too. A stage's own section is on its page alone (see `Stage.commons`)."""
 
 
+class _Unset:
+    """The type of `UNSET`."""
+
+    def __str__(self) -> str:
+        return "the algorithm's"
+
+
+UNSET = _Unset()
+"""The default of a knob that another one sets where nothing was given, before anybody reads it."""
+
+
 def knob(
     default: Any,
     *,

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, Union
 
 import yaml
 
+from tandem.config.knob import UNSET
 from tandem.config.nearest import advice
 from tandem.config.rules import rule_problems
 from tandem.config.schema import RunConfig
@@ -111,6 +112,27 @@ def with_our_names(values: Any) -> tuple[Any, list[str], list[str]]:
             )
         notes.append(note_of(name, name, knob))
     return values, notes, problems
+
+
+def without_presets(values: dict[str, Any], given: Any) -> dict[str, Any]:
+    """Nested values less the knobs that a preset has set, so that a preset given later sets them;
+    in place.
+
+    Args:
+        given: the nested values that they were built from: what is in these stays.
+    """
+    for name, knob in config_knobs():
+        section, _, last = name.rpartition(".")
+        if knob.default is UNSET and section and last not in _mapping(given, section):
+            _mapping(values, section).pop(last, None)
+    return values
+
+
+def _mapping(values: Any, dotted: str) -> dict[str, Any]:
+    """A section of nested values; empty where there is none."""
+    for part in dotted.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else {}
 
 
 def set_knob(values: Any, dotted: str, value: Any, *, replace: bool = True) -> bool:

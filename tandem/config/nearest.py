@@ -32,6 +32,7 @@ SHORT_NAMES = {
     "ppo.ema": "ema",
     "ppo.ptx_data": "ptx-data",
     "ppo.ptx_coef": "ptx-coef",
+    "grpo.algorithm": "algorithm",
     "parallel.actor_zero_stage": "actor-zero-stage",
     "parallel.critic_zero_stage": "critic-zero-stage",
     "parallel.replicas": "replicas",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.parallel import frozen_base_problems
-from tandem.config.schema import OptimizerConfig, PPOConfig, RunConfig
+from tandem.config.schema import GRPOConfig, OptimizerConfig, RLConfig, RunConfig
 from tandem.config.stages import are_apart, in_order, of_family, ways
 
 
@@ -48,19 +48,14 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
         yield "dataset.split must have a share above 0; got 0,0,0. Use e.g. 2,4,4"
     if not all(0 <= beta < 1 for o in _optimizers(config) for beta in o.betas):
         yield "betas must be within [0, 1)"
-    if ppo.kl_coef_target > 0 and ppo.kl_coef == 0:
-        yield "ppo.kl_coef must be > 0 when ppo.kl_coef_target steers it; got 0"
+    for stage in rl:
+        yield from _rollout_problems(config, stage.section)
+    if any(stage.section == "grpo" for stage in rl):
+        yield from _critic_free_problems(config.grpo, config.sampling.samples_per_prompt)
     if ppo.kl_in == "loss" and ppo.kl_estimator == "k1":
         yield (
             "ppo.kl_estimator must be k2 or k3 when ppo.kl_in is loss; got k1, whose gradient "
             "there is zero on average"
-        )
-    rollout_size = ppo.prompts_per_step * config.sampling.samples_per_prompt
-    if ppo.minibatch_size > rollout_size:
-        yield (
-            "ppo.minibatch_size must be at most ppo.prompts_per_step * "
-            f"sampling.samples_per_prompt ({rollout_size}); got {ppo.minibatch_size}. "
-            f"Give --ppo.minibatch-size {rollout_size} or less"
         )
     yield from _parallel_problems(config)
     if config.sampling.min_new_tokens > config.sampling.max_new_tokens:
@@ -68,9 +63,77 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
             "sampling.min_new_tokens must be at most sampling.max_new_tokens "
             f"({config.sampling.max_new_tokens}); got {config.sampling.min_new_tokens}"
         )
-    yield from _unread(ppo)
-    if rl and ppo.reward_model_weight == 0 and not ppo.reward_function:
-        yield "ppo.reward_model_weight must be > 0 without a ppo.reward_function; got 0"
+
+
+def _rollout_problems(config: RunConfig, section: str) -> Iterator[str]:
+    """Rules of the knobs that RL stages have in common."""
+    rl: RLConfig = getattr(config, section)
+    if rl.kl_coef_target > 0 and rl.kl_coef == 0:
+        yield (
+            f"{section}.kl_coef must be > 0 when {section}.kl_coef_target steers it; got "
+            f"{rl.kl_coef:g}"
+        )
+    size = rl.prompts_per_step * config.sampling.samples_per_prompt
+    if rl.minibatch_size > size:
+        yield (
+            f"{section}.minibatch_size must be at most {section}.prompts_per_step * "
+            f"sampling.samples_per_prompt ({size}); got {rl.minibatch_size}. "
+            f"Give --{section}.minibatch-size {size} or less"
+        )
+    yield from _unread(rl, section)
+    if rl.reward_model_weight == 0 and not rl.reward_function:
+        yield (
+            f"{section}.reward_model_weight must be > 0 without a {section}.reward_function; got 0"
+        )
+
+
+_GSPO_CLIP = 0.05
+"""A whole answer's ratio never gets further from 1 than this in practice."""
+
+
+def _critic_free_problems(grpo: GRPOConfig, samples: int) -> Iterator[str]:
+    """Rules of policy gradients without a critic."""
+    needs = {
+        f"grpo.baseline is {grpo.baseline}": grpo.baseline != "none",
+        "grpo.advantage_scale is group-std": grpo.advantage_scale == "group-std",
+        f"grpo.sampling_rounds is {grpo.sampling_rounds}": grpo.sampling_rounds > 1,
+    }
+    if samples < 2 and any(needs.values()):
+        why = next(reason for reason, holds in needs.items() if holds)
+        yield (
+            f"sampling.samples_per_prompt must be >= 2 where {why}: answers to one prompt are "
+            f"compared with each other; got {samples}. Give --sampling.samples-per-prompt 8"
+        )
+    if grpo.kl == "none" and grpo.kl_coef > 0:
+        yield (
+            "grpo.kl must name where the penalty goes where grpo.kl_coef is above 0; got none. "
+            "Give --grpo.kl k1-in-reward, or --grpo.kl-coef 0"
+        )
+    if grpo.kl != "none" and grpo.kl_coef == 0:
+        yield (
+            f"grpo.kl_coef must be > 0 where grpo.kl is {grpo.kl}; got 0. Give --grpo.kl none, "
+            "which needs no reference"
+        )
+    if grpo.loss == "gspo" and max(grpo.clip_low, grpo.clip_high) > _GSPO_CLIP:
+        yield (
+            f"grpo.clip_low and grpo.clip_high must be at most {_GSPO_CLIP:g} where grpo.loss is "
+            f"gspo, whose ratio is a whole answer's; got {grpo.clip_low:g} and "
+            f"{grpo.clip_high:g}. Give --algorithm gspo, or e.g. 3e-4 and 4e-4"
+        )
+    if 0 < grpo.dual_clip <= 1:
+        yield f"grpo.dual_clip must be 0 or above 1; got {grpo.dual_clip:g}. Use e.g. 3"
+    read_with = {
+        "dual_clip": ("loss", grpo.loss == "clip"),
+        "cispo_max_ratio": ("loss", grpo.loss == "cispo"),
+        "overlong_buffer": ("overlong_penalty", grpo.overlong_penalty > 0),
+    }
+    defaults = GRPOConfig(algorithm=grpo.algorithm)
+    for name, (other, is_read) in read_with.items():
+        if not is_read and getattr(grpo, name) != getattr(defaults, name):
+            yield (
+                f"grpo.{name} must not be set where grpo.{other} is {getattr(grpo, other)}, which "
+                f"does not read it; got {getattr(grpo, name):g}. Remove it, or change grpo.{other}"
+            )
 
 
 def _order_problems(steps: Sequence[str]) -> Iterator[str]:
@@ -107,17 +170,18 @@ _READ_WITH = {
     "kl_horizon": "kl_coef_target",
     "reward_function_weight": "reward_function",
 }
-"""Knobs of PPO that mean something only where another is set."""
+"""Knobs of an RL stage that mean something only where another is set."""
 
 
-def _unread(ppo: PPOConfig) -> Iterator[str]:
+def _unread(rl: RLConfig, section: str) -> Iterator[str]:
     """What was set although nothing will read it."""
-    defaults = PPOConfig()
+    defaults = type(rl)()
     for name, needed in _READ_WITH.items():
-        if getattr(ppo, name) != getattr(defaults, name) and not getattr(ppo, needed):
+        if getattr(rl, name) != getattr(defaults, name) and not getattr(rl, needed):
             yield (
-                f"ppo.{name} must go with ppo.{needed}, without which nothing reads it; got "
-                f"{getattr(ppo, name):g}. Set ppo.{needed}, or remove ppo.{name}"
+                f"{section}.{name} must go with {section}.{needed}, without which nothing reads "
+                f"it; got {getattr(rl, name):g}. Set {section}.{needed}, or remove "
+                f"{section}.{name}"
             )
 
 

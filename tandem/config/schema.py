@@ -10,9 +10,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.config.knob import RL, STEPS, SUPERVISED, at_home, knob, require_sections
+from tandem.config.grpo import CriticFreeConfig
+from tandem.config.guards import GuardConfig, LogConfig
+from tandem.config.knob import RL, STEPS, SUPERVISED, UNSET, at_home, knob, require_sections
 from tandem.config.parallel import ParallelConfig
-from tandem.config.stages import DEFAULT, stage_names
+from tandem.config.stages import DEFAULT, of_family, stage_names
 from tandem.errors import ConfigError
 
 
@@ -201,8 +203,8 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig:
-    """Step 3, PPO (arXiv:1707.06347, arXiv:2203.02155)."""
+class RLConfig:
+    """What the stages that learn from their own answers have in common."""
 
     steps: int = knob(200, ge=0, common=RL)
     """Rollouts to make, each followed by its updates; 0 makes one pass over the prompts."""
@@ -213,30 +215,8 @@ class PPOConfig:
     minibatch_size: int = knob(32, ge=1, common=("rl",))
     """Answers per optimizer step."""
     actor: ActorOptimizerConfig = field(default_factory=ActorOptimizerConfig)
-    critic: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
-    critic_warmup_steps: int = knob(0, ge=0)
-    """Rollouts that train the critic alone, before the actor moves."""
-    clip_ratio: float = knob(0.2, gt=0)
-    """The policy ratio counts only within 1 +- this (PPO's epsilon)."""
-    value_clip: float = knob(0.2, ge=0)
-    """The value may move this far from its old value per rollout; 0 turns the clip off."""
-    gamma: float = knob(1.0, ge=0, le=1)
-    """Discount per token. 1: an answer is one episode and its length must not change its worth."""
-    lam: float = knob(0.95, ge=0, le=1)
-    """GAE's lambda: 1 is the return minus the value, lower trusts the critic more. A reward at the
-    end of n tokens reaches the first with weight lam^n while the critic is untrained: take 1 for
-    long answers and short runs."""
-    whiten_advantages: bool = knob(True)
-    """Advantages get mean 0 and sd 1 over all response tokens of the rollout; without this,
-    several epochs per rollout are unstable."""
     kl_coef: float = knob(0.05, ge=0, common=RL)
     """Weight of the KL penalty to the reference."""
-    kl_in: Literal["reward", "loss"] = knob("reward")
-    """Subtract the KL from each token's reward (InstructGPT), or add it to the loss (GRPO)."""
-    kl_estimator: Literal["auto", "k1", "k2", "k3"] = knob("auto")
-    """Per-token estimator: k1 = log-ratio (the one with the right gradient in the reward), k2 =
-    half its square (right in the loss), k3 = ratio - 1 - log-ratio (low variance, positive).
-    auto: k1 in the reward, k2 in the loss."""
     kl_coef_target: float = knob(0.0, ge=0)
     """KL per answer, in nats, that kl_coef is steered to (arXiv:1909.08593); 0 keeps it fixed."""
     kl_horizon: int = knob(10_000, ge=1)
@@ -283,28 +263,72 @@ class PPOConfig:
         require_sections(self)
         at_home(self)
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether the algorithm trains a critic."""
+        return True
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether it compares the policy with where that started."""
+        return True
+
 
 @dataclass(frozen=True, kw_only=True)
-class GuardConfig:
-    """When a step is left out for the numbers that it brings, and when that ends the run."""
+class PPOConfig(RLConfig):
+    """Step 3, PPO (arXiv:1707.06347, arXiv:2203.02155)."""
 
-    spike_sigma: float = knob(6.0, ge=0)
-    """Skip an update whose gradient norm is this many standard deviations above the last 100
-    (of its logarithm); 0 takes any that is finite. One that is not finite is always left out."""
-    max_skipped: int = knob(5, ge=0)
-    """Steps in a row that may be left out; one more ends the run."""
+    critic: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
+    critic_warmup_steps: int = knob(0, ge=0)
+    """Rollouts that train the critic alone, before the actor moves."""
+    clip_ratio: float = knob(0.2, gt=0)
+    """The policy ratio counts only within 1 +- this (PPO's epsilon)."""
+    value_clip: float = knob(0.2, ge=0)
+    """The value may move this far from its old value per rollout; 0 turns the clip off."""
+    gamma: float = knob(1.0, ge=0, le=1)
+    """Discount per token. 1: an answer is one episode and its length must not change its worth."""
+    lam: float = knob(0.95, ge=0, le=1)
+    """GAE's lambda: 1 is the return minus the value, lower trusts the critic more. A reward at the
+    end of n tokens reaches the first with weight lam^n while the critic is untrained: take 1 for
+    long answers and short runs."""
+    whiten_advantages: bool = knob(True)
+    """Advantages get mean 0 and sd 1 over all response tokens of the rollout; without this,
+    several epochs per rollout are unstable."""
+    kl_in: Literal["reward", "loss"] = knob("reward")
+    """Subtract the KL from each token's reward (InstructGPT), or add it to the loss (GRPO)."""
+    kl_estimator: Literal["auto", "k1", "k2", "k3"] = knob("auto")
+    """Per-token estimator: k1 = log-ratio (the one with the right gradient in the reward), k2 =
+    half its square (right in the loss), k3 = ratio - 1 - log-ratio (low variance, positive).
+    auto: k1 in the reward, k2 in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogConfig:
-    """What a run shows and keeps."""
+class GRPOConfig(RLConfig, CriticFreeConfig):
+    """Policy gradients without a critic: GRPO (arXiv:2402.03300), RLOO, DAPO and others."""
 
-    tensorboard: bool = knob(True)
-    """Write TensorBoard event files too."""
-    wandb: str = knob("")
-    """Weights & Biases project to log to as well (needs `pip install wandb`); empty is off."""
-    print_samples_every: int = knob(10, ge=0)
-    """Print a prompt and its answers every this many steps of step 3; 0: never."""
+    prompts_per_step: int = knob(32, ge=1, common=("rl",))
+    """Prompts per rollout (times sampling.samples_per_prompt answers)."""
+    epochs: int = knob(1, ge=1, common=("rl",))
+    """Passes over each rollout's experience."""
+    minibatch_size: int = knob(64, ge=1, common=("rl",))
+    """Answers per optimizer step."""
+    kl_coef: float = knob(UNSET, ge=0, common=RL)
+    """Weight of the KL penalty to the reference, where kl names a place for it."""
+    missing_eos_penalty: float = knob(0.0, ge=0)
+    """Taken from the score of an answer that the length limit cut. Off: a reward function's own
+    numbers count."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.apply_preset()
+
+    @property
+    def has_critic(self) -> bool:
+        return False
+
+    @property
+    def has_reference(self) -> bool:
+        return self.kl != "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,6 +391,7 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     guards: GuardConfig = field(default_factory=GuardConfig)
@@ -377,7 +402,20 @@ class RunConfig:
         at_home(self)
 
 
+def rl_section_name(config: RunConfig) -> str:
+    """The name of the section of the run's RL stage; the first RL stage's where it has none."""
+    stages = of_family(config.steps, "rl") or of_family(stage_names(), "rl")
+    return stages[0].section
+
+
+def rl_section(config: RunConfig) -> RLConfig:
+    """That section."""
+    section: RLConfig = getattr(config, rl_section_name(config))
+    return section
+
+
 def num_updates(config: RunConfig, num_steps: int) -> int:
-    """Optimizer steps of `num_steps` steps of PPO (rollouts), if none stops early."""
-    answers = config.ppo.prompts_per_step * config.sampling.samples_per_prompt
-    return num_steps * config.ppo.epochs * -(-answers // config.ppo.minibatch_size)
+    """Optimizer steps of `num_steps` steps of the RL stage (rollouts), if none stops early."""
+    rl = rl_section(config)
+    answers = rl.prompts_per_step * config.sampling.samples_per_prompt
+    return num_steps * rl.epochs * -(-answers // rl.minibatch_size)

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.config.load import check_values
-from tandem.config.schema import OptimizerConfig, RunConfig
+from tandem.config.schema import OptimizerConfig, RunConfig, rl_section
 from tandem.data.render import Renderer
 from tandem.engine.devices import resolve_device, resolve_dtype
 from tandem.engine.ema import MovingAverage
@@ -141,15 +141,16 @@ class RLHFEngine:
         self.agreement = check_policy(self.actor, config, self.tensor_group)
         if has_reference:
             check_same_start(self.actor, self.reference)
+        rl = rl_section(config)
         self.scaler = LossScaler() if self.dtype == torch.float16 else None
-        self.actor_learner = self._trainee("actor", self.actor, config.ppo.actor)
+        self.actor_learner = self._trainee("actor", self.actor, rl.actor)
         self.critic_learner = None
         if self.critic is not None:
             self.critic_learner = self._trainee("critic", self.critic, config.ppo.critic)
         self.ema = None
-        if config.ppo.ema:
+        if rl.ema:
             masters = self.actor_learner.masters
-            self.ema = MovingAverage(self.actor, config.ppo.ema_decay, masters)
+            self.ema = MovingAverage(self.actor, rl.ema_decay, masters)
 
     @property
     def stops(self) -> Stops:
@@ -264,7 +265,7 @@ class RLHFEngine:
     @property
     def trusts_sampler(self) -> bool:
         """Whether the sampler's log-probs serve as PPO's old ones (`ppo.old_logprobs`)."""
-        chosen = self.config.ppo.old_logprobs
+        chosen = rl_section(self.config).old_logprobs
         if chosen == "auto":
             agrees = self.agreement is not None and self.agreement.trustworthy
             return agrees and self.config.hybrid_engine

@@ -118,11 +118,18 @@ METRICS: tuple[Metric, ...] = (
         Metric("reward_function_score", "function units", _RL, "",
             "Mean of the reward function's scores, before its weight, over the answers that it "
             "scored.", chart="Reward function"),
+        Metric("groups_without_signal", "share", _RL, "lower",
+            "Prompts whose answers all score alike, of all prompts that the step answered: without "
+            "a critic these teach nothing.", "below 0.7; near 1 the prompts are too easy or too "
+            "hard", chart="Groups without signal", column="flat"),
+        Metric("sampling_rounds", "rollouts", _RL, "lower",
+            "Rollouts that the step made until enough groups had a signal "
+            "(grpo.sampling_rounds)."),
         Metric("reward_unscored", "answers", _RL, "",
             "Answers for which the reward function returned None.",
             "0, unless the function skips answers on purpose"),
         Metric("reward_clipped", "share", _RL, "lower",
-            "Answers whose score ppo.reward_clip clipped.", "below 0.05"),
+            "Answers whose score reward_clip clipped.", "below 0.05"),
         Metric("shaped_return", "normalized reward", _RL, "higher",
             "Sum of an answer's rewards, mean over answers: its score minus kl_coef times KL where "
             "the KL is in the reward.", "rises: the gain is worth its KL",
@@ -138,7 +145,8 @@ METRICS: tuple[Metric, ...] = (
         Metric("kl_coef", "ratio", _RL, "",
             "Weight of the KL penalty in this step.", chart="KL coefficient", line="schedule"),
         Metric("kl_loss", "nats per token", _RL, "",
-            "KL term of the loss before its weight, where ppo.kl_in is `loss`."),
+            "KL term of the loss before its weight, where ppo.kl_in is `loss` or grpo.kl is in the "
+            "loss."),
         Metric("policy_kl", "nats per token", _RL, "",
             "KL between the sampling policy and the updated one (k3), mean over minibatches; "
             "ppo.early_stop_kl stops the step's updates by it.", "0.0001 to 0.05",
@@ -187,8 +195,19 @@ METRICS: tuple[Metric, ...] = (
             "Entropy of the policy's next-token distribution, mean over response tokens.",
             "falls slowly; stays above 10 % of its start", chart="Entropy", column="entropy"),
         Metric("clip_fraction", "share", _RL, "",
-            "Response tokens whose ratio is outside 1 +- ppo.clip_ratio.", "0.01 to 0.2",
+            "Response tokens whose gradient the bounds of the ratio cut: ppo.clip_ratio, or "
+            "grpo.clip_low and grpo.clip_high.", "0.01 to 0.2",
             chart="Clipped tokens", line="policy", column="clip"),
+        Metric("clip_fraction_low", "share", _RL, "",
+            "Response tokens whose gradient the lower bound of the ratio cut, where the advantage "
+            "is negative.", "0 to 0.1", chart="Clipped tokens", line="below"),
+        Metric("clip_fraction_high", "share", _RL, "",
+            "Response tokens whose gradient the upper bound of the ratio cut, where the advantage "
+            "is positive (CISPO: whose weight its cap lowered; also those past "
+            "grpo.dual_clip).", "0 to 0.1", chart="Clipped tokens", line="above"),
+        Metric("answers_learned", "share", _RL, "",
+            "Answers that the actor's forward and backward read; without a critic those of groups "
+            "without signal are not, as their gradient is exactly 0.", "1 - groups_without_signal"),
         Metric("value_clip_fraction", "share", _RL, "",
             "Response tokens whose value changed by more than ppo.value_clip.", "below 0.3",
             chart="Clipped tokens", line="value"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from tandem.objectives.masked import require_same_shape
+from tandem.objectives.masked import require_same_shape, whiten
 
 
 def generalized_advantages(
@@ -63,12 +65,18 @@ def group_normalized(
         ShapeError: the tensors disagree.
     Source: arXiv:2402.03300 section 4.1.2.
     """
+    centered = _centered(scores, group)[0]
+    return centered / (group_std(scores, group) + epsilon) if scale else centered
+
+
+def group_std(scores: Tensor, group: Tensor) -> Tensor:
+    """The standard deviation of each score's group, with n - 1; 0 for a group of one. (B,)
+
+    Args, Raises: as `group_normalized`.
+    """
     centered, counts, member = _centered(scores, group)
-    if not scale:
-        return centered
     squares = torch.zeros(len(counts), device=scores.device).index_add(0, member, centered.square())
-    std = (squares / (counts - 1).clamp(min=1)).sqrt()
-    return centered / (std[member] + epsilon)
+    return (squares / (counts - 1).clamp(min=1)).sqrt()[member]
 
 
 def leave_one_out(scores: Tensor, group: Tensor) -> Tensor:
@@ -81,6 +89,92 @@ def leave_one_out(scores: Tensor, group: Tensor) -> Tensor:
     """
     centered, counts, member = _centered(scores, group)
     return centered * (counts / (counts - 1).clamp(min=1))[member]
+
+
+def length_weighted(scores: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
+    """Each score less its group's mean, the answers weighted by their lengths (OPO).
+
+        A_i = r_i - sum(n r) / sum(n)        exactly 0 where a group's scores are all equal
+
+    Args:
+        lengths: (B,) response tokens of each answer, n.
+    Source: arXiv:2505.23585.
+    """
+    require_same_shape(scores=scores, lengths=lengths)
+    centered, counts, member = _centered(scores, group)
+    zeros = torch.zeros(len(counts), device=scores.device)
+    lengths = lengths.float()
+    weighted = zeros.index_add(0, member, lengths * centered)
+    return centered - (weighted / zeros.index_add(0, member, lengths))[member]
+
+
+def has_signal(scores: Tensor, group: Tensor) -> Tensor:
+    """(B,) bool: whether the scores of an answer's group differ. They are compared with each
+    other, so that no rounding of a mean or deviation decides it."""
+    require_same_shape(scores=scores, group=group)
+    _, member = group.unique(return_inverse=True)
+    num_groups = int(member.max()) + 1 if len(member) else 0
+    start = torch.zeros(num_groups, device=scores.device, dtype=scores.dtype)
+    lowest, highest = (
+        start.scatter_reduce(0, member, scores, how, include_self=False) for how in ("amin", "amax")
+    )
+    return (lowest != highest)[member]
+
+
+Baseline = Literal["none", "group-mean", "leave-one-out", "length-weighted"]
+Scale = Literal["none", "group-std", "batch-std", "whiten"]
+
+
+def critic_free_advantages(
+    rewards: Tensor, group: Tensor, response_mask: Tensor, *, baseline: Baseline, scale: Scale
+) -> Tensor:
+    """Advantages per token from rewards alone, for every algorithm without a critic.
+
+        baseline   none: A_t = sum of the answer's rewards from t on (REINFORCE++)
+                   else one A per answer, of r = the sum of its rewards, on each of its tokens:
+                   group-mean (GRPO), leave-one-out (RLOO), length-weighted (OPO)
+        scale      none; group-std: / (std of the group's r + 1e-6) (GRPO);
+                   batch-std: / (std of all r + 1e-4) (TRL);
+                   whiten: mean 0 and sd 1 over all response tokens, with n - 1 (REINFORCE++)
+
+    Args:
+        rewards: (B, T) float32, 0 off the response: score at the end, KL penalty where there is
+            one (in r it comes before the baseline is taken).
+        group: (B,) int64, equal for answers to one prompt. All answers of the step, of all ranks.
+        response_mask: (B, T) bool.
+    Returns:
+        (B, T) float32, 0 off the response. Unless whitened, exactly 0 throughout a group whose r
+        are all equal, but where there is no baseline.
+    Raises:
+        ShapeError: the tensors disagree.
+    """
+    require_same_shape(rewards=rewards, response_mask=response_mask)
+    totals = rewards.float().masked_fill(~response_mask, 0.0).sum(dim=1)
+    if baseline == "none":
+        advantages = _from_here_on(rewards, response_mask)
+    else:
+        lengths = response_mask.sum(dim=1)
+        of_answers = {
+            "group-mean": lambda: group_normalized(totals, group, scale=False),
+            "leave-one-out": lambda: leave_one_out(totals, group),
+            "length-weighted": lambda: length_weighted(totals, lengths, group),
+        }
+        advantages = over_tokens(of_answers[baseline](), response_mask)
+    if scale == "group-std":
+        return advantages / (group_std(totals, group) + 1e-6)[:, None]
+    if scale == "batch-std":
+        spread = totals.std() if len(totals) > 1 else totals.new_zeros(())
+        return advantages / (spread + 1e-4)
+    if scale == "whiten":
+        return whiten(advantages, response_mask, correction=1)
+    return advantages
+
+
+def _from_here_on(rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """(B, T): the sum of a row's rewards from each response token to the end; 0 elsewhere."""
+    kept = rewards.float().masked_fill(~response_mask, 0.0)
+    sums = kept.flip(1).cumsum(dim=1).flip(1)
+    return sums.masked_fill(~response_mask, 0.0)
 
 
 def over_tokens(advantages: Tensor, response_mask: Tensor) -> Tensor:

@@ -33,6 +33,35 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Te
     return torch.expm1(-log_ratio) + log_ratio
 
 
+KLLoss = Literal["k2-in-loss", "k3-times-ratio", "forward-k3-in-loss"]
+
+
+def kl_loss(
+    logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, placement: KLLoss
+) -> Tensor:
+    """KL to the reference per token, as a term of the loss, with gradient. (B, T)
+
+        d = logprobs - ref_logprobs        k3 = exp(-d) - 1 + d
+        k2-in-loss           d^2 / 2; its gradient is that of KL(policy, reference)
+        k3-times-ratio       exp(logprobs - old_logprobs) k3; the same gradient in expectation
+                             over tokens of the old policy, whatever the policy is by then
+        forward-k3-in-loss   k3; its gradient is that of the *forward* KL(reference, policy),
+                             another divergence (GRPO's paper has this one)
+
+    k1 has no place here: its gradient in the loss is 0 in expectation. It belongs in the reward.
+
+    Args:
+        old_logprobs: of the policy that sampled; read by k3-times-ratio alone.
+    Source: arXiv:2512.02556 (DeepSeek-V3.2) for the ratio; arXiv:2506.09477 for the gradients.
+    """
+    if placement == "k2-in-loss":
+        return token_kl(logprobs, ref_logprobs, "k2")
+    kl = token_kl(logprobs, ref_logprobs, "k3")
+    if placement == "k3-times-ratio":
+        return (logprobs - old_logprobs).exp() * kl
+    return kl
+
+
 def adapted_kl_coef(
     coef: float, observed: float, *, target: float, horizon: int, num_answers: int
 ) -> float:

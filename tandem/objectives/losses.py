@@ -8,7 +8,6 @@ differentiable sum first, then sums for the metrics, detached.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -86,87 +85,6 @@ def dpo_loss(
     return DPOLoss(
         losses.sum(), wins.sum(), chosen_reward.detach().sum(), rejected_reward.detach().sum()
     )
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """Sums over response tokens: the loss (with gradient) and what to watch.
-
-    clipped: tokens whose gradient the clip cut. kl: k3 estimate of KL(sampling policy, policy).
-    ratio, abs_log_ratio: sums; max_ratio: the largest.
-    """
-
-    loss: Tensor
-    clipped: Tensor
-    kl: Tensor
-    ratio: Tensor
-    abs_log_ratio: Tensor
-    max_ratio: Tensor
-
-
-def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    token_weights: Tensor | None = None,
-) -> PolicyLoss:
-    """PPO's clipped surrogate, negated.
-
-        ratio = exp(logprobs - old_logprobs)
-        -w min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
-
-    All tensors (B, T); off the response they may hold anything.
-
-    Args:
-        token_weights: w, of the loss alone and not of the metrics; None weighs every token 1. Its
-            denominator is `aggregation`'s; that of the metrics is response tokens.
-    Source: arXiv:1707.06347 eq. 7; two bounds: arXiv:2503.14476 (DAPO) eq. 10.
-    """
-    require_same_shape(
-        logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=response_mask
-    )
-    log_ratio = (logprobs - old_logprobs).masked_fill(~response_mask, 0.0)
-    ratio = log_ratio.exp()
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    surrogate = torch.minimum(unclipped, clipped)
-    if token_weights is not None:
-        surrogate = surrogate * token_weights
-    loss = -masked_sum(surrogate, response_mask)
-    with torch.no_grad():
-        return PolicyLoss(
-            loss=loss,
-            clipped=masked_sum(clipped < unclipped, response_mask),
-            kl=masked_sum(torch.expm1(log_ratio) - log_ratio, response_mask),
-            ratio=masked_sum(ratio, response_mask),
-            abs_log_ratio=masked_sum(log_ratio.abs(), response_mask),
-            max_ratio=ratio.amax(),
-        )
-
-
-Aggregation = Literal["token", "sequence"]
-
-
-def aggregation(response_mask: Tensor, by: Aggregation) -> tuple[Tensor | None, int]:
-    """How per-token losses become one number: weights (B, T) and the denominator of their sum.
-
-        token      every response token counts alike (arXiv:2503.14476, "token-level loss")
-        sequence   every answer counts alike: its tokens' mean (arXiv:2402.03300 eq. 3, GRPO)
-
-    Args:
-        response_mask: (B, T) bool, of the whole step: all micro-batches, all ranks.
-    Returns:
-        weights, None where all are 1, and the denominator.
-    """
-    if by == "token":
-        return None, int(response_mask.sum())
-    lengths = response_mask.sum(dim=1, keepdim=True)
-    weights = response_mask.float() / lengths.clamp(min=1)
-    return weights, int((lengths > 0).sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,12 +34,18 @@ def masked_std(values: Tensor, mask: Tensor) -> Tensor:
     return masked_mean((values.float() - mean) ** 2, mask).sqrt()
 
 
-def whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8, correction: int = 0) -> Tensor:
     """`values` shifted and scaled to mean 0 and sd 1 over the mask; 0 off the mask.
 
     Where all selected values are equal the result is 0, not a magnified rounding error.
+
+    Args:
+        correction: 1 divides the squares by n - 1 rather than by n.
     """
     std = masked_std(values, mask)
+    if correction:
+        count = mask.sum()
+        std = std * (count / (count - correction).clamp(min=1)).sqrt()
     centered = values.float() - masked_mean(values, mask)
     scale = (std > epsilon) / std.clamp(min=epsilon)
     return (centered * scale).masked_fill(~mask, 0.0)

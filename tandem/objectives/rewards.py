@@ -42,6 +42,20 @@ def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef:
     return rewards.scatter_add(1, last[:, None], scores.float()[:, None])
 
 
+def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: float) -> Tensor:
+    """What is taken from an answer's score for its length: 0 up to the buffer, 1 at the limit.
+
+        clip((length - (max_tokens - c)) / c, 0, 1)        c = buffer * max_tokens
+
+    Args:
+        lengths: (B,) response tokens.
+        buffer: share of max_tokens over which the penalty grows, in (0, 1].
+    Source: arXiv:2503.14476 (DAPO) eq. 13, negated.
+    """
+    cache = buffer * max_tokens
+    return ((lengths.float() - (max_tokens - cache)) / cache).clamp(0.0, 1.0)
+
+
 def normalized_scores(raw: Tensor, mean: float, std: float) -> Tensor:
     """Scores in units of the SFT policy's spread: (raw - mean) / std."""
     return (raw.float() - mean) / std

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedConfig
 
-from tandem.config.schema import RunConfig
-from tandem.config.stages import stage_of
+from tandem.config.schema import RLConfig, RunConfig
+from tandem.config.stages import leaving, stage_of
 from tandem.engine.devices import resolve_device, resolve_dtype
 from tandem.generation.native_runner import FAMILIES
 from tandem.memory.model import MemoryPlan, layout_of
@@ -35,12 +36,13 @@ def plan_memory(
         ConfigError: there is no such step.
     """
     stage, parallel = stage_of(step), config.parallel
+    rl: Any = getattr(config, stage.section)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     layout = partial(layout_of, config, ranks, device=device, dtype=dtype)
     if stage.family == "rl":
         actor, value = shape_of(model), shape_of(critic or model, scalar=True)
-        policy = layout(parallel.actor_zero_stage, average=config.ppo.ema)
+        policy = layout(parallel.actor_zero_stage, average=rl.ema)
         packs = (
             model.model_type in FAMILIES
             and device.type == "cpu"
@@ -49,7 +51,9 @@ def plan_memory(
             and config.hybrid_engine
             and native.available()
         )
-        work = _ppo_work(config, prompt_tokens or config.dataset.max_prompt_tokens, ranks, packs)
+        work = _ppo_work(
+            config, prompt_tokens or config.dataset.max_prompt_tokens, ranks, packs, rl
+        )
         return ppo_memory(actor, value, policy, layout(parallel.critic_zero_stage), work)
     scalar = stage.leaves == "reward model"
     zero = parallel.critic_zero_stage if "critic" in stage.trains else parallel.actor_zero_stage
@@ -63,10 +67,10 @@ def plan_memory(
     )
 
 
-def _ppo_work(config: RunConfig, prompt: int, ranks: int, packs: bool) -> PPOWork:
+def _ppo_work(config: RunConfig, prompt: int, ranks: int, packs: bool, rl: RLConfig) -> PPOWork:
     new = config.sampling.max_new_tokens
-    answers = -(-config.ppo.prompts_per_step * config.sampling.samples_per_prompt // ranks)
-    dealt = -(-config.ppo.minibatch_size // ranks) * (prompt + new)
+    answers = -(-rl.prompts_per_step * config.sampling.samples_per_prompt // ranks)
+    dealt = -(-rl.minibatch_size // ranks) * (prompt + new)
     tokens = min(config.micro_batch_tokens, dealt)
     return PPOWork(
         rows=min(config.generation_batch_size, answers),
@@ -77,5 +81,14 @@ def _ppo_work(config: RunConfig, prompt: int, ranks: int, packs: bool) -> PPOWor
         packs=packs,
         slices=config.parallel.inference_tp_size,
         hosted=tuple(set(config.parallel.offload) & {"reference", "reward"}),
-        has_reward_model=config.ppo.reward_model_weight > 0,
+        has_reward_model=rl.reward_model_weight > 0 and _may_score(config, rl),
+        has_critic=rl.has_critic,
+        has_reference=rl.has_reference,
     )
+
+
+def _may_score(config: RunConfig, rl: RLConfig) -> bool:
+    """Whether a reward model scores, as far as the configuration says: not where a function alone
+    is named. One that an earlier run left in the folder is not seen here."""
+    named = bool(config.reward_model) or bool(leaving(config.steps, "reward model"))
+    return named or not rl.reward_function

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.config.load import config_knobs
-from tandem.config.schema import RunConfig
+from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import of_family, policy_folders
 from tandem.engine.loading import place_policy
 from tandem.engine.rollouts import answered
@@ -69,8 +69,9 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     config = run.config
     made_from = _made_from(run)
     scorer = _scorer(run)
-    function = load_reward_function(config.ppo.reward_function) if _uses_function(config) else None
-    prompts = rows.heldout_prompts[: config.ppo.eval_prompts]
+    rl = rl_section(config)
+    function = load_reward_function(rl.reward_function) if _uses_function(config) else None
+    prompts = rows.heldout_prompts[: rl.eval_prompts]
     models: dict[str, dict[str, float]] = {}
     answers: list[dict[str, Any]] = [
         {"prompt": prompt.messages[-1].content, "answers": {}} for prompt in prompts[:NUM_SHOWN]
@@ -80,7 +81,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
         models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
         if prompts:
             rollout = answer(model, prompts, rows, config)
-            scored = score_answers(rollout, scorer, rows.renderer, config.ppo, function, run.world)
+            scored = score_answers(rollout, scorer, rows.renderer, rl, function, run.world)
             # Without penalties and clips; NaN where nothing scores.
             scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).cpu()
             models[label] |= answer_metrics(rollout, scored)
@@ -125,14 +126,14 @@ def answer(
 
 
 def _uses_function(config: RunConfig) -> bool:
-    return bool(config.ppo.reward_function and of_family(config.steps, "rl"))
+    return bool(rl_section(config).reward_function and of_family(config.steps, "rl"))
 
 
 def _scorer(run: Run) -> RewardScorer | None:
     source, rl = run.reward_source(), of_family(run.config.steps, "rl")
     if source is None or not (rl or run.trained("reward model")):
         return None
-    if rl and run.config.ppo.reward_model_weight == 0:
+    if rl and rl_section(run.config).reward_model_weight == 0:
         return None
     tokenizer = load_tokenizer(source, trust_remote_code=run.config.trust_remote_code)
     return place_scorer(source, tokenizer, run.config, run.world)

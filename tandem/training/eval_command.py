@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.config.load import load_config
+from tandem.config.schema import rl_section, rl_section_name
 from tandem.errors import CheckpointError
 from tandem.metrics.report import write_report
 from tandem.text import visible, visible_lines
@@ -35,7 +36,8 @@ def evaluate_run(path: str, num_prompts: int) -> dict[str, Any]:
         raise CheckpointError(f"{path} must be a run's folder (with config.yaml); it is not.")
     config = replace(load_config(folder / "config.yaml"), output_dir=path)
     if num_prompts:
-        config = replace(config, ppo=replace(config.ppo, eval_prompts=num_prompts))
+        section: Any = replace(rl_section(config), eval_prompts=num_prompts)
+        config = replace(config, **{rl_section_name(config): section})
     run = Run(config)
     rows = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(rows)

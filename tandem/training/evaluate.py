@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.config.schema import RunConfig
+from tandem.config.schema import RunConfig, rl_section
 from tandem.data.render import Renderer
 from tandem.engine.forward import response_logprobs, scored
 from tandem.engine.hybrid import RLHFEngine
@@ -131,19 +131,18 @@ def policy_metrics(
 
     def scores(rollout: Rollout) -> ScoredAnswers:
         return score_answers(
-            rollout, engine.scorer, engine.renderer, config.ppo, reward_function, engine.world
+            rollout,
+            engine.scorer,
+            engine.renderer,
+            rl_section(config),
+            reward_function,
+            engine.world,
         )
 
     answers = scores(rollout)
-    mask = rollout.batch.response_mask
-
-    def log_ratios(part: TokenBatch) -> tuple[Tensor, ...]:
-        logprobs, _ = engine.actor_logprobs(part, with_entropy=False)
-        return (logprobs - engine.reference_logprobs(part),)
-
-    (ratios,) = scored(rollout.batch, config.micro_batch_tokens, log_ratios, engine.policy_models)
     metrics = answer_metrics(rollout, answers)
-    metrics["heldout_kl"] = float(masked_sum(ratios, mask)) / len(rollout)
+    if engine.has_reference:
+        metrics["heldout_kl"] = _kl_to_reference(engine, rollout, config)
     if not bool(answers.function.isnan().all()):
         metrics["heldout_reward_function_score"] = float(answers.function.nanmean())
     if engine.ema is not None:
@@ -154,3 +153,14 @@ def policy_metrics(
             mixed = of_average.mixed[of_average.is_scored]
             metrics["heldout_reward_ema"] = float(mixed.mean())
     return metrics
+
+
+def _kl_to_reference(engine: RLHFEngine, rollout: Rollout, config: RunConfig) -> float:
+    """KL per answer, nats, from the reference to the actor as it is."""
+
+    def log_ratios(part: TokenBatch) -> tuple[Tensor, ...]:
+        logprobs, _ = engine.actor_logprobs(part, with_entropy=False)
+        return (logprobs - engine.reference_logprobs(part),)
+
+    (ratios,) = scored(rollout.batch, config.micro_batch_tokens, log_ratios, engine.policy_models)
+    return float(masked_sum(ratios, rollout.batch.response_mask)) / len(rollout)

@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from tandem.config.schema import PPOConfig
+from tandem.config.schema import RLConfig
 from tandem.data.render import Renderer
 from tandem.engine.hybrid import PolicyNumbers, RLHFEngine
 from tandem.engine.scoring import RewardScorer
 from tandem.errors import BadStepError, DataError
-from tandem.objectives.advantages import generalized_advantages
-from tandem.objectives.kl import Estimator, token_kl
+from tandem.objectives.advantages import has_signal
+from tandem.objectives.kl import token_kl
 from tandem.objectives.losses import explained_variance
 from tandem.objectives.masked import masked_mean, masked_std, masked_sum, whiten
-from tandem.objectives.rewards import clipped_scores, token_rewards
+from tandem.objectives.rewards import clipped_scores, overlong_penalty, token_rewards
 from tandem.parallel.world import World
+from tandem.training.algorithm import AdvantagesOf, Algorithm
 from tandem.training.reward_function import RewardFunction, function_scores
+from tandem.training.rollout_rows import selected
 from tandem.types import Experience, Rollout
 
 
 def make_experience(
     rollout: Rollout,
+    scored: ScoredAnswers,
     engine: RLHFEngine,
-    config: PPOConfig,
+    algorithm: Algorithm,
     *,
     kl_coef: float,
-    reward_function: RewardFunction | None = None,
+    kept: Tensor | None = None,
     advantages_of: AdvantagesOf | None = None,
 ) -> Experience:
-    """Score a rollout: log-probs by actor and reference, values, scores, rewards, advantages.
+    """Log-probs by actor and reference, values, rewards and advantages of a scored rollout.
 
     Args:
         kl_coef: of the penalty, which needs a reference where it is not 0.
-        advantages_of: what the algorithm makes of the rewards; None: PPO's (`with_critic`).
+        kept: (B,) bool, the answers to learn from; None: all. The others count in the metrics
+            that speak of answers.
+        advantages_of: what is made of the rewards; None: the algorithm's.
 
     Answers that nothing could score (a reward function's None, without a reward model) are left
     out and counted in the metric `reward_unscored`.
@@ -46,24 +50,23 @@ def make_experience(
         BadStepError: a number that comes out is not finite.
         DataError: no answer could be scored.
     """
-    scored = score_answers(
-        rollout, engine.scorer, engine.renderer, config, reward_function, engine.world
-    )
     if not bool(scored.is_scored.any()):
         raise DataError(
             "the reward function must score at least one answer of a rollout; got None for all "
             f"{len(rollout)}. Look at the columns it reads."
         )
     metrics = scored.metrics(rollout)
-    if not bool(scored.is_scored.all()):
-        rollout, scored = _only_scored(rollout, scored)
+    kept = scored.is_scored if kept is None else kept & scored.is_scored
+    if not bool(kept.all()):
+        rows = kept.nonzero().flatten()
+        rollout, scored = selected(rollout, rows), scored.select(rows)
     batch, mask = rollout.batch, rollout.batch.response_mask
     numbers = engine.policy_numbers(rollout)
     kl = torch.zeros_like(numbers.logprobs)
     if numbers.ref_logprobs is not None:
-        kl = token_kl(numbers.logprobs, numbers.ref_logprobs, reward_estimator(config))
+        kl = token_kl(numbers.logprobs, numbers.ref_logprobs, algorithm.reward_kl or "k1")
     rewards = token_rewards(
-        scored.scores, kl, mask, kl_coef=kl_coef if config.kl_in == "reward" else 0.0
+        scored.scores, kl, mask, kl_coef=kl_coef if algorithm.reward_kl else 0.0
     )
     made = Experience(
         batch=batch,
@@ -77,7 +80,7 @@ def make_experience(
         rollout=rollout,
         metrics=metrics,
     )
-    advantages, returns = (advantages_of or partial(with_critic, config))(made)
+    advantages, returns = (advantages_of or algorithm.advantages)(made)
     metrics |= _policy_metrics(rollout, numbers, rewards, advantages)
     if numbers.values is not None and returns is not None:
         metrics |= _critic_metrics(numbers.values, returns, mask)
@@ -90,25 +93,10 @@ def make_experience(
         kl=kl,
         advantages=advantages,
     )
-    if config.whiten_advantages:
+    if algorithm.whitens:
         advantages = whiten(advantages, mask)
-    return replace(made, advantages=advantages, returns=returns)
-
-
-AdvantagesOf = Callable[[Experience], tuple[Tensor, Tensor | None]]
-"""An experience without advantages to these, (B, T), and to the returns that a critic learns."""
-
-
-def with_critic(config: PPOConfig, made: Experience) -> tuple[Tensor, Tensor | None]:
-    """PPO's advantages and returns, by the critic's values (GAE)."""
-    assert made.values is not None
-    return generalized_advantages(
-        made.rewards,
-        made.values,
-        made.batch.response_mask,
-        gamma=config.gamma,
-        lam=config.lam,
-    )
+    in_loss = rollout.finished if algorithm.overlong_filter else None
+    return replace(made, advantages=advantages, returns=returns, in_loss=in_loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +117,33 @@ class ScoredAnswers:
     model: Tensor
     function: Tensor
 
+    def select(self, rows: Tensor) -> ScoredAnswers:
+        """Those of the answers at `rows` (M,) int64."""
+        return ScoredAnswers(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    @staticmethod
+    def joined(parts: Sequence[ScoredAnswers]) -> ScoredAnswers:
+        """All answers of several rollouts."""
+        names = [f.name for f in fields(ScoredAnswers)]
+        columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        return ScoredAnswers(**columns)
+
+    def without_overlong(self, rollout: Rollout, algorithm: Algorithm) -> ScoredAnswers:
+        """The same with DAPO's soft overlong penalty taken from the scores, after their clip."""
+        if algorithm.overlong_penalty == 0:
+            return self
+        lengths = rollout.batch.response_mask.sum(dim=1)
+        taken = algorithm.overlong_penalty * overlong_penalty(
+            lengths, max_tokens=algorithm.max_tokens, buffer=algorithm.overlong_buffer
+        )
+        return replace(self, scores=self.scores - taken.masked_fill(~self.is_scored, 0.0))
+
+    def has_signal(self, group: Tensor) -> Tensor:
+        """(B,) bool: the scored answers of a group whose scores differ."""
+        found = torch.zeros_like(self.is_scored)
+        found[self.is_scored] = has_signal(self.scores[self.is_scored], group[self.is_scored])
+        return found
+
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         """The metrics that speak of answers, over all of them."""
         lengths = rollout.batch.response_mask.sum(dim=1).float()
@@ -143,6 +158,10 @@ class ScoredAnswers:
             "response_tokens_max": float(lengths.max()),
             "eos_rate": float(rollout.finished.float().mean()),
         }
+        num_groups = len(rollout.group.unique())
+        if len(rollout) > num_groups:
+            with_signal = len(rollout.group[self.has_signal(rollout.group)].unique())
+            values["groups_without_signal"] = 1 - with_signal / num_groups
         parts = {
             "reward_raw": self.raw,
             "reward_model_score": self.model,
@@ -159,7 +178,7 @@ def score_answers(
     rollout: Rollout,
     scorer: RewardScorer | None,
     renderer: Renderer,
-    config: PPOConfig,
+    config: RLConfig,
     reward_function: RewardFunction | None,
     world: World,
 ) -> ScoredAnswers:
@@ -191,33 +210,6 @@ def score_answers(
         raw=raw,
         model=model,
         function=function,
-    )
-
-
-def reward_estimator(config: PPOConfig) -> Estimator:
-    """The KL estimator in the reward (and in the metrics): k1 unless another is named for it."""
-    named = config.kl_estimator
-    return "k1" if named == "auto" or config.kl_in == "loss" else named
-
-
-def _only_scored(rollout: Rollout, scored: ScoredAnswers) -> tuple[Rollout, ScoredAnswers]:
-    rows = scored.is_scored.nonzero().flatten()
-    batch = rollout.batch.select(rows)
-    width = batch.token_ids.shape[1]
-    kept = rows.tolist()
-    return (
-        Rollout(
-            batch=batch,
-            rollout_logprobs=rollout.rollout_logprobs[rows, :width],
-            sampled_logprobs=rollout.sampled_logprobs[rows, :width],
-            rollout_entropy=rollout.rollout_entropy[rows, :width],
-            finished=rollout.finished[rows],
-            prompts=tuple(rollout.prompts[i] for i in kept),
-            responses=tuple(rollout.responses[i] for i in kept),
-            group=rollout.group[rows],
-            rank_seconds=rollout.rank_seconds,
-        ),
-        replace(scored, scores=scored.scores[rows], is_scored=scored.is_scored[rows]),
     )
 
 

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.config.schema import RunConfig
+import torch
+from transformers import PreTrainedModel
+
 from tandem.data.loader import BatchOrder
-from tandem.types import TokenRow
+from tandem.engine.forward import response_logprobs
+from tandem.engine.update import LossTerm, MicroBatchLoss
+from tandem.objectives.losses import sft_loss
+from tandem.types import TokenBatch, TokenRow
 
 
-def mixed_in(rows: Sequence[TokenRow], update: int, config: RunConfig) -> list[TokenRow]:
+def mixed_in(rows: Sequence[TokenRow], update: int, batch_size: int, seed: int) -> list[TokenRow]:
     """The texts of an update, numbered from 0 over the whole run, so that a resumed one goes on."""
     order = BatchOrder(
-        num_rows=len(rows),
-        batch_size=config.ppo.ptx_batch_size,
-        seed=config.seed,
-        epochs=None,
-        max_steps=update + 1,
+        num_rows=len(rows), batch_size=batch_size, seed=seed, epochs=None, max_steps=update + 1
     )
     _, indices = next(order.from_step(update))
     return [rows[i] for i in indices]
+
+
+def mixture_term(model: PreTrainedModel, batch: TokenBatch, coefficient: float) -> LossTerm:
+    """coefficient * language-model loss per token of the update's texts."""
+
+    def loss(rows: list[int]) -> MicroBatchLoss:
+        text = batch.select(torch.tensor(rows)).to(model.device)
+        logprobs, _ = response_logprobs(model, text)
+        return MicroBatchLoss(sft_loss(logprobs, text.response_mask))
+
+    lengths, count = batch.lengths().tolist(), batch.num_response_tokens
+    return LossTerm(lengths, count, loss, coefficient)

@@ -1,17 +1,20 @@
-"""Step 3: PPO against a reward model, a reward function or both."""
+"""Step 3: PPO against a reward model, a reward function or both; and what every RL stage does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tandem.checkpoint.state import SavedState
-from tandem.data.loader import BatchOrder
+from tandem.config.schema import GRPOConfig, rl_section, rl_section_name
+from tandem.data.loader import BatchOrder, permutation
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.update import restore_training, training_state
 from tandem.errors import ConfigError, DataError
+from tandem.generation.sampler import sequence_key
 from tandem.metrics.log import Answer
 from tandem.training.evaluate import language_model_metrics, policy_metrics
 from tandem.training.flight_recorder import rows_of
@@ -32,23 +35,36 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         DataError: there is no prompt.
         ConfigError: there is nothing to reward with.
     """
-    ppo, prompts = run.config.ppo, rows.prompts
+    return rl_job(run, rows, "ppo")
+
+
+def rl_job(run: Run, rows: StepRows, stage: str) -> StageJob:
+    """A stage that learns from its own answers, ready to run.
+
+    Args:
+        stage: its name; its section of the configuration says which algorithm it is.
+    Raises:
+        DataError, ConfigError: as `prepare`.
+    """
+    rl, prompts = rl_section(run.config), rows.prompts
     if not prompts:
-        raise DataError("step ppo must have at least one prompt; got none. See the drops above.")
+        raise DataError(
+            f"step {stage} must have at least one prompt; got none. See the drops above."
+        )
     order = BatchOrder(
         num_rows=len(prompts),
-        batch_size=ppo.prompts_per_step,
+        batch_size=rl.prompts_per_step,
         seed=run.config.seed,
         epochs=None,
-        max_steps=ppo.steps or -(-len(prompts) // ppo.prompts_per_step),
+        max_steps=rl.steps or -(-len(prompts) // rl.prompts_per_step),
     )
-    stage = PPOStage(_trainer(run, rows, order.num_steps), rows)
+    trainer = PPOStage(_trainer(run, rows, stage, order.num_steps), rows)
     return StageJob(
-        stage,
+        trainer,
         prompts,
         order,
-        ppo.eval_every,
-        save=partial(_save, stage.trainer.engine, rows),
+        rl.eval_every,
+        save=partial(_save, trainer.trainer.engine, rows),
         complete=lambda evaluation: {**evaluation, "steps": order.num_steps},
     )
 
@@ -80,7 +96,7 @@ class PPOStage:
         """Scores of answers to held-out prompts, and what was forgotten of the ptx texts."""
         trainer, rows = self.trainer, self._rows
         engine, config = trainer.engine, trainer.config
-        heldout = rows.heldout_prompts[: config.ppo.eval_prompts]
+        heldout = rows.heldout_prompts[: trainer.rl.eval_prompts]
         metrics = policy_metrics(engine, heldout, config, trainer.reward_function)
         if rows.heldout_ptx:
             texts = rows.heldout_ptx
@@ -109,21 +125,25 @@ class PPOStage:
         self.trainer.kl_coef = float(state.numbers["kl_coef"])
 
 
-def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
-    """The engine with its roles loaded, and what trains it."""
-    config, ppo = run.config, run.config.ppo
+def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer:
+    """The engine with the roles that the algorithm needs, and what trains it."""
+    config, rl = run.config, rl_section(run.config)
     engine = RLHFEngine(
-        actor=run.policy_source("ppo"),
-        reward_model=_reward_source(run),
+        actor=run.policy_source(stage),
+        reward_model=_reward_source(run, stage),
         config=config,
+        has_critic=rl.has_critic,
+        has_reference=rl.has_reference,
         world=run.world,
     )
-    run.say(f"ppo: {engine.says()}")
-    function = load_reward_function(ppo.reward_function) if ppo.reward_function else None
-    if function is not None and ppo.reward_clip:
+    run.say(f"{stage}: {engine.says()}")
+    if isinstance(rl, GRPOConfig):
+        run.say(f"{stage}: {rl.algorithm}: {rl.effective()}")
+    function = load_reward_function(rl.reward_function) if rl.reward_function else None
+    if function is not None and rl.reward_clip:
         run.say(
-            f"ppo: scores beyond +-{ppo.reward_clip:g} are clipped, {ppo.reward_function}'s too "
-            "(--ppo.reward-clip 0: none)"
+            f"{stage}: scores beyond +-{rl.reward_clip:g} are clipped, {rl.reward_function}'s too "
+            f"(--{rl_section_name(config)}.reward-clip 0: none)"
         )
     return PPOTrainer(
         engine,
@@ -131,17 +151,32 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
         num_steps=num_steps,
         reward_function=function,
         ptx_rows=rows.ptx,
+        more_prompts=partial(more_prompts, rows.prompts, config.seed),
         say=run.say,
     )
 
 
-def _reward_source(run: Run) -> str | None:
-    if run.config.ppo.reward_model_weight == 0:
+def more_prompts(
+    prompts: Sequence[PromptRow], seed: int, step: int, taken: Sequence[PromptRow], count: int
+) -> list[PromptRow]:
+    """At most `count` prompts that a step does not have yet, drawn by its number and how many it
+    has, so that a resumed run draws the same."""
+    names = {id(prompt) for prompt in taken}
+    key = sequence_key(seed, step, len(taken), 0) % 2**64
+    order = permutation(len(prompts), key, 0)
+    left = (prompts[i] for i in order.tolist() if id(prompts[i]) not in names)
+    return list(islice(left, count))
+
+
+def _reward_source(run: Run, stage: str) -> str | None:
+    rl = rl_section(run.config)
+    if rl.reward_model_weight == 0:
         return None
-    source = run.reward_source("ppo")
-    if source is None and not run.config.ppo.reward_function:
+    source = run.reward_source(stage)
+    if source is None and not rl.reward_function:
         raise ConfigError(
-            "step ppo must have a reward: --reward-model or --ppo.reward-function; got neither, "
+            f"step {stage} must have a reward: --reward-model or "
+            f"--{rl_section_name(run.config)}.reward-function; got neither, "
             f"and {run.path} has no finished reward step."
         )
     return source

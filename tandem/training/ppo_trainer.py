@@ -1,6 +1,7 @@
-"""PPO's two halves: making experience with the engine, and learning from it.
+"""The two halves of an RL step: making experience with the engine, and learning from it.
 
-A step is one rollout and its updates. Departures from DeepSpeed-Chat: answers are sampled, EOS is
+One trainer for PPO and for the algorithms without a critic, which differ in their `Algorithm`. A
+step is one rollout and its updates. Departures from DeepSpeed-Chat: answers are sampled, EOS is
 a trained token, advantages are whitened, several epochs and minibatches work, every coefficient
 is a knob, and the ratio before the first update is measured and must be 1.
 """
@@ -9,31 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from tandem.config.schema import RunConfig, num_updates
-from tandem.engine.forward import response_logprobs
+from tandem.config.schema import RunConfig, num_updates, rl_section, rl_section_name
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
-from tandem.engine.update import LossTerm, MicroBatchLoss, Update, rehearse, training_mode
+from tandem.engine.update import LossTerm, MicroBatchLoss, Update, training_mode
 from tandem.errors import BadStepError, ConfigError, NumericsError
 from tandem.generation.sampler import sequence_key
 from tandem.metrics.timing import Phases
-from tandem.objectives.kl import Estimator, adapted_kl_coef, token_kl
-from tandem.objectives.losses import policy_loss, sft_loss, value_loss
-from tandem.objectives.masked import masked_sum
-from tandem.training.experience import AdvantagesOf, make_experience
-from tandem.training.mixture import mixed_in
+from tandem.objectives.kl import adapted_kl_coef
+from tandem.objectives.policy import aggregation
+from tandem.training.algorithm import AdvantagesOf, actor_loss, algorithm_of, critic_loss
+from tandem.training.dynamic_sampling import Answered, MorePrompts, enough_with_signal
+from tandem.training.experience import make_experience, score_answers
+from tandem.training.mixture import mixed_in, mixture_term
 from tandem.training.operations import (
     batch_flops,
     generation_flops,
     scoring_flops,
     update_flops,
 )
+from tandem.training.rehearsal import rehearse_updates
 from tandem.training.reward_function import RewardFunction
 from tandem.training.rollout_source import RolloutSource, SingleTurn
 from tandem.training.step_metrics import Means
@@ -61,49 +64,61 @@ class PPOTrainer:
         advantages_of: AdvantagesOf | None = None,
         source: RolloutSource | None = None,
         ptx_rows: Sequence[TokenRow] = (),
+        more_prompts: MorePrompts | None = None,
         phases: Phases | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
-            num_steps: rollouts that the learning rates' schedules last; None takes `ppo.steps`, or
-                leaves the rates at their peak where that is 0.
-            advantages_of: what is made of the rewards; None: GAE by the critic.
+            num_steps: rollouts that the learning rates' schedules last; None takes the stage's
+                `steps`, or leaves the rates at their peak where that is 0.
+            advantages_of: what is made of the rewards; None: what the stage's knobs say.
             source: where answers come from; None: one turn of the engine's policy.
             ptx_rows: rendered texts for mixture training.
+            more_prompts: where dynamic sampling finds further prompts; None: nowhere.
             phases: times what is done.
             say: shows a line to the user.
         Raises:
             ConfigError: there is nothing to reward with, or the engine lacks a critic or reference
                 that the algorithm needs.
         """
-        has_model = engine.scorer is not None and config.ppo.reward_model_weight > 0
+        rl = rl_section(config)
+        algorithm = algorithm_of(rl, config.sampling.max_new_tokens)
+        has_model = engine.scorer is not None and rl.reward_model_weight > 0
         if reward_function is None and not has_model:
             raise ConfigError(
                 "PPOTrainer must have a reward; got no reward function and no reward model of a "
                 "weight above 0. Pass reward_function=, or RLHFEngine(reward_model=...)."
             )
-        if engine.critic is None and advantages_of is None:
+        if engine.critic is None and algorithm.has_critic and advantages_of is None:
             raise ConfigError(
                 "PPOTrainer must have a critic for its advantages; the engine has none. Pass "
                 "advantages_of=, or an engine with a critic."
             )
-        if not engine.has_reference and config.ppo.kl_coef > 0:
+        if engine.critic is not None and not algorithm.has_critic:
             raise ConfigError(
-                f"ppo.kl_coef must be 0 without a reference; got {config.ppo.kl_coef:g}. Set it to "
-                "0, or use an engine with a reference."
+                "PPOTrainer must get no critic, which this algorithm would not train; the engine "
+                "has one. Use RLHFEngine(has_critic=False)."
+            )
+        if not engine.has_reference and rl.kl_coef > 0:
+            raise ConfigError(
+                f"{rl_section_name(config)}.kl_coef must be 0 without a reference; got "
+                f"{rl.kl_coef:g}. Set it to 0, or use an engine with a reference."
             )
         self.engine = engine
         self.config = config
+        self.rl = rl
+        self.algorithm = algorithm
         self.advantages_of = advantages_of
         self.source = source or SingleTurn(engine)
         self.reward_function = reward_function
         self.ptx_rows = ptx_rows
+        self.more_prompts = more_prompts
         self.phases = phases or Phases()
         self.budget = MicroBatchBudget(config, engine.world, say)
-        self.kl_coef = config.ppo.kl_coef
-        if num_steps := num_steps or config.ppo.steps:
-            actor_steps = max(1, num_steps - config.ppo.critic_warmup_steps)
+        self.kl_coef = rl.kl_coef
+        if num_steps := num_steps or rl.steps:
+            actor_steps = max(1, num_steps - algorithm.critic_warmup_steps)
             engine.actor_learner.schedule(num_updates(config, actor_steps))
             if engine.critic_learner is not None:
                 engine.critic_learner.schedule(num_updates(config, num_steps))
@@ -111,7 +126,7 @@ class PPOTrainer:
     @property
     def ratio_tolerance(self) -> float:
         """How far the mean |log-ratio| before an update may be from 0, in nats."""
-        return self.config.ppo.ratio_tolerance or RATIO_TOLERANCE[self.engine.dtype]
+        return self.rl.ratio_tolerance or RATIO_TOLERANCE[self.engine.dtype]
 
     def generate_experience(
         self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
@@ -121,24 +136,58 @@ class PPOTrainer:
         Args:
             step, numbers: with the seed they key the sampling (see `generate`).
         """
-        engine, config = self.engine, self.config
+        own = self._answered(prompts, step, numbers)
+        rollout, scored, kept, rounds = own[0], own[1], None, 1
+        if self.algorithm.sampling_rounds > 1:
+            rollout, scored, kept, rounds = enough_with_signal(
+                own,
+                rounds=self.algorithm.sampling_rounds,
+                answer=partial(self._answered_more, list(prompts), step),
+                pad_token_id=self.engine.renderer.pad_token_id,
+            )
+        with self.phases("score") as phase:
+            experience = make_experience(
+                rollout,
+                scored,
+                self.engine,
+                self.algorithm,
+                kl_coef=self.kl_coef,
+                kept=kept,
+                advantages_of=self.advantages_of,
+            )
+            phase.flops = scoring_flops(self.engine, rollout, experience)
+        if kept is None:
+            return experience
+        return replace(experience, metrics={**experience.metrics, "sampling_rounds": float(rounds)})
+
+    def _answered(
+        self, prompts: Sequence[PromptRow], step: int, numbers: Sequence[int] | None
+    ) -> Answered:
+        """Answers to prompts, and their scores."""
+        engine = self.engine
         with self.phases("generate") as phase:
             rollout = self.source.collect(prompts, step=step, numbers=numbers)
             phase.samples, phase.tokens = len(rollout), rollout.batch.num_response_tokens
             phase.flops = generation_flops(engine, rollout)
         with self.phases("score") as phase:
-            experience = make_experience(
-                rollout,
-                engine,
-                config.ppo,
-                kl_coef=self.kl_coef,
-                reward_function=self.reward_function,
-                advantages_of=self.advantages_of,
+            scored = score_answers(
+                rollout, engine.scorer, engine.renderer, self.rl, self.reward_function, engine.world
             )
             phase.samples = len(rollout)
             phase.tokens = int(rollout.batch.attention_mask.sum())
-            phase.flops = scoring_flops(engine, rollout, experience)
-        return experience
+        return rollout, scored.without_overlong(rollout, self.algorithm)
+
+    def _answered_more(
+        self, prompts: list[PromptRow], step: int, count: int, number: int
+    ) -> Answered | None:
+        """The same of `count` further prompts, which join the step's."""
+        if self.more_prompts is None:
+            return None
+        more = self.more_prompts(step, prompts, count)
+        if not more:
+            return None
+        prompts.extend(more)
+        return self._answered(more, step, range(number, number + len(more)))
 
     def train_rlhf(
         self, experience: Experience, *, step: int, skip: Skip | None = None
@@ -152,9 +201,9 @@ class PPOTrainer:
             NumericsError: the ratio before the first update is not 1; or, without `skip`, a
                 gradient is not sound (BadStepError).
         """
-        ppo, engine, log = self.config.ppo, self.engine, Means()
-        trains_actor = step > ppo.critic_warmup_steps
-        epochs_done, stop = ppo.epochs, False
+        engine, log = self.engine, Means()
+        trains_actor = step > self.algorithm.critic_warmup_steps
+        epochs_done, stop = self.rl.epochs, False
         # Only dropout draws from it, other numbers on every rank.
         torch.manual_seed(self.config.seed + step + (engine.world.rank << 40))
         with self.phases("train") as phase, training_mode(*engine.trained_models):
@@ -167,9 +216,10 @@ class PPOTrainer:
                     if engine.critic_learner is not None:
                         self._update_critic(update, engine.critic_learner, minibatch, log)
                 self._note_steps(update, log)
-                phase.samples += len(minibatch)
-                phase.tokens += int(minibatch.batch.attention_mask.sum())
-                phase.flops += update_flops(engine, minibatch.batch, actor=trains_actor)
+                learned = minibatch.batch.select(self._with_gradient(minibatch))
+                phase.samples += len(learned)
+                phase.tokens += int(learned.attention_mask.sum())
+                phase.flops += update_flops(engine, learned, actor=trains_actor)
                 if trains_actor and self._has_ptx:
                     texts = self._ptx_batch(step, number)
                     phase.flops += batch_flops(engine.actor, texts, backward=True)
@@ -186,65 +236,76 @@ class PPOTrainer:
         Raises:
             OutOfMemoryError: it does not.
         """
-        engine = self.engine
-        answer = self.config.sampling.max_new_tokens
-        length = max(len(prompt) for prompt in prompts) + answer
-        device = engine.device
-
-        # No rank is dealt more answers of a minibatch than this.
-        share = -(-self.config.ppo.minibatch_size // engine.world.size)
-
-        def batch(max_tokens: int) -> TokenBatch:
-            rows = max(1, min(max_tokens // length, share))
-            response = torch.zeros((rows, length), dtype=torch.bool, device=device)
-            response[:, length - answer :] = True
-            ids = torch.full((rows, length), engine.renderer.pad_token_id, device=device)
-            return TokenBatch(ids, torch.ones_like(response), response)
-
-        def actor_loss(max_tokens: int) -> Tensor:
-            with_entropy = self.config.ppo.entropy_coef > 0
-            return engine.actor_logprobs(batch(max_tokens), with_entropy=with_entropy)[0].sum()
-
-        def critic_loss(max_tokens: int) -> Tensor:
-            return engine.values(batch(max_tokens)).sum()
-
-        with training_mode(*engine.trained_models):
-            rehearse(self.budget, engine.actor_learner, actor_loss)
-            if engine.critic_learner is not None:
-                rehearse(self.budget, engine.critic_learner, critic_loss)
+        rehearse_updates(self.engine, self.budget, self.rl, self.algorithm, prompts)
 
     @property
     def _updates_per_epoch(self) -> int:
-        return num_updates(self.config, 1) // self.config.ppo.epochs
+        return num_updates(self.config, 1) // self.rl.epochs
 
     def _minibatches(self, experience: Experience, step: int) -> Iterator[tuple[int, Tensor]]:
         """Every update's number within the step and its rows, shuffled anew each epoch by (seed,
         step, epoch)."""
-        for epoch in range(self.config.ppo.epochs):
+        chosen = torch.arange(len(experience), device=self.engine.device)
+        if experience.in_loss is not None:
+            chosen = chosen[experience.in_loss]
+        if len(chosen) == 0:
+            return
+        for epoch in range(self.rl.epochs):
             key = sequence_key(self.config.seed, step, epoch, 0)
-            order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(key))
-            minibatches = order.to(self.engine.device).split(self.config.ppo.minibatch_size)
+            order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(key))
+            minibatches = chosen[order.to(self.engine.device)].split(self.rl.minibatch_size)
             for number, rows in enumerate(minibatches):
                 yield epoch * self._updates_per_epoch + number, rows
+
+    def _with_gradient(self, minibatch: Experience) -> Tensor:
+        """The rows of a minibatch that its forward must read: not those that add exactly 0 to the
+        gradient. One at least, so that a step is taken with every minibatch."""
+        every = torch.arange(len(minibatch), device=self.engine.device)
+        if self.advantages_of is not None or not self.algorithm.skips_without_signal():
+            return every
+        rows = every[(minibatch.advantages != 0).any(dim=1)]
+        return rows if len(rows) else every[:1]
 
     def _update_actor(
         self, update: Update, minibatch: Experience, log: Means, step: int, number: int
     ) -> bool:
         """Teach the actor. Returns whether to leave the rollout's other updates."""
-        learner, target = self.engine.actor_learner, self.config.ppo.early_stop_kl
+        learner, target, algorithm = (
+            self.engine.actor_learner,
+            self.rl.early_stop_kl,
+            self.algorithm,
+        )
+        mask = minibatch.batch.response_mask
+        _, units = aggregation(mask, algorithm.normalization, max_tokens=algorithm.max_tokens)
+        rows = self._with_gradient(minibatch)
+        log.add("answers_learned", len(rows) / len(minibatch))
+        learned = minibatch.select(rows)
         terms = [
             LossTerm(
-                minibatch.batch.lengths().tolist(),
-                minibatch.batch.num_response_tokens,
-                lambda rows: self._actor_loss(minibatch.select(self._rows(rows))),
+                learned.batch.lengths().tolist(),
+                units,
+                lambda numbers: actor_loss(
+                    self.engine,
+                    algorithm,
+                    learned.select(self._rows(numbers)),
+                    kl_coef=self.kl_coef,
+                ),
             )
         ]
         if self._has_ptx:
-            terms.append(self._ptx_term(step, number))
+            batch = self._ptx_batch(step, number)
+            terms.append(mixture_term(self.engine.actor, batch, self.rl.ptx_coef))
+        # The loss has its own denominator, and what is watched has the tokens that were read.
+        per_token = units / learned.batch.num_response_tokens
         learning_rate = learner.learning_rate
-        check = partial(self._require_same_policy, minibatch) if number == 0 else None
+        check = partial(self._require_same_policy, learned, per_token) if number == 0 else None
         means, *others = update.learn(learner, terms, check)
         log.maximum("ratio_max", means.pop("ratio_max"))
+        for name in ("loss", "policy_loss", "rank_idle"):
+            if name != "loss":
+                log.add(name, means[name])
+            del means[name]
+        means = {name: value * per_token for name, value in means.items()}
         gap = means.pop("ratio_gap")
         if number == 0:
             log.add("ratio_gap_before_update", gap)
@@ -254,41 +315,9 @@ class PPOTrainer:
         if others:
             means["ptx_loss"] = others[0]["loss"]
         for name, value in means.items():
-            if name != "loss":
-                log.add(name, value)
+            log.add(name, value)
         log.add("actor_learning_rate", learning_rate)
         return bool(target > 0 and means["policy_kl"] > target)
-
-    def _actor_loss(self, part: Experience) -> MicroBatchLoss:
-        """The loss of some answers as a sum over response tokens."""
-        ppo, mask = self.config.ppo, part.batch.response_mask
-        logprobs, entropy = self.engine.actor_logprobs(
-            part.batch, with_entropy=ppo.entropy_coef > 0
-        )
-        surrogate = policy_loss(
-            logprobs,
-            part.old_logprobs,
-            part.advantages,
-            mask,
-            clip_low=ppo.clip_ratio,
-            clip_high=ppo.clip_ratio,
-        )
-        loss = surrogate.loss
-        sums = {
-            "policy_loss": surrogate.loss,
-            "clip_fraction": surrogate.clipped,
-            "policy_kl": surrogate.kl,
-            "ratio_mean": surrogate.ratio,
-            "ratio_gap": surrogate.abs_log_ratio,
-        }
-        if ppo.entropy_coef > 0:
-            loss = loss - ppo.entropy_coef * masked_sum(entropy, mask)
-        if ppo.kl_in == "loss" and self.kl_coef > 0 and part.ref_logprobs is not None:
-            estimator: Estimator = "k3" if ppo.kl_estimator == "k3" else "k2"
-            kl = masked_sum(token_kl(logprobs, part.ref_logprobs, estimator), mask)
-            loss = loss + self.kl_coef * kl
-            sums["kl_loss"] = kl
-        return MicroBatchLoss(loss, sums, {"ratio_max": surrogate.max_ratio})
 
     def _update_critic(
         self, update: Update, learner: Learner, minibatch: Experience, log: Means
@@ -296,18 +325,7 @@ class PPOTrainer:
         """Teach the critic."""
 
         def loss(rows: list[int]) -> MicroBatchLoss:
-            part = minibatch.select(self._rows(rows))
-            assert part.values is not None
-            assert part.returns is not None
-            found = value_loss(
-                self.engine.values(part.batch),
-                part.values,
-                part.returns,
-                part.batch.response_mask,
-                value_clip=self.config.ppo.value_clip,
-            )
-            sums = {"value_loss": found.loss, "value_clip_fraction": found.clipped}
-            return MicroBatchLoss(found.loss, sums)
+            return critic_loss(self.engine, self.algorithm, minibatch.select(self._rows(rows)))
 
         batch = minibatch.batch
         term = LossTerm(batch.lengths().tolist(), batch.num_response_tokens, loss)
@@ -333,36 +351,26 @@ class PPOTrainer:
 
     @property
     def _has_ptx(self) -> bool:
-        return bool(self.ptx_rows) and self.config.ppo.ptx_coef > 0
+        return bool(self.ptx_rows) and self.rl.ptx_coef > 0
 
     def _ptx_batch(self, step: int, number: int) -> TokenBatch:
         """The texts of an update, which follow from its number alone."""
         update = (step - 1) * num_updates(self.config, 1) + number
-        rows = mixed_in(self.ptx_rows, update, self.config)
+        rows = mixed_in(self.ptx_rows, update, self.rl.ptx_batch_size, self.config.seed)
         return TokenBatch.from_rows(rows, self.engine.renderer.pad_token_id)
 
-    def _ptx_term(self, step: int, number: int) -> LossTerm:
-        """ptx_coef * language-model loss per token of the update's texts."""
-        batch = self._ptx_batch(step, number)
-
-        def loss(rows: list[int]) -> MicroBatchLoss:
-            text = batch.select(torch.tensor(rows)).to(self.engine.device)
-            logprobs, _ = response_logprobs(self.engine.actor, text)
-            return MicroBatchLoss(sft_loss(logprobs, text.response_mask))
-
-        lengths, count = batch.lengths().tolist(), batch.num_response_tokens
-        return LossTerm(lengths, count, loss, self.config.ppo.ptx_coef)
-
-    def _require_same_policy(self, minibatch: Experience, means: Mapping[str, float]) -> None:
+    def _require_same_policy(
+        self, minibatch: Experience, per_token: float, means: Mapping[str, float]
+    ) -> None:
         """The policy must not differ from itself before it is updated."""
-        tolerance, gap = self.ratio_tolerance, means["ratio_gap"]
+        tolerance, gap = self.ratio_tolerance, means["ratio_gap"] * per_token
         if gap <= tolerance:
             return
         cause = (
             "dropout is on: two forwards of one policy differ. Use --dropout 0"
             if self.config.dropout > 0 or self.config.lora.dropout > 0
             else "the training and scoring forwards of this model disagree. Use --dtype fp32, or "
-            "raise ppo.ratio_tolerance if you know why"
+            "raise ratio_tolerance if you know why"
         )
         raise NumericsError(
             "the policy ratio before the first update must be 1 (mean |log-ratio| at most "
@@ -370,13 +378,13 @@ class PPOTrainer:
         )
 
     def _adapt_kl_coef(self, experience: Experience) -> None:
-        ppo = self.config.ppo
-        if ppo.kl_coef_target > 0 and "kl" in experience.metrics:
+        rl = self.rl
+        if rl.kl_coef_target > 0 and "kl" in experience.metrics:
             self.kl_coef = adapted_kl_coef(
                 self.kl_coef,
                 experience.metrics["kl"],
-                target=ppo.kl_coef_target,
-                horizon=ppo.kl_horizon,
+                target=rl.kl_coef_target,
+                horizon=rl.kl_horizon,
                 num_answers=len(experience),
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 
-from tandem.config.schema import RunConfig
+from tandem.config.schema import RunConfig, rl_section, rl_section_name
 from tandem.config.stages import in_order, leaving, of_family
 from tandem.engine.frozen_base import check_base
 from tandem.engine.placement import check_replicas
@@ -34,7 +34,7 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
     for stage in of_family(config.steps, "supervised", "pairs"):
         room = limit if stage.leaves == "policy" else positions(reward, config)
         problems += _too_long(f"rows of step {stage.name}", rows.of(stage), room)
-    problems += _too_long("rows of ppo.ptx_data", rows.ptx, limit)
+    problems += _too_long(f"rows of {rl_section_name(config)}.ptx_data", rows.ptx, limit)
     scores, rl = leaving(config.steps, "reward model"), of_family(config.steps, "rl")
     scored = min(config.reward.normalize_prompts, len(rows.prompts))
     if scores and scored * config.sampling.samples_per_prompt == 1:
@@ -54,13 +54,14 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
     shortest = min(map(len, [*rows.prompts, *rows.heldout_prompts]), default=0)
     if rl and border is not None and shortest <= border < longest + longest_answer:
         problems.append(
-            f"prompts and answers of PPO must stay within the {border} tokens past which this "
-            f"model's rope (longrope) changes for all tokens of a sequence, so that what an answer "
-            f"was drawn from is not what is trained; got up to {longest} + {longest_answer}. Lower "
+            f"prompts and answers of {rl[0].name} must stay within the {border} tokens past which "
+            "this model's rope (longrope) changes for all tokens of a sequence, so that what an "
+            "answer was drawn from is not what is trained; got up to "
+            f"{longest} + {longest_answer}. Lower "
             "dataset.max_prompt_tokens or sampling.max_new_tokens"
         )
-    if rl and config.ppo.reward_function:
-        function = load_reward_function(config.ppo.reward_function)
+    if rl and rl_section(config).reward_function:
+        function = load_reward_function(rl_section(config).reward_function)
         if problem := columns_problem(function, [*rows.prompts, *rows.heldout_prompts]):
             problems.append(problem)
     if problems:

@@ -15,7 +15,7 @@ import transformers
 
 from tandem.checkpoint.folder import MANIFEST, read_manifest
 from tandem.config.load import config_knobs, dump_config
-from tandem.config.schema import RunConfig
+from tandem.config.schema import RunConfig, rl_section
 from tandem.config.spellings import RENAMED
 from tandem.config.stages import stage_of
 from tandem.errors import CheckpointError
@@ -84,7 +84,7 @@ class Identity:
         for knob in sorted(given):
             made_from[knob] = _knob_value(self.config, knob)
             made_from[f"the files of {knob}"] = self.files_of(knob)
-        if stage.family == "rl" and self.config.ppo.reward_function:
+        if stage.family == "rl" and rl_section(self.config).reward_function:
             made_from["the reward function"] = self.reward_function()
         for kind in stage.data:
             if kind in self.fingerprints:
@@ -105,7 +105,7 @@ class Identity:
 
     def reward_function(self) -> dict[str, str]:
         """The SHA-256 of each source file of the reward function's."""
-        files = source_files(self.config.ppo.reward_function)
+        files = source_files(rl_section(self.config).reward_function)
         return {path.name: sha256(path) for path in files}
 
     def _digests_of(self, model: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from tandem.checkpoint.beside import verify_beside
 from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.load import check_config
-from tandem.config.schema import RunConfig
+from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import in_order, leaving, of_family, sources, stage_of
 from tandem.data.ledger import USES
 from tandem.engine.allocator import keep_freed_memory
@@ -165,16 +165,17 @@ def _check_inputs(run: Run) -> None:
         problems.append("data must name at least one data set; got nothing. Give --data FILE")
     rl = of_family(config.steps, "rl")
     scores = leaving(config.steps, "reward model")
-    if rl and not (scores or config.ppo.reward_function or run.reward_source(rl[0].name)):
+    function = rl_section(config).reward_function
+    if rl and not (scores or function or run.reward_source(rl[0].name)):
         makers = " or ".join(stage.name for stage in sources("reward model", rl[0].name))
         problems.append(
             f"step {rl[0].name} must have a reward; got none. Add step {makers}, --reward-model or "
-            "--ppo.reward-function"
+            f"--{rl[0].section}.reward-function"
         )
     if problems:
         raise ConfigError("; ".join(problems))
-    if rl and config.ppo.reward_function:
-        load_reward_function(config.ppo.reward_function)  # a typo must not cost two steps
+    if rl and function:
+        load_reward_function(function)  # a typo must not cost two steps
     for model in dict.fromkeys((config.actor_model, config.reward_model)):
         for folder in model_folders(model) if model else ():
             verify_beside(folder, world=run.world)

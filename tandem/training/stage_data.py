@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.config.schema import RunConfig
+from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import Stage, in_order
 from tandem.data.dataset import Dataset, load_data, load_text
 from tandem.data.ledger import Ledger
@@ -92,9 +92,9 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
     shares = {stage.share for stage in stages}
     # Who reads the pairs: a reward model by its own tokenizer, a policy by its.
     readers = {stage.leaves for stage in stages if stage.share == "pairs"}
-    ptx = Dataset()
-    if any("ptx_data" in stage.data for stage in stages) and config.ppo.ptx_data:
-        text = load_text(config.ppo.ptx_data, config.dataset, seed=config.seed, ledger=data.ledger)
+    ptx, ptx_data = Dataset(), rl_section(config).ptx_data
+    if any("ptx_data" in stage.data for stage in stages) and ptx_data:
+        text = load_text(ptx_data, config.dataset, seed=config.seed, ledger=data.ledger)
         ptx = Dataset(texts=text.train, heldout=text.heldout)
     prompts: list[PromptRow] = []
     if "prompts" in shares:

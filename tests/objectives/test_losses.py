@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 
 from tandem.errors import ShapeError
 from tandem.objectives.losses import (
-    aggregation,
     dpo_loss,
     explained_variance,
     pairwise_loss,
-    policy_loss,
     sft_loss,
     value_loss,
 )
 from tandem.objectives.masked import masked_mean, masked_std, masked_sum, whiten
+from tandem.objectives.policy import aggregation, policy_loss
 
 
 def test_sft_loss_counts_eos_though_it_equals_the_pad() -> None:

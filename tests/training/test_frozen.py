@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tandem.config.schema import LogConfig, RunConfig
+from tandem.config.guards import LogConfig
+from tandem.config.schema import RunConfig
 from tandem.errors import CheckpointError, ConfigError
 from tandem.metrics.log import MetricLog
 from tandem.models.adapter import load_adapter

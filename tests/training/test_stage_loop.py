@@ -21,8 +21,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from tandem.config.guards import GuardConfig
 from tandem.config.load import dump_config
-from tandem.config.schema import GuardConfig, RunConfig
+from tandem.config.schema import RunConfig
 from tandem.engine import learner
 from tandem.errors import CheckpointError, NumericsError, Stopped
 from tandem.parallel.world import World

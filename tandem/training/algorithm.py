@@ -1,0 +1,202 @@
+"""What an RL stage's knobs make of its answers: advantages, where the KL goes, and the loss.
+
+PPO and the algorithms without a critic are values of one record, read by one trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from tandem.config.schema import GRPOConfig, PPOConfig, RLConfig
+from tandem.engine.hybrid import RLHFEngine
+from tandem.engine.update import MicroBatchLoss
+from tandem.errors import ConfigError
+from tandem.objectives.advantages import critic_free_advantages, generalized_advantages
+from tandem.objectives.kl import Estimator, KLLoss, kl_loss
+from tandem.objectives.losses import value_loss
+from tandem.objectives.masked import masked_sum
+from tandem.objectives.policy import (
+    Aggregation,
+    PolicyLoss,
+    aggregation,
+    capped_reinforce_loss,
+    policy_loss,
+    sequence_ratio_loss,
+)
+from tandem.types import Experience
+
+AdvantagesOf = Callable[[Experience], tuple[Tensor, Tensor | None]]
+"""An experience without advantages to these, (B, T), and to the returns that a critic learns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """One RL algorithm, by its parts.
+
+    advantages: of an experience. whitens: they get mean 0 and sd 1 over all response tokens after
+        they were measured (PPO).
+    loss: of log-probs, old log-probs, advantages and response mask, with token_weights.
+    normalization, max_tokens: how token losses become one number (`aggregation`).
+    reward_kl: the estimator of what the KL takes from each token's reward; None: nothing.
+    loss_kl: the KL's term of the loss; None: none.
+    has_critic: whether one is trained, by value_clip, after critic_warmup_steps without the actor.
+    overlong_penalty, overlong_buffer, overlong_filter, sampling_rounds: as in CriticFreeConfig.
+    """
+
+    advantages: AdvantagesOf
+    loss: Callable[..., PolicyLoss]
+    normalization: Aggregation = "token"
+    max_tokens: int = 0
+    reward_kl: Estimator | None = None
+    loss_kl: KLLoss | None = None
+    entropy_coef: float = 0.0
+    whitens: bool = False
+    has_critic: bool = False
+    value_clip: float = 0.0
+    critic_warmup_steps: int = 0
+    overlong_penalty: float = 0.0
+    overlong_buffer: float = 1.0
+    overlong_filter: bool = False
+    sampling_rounds: int = 1
+
+    def skips_without_signal(self) -> bool:
+        """Whether an answer whose advantages are all 0 adds nothing to any gradient."""
+        return not (self.has_critic or self.loss_kl or self.entropy_coef)
+
+
+def algorithm_of(section: RLConfig, max_new_tokens: int) -> Algorithm:
+    """The algorithm that a stage's section describes.
+
+    Args:
+        max_new_tokens: sampling's.
+    Raises:
+        ConfigError: the section is of no algorithm that is known here.
+    """
+    if isinstance(section, PPOConfig):
+        return _ppo(section)
+    if isinstance(section, GRPOConfig):
+        return _critic_free(section, max_new_tokens)
+    raise ConfigError(
+        "an RL stage's section must be a PPOConfig or a GRPOConfig; got "
+        f"{type(section).__name__}. Derive it from one of them."
+    )
+
+
+def _ppo(ppo: PPOConfig) -> Algorithm:
+    loss_kl: KLLoss | None = None
+    reward_kl: Estimator | None = None
+    if ppo.kl_in == "loss":
+        loss_kl = "forward-k3-in-loss" if ppo.kl_estimator == "k3" else "k2-in-loss"
+    else:
+        reward_kl = "k1" if ppo.kl_estimator == "auto" else ppo.kl_estimator
+    clip = {"clip_low": ppo.clip_ratio, "clip_high": ppo.clip_ratio}
+    return Algorithm(
+        advantages=partial(_by_critic, ppo),
+        loss=partial(policy_loss, **clip),
+        reward_kl=reward_kl,
+        loss_kl=loss_kl,
+        entropy_coef=ppo.entropy_coef,
+        whitens=ppo.whiten_advantages,
+        has_critic=True,
+        value_clip=ppo.value_clip,
+        critic_warmup_steps=ppo.critic_warmup_steps,
+    )
+
+
+def _critic_free(grpo: GRPOConfig, max_new_tokens: int) -> Algorithm:
+    clip = {"clip_low": grpo.clip_low, "clip_high": grpo.clip_high}
+    losses: dict[str, Callable[..., PolicyLoss]] = {
+        "clip": partial(policy_loss, **clip, dual_clip=grpo.dual_clip),
+        "gspo": partial(sequence_ratio_loss, **clip),
+        "cispo": partial(capped_reinforce_loss, max_ratio=grpo.cispo_max_ratio),
+    }
+    in_loss = grpo.kl not in ("none", "k1-in-reward")
+    return Algorithm(
+        advantages=partial(_by_rewards, grpo),
+        loss=losses[grpo.loss],
+        normalization=grpo.normalization,
+        max_tokens=max_new_tokens,
+        reward_kl="k1" if grpo.kl == "k1-in-reward" else None,
+        loss_kl=grpo.kl if in_loss else None,  # type: ignore[arg-type]
+        entropy_coef=grpo.entropy_coef,
+        overlong_penalty=grpo.overlong_penalty,
+        overlong_buffer=grpo.overlong_buffer,
+        overlong_filter=grpo.overlong_filter,
+        sampling_rounds=grpo.sampling_rounds,
+    )
+
+
+def _by_critic(ppo: PPOConfig, made: Experience) -> tuple[Tensor, Tensor | None]:
+    """PPO's advantages and returns, by the critic's values (GAE)."""
+    assert made.values is not None
+    return generalized_advantages(
+        made.rewards, made.values, made.batch.response_mask, gamma=ppo.gamma, lam=ppo.lam
+    )
+
+
+def _by_rewards(grpo: GRPOConfig, made: Experience) -> tuple[Tensor, None]:
+    """Advantages without a critic: by the other answers to the prompt, or by all of the step."""
+    advantages = critic_free_advantages(
+        made.rewards,
+        made.group,
+        made.batch.response_mask,
+        baseline=grpo.baseline,
+        scale=grpo.advantage_scale,
+    )
+    return advantages, None
+
+
+def actor_loss(
+    engine: RLHFEngine, algorithm: Algorithm, part: Experience, *, kl_coef: float
+) -> MicroBatchLoss:
+    """The actor's loss of some answers, and what to watch, as sums over response tokens.
+
+    The loss's denominator is `aggregation`'s over the whole optimizer step, that of the others
+    the tokens.
+    """
+    mask = part.batch.response_mask
+    logprobs, entropy = engine.actor_logprobs(part.batch, with_entropy=algorithm.entropy_coef > 0)
+    weights, _ = aggregation(mask, algorithm.normalization, max_tokens=algorithm.max_tokens)
+    found = algorithm.loss(
+        logprobs, part.old_logprobs, part.advantages, mask, token_weights=weights
+    )
+    loss = found.loss
+    sums = {
+        "policy_loss": found.loss,
+        "clip_fraction": found.clipped,
+        "clip_fraction_low": found.clipped_low,
+        "clip_fraction_high": found.clipped_high,
+        "policy_kl": found.kl,
+        "ratio_mean": found.ratio,
+        "ratio_gap": found.abs_log_ratio,
+    }
+
+    def weighted(values: Tensor) -> Tensor:
+        return masked_sum(values if weights is None else values * weights, mask)
+
+    if algorithm.entropy_coef > 0:
+        loss = loss - algorithm.entropy_coef * weighted(entropy)
+    if algorithm.loss_kl is not None and kl_coef > 0 and part.ref_logprobs is not None:
+        kl = kl_loss(logprobs, part.ref_logprobs, part.old_logprobs, algorithm.loss_kl)
+        loss = loss + kl_coef * weighted(kl)
+        sums["kl_loss"] = masked_sum(kl, mask)
+    return MicroBatchLoss(loss, sums, {"ratio_max": found.max_ratio})
+
+
+def critic_loss(engine: RLHFEngine, algorithm: Algorithm, part: Experience) -> MicroBatchLoss:
+    """The critic's loss of some answers as a sum over response tokens."""
+    assert part.values is not None
+    assert part.returns is not None
+    found = value_loss(
+        engine.values(part.batch),
+        part.values,
+        part.returns,
+        part.batch.response_mask,
+        value_clip=algorithm.value_clip,
+    )
+    sums = {"value_loss": found.loss, "value_clip_fraction": found.clipped}
+    return MicroBatchLoss(found.loss, sums)

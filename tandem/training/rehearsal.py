@@ -1,0 +1,55 @@
+"""The largest micro-batches of an RL stage, before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.config.schema import RLConfig
+from tandem.engine.hybrid import RLHFEngine
+from tandem.engine.oom import MicroBatchBudget
+from tandem.engine.update import rehearse, training_mode
+from tandem.training.algorithm import Algorithm
+from tandem.types import PromptRow, TokenBatch
+
+
+def rehearse_updates(
+    engine: RLHFEngine,
+    budget: MicroBatchBudget,
+    rl: RLConfig,
+    algorithm: Algorithm,
+    prompts: Sequence[PromptRow],
+) -> None:
+    """Run the largest micro-batches that can come forward and backward, for nothing: what does not
+    fit into memory is known before the first step.
+
+    Raises:
+        OutOfMemoryError: it does not.
+    """
+    answer = engine.config.sampling.max_new_tokens
+    length = max(len(prompt) for prompt in prompts) + answer
+    device = engine.device
+
+    # No rank is dealt more answers of a minibatch than this.
+    share = -(-rl.minibatch_size // engine.world.size)
+
+    def batch(max_tokens: int) -> TokenBatch:
+        rows = max(1, min(max_tokens // length, share))
+        response = torch.zeros((rows, length), dtype=torch.bool, device=device)
+        response[:, length - answer :] = True
+        ids = torch.full((rows, length), engine.renderer.pad_token_id, device=device)
+        return TokenBatch(ids, torch.ones_like(response), response)
+
+    def actor_loss(max_tokens: int) -> Tensor:
+        with_entropy = algorithm.entropy_coef > 0
+        return engine.actor_logprobs(batch(max_tokens), with_entropy=with_entropy)[0].sum()
+
+    def critic_loss(max_tokens: int) -> Tensor:
+        return engine.values(batch(max_tokens)).sum()
+
+    with training_mode(*engine.trained_models):
+        rehearse(budget, engine.actor_learner, actor_loss)
+        if engine.critic_learner is not None:
+            rehearse(budget, engine.critic_learner, critic_loss)
