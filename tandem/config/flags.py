@@ -12,7 +12,7 @@ import inspect
 import textwrap
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NoReturn
 
 from tandem.config.load import (
@@ -96,7 +96,7 @@ def help_page(command: str, summary: str, *, everything: bool) -> str:
         if everything and name.rpartition(".")[0] != section:
             section = name.rpartition(".")[0]
             lines += ["", f"{section or 'run'}:"]
-        flag = _flag(name) if everything else _short_flag(name)
+        flag = _flag(name) if everything else _short_flag(name, command)
         about = docs[name] if everything else docs[name].split(". ")[0].rstrip(".") + "."
         lines += [f"  {flag} {_value_word(name)}".rstrip()]
         text = f"{about} [{show_value(knob.default)}]"
@@ -172,11 +172,12 @@ class _KnobParser(Parser):
     def __init__(self, command: str) -> None:
         super().__init__(prog=f"tandem {command}", add_help=False, allow_abbrev=False)
         self._command = command
+        shorts = short_flags(command)
         self.add_argument("--config", nargs="?", const=_NOTHING, default=argparse.SUPPRESS)
         for name, hint in knob_types().items():
             options = [_flag(name)]
-            if name in SHORT_NAMES:
-                options.append(f"--{SHORT_NAMES[name]}")
+            if name in shorts:
+                options.append(f"--{shorts[name]}")
             settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "nargs": "?"}
             if hint is bool:
                 self.add_argument(*options, const="on", **settings)
@@ -227,7 +228,7 @@ class _KnobParser(Parser):
                 continue
             flag = word.split("=")[0]
             own = [self._section] if self._section else [stage_of(name).section for name in DEFAULT]
-            spell = _flag if "." in flag else _short_flag
+            spell = _flag if "." in flag else partial(_short_flag, command=self._command)
             hint = advice(flag.lstrip("-").removeprefix("no-"), knob_types(), own, spell)
             hint = hint or f"See {self.prog} --help-all."
             problems.append(f"{flag} is not a flag of {self.prog}. {hint}")
@@ -312,8 +313,22 @@ def _flag(name: str) -> str:
     return f"--{_dashed(name)}"
 
 
-def _short_flag(name: str) -> str:
-    return f"--{SHORT_NAMES.get(name, _dashed(name))}"
+def short_flags(command: str) -> dict[str, str]:
+    """Dotted knob to its short flag in a command: a flag whose knob another stage has and this one
+    has too is this one's, as --kl-coef of `tandem grpo`."""
+    shorts = dict(SHORT_NAMES)
+    section = "" if command == "train" else stage_of(command).section
+    for knob, text in SHORT_NAMES.items():
+        other, _, last = knob.partition(".")
+        own = f"{section}.{last}"
+        if other != section and other in sections() and own in knob_types():
+            del shorts[knob]
+            shorts[own] = text.replace(f"{other}-", f"{section}-")
+    return shorts
+
+
+def _short_flag(name: str, command: str) -> str:
+    return f"--{short_flags(command).get(name, _dashed(name))}"
 
 
 def _dashed(name: str) -> str:

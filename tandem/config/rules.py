@@ -50,8 +50,9 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
         yield "betas must be within [0, 1)"
     for stage in rl:
         yield from _rollout_problems(config, stage.section)
-    if any(stage.section == "grpo" for stage in rl):
-        yield from _critic_free_problems(config.grpo, config.sampling.samples_per_prompt)
+        section = getattr(config, stage.section)
+        if isinstance(section, GRPOConfig):
+            yield from _critic_free_problems(section, config.sampling.samples_per_prompt)
     if ppo.kl_in == "loss" and ppo.kl_estimator == "k1":
         yield (
             "ppo.kl_estimator must be k2 or k3 when ppo.kl_in is loss; got k1, whose gradient "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from tandem.config.stages import DEFAULT, of_family, stage_names, stage_of
 from tandem.config.stages import sections as stage_sections
 
 RENAMED = {
@@ -27,14 +28,15 @@ ALIASES: dict[str, tuple[str, str]] = {
     "critic_learning_rate": ("ppo.critic.learning_rate", ""),
     "dataset_name": ("data", ""),
     "eps_clip": ("ppo.clip_ratio", ""),
+    "delta": ("grpo.dual_clip", ""),
     "epsilon": ("ppo.clip_ratio", ""),
     "eval_steps": ("eval_every", ""),
     "gamma": ("ppo.gamma", ""),
     "generate_max_len": ("sampling.max_new_tokens", ""),
-    "init_kl_coef": ("ppo.kl_coef", ""),
+    "init_kl_coef": ("ppo.kl_coef grpo.kl_coef", ""),
     "kl_coef": ("ppo.kl_coef", ""),
     "kl_estimator": ("ppo.kl_estimator", ""),
-    "kl_target": ("ppo.kl_coef_target", ""),
+    "kl_target": ("ppo.kl_coef_target grpo.kl_coef_target", ""),
     "label_smoothing": ("dpo.label_smoothing", ""),
     "lam": ("ppo.lam", ""),
     "learning_rate": ("learning_rate", ""),
@@ -43,6 +45,7 @@ ALIASES: dict[str, tuple[str, str]] = {
     "lora_r": ("lora.rank", ""),
     "lora_target_modules": ("lora.targets", ""),
     "lr_scheduler_type": ("schedule", "it ends at 10 % of the peak, not at 0"),
+    "mask_truncated_completions": ("grpo.overlong_filter", ""),
     "max_completion_length": ("sampling.max_new_tokens", ""),
     "max_grad_norm": ("max_grad_norm", ""),
     "max_length": ("dataset.max_tokens", _LIMIT),
@@ -51,11 +54,11 @@ ALIASES: dict[str, tuple[str, str]] = {
     "max_seq_length": ("dataset.max_tokens", _LIMIT),
     "max_steps": ("max_steps", ""),
     "min_p": ("sampling.min_p", ""),
-    "missing_eos_penalty": ("ppo.missing_eos_penalty", ""),
+    "missing_eos_penalty": ("ppo.missing_eos_penalty grpo.missing_eos_penalty", ""),
     "model_name_or_path": ("actor_model", ""),
     "n_samples_per_prompt": ("sampling.samples_per_prompt", ""),
     "num_generations": ("sampling.samples_per_prompt", ""),
-    "num_iterations": ("ppo.epochs", ""),
+    "num_iterations": ("ppo.epochs grpo.epochs", ""),
     "num_ppo_epochs": ("ppo.epochs", ""),
     "num_train_epochs": ("epochs", ""),
     "prompt_max_len": ("dataset.max_prompt_tokens", f"PPO's prompts; {_LIMIT}"),
@@ -65,7 +68,7 @@ ALIASES: dict[str, tuple[str, str]] = {
     "save_steps": ("save_every", ""),
     "save_total_limit": ("keep_checkpoints", ""),
     "sft_model_path": ("actor_model", ""),
-    "target_kl": ("ppo.early_stop_kl", ""),
+    "target_kl": ("ppo.early_stop_kl grpo.early_stop_kl", ""),
     "temperature": ("sampling.temperature", ""),
     "top_k": ("sampling.top_k", ""),
     "top_p": ("sampling.top_p", ""),
@@ -86,19 +89,24 @@ CONVERSIONS: dict[str, tuple[str, str]] = {
     ),
     "epsilon_high": ("ppo.clip_ratio", "one bound for both sides"),
     "eval_strategy": ("eval_every", "a number of steps; 0 evaluates at the end alone"),
+    "dynamic_sampling": (
+        "grpo.sampling_rounds",
+        "rollouts that a step may make until enough groups have unequal rewards",
+    ),
     "fp16": ("dtype", "write fp16"),
     "fsdp": ("parallel.actor_zero_stage parallel.critic_zero_stage", "3 is full sharding"),
     "gradient_accumulation_steps": (
         "batch_size minibatch_size",
         "the whole batch; how often it accumulates follows from micro_batch_tokens",
     ),
+    "importance_sampling_level": ("grpo.loss", "sequence is gspo, token is clip"),
     "load_in_4bit": ("parallel.frozen_weights", "write nf4; it needs lora.rank"),
     "load_in_8bit": ("parallel.frozen_weights", "write int8; it needs lora.rank"),
     "local_rollout_forward_batch_size": ("micro_batch_tokens", "tokens, not sequences"),
     "logging_steps": ("", "Every step is logged; remove it."),
     "loss_type": ("", "The loss is the command's (dpo: sigmoid, ppo: clipped); remove it."),
     "mini_batch_size": (
-        "ppo.minibatch_size",
+        "ppo.minibatch_size grpo.minibatch_size",
         "answers over all ranks, so the size per process x processes x accumulation steps",
     ),
     "nproc_per_node": ("", "Use --num-gpus on the command line."),
@@ -107,7 +115,10 @@ CONVERSIONS: dict[str, tuple[str, str]] = {
         "answers in each, so ppo.prompts_per_step x sampling.samples_per_prompt / num_mini_batches",
     ),
     "num_processes": ("", "Use --num-gpus on the command line."),
-    "num_sample_generations": ("ppo.eval_every", "steps between two looks at answers"),
+    "num_sample_generations": (
+        "ppo.eval_every grpo.eval_every",
+        "steps between two looks at answers",
+    ),
     "optim": ("", "The optimizer is AdamW; remove it."),
     "packing": ("", "Batches are always packed, each row attending to itself alone; remove it."),
     "per_device_eval_batch_size": (
@@ -120,14 +131,18 @@ CONVERSIONS: dict[str, tuple[str, str]] = {
     ),
     "report_to": ("log.tensorboard log.wandb", "tensorboard is on or off, wandb a project's name"),
     "resume_from_checkpoint": ("", "The same command continues the run in output_dir; remove it."),
-    "reward_funcs": ("ppo.reward_function", "one function, as file.py:name"),
+    "reward_funcs": ("ppo.reward_function grpo.reward_function", "one function, as file.py:name"),
     "rollout_batch_size": (
-        "ppo.prompts_per_step",
+        "ppo.prompts_per_step grpo.prompts_per_step",
         "prompts per rollout; each gets sampling.samples_per_prompt answers",
     ),
     "save_strategy": ("save_every", "a number of steps; 0 saves at the end of a stage alone"),
+    "scale_rewards": (
+        "grpo.advantage_scale",
+        "group is group-std, batch is batch-std, none is none",
+    ),
     "steps_per_generation": (
-        "ppo.minibatch_size",
+        "ppo.minibatch_size grpo.minibatch_size",
         "answers per optimizer step, so those of a rollout / steps_per_generation",
     ),
     "torch_dtype": ("dtype", "write bf16, fp16 or fp32"),
@@ -144,6 +159,24 @@ CONVERSIONS: dict[str, tuple[str, str]] = {
         "parallel.actor_zero_stage parallel.critic_zero_stage",
         "one for each, 0 to 3",
     ),
+    "grpo.beta": (
+        "grpo.kl grpo.kl_coef",
+        "beta weights k3 in the loss, here kl forward-k3-in-loss",
+    ),
+    "grpo.cliprange": ("grpo.clip_low grpo.clip_high", "one for each side"),
+    "grpo.eps_clip": ("grpo.clip_low grpo.clip_high", "one for each side"),
+    "grpo.eps_clip_low_high": ("grpo.clip_low grpo.clip_high", "one for each side"),
+    "grpo.epsilon": ("grpo.clip_low grpo.clip_high", "one for each side"),
+    "grpo.epsilon_high": (
+        "grpo.clip_high grpo.cispo_max_ratio",
+        "with loss_type cispo it is the cap on the ratio, else the upper bound less 1",
+    ),
+    "grpo.loss_type": (
+        "grpo.algorithm grpo.loss grpo.normalization",
+        "grpo is normalization sequence, dapo token, dr_grpo constant, cispo loss cispo",
+    ),
+    "grpo.max_steps": ("grpo.steps", "rollouts, each with several optimizer steps"),
+    "grpo.num_train_epochs": ("grpo.steps", "rollouts; 0 makes one pass over the prompts"),
     "ppo.beta": ("ppo.kl_coef", "together with ppo.kl_in loss it is what GRPO's beta weights"),
     "ppo.max_steps": ("ppo.steps", "rollouts, each with several optimizer steps"),
     "ppo.num_train_epochs": ("ppo.steps", "rollouts; 0 makes one pass over the prompts"),
@@ -174,6 +207,8 @@ def knob_meant(name: str, known: Iterable[str], section: str = "") -> str:
     if conversion(name, section) or (not section and _differs_somewhere(last)):
         return ""
     knobs = alias_knobs(last, known)
+    if not section:
+        knobs = [k for k in knobs if _section(k) not in _other_rl()] or knobs
     if section:
         own = within([section], knobs)
         knobs = own if inside or own else [k for k in knobs if _section(k) not in stage_sections()]
@@ -217,6 +252,7 @@ def conversion_advice(
         f"In {_section(dotted)} use {listed([spell(knob) for knob in ends.split()])}: {advice}."
         for dotted, (ends, advice) in CONVERSIONS.items()
         if dotted.endswith(f".{last}")
+        and (_section(dotted) not in _other_rl() or _section(dotted) in sections)
     ]
 
 
@@ -254,4 +290,14 @@ def _section(knob: str) -> str:
 
 
 def _differs_somewhere(last: str) -> bool:
-    return any(dotted.endswith(f".{last}") for dotted in CONVERSIONS)
+    return any(
+        dotted.endswith(f".{last}") and _section(dotted) not in _other_rl()
+        for dotted in CONVERSIONS
+    )
+
+
+def _other_rl() -> frozenset[str]:
+    """Sections of RL stages that do not run by default: without a section a name means the default
+    one's."""
+    rl = {stage.section for stage in of_family(stage_names(), "rl")}
+    return frozenset(rl - {stage_of(name).section for name in DEFAULT})

@@ -93,10 +93,9 @@ def _ppo(ppo: PPOConfig) -> Algorithm:
         loss_kl = "forward-k3-in-loss" if ppo.kl_estimator == "k3" else "k2-in-loss"
     else:
         reward_kl = "k1" if ppo.kl_estimator == "auto" else ppo.kl_estimator
-    clip = {"clip_low": ppo.clip_ratio, "clip_high": ppo.clip_ratio}
     return Algorithm(
         advantages=partial(_by_critic, ppo),
-        loss=partial(policy_loss, **clip),
+        loss=partial(policy_loss, clip_low=ppo.clip_ratio, clip_high=ppo.clip_ratio),
         reward_kl=reward_kl,
         loss_kl=loss_kl,
         entropy_coef=ppo.entropy_coef,
@@ -108,10 +107,10 @@ def _ppo(ppo: PPOConfig) -> Algorithm:
 
 
 def _critic_free(grpo: GRPOConfig, max_new_tokens: int) -> Algorithm:
-    clip = {"clip_low": grpo.clip_low, "clip_high": grpo.clip_high}
+    low, high = grpo.clip_low, grpo.clip_high
     losses: dict[str, Callable[..., PolicyLoss]] = {
-        "clip": partial(policy_loss, **clip, dual_clip=grpo.dual_clip),
-        "gspo": partial(sequence_ratio_loss, **clip),
+        "clip": partial(policy_loss, clip_low=low, clip_high=high, dual_clip=grpo.dual_clip),
+        "gspo": partial(sequence_ratio_loss, clip_low=low, clip_high=high),
         "cispo": partial(capped_reinforce_loss, max_ratio=grpo.cispo_max_ratio),
     }
     in_loss = grpo.kl not in ("none", "k1-in-reward")

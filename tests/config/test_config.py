@@ -269,6 +269,8 @@ PATHS = {
     "output_dir": "~/runs/x",
     "ppo.reward_function": "~/rewards.py:score",
     "ppo.ptx_data": "~/c.jsonl:0.5",
+    "grpo.reward_function": "~/rewards.py:score",
+    "grpo.ptx_data": "~/c.jsonl:0.5",
 }
 
 

@@ -20,6 +20,7 @@ PACKAGE = Path(tandem.__file__).parent
 # Names of stages that mean something else where they stand, and what.
 OTHERWISE = {
     "config/schema.py": ({"reward"}, "where the KL goes: ppo.kl_in"),
+    "config/grpo.py": ({"grpo"}, "an algorithm: grpo.algorithm"),
     "config/parallel.py": ({"reward"}, "a role: parallel.offload"),
     "engine/scoring.py": ({"reward"}, "a role"),
     "plan/run.py": ({"reward"}, "a role"),

@@ -1,0 +1,276 @@
+"""The stage grpo: every preset, what is skipped, dynamic sampling, and the same run again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tandem.cli import main
+from tandem.config.grpo import PRESETS
+from tandem.config.load import build_config, dump_config
+from tandem.config.schema import RunConfig
+from tandem.engine.hybrid import RLHFEngine
+from tandem.errors import ConfigError
+from tandem.plan.run import plan_memory
+from tandem.training.algorithm import Algorithm
+from tandem.training.ppo import more_prompts
+from tandem.training.ppo_trainer import PPOTrainer
+from tandem.training.replay import replay
+from tandem.types import Experience, PromptRow
+from tests.ranks import on_ranks
+from tests.tiny import tiny_config, tiny_llama
+from tests.training import letter_rewards
+from tests.training.runs import CLOCK, assert_equal_runs, ran, ran_with_stops, records
+from tests.training.test_ranks import ran as ran_on_ranks
+
+WORDS = ("cat", "elephant", "sun", "green", "a", "house", "yes", "nineteen", "tree", "on")
+REWARD = f"{letter_rewards.__file__}:starts_early"
+
+
+def config_of(folder: Path, model: str, **changes: Any) -> RunConfig:
+    """A run of the stage alone; `grpo` and `sampling` replace single knobs of those."""
+    grpo: dict[str, Any] = {
+        "steps": 3,
+        "prompts_per_step": 6,
+        "minibatch_size": 12,
+        "eval_prompts": 4,
+        "reward_function": REWARD,
+        "actor": {"learning_rate": 3e-3, "schedule": "constant", "warmup": 0.0},
+    }
+    sampling = {"max_new_tokens": 8, "samples_per_prompt": 4}
+    return build_config(
+        {
+            "steps": ["grpo"],
+            "actor_model": model,
+            "output_dir": str(folder),
+            "save_every": 1,
+            "log": {"tensorboard": False},
+            **{name: value for name, value in changes.items() if name not in ("grpo", "sampling")},
+            "grpo": grpo | changes.get("grpo", {}),
+            "sampling": sampling | changes.get("sampling", {}),
+        }
+    )
+
+
+def trainer_of(config: RunConfig, **more: Any) -> tuple[PPOTrainer, list[PromptRow]]:
+    engine = RLHFEngine(
+        actor=config.actor_model,
+        config=config,
+        has_critic=False,
+        has_reference=config.grpo.has_reference,
+    )
+    prompts = [engine.renderer.prompt(f"Say {word}.") for word in WORDS]
+    trainer = PPOTrainer(
+        engine, config, num_steps=3, reward_function=letter_rewards.starts_early, **more
+    )
+    return trainer, prompts
+
+
+def weights_of(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in trainer.engine.actor.named_parameters()}
+
+
+@pytest.mark.parametrize("algorithm", list(PRESETS))
+def test_every_preset_trains_with_the_models_that_it_needs_alone(
+    algorithm: str, tiny_model: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, tiny_model, grpo={"algorithm": algorithm})
+    trainer, prompts = trainer_of(config)
+    engine = trainer.engine
+    assert list(engine.learners) == ["actor"]
+    assert (engine.critic, engine.scorer) == (None, None)
+    assert (engine.reference is None) == (config.grpo.kl == "none")
+    before = weights_of(trainer)
+    for step in (1, 2):
+        made = trainer.generate_experience(prompts[:6], step=step)
+        metrics = trainer.train_rlhf(made, step=step)
+        assert metrics["ratio_gap_before_update"] < 1e-6
+        assert metrics["updates"] >= 1
+        assert 0 <= made.metrics["groups_without_signal"] < 1
+    after = weights_of(trainer)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+    plan = plan_memory(config, "grpo", tiny_llama(64).config)
+    roles = {name.split(":")[0] for name in plan.resting}
+    assert roles == {"actor"} | ({"reference"} if config.grpo.has_reference else set())
+
+
+def learned(config: RunConfig, made: Experience | None = None) -> tuple[Experience, dict[str, Any]]:
+    """One step from the same start; the experience, and the gradient-moved weights."""
+    trainer, prompts = trainer_of(config)
+    made = made or trainer.generate_experience(prompts[:6], step=1)
+    metrics = trainer.train_rlhf(made, step=1)
+    return made, {"weights": weights_of(trainer), **metrics}
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr-grpo", "gspo", "cispo"])
+def test_groups_without_signal_are_not_read_and_change_nothing(
+    algorithm: str, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(
+        tmp_path, tiny_model, grpo={"algorithm": algorithm, "minibatch_size": 24}, seed=5
+    )
+    made, skipping = learned(config)
+    flat = made.metrics["groups_without_signal"]
+    assert 0 < flat < 1
+    assert skipping["answers_learned"] == pytest.approx(1 - flat)
+    monkeypatch.setattr(Algorithm, "skips_without_signal", lambda self: False)
+    _, reading = learned(config, made)
+    assert reading["answers_learned"] == 1.0
+    for name, value in reading["weights"].items():
+        torch.testing.assert_close(skipping["weights"][name], value, atol=2e-5, rtol=1e-4)
+    assert skipping["policy_loss"] == pytest.approx(reading["policy_loss"], abs=1e-6)
+    assert skipping["actor_grad_norm"] == pytest.approx(reading["actor_grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
+def test_micro_batches_do_not_change_the_gradient(
+    normalization: str, tiny_model: str, tmp_path: Path
+) -> None:
+    knobs = {"normalization": normalization, "kl": "k2-in-loss", "kl_coef": 0.1}
+    config = config_of(tmp_path, tiny_model, grpo=knobs)
+    made, whole = learned(config)
+    _, cut = learned(replace(config, micro_batch_tokens=40), made)
+    assert cut["actor_grad_norm"] == pytest.approx(whole["actor_grad_norm"], rel=1e-4)
+    for name in ("policy_loss", "kl_loss", "policy_kl", "ratio_mean"):
+        assert cut[name] == pytest.approx(whole[name], abs=1e-5), name
+
+
+def test_cut_answers_leave_the_loss_and_stay_in_the_statistics(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, tiny_model, grpo={"overlong_filter": True, "epochs": 2})
+    trainer, prompts = trainer_of(config)
+    made = trainer.generate_experience(prompts[:6], step=1)
+    assert made.in_loss is not None
+    assert made.in_loss.tolist() == made.rollout.finished.tolist()
+    everyone = replace(made, in_loss=torch.ones_like(made.in_loss))
+    assert len(everyone) == 24
+    seen = [rows for _, rows in trainer._minibatches(made, step=1)]
+    kept = made.in_loss.nonzero().flatten().tolist()
+    assert sorted(torch.cat(seen).tolist() if seen else []) == sorted(kept * 2)
+    none = replace(made, in_loss=torch.zeros_like(made.in_loss))
+    before = weights_of(trainer)
+    assert "updates" not in trainer.train_rlhf(none, step=1)
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
+
+
+def test_dynamic_sampling_fills_up_with_other_prompts(tiny_model: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, tiny_model, grpo={"sampling_rounds": 5}, seed=5)
+    plain, prompts = trainer_of(replace(config, grpo=replace(config.grpo, sampling_rounds=1)))
+    first = plain.generate_experience(prompts[:6], step=1)
+    assert first.metrics["groups_without_signal"] > 0
+    trainer, prompts = trainer_of(config)
+    trainer.more_prompts = lambda step, taken, count: more_prompts(
+        prompts, config.seed, step, taken, count
+    )
+    made = trainer.generate_experience(prompts[:6], step=1)
+    assert made.metrics["sampling_rounds"] > 1
+    for group in made.group.unique():
+        scores = made.scores[made.group == group]
+        assert len(scores) == 4
+        assert scores.min() < scores.max()
+    names = [id(prompt) for prompt in made.rollout.prompts[::4]]
+    assert len(set(names)) == len(names) <= 6
+    assert made.metrics["groups_without_signal"] > 0, "the report is of all answers"
+    assert made.metrics["reward"] != pytest.approx(float(made.scores.mean()))
+    again = trainer.generate_experience(prompts[:6], step=1)
+    assert torch.equal(again.batch.token_ids, made.batch.token_ids)
+    alone = trainer_of(config)[0].generate_experience(prompts[:6], step=1)
+    assert alone.metrics["sampling_rounds"] == 1, "without a source of prompts it makes do"
+
+
+def test_an_engine_must_fit_the_algorithm(tiny_model: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, tiny_model, grpo={"algorithm": "rloo"})
+    reward = letter_rewards.starts_early
+    with pytest.raises(ConfigError, match="must get no critic"):
+        PPOTrainer(RLHFEngine(actor=tiny_model, config=config), config, reward_function=reward)
+    engine = RLHFEngine(actor=tiny_model, config=config, has_critic=False, has_reference=False)
+    with pytest.raises(ConfigError, match=r"grpo.kl_coef must be 0 without a reference; got 0.03"):
+        PPOTrainer(engine, config, reward_function=reward)
+
+
+def test_lora_leaves_the_base_as_it_is_and_samples_from_the_adapter(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    config = config_of(
+        tmp_path,
+        tiny_model,
+        lora={"rank": 4},
+        grpo={"minibatch_size": 8, "actor": {"lora_learning_rate": 1e-2, "warmup": 0.0}},
+        sampling={"max_new_tokens": 4},
+    )
+    trainer, prompts = trainer_of(config)
+    start = weights_of(trainer)
+    base = {name for name in start if "lora_" not in name}
+    assert base != start.keys()
+    for step in range(1, 101):
+        made = trainer.generate_experience(prompts[:2], step=step)
+        metrics = trainer.train_rlhf(made, step=step)
+        assert metrics["ratio_gap_before_update"] < 1e-6, step
+    end = weights_of(trainer)
+    assert all(torch.equal(end[name], start[name]) for name in base)
+    moved = trainer.engine.rollout(prompts[:2], step=1).rollout_logprobs
+    untouched = trainer_of(config)[0].engine.rollout(prompts[:2], step=1).rollout_logprobs
+    assert moved.shape != untouched.shape or not torch.equal(moved, untouched)
+
+
+def test_a_run_stopped_in_the_middle_is_the_same_run_and_replays(
+    tiny_model: str, preferences: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    knobs = {"algorithm": "dapo", "kl": "k1-in-reward", "kl_coef": 0.05, "ema": True}
+    config = config_of(
+        tmp_path / "straight", tiny_model, data=[preferences], grpo=knobs, save_async=False
+    )
+    straight = ran(config)
+    lines = ran_with_stops(config, tmp_path / "stopped", [("grpo", 2), ("grpo", 3)])
+    assert any("grpo: continuing after step 2" in line for line in lines)
+    assert any("grpo: dapo: baseline group-mean" in line for line in lines)
+    assert_equal_runs(tmp_path / "stopped", straight)
+    steps = [record["values"] for record in records(straight) if record["step"] > 0]
+    assert all("sampling_rounds" in values and "kl" in values for values in steps)
+    assert "explained_variance" not in steps[0]
+    assert replay(str(straight), 2) == 0
+    assert "grpo step 2, again" in capsys.readouterr().out
+    evaluation = json.loads((straight / "evaluation.json").read_text("utf-8"))
+    assert set(evaluation["models"]) == {"base", "grpo", "grpo-ema"}
+
+
+def test_ranks_have_the_statistics_of_one_process(
+    tiny_model: str, preferences: str, tmp_path: Path
+) -> None:
+    knobs = {"algorithm": "reinforce++-baseline", "normalization": "sequence"}
+    config = config_of(tmp_path / "one", tiny_model, data=[preferences], grpo=knobs)
+    one = ran(config)
+    on_ranks(2, ran_on_ranks, replace(config, output_dir=str(tmp_path / "two")))
+    unlike = (*CLOCK, "rank_")
+    for ours, theirs in zip(records(tmp_path / "two", unlike), records(one, unlike), strict=True):
+        assert ours["values"] == pytest.approx(theirs["values"], rel=2e-3, abs=2e-4)
+
+
+def test_after_sft_by_the_command_line(
+    tiny_model: str, preferences: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(tmp_path, tiny_model, preferences, dataset__split=[])
+    grpo = config_of(tmp_path, tiny_model).grpo
+    config = replace(
+        config, grpo=replace(grpo, steps=1), sampling=replace(config.sampling, samples_per_prompt=2)
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(config), "utf-8")
+    folder = tmp_path / "both"
+    flags = ["--config", str(file), "--output-dir", str(folder)]
+    assert main(["train", *flags, "--steps", "sft,grpo"]) == 0
+    assert "grpo: grpo: baseline group-mean" in capsys.readouterr().out
+    made_from = json.loads((folder / "grpo/MANIFEST.json").read_text("utf-8"))["facts"]["made_from"]
+    assert "the sft step" in made_from
+    assert "the reward function" in made_from
+    assert load_file(folder / "grpo/actor/model.safetensors")
+    assert not (folder / "grpo/critic").exists()
+    assert main(["train", *flags, "--steps", "grpo", "--grpo.clip-high", "0.3"]) == 2
+    assert "grpo.clip_high 0.2 -> 0.3" in capsys.readouterr().err
