@@ -37,7 +37,7 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
 
     Args:
         folder: the run's.
-        stage: sft, reward, dpo or ppo; empty takes the last that has recorded the step.
+        stage: its name; empty takes the last that has recorded the step.
         rows: how many sequences to show.
     Raises:
         CheckpointError: the folder is no run's.
