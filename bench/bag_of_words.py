@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.config.schema import DataConfig
+from tandem.config.dataset import DataConfig
 from tandem.data.dataset import load_data
 from tandem.types import Sample
 

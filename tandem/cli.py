@@ -294,7 +294,7 @@ def _data(args: list[str]) -> int:
     parser.add_argument("--columns", nargs="*", default=[], help="column map, role=column")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the split (1234)")
     options = parser.parse_args(args[1:])
-    from tandem.config.schema import DataConfig
+    from tandem.config.dataset import DataConfig
     from tandem.data.check import check
 
     try:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.config.schema import DataConfig
+from tandem.config.dataset import DataConfig
 from tandem.config.stages import DEFAULT
 from tandem.data.dataset import ReadRow, assign, read_all
 from tandem.data.ledger import Ledger

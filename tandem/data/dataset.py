@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tandem.config.schema import DataConfig
+from tandem.config.dataset import DataConfig
 from tandem.config.stages import DEFAULT
 from tandem.data.ledger import DatasetLedger, Ledger
 from tandem.data.rows import BadRow, RowProblem

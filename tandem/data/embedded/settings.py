@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tandem.config.dataset import DataConfig
 from tandem.config.schema import (
     ActorOptimizerConfig,
     CriticOptimizerConfig,
-    DataConfig,
     PPOConfig,
     RewardConfig,
     RunConfig,
