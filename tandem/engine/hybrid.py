@@ -149,8 +149,7 @@ class RLHFEngine:
             self.critic_learner = self._trainee("critic", self.critic, config.ppo.critic)
         self.ema = None
         if rl.ema:
-            masters = self.actor_learner.masters
-            self.ema = MovingAverage(self.actor, rl.ema_decay, masters)
+            self.ema = MovingAverage(self.actor, rl.ema_decay, self.actor_learner.masters)
 
     @property
     def stops(self) -> Stops:
