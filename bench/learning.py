@@ -118,7 +118,7 @@ def tandem(task: Task, algorithm: str, **knobs: Any) -> Iterator[float]:
     config: RunConfig = build_config(
         nested(
             {
-                "steps": [stage],
+                "stages": [stage],
                 "seed": task.seed,
                 "device": "cpu",
                 "micro_batch_tokens": 1536,
@@ -322,9 +322,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             try:
                 result = learned(SIDES[name], task)
             except ImportError as error:
-                report.say(f"{name}: left out ({error})")
+                report.print_line(f"{name}: left out ({error})")
                 break
-            report.say(
+            report.print_line(
                 f"{name}, seed {seed}: {len(result['curve'])} steps to {result['curve'][-1]:.2f}, "
                 f"{result['cpu_seconds']:.1f} CPU s"
             )

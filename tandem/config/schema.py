@@ -378,7 +378,7 @@ class RunConfig:
 
 def rl_section_name(config: RunConfig) -> str:
     """The name of the section of the run's RL stage; the first RL stage's where it has none."""
-    stages = of_family(config.steps, "rl") or of_family(stage_names(), "rl")
+    stages = of_family(config.stages, "rl") or of_family(stage_names(), "rl")
     return stages[0].section
 
 

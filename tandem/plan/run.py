@@ -90,5 +90,5 @@ def _ppo_work(config: RunConfig, prompt: int, ranks: int, packs: bool, rl: RLCon
 def _may_score(config: RunConfig, rl: RLConfig) -> bool:
     """Whether a reward model scores, as far as the configuration says: not where a function alone
     is named. One that an earlier run left in the folder is not seen here."""
-    named = bool(config.reward_model) or bool(leaving(config.steps, "reward model"))
+    named = bool(config.reward_model) or bool(leaving(config.stages, "reward model"))
     return named or not rl.reward_function

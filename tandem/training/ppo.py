@@ -136,12 +136,12 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         has_reference=rl.has_reference,
         world=run.world,
     )
-    run.say(f"{stage}: {engine.says()}")
+    run.print_line(f"{stage}: {engine.describe()}")
     if isinstance(rl, GRPOConfig):
-        run.say(f"{stage}: {rl.algorithm}: {rl.effective()}")
+        run.print_line(f"{stage}: {rl.algorithm}: {rl.effective()}")
     function = load_reward_function(rl.reward_function) if rl.reward_function else None
     if function is not None and rl.reward_clip:
-        run.say(
+        run.print_line(
             f"{stage}: scores beyond +-{rl.reward_clip:g} are clipped, {rl.reward_function}'s too "
             f"(--{rl_section_name(config)}.reward-clip 0: none)"
         )
@@ -152,7 +152,7 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         reward_function=function,
         ptx_rows=rows.ptx,
         more_prompts=partial(more_prompts, rows.prompts, config.seed),
-        say=run.say,
+        print_line=run.print_line,
     )
 
 

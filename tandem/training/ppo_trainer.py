@@ -66,7 +66,7 @@ class PPOTrainer:
         ptx_rows: Sequence[TokenRow] = (),
         more_prompts: MorePrompts | None = None,
         phases: Phases | None = None,
-        say: Callable[[str], None] | None = None,
+        print_line: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
@@ -77,7 +77,7 @@ class PPOTrainer:
             ptx_rows: rendered texts for mixture training.
             more_prompts: where dynamic sampling finds further prompts; None: nowhere.
             phases: times what is done.
-            say: shows a line to the user.
+            print_line: shows a line to the user.
         Raises:
             ConfigError: there is nothing to reward with, or the engine lacks a critic or reference
                 that the algorithm needs.
@@ -115,7 +115,7 @@ class PPOTrainer:
         self.ptx_rows = ptx_rows
         self.more_prompts = more_prompts
         self.phases = phases or Phases()
-        self.budget = MicroBatchBudget(config, engine.world, say)
+        self.budget = MicroBatchBudget(config, engine.world, print_line)
         self.kl_coef = rl.kl_coef
         if num_steps := num_steps or rl.steps:
             actor_steps = max(1, num_steps - algorithm.critic_warmup_steps)

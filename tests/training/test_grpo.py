@@ -46,7 +46,7 @@ def config_of(folder: Path, model: str, **changes: Any) -> RunConfig:
     sampling = {"max_new_tokens": 8, "samples_per_prompt": 4}
     return build_config(
         {
-            "steps": ["grpo"],
+            "stages": ["grpo"],
             "actor_model": model,
             "output_dir": str(folder),
             "save_every": 1,
@@ -265,12 +265,12 @@ def test_after_sft_by_the_command_line(
     file.write_text(dump_config(config), "utf-8")
     folder = tmp_path / "both"
     flags = ["--config", str(file), "--output-dir", str(folder)]
-    assert main(["train", *flags, "--steps", "sft,grpo"]) == 0
+    assert main(["train", *flags, "--stages", "sft,grpo"]) == 0
     assert "grpo: grpo: baseline group-mean" in capsys.readouterr().out
     made_from = json.loads((folder / "grpo/MANIFEST.json").read_text("utf-8"))["facts"]["made_from"]
     assert "the sft step" in made_from
     assert "the reward function" in made_from
     assert load_file(folder / "grpo/actor/model.safetensors")
     assert not (folder / "grpo/critic").exists()
-    assert main(["train", *flags, "--steps", "grpo", "--grpo.clip-high", "0.3"]) == 2
+    assert main(["train", *flags, "--stages", "grpo", "--grpo.clip-high", "0.3"]) == 2
     assert "grpo.clip_high 0.2 -> 0.3" in capsys.readouterr().err
