@@ -7,6 +7,8 @@ stretch is tokenized as what follows the text before it.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.control import ControlTokens
@@ -29,6 +31,7 @@ class PieceTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens) -> None:
         self._tokenizer = tokenizer
         self._control = control
+        self._in_context = lru_cache(maxsize=64)(self._ids_in_context)
         odd = control.forbidden | {tokenizer.unk_token_id}
         anchors = {anchor: self._whole(anchor) for anchor in _ANCHORS}
         self._anchors = {a: ids for a, ids in anchors.items() if ids and not odd & set(ids)}
@@ -61,7 +64,7 @@ class PieceTokenizer:
         return self._text(self._decode_anchor + ids)[len(self._text(self._decode_anchor)) :]
 
     def _encode_piece(self, piece: str, before: str, where: str) -> list[int]:
-        ids = self._in_context(piece, before)
+        ids = list(self._in_context(piece, before))
         forbidden = self._control.forbidden
         written = [i for i in self._control.written(piece) if i in forbidden]
         if [i for i in ids if i in forbidden] == written:
@@ -87,16 +90,16 @@ class PieceTokenizer:
         half = len(text) // 2
         return self._spelled(text[:half], where) + self._spelled(text[half:], where)
 
-    def _in_context(self, piece: str, before: str) -> list[int]:
+    def _ids_in_context(self, piece: str, before: str) -> tuple[int, ...]:
         if not before:
-            return self._whole(piece)
+            return tuple(self._whole(piece))
         if control := self._control.last(before):
             # As in a whole text: some tokenizers add a space, or take one away, after a control
             # token.
             ids = self._whole(control + piece)
             if ids[:1] == [self._control.ids[control]]:
-                return ids[1:]
-        return self._continuation(piece)
+                return tuple(ids[1:])
+        return tuple(self._continuation(piece))
 
     def _continuation(self, text: str) -> list[int]:
         if not self._adds_space:

@@ -95,6 +95,8 @@ class ChatTemplate:
         self._control = control
         self._own_controls: Callable[[tuple[Message, ...], bool], list[int]]
         self._own_controls = lru_cache(maxsize=256)(self._own_controls_of)
+        # Both answers of a pair, and all uses of a held-out row, share their prompt.
+        self._call = lru_cache(maxsize=64)(self._called)
         require_bounded(self.source, self._name)
         self.opening, self.lead, after = self._probe()
         found = control.find(after)
@@ -345,7 +347,7 @@ class ChatTemplate:
                 f"it for {_roles(messages)}. Reorder or leave out turns."
             ) from error
 
-    def _call(self, messages: tuple[Message, ...], prompt: bool) -> str:
+    def _called(self, messages: tuple[Message, ...], prompt: bool) -> str:
         dialog = [{"role": m.role, "content": m.content} for m in messages]
         text = str(
             self._tokenizer.apply_chat_template(
