@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.config.schema import RunConfig, SamplingConfig
+from tandem.config.engine import EngineSettings
+from tandem.config.schema import SamplingConfig
 from tandem.engine.forward import balanced, generation_weights
 from tandem.generation.generator import Stops, generate
 from tandem.models.modes import evaluating
 from tandem.parallel.shard import shards_of
-from tandem.parallel.tensor import TensorGroup
+from tandem.parallel.tensor import TensorGroup, tensor_group
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Rollout, TokenBatch
 
@@ -32,35 +33,35 @@ def generating(model: PreTrainedModel, group: TensorGroup | None) -> Iterator[No
         yield
 
 
-def answered(
+def rollout_of(
     model: PreTrainedModel,
     prompts: Sequence[PromptRow],
-    config: RunConfig,
+    settings: EngineSettings,
     stops: Stops,
     *,
     step: int,
     numbers: Sequence[int] | None = None,
-    group: TensorGroup | None = None,
 ) -> Rollout:
-    """A policy's answers as a run is configured to sample them, whatever they are wanted for.
+    """A placed policy's answers as a run is configured to sample them.
 
     Args:
         step, numbers: with the seed they key the sampling (see `generation.generate`).
-        group: the ranks that hold slices of its weights meanwhile.
     """
+    world = shards_of(model).world
+    group = tensor_group(world, settings.parallel.inference_tp_size)
     with generating(model, group):
         return shared_rollout(
             model,
             prompts,
-            config.sampling,
+            settings.sampling,
             stops,
-            shards_of(model).world,
-            seed=config.seed,
+            world,
+            seed=settings.seed,
             step=step,
             prompt_numbers=numbers,
-            batch_size=config.generation_batch_size,
+            batch_size=settings.generation_batch_size,
             group=group,
-            by_hugging_face=not config.hybrid_engine,
+            by_hugging_face=not settings.hybrid_engine,
         )
 
 

@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from tandem.config.schema import RunConfig
+from tandem.config.engine import EngineSettings
 from tandem.memory.shape import Shape
 
 FrozenKind = Literal["", "int8", "nf4"]
@@ -99,7 +99,7 @@ class Layout:
 
 
 def layout_of(
-    config: RunConfig,
+    settings: EngineSettings,
     ranks: int,
     stage: int,
     *,
@@ -115,17 +115,17 @@ def layout_of(
     """
     return Layout(
         ranks=ranks,
-        replicas=config.parallel.replicas,
+        replicas=settings.parallel.replicas,
         stage=stage,
         half=dtype.itemsize == 2,
-        lora_rank=config.lora.rank,
-        frozen=config.parallel.frozen_weights,
-        shares_base=config.parallel.shared_base,
-        offload_optimizer="optimizer" in config.parallel.offload,
-        offload_params="params" in config.parallel.offload,
+        lora_rank=settings.lora.rank,
+        frozen=settings.parallel.frozen_weights,
+        shares_base=settings.parallel.shared_base,
+        offload_optimizer="optimizer" in settings.parallel.offload,
+        offload_params="params" in settings.parallel.offload,
         on_cpu=device.type == "cpu",
         moving_average=average,
-        checkpointing=config.gradient_checkpointing,
+        checkpointing=settings.gradient_checkpointing,
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.config.engine import engine_settings
 from tandem.config.schema import (
     LoraConfig,
     OptimizerConfig,
@@ -29,9 +30,9 @@ from tandem.engine.forward import (
     whole_weights,
 )
 from tandem.engine.learner import Learner
-from tandem.engine.loading import prepare_for_training
-from tandem.engine.placement import plan_for, spread
+from tandem.engine.placement import prepare_for_training, shard_model
 from tandem.engine.rollouts import shared_rollout
+from tandem.engine.shard_plan import shard_plan
 from tandem.generation.generator import Stops
 from tandem.models.twin import shares_every_tensor
 from tandem.parallel.dtensor import local, whole
@@ -58,9 +59,9 @@ def trained(
     """Losses, gradient norms, weights and average of three steps."""
     config = RunConfig(lora=LoraConfig(rank=rank), parallel=ParallelConfig(replicas=replicas))
     model = tiny_model(family) if role == "actor" else tiny_scalar(family)
-    prepare_for_training(model, config, seed=5)
+    prepare_for_training(model, engine_settings(config), seed=5)
     model.eval()  # some families bring dropout
-    spread(model, plan_for(stage, config, world, trained=True), world)
+    shard_model(model, shard_plan(stage, engine_settings(config), world, trained=True), world)
     with torch.no_grad():  # leaves weights whole, which must not be taken for the trained ones
         model(torch.ones(1, 3, dtype=torch.long))
     learner = Learner(role, model, replace(SETTINGS, lora_learning_rate=1e-2), num_steps=3)
@@ -141,7 +142,9 @@ def scores(world: World, stage: int) -> Tensor:
     model = tiny_model("llama")
     if stage == 3:
         model.requires_grad_(False)
-    spread(model, plan_for(stage, RunConfig(), world, trained=stage < 3), world)
+    shard_model(
+        model, shard_plan(stage, engine_settings(RunConfig()), world, trained=stage < 3), world
+    )
     batch = ragged_batch(LENGTHS)
 
     def forward(part: TokenBatch) -> tuple[Tensor, ...]:
@@ -166,7 +169,7 @@ def prompts(lengths: tuple[int, ...]) -> list[PromptRow]:
 
 def rolled(world: World, stage: int, lengths: tuple[int, ...]) -> tuple[list[object], bool, int]:
     model = tiny_model("llama").eval()
-    spread(model, plan_for(stage, RunConfig(), world, trained=True), world)
+    shard_model(model, shard_plan(stage, engine_settings(RunConfig()), world, trained=True), world)
     sampling = SamplingConfig(max_new_tokens=12, samples_per_prompt=2)
     stops = Stops((EOS,), PAD, lambda ids: " ".join(map(str, ids)))
     with torch.no_grad(), whole_weights(model):
@@ -212,7 +215,7 @@ def rolled_by_a_straggler(world: World) -> tuple[float, ...]:
 
         rollouts.generate = slow
     model = tiny_model("llama").eval()
-    spread(model, plan_for(0, RunConfig(), world, trained=True), world)
+    shard_model(model, shard_plan(0, engine_settings(RunConfig()), world, trained=True), world)
     sampling, stops = SamplingConfig(max_new_tokens=2), Stops((EOS,), PAD, str)
     with torch.no_grad():
         rollout = shared_rollout(model, prompts((3, 4)), sampling, stops, world, seed=1, step=2)
