@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.config.engine import EngineSettings
@@ -45,20 +46,12 @@ class MicroBatchBudget:
         self._world = world
         self._say = say
 
-    def retry_on_oom(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        work: Callable[[], Result],
-        forget: Callable[[], None],
-    ) -> Result:
+    def retry_on_oom(self, learner: Learner, work: Callable[[], Result]) -> Result:
         """What `work` returns; when memory runs out and `halve_micro_batches` is on, `work` is
         tried again with half of the tokens, until it fits.
 
         Args:
-            name: of what is trained, for messages.
-            work: changes nothing but gradients until it ends.
-            forget: drops those.
+            work: changes nothing but the learner's gradients until it ends.
         Raises:
             OutOfMemoryError: it does not fit; the message names the knob that frees the most.
                 Several ranks never try again: the others may wait in a collective.
@@ -70,22 +63,22 @@ class MicroBatchBudget:
                 if not is_out_of_memory(error):
                     raise
                 said = first_line(error)
-            # Outside of the handler, whose traceback holds on to the activations.
-            forget()
+            # Outside of the handler, whose traceback keeps the activations alive.
+            learner.forget()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             can_halve = self._settings.halve_micro_batches and self._world.size == 1
             if not can_halve or self.tokens < 2 * _FEWEST:
                 raise OutOfMemoryError(
-                    f"{name}: a micro-batch of {self.tokens} tokens must fit into memory; got "
-                    f"{said[:160]!r}. {self._advice(model)}"
+                    f"{learner.name}: a micro-batch of {self.tokens} tokens must fit into memory; "
+                    f"got {said[:160]!r}. {self._advice(learner.model)}"
                 )
             self.tokens //= 2
             if self._say is not None:
                 self._say(
-                    f"{name}: out of memory: micro-batches of {self.tokens} tokens from here on "
-                    "(the gradient is the same)"
+                    f"{learner.name}: out of memory: micro-batches of {self.tokens} tokens from "
+                    "here on (the gradient is the same)"
                 )
 
     @contextmanager
@@ -97,16 +90,17 @@ class MicroBatchBudget:
         yield
         del held
 
-    def _advice(self, model: PreTrainedModel) -> str:
+    def _advice(self, model: nn.Module) -> str:
         best, freed = max(self._ways(model).items(), key=lambda way: way[1])
         advice = f"{best} frees about {freed / 2**30:.2g} GiB"
         if self._world.size == 1 and not self._settings.halve_micro_batches:
             advice += "; --halve-micro-batches goes on with smaller ones by itself"
         return f"{advice}."
 
-    def _ways(self, model: PreTrainedModel) -> dict[str, float]:
+    def _ways(self, model: nn.Module) -> dict[str, float]:
         """Bytes that each knob would free on this rank, by the plan's formula."""
         settings, device = self._settings, self._world.device
+        assert isinstance(model, PreTrainedModel)
         shape = shape_of(
             model.config,
             scalar=scalar_head(model) is not None,
