@@ -203,7 +203,7 @@ class Learner:
         self.shards.rest()
 
     def missing_state_bytes(self) -> int:
-        """Memory that the first step will take on the weights' device for the optimizer's states."""
+        """Memory on the weights' device that the first step will take for optimizer states."""
         if isinstance(self.optimizer, MasterAdamW):
             return 0
         return sum(
