@@ -1,4 +1,4 @@
-"""The launcher's own flags, taken off before the rest is read as a configuration. No torch."""
+"""The launcher's own flags, removed before the rest is read as a configuration. No torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """What the launcher was asked for.
+    """The launcher's flags.
 
-    num_gpus: ranks on each node; 0 if nothing was said.
-    rdzv: (host, port) of the meeting, None at one node.
+    num_gpus: ranks on each node; 0 if not given.
+    rdzv: (host, port) where nodes meet, None on one node.
     """
 
     num_gpus: int = 0
@@ -36,8 +36,8 @@ class LaunchOptions:
 
 
 def take_launch_flags(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
-    """The launcher's flags, what is left of the command line, and what is wrong with the former: a
-    flag without a value, or values that cannot be."""
+    """The launcher's flags, the rest of the command line, and problems of the flags: missing or
+    impossible values."""
     given: dict[str, str] = {}
     rest: list[str] = []
     problems: list[str] = []

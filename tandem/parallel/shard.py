@@ -150,7 +150,7 @@ class Shards:
             unit.set_is_last_backward(last)
 
     def finish_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """After the last backward: sum gradients over the ranks at stage 0; free gathered weights."""
+        """After the last backward: free gathered weights; sum gradients at stage 0."""
         self.rest()
         if self.sums_gradients:
             for parameter in parameters:
