@@ -206,7 +206,7 @@ def pieces(world: World, folder: str, kind: str) -> tuple[dict[str, Tensor], int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WeightFiles, "rows", watched)
         model = Placement(engine_settings(configured(kind, stage=3)), world).policy(
-            folder, trained=True
+            folder, trained=True, seed=0
         )
     here = sum(local(p).numel() * p.element_size() for p in model.parameters())
     return {n: whole(p.detach()).clone() for n, p in model.named_parameters()}, most[0], here
