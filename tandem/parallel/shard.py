@@ -180,9 +180,9 @@ class Shards:
         """Euclidean norm of the whole gradient, from this rank's pieces; the same on every rank."""
         if self.world.size == 1 or not self.units:
             return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        norms = torch._foreach_norm([g for g in gradients if g.numel()], dtype=torch.float32)
         total = torch.zeros((), device=self.world.device, dtype=torch.float64)
-        if norms:
+        if pieces := [g for g in gradients if g.numel()]:  # a rank may have none
+            norms = torch._foreach_norm(pieces, dtype=torch.float32)
             total += torch.stack(norms).double().square().sum().to(total.device)
         self.world.all_reduce_(total)
         return math.sqrt(float(total) / self.plan.replicas)
