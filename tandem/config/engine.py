@@ -8,7 +8,7 @@ from typing import Literal
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.schema import LoraConfig, OptimizerConfig, RunConfig, SamplingConfig
-from tandem.config.stages import in_order, stage_of
+from tandem.config.stages import in_order, of_family, stage_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class EngineSettings:
     Fields mean what the knobs of their names mean, and besides:
 
     trained_roles: "actor", "critic": what any stage of the run trains.
-    optimizers: of each role that the stage trains.
+    optimizers: of each role that reinforcement learning trains.
     spike_sigma: `guards.spike_sigma`.
     ema_decay: of the actor's moving average; 0 keeps none.
     """
@@ -51,14 +51,11 @@ class EngineSettings:
         return bool(self.parallel.frozen_weights) or self.parallel.shared_base
 
 
-def engine_settings(config: RunConfig, stage: str = "ppo") -> EngineSettings:
-    """The settings of a run's engine.
-
-    Args:
-        stage: the stage of reinforcement learning whose section names optimizers and average.
-    """
-    record = stage_of(stage)
-    section = getattr(config, record.section)
+def engine_settings(config: RunConfig) -> EngineSettings:
+    """The settings of a run's engine; optimizers and average are of the run's stage of
+    reinforcement learning, or of the first such stage if the run has none."""
+    stage = (of_family(config.steps, "rl") or of_family(stage_names(), "rl"))[0]
+    section = getattr(config, stage.section)
     return EngineSettings(
         seed=config.seed,
         device=config.device,
@@ -75,7 +72,7 @@ def engine_settings(config: RunConfig, stage: str = "ppo") -> EngineSettings:
         generation_batch_size=config.generation_batch_size,
         spike_sigma=config.guards.spike_sigma,
         trained_roles=frozenset(role for s in in_order(config.steps) for role in s.trains),
-        optimizers={role: getattr(section, role) for role in record.trains},
+        optimizers={role: getattr(section, role) for role in stage.trains},
         ema_decay=section.ema_decay if section.ema else 0.0,
         old_logprobs=section.old_logprobs,
     )

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from tandem.config.schema import RunConfig
 from tandem.engine.checks import check_policy, check_same_start
 from tandem.engine.forward import response_logprobs
+from tandem.engine.placement import visiting
 from tandem.models.load import check_vocabulary
 from tandem.models.lora import adapters_off
 from tandem.objectives.losses import dpo_loss
@@ -36,13 +37,15 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     check_policy(model)
     frozen = None
     if config.lora.rank == 0:
-        frozen = run.placement.policy(source, trained=False)
+        on_host = "reference" in config.parallel.offload
+        frozen = run.placement.policy(source, trained=False, on_host=on_host)
     check_same_start(model, frozen)
 
     def reference_of(batch: TokenBatch) -> Tensor:
         with torch.no_grad():
             if frozen is not None:
-                return response_logprobs(frozen, batch)[0].sum(dim=1)
+                with visiting(frozen):
+                    return response_logprobs(frozen, batch)[0].sum(dim=1)
             with adapters_off(model):
                 return response_logprobs(model, batch)[0].sum(dim=1)
 

@@ -17,7 +17,6 @@ def make_engine(
     config: RunConfig,
     actor: PreTrainedModel | str | Path,
     *,
-    stage: str = "ppo",
     reward_model: PreTrainedModel | str | Path | None = None,
     critic: PreTrainedModel | str | Path | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -28,15 +27,13 @@ def make_engine(
 ) -> RLHFEngine:
     """The engine that a configuration describes; see `RLHFEngine` for the models.
 
-    Args:
-        stage: the stage of reinforcement learning whose section has the optimizers' knobs.
     Raises:
         ConfigError: the configuration is wrong, all of it at once.
         ModelError: a model or tokenizer cannot be used.
     """
     check_values(config)
     return RLHFEngine(
-        engine_settings(config, stage),
+        engine_settings(config),
         actor,
         reward_model=reward_model,
         critic=critic,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tandem.checkpoint.state import SavedState
-from tandem.config.engine import engine_settings
 from tandem.data.loader import BatchOrder
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.update import restore_training, training_state
@@ -114,7 +113,7 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
     """The engine with its roles loaded, and what trains it."""
     config, ppo = run.config, run.config.ppo
     engine = RLHFEngine(
-        engine_settings(config, "ppo"),
+        run.settings,
         run.policy_source("ppo"),
         reward_model=_reward_source(run),
         world=run.world,
