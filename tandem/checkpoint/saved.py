@@ -52,15 +52,13 @@ class PieceFiles:
     def rows(self, part: str, name: str, first: int, last: int) -> Tensor:
         """Rows of a tensor, from files that this rank sees."""
         stored = self.layout.parts[part][name]
-        if len(stored.ranks) == 1 and (first < last or not stored.shape):
-            return self._read(part, name, stored.ranks[0], first, last)
-        found = [
-            self._read(part, name, stored.ranks[index], begin, end)
-            for index, begin, end in stored.pieces(first, last)
-        ]
-        if len(found) == 1:
-            return found[0]
-        return torch.cat(found) if found else torch.empty(0, *stored.shape[1:], dtype=stored.dtype)
+        return _joined(
+            stored,
+            [
+                self._read(part, name, stored.ranks[index], begin, end)
+                for index, begin, end in stored.pieces(first, last)
+            ],
+        )
 
     def exchanged(self, part: str, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
         """This rank's rows of a tensor on several file systems; a collective if any rank does not
@@ -107,7 +105,7 @@ class PieceFiles:
                 continue
             taken, parts[reader] = parts[reader].tensor_split([(end - begin) * row])
             found.append(taken.clone().view(stored.dtype).view(end - begin, *stored.shape[1:]))
-        return torch.cat(found) if found else torch.empty(0, *stored.shape[1:], dtype=stored.dtype)
+        return _joined(stored, found)
 
     def broadcast(self, part: str, name: str) -> Tensor:
         """A whole tensor on every rank; a collective if any rank does not see all of it."""
@@ -126,7 +124,7 @@ class PieceFiles:
                 dist.broadcast(flat, reader)
                 tensor = flat.view(stored.dtype).view(shape)
             rows.append(tensor)
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        return _joined(stored, rows)
 
     def _reader(self, writer: int, rank: int) -> int:
         """Which rank reads a writing rank's file for `rank`: itself if it sees the file."""
@@ -193,7 +191,7 @@ class SavedTensor:
             return torch.empty(self.shape, dtype=self._stored.dtype)
         if not self.files.all_here:
             return self.files.broadcast(self.part_name, self.name)
-        return self.files.rows(self.part_name, self.name, 0, self.shape[0] if self.shape else 0)
+        return self.files.rows(self.part_name, self.name, 0, self._stored.num_rows)
 
     def part(self, like: Tensor) -> Tensor:
         """This rank's rows if it is split as `like` is; in host memory."""
@@ -227,6 +225,12 @@ class SavedTensors(Mapping[str, SavedTensor]):
     def whole(self) -> dict[str, Tensor]:
         """All of them, in host memory."""
         return {name: tensor.whole() for name, tensor in self._tensors.items()}
+
+
+def _joined(stored: Stored, pieces: list[Tensor]) -> Tensor:
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces) if pieces else torch.empty(0, *stored.shape[1:], dtype=stored.dtype)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

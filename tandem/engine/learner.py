@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -269,7 +270,7 @@ class Learner:
                 f"{tuple(value.shape)}. The checkpoint is of another model: use another "
                 "--output-dir."
             )
-        state: MutableMapping[str, Tensor] = self.optimizer.state[named[name]]
+        state: Any = self.optimizer.state[named[name]]
         like = state["master"] if isinstance(self.optimizer, MasterAdamW) else named[name]
         state[moment] = piece_like(value, like) if value.dim() else whole_of(value).clone()
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.engine import EngineSettings
-from tandem.config.schema import SamplingConfig
 from tandem.engine.forward import balanced, generation_weights
 from tandem.generation.generator import Stops, generate
 from tandem.models.modes import evaluating
@@ -47,40 +46,24 @@ def rollout_of(
     Args:
         step, numbers: with the seed they key the sampling (see `generation.generate`).
     """
-    world = shards_of(model).world
-    group = tensor_group(world, settings.parallel.inference_tp_size)
+    group = tensor_group(shards_of(model).world, settings.parallel.inference_tp_size)
     with generating(model, group):
         return shared_rollout(
-            model,
-            prompts,
-            settings.sampling,
-            stops,
-            world,
-            seed=settings.seed,
-            step=step,
-            prompt_numbers=numbers,
-            batch_size=settings.generation_batch_size,
-            group=group,
-            by_hugging_face=not settings.hybrid_engine,
+            model, prompts, settings, stops, step=step, numbers=numbers, group=group
         )
 
 
 def shared_rollout(
     model: PreTrainedModel,
     prompts: Sequence[PromptRow],
-    sampling: SamplingConfig,
+    settings: EngineSettings,
     stops: Stops,
-    world: World,
     *,
-    seed: int,
     step: int,
-    prompt_numbers: Sequence[int] | None = None,
-    batch_size: int = 64,
+    numbers: Sequence[int] | None = None,
     group: TensorGroup | None = None,
-    by_hugging_face: bool = False,
 ) -> Rollout:
-    """`generation.generate` by all ranks together, inside `forward.generation_weights`; the texts
-    do not depend on the number of ranks.
+    """`rollout_of` inside `forward.generation_weights`; the texts do not depend on the ranks.
 
     Prompts are balanced by length over the ranks, or over the groups of ranks that hold slices of
     the same weights.
@@ -88,17 +71,26 @@ def shared_rollout(
     Returns:
         the rollout of all prompts, in their order, on every rank.
     """
-    settings: dict[str, Any] = {
-        "seed": seed,
-        "step": step,
-        "batch_size": batch_size,
-        "by_hugging_face": by_hugging_face,
-    }
-    if group is not None:
-        settings["agreed_blocks"] = group.lowest  # a group's ranks must schedule alike
+    world, sampling = shards_of(model).world, settings.sampling
+    numbers = list(range(len(prompts))) if numbers is None else numbers
+
+    def answers(chosen: Sequence[int]) -> Rollout:
+        return generate(
+            model,
+            [prompts[i] for i in chosen],
+            sampling,
+            stops,
+            seed=settings.seed,
+            step=step,
+            prompt_numbers=[numbers[i] for i in chosen],
+            batch_size=settings.generation_batch_size,
+            by_hugging_face=not settings.hybrid_engine,
+            # A group's ranks must schedule alike.
+            agreed_blocks=int if group is None else group.lowest,
+        )
+
     if world.size == 1:
-        return generate(model, prompts, sampling, stops, prompt_numbers=prompt_numbers, **settings)
-    numbers = list(prompt_numbers) if prompt_numbers is not None else list(range(len(prompts)))
+        return answers(range(len(prompts)))
     together = group.size if group is not None else 1
     batches = world if group is None else group.batches
     costs = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
@@ -106,10 +98,8 @@ def shared_rollout(
     mine = shares[batches.rank]
     # One rank of a group sends what all of them have made.
     sent = [shares[rank // together] if rank % together == 0 else [] for rank in range(world.size)]
-    start, own = time.perf_counter(), None
-    if mine:
-        chosen, own_numbers = [prompts[i] for i in mine], [numbers[i] for i in mine]
-        own = generate(model, chosen, sampling, stops, prompt_numbers=own_numbers, **settings)
+    start = time.perf_counter()
+    own = answers(mine) if mine else None
     seconds = tuple(world.all_gather_object(time.perf_counter() - start))
     own = own if sent[world.rank] else None
     rollout = _exchanged(own, prompts, sent, sampling.samples_per_prompt, stops, world)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeAlias
 
 from tandem.errors import ConfigError
@@ -78,7 +76,7 @@ def launch(
     from tandem.launch.agent import Agent
 
     meeting, local_addr = _meeting(options, join_seconds)
-    with _scratch() as scratch:
+    with TemporaryDirectory(prefix="tandem-launch-", ignore_cleanup_errors=True) as scratch:
         spec = WorkerSpec(
             role="rank",
             local_world_size=num_ranks,
@@ -93,7 +91,7 @@ def launch(
             meeting,
             command,
             log_folder=Path(log_folder),
-            scratch=scratch,
+            scratch=Path(scratch),
             say=say,
             patience_seconds=patience_seconds,
             environment={"OMP_NUM_THREADS": threads, **_interfaces(local_addr)},
@@ -188,15 +186,6 @@ def _ranks_here(options: LaunchOptions, device: str) -> tuple[int, bool]:
             f"{there}. Use {fewer}--device cpu for processes on the CPU."
         )
     return num_ranks, gpus > 0
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    folder = tempfile.mkdtemp(prefix="tandem-launch-")
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _say(line: str) -> None:

@@ -25,10 +25,8 @@ class HostWeights:
     """A frozen model whose weights stay on the host and are on the device only while used.
 
     Entries of the modules' own tables are replaced in place, so that a twin, which shares the
-    tables, sees the same. Tied weights stay one tensor.
-
-    Attributes:
-        note: why nothing is copied, for the user; empty where weights are.
+    tables, sees the same. Tied weights stay one tensor. Where the device is the host, nothing is
+    copied.
     """
 
     def __init__(
@@ -53,9 +51,7 @@ class HostWeights:
                 f"weights that rest on the host must be frozen; got {len(trained)} trained ones, "
                 f"{trained[0]} first. Offload the optimizer of a model that is trained."
             )
-        self.note = ""
-        if to_device is None and device.type != "cuda":
-            self.note = "weights are not offloaded: the device is the host already"
+        self._copies = to_device is not None or device.type == "cuda"  # else the host computes
         self._to_device = to_device or partial(_streamed, device)
         self._blocks = list(blocks)
         inside = {id(module) for block in blocks for module in block.modules()}
@@ -75,7 +71,7 @@ class HostWeights:
             runs: lists of blocks whose forwards run, in the order of the model's own: its twin's,
                 say. Without any, the model's own.
         """
-        if self.note:
+        if not self._copies:
             yield
             return
         handles = [

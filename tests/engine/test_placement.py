@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config.engine import engine_settings
+from tandem.config.engine import EngineSettings, engine_settings
 from tandem.config.schema import (
     LoraConfig,
     OptimizerConfig,
@@ -36,6 +36,7 @@ from tandem.engine.shard_plan import shard_plan
 from tandem.generation.generator import Stops
 from tandem.models.twin import shares_every_tensor
 from tandem.parallel.dtensor import local, whole
+from tandem.parallel.shard import ShardPlan
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Rollout, Source, TokenBatch
 from tests.models.families import EOS, PAD, ragged_batch, tiny_model, tiny_scalar
@@ -167,6 +168,10 @@ def prompts(lengths: tuple[int, ...]) -> list[PromptRow]:
     ]
 
 
+def sampled(sampling: SamplingConfig) -> EngineSettings:
+    return replace(engine_settings(RunConfig(seed=1)), sampling=sampling)
+
+
 def rolled(world: World, stage: int, lengths: tuple[int, ...]) -> tuple[list[object], bool, int]:
     model = tiny_model("llama").eval()
     shard_model(model, shard_plan(stage, engine_settings(RunConfig()), world, trained=True), world)
@@ -174,7 +179,7 @@ def rolled(world: World, stage: int, lengths: tuple[int, ...]) -> tuple[list[obj
     stops = Stops((EOS,), PAD, lambda ids: " ".join(map(str, ids)))
     with torch.no_grad(), whole_weights(model):
         shares = shares_every_tensor(model)
-        rollout = shared_rollout(model, prompts(lengths), sampling, stops, world, seed=1, step=2)
+        rollout = shared_rollout(model, prompts(lengths), sampled(sampling), stops, step=2)
     held = sum(local(p).untyped_storage().size() for p in model.parameters())
     kept = [
         rollout.batch.token_ids,
@@ -218,7 +223,7 @@ def rolled_by_a_straggler(world: World) -> tuple[float, ...]:
     shard_model(model, shard_plan(0, engine_settings(RunConfig()), world, trained=True), world)
     sampling, stops = SamplingConfig(max_new_tokens=2), Stops((EOS,), PAD, str)
     with torch.no_grad():
-        rollout = shared_rollout(model, prompts((3, 4)), sampling, stops, world, seed=1, step=2)
+        rollout = shared_rollout(model, prompts((3, 4)), sampled(sampling), stops, step=2)
     return rollout.rank_seconds
 
 
@@ -281,13 +286,13 @@ def test_a_rollout_is_dealt_once_however_many_the_ranks(
         size=parts, batches=World(1000 // parts, 1024 // parts), lowest=lambda number: number
     )
     start = time.process_time()
+    model = tiny_model("llama")
+    shard_model(model, ShardPlan(), world)
     shared_rollout(
-        tiny_model("llama"),
+        model,
         rows,
-        SamplingConfig(max_new_tokens=5),
+        sampled(SamplingConfig(max_new_tokens=5)),
         Stops((EOS,), PAD, str),
-        world,
-        seed=1,
         step=2,
         group=group if parts > 1 else None,
     )

@@ -52,9 +52,8 @@ def generated(
     before = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
     with torch.no_grad(), generation_weights(model, group):
         agreement = check_twin(model, trains_elsewhere=group is not None)
-        rollout = shared_rollout(
-            model, prompts(), SAMPLING, STOPS, world, seed=1, step=2, group=group
-        )
+        settings = replace(engine_settings(config), sampling=SAMPLING, seed=1)
+        rollout = shared_rollout(model, prompts(), settings, STOPS, step=2, group=group)
         numbers = sum(p.numel() for p in twin_of(model).parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(whole(parameter.detach()), before[name]), name
