@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,10 @@ class PieceFiles:
         self._seeing = {keeper: world.seeing(keeper) for keeper in world.folders}
         self._everywhere = frozenset(self._seeing)
         self.all_here = all(held >= self._everywhere for held in self._holders.values())
+
+    def tensors(self, part: str) -> dict[str, SavedTensor]:
+        """The tensors of one part by name; reads nothing."""
+        return {name: SavedTensor(self, part, name) for name in self.layout.parts[part]}
 
     def rows(self, part: str, name: str, first: int, last: int) -> Tensor:
         """Rows of a tensor, from files that this rank sees."""
@@ -204,27 +208,6 @@ class SavedTensor:
         if self.files.all_here:
             return self.files.rows(self.part_name, self.name, *ranges[self.files.world.rank])
         return self.files.exchanged(self.part_name, self.name, ranges)
-
-
-class SavedTensors(Mapping[str, SavedTensor]):
-    """The tensors of one part of a checkpoint, by name."""
-
-    def __init__(self, files: PieceFiles, part: str) -> None:
-        """Reads nothing."""
-        self._tensors = {name: SavedTensor(files, part, name) for name in files.layout.parts[part]}
-
-    def __getitem__(self, name: str) -> SavedTensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def whole(self) -> dict[str, Tensor]:
-        """All of them, in host memory."""
-        return {name: tensor.whole() for name, tensor in self._tensors.items()}
 
 
 def _joined(stored: Stored, pieces: list[Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tandem.checkpoint.folder import MANIFEST, Manifest, check_files, read_manifest
 from tandem.checkpoint.layout import Layout, read_layout
-from tandem.checkpoint.saved import PieceFiles, SavedTensors
+from tandem.checkpoint.saved import PieceFiles, SavedTensor
 from tandem.errors import CheckpointError
 from tandem.files import replace as replace_file
 from tandem.files import sha256
@@ -49,7 +49,7 @@ class SavedState:
     """A saved `State`; its tensors are read on demand."""
 
     step: int
-    tensors: Mapping[str, SavedTensors]
+    tensors: Mapping[str, Mapping[str, SavedTensor]]
     numbers: Mapping[str, Any]
 
 
@@ -283,7 +283,7 @@ def _loaded(
     files = PieceFiles(
         layout, world, lambda rank: holders[part_of[rank]], lambda rank: own[part_of[rank]]
     )
-    tensors = {part: SavedTensors(files, part) for part in layout.parts}
+    tensors = {part: files.tensors(part) for part in layout.parts}
     return SavedState(candidate.step, tensors, facts["numbers"]), damaged, bool(damaged)
 
 

@@ -220,33 +220,26 @@ class RLHFEngine:
 
         The actor's forward is skipped where the sampler's own numbers are the same.
         """
-        from_sampler = self.trusts_sampler
+        from_sampler, critic = self.trusts_sampler, self.critic
 
         def forward(part: TokenBatch) -> tuple[Tensor, ...]:
-            found: tuple[Tensor, ...] = ()
-            if not from_sampler:
-                found = self.actor_logprobs(part, with_entropy=True)
+            found = () if from_sampler else self.actor_logprobs(part, with_entropy=True)
             if self.has_reference:
                 found = (*found, self.reference_logprobs(part))
-            if self.critic is not None:
-                found = (*found, self.values(part))
-            return found
+            return found if critic is None else (*found, self.values(part))
 
+        found: list[Tensor] = []
+        if not from_sampler or self.has_reference or critic is not None:
+            models = self.policy_models + ([] if critic is None else [critic])
+            with ExitStack() as stack:
+                for model in self.trained_models:
+                    stack.enter_context(evaluating(model))
+                found += scored(rollout.batch, self.settings.micro_batch_tokens, forward, models)
         logprobs, entropy = rollout.rollout_logprobs, rollout.rollout_entropy
-        ref_logprobs = values = None
-        if from_sampler and not self.has_reference and self.critic is None:
-            return PolicyNumbers(logprobs, entropy, None, None, from_sampler)
-        models = self.policy_models + ([] if self.critic is None else [self.critic])
-        with ExitStack() as stack:
-            for model in self.trained_models:
-                stack.enter_context(evaluating(model))
-            found = [*scored(rollout.batch, self.settings.micro_batch_tokens, forward, models)]
         if not from_sampler:
-            logprobs, entropy, *found = found
-        if self.has_reference:
-            ref_logprobs, *found = found
-        if self.critic is not None:
-            (values,) = found
+            logprobs, entropy = found.pop(0), found.pop(0)
+        ref_logprobs = found.pop(0) if self.has_reference else None
+        values = None if critic is None else found.pop(0)
         return PolicyNumbers(logprobs, entropy, ref_logprobs, values, from_sampler)
 
     @property
@@ -260,17 +253,15 @@ class RLHFEngine:
 
     def says(self) -> str:
         """One line on how the actor generates, and where PPO's old log-probs come from."""
-        if self.agreement is None or not self.settings.hybrid_engine:
-            why = (
-                f"because {why_unpacked(self.actor)}" if self.settings.hybrid_engine else "as asked"
-            )
-            source = "the sampler's" if self.trusts_sampler else "a forward"
+        source = "the sampler's" if self.trusts_sampler else "a forward's"
+        if not self.settings.hybrid_engine or self.agreement is None:
+            asked = not self.settings.hybrid_engine
+            why = "as asked" if asked else f"because {why_unpacked(self.actor)}"
             return f"generation: Hugging Face's generate, {why}; old log-probs: {source}"
         operations = "the GPU" if self.device.type == "cuda" else "C++ operations"
         if self.device.type == "cpu" and native.why_not():
             operations = f"plain torch ({native.why_not()})"
         found = "bit for bit" if self.agreement.bitwise else f"within {self.agreement.gap:.1g} nats"
-        source = "the sampler's" if self.trusts_sampler else "a forward's"
         return (
             f"generation: {operations}; decoding equals the training forward {found}; old "
             f"log-probs: {source}"

@@ -236,4 +236,5 @@ def restore_training(state: SavedState, learners: Mapping[str, Learner]) -> None
         learner.load_weights(state.tensors[name])
         learner.load_state_tensors(state.tensors[f"{name}_optimizer"])
         if learner.scaler is not None and "scaler" in state.tensors:
-            learner.scaler.load_state_tensors(state.tensors["scaler"].whole())
+            saved = state.tensors["scaler"].items()
+            learner.scaler.load_state_tensors({key: value.whole() for key, value in saved})

@@ -52,9 +52,9 @@ def take_launch_flags(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], li
             value = next(words, "")
         if not value or value.startswith("--"):
             problems.append(f"--{name} must have a value; got none")
+            value = ""
         given[name] = value
-    options = _read(given, problems)
-    return options, rest, problems
+    return _read(given, problems), rest, problems
 
 
 def launch_help() -> str:
@@ -80,13 +80,11 @@ def launch_help() -> str:
 def _read(given: Mapping[str, str], problems: list[str]) -> LaunchOptions:
     numbers = {"num-gpus": 0, "num-nodes": 1, "max-restarts": 0}
     for name in numbers.keys() & given.keys():
-        least = 0 if name == "max-restarts" else 1
-        text = given[name]
-        if not text.isdecimal() or int(text) < least:
-            if text and not text.startswith("--"):
-                problems.append(f"--{name} must be a whole number >= {least}; got {text}")
-            continue
-        numbers[name] = int(text)
+        least, text = 0 if name == "max-restarts" else 1, given[name]
+        if text.isdecimal() and int(text) >= least:
+            numbers[name] = int(text)
+        elif text:
+            problems.append(f"--{name} must be a whole number >= {least}; got {text}")
     rdzv = _read_address(given["rdzv"], problems) if given.get("rdzv") else None
     if numbers["num-nodes"] > 1 and "rdzv" not in given:
         problems.append(
