@@ -37,5 +37,5 @@ def verify_beside(folder: Path, *, world: World | None = None) -> None:
     except CheckpointError as error:
         raise CheckpointError(
             f"{error} Copy the model again from where it is whole; a {MANIFEST} that is not "
-            "Tandem's must not lie there."
+            "Tandem's must not be there."
         ) from None

@@ -189,7 +189,7 @@ class Learner:
 
     def apply(self, gradients: list[Tensor], norm: float) -> None:
         """Clip `finished_gradients`, whose norm is sound, update, and forget them."""
-        # torch.nn.utils.clip_grad_norm_'s rule, on the pieces that lie here.
+        # torch.nn.utils.clip_grad_norm_'s rule, on this rank's pieces.
         scale = min(1.0, self.settings.max_grad_norm / (norm + 1e-6))
         if scale < 1.0 and gradients:
             torch._foreach_mul_(gradients, scale)

@@ -148,7 +148,7 @@ def _why_off(name: str, settings: EngineSettings, world: World) -> str:
     if stage < needed:
         return f"it takes ZeRO stage {needed}, and the stages are at most {stage}"
     if name == "zero_hpz" and world.ranks_per_node == 1:
-        return "a node of one rank has nobody to share a second copy with"
+        return "a node of one rank has no other rank to share a second copy with"
     if world.num_nodes > 1 or (name != "zero_hpz" and settings.parallel.zero_forced):
         return ""
     reason = f"all {world.size} ranks share one node (parallel.ranks_per_node) and its fast network"

@@ -68,7 +68,7 @@ def launch_help() -> str:
         text = f"--{name}: {about}."
         lines += textwrap.wrap(text, 92, initial_indent=" " * 6, subsequent_indent=" " * 8)
     lines += textwrap.wrap(
-        "Rank 0 speaks; the others write RUN/logs/rank-N.log. torchrun works too: torchrun "
+        "Rank 0 prints; the others write RUN/logs/rank-N.log. torchrun works too: torchrun "
         "--nproc-per-node N -m tandem train ...",
         92,
         initial_indent=" " * 6,

@@ -65,7 +65,7 @@ def launch(
     what = "one per GPU" if on_gpus else "on the CPU with gloo"
     say(
         f"{num_ranks} rank{'s' if num_ranks > 1 else ''} here, {what}, OMP_NUM_THREADS {threads}; "
-        f"rank 0 speaks{'' if options.num_nodes == 1 else ' on its node'}, the others in "
+        f"rank 0 prints{'' if options.num_nodes == 1 else ' on its node'}, the others in "
         f"{log_folder}/rank-N.log"
     )
     if options.rdzv is not None:

@@ -238,7 +238,7 @@ def working_bytes(shape: Shape, layout: Layout, *, at_once: bool = False) -> Byt
     return working
 
 
-def travelling_bytes(shape: Shape, layout: Layout) -> float:
+def in_flight_bytes(shape: Shape, layout: Layout) -> float:
     """Buffers of the blocks that are being gathered."""
     if not layout.is_split or not shape.blocks:
         return 0.0

@@ -11,9 +11,9 @@ from tandem.memory.model import (
     Layout,
     MemoryPlan,
     Role,
+    in_flight_bytes,
     quantized_weights,
     role_memory,
-    travelling_bytes,
     working_bytes,
 )
 from tandem.memory.shape import Shape
@@ -115,7 +115,7 @@ def ppo_memory(
             }
             | {
                 "activations": forward_bytes(actor, tokens, policy),
-                "travelling weights": _travelling_to_all(scoring),
+                "weights in flight": _in_flight_of(scoring),
                 "logits": logits_bytes(actor, answered, policy, backward=False),
             },
             "train actor": _training(actor, policy, roles["actor"], tokens, answered),
@@ -158,10 +158,10 @@ def _named(roles: dict[str, Role], part: str) -> Bytes:
     }
 
 
-def _travelling_to_all(layouts: Iterable[tuple[Shape, Layout]]) -> float:
+def _in_flight_of(layouts: Iterable[tuple[Shape, Layout]]) -> float:
     """Of models that are gathered whole, one after another; at stage 3 none is."""
     return max(
-        (travelling_bytes(*laid) for laid in layouts if not laid[1].gathers_blocks), default=0.0
+        (in_flight_bytes(*laid) for laid in layouts if not laid[1].gathers_blocks), default=0.0
     )
 
 
@@ -169,7 +169,7 @@ def _loading(layouts: Mapping[str, tuple[Shape, Layout]], roles: dict[str, Role]
     """Memory until the first step: what is kept, and one model's weights while they are read (whole
     to be split, one by one to be quantized) or gathered for a check."""
     held: Bytes = {}
-    states, passing = 0.0, [0.0]
+    states, transient = 0.0, [0.0]
     for name, (shape, layout) in layouts.items():
         resting = roles[name].resting
         held[f"{name}: weights"] = resting.get("weights", 0.0)
@@ -179,5 +179,7 @@ def _loading(layouts: Mapping[str, tuple[Shape, Layout]], roles: dict[str, Role]
         if quantized_weights(shape, layout):
             read = shape.largest
         checked = sum(working_bytes(shape, layout, at_once=True).values())
-        passing.append(max(checked, FLOAT * read * layout.on_cpu) + travelling_bytes(shape, layout))
-    return held | {"read or checked, then AdamW and masters": max(states, *passing)}
+        transient.append(
+            max(checked, FLOAT * read * layout.on_cpu) + in_flight_bytes(shape, layout)
+        )
+    return held | {"read or checked, then AdamW and masters": max(states, *transient)}

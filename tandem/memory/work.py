@@ -9,7 +9,7 @@ import torch
 
 from tandem.generation.blocks import blocks_for
 from tandem.generation.session import PREFILL_TOKENS
-from tandem.memory.model import FLOAT, Bytes, Layout, travelling_bytes, working_bytes
+from tandem.memory.model import FLOAT, Bytes, Layout, in_flight_bytes, working_bytes
 from tandem.memory.shape import Shape
 from tandem.ops.attention_context import BLOCK_TOKENS
 from tandem.ops.logits import rows_at_once
@@ -84,5 +84,5 @@ def generation_bytes(
     if packs:
         linears = shape.linear_weights + shape.vocabulary * shape.width
         decoding["packed weights"] = size * linears
-    decoding["travelling weights"] = travelling_bytes(shape, layout)
+    decoding["weights in flight"] = in_flight_bytes(shape, layout)
     return decoding | working_bytes(shape, layout, at_once=True)

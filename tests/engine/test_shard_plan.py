@@ -1,4 +1,4 @@
-"""Frozen bases: knobs that do not go together, and adapters that cannot be carried on."""
+"""Layouts that cannot be, and adapters that cannot be trained on."""
 
 from __future__ import annotations
 
