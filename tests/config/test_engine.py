@@ -29,8 +29,12 @@ def test_optimizers_and_average_are_those_of_the_section() -> None:
 
 @pytest.mark.parametrize(
     ("steps", "roles"),
-    [(("sft",), {"actor"}), (("reward",), {"critic"}), (("sft", "reward", "ppo"), {"actor", "critic"})],
-)  # fmt: skip
+    [
+        (("sft",), {"actor"}),
+        (("reward",), {"critic"}),
+        (("sft", "reward", "ppo"), {"actor", "critic"}),
+    ],
+)
 def test_the_roles_are_those_that_the_run_trains(steps: tuple[str, ...], roles: set[str]) -> None:
     assert engine_settings(RunConfig(steps=steps)).trained_roles == roles
 
