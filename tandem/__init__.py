@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tandem.errors import TandemError
     from tandem.generation.generator import Stops, generate
     from tandem.models.save import save_model
+    from tandem.training.make_engine import make_engine
     from tandem.training.ppo_trainer import PPOTrainer
     from tandem.training.run_stages import train
     from tandem.types import Experience, Message, PromptRow, Rollout
@@ -37,6 +38,7 @@ _HOMES = {
     "build_config": "tandem.config.load",
     "generate": "tandem.generation.generator",
     "load_config": "tandem.config.load",
+    "make_engine": "tandem.training.make_engine",
     "save_model": "tandem.models.save",
     "train": "tandem.training.run_stages",
 }
@@ -56,6 +58,7 @@ __all__ = [
     "build_config",
     "generate",
     "load_config",
+    "make_engine",
     "save_model",
     "train",
 ]

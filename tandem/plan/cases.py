@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from tandem.config.engine import engine_settings
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_of
 from tandem.errors import ConfigError
@@ -126,8 +127,7 @@ def _combinations(step: str, axes: Axes) -> Iterator[tuple[str, dict[str, Any]]]
 def _why_not(config: RunConfig, step: str, knobs: Knobs, ranks: int) -> str:
     """Why a case cannot be run, or would be another case over again; empty if it is one."""
     # torch comes with these, and the help must not wait for it.
-    from tandem.engine.frozen_base import check_base
-    from tandem.engine.placement import zero_plus_plus
+    from tandem.engine.shard_plan import check_layout, zero_plus_plus
     from tandem.parallel.world import World
 
     tp = knobs.get("parallel.inference_tp_size", 1)
@@ -135,9 +135,9 @@ def _why_not(config: RunConfig, step: str, knobs: Knobs, ranks: int) -> str:
         return f"parallel.inference_tp_size {tp} must divide the ranks; got {ranks}"
     world = World(size=ranks, ranks_per_node=config.parallel.ranks_per_node or ranks)
     try:
-        case = with_knobs(config, {**knobs, "steps": [step]})
-        check_base(case, world)
-        switched_off = zero_plus_plus(case, world)[1]
+        settings = engine_settings(with_knobs(config, {**knobs, "steps": [step]}))
+        check_layout(settings, world)
+        switched_off = zero_plus_plus(settings, world)[1]
     except ConfigError as error:
         return str(error)
     return switched_off if any(".zero_" in name for name in knobs) else ""

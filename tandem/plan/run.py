@@ -6,6 +6,7 @@ from functools import partial
 
 from transformers import PreTrainedConfig
 
+from tandem.config.engine import engine_settings
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_of
 from tandem.engine.devices import resolve_device, resolve_dtype
@@ -37,7 +38,7 @@ def plan_memory(
     stage, parallel = stage_of(step), config.parallel
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    layout = partial(layout_of, config, ranks, device=device, dtype=dtype)
+    layout = partial(layout_of, engine_settings(config), ranks, device=device, dtype=dtype)
     if stage.family == "rl":
         actor, value = shape_of(model), shape_of(critic or model, scalar=True)
         policy = layout(parallel.actor_zero_stage, average=config.ppo.ema)

@@ -9,17 +9,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from tandem.config.engine import EngineSettings
 from tandem.config.load import config_knobs
 from tandem.config.schema import RunConfig
 from tandem.config.stages import of_family, policy_folders
-from tandem.engine.loading import place_policy
-from tandem.engine.rollouts import answered
+from tandem.engine.rollouts import rollout_of
 from tandem.engine.scoring import RewardScorer, place_scorer
 from tandem.generation.generator import Stops
 from tandem.metrics.folder import EVALUATION_FILE, finished_stages
 from tandem.models.load import load_tokenizer
-from tandem.parallel.shard import shards_of
-from tandem.parallel.tensor import tensor_group
 from tandem.training.evaluate import answer_metrics, language_model_metrics, preference_metrics
 from tandem.training.experience import score_answers
 from tandem.training.reward_function import load_reward_function
@@ -76,10 +74,10 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
         {"prompt": prompt.messages[-1].content, "answers": {}} for prompt in prompts[:NUM_SHOWN]
     ]
     for label, source in policies(run):
-        model = place_policy(source, config, run.world, trained=False)
+        model = run.placement.policy(source, trained=False)
         models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
         if prompts:
-            rollout = answer(model, prompts, rows, config)
+            rollout = answer(model, prompts, rows, run.settings)
             scored = score_answers(rollout, scorer, rows.renderer, config.ppo, function, run.world)
             # Without penalties and clips; NaN where nothing scores.
             scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).cpu()
@@ -117,11 +115,10 @@ def _made_from(run: Run) -> dict[str, Any]:
 
 
 def answer(
-    model: PreTrainedModel, prompts: Sequence[PromptRow], rows: StepRows, config: RunConfig
+    model: PreTrainedModel, prompts: Sequence[PromptRow], rows: StepRows, settings: EngineSettings
 ) -> Rollout:
     """One sampled answer per prompt, the same random numbers for every policy."""
-    group = tensor_group(shards_of(model).world, config.parallel.inference_tp_size)
-    return answered(model, prompts, config, Stops.of(rows.renderer), step=0, group=group)
+    return rollout_of(model, prompts, settings, Stops.of(rows.renderer), step=0)
 
 
 def _uses_function(config: RunConfig) -> bool:
@@ -135,4 +132,4 @@ def _scorer(run: Run) -> RewardScorer | None:
     if rl and run.config.ppo.reward_model_weight == 0:
         return None
     tokenizer = load_tokenizer(source, trust_remote_code=run.config.trust_remote_code)
-    return place_scorer(source, tokenizer, run.config, run.world)
+    return place_scorer(run.placement, source, tokenizer)

@@ -71,7 +71,7 @@ def judge_policies(run: Run, rows: StepRows) -> dict[str, dict[str, float]]:
     """The hidden rule on every policy's sampled answers to all held-out prompts."""
     judged = {}
     for label, source in policies(run):
-        rollout = answer(load_causal_lm(source), rows.heldout_prompts, rows, run.config)
+        rollout = answer(load_causal_lm(source), rows.heldout_prompts, rows, run.settings)
         verdicts = [
             judge(prompt.messages[-1].content, response)
             for prompt, response in zip(rollout.prompts, rollout.responses, strict=True)
@@ -87,7 +87,7 @@ def rule_agreement(run: Run, rows: StepRows) -> float:
     """Share of held-out pairs that the reward model ranks as the rule does."""
     source = run.reward_source()
     assert source is not None  # the demo trains one
-    scorer = place_scorer(source, load_tokenizer(source), run.config, run.world)
+    scorer = place_scorer(run.placement, source, load_tokenizer(source))
     chosen, rejected = (scorer.raw_rows(side) for side in _sides(rows.heldout_pairs))
     return float((chosen > rejected).float().mean())
 
@@ -103,7 +103,7 @@ def _talk(config: RunConfig, run: Run, rows: StepRows) -> list[Table]:
     trained = [policy.label for step in config.steps for policy in stage_of(step).policies[:1]]
     chosen = {label: models[label] for label in ("base", *trained) if label in models}
     answers = {
-        label: answer(load_causal_lm(source), prompts, rows, config).responses
+        label: answer(load_causal_lm(source), prompts, rows, run.settings).responses
         for label, source in chosen.items()
     }
     tables = []

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
+from tandem.engine.checks import check_policy, check_same_start
 from tandem.engine.forward import response_logprobs
-from tandem.engine.loading import check_policy, place_policy
-from tandem.engine.same_start import check_same_start
+from tandem.engine.placement import visiting
 from tandem.models.load import check_vocabulary
 from tandem.models.lora import adapters_off
 from tandem.objectives.losses import dpo_loss
@@ -32,20 +32,20 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     """DPO, ready to run; it leaves `RUN/dpo`, a folder that from_pretrained opens."""
     config, settings = run.config, run.config.dpo
     device, source = run.device, run.policy_source("dpo")
-    model = place_policy(
-        source, config, run.world, trained=True, seed=config.seed, keeps_start=True
-    )
+    model = run.placement.policy(source, trained=True, keeps_start=True)
     check_vocabulary(model, rows.tokenizer)
-    check_policy(model, config, None)
+    check_policy(model)
     frozen = None
     if config.lora.rank == 0:
-        frozen = place_policy(source, config, run.world, trained=False)
+        on_host = "reference" in config.parallel.offload
+        frozen = run.placement.policy(source, trained=False, on_host=on_host)
     check_same_start(model, frozen)
 
     def reference_of(batch: TokenBatch) -> Tensor:
         with torch.no_grad():
             if frozen is not None:
-                return response_logprobs(frozen, batch)[0].sum(dim=1)
+                with visiting(frozen):
+                    return response_logprobs(frozen, batch)[0].sum(dim=1)
             with adapters_off(model):
                 return response_logprobs(model, batch)[0].sum(dim=1)
 

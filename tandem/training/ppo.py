@@ -48,7 +48,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         prompts,
         order,
         ppo.eval_every,
-        save=partial(_save, stage.trainer.engine, rows),
+        save=partial(_save, stage.trainer, rows),
         complete=lambda evaluation: {**evaluation, "steps": order.num_steps},
     )
 
@@ -113,9 +113,9 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
     """The engine with its roles loaded, and what trains it."""
     config, ppo = run.config, run.config.ppo
     engine = RLHFEngine(
-        actor=run.policy_source("ppo"),
+        run.settings,
+        run.policy_source("ppo"),
         reward_model=_reward_source(run),
-        config=config,
         world=run.world,
     )
     run.say(f"ppo: {engine.says()}")
@@ -159,8 +159,8 @@ def _first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
     return first.messages[-1].content, answers
 
 
-def _save(engine: RLHFEngine, rows: StepRows, folder: Path) -> None:
-    dtype = engine.config.save_dtype
+def _save(trainer: PPOTrainer, rows: StepRows, folder: Path) -> None:
+    engine, dtype = trainer.engine, trainer.config.save_dtype
     save_policy(engine.actor, rows, folder / "actor", engine.actor_learner.masters, dtype)
     if engine.critic is not None and engine.critic_learner is not None:
         tokenizer, masters = engine.tokenizer, engine.critic_learner.masters

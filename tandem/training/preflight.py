@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 
+from tandem.config.engine import engine_settings
 from tandem.config.schema import RunConfig
 from tandem.config.stages import in_order, leaving, of_family
-from tandem.engine.frozen_base import check_base
-from tandem.engine.placement import check_replicas
+from tandem.engine.shard_plan import check_layout
 from tandem.errors import ConfigError
 from tandem.models.checkpoint_ref import same_base, start_of
 from tandem.models.rope import longrope_border
@@ -75,8 +75,7 @@ def check_parallel(config: RunConfig, world: World, policy: str) -> None:
     Raises:
         ConfigError, ModelError: PPO would be refused, after steps that cost their time.
     """
-    check_base(config, world)
-    check_replicas(config, world)
+    check_layout(engine_settings(config), world)
     parts = config.parallel.inference_tp_size
     if parts > 1:
         check_divides(world, parts)

@@ -12,7 +12,7 @@ import math
 import shutil
 import socket
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,10 +32,12 @@ from tandem.checkpoint.state import (
     load_state_before,
     newest_numbers,
 )
+from tandem.config.engine import EngineSettings, engine_settings
 from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import Leaves, sources, stage_names
 from tandem.engine.devices import resolve_device
+from tandem.engine.placement import Placement
 from tandem.errors import CheckpointError, ConfigError, DataError, Stopped
 from tandem.files import lock
 from tandem.files import replace as replace_file
@@ -81,6 +83,20 @@ class Run:
         self._verified: set[str] = set()  # hashing a large model once a run is enough
         self._savers: dict[str, Saver] = {}
         self._lock: BinaryIO | None = None
+
+    @cached_property
+    def settings(self) -> EngineSettings:
+        """What the engine reads of the configuration."""
+        return engine_settings(self.config)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Places the run's models.
+
+        Raises:
+            ConfigError: knobs that contradict each other, or that these ranks cannot satisfy.
+        """
+        return Placement(self.settings, self.world)
 
     def require_own_folder(self) -> None:
         """Refuse a folder that is somebody's and no run's, before anything is written there.

@@ -19,7 +19,7 @@ from tandem.config.stages import in_order, leaving, of_family, sources, stage_of
 from tandem.data.ledger import USES
 from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.devices import resolve_device
-from tandem.engine.placement import zero_plus_plus
+from tandem.engine.shard_plan import zero_plus_plus
 from tandem.errors import ConfigError
 from tandem.metrics.report import write_report
 from tandem.models.checkpoint_ref import model_folders
@@ -76,7 +76,7 @@ def _train(run: Run, command: str) -> None:
         say(line)
     run.bring_finished()
     _check_inputs(run)
-    _, switched_off = zero_plus_plus(config, run.world)
+    _, switched_off = zero_plus_plus(run.settings, run.world)
     if switched_off:
         say(f"ZeRO++: {switched_off}")
     say(f"reading {', '.join((*config.data, *config.sft_data))}")

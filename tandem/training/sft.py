@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tandem.engine.checks import check_policy
 from tandem.engine.forward import response_logprobs
-from tandem.engine.loading import check_policy, place_policy
 from tandem.models.load import check_vocabulary
 from tandem.objectives.losses import sft_loss
 from tandem.training.evaluate import language_model_metrics
@@ -27,9 +27,9 @@ from tandem.types import TokenBatch, TokenRow
 def prepare(run: Run, rows: StepRows) -> StageJob:
     """Step 1, ready to run; it leaves `RUN/sft`, a folder that from_pretrained opens."""
     config, device = run.config, run.device
-    model = place_policy(config.actor_model, config, run.world, trained=True, seed=config.seed)
+    model = run.placement.policy(config.actor_model, trained=True)
     check_vocabulary(model, rows.tokenizer)
-    check_policy(model, config, None)
+    check_policy(model)
 
     def loss(part: Sequence[TokenRow]) -> tuple[Tensor, dict[str, Tensor]]:
         batch = TokenBatch.from_rows(part, rows.renderer.pad_token_id).to(device)

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from tandem.checkpoint.state import SavedState
 from tandem.config.schema import SupervisedConfig
 from tandem.data.loader import BatchOrder
-from tandem.engine.devices import resolve_dtype
 from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
 from tandem.engine.update import (
@@ -120,8 +119,8 @@ class SupervisedTrainer(Generic[Row]):
         self._model = model
         self._rows = rows
         self._objective = objective
-        self._budget = MicroBatchBudget(config, run.world, run.say)
-        dtype = resolve_dtype(config.dtype, run.device)
+        self._budget = MicroBatchBudget(run.settings, run.world, run.say)
+        dtype = run.placement.dtype
         self.learner = Learner(
             stage,
             model,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tandem.checkpoint.folder import is_whole
 from tandem.errors import ConfigError
 from tandem.launch.flags import LaunchOptions
 from tandem.launch.run import launch
@@ -26,6 +25,7 @@ from tests.launch.programs import (
     wait_for,
 )
 from tests.tiny import save_tiny_model
+from tests.whole import is_whole
 
 
 @pytest.mark.slow
