@@ -27,8 +27,9 @@ from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.scalar import load_scalar_model, start_new_head, take_backbone
 from tandem.models.selfcheck import Agreement, check_twin
 from tandem.models.shared import share_base
+from tandem.models.shared_copy import plain_copy
 from tandem.models.source import keep_saved_dtype
-from tandem.models.twin import decodes, plain_copy
+from tandem.models.twin import decodes
 from tandem.parallel.dtensor import fill, own_rows
 from tandem.parallel.masters import cast_weights
 from tandem.parallel.shard import ShardPlan, give_memory, shards_of

@@ -101,7 +101,7 @@ def check_head(model: PreTrainedModel, own: PreTrainedModel | None = None, seed:
     """Compare hidden states plus head with the full forward on random tokens.
 
     Args:
-        own: what runs the full forward, where the model itself cannot now (`twin.plain_copy`).
+        own: runs the full forward where the model itself cannot (`shared_copy.plain_copy`).
     Raises:
         ModelError: they differ, or a token's logits depend on later tokens or on padding.
         NumericsError: logits are not finite, as where float16 is too small for a model.

@@ -74,7 +74,7 @@ def check_twin(
     """Compare the model's own forward, the twin's packed one and its decoding.
 
     Args:
-        own: what runs its own forward, where the model itself cannot now (`twin.plain_copy`).
+        own: runs its own forward where the model itself cannot (`shared_copy.plain_copy`).
         trains_elsewhere: this twin only generates (it stands in, `twin.standing_in`): its decoding
             is compared with the model's own forward, for the packed one here is not the trained.
         make_decoder: what will draw the run's answers (`generation.runners.make_runner`), so that

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
 from tandem.models.lora import LoraLayer
-from tandem.models.twin import copied_tree
+from tandem.models.shared_copy import shared_copy
 from tandem.ops import dense
 
 SliceOf = Callable[[Tensor, int], Tensor]
@@ -131,7 +131,10 @@ def sliced_twin(
     """
     check_sliceable(model.config, parts)
     plan = _PLANS[model.config.get_text_config().model_type]
-    twin, originals = copied_tree(model)
+    copies = shared_copy(model)
+    originals = {copied: module for module, copied in copies.items()}
+    twin = copies[model]
+    assert isinstance(twin, PreTrainedModel)
     taken: dict[int, Tensor] = {}
 
     def kept(weight: Tensor) -> Tensor:
