@@ -15,21 +15,23 @@ from tandem.engine.devices import resolve_dtype
 from tandem.engine.forward import generation_weights
 from tandem.engine.frozen_base import carries_adapters, carry_on, check_base
 from tandem.engine.placement import keep_on_host, plan_for, spread
-from tandem.errors import ModelError, NumericsError
+from tandem.errors import ModelError
 from tandem.generation.runners import make_runner
 from tandem.models.checkpoint_ref import Start, same_base, start_of
+from tandem.models.classifiers import take_backbone
 from tandem.models.frozen import freeze_quantized
 from tandem.models.lm_head import check_head
 from tandem.models.load import load_causal_lm
 from tandem.models.lora import add_lora, is_adapted, keep_start
 from tandem.models.meta_init import MetaModel, empty_causal_lm, empty_scalar_model
 from tandem.models.recompute import enable_gradient_checkpointing
-from tandem.models.scalar import load_scalar_model, start_new_head, take_backbone
+from tandem.models.scalar import load_scalar_model, start_new_head
 from tandem.models.selfcheck import Agreement, check_twin
 from tandem.models.shared import share_base
 from tandem.models.shared_copy import plain_copy
 from tandem.models.source import keep_saved_dtype
 from tandem.models.twin import decodes
+from tandem.models.validate_checkpoint import not_finite
 from tandem.parallel.dtensor import fill, own_rows
 from tandem.parallel.masters import cast_weights
 from tandem.parallel.shard import ShardPlan, give_memory, shards_of
@@ -97,12 +99,6 @@ class _Role:
         return resolve_dtype(self.config.dtype, self.world.device)
 
     @property
-    def streams(self) -> bool:
-        """Whether weights are best read where they belong: in pieces, as integers or not at all."""
-        frozen = bool(self.config.parallel.frozen_weights)
-        return self.plan.stage > 0 or frozen or self.base is not None
-
-    @property
     def options(self) -> dict[str, Any]:
         """For whatever loads a model."""
         remote = self.config.trust_remote_code
@@ -141,7 +137,7 @@ def place_policy(
     if not isinstance(source, str):
         return _placed(source, role)
     start = start_of(source, unmerged=carries_adapters(config))
-    empty = empty_causal_lm(start.base, **role.options) if role.streams else None
+    empty = empty_causal_lm(start.base, **role.options)
     if empty is not None:
         return _filled(empty, start, role)
     return _placed(load_causal_lm(start.adapter or start.base, **role.options), role)
@@ -180,7 +176,7 @@ def place_scalar(
             f"{start.base!r} under {source!r}, and {base.source!r} under the actor. Train them "
             "with LoRA from one model, or leave --shared-base off."
         )
-    empty = empty_scalar_model(start.base, **role.options) if role.streams else None
+    empty = empty_scalar_model(start.base, **role.options)
     if empty is not None and (start.classifies or not (needs_head and empty.missing)):
         return _filled(empty, start, role)
     only_backbone = start.adapter is not None and not start.classifies
@@ -248,7 +244,7 @@ def _filled(empty: MetaModel, start: Start, role: _Role) -> PreTrainedModel:
         give_memory(model, role.device)
     spread(model, role.plan, role.world)
     if not is_known:
-        _require_finite(empty.fill(own_rows), role.world)
+        _require_finite(empty.fill(own_rows), model, role.world)
     if empty.missing:
         start_new_head(model, role.config.seed, fill)
     cast_weights(model, role.dtype, splits=role.plan.stage > 0)  # what had no memory before
@@ -269,13 +265,10 @@ def _prepare(model: PreTrainedModel, role: _Role) -> None:
         freeze_quantized(model, role.config.parallel.frozen_weights)
 
 
-def _require_finite(unsound: str, world: World) -> None:
-    """Every rank stops where one has read a weight that cannot be quantized."""
+def _require_finite(unsound: str, model: PreTrainedModel, world: World) -> None:
+    """Stop every rank if one has read a weight that is not finite."""
     found = torch.tensor(float(bool(unsound)), device=world.device)
     if world.size > 1:
         world.all_reduce_(found)
     if found:
-        raise NumericsError(
-            f"a weight to quantize must be finite; got {unsound or 'one on another rank'} with "
-            "values that are not. Load an undamaged model."
-        )
+        raise not_finite(str(model.name_or_path), unsound or "a weight on another rank")

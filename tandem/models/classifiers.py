@@ -47,6 +47,27 @@ def require_classifier(config: PreTrainedConfig, name: str) -> None:
     AutoModelForSequenceClassification.register(kind, _classifier(backbone), exist_ok=True)
 
 
+def take_backbone(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Give a scalar model the backbone of a language model, adapters included; in place.
+
+    Raises:
+        ModelError: the family's two classes have backbones of two kinds.
+    """
+    if type(model.base_model) is not type(other.base_model):
+        raise ModelError(
+            f"family {model.config.model_type!r} must have one backbone for both heads; got "
+            f"{type(other.base_model).__name__} and {type(model.base_model).__name__}. Choose "
+            "another family for the reward model and critic."
+        )
+    setattr(model, model.base_model_prefix, other.base_model)
+
+
+def one_output(config: PreTrainedConfig) -> None:
+    """Have a config score with one number, which Hugging Face calls regression; in place."""
+    config.num_labels = 1
+    config.problem_type = "regression"
+
+
 def _classifier(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A class for `backbone` and a head, a subclass of the family's PreTrainedModel."""
     family = next(

@@ -274,25 +274,6 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.switch.on = was_on
 
 
-@torch.no_grad()
-def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state of the model with its adapters merged, under the unadapted model's names.
-
-    Adapted weights are new tensors, and so are quantized ones, which are dequantized: the folder
-    that they make has full weights. All others are the model's own; the model is not changed.
-    """
-    state = model.state_dict()
-    for name, layer in model.named_modules():
-        if not isinstance(layer, LinearLayer):
-            continue
-        for ending in (*(f"{part}.weight" for part in _PARTS), ".weight.packed", ".weight.scales"):
-            state.pop(name + ending, None)
-        state[f"{name}.weight"] = (
-            layer.merged_weight() if isinstance(layer, LoraLayer) else layer.plain_weight()
-        )
-    return dict(state)
-
-
 def _shape(base: nn.Linear | Conv1D) -> tuple[int, int]:
     """(in, out) of a linear layer."""
     return (base.nx, base.nf) if isinstance(base, Conv1D) else (base.in_features, base.out_features)

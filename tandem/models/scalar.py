@@ -14,34 +14,17 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
 from tandem.models.adapter import load_adapter
-from tandem.models.classifiers import require_classifier
+from tandem.models.build import build_model, require_decoder, set_dropout
+from tandem.models.classifiers import one_output, require_classifier, take_backbone
 from tandem.models.folder import read_headers
-from tandem.models.hf_logging import quiet
-from tandem.models.load import (
-    attention_for,
-    load_causal_lm,
-    require_all_weights,
-    require_decoder,
-    set_dropout,
-)
+from tandem.models.load import load_causal_lm, load_weights, open_decoder
 from tandem.models.lora import SCALAR_HEAD, scalar_head
 from tandem.models.packed import hidden_states, last_positions, predictor_positions
-from tandem.models.source import (
-    Located,
-    adapter_base,
-    load_config,
-    load_weights,
-    locate,
-    read_adapter_config,
-)
+from tandem.models.source import Located
 from tandem.types import TokenBatch
 
 
@@ -66,12 +49,8 @@ def load_scalar_model(
         ModelError: as `load_causal_lm`; also a family without a backbone to put a head on, a
             head with more than one output, or no head where one was asked for.
     """
-    source = locate(path)
-    adapter = read_adapter_config(source)
-    base = source if adapter is None else adapter_base(source, adapter)
-    config = load_config(base, trust_remote_code=trust_remote_code)
-    require_decoder(config, base.name)
-    require_classifier(config, base.name)
+    opened = open_decoder(path, scalar=True, dropout=dropout, trust_remote_code=trust_remote_code)
+    base, config = opened.base, opened.config
     has_head = has_scalar_head(base, config)
     if from_causal_lm is False and not has_head:
         raise ModelError(
@@ -79,13 +58,20 @@ def load_scalar_model(
             f"architectures={config.architectures}. Give a reward model, or start a new head."
         )
     if has_head:
-        model = _load_classifier(base, config, dropout, trust_remote_code)
+        if config.num_labels != 1:
+            raise ModelError(
+                f"model {base.name!r} must score with one number; got a head with "
+                f"{config.num_labels} outputs. Give a reward model, or a language model to start a "
+                "new head on."
+            )
+        model = load_weights(base, config, scalar=True, trust_remote_code=trust_remote_code)
     else:
         model = _on_language_model(base, dropout, trust_remote_code)
+    head = _require_head(model)
     if from_causal_lm or not has_head:
-        _start_head(_require_head(model), seed)
-    if adapter is not None:
-        load_adapter(model, source.name)
+        _start_head(head, seed)
+    if opened.adapter is not None:
+        load_adapter(model, opened.adapter)
     return model
 
 
@@ -103,13 +89,9 @@ def new_scalar_model(
     require_classifier(config, config.model_type)
     one_output(config)
     set_dropout(config, dropout)
-    with torch.random.fork_rng(devices=[]), quiet():
-        torch.manual_seed(seed)
-        model = AutoModelForSequenceClassification.from_config(
-            config, dtype=torch.float32, attn_implementation=attention_for(config)
-        )
+    model = build_model(config, scalar=True, seed=seed)
     _start_head(_require_head(model), seed)
-    return model.eval()
+    return model
 
 
 def has_scalar_head(source: Located, config: PreTrainedConfig) -> bool:
@@ -182,29 +164,6 @@ def _require_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def _load_classifier(
-    source: Located, config: PreTrainedConfig, dropout: float, trust_remote_code: bool
-) -> PreTrainedModel:
-    """A sequence-classification folder as it is."""
-    if config.num_labels != 1:
-        raise ModelError(
-            f"model {source.name!r} must score with one number; got a head with "
-            f"{config.num_labels} outputs. Give a reward model, or a language model to start a "
-            "new head on."
-        )
-    set_dropout(config, dropout)
-    model, missing, unexpected = load_weights(
-        AutoModelForSequenceClassification,
-        source,
-        config,
-        trust_remote_code=trust_remote_code,
-        attn_implementation=attention_for(config),
-    )
-    require_all_weights(source, config, missing, unexpected)
-    _require_head(model)
-    return model
-
-
 def _on_language_model(source: Located, dropout: float, trust_remote_code: bool) -> PreTrainedModel:
     """The backbone of a language model in its family's classification class; head unset.
 
@@ -216,36 +175,12 @@ def _on_language_model(source: Located, dropout: float, trust_remote_code: bool)
     )
     config = language_model.config
     one_output(config)
-    with torch.device("meta"), quiet():
-        model = AutoModelForSequenceClassification.from_config(
-            config, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
+    model = build_model(config, scalar=True, on_meta=True, trust_remote_code=trust_remote_code)
     head = _require_head(model)
     take_backbone(model, language_model)
     model.config = config
     head.to_empty(device=language_model.device)
     return model.eval()
-
-
-def take_backbone(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """Give a scalar model the backbone of a language model, adapters included; in place.
-
-    Raises:
-        ModelError: the family's two classes have backbones of two kinds.
-    """
-    if type(model.base_model) is not type(other.base_model):
-        raise ModelError(
-            f"family {model.config.model_type!r} must have one backbone for both heads; got "
-            f"{type(other.base_model).__name__} and {type(model.base_model).__name__}. Choose "
-            "another family for the reward model and critic."
-        )
-    setattr(model, model.base_model_prefix, other.base_model)
-
-
-def one_output(config: PreTrainedConfig) -> None:
-    """Have a config score with one number, which Hugging Face calls regression; in place."""
-    config.num_labels = 1
-    config.problem_type = "regression"
 
 
 def start_new_head(

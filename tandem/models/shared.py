@@ -8,9 +8,6 @@ known to start from the same files need not even be read (`stream`).
 
 from __future__ import annotations
 
-import copy
-from typing import TypeVar
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -19,7 +16,6 @@ from transformers import PreTrainedModel
 from tandem.errors import ModelError
 from tandem.models.frozen import base_modules
 
-Model = TypeVar("Model", bound=PreTrainedModel)
 Slot = tuple[str, nn.Module, str]
 """A place of a parameter: its whole name, the module that has it, its name there."""
 
@@ -59,18 +55,6 @@ def share_base(owner: PreTrainedModel, *others: PreTrainedModel) -> int:
         module._parameters[key] = mine[name]
     freed = (weight for weight in saved.values() if not weight.is_meta)
     return sum(weight.numel() * weight.element_size() for weight in freed)
-
-
-def copied_over_base(model: Model) -> Model:
-    """A copy of a model that has its frozen base weights, and all else of its own.
-
-    Adapters and heads are copied, frozen or not. What may be trained in the copy is the caller's
-    to say, but never its base.
-    """
-    slots = [_slot(slot) for slot in _base_slots(model)]
-    return copy.deepcopy(
-        model, {id(weight): weight for weight in slots if not weight.requires_grad}
-    )
 
 
 def _base_slots(model: PreTrainedModel) -> list[Slot]:

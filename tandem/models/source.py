@@ -1,4 +1,4 @@
-"""From a folder or a hub name to a config and weights, every failure as a one-line ModelError."""
+"""From a folder or a hub name to a config; every failure is a one-line ModelError."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from tandem.errors import ModelError
 from tandem.models.folder import read_object
 from tandem.models.hf_logging import quiet
-from tandem.models.validate_checkpoint import (
-    check_finite,
-    check_folder,
-    check_weights,
-)
+from tandem.models.validate_checkpoint import check_folder, check_weights
 from tandem.text import one_line
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -166,45 +162,6 @@ def saved_dtype(model: PreTrainedModel) -> torch.dtype:
     return found
 
 
-def load_weights(
-    auto_class: Any,
-    source: Located,
-    config: PreTrainedConfig,
-    *,
-    trust_remote_code: bool = False,
-    **options: Any,
-) -> tuple[PreTrainedModel, set[str], set[str]]:
-    """Run `auto_class.from_pretrained` in float32, from safetensors alone.
-
-    Returns:
-        the model in eval mode, the names it has and the files lack, the names only the files have.
-    Raises:
-        ModelError: pickled weights, damaged or truncated files, tensors of the wrong shape, NaN.
-    """
-    _refuse_pickle(source)
-    stored = config.dtype  # from_pretrained writes the type that it is told into the config
-    try:
-        with quiet():
-            model, report = auto_class.from_pretrained(
-                source.name,
-                config=config,
-                dtype=torch.float32,
-                use_safetensors=True,
-                output_loading_info=True,
-                trust_remote_code=trust_remote_code,
-                local_files_only=source.offline,
-                **options,
-            )
-    except Exception as error:  # whatever a family's own code makes of a wrong value
-        raise ModelError(
-            f"weights of {source.name!r} must be complete safetensors files that fit config.json; "
-            f"got: {one_line(error)}. Copy or save the model again."
-        ) from error
-    check_finite(model, source.name)
-    keep_saved_dtype(model, stored)
-    return model.eval(), set(report["missing_keys"]), set(report["unexpected_keys"])
-
-
 def read_adapter_config(source: Located) -> dict[str, Any] | None:
     """The PEFT adapter_config.json of a local folder; None where there is none.
 
@@ -236,24 +193,3 @@ def adapter_base(source: Located, adapter: dict[str, Any]) -> Located:
             "which has no config.json. Merge that adapter first."
         )
     return base
-
-
-def _refuse_pickle(source: Located) -> None:
-    """Refuse a local folder that has weights, but none in safetensors."""
-    if source.folder is None or any(source.folder.glob("*.safetensors")):
-        return
-    pickled = sorted(
-        p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in source.folder.glob(pattern)
-    )
-    if pickled:
-        raise ModelError(
-            f"model {source.name!r} must have safetensors weights; got {pickled[0]}, a pickle, "
-            'which can run code when it is read. If you trust it, convert it: python -c "from '
-            "transformers import AutoModelForCausalLM as M; M.from_pretrained("
-            f"{source.name!r}, use_safetensors=False).save_pretrained('NEW_FOLDER')\" and copy "
-            "the tokenizer's files there."
-        )
-    raise ModelError(
-        f"model {source.name!r} must hold *.safetensors files; got none. Give the folder that "
-        "save_pretrained wrote."
-    )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -123,12 +124,22 @@ def check_finite(model: torch.nn.Module, name: str) -> None:
         ModelError: naming the first.
     """
     for key, weight in model.state_dict().items():
-        # The sum tells in one pass without a mask in memory; where it overflows, look closer.
-        if not math.isfinite(float(weight.sum())) and not bool(weight.isfinite().all()):
-            raise ModelError(
-                f"weights of {name!r} must be finite; got NaN or infinity in {key}. "
-                "Copy the model again, or take an earlier checkpoint."
-            )
+        if not is_finite(weight):
+            raise not_finite(name, key)
+
+
+def is_finite(weight: Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    # One pass without a mask in memory; only if the sum overflows, every value is looked at.
+    return math.isfinite(float(weight.sum())) or bool(weight.isfinite().all())
+
+
+def not_finite(name: str, weight: str) -> ModelError:
+    """The error of a model with a weight that is NaN or infinite."""
+    return ModelError(
+        f"weights of {name!r} must be finite; got NaN or infinity in {weight}. "
+        "Copy the model again, or take an earlier checkpoint."
+    )
 
 
 def _require_readable(path: Path) -> None:

@@ -14,32 +14,25 @@ from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
 from tandem.engine.forward import response_logprobs
-from tandem.engine.loading import check_policy, place_policy
+from tandem.engine.loading import place_policy
 from tandem.engine.same_start import check_same_start
-from tandem.models.load import check_vocabulary
 from tandem.models.lora import adapters_off
 from tandem.objectives.losses import dpo_loss
 from tandem.training.evaluate import row_logprobs
 from tandem.training.run_folder import Run
-from tandem.training.saving import save_policy
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob
-from tandem.training.supervised import SupervisedTrainer, objective_of_pairs
+from tandem.training.supervised import SupervisedTrainer, objective_of_pairs, policy_to_train
 from tandem.types import PairRow, TokenBatch
 
 
 def prepare(run: Run, rows: StepRows) -> StageJob:
     """DPO, ready to run; it leaves `RUN/dpo`, a folder that from_pretrained opens."""
     config, settings = run.config, run.config.dpo
-    device, source = run.device, run.policy_source("dpo")
-    model = place_policy(
-        source, config, run.world, trained=True, seed=config.seed, keeps_start=True
-    )
-    check_vocabulary(model, rows.tokenizer)
-    check_policy(model, config, None)
+    model = policy_to_train(run, rows, "dpo", keeps_start=True)
     frozen = None
     if config.lora.rank == 0:
-        frozen = place_policy(source, config, run.world, trained=False)
+        frozen = place_policy(run.policy_source("dpo"), config, run.world, trained=False)
     check_same_start(model, frozen)
 
     def reference_of(batch: TokenBatch) -> Tensor:
@@ -51,7 +44,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
 
     def loss(part: Sequence[PairRow]) -> tuple[Tensor, dict[str, Tensor]]:
         both = [pair.chosen for pair in part] + [pair.rejected for pair in part]
-        batch = TokenBatch.from_rows(both, rows.renderer.pad_token_id).to(device)
+        batch = TokenBatch.from_rows(both, rows.renderer.pad_token_id).to(run.device)
         ref_chosen, ref_rejected = reference_of(batch).chunk(2)
         chosen, rejected = response_logprobs(model, batch)[0].sum(dim=1).chunk(2)
         result = dpo_loss(
@@ -72,8 +65,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     objective = objective_of_pairs(loss, scoring_passes=1)
     evaluate = _evaluation(model, frozen, rows, config)
     trainer = SupervisedTrainer(run, "dpo", model, settings, rows.dpo_pairs, objective, evaluate)
-    masters = trainer.learner.masters
-    return trainer.job(lambda folder: save_policy(model, rows, folder, masters, config.save_dtype))
+    return trainer.policy_job(rows)
 
 
 def _evaluation(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +21,7 @@ from tandem.config.schema import SupervisedConfig
 from tandem.data.loader import BatchOrder
 from tandem.engine.devices import resolve_dtype
 from tandem.engine.learner import Learner
+from tandem.engine.loading import check_policy, place_policy
 from tandem.engine.oom import MicroBatchBudget
 from tandem.engine.update import (
     LossTerm,
@@ -32,9 +34,12 @@ from tandem.engine.update import (
 )
 from tandem.errors import DataError
 from tandem.metrics.timing import Phases
+from tandem.models.load import check_vocabulary
 from tandem.models.summary import sequence_flops
 from tandem.parallel.scaling import LossScaler
 from tandem.training.run_folder import Run
+from tandem.training.saving import save_policy
+from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob, StepLoop
 from tandem.types import PairRow, TokenRow
 
@@ -79,6 +84,23 @@ def objective_of_pairs(
     )
 
 
+def policy_to_train(
+    run: Run, rows: StepRows, stage: str, *, keeps_start: bool = False
+) -> PreTrainedModel:
+    """The policy that a stage starts from, placed for training, its forwards and tokens checked.
+
+    Args:
+        keeps_start: keep adapters that it came with as they are too, for `adapters_off`.
+    """
+    config, source = run.config, run.policy_source(stage)
+    model = place_policy(
+        source, config, run.world, trained=True, seed=config.seed, keeps_start=keeps_start
+    )
+    check_vocabulary(model, rows.tokenizer)
+    check_policy(model, config, None)
+    return model
+
+
 class SupervisedTrainer(Generic[Row]):
     """Takes an optimizer step per batch of rows (a `StageTrainer`)."""
 
@@ -116,7 +138,7 @@ class SupervisedTrainer(Generic[Row]):
         self.phases = Phases()
         self.thresholds: Mapping[str, float] = {}
         self.evaluate = evaluate
-        self._settings = settings
+        self._config, self._settings = config, settings
         self._model = model
         self._rows = rows
         self._objective = objective
@@ -141,6 +163,18 @@ class SupervisedTrainer(Generic[Row]):
         """The stage's work: these rows, this trainer; see `StageJob` for the arguments."""
         every = self._settings.eval_every
         return StageJob(self, self._rows, self.order, every, save, complete)
+
+    def policy_job(self, rows: StepRows) -> StageJob:
+        """The work of a stage that trains a policy and leaves it in a folder that from_pretrained
+        opens."""
+        save = partial(
+            save_policy,
+            self._model,
+            rows,
+            masters=self.learner.masters,
+            save_dtype=self._config.save_dtype,
+        )
+        return self.job(save)
 
     def step(self, step: int, rows: Sequence[Row], loop: StepLoop) -> dict[str, float]:
         """One optimizer step; means of every sum over the whole batch."""
