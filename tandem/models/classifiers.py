@@ -1,6 +1,6 @@
 """Scalar heads for families that have no sequence-classification class in transformers.
 
-Such a family gets a class of the make that most families have there (transformers'
+Such a family gets a class built as most families' are (transformers'
 GenericForSequenceClassification): its backbone, and a linear layer `score` on the last hidden
 states. It is registered with transformers, so that in this process
 AutoModelForSequenceClassification builds and loads it like any other. Elsewhere a folder saved from
@@ -24,10 +24,10 @@ from tandem.errors import ModelError
 
 
 def require_classifier(config: PreTrainedConfig, name: str) -> None:
-    """See to it that AutoModelForSequenceClassification has a class for a model's family.
+    """Make sure that AutoModelForSequenceClassification has a class for a model's family.
 
     Args:
-        name: the model's, for the message.
+        name: the model's name, for the message.
     Raises:
         ModelError: it has none, and the family has no backbone class of its own to put a head on.
     """
@@ -43,7 +43,7 @@ def require_classifier(config: PreTrainedConfig, name: str) -> None:
             f"{config.model_type!r}, which has none in transformers. Choose another family for "
             "the reward model and critic."
         )
-    # A family of transformers' own is registered only so.
+    # Without exist_ok, transformers accepts no class for a family of its own.
     AutoModelForSequenceClassification.register(kind, _classifier(backbone), exist_ok=True)
 
 
@@ -51,7 +51,7 @@ def take_backbone(model: PreTrainedModel, other: PreTrainedModel) -> None:
     """Give a scalar model the backbone of a language model, adapters included; in place.
 
     Raises:
-        ModelError: the family's two classes have backbones of two kinds.
+        ModelError: the family's two classes have different backbones.
     """
     if type(model.base_model) is not type(other.base_model):
         raise ModelError(
@@ -63,7 +63,7 @@ def take_backbone(model: PreTrainedModel, other: PreTrainedModel) -> None:
 
 
 def one_output(config: PreTrainedConfig) -> None:
-    """Have a config score with one number, which Hugging Face calls regression; in place."""
+    """Set a config to one output, which Hugging Face calls regression; in place."""
     config.num_labels = 1
     config.problem_type = "regression"
 
@@ -80,7 +80,7 @@ def _classifier(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
         name,
         (GenericForSequenceClassification, family),
         {
-            # transformers reads there what the family's layers can do.
+            # transformers looks up the module of a class to see what its layers support.
             "__module__": backbone.__module__,
             "config_class": backbone.config_class,
             # As in the family's language model, so that its files fit.

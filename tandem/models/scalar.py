@@ -2,8 +2,8 @@
 
 Nothing is added to the class, so saving is save_pretrained and anyone's
 AutoModelForSequenceClassification loads it. Families for which transformers has no such class get
-one of the same make (`classifiers`), which Tandem alone loads. The mean and sd that the scores are
-normalized by are attributes of its config, `score_mean` and `score_std`, and so in config.json.
+one built alike (`classifiers`), which only Tandem loads. The mean and sd that normalize the scores
+are attributes of its config, `score_mean` and `score_std`, and so in config.json.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def load_scalar_model(
 
     Args:
         from_causal_lm: True: start a new head in any case; False: the path must have one; None:
-            see what it is (config.architectures, else whether the files hold a head).
+            as config.architectures says, or else whether the files hold a head.
     Raises:
         ModelError: as `load_causal_lm`; also a family without a backbone to put a head on, a
-            head with more than one output, or no head where one was asked for.
+            head with more than one output, or no head although the caller needs one.
     """
     opened = open_decoder(path, scalar=True, dropout=dropout, trust_remote_code=trust_remote_code)
     base, config = opened.base, opened.config
@@ -67,9 +67,9 @@ def load_scalar_model(
         model = load_weights(base, config, scalar=True, trust_remote_code=trust_remote_code)
     else:
         model = _on_language_model(base, dropout, trust_remote_code)
-    head = _require_head(model)
+    _require_head(model)
     if from_causal_lm or not has_head:
-        _start_head(head, seed)
+        start_new_head(model, seed)
     if opened.adapter is not None:
         load_adapter(model, opened.adapter)
     return model
@@ -90,14 +90,14 @@ def new_scalar_model(
     one_output(config)
     set_dropout(config, dropout)
     model = build_model(config, scalar=True, seed=seed)
-    _start_head(_require_head(model), seed)
+    start_new_head(model, seed)
     return model
 
 
 def has_scalar_head(source: Located, config: PreTrainedConfig) -> bool:
     """Whether a model is a sequence-classification model already.
 
-    Told by config.architectures; where those are absent, by a head's weight in the local files.
+    By config.architectures; if those are absent, by a head's weight in the local files.
 
     Raises:
         ModelError: a weights file cannot be read.
@@ -122,7 +122,7 @@ def token_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
 def sequence_scores(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Scores (B,) float32, raw: the head's output at each row's last real token, EOS included.
 
-    The last real token is told by the mask, never by its id: pad may equal EOS.
+    The mask says which token is the last, never its id: pad may equal EOS.
     """
     return _head_outputs(model, hidden_states(model, batch)[last_positions(batch)])
 
@@ -130,12 +130,12 @@ def sequence_scores(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
 def _head_outputs(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """(n, D) -> (n,) float32."""
     head = _require_head(model)
-    # Some families (Mamba) keep their residuals, and so these, in float32 beside half weights.
+    # Some families (Mamba) keep residuals, and so hidden states, in float32 beside half weights.
     return head(hidden.to(head.weight.dtype)).squeeze(-1).float()
 
 
 def normalization(model: PreTrainedModel) -> tuple[float, float]:
-    """Mean and sd that the model's scores are normalized by; (0, 1) if none were set."""
+    """Mean and sd that normalize the model's scores; (0, 1) if none were set."""
     config = model.config
     return float(getattr(config, "score_mean", 0.0)), float(getattr(config, "score_std", 1.0))
 
@@ -167,8 +167,8 @@ def _require_head(model: PreTrainedModel) -> nn.Linear:
 def _on_language_model(source: Located, dropout: float, trust_remote_code: bool) -> PreTrainedModel:
     """The backbone of a language model in its family's classification class; head unset.
 
-    The language model is loaded whole first, because only that accounts for every weight: some
-    families' files name the vocabulary head in a way that only its own class knows.
+    The language model is loaded first, because only its own class accounts for every weight: some
+    families' files have their own name for the vocabulary head.
     """
     language_model = load_causal_lm(
         source.name, dropout=dropout, trust_remote_code=trust_remote_code
@@ -183,22 +183,16 @@ def _on_language_model(source: Located, dropout: float, trust_remote_code: bool)
     return model.eval()
 
 
+@torch.no_grad()
 def start_new_head(
     model: PreTrainedModel, seed: int, put: Callable[[Tensor, Tensor], object] = Tensor.copy_
 ) -> None:
-    """Start the scalar head of a model anew.
+    """Initialize a scalar head: small scores, of about the same size at any width.
 
     Args:
-        put: copies a whole tensor into a parameter, wherever that lies.
+        put: copies a whole tensor into a parameter, which may be sharded.
     """
-    _start_head(_require_head(model), seed, put)
-
-
-@torch.no_grad()
-def _start_head(
-    head: nn.Linear, seed: int, put: Callable[[Tensor, Tensor], object] = Tensor.copy_
-) -> None:
-    """Small scores at the start, of about the same size at any width."""
+    head = _require_head(model)
     generator = torch.Generator().manual_seed(seed)
     start = torch.empty(head.weight.shape).normal_(
         0.0, 1.0 / math.sqrt(head.in_features + 1), generator=generator

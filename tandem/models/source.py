@@ -20,15 +20,15 @@ from tandem.text import one_line
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_TIMEOUT_SECONDS = 10.0
 _SAVED_DTYPE = "tandem_saved_dtype"
-"""Where a model keeps the type of the checkpoint that it comes from."""
+"""The attribute in which a model keeps the dtype of its checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A model that exists: what `from_pretrained` is told.
+    """A model that exists: the arguments of `from_pretrained`.
 
-    name: a folder or a hub name. offline: take it from the hub's cache, the hub does not answer.
-    commit: which state of a hub name that is; empty for a folder.
+    name: a folder or a hub name. offline: the hub does not answer, so its cache is used.
+    commit: the hub's commit; empty for a folder.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Located:
 def locate(path: str | Path) -> Located:
     """Find a model folder or hub name before anything is loaded.
 
-    A name that looks like a path (absolute, with `.`, `~` or more than one `/`) is never asked of
-    the hub. A hub that does not answer is asked once, and its cache used where it has the model.
+    A name that looks like a path (absolute, with `.`, `~` or more than one `/`) is never looked
+    up in the hub. If the hub does not answer, its cache is used.
 
     Raises:
         ModelError: neither a folder nor a model that the hub or its cache has, or a folder whose
-            small files point elsewhere (see `claims.check_folder`).
+            small files point elsewhere (see `validate_checkpoint.check_folder`).
     """
     text = str(path)
     try:
@@ -77,7 +77,7 @@ def locate(path: str | Path) -> Located:
         )
     try:
         info = HfApi().model_info(text, timeout=_HUB_TIMEOUT_SECONDS)
-    except Exception as error:  # whichever error the client raises, the answer is the same
+    except Exception as error:  # the client raises many kinds of errors
         if cached := _in_cache(text):
             return Located(text, offline=True, commit=cached.parent.name)
         raise ModelError(
@@ -89,21 +89,21 @@ def locate(path: str | Path) -> Located:
 
 
 def _is_unicode(text: str) -> bool:
-    """A name's bytes that are not UTF-8 come as lone surrogates, which nothing can write down."""
+    """Whether a name can be encoded: bytes that are not UTF-8 arrive as lone surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _in_cache(name: str) -> Path | None:
-    """Where the hub's cache has a model's config.json: in a folder named by its commit."""
+    """The config.json of a model in the hub's cache, in a folder named by its commit."""
     try:
         found = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # no name that the hub could have
+    except ValueError:  # not a name that the hub could have
         return None
     return Path(found) if isinstance(found, str) else None
 
 
 def require_config(source: Located) -> None:
-    """Say of a folder that is no model that it is none.
+    """Refuse a folder that is not a model.
 
     Raises:
         ModelError: it has no config.json.
@@ -118,11 +118,11 @@ def require_config(source: Located) -> None:
 
 
 def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's config, held against the weights that lie beside it.
+    """The model's config, checked against the weights in its folder.
 
     Raises:
         ModelError: config.json is missing or broken, names a family that transformers does not
-            know, or needs remote code that was not allowed; or as `claims.check_weights`.
+            know, or needs remote code that was not allowed; or as `check_weights`.
     """
     require_config(source)
     try:
@@ -147,26 +147,26 @@ def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrain
 
 
 def keep_saved_dtype(model: PreTrainedModel, dtype: object) -> None:
-    """Note the type of the checkpoint that a model comes from; the first note stays.
+    """Remember the dtype of the checkpoint that a model comes from; the first call wins.
 
     Args:
-        dtype: float32 is noted where this is none, as where a config does not say.
+        dtype: anything but a floating-point dtype, as from a config without one, means float32.
     """
     known = dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
     model.__dict__.setdefault(_SAVED_DTYPE, known)
 
 
 def saved_dtype(model: PreTrainedModel) -> torch.dtype:
-    """The type of the checkpoint that the model comes from; its own where it comes from none."""
+    """The dtype of the checkpoint that the model comes from; its own if it comes from none."""
     found: torch.dtype = model.__dict__.get(_SAVED_DTYPE, model.dtype)
     return found
 
 
 def read_adapter_config(source: Located) -> dict[str, Any] | None:
-    """The PEFT adapter_config.json of a local folder; None where there is none.
+    """The PEFT adapter_config.json of a local folder; None if there is none.
 
     Raises:
-        ModelError: the file is no JSON object.
+        ModelError: the file is not a JSON object.
     """
     if source.folder is None or not (source.folder / ADAPTER_CONFIG).is_file():
         return None

@@ -34,7 +34,7 @@ def sequence_flops(
 
     T: all tokens; L: those that go through the vocabulary head; N: parameters of the layers (no
     embeddings, no vocabulary head); A: heads times head width; c: the sequence's length, or a
-    layer's sliding window where that is shorter.
+    layer's sliding window if that is shorter.
     A causal query sees (c + 1) / 2 keys on average; the products with keys and with values take
     2 A operations per key each. The backward pass goes through every layer and also computes the
     gradients of those weights that are trained, which under LoRA are few.

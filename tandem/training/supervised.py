@@ -1,7 +1,7 @@
 """The trainer that SFT, the reward model and DPO share: rows in order, one optimizer step each.
 
-A stage brings its rows and an Objective: how many units (tokens or pairs) a row counts for, and
-the loss of some rows as a sum. Everything else, the denominator included, is here.
+A stage supplies its rows and an Objective: how many units (tokens or pairs) a row counts for, and
+the loss of some rows as a sum. Everything else, also the denominator, is here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Objective(Generic[Row]):
     loss: rows of one micro-batch to (the loss as a sum, other sums by metric name).
     sequences_per_row: 2 for pairs, so that a micro-batch holds half as many.
     scoring_passes: forwards beside the trained one (DPO's reference), for TFLOP/s.
-    derived: more metrics, from a step's means.
+    derived: more metrics, computed from a step's means.
     """
 
     units: Callable[[Row], int]
@@ -74,7 +74,7 @@ def objective_of_pairs(
     loss: Callable[[Sequence[PairRow]], tuple[Tensor, Mapping[str, Tensor]]],
     scoring_passes: int = 0,
 ) -> Objective[PairRow]:
-    """What is learned from pairs: both answers of each go through the model, and it counts once."""
+    """An objective for pairs: both answers go through the model, and the pair counts once."""
     return Objective(
         units=lambda pair: 1,
         sequences=lambda pair: (pair.chosen, pair.rejected),
@@ -102,7 +102,7 @@ def policy_to_train(
 
 
 class SupervisedTrainer(Generic[Row]):
-    """Takes an optimizer step per batch of rows (a `StageTrainer`)."""
+    """Takes one optimizer step per batch of rows (a `StageTrainer`)."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class SupervisedTrainer(Generic[Row]):
             Update(self._budget) as update,
         ):
             (means,) = update.learn(self.learner, [term])
-        norms = list(update.grad_norms.values())  # none where an fp16 step overflowed
+        norms = list(update.grad_norms.values())  # none if an fp16 step overflowed
         return {
             **means,
             **objective.derived(means),
@@ -207,10 +207,10 @@ class SupervisedTrainer(Generic[Row]):
         }
 
     def rehearse(self) -> None:
-        """The largest micro-batch that can come, forward and backward, for nothing."""
+        """Forward and backward of the largest possible micro-batch, to see whether it fits."""
         longest = sorted(self._rows, key=len, reverse=True)
         width = self._objective.sequences_per_row * len(longest[0])
-        # No rank is given more of a batch than this.
+        # No rank gets more rows of a batch than this.
         share = -(-self._settings.batch_size // self.learner.shards.world.size)
 
         def loss(max_tokens: int) -> Tensor:
@@ -220,7 +220,7 @@ class SupervisedTrainer(Generic[Row]):
             rehearse(self._budget, self.learner, loss)
 
     def state(self) -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
-        """What a checkpoint holds: tensors by part; no numbers."""
+        """The content of a checkpoint: tensors by part; no numbers."""
         return training_state({"model": self.learner}), {}
 
     def restore(self, state: SavedState) -> None:

@@ -223,7 +223,7 @@ def test_gathered_integers_generate_as_one_process() -> None:
         assert torch.equal(theirs, tokens)
         assert torch.equal(theirs_logprobs, logprobs)
         assert "which is split over ranks. Quantize it before" in refusals[0]
-        assert "which is split over ranks already" in refusals[1]
+        assert "which is sharded already" in refusals[1]
 
 
 @kinds
