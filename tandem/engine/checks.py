@@ -19,7 +19,8 @@ from tandem.models.lm_head import check_head
 from tandem.models.lora import adapters_off
 from tandem.models.modes import evaluating
 from tandem.models.selfcheck import Agreement, check_twin
-from tandem.models.twin import decodes, plain_copy, supports_packing, twin_of
+from tandem.models.shared_copy import plain_copy
+from tandem.models.twin import decodes, supports_packing, twin_of
 from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import TensorGroup
 from tandem.types import TokenBatch

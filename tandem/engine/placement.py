@@ -2,8 +2,8 @@
 
     reference -> checkpoint files -> module -> adapters, quantization -> compute type -> shards
 
-A model whose weights are split, quantized or another model's is built without memory and filled
-afterwards, so that no rank ever holds all of it; any other is loaded whole.
+A model is built without memory and filled afterwards, so that no rank reads weights that it does
+not keep; one whose weights cannot be streamed is loaded whole.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from tandem.config.engine import EngineSettings
 from tandem.config.schema import LoraConfig
 from tandem.engine.devices import resolve_dtype
 from tandem.engine.shard_plan import check_layout, shard_plan
-from tandem.errors import ModelError, NumericsError
+from tandem.errors import ModelError
 from tandem.models.blocks import decoder_blocks
 from tandem.models.checkpoint_ref import Start, same_base, start_of
+from tandem.models.classifiers import take_backbone
 from tandem.models.frozen import freeze_quantized
 from tandem.models.load import load_causal_lm
 from tandem.models.lora import (
@@ -36,10 +37,11 @@ from tandem.models.lora import (
 )
 from tandem.models.meta_init import MetaModel, empty_causal_lm, empty_scalar_model
 from tandem.models.recompute import enable_gradient_checkpointing
-from tandem.models.scalar import load_scalar_model, start_new_head, take_backbone
+from tandem.models.scalar import load_scalar_model, start_new_head
 from tandem.models.shared import share_base
 from tandem.models.source import keep_saved_dtype
 from tandem.models.twin import supports_packing, twin_of
+from tandem.models.validate_checkpoint import not_finite
 from tandem.parallel.dtensor import fill, own_rows
 from tandem.parallel.host_weights import HostWeights
 from tandem.parallel.masters import cast_weights
@@ -119,10 +121,9 @@ class Placement:
         if not isinstance(source, str):
             return self._placed(source, role)
         start = start_of(source, unmerged=self.settings.carries_adapters)
-        if self._streams(role):
-            empty = empty_causal_lm(start.base, **self._options)
-            if empty is not None:
-                return self._filled(empty, start, role)
+        empty = empty_causal_lm(start.base, **self._options)
+        if empty is not None:
+            return self._filled(empty, start, role)
         return self._placed(load_causal_lm(start.adapter or start.base, **self._options), role)
 
     def scalar(
@@ -155,10 +156,9 @@ class Placement:
                 f"{start.base!r} under {source!r}, and {base.source!r} under the actor. Train them "
                 "with LoRA from one model, or leave --shared-base off."
             )
-        if self._streams(role):
-            empty = empty_scalar_model(start.base, **self._options)
-            if empty is not None and (start.classifies or not (needs_head and empty.missing)):
-                return self._filled(empty, start, role)
+        empty = empty_scalar_model(start.base, **self._options)
+        if empty is not None and (start.classifies or not (needs_head and empty.missing)):
+            return self._filled(empty, start, role)
         only_backbone = start.adapter is not None and not start.classifies
         model = load_scalar_model(
             start.base if only_backbone else start.adapter or start.base,
@@ -183,11 +183,6 @@ class Placement:
         plan = shard_plan(stage, self.settings, self.world, trained=trained, on_host=on_host)
         seed = self.settings.seed if seed is None else seed
         return _Role(plan, trained, seed, on_host, **more)
-
-    def _streams(self, role: _Role) -> bool:
-        """Whether weights are read straight into their final place."""
-        quantizes = bool(self.settings.parallel.frozen_weights)
-        return role.plan.stage > 0 or quantizes or role.base is not None
 
     def _placed(self, model: PreTrainedModel, role: _Role) -> PreTrainedModel:
         """Lay out a model that was loaded whole."""
@@ -218,7 +213,7 @@ class Placement:
             give_memory(model, self._device(role))
         shard_model(model, role.plan, self.world)
         if reads:
-            _require_finite(empty.fill(own_rows), self.world)
+            _require_finite(empty.fill(own_rows), model, self.world)
         if empty.missing:
             start_new_head(model, self.settings.seed, fill)
         cast_weights(model, self.dtype, splits=role.plan.stage > 0)  # what had no memory before
@@ -313,12 +308,9 @@ def visiting(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def _require_finite(unsound: str, world: World) -> None:
-    """Stop every rank where one has read a weight that cannot be quantized."""
+def _require_finite(unsound: str, model: PreTrainedModel, world: World) -> None:
+    """Stop every rank if one has read a weight that is not finite."""
     found = torch.tensor(float(bool(unsound)), device=world.device)
     world.all_reduce_(found)
     if found:
-        raise NumericsError(
-            f"a weight to quantize must be finite; got {unsound or 'one on another rank'} with "
-            "values that are not. Load an undamaged model."
-        )
+        raise not_finite(str(model.name_or_path), unsound or "a weight on another rank")

@@ -16,9 +16,10 @@ from transformers import (
 )
 
 from tandem.models.blocks import decoder_blocks
+from tandem.models.build import attention_for
 from tandem.models.classifiers import require_classifier
 from tandem.models.hf_logging import quiet
-from tandem.models.load import attention_for, embedding_rows
+from tandem.models.load import embedding_rows
 from tandem.models.lora import adaptable
 
 # Tensors of the inner width that an MLP keeps per token for its backward pass. Gated: the gate, the

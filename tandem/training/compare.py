@@ -1,4 +1,4 @@
-"""The run's models side by side: perplexity, rewards, and their answers to held-out prompts."""
+"""A comparison of the run's models: perplexity, rewards, and answers to held-out prompts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _MEASURING = (
     *("actor_model", "reward_model", "data", "steps", "seed", "dtype", "hybrid_engine"),
     *("sampling.", "sft.loss_on", "ppo.eval_prompts", "ppo.reward_"),
 )
-"""The knobs that a comparison's figures depend on, by the beginnings of their names."""
+"""Prefixes of the names of the knobs that a comparison depends on."""
 
 
 def policies(run: Run) -> Iterator[tuple[str, str]]:
-    """(label, folder or hub name) of every policy that the run has, in the order made."""
+    """(label, folder or hub name) of every policy of the run, in the order of training."""
     if run.config.actor_model:
         yield "base", run.config.actor_model
     for label, folder in policy_folders().items():
@@ -43,8 +43,8 @@ def policies(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def is_compared(run: Run) -> bool:
-    """Whether evaluation.json is of the models that the run has now, measured as it would be now;
-    the same on every rank."""
+    """Whether evaluation.json was made from the models and knobs that the run has now; the same on
+    every rank."""
     try:
         evaluation = json.loads((run.path / EVALUATION_FILE).read_text(encoding="utf-8"))
         known = evaluation["made_from"]
@@ -54,13 +54,13 @@ def is_compared(run: Run) -> bool:
 
 
 def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
-    """Measure every policy and the reward model on held-out rows; `save` writes evaluation.json.
+    """Evaluate every policy and the reward model on held-out rows; `save` writes evaluation.json.
 
     All policies answer the same prompts with the same random numbers.
 
     Returns:
         {"models": {label: {metric: value}}, "answers": [{"prompt", "answers": {label: {"text",
-        "score"}}}], "made_from": what the figures depend on}, as written.
+        "score"}}}], "made_from": what the metrics depend on}, as written.
     Raises:
         CheckpointError: a finished step's folder is damaged.
     """
@@ -79,7 +79,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
         if prompts:
             rollout = answer(model, prompts, rows, run.settings)
             scored = score_answers(rollout, scorer, rows.renderer, config.ppo, function, run.world)
-            # Without penalties and clips; NaN where nothing scores.
+            # Without penalties and clips; NaN without a score.
             scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).cpu()
             models[label] |= answer_metrics(rollout, scored)
             for shown, text, score in zip(
@@ -97,7 +97,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
 
 
 def _made_from(run: Run) -> dict[str, Any]:
-    """What a comparison's figures depend on: models, knobs and rows, as JSON gives them back."""
+    """What a comparison depends on: models, knobs and rows, as JSON returns them."""
     steps = finished_stages(run.path)
     for step in steps:
         run.verify(step)
@@ -117,7 +117,7 @@ def _made_from(run: Run) -> dict[str, Any]:
 def answer(
     model: PreTrainedModel, prompts: Sequence[PromptRow], rows: StepRows, settings: EngineSettings
 ) -> Rollout:
-    """One sampled answer per prompt, the same random numbers for every policy."""
+    """One sampled answer per prompt, with the same random numbers for every policy."""
     return rollout_of(model, prompts, settings, Stops.of(rows.renderer), step=0)
 
 

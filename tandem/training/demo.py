@@ -30,10 +30,10 @@ from tandem.types import PairRow, PromptRow
 
 
 def demo(output_dir: str, console: Console | None = None) -> dict[str, dict[str, float]]:
-    """Run the demo in `output_dir`, judge its models, and show them talking.
+    """Run the demo in `output_dir`, judge its models, and show some of their answers.
 
     Returns:
-        what the rule says of each model: {label: {"form", "content", "manner", "score"}}, shares
+        the rule's verdict on each model: {label: {"form", "content", "manner", "score"}}, shares
         and means over held-out prompts.
     """
     console = console or Console()
@@ -57,7 +57,7 @@ def demo(output_dir: str, console: Console | None = None) -> dict[str, dict[str,
 
 
 def _add_to_report(run: Run, judged: dict[str, dict[str, float]], agreement: float) -> None:
-    """Put the rule's verdict beside the figures that training could see."""
+    """Add the rule's verdict to the report."""
     path = run.path / "evaluation.json"
     evaluation = json.loads(path.read_text(encoding="utf-8"))
     for label, verdict in judged.items():

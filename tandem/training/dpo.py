@@ -13,32 +13,27 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
-from tandem.engine.checks import check_policy, check_same_start
+from tandem.engine.checks import check_same_start
 from tandem.engine.forward import response_logprobs
 from tandem.engine.placement import visiting
-from tandem.models.load import check_vocabulary
 from tandem.models.lora import adapters_off
 from tandem.objectives.losses import dpo_loss
 from tandem.training.evaluate import row_logprobs
 from tandem.training.run_folder import Run
-from tandem.training.saving import save_policy
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob
-from tandem.training.supervised import SupervisedTrainer, objective_of_pairs
+from tandem.training.supervised import SupervisedTrainer, objective_of_pairs, policy_to_train
 from tandem.types import PairRow, TokenBatch
 
 
 def prepare(run: Run, rows: StepRows) -> StageJob:
     """DPO, ready to run; it leaves `RUN/dpo`, a folder that from_pretrained opens."""
     config, settings = run.config, run.config.dpo
-    device, source = run.device, run.policy_source("dpo")
-    model = run.placement.policy(source, trained=True, keeps_start=True)
-    check_vocabulary(model, rows.tokenizer)
-    check_policy(model)
+    model = policy_to_train(run, rows, "dpo", keeps_start=True)
     frozen = None
     if config.lora.rank == 0:
         on_host = "reference" in config.parallel.offload
-        frozen = run.placement.policy(source, trained=False, on_host=on_host)
+        frozen = run.placement.policy(run.policy_source("dpo"), trained=False, on_host=on_host)
     check_same_start(model, frozen)
 
     def reference_of(batch: TokenBatch) -> Tensor:
@@ -51,7 +46,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
 
     def loss(part: Sequence[PairRow]) -> tuple[Tensor, dict[str, Tensor]]:
         both = [pair.chosen for pair in part] + [pair.rejected for pair in part]
-        batch = TokenBatch.from_rows(both, rows.renderer.pad_token_id).to(device)
+        batch = TokenBatch.from_rows(both, rows.renderer.pad_token_id).to(run.device)
         ref_chosen, ref_rejected = reference_of(batch).chunk(2)
         chosen, rejected = response_logprobs(model, batch)[0].sum(dim=1).chunk(2)
         result = dpo_loss(
@@ -72,8 +67,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     objective = objective_of_pairs(loss, scoring_passes=1)
     evaluate = _evaluation(model, frozen, rows, config)
     trainer = SupervisedTrainer(run, "dpo", model, settings, rows.dpo_pairs, objective, evaluate)
-    masters = trainer.learner.masters
-    return trainer.job(lambda folder: save_policy(model, rows, folder, masters, config.save_dtype))
+    return trainer.policy_job(rows)
 
 
 def _evaluation(

@@ -1,4 +1,4 @@
-"""Showing a comparison of models in the terminal: figures, then answers side by side."""
+"""A comparison of models in the terminal: metrics, then answers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tandem.training.stage_data import prepare_rows
 
 
 def evaluate_run(path: str, num_prompts: int) -> dict[str, Any]:
-    """Measure a run's models anew and show the outcome.
+    """Evaluate a run's models again and print the results.
 
     Args:
-        num_prompts: held-out prompts to answer, just to look; 0 takes the run's own number and
-            brings its evaluation.json and report up to date.
+        num_prompts: held-out prompts to answer, without writing anything; 0: the run's own number,
+            and evaluation.json and the report are updated.
     Raises:
         CheckpointError: `path` is not a run's folder.
     """
@@ -47,7 +47,7 @@ def evaluate_run(path: str, num_prompts: int) -> dict[str, Any]:
 
 
 def show_comparison(evaluation: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the figures of every model, then the answers to some prompts with their scores."""
+    """Print the metrics of every model, then the answers to some prompts with their scores."""
     console = console or Console()
     console.print(figures_table(evaluation["models"]))
     for shown in evaluation["answers"]:
@@ -58,7 +58,7 @@ def show_comparison(evaluation: Mapping[str, Any], console: Console | None = Non
 def figures_table(models: Mapping[str, Mapping[str, float]]) -> Table:
     """One row a metric, one column a model."""
     table = Table(title="On held-out rows", title_justify="left")
-    table.add_column("metric", overflow="fold")  # a data set is told by the end of its name
+    table.add_column("metric", overflow="fold")  # names of data sets differ at their ends
     for label in models:
         table.add_column(label, justify="right")
     names: Sequence[str] = list(dict.fromkeys(name for m in models.values() for name in m))

@@ -1,4 +1,4 @@
-"""What can be known to fail before the first step, so that it does not cost two others."""
+"""Checks before the first stage of what would fail only in a later one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tandem.training.stage_data import StepRows, positions
 
 
 def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> None:
-    """Every configured step has rows, every row fits its model's positions, and a reward function
-    can be called with the rows' columns.
+    """Check that every stage has rows, that every row fits its model's positions, and that a reward
+    function can be called with the rows' columns.
 
     Args:
-        policy, reward: where the models come from.
+        policy, reward: the models to load.
     Raises:
-        ConfigError: some do not; all that is wrong at once.
+        ConfigError: all that is wrong, at once.
     """
     problems = list(_empty_steps(config, rows))
     limit = positions(policy, config)
@@ -68,12 +68,12 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
 
 
 def check_parallel(config: RunConfig, world: World, policy: str) -> None:
-    """How models are to lie over the ranks, as far as it shows before any is loaded.
+    """Check how models will be placed on the ranks, before any is loaded.
 
     Args:
-        policy: where the actor comes from.
+        policy: the actor to load.
     Raises:
-        ConfigError, ModelError: PPO would be refused, after steps that cost their time.
+        ConfigError, ModelError: PPO would be refused after the stages before it.
     """
     check_layout(engine_settings(config), world)
     parts = config.parallel.inference_tp_size
@@ -94,7 +94,7 @@ def check_parallel(config: RunConfig, world: World, policy: str) -> None:
 
 
 def idle_ranks(config: RunConfig, world: World) -> list[str]:
-    """A line for each step that has fewer rows at a time than there are ranks to compute them."""
+    """A line for each stage whose batches have fewer rows than there are ranks."""
     groups = world.size // config.parallel.inference_tp_size
     batches = [
         (stage.name, f"{stage.section}.{knob}", getattr(config, stage.section), knob, ranks)

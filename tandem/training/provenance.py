@@ -1,4 +1,4 @@
-"""What a step's outcome depends on, so that one made from something else is not taken for it."""
+"""What a stage depends on, so that one made from something else is not reused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tandem.models.source import locate
 from tandem.parallel.world import World
 from tandem.training.reward_function import source_files
 
-# What every step's outcome depends on, beside its section and what its record names.
+# What every stage depends on, beside its section and the knobs in its record.
 _SHARED = (
     "seed",
     "dtype",
@@ -37,16 +37,15 @@ _SHARED = (
     "guards",
     "parallel.frozen_weights",
 )
-# These change what is measured or shown on the way, never what comes out.
+# These change metrics on the way, never the trained model.
 _HARMLESS = ("eval_every", "eval_prompts", "max_skipped")
 
 
 class Identity:
-    """The knobs, rows, models and code that the steps of a run are made from.
+    """The knobs, rows, models and code that the stages of a run are made from.
 
     Attributes:
-        fingerprints: of the rows by kind (`data`, `sft_data`, `ptx_data`), once they have been
-            read.
+        fingerprints: of the rows by kind (`data`, `sft_data`, `ptx_data`), once they are read.
     """
 
     def __init__(self, config: RunConfig, path: Path, world: World) -> None:
@@ -58,11 +57,11 @@ class Identity:
         self._digests: dict[str, dict[str, str]] = {}
 
     def made_from(self, step: str) -> dict[str, Any]:
-        """What the step's outcome depends on: knobs by dotted name, and digests of the rows, the
-        models' files, the earlier steps and the reward function's code."""
+        """What the stage depends on: knobs by dotted name, and digests of the rows, the models'
+        files, the earlier stages and the reward function's code."""
         stage = stage_of(step)
         depends_on = {*_SHARED, *stage.knobs, stage.section}
-        if stage.after:  # it may carry on adapters that share their base
+        if stage.after:  # it may train adapters further that share their base
             depends_on.add("parallel.shared_base")
         made_from = self.knobs(
             name
@@ -71,8 +70,8 @@ class Identity:
             and name.split(".")[-1] not in _HARMLESS
             and (_knob_value(self.config, name) or not name.startswith("parallel."))
         )
-        # Every step takes the policy's tokenizer from the given model, and no weights from it that
-        # an earlier step has trained on.
+        # Every stage takes the policy's tokenizer from the given model, but its weights only if no
+        # earlier stage has trained them.
         given = {"actor_model"} | ({"reward_model"} & made_from.keys())
         for name in stage.after:
             manifest = self.path / name / MANIFEST
@@ -96,15 +95,15 @@ class Identity:
         return {name: _json_value(_knob_value(self.config, name)) for name in names}
 
     def files_of(self, knob: str) -> dict[str, str]:
-        """What the model that `actor_model` or `reward_model` names is loaded from: the SHA-256 of
-        each of its files, those of an adapter's base too, or a hub name's commit."""
+        """The digests of the model that `actor_model` or `reward_model` names: the SHA-256 of each
+        of its files, with those of an adapter's base, or the commit of a hub name."""
         model = str(_knob_value(self.config, knob))
         if model and model not in self._digests:
             self._digests[model] = self._digests_of(model)
         return self._digests[model] if model else {}
 
     def reward_function(self) -> dict[str, str]:
-        """The SHA-256 of each source file of the reward function's."""
+        """The SHA-256 of each source file of the reward function."""
         files = source_files(self.config.ppo.reward_function)
         return {path.name: sha256(path) for path in files}
 
@@ -112,7 +111,7 @@ class Identity:
         folders = model_folders(model)
         if not folders:
             return {"commit": locate(model).commit}
-        # Named as in the folder; of an adapter's base, under that.
+        # By the names in the folder; files of an adapter's base are under `base/`.
         files = {
             ("" if i == 0 else "base/") + path.relative_to(folder).as_posix(): path
             for i, folder in enumerate(folders)
@@ -133,13 +132,13 @@ class Identity:
         return dict(sorted(by_node[0].items()))
 
     def require_same(self, step: str, where: Path, before: Mapping[str, Any]) -> None:
-        """Refuse what was made from something else.
+        """Refuse a folder that was made from something else.
 
         Args:
-            where: the folder, to name it. before: what its `made_from` said, perhaps with knobs
-                under their earlier names.
+            where: the folder, for the message. before: its `made_from`, perhaps with knobs under
+                earlier names.
         Raises:
-            CheckpointError: naming what changed.
+            CheckpointError: with what has changed.
         """
         now = self.made_from(step)
         before = {RENAMED.get(name, name): value for name, value in before.items()}
@@ -147,9 +146,9 @@ class Identity:
             _changed(name, before.get(name), now.get(name))
             for name in sorted(before.keys() | now.keys())
             if before.get(name) != now.get(name)
-            # Rows are compared once they have been read.
+            # Rows are compared only after they are read.
             and not (name.startswith("the rows of") and name not in now)
-            # This run's shares are those of the steps that it runs.
+            # This run's split is that of the stages that it runs.
             and not (name == "dataset.split" and step not in self.config.steps)
         ]
         if changed:
@@ -161,7 +160,7 @@ class Identity:
 
 
 def _longer(step: str, where: Path, changed: list[str]) -> str:
-    """What to do where a finished step was only to go on for longer."""
+    """What to do if the user only wanted to train a finished stage for longer."""
     stage = stage_of(step)
     lengths = {f"{stage.section}.{name}" for name in ("steps", "max_steps", "epochs")}
     if {text.split(" ")[0] for text in changed} - lengths or not (where / MANIFEST).exists():
@@ -176,7 +175,7 @@ def _longer(step: str, where: Path, changed: list[str]) -> str:
 
 
 def origin(config: RunConfig, world: World) -> dict[str, Any]:
-    """What made a folder, for whoever finds it."""
+    """What wrote a folder: configuration, versions, ranks."""
     told = environment()
     return {
         "config_sha256": hashlib.sha256(dump_config(config).encode()).hexdigest(),
@@ -212,7 +211,7 @@ def _json_value(value: Any) -> Any:
 
 
 def _changed(name: str, before: Any, now: Any) -> str:
-    """What differs: both values of a knob, or the names of files."""
+    """The difference: both values of a knob, or the names of files."""
     if not isinstance(before, dict) and not isinstance(now, dict):
         return f"{name} {_short(before)} -> {_short(now)}"
     before, now = before or {}, now or {}

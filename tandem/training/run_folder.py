@@ -1,8 +1,8 @@
-"""One run's folder: what is finished, what it was made from, where everything goes.
+"""One run's folder: finished stages, what they were made from, and all other files.
 
 RUN/config.yaml command.txt environment.json data.json metrics.jsonl samples.jsonl ...
-RUN/sft/  reward/  dpo/  ppo/{actor,critic,ema}/ ...  finished steps, Hugging Face folders
-RUN/checkpoints/STEP/step-N/                          to continue an unfinished step from
+RUN/sft/  reward/  dpo/  ppo/{actor,critic,ema}/ ...  finished stages, Hugging Face folders
+RUN/checkpoints/STAGE/step-N/                         to continue an unfinished stage from
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SAVE_NOW = "save-now"
 """A file of this name in the run's folder asks for a checkpoint after the running step."""
 _CHECKPOINTS = "checkpoints"
 COMMAND_FILE = "command.txt"
-"""What makes a folder a run's: the first file that is written into it."""
+"""The first file that is written into a run's folder; it identifies one."""
 _LOCK_FILE = ".lock"
 
 
@@ -60,7 +60,7 @@ class Run:
     """The run's folder and configuration.
 
     Attributes:
-        writes: whether it leaves anything in its folder; one that is only looked at does not.
+        writes: whether it writes into its folder; `tandem replay` does not.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Run:
         *,
         writes: bool = True,
     ) -> None:
-        """`say` shows a line to the user, on the first rank of `world` (alone if None)."""
+        """`say` shows a line to the user, on the first rank of `world` (None: one process)."""
         self.writes = writes
         self.config = config
         self.world = world or World(device=resolve_device(config.device))
@@ -80,7 +80,7 @@ class Run:
         self.path = Path(config.output_dir)
         self.identity = Identity(config, self.path, self.world)
         self.stops = StopSignals(self.say)
-        self._verified: set[str] = set()  # hashing a large model once a run is enough
+        self._verified: set[str] = set()  # a large model is hashed only once per run
         self._savers: dict[str, Saver] = {}
         self._lock: BinaryIO | None = None
 
@@ -99,15 +99,15 @@ class Run:
         return Placement(self.settings, self.world)
 
     def require_own_folder(self) -> None:
-        """Refuse a folder that is somebody's and no run's, before anything is written there.
+        """Refuse a folder with other files, before anything is written there.
 
         Raises:
-            CheckpointError: it holds other things; the message names one.
+            CheckpointError: it holds other files; the message names one.
         """
         if not self.path.is_dir() or (self.path / COMMAND_FILE).exists():
             return
-        # Before a run is, the launcher keeps its ranks' logs there and the demo its base model;
-        # steps are checked by themselves.
+        # Before the run, the launcher writes the ranks' logs there and the demo its base model.
+        # Stages are checked elsewhere.
         own = {"logs", "base", SAVE_NOW, _CHECKPOINTS, *stage_names()}
         others = sorted(
             path.name
@@ -122,7 +122,7 @@ class Run:
             )
 
     def open(self, command: str) -> None:
-        """Make the folder and write down what is about to run.
+        """Create the folder, and record the command and configuration.
 
         Raises:
             CheckpointError: the folder cannot be written, or another run is writing in it.
@@ -146,7 +146,7 @@ class Run:
             if self.world.is_first:
                 replace_file(self.path / "config.yaml", dump_config(self.config).encode())
                 self.write_json("environment.json", environment())
-            for step in self.config.steps:  # a kill may come before a finished step's are removed
+            for step in self.config.steps:  # the run may have been killed before it removed them
                 if (self.folder(step) / MANIFEST).exists():
                     shutil.rmtree(self._checkpoints(step), ignore_errors=True)
         except OSError as error:
@@ -156,16 +156,16 @@ class Run:
             ) from None
 
     def close(self) -> None:
-        """Let others write in the folder."""
+        """Release the folder to other runs."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def note_data(self, rows: StepRows) -> None:
-        """From now on a step counts as finished only if it was made from these rows.
+        """From now on a stage counts as finished only if it was made from these rows.
 
         Raises:
-            DataError: ranks have read others.
+            DataError: the ranks have read different rows.
         """
         digests = [account.fingerprint for account in rows.ledger.datasets.values()]
         num_data, num_sft = len(self.config.data), len(self.config.sft_data)
@@ -183,17 +183,17 @@ class Run:
             )
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write one of the run's JSON files, replacing it whole; the first rank does."""
+        """Write one of the run's JSON files atomically, on the first rank."""
         if not self.world.is_first or not self.writes:
             return
         text = json.dumps(value, indent=1, ensure_ascii=False)
         replace_file(self.path / name, text.encode())
 
     def bring_finished(self) -> None:
-        """Bring finished steps to the nodes that lack them, where they share no file system.
+        """Copy finished stages to the nodes that lack them, if nodes share no file system.
 
         Raises:
-            CheckpointError: nodes have different ones, or a disk refuses.
+            CheckpointError: nodes have different ones, or a disk fails.
         """
         for step in stage_names():
             together(partial(require_own, self.folder(step)), self.path, self.world)
@@ -201,11 +201,11 @@ class Run:
                 self.say(f"{step}: finished before, copied to the nodes that lacked it")
 
     def folder(self, step: str) -> Path:
-        """Where a finished step's model is."""
+        """The folder of a finished stage."""
         return self.path / step
 
     def is_finished(self, step: str) -> bool:
-        """Whether the step was finished, with the knobs and inputs that it would have now.
+        """Whether the stage was finished, with the same knobs and inputs as now.
 
         Raises:
             CheckpointError: it was finished with others, or its folder is damaged.
@@ -218,7 +218,7 @@ class Run:
         return True
 
     def verify(self, step: str) -> dict[str, Any]:
-        """The facts of a finished step, whose files are read and verified once a run.
+        """The facts of a finished stage, whose files are verified once per run.
 
         Raises:
             CheckpointError: its folder is damaged.
@@ -229,7 +229,7 @@ class Run:
         return facts
 
     def require_continuable(self, step: str) -> None:
-        """Refuse, before anything is written, to continue checkpoints of other knobs or rows.
+        """Refuse to continue checkpoints of other knobs or rows, before anything is written.
 
         Raises:
             CheckpointError: the newest was made with others.
@@ -239,17 +239,17 @@ class Run:
             self.identity.require_same(step, self._checkpoints(step), numbers["made_from"])
 
     def finish(self, step: str, fill: Callable[[Path], None], facts: Mapping[str, float]) -> None:
-        """Write the step's outcome, whole or not at all, and drop its checkpoints.
+        """Write the stage's folder atomically, and remove its checkpoints.
 
         Args:
-            fill: writes into the folder it is given; every rank calls it, the first writes.
+            fill: writes into the folder that it is given; every rank calls it.
         """
         saver = self._savers.pop(step, None)
         try:
             if saver is not None:
                 saver.wait()
         except CheckpointError as error:
-            self.say(f"{step}: {error}")  # the outcome itself is about to be written
+            self.say(f"{step}: {error}")  # the stage's own folder is about to be written
         known = {
             **finite(facts),
             **origin(self.config, self.world),
@@ -260,10 +260,10 @@ class Run:
             shutil.rmtree(self._checkpoints(step), ignore_errors=True)
 
     def save(self, step: str, state: State) -> None:
-        """Keep a checkpoint of an unfinished step, written beside the training that goes on.
+        """Save a checkpoint of an unfinished stage, in the background.
 
         Raises:
-            CheckpointError: the disk refused the one before, or has no room; that is intact.
+            CheckpointError: the previous one failed, or the disk is full; older ones are intact.
             NumericsError: a value in it is not finite.
         """
         if not self.writes:
@@ -276,25 +276,25 @@ class Run:
                 beside=self.config.save_async,
             )
         numbers = {**state.numbers, "made_from": self.identity.made_from(step)}
-        # A line of a step that is in the checkpoint is written once, so it must be on the disk.
+        # Lines of steps before the checkpoint are not written again, so they must be on disk.
         logs = [self.path / name for name in (METRICS_FILE, SAMPLES_FILE, ALARMS_FILE)]
         state = State(state.step, state.tensors, numbers)
         self._savers[step].save(state, origin(self.config, self.world), synced=logs)
 
     def finish_saving(self, step: str) -> None:
-        """Until the checkpoint that is under way, if one is, is on the disk.
+        """Wait until a checkpoint that is being written is on disk.
 
         Raises:
-            CheckpointError: the disk refused it; older ones are intact.
+            CheckpointError: the disk failed; older checkpoints are intact.
         """
         if step in self._savers:
             self._savers[step].wait()
 
     def load(self, step: str, before: int | None = None) -> SavedState | None:
-        """The newest whole checkpoint of an unfinished step.
+        """The newest complete checkpoint of an unfinished stage.
 
         Args:
-            before: of those from before this optimizer step, to do that one again.
+            before: only checkpoints from before this optimizer step, to repeat it.
         Raises:
             CheckpointError: it was made with other knobs or inputs.
         """
@@ -317,10 +317,10 @@ class Run:
         return state
 
     def stop_if_asked(self, where: str) -> None:
-        """Between two of the run's steps: stop if a signal came, else let the next end at once.
+        """Between two stages: stop if a signal came; from now on the next signal stops at once.
 
         Raises:
-            Stopped: it came; on every rank if on any.
+            Stopped: on every rank, if a signal came on any.
         """
         number = int(self.world.all_reduce_max([self.stops.requested])[0])
         if number:
@@ -330,7 +330,7 @@ class Run:
     def metric_log(
         self, step: str, num_steps: int, start: int, thresholds: Mapping[str, float] | None = None
     ) -> MetricLog | MutedLog:
-        """Where the step's metrics go; `start` steps are done. See MetricLog for thresholds."""
+        """The log of the stage's metrics; `start` steps are done. See MetricLog for thresholds."""
         if not self.world.is_first or not self.writes:
             return MutedLog()
         return MetricLog(
@@ -344,11 +344,11 @@ class Run:
         )
 
     def policy_source(self, step: str = "") -> str:
-        """The model that a step starts from: that of the first finished step before it (`after` in
-        its record) that leaves a policy, else the given.
+        """The policy that a stage starts from: that of the first finished stage in its record's
+        `after`, else `actor_model`.
 
         Args:
-            step: whose start; empty: that of whichever step starts from another.
+            step: the stage; empty: any stage that starts from another.
         Raises:
             ConfigError: there is neither.
         """
@@ -363,16 +363,16 @@ class Run:
         return self.config.actor_model
 
     def reward_source(self, step: str = "") -> str | None:
-        """The reward model for a step (empty: any): that of the step before it which trains one,
-        if that is finished, else the given, else None."""
+        """The reward model for a stage (empty: any): that of a finished stage before it, else
+        `reward_model`, else None."""
         return self.trained("reward model", step) or self.config.reward_model or None
 
     def trained(self, what: Leaves, step: str = "") -> str | None:
-        """The folder of the policy or reward model that a finished step of this run has left for
-        `step` (empty: for any); None where no such step is finished.
+        """The folder of the policy or reward model that a finished stage of this run has left for
+        `step` (empty: for any); None if no such stage is finished.
 
         Raises:
-            CheckpointError: a step was finished with other knobs, or its folder is damaged.
+            CheckpointError: a stage was finished with other knobs, or its folder is damaged.
         """
         for stage in sources(what, step):
             if self.is_finished(stage.name):
@@ -384,9 +384,9 @@ class Run:
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float]:
-    """Those that JSON can say."""
+    """Those that JSON can represent."""
     return {name: value for name, value in figures.items() if math.isfinite(value)}
 
 
 def _say_nothing(line: str) -> None:
-    """What the other ranks say."""
+    """The other ranks print nothing."""

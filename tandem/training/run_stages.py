@@ -1,4 +1,4 @@
-"""All steps of a run, one after another; finished ones are not repeated."""
+"""All stages of a run in order; finished ones are not repeated."""
 
 from __future__ import annotations
 
@@ -42,19 +42,18 @@ def train(
     say: Callable[[str], None] = print,
     world: World | None = None,
 ) -> Run:
-    """Run the configured steps in `config.output_dir`, then compare the models and report.
+    """Run the configured stages in `config.output_dir`, then compare the models and report.
 
     Args:
-        command: how to do the same again, for the report; by default the run's config.yaml, which
-            describes it whole.
+        command: the command that repeats the run, for the report; by default with its config.yaml.
         say: shows a line to the user, on the first rank.
-        world: the ranks that run this together; alone if None.
+        world: the ranks that run this together. None: one process.
     Returns:
         the run, whose folder holds everything.
     Raises:
-        ConfigError: the configuration is wrong, all of it at once.
-        Stopped: SIGINT, SIGTERM, SIGHUP or SIGUSR1 asked for it; the step it came in is saved. A
-            second one ends the process.
+        ConfigError: the configuration is wrong; all complaints at once.
+        Stopped: on SIGINT, SIGTERM, SIGHUP or SIGUSR1; the running step is saved. A second signal
+            ends the process.
     """
     check_config(config)
     keep_freed_memory()
@@ -92,7 +91,7 @@ def _train(run: Run, command: str) -> None:
         for line in idle_ranks(replace(config, steps=tuple(unfinished)), run.world):
             say(line)
     run.require_own_folder()
-    run.world.barrier()  # every rank has seen what was there before the first changes it
+    run.world.barrier()  # no rank changes the folder before every rank has looked at it
     run.open(command)
     run.write_json("data.json", json.loads(rows.ledger.to_json()))
     for step in config.steps:
@@ -101,7 +100,7 @@ def _train(run: Run, command: str) -> None:
             continue
         start = time.monotonic()
         say(f"{step}: begins")
-        note(step)  # models load before the first step is noted
+        note(step)  # for the watchdog, while models load
         run_stage(run, step, prepared(step, run, rows))
         say(f"{step}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(step)}")
         if config.parallel.frozen_weights:
@@ -118,7 +117,7 @@ def _train(run: Run, command: str) -> None:
 
 
 def prepared(stage: str, run: Run, rows: StepRows) -> StageJob:
-    """A stage, ready to run, by the function that its record names."""
+    """A stage, ready to run: calls the function that its record names."""
     return _function_of(stage)(run, rows)
 
 
@@ -129,7 +128,7 @@ def _function_of(stage: str) -> Callable[[Run, StepRows], StageJob]:
 
 
 def ledger_lines(rows: StepRows) -> list[str]:
-    """One line per data set: rows read, used per step, unused and dropped by reason."""
+    """One line per data set: rows read, used per stage, unused and dropped by reason."""
     lines = []
     for account in rows.ledger.datasets.values():
         used = ", ".join(f"{s} {account.used[s]}" for s in USES if account.used[s])
@@ -148,11 +147,11 @@ def ledger_lines(rows: StepRows) -> list[str]:
 
 
 def _check_inputs(run: Run) -> None:
-    """What can be known to be missing before anything is loaded."""
+    """Report missing inputs before anything is loaded."""
     config = run.config
     resolve_device(config.device)
     for step in config.steps:
-        _function_of(step)  # what cannot be imported must not cost the steps before it
+        _function_of(step)  # an import error must not cost the stages before it
     problems = []
     stages = in_order(config.steps)
     only_scores = all(stage.leaves == "reward model" for stage in stages)
@@ -174,15 +173,15 @@ def _check_inputs(run: Run) -> None:
     if problems:
         raise ConfigError("; ".join(problems))
     if rl and config.ppo.reward_function:
-        load_reward_function(config.ppo.reward_function)  # a typo must not cost two steps
+        load_reward_function(config.ppo.reward_function)  # a typo must not cost two stages
     for model in dict.fromkeys((config.actor_model, config.reward_model)):
         for folder in model_folders(model) if model else ():
             verify_beside(folder, world=run.world)
 
 
 def tokenizer_sources(run: Run) -> tuple[str, str]:
-    """Where the policy's and the reward model's tokenizers are before any step has run."""
-    if not has_policy(run):  # step 2 alone: its own model reads the rows
+    """The models whose tokenizers policy and reward model use, before any stage has run."""
+    if not has_policy(run):  # the reward model's stage alone: its own tokenizer
         return run.config.reward_model, run.config.reward_model
     policy = run.config.actor_model or run.policy_source()
     return policy, run.config.reward_model or policy

@@ -27,7 +27,7 @@ from tandem.errors import ModelError
 from tandem.generation.generator import Stops, generate
 from tandem.models import frozen
 from tandem.models.frozen import freeze_quantized
-from tandem.models.lora import add_lora, lora_parameters, merged_state_dict
+from tandem.models.lora import add_lora, lora_parameters
 from tandem.models.quantized import PackedWeight
 from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.shared import share_base
@@ -38,7 +38,7 @@ from tandem.parallel.world import World
 from tandem.types import PromptRow, Source
 
 from ..ranks import on_ranks
-from .families import ragged_batch, scaled, tiny_model
+from .families import merged_state_dict, ragged_batch, scaled, tiny_model
 from .test_frozen import all_equal, kinds, logprobs, own_logits, packed_weights, pair
 
 BYTES = {"int8": 1 + 4 / 256, "nf4": 0.5 + 2 / 64}
@@ -229,7 +229,7 @@ def test_gathered_integers_generate_as_one_process() -> None:
         assert torch.equal(theirs, tokens)
         assert torch.equal(theirs_logprobs, logprobs)
         assert "which is split over ranks. Quantize it before" in refusals[0]
-        assert "which is split over ranks already" in refusals[1]
+        assert "which is sharded already" in refusals[1]
 
 
 @kinds
