@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import Counter
 from itertools import pairwise
@@ -104,6 +106,18 @@ def test_rows_are_the_same_for_a_seed_and_others_for_another() -> None:
     assert list(rows(200, seed=3)) == list(rows(500, seed=3))[:200]
     assert list(rows(200, seed=3)) != list(rows(200, seed=4))
     assert next(rows(1, seed=3)).keys() == {"prompt", "chosen", "rejected"}
+
+
+@pytest.mark.parametrize(
+    ("num", "seed", "digest"),
+    [
+        (24_000, 0, "db8bc7a569d8e5a086945709cb3b572eb0972bc5667afe883afd644f257368d0"),
+        (3000, 7, "afc18fbc13b66457629043ba3abfb90a126bfce662ba07410083329ace4d510e"),
+    ],
+)
+def test_rows_are_byte_identical_to_the_published_ones(num: int, seed: int, digest: str) -> None:
+    lines = (json.dumps(row) + "\n" for row in rows(num, seed))
+    assert hashlib.sha256("".join(lines).encode()).hexdigest() == digest
 
 
 def test_every_chosen_answer_beats_its_rejected_one(some_rows: list[dict[str, str]]) -> None:
