@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tandem.checkpoint.folder import write_folder
-from tandem.config.nearest import listed
 from tandem.config.schema import SamplingConfig
+from tandem.config.spellings import listed
 from tandem.config.stages import policy_stages
 from tandem.errors import CheckpointError, ModelError
 from tandem.serve.chat import Conversation, chat, find_model
