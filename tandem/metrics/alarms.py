@@ -1,9 +1,9 @@
 """Published thresholds: when a run is going wrong, and what to change.
 
-A rule measures one quantity after a record that carries its metric and compares it with its
-threshold. It raises an alarm when the comparison holds for `in_a_row` such records and did not
-before the last one: once, until it recovers. The state is the history itself, so a continued run
-neither repeats nor forgets an alarm.
+A rule measures one quantity after each record that has its metric and compares it with its
+threshold. It raises an alarm when the condition starts to hold for `in_a_row` such records, and
+again only after it has recovered. The state is the history itself, so a resumed run neither
+repeats nor forgets an alarm.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tandem.metrics.records import Record
 class Rule:
     """One published alarm.
 
-    metric: checked after records that carry it (`*`: all), in the stages whose family logs it.
-    condition: whether the quantity must be above or below the threshold. meaning, advice: what
-    that says and what to change. measure: the quantity; the metric's newest value by default.
-    quantity: the same in words, where it is not just the metric. source: whose threshold it is.
-    in_a_row: for how many records that carry the metric. after_step: never at or before this step
-    (-1: also on what is measured before the first update).
+    metric: checked after records that have it (`*`: all), in the stages whose family logs it.
+    condition: whether the alarm is raised above or below the threshold. meaning, advice: what it
+    means and what to change. measure: the quantity; by default the metric's newest value.
+    quantity: the same in words, if it is not just the metric. source: whose threshold it is.
+    in_a_row: for how many records that have the metric. after_step: never at or before this step
+    (-1: also before the first update).
     """
 
     name: str
@@ -48,11 +48,11 @@ class Rule:
 
     @property
     def families(self) -> tuple[Family, ...]:
-        """The families of stages that it watches."""
+        """The families of stages that it applies to."""
         return FAMILIES if self.metric == "*" else find_metric(self.metric).families
 
     def is_about(self, record: Record) -> bool:
-        """Whether the record carries the metric."""
+        """Whether the record has the metric."""
         return self.metric == "*" or self.metric in record.values
 
     def holds(self, history: History, threshold: float) -> bool:
@@ -145,7 +145,7 @@ ALARMS: tuple[Rule, ...] = (
         "Raise sampling.max_new_tokens or ppo.missing_eos_penalty.",
         measures.over_longest, "response_tokens / response_tokens_max", in_a_row=3),
     Rule("reward-flat", "reward_std", "below", 1e-2,
-        "All answers get the same score, so there is nothing to learn from.",
+        "All answers get the same score, so there is nothing to learn.",
         "Check the reward on these samples; raise the temperature or use harder prompts.",
         source="Tandem's own; axolotl: share of groups with equal rewards below 0.8", in_a_row=3),
     Rule("reward-clipped", "reward_clipped", "above", 0.2,
@@ -193,7 +193,7 @@ def check_alarms(
     Args:
         stage: the stage whose rules apply.
         history: the stage's records, oldest first; records of other stages are ignored.
-        thresholds: in place of published ones, by alarm name.
+        thresholds: instead of the published ones, by alarm name.
     Raises:
         ConfigError: unknown stage, or a threshold for an unknown alarm.
     """
@@ -221,7 +221,7 @@ def check_alarms(
 
 
 def _is_raised(rule: Rule, last: History, threshold: float) -> bool:
-    """Whether the condition holds for `in_a_row` records now, and did not one record before."""
+    """Whether the condition holds for `in_a_row` records now, and did not one record earlier."""
     if not rule.is_about(last.record) or not rule.holds(last, threshold):
         return False
     ends = (end for end in range(last.end, 0, -1) if rule.is_about(last.records[end - 1]))
