@@ -155,7 +155,7 @@ METRICS: tuple[Metric, ...] = (
             "below 5e-3", source="verl rollout_probs_diff", chart="Log-prob gap before the update",
             line="generator and training"),
         Metric("old_logprobs_sampled", "share", _RL, "",
-            "1 if the sampler's log-probs were used as old_logprobs, 0 if recomputed by a forward."),
+            "1 if the sampler's log-probs were used as old_logprobs, 0 if they were recomputed."),
     ),
     *_group("answers",
         Metric("rank_wait", "share", _RL, "lower",
