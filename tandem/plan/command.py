@@ -10,7 +10,7 @@ from typing import Any
 from tandem.config.flags import parse_run_flags
 from tandem.config.pages import Parser
 from tandem.errors import ConfigError
-from tandem.plan.cases import Axes, why_left_out
+from tandem.plan.cases import Axes, skip_reasons
 from tandem.plan.sweep import Sweep, planned, run_sweep
 
 
@@ -22,12 +22,12 @@ def sweep_command(args: Sequence[str]) -> int:
     """
     sweep, dry = parse_sweep(args)
     if dry:
-        cases, left_out = planned(sweep)
+        cases, skipped = planned(sweep)
         for case in cases:
             knobs = " ".join(f"{name}={_shown(value)}" for name, value in case.knobs.items())
             ranks = "1 rank" if case.ranks == 1 else f"{case.ranks} ranks"
             print(f"{case.step}/{case.name}: {knobs}, {ranks}")
-        for line in why_left_out(left_out):
+        for line in skip_reasons(skipped):
             print(line)
         return 0
     results = run_sweep(sweep)
