@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import typing
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Literal
 
@@ -72,7 +73,7 @@ def _other_names() -> list[str]:
     ]
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 

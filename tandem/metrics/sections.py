@@ -121,7 +121,7 @@ def alarm_rows(folder: RunFolder) -> list[Row]:
 
 def stage_curves(folder: RunFolder) -> list[Row]:
     """Every stage's charts and the table of all its metrics."""
-    curves = []
+    curves: list[Row] = []
     for stage in folder.stages():
         charts: dict[str, list[Metric]] = {}  # by title, in the order of METRICS
         for metric in METRICS:
@@ -226,7 +226,7 @@ def dataset_rows(folder: RunFolder) -> list[Row]:
     used: (count, stage). left: (count, reason, places) of rows that no stage uses. notes: (count,
     what) about rows already in those counts, or about lines that are not rows (blank ones).
     """
-    rows = []
+    rows: list[Row] = []
     for entry in filter(None, map(mapping_or_empty, list_or_empty(folder.data.get("datasets")))):
         left = []
         for reason, dropped in mapping_or_empty(entry.get("dropped")).items():
@@ -263,7 +263,7 @@ def _counts(counts: Any) -> list[tuple[str, str]]:
 
 def time_per_phase(folder: RunFolder) -> list[Row]:
     """Time, throughput and memory per phase, of the stages that were timed."""
-    times = []
+    times: list[Row] = []
     for stage in folder.stages():
         seconds, total = _phase_seconds(folder, stage), total_seconds(folder, stage)
         other = total - sum(seconds.values())
