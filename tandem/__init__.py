@@ -1,8 +1,8 @@
 """Tandem: from a pretrained language model to an assistant with human feedback.
 
-The names below are the library's surface; each is imported when first used, so that `import
-tandem` and the command's help do not wait for torch. None may be the name of a package or module
-below: Python would put that in its place as soon as it is imported.
+The names below are the public API; each is imported on first use, so that `import tandem` and help
+pages do not wait for torch. None may be the name of a package or module below: Python would replace
+it as soon as that is imported.
 """
 
 from __future__ import annotations

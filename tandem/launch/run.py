@@ -140,7 +140,7 @@ def _run(agent: Agent, meeting: Meeting, options: LaunchOptions, say: Callable[[
         say(
             agent.last_words
             or f"stopped by {stopped.sigval.name}. The same command continues from the last "
-            "checkpoint (--save-every); finished steps are kept."
+            "checkpoint (--save-every); finished stages are kept."
         )
         return 128 + stopped.sigval
     except RendezvousTimeoutError:

@@ -1,7 +1,7 @@
-"""The cases of a sweep: which knobs each sets, and which are left out and why.
+"""The cases of a sweep: the knobs that each sets, and which are skipped and why.
 
-DeepSpeed-Chat's characterization sweep crosses ZeRO stage, hybrid engine, offload and LoRA in each
-step; here stages 0 and 1 and the variants of ZeRO++ (arXiv:2306.10209) and MixZ++ join it.
+Like DeepSpeed-Chat's characterization sweep (ZeRO stage x hybrid engine x offload x LoRA, for each
+stage of training), plus ZeRO stages 0 and 1 and variants of ZeRO++ (arXiv:2306.10209) and MixZ++.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tandem.plan.knobs import Knobs, with_knobs
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run of one step. name: its folder under the step's. knobs: what it sets."""
+    """One run of one stage. name: its folder below the stage's. knobs: what it sets."""
 
     step: str
     name: str
@@ -29,28 +29,28 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A case that is not run."""
+class Skipped:
+    """A case that is not run, and why."""
 
     step: str
     name: str
     reason: str
 
 
-def why_left_out(left_out: Sequence[LeftOut]) -> list[str]:
-    """One line per reason, with the cases that it concerns."""
+def skip_reasons(skipped: Sequence[Skipped]) -> list[str]:
+    """One line per reason, with its cases."""
     by_reason: dict[str, list[str]] = {}
-    for case in left_out:
+    for case in skipped:
         by_reason.setdefault(case.reason, []).append(f"{case.step}/{case.name}")
     return [
-        f"left out ({len(names)}): {' '.join(names)}: {reason}"
+        f"skipped ({len(names)}): {' '.join(names)}: {reason}"
         for reason, names in by_reason.items()
     ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """What is crossed. stages: ZeRO's, of actor and critic alike. lora: ranks of adapters."""
+    """The values to combine. stages: ZeRO stages of actor and critic. lora: ranks of adapters."""
 
     stages: tuple[int, ...] = (0, 1, 2, 3)
     lora: tuple[int, ...] = (0, 128)
@@ -66,7 +66,7 @@ def _stage(stage: int) -> dict[str, Any]:
 _QUANTIZED_WEIGHTS = {"parallel.zero_quantized_weights": True}
 _QUANTIZED_GRADIENTS = {"parallel.zero_quantized_gradients": True}
 _HPZ = {"parallel.zero_hpz": True}
-# Beside the crossed ones: name -> (knobs, whether it needs LoRA). All at stage 3.
+# Cases besides the combinations: name -> (knobs, whether it needs LoRA). All at ZeRO stage 3.
 _VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "qwz": (_QUANTIZED_WEIGHTS, False),
     "hpz": (_HPZ, False),
@@ -77,27 +77,23 @@ _VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "tp2": ({"parallel.inference_tp_size": 2}, False),
 }
 _GENERATING = ("tp2",)
-"""What is about generation alone."""
+"""Variants that only change generation."""
 
 
 def sweep_cases(
     config: RunConfig, steps: Sequence[str], ranks: int, axes: Axes
-) -> tuple[list[Case], list[LeftOut]]:
-    """All cases of some steps that this configuration can run, in order, and the others.
-
-    Args:
-        config: what the cases have in common.
-    """
+) -> tuple[list[Case], list[Skipped]]:
+    """All cases of some stages that this configuration can run, in order, and the skipped ones."""
     cases: list[Case] = []
-    left_out: list[LeftOut] = []
+    skipped: list[Skipped] = []
     for step in steps:
         for name, knobs in _combinations(step, axes):
             reason = _why_not(config, step, knobs, ranks)
             if reason:
-                left_out.append(LeftOut(step, name, reason))
+                skipped.append(Skipped(step, name, reason))
             else:
                 cases.append(Case(step, name, knobs, ranks))
-    return cases, left_out
+    return cases, skipped
 
 
 def _combinations(step: str, axes: Axes) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -125,8 +121,8 @@ def _combinations(step: str, axes: Axes) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def _why_not(config: RunConfig, step: str, knobs: Knobs, ranks: int) -> str:
-    """Why a case cannot be run, or would be another case over again; empty if it is one."""
-    # torch comes with these, and the help must not wait for it.
+    """Why a case cannot run, or would repeat another one; empty if it can."""
+    # These import torch, which help must not wait for.
     from tandem.engine.shard_plan import check_layout, zero_plus_plus
     from tandem.parallel.world import World
 

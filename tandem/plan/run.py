@@ -1,4 +1,4 @@
-"""The memory of a run's step, read off its configuration."""
+"""The memory of a stage, from its run's configuration."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def plan_memory(
     critic: PreTrainedConfig | None = None,
     prompt_tokens: int | None = None,
 ) -> MemoryPlan:
-    """What a step of a run needs per rank.
+    """What a stage of a run needs per rank.
 
     Args:
-        model: the policy's config; where the step trains a reward model, that one's.
-        critic: config of critic and reward model in step 3; None takes the policy's.
-        prompt_tokens: of the longest prompt; None takes dataset.max_prompt_tokens.
+        model: the policy's config, or the reward model's in the stage that trains one.
+        critic: config of critic and reward model in PPO; None: as the policy's.
+        prompt_tokens: of the longest prompt; None: dataset.max_prompt_tokens.
     Raises:
-        ConfigError: there is no such step.
+        ConfigError: there is no such stage.
     """
     stage, parallel = stage_of(step), config.parallel
     device = resolve_device(config.device)

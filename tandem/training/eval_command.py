@@ -13,7 +13,9 @@ from rich.text import Text
 
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError
+from tandem.metrics.names import metric_or_unknown, title_of
 from tandem.metrics.report import write_report
+from tandem.metrics.text import with_unit
 from tandem.text import visible, visible_lines
 from tandem.training.compare import compare
 from tandem.training.run_folder import Run
@@ -56,16 +58,17 @@ def show_comparison(evaluation: Mapping[str, Any], console: Console | None = Non
 
 
 def figures_table(models: Mapping[str, Mapping[str, float]]) -> Table:
-    """One row a metric, one column a model."""
+    """One row per metric, one column per model."""
     table = Table(title="On held-out rows", title_justify="left")
-    table.add_column("metric", overflow="fold")  # names of data sets differ at their ends
+    table.add_column("metric", overflow="fold")  # a data set's name is at the end
     for label in models:
         table.add_column(label, justify="right")
     names: Sequence[str] = list(dict.fromkeys(name for m in models.values() for name in m))
     for name in names:
-        values = [model.get(name) for model in models.values()]
-        cells = ["" if value is None else f"{value:.4g}" for value in values]
-        table.add_row(Text(visible(name)), *cells)
+        metric, values = metric_or_unknown(name), [model.get(name) for model in models.values()]
+        cells = ["" if n is None else with_unit(n, metric.unit, digits=4) for n in values]
+        unit = "" if metric.unit in ("", "share", "ratio") else f" ({metric.unit})"
+        table.add_row(Text(visible(title_of(name) + unit)), *cells)
     return table
 
 

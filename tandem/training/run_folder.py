@@ -99,12 +99,21 @@ class Run:
         return Placement(self.settings, self.world)
 
     def require_own_folder(self) -> None:
-        """Refuse a folder with other files, before anything is written there.
+        """Refuse a folder that is not a run's, before anything is written there.
 
         Raises:
-            CheckpointError: it holds other files; the message names one.
+            CheckpointError: it is inside another run's folder, or holds other things; the message
+                names one.
         """
-        if not self.path.is_dir() or (self.path / COMMAND_FILE).exists():
+        if (self.path / COMMAND_FILE).exists():
+            return
+        for outer in self.path.resolve().parents:
+            if (outer / COMMAND_FILE).exists() and (outer / "config.yaml").exists():
+                raise CheckpointError(
+                    f"--output-dir must not be inside another run's folder; got {self.path}, which "
+                    f"is inside {outer}. Give {outer} to continue that run, or another folder."
+                )
+        if not self.path.is_dir():
             return
         # Before the run, the launcher writes the ranks' logs there and the demo its base model.
         # Stages are checked elsewhere.

@@ -113,17 +113,17 @@ def test_the_same_command_goes_on_after_an_interruption(sweep: Sweep, runs: Runs
     stopped: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         run_sweep(sweep, stopped.append)
-    assert stopped[-1] == "sft/zero3 (2 of 2): stopped; the same command starts it again"
+    assert stopped[-1] == "sft/zero3 (2 of 2): stopped; the same command runs it again"
     assert "zero3" not in (sweep.folder / "table.txt").read_text()
     runs.interrupted = ""
     said: list[str] = []
     results = run_sweep(sweep, said.append)
     assert runs.calls == ["sft/zero0", "sft/zero3", "sft/zero3"]
     assert len(results) == 2
-    assert said[0].startswith("sft/zero0 (1 of 2): done before: 1 m 05 s")
+    assert said[0].startswith("sft/zero0 (1 of 2): already done: 1 m 05 s")
 
 
-def test_a_failing_case_shows_its_line_and_the_next_begins(sweep: Sweep, runs: Runs) -> None:
+def test_a_failing_case_shows_its_line_and_the_sweep_continues(sweep: Sweep, runs: Runs) -> None:
     runs.failing = {"sft/zero0"}
     said: list[str] = []
     results = run_sweep(sweep, said.append)
@@ -147,7 +147,7 @@ def test_results_of_other_knobs_are_refused_before_anything_runs(sweep: Sweep, r
     run_sweep(sweep, _silent)
     other = build_config({"data": ["embedded"], "steps": ["sft"], "seed": 7}, where="")
     for changed in (replace(sweep, config=other), replace(sweep, ranks=4)):
-        with pytest.raises(CheckpointError, match="must be of these knobs; got a result of others"):
+        with pytest.raises(CheckpointError, match="have a result of the same knobs; got others"):
             run_sweep(changed, _silent)
     assert len(runs.calls) == 2
     result = sweep.folder / "sft" / "zero0" / "result.json"

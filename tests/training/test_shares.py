@@ -72,8 +72,8 @@ def test_rows_kept_for_a_step_that_does_not_run_are_not_used(
     settled, _ = settle_shares(alone(config, "sft", split=(2, 4, 4)), World())
     (account,) = prepare_rows(settled, tiny_model, tiny_model).ledger.datasets.values()
     assert set(account.unused) == {
-        "kept for step 2 (reward), which does not run",
-        "kept for step 3 (ppo), which does not run",
+        "kept for stage 2 (reward), which does not run",
+        "kept for stage 3 (ppo), which does not run",
     }
     assert account.used["texts"] < ROWS / 2
     assert not account.used["pairs"] + account.used["prompts"]

@@ -235,7 +235,7 @@ def test_the_command_ends_with_the_signals_code_and_one_line(
     assert process.returncode == 128 + signal.SIGTERM
     last = rest.strip().splitlines()[-1]
     assert last.startswith("tandem: stopped by SIGTERM after sft step ")
-    assert last.endswith("which is saved. The same command continues; finished steps are kept.")
+    assert last.endswith("which is saved. The same command continues; finished stages are kept.")
     assert "Traceback" not in rest
 
 
