@@ -181,7 +181,7 @@ def _run_stages(command: str, args: list[str], config: RunConfig) -> int:
     )
     with watching(world.rank, world.size):
         run = train(config, command=shlex.join(["tandem", command, *args]), world=world)
-    run.say(f"chat:   tandem chat {shlex.quote(str(run.path))}")
+    run.print_line(f"chat:   tandem chat {shlex.quote(str(run.path))}")
     leave()
     return 0
 
@@ -293,8 +293,8 @@ def _data(args: list[str]) -> int:
         split=split, heldout=options.heldout, columns=tuple(options.columns), on_bad_row="drop"
     )
     check_ranges(config, "dataset.")
-    if unknown := sorted({*options.steps} - {*stage_names()}):
-        raise ConfigError(f"--steps must be of {', '.join(stage_names())}; got {unknown[0]!r}.")
+    if unknown := sorted({*options.stages} - {*stage_names()}):
+        raise ConfigError(f"--stages must be of {', '.join(stage_names())}; got {unknown[0]!r}.")
     if options.rows < 0 or options.seed < 0:
         raise ConfigError(f"--rows and --seed must be >= 0; got {options.rows}, {options.seed}.")
     return check(
@@ -302,7 +302,7 @@ def _data(args: list[str]) -> int:
         options.data,
         options.sft_data,
         seed=options.seed,
-        steps=options.steps,
+        stages=options.stages,
         tokenizer_path=options.tokenizer,
         rows=options.rows,
     )
@@ -324,7 +324,7 @@ def _data_parser() -> Parser:
     parser.flag("--sft-data DATA ...", "Data sets for SFT only.", [], shown="none")
     parser.flag("--columns A=B ...", columns, [], shown="none")
     parser.section("split")
-    parser.flag("--steps NAME ...", "Stages of the run.", list(DEFAULT))
+    parser.flag("--stages NAME ...", "Stages of the run.", list(DEFAULT))
     parser.flag("--data-split X ...", split, [], shown="2,4,4 among the run's stages")
     parser.flag("--heldout X", "Held-out share of the prompts.", 0.05)
     parser.flag("--seed N", "Seed of the split.", 1234)

@@ -32,7 +32,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str], args: tuple[str, .
         ("chat", ("model:", "sampling:", "--top-p X", "[0.95]")),
         ("eval", ("RUN", "--prompts N", "[the run's ppo.eval_prompts]")),
         ("data", ("usage: tandem data check DATA ...", "--heldout X", "[0.05]")),
-        ("data check", ("--steps NAME ...", "[sft reward ppo]")),
+        ("data check", ("--stages NAME ...", "[sft reward ppo]")),
         ("report", ("usage: tandem report RUN",)),
         ("replay", ("--step N", "[required]", "--rows N", "[3]")),
         ("sweep", ("--sweep-stages N ...", "[0 1 2 3]", "--no-sweep-offload")),

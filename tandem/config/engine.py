@@ -54,7 +54,7 @@ class EngineSettings:
 def engine_settings(config: RunConfig) -> EngineSettings:
     """The settings of a run's engine; optimizers and average are of the run's stage of
     reinforcement learning, or of the first such stage if the run has none."""
-    stage = (of_family(config.steps, "rl") or of_family(stage_names(), "rl"))[0]
+    stage = (of_family(config.stages, "rl") or of_family(stage_names(), "rl"))[0]
     section = getattr(config, stage.section)
     return EngineSettings(
         seed=config.seed,
@@ -71,7 +71,7 @@ def engine_settings(config: RunConfig) -> EngineSettings:
         hybrid_engine=config.hybrid_engine,
         generation_batch_size=config.generation_batch_size,
         spike_sigma=config.guards.spike_sigma,
-        trained_roles=frozenset(role for s in in_order(config.steps) for role in s.trains),
+        trained_roles=frozenset(role for s in in_order(config.stages) for role in s.trains),
         optimizers={role: getattr(section, role) for role in stage.trains},
         ema_decay=section.ema_decay if section.ema else 0.0,
         old_logprobs=section.old_logprobs,

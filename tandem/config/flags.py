@@ -73,11 +73,11 @@ def parse_run_flags(
     for name, value in given.items():
         set_knob(values, name, _read(value, hints[name]))
     if command != "train":
-        if "steps" in given:
+        if "stages" in given:
             problems.append(
-                f"--steps must go with tandem train; tandem {command} runs {command} alone"
+                f"--stages must go with tandem train; tandem {command} runs {command} alone"
             )
-        values["steps"] = [command]
+        values["stages"] = [command]
     config, mistakes = build(values)
     problems += mistakes
     if problems:
@@ -111,7 +111,7 @@ def help_page(command: str, summary: str, *, everything: bool) -> str:
         lines += textwrap.wrap(about, 80)
         lines += [
             "",
-            "Example: tandem train --actor-model MODEL --data prefs.jsonl --steps sft dpo",
+            "Example: tandem train --actor-model MODEL --data prefs.jsonl --stages sft dpo",
         ]
     return "\n".join(lines)
 

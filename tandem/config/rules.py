@@ -14,7 +14,7 @@ from tandem.config.stages import are_apart, in_order, of_family, ways
 
 def rule_problems(config: RunConfig) -> Iterator[str]:
     """Rules between knobs. A knob that would be ignored is an error."""
-    ppo, steps = config.ppo, config.steps
+    ppo, stages = config.ppo, config.stages
     if not _is_path(config.output_dir):
         shown = ascii(config.output_dir[:80])
         yield (
@@ -26,12 +26,12 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
             "output_dir must begin with an existing home folder if it begins with ~; got "
             f"{config.output_dir[:80]!a}. Write the whole path"
         )
-    if not steps:
-        yield "steps must name at least one stage; got none. Use e.g. --steps sft reward ppo"
-    if len(set(steps)) != len(steps):
-        yield f"steps must name each stage once; got {' '.join(steps)}"
-    yield from _order_problems(steps)
-    rl = of_family(steps, "rl")
+    if not stages:
+        yield "stages must name at least one stage; got none. Use e.g. --stages sft reward ppo"
+    if len(set(stages)) != len(stages):
+        yield f"stages must name each stage once; got {' '.join(stages)}"
+    yield from _order_problems(stages)
+    rl = of_family(stages, "rl")
     if rl and (config.dropout > 0 or config.lora.dropout > 0):
         yield (
             f"dropout and lora.dropout must be 0 if {rl[0].name} is among the stages (two "
@@ -73,14 +73,14 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
         yield "ppo.reward_model_weight must be > 0 without a ppo.reward_function; got 0"
 
 
-def _order_problems(steps: Sequence[str]) -> Iterator[str]:
+def _order_problems(names: Sequence[str]) -> Iterator[str]:
     """Stages in the wrong order, or that cannot be in one run."""
-    stages = in_order(steps)
+    stages = in_order(names)
     apart = [(a, b) for a in stages for b in stages if a is not b and are_apart(a, b)]
-    if not apart and list(dict.fromkeys(steps)) == [stage.name for stage in stages]:
+    if not apart and list(dict.fromkeys(names)) == [stage.name for stage in stages]:
         return
     orders = ", or ".join(" ".join(way) for way in sorted(ways(), key=len, reverse=True))
-    problem = f"steps must be in the order {orders}; got {' '.join(steps)}"
+    problem = f"stages must be in the order {orders}; got {' '.join(names)}"
     if apart:
         one, other = apart[0]
         both = " and ".join(name for name in one.after if name in other.after)

@@ -323,7 +323,7 @@ class RunConfig:
     """Data sets for SFT only."""
     output_dir: str = knob("runs/default", common=True, path=True)
     """The run's folder. The same command continues an unfinished run there."""
-    steps: tuple[str, ...] = knob(DEFAULT, common=("train",), choices=stage_names)
+    stages: tuple[str, ...] = knob(DEFAULT, common=("train",), choices=stage_names)
     """Which stages to run, in this order. `sft dpo` needs no reward model."""
     seed: int = knob(1234, ge=0, le=2**53, common=True)
     """Seed of the split, the order of rows, new weights and every sampled token."""

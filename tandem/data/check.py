@@ -35,7 +35,7 @@ def check(
     sft_data: Sequence[str] = (),
     *,
     seed: int,
-    steps: Sequence[str] = DEFAULT,
+    stages: Sequence[str] = DEFAULT,
     tokenizer_path: str = "",
     rows: int = 3,
     console: Console | None = None,
@@ -47,7 +47,7 @@ def check(
     escaped, so nothing in the data acts on the terminal.
 
     Args:
-        steps: the stages of the run.
+        stages: those of the run.
     Returns:
         The exit code: 1 if a row was bad (or cannot be rendered), else 0.
     Raises:
@@ -56,13 +56,13 @@ def check(
     """
     console = console or Console()
     tokenizer = _load_tokenizer(tokenizer_path) if tokenizer_path else None
-    split = Split(config.split or shares_among(steps), config.heldout)
+    split = Split(config.split or shares_among(stages), config.heldout)
     ledger = Ledger()
     read = read_all(replace(config, on_bad_row="drop"), data, sft_data, ledger, seed=seed)
-    assign(read, split, ledger, seed=seed, steps=steps)
+    assign(read, split, ledger, seed=seed, stages=stages)
     console.print(ledger.table())
     console.print(
-        f"used: in a run of {' '.join(steps)} (one stage alone, --steps {steps[0]}, uses all "
+        f"used: in a run of {' '.join(stages)} (one stage alone, --stages {stages[0]}, uses all "
         "but the held-out rows), before the length limits (dataset.max_tokens, max_prompt_tokens)"
     )
     if ledger.num_dropped:

@@ -89,7 +89,7 @@ def load_data(
     sft_data: Sequence[str] = (),
     *,
     seed: int,
-    steps: Sequence[str] = DEFAULT,
+    stages: Sequence[str] = DEFAULT,
 ) -> Dataset:
     """Read all data sets and give each row to the one stage that may train on its prompt.
 
@@ -99,15 +99,15 @@ def load_data(
     Args:
         data, sft_data: data sets as FILE_OR_NAME[:weight][::role=column,...].
         seed: the run's seed; the same seed, the same split.
-        steps: the stages that run. Without configured shares they get all the rows.
+        stages: those that run. Without configured shares they get all the rows.
     Raises:
         ConfigError: a data set's name, a column map or the split is wrong.
         DataError: a file cannot be read, or a row is bad (unless on_bad_row is drop).
     """
-    split = Split(config.split or shares_among(steps), config.heldout)
+    split = Split(config.split or shares_among(stages), config.heldout)
     ledger = Ledger()
     read = read_all(config, data, sft_data, ledger, seed=seed)
-    return assign(read, split, ledger, seed=seed, steps=steps)
+    return assign(read, split, ledger, seed=seed, stages=stages)
 
 
 def load_text(
@@ -181,10 +181,10 @@ def read_all(
 
 
 def assign(
-    rows: Sequence[ReadRow], split: Split, ledger: Ledger, *, seed: int, steps: Sequence[str]
+    rows: Sequence[ReadRow], split: Split, ledger: Ledger, *, seed: int, stages: Sequence[str]
 ) -> Dataset:
-    """Give each row to its stage, or count why it has none. `steps`: the stages that run."""
-    running = set(map(share_of, steps))
+    """Give each row to its stage, or count why it has none. `stages`: those that run."""
+    running = set(map(share_of, stages))
     dataset = Dataset(ledger=ledger)
     shared = {row.key for row in rows if not row.sft_only}
     for row in rows:

@@ -64,9 +64,9 @@ def content_key(sample: Sample) -> bytes:
     return hashlib.sha256(repr(content).encode()).digest()
 
 
-def share_of(step: str) -> Share:
+def share_of(stage: str) -> Share:
     """The share of the rows that a stage trains on."""
-    return stage_of(step).share
+    return stage_of(stage).share
 
 
 def first_of(share: Share) -> str:
@@ -74,12 +74,12 @@ def first_of(share: Share) -> str:
     return next(stage.name for stage in stages.STAGES if stage.share == share)
 
 
-def shares_among(steps: Iterable[str]) -> tuple[float, ...]:
+def shares_among(stages: Iterable[str]) -> tuple[float, ...]:
     """The default shares of the stages that run; 0 for the others.
 
     Example: shares_among(["reward", "ppo"]) is (0, 4, 4).
     """
-    running = {share_of(step) for step in steps}
+    running = {share_of(stage) for stage in stages}
     sizes = zip(SHARES, DEFAULT_SHARES, strict=True)
     return tuple(size if share in running else 0.0 for share, size in sizes)
 

@@ -251,7 +251,7 @@ class RLHFEngine:
             return agrees and self.settings.hybrid_engine
         return chosen == "sampler"
 
-    def says(self) -> str:
+    def describe(self) -> str:
         """One line on how the actor generates, and where PPO's old log-probs come from."""
         source = "the sampler's" if self.trusts_sampler else "a forward's"
         if not self.settings.hybrid_engine or self.agreement is None:

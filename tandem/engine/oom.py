@@ -38,13 +38,13 @@ class MicroBatchBudget:
     """How many tokens go through a model at once, and what happens when that is too many."""
 
     def __init__(
-        self, settings: EngineSettings, world: World, say: Callable[[str], None] | None
+        self, settings: EngineSettings, world: World, print_line: Callable[[str], None] | None
     ) -> None:
-        """Starts with `micro_batch_tokens`; `say` shows a line to the user, if any."""
+        """Starts with `micro_batch_tokens`; `print_line` shows a line to the user, if any."""
         self.tokens = settings.micro_batch_tokens
         self._settings = settings
         self._world = world
-        self._say = say
+        self._print_line = print_line
 
     def retry_on_oom(self, learner: Learner, work: Callable[[], Result]) -> Result:
         """What `work` returns; when memory runs out and `halve_micro_batches` is on, `work` is
@@ -75,8 +75,8 @@ class MicroBatchBudget:
                     f"got {said[:160]!r}. {self._advice(learner.model)}"
                 )
             self.tokens //= 2
-            if self._say is not None:
-                self._say(
+            if self._print_line is not None:
+                self._print_line(
                     f"{learner.name}: out of memory: micro-batches of {self.tokens} tokens from "
                     "here on (the gradient is the same)"
                 )

@@ -23,7 +23,7 @@ from tandem.engine.devices import resolve_dtype
 from tandem.engine.shard_plan import check_layout, shard_plan
 from tandem.errors import ModelError
 from tandem.models.blocks import decoder_blocks
-from tandem.models.checkpoint_ref import Start, same_base, start_of
+from tandem.models.checkpoint_ref import CheckpointRef, checkpoint_ref_of, same_base
 from tandem.models.classifiers import take_backbone
 from tandem.models.frozen import freeze_quantized
 from tandem.models.load import load_causal_lm
@@ -120,7 +120,7 @@ class Placement:
         role = self._role(stage, trained, seed, on_host, keeps_start=keeps_start)
         if not isinstance(source, str):
             return self._placed(source, role)
-        start = start_of(source, unmerged=self.settings.carries_adapters)
+        start = checkpoint_ref_of(source, unmerged=self.settings.carries_adapters)
         empty = empty_causal_lm(start.base, **self._options)
         if empty is not None:
             return self._filled(empty, start, role)
@@ -149,7 +149,7 @@ class Placement:
         role = self._role(stage, trained, seed, on_host, base=base)
         if not isinstance(source, str):
             return self._placed(source, role)
-        start = start_of(source, unmerged=self.settings.carries_adapters)
+        start = checkpoint_ref_of(source, unmerged=self.settings.carries_adapters)
         if base is not None and base.source is not None and not same_base(start.base, base.source):
             raise ModelError(
                 "--shared-base must find one model under actor, critic and reward model; got "
@@ -196,7 +196,7 @@ class Placement:
         shard_model(model, role.plan, self.world)
         return self._on_host(model, role)
 
-    def _filled(self, empty: MetaModel, start: Start, role: _Role) -> PreTrainedModel:
+    def _filled(self, empty: MetaModel, start: CheckpointRef, role: _Role) -> PreTrainedModel:
         """Lay out a model without memory; each rank then reads its own rows."""
         model, base = empty.model, role.base
         if start.adapter is not None:
@@ -295,7 +295,7 @@ def shard_model(model: PreTrainedModel, plan: ShardPlan, world: World) -> Shards
 
 
 @contextmanager
-def visiting(model: PreTrainedModel) -> Iterator[None]:
+def onload(model: PreTrainedModel) -> Iterator[None]:
     """Within: weights that are kept in host memory come to the device as forwards need them."""
     host = model.__dict__.get(_HOST_WEIGHTS)
     if host is None:
@@ -304,7 +304,7 @@ def visiting(model: PreTrainedModel) -> Iterator[None]:
     runs = [decoder_blocks(model)]
     if supports_packing(model):
         runs.append(decoder_blocks(twin_of(model)))
-    with host.visiting(*runs):
+    with host.onload(*runs):
         yield
 
 

@@ -32,7 +32,7 @@ def launch(
     device: str = "auto",
     patience_seconds: float = 1800.0,
     join_seconds: float = _JOIN_SECONDS,
-    say: Callable[[str], None] | None = None,
+    print_line: Callable[[str], None] | None = None,
 ) -> int:
     """Run a program on all ranks; called on the main thread, once on every node.
 
@@ -43,7 +43,7 @@ def launch(
         device: auto, cpu or cuda; one rank per GPU if there are GPUs.
         patience_seconds: how long ranks may take to stop after Ctrl-C or SIGTERM.
         join_seconds: how long to wait for the other nodes.
-        say: shows a line to the user; stderr if None.
+        print_line: shows a line to the user; stderr if None.
     Returns:
         0, the exit code of the first rank that failed, or 128 + the signal that stopped all.
     Raises:
@@ -54,7 +54,7 @@ def launch(
             "--num-gpus must not be given under torchrun, which starts the ranks itself; got "
             f"{options.num_gpus}. Remove it, or start tandem without torchrun."
         )
-    say = say or _say
+    print_line = print_line or _print_line
     # Before torch is imported: its C++ logs every broken connection, and we report them in a line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Restarted ranks must not read the last attempt's addresses.
@@ -63,14 +63,16 @@ def launch(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (cores or 1) // num_ranks)))
     what = "one per GPU" if on_gpus else "on the CPU with gloo"
-    say(
+    print_line(
         f"{num_ranks} rank{'s' if num_ranks > 1 else ''} here, {what}, OMP_NUM_THREADS {threads}; "
         f"rank 0 prints{'' if options.num_nodes == 1 else ' on its node'}, the others in "
         f"{log_folder}/rank-N.log"
     )
     if options.rdzv is not None:
         where = ":".join(map(str, options.rdzv))
-        say(f"{options.num_nodes} nodes meet at {where}; waits {join_seconds:.0f} s for them")
+        print_line(
+            f"{options.num_nodes} nodes meet at {where}; waits {join_seconds:.0f} s for them"
+        )
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from tandem.launch.agent import Agent
@@ -92,12 +94,12 @@ def launch(
             command,
             log_folder=Path(log_folder),
             scratch=Path(scratch),
-            say=say,
+            print_line=print_line,
             patience_seconds=patience_seconds,
             environment={"OMP_NUM_THREADS": threads, **_interfaces(local_addr)},
         )
         with handling(agent.stop):
-            return _run(agent, meeting, options, say)
+            return _run(agent, meeting, options, print_line)
 
 
 def _meeting(options: LaunchOptions, join_seconds: float) -> tuple[Meeting, str]:
@@ -125,7 +127,9 @@ def _interfaces(local_addr: str) -> dict[str, str]:
     return {v: name for v in variables if name and v not in os.environ}
 
 
-def _run(agent: Agent, meeting: Meeting, options: LaunchOptions, say: Callable[[str], None]) -> int:
+def _run(
+    agent: Agent, meeting: Meeting, options: LaunchOptions, print_line: Callable[[str], None]
+) -> int:
     """Run all ranks until they end; the exit code."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -137,20 +141,20 @@ def _run(agent: Agent, meeting: Meeting, options: LaunchOptions, say: Callable[[
     except SignalException as stopped:
         if agent.all_finished:  # before the signal
             return 0
-        say(
+        print_line(
             agent.last_words
             or f"stopped by {stopped.sigval.name}. The same command continues from the last "
             "checkpoint (--save-every); finished stages are kept."
         )
         return 128 + stopped.sigval
     except RendezvousTimeoutError:
-        say(
+        print_line(
             f"--num-nodes {options.num_nodes} must all come to the meeting at {where}; some did "
             "not in time. Start the same command on every node."
         )
         return 1
     except (RendezvousError, DistError) as error:
-        say(
+        print_line(
             f"the launcher that keeps the meeting at {where} is gone ({_innermost(error)}). Start "
             "the same command on every node again: it continues from the last checkpoint."
         )
@@ -161,7 +165,7 @@ def _run(agent: Agent, meeting: Meeting, options: LaunchOptions, say: Callable[[
         return 0
     verdict = agent.verdict
     assert verdict is not None, "ranks that failed were judged"
-    say(verdict.line)
+    print_line(verdict.line)
     return verdict.code
 
 
@@ -188,5 +192,5 @@ def _ranks_here(options: LaunchOptions, device: str) -> tuple[int, bool]:
     return num_ranks, gpus > 0
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(f"tandem: {line}", file=sys.stderr, flush=True)

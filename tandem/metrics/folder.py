@@ -102,7 +102,7 @@ def finished_stages(run_dir: Path) -> dict[str, str]:
 def _evaluation(path: Path, notices: list[str]) -> Mapping[str, Any]:
     """The final comparison, if it is of the models now in the folder."""
     evaluation = _json(path / EVALUATION_FILE, notices)
-    compared = mapping_or_empty(mapping_or_empty(evaluation.get("made_from")).get("steps"))
+    compared = mapping_or_empty(mapping_or_empty(evaluation.get("made_from")).get("stages"))
     if evaluation and dict(compared) != finished_stages(path):
         notices.append(
             f"{EVALUATION_FILE} compares models other than those now in this folder and is not "

@@ -43,7 +43,10 @@ def when(folder: RunFolder) -> str:
 def stages_of_run(folder: RunFolder) -> list[tuple[str, str]]:
     """(name, state) of the stages in the config and of those with records; the state is empty for
     a stage that has not run."""
-    states = {str(stage): "" for stage in list_or_empty(folder.config.get("steps"))}
+    states = {
+        str(stage): ""
+        for stage in list_or_empty(folder.config.get("stages", folder.config.get("steps")))
+    }
     for stage in folder.stages():
         seconds = total_seconds(folder, stage)
         states[stage.name] = _steps(folder, stage) + (f" · {duration(seconds)}" if seconds else "")

@@ -18,7 +18,7 @@ from tandem.models.frozen import FrozenConv1D, FrozenLinear
 from tandem.models.rope import packed_rope
 from tandem.ops import dense
 from tandem.ops.attention import attend
-from tandem.ops.attention_context import Kind
+from tandem.ops.attention_context import AttentionSpec
 
 Fused = tuple[type[nn.Module], dict[str, Any]]
 """A class, and attributes that its forward needs beside those of the layer that it replaces."""
@@ -105,7 +105,7 @@ class TwinRotaryAttention(nn.Module):
             q, k = module.q_norm(q), module.k_norm(k)
         cos, sin = position_embeddings
         q, k = dense.rotary(q, k, cos[0], sin[0])
-        kind = Kind(
+        kind = AttentionSpec(
             scale=module.scaling,
             window=self._window,  # type: ignore[arg-type]
             softcap=self._softcap,  # type: ignore[arg-type]

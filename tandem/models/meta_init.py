@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from tandem.models.adapter import load_adapter
 from tandem.models.build import build_model
-from tandem.models.checkpoint_ref import Start
+from tandem.models.checkpoint_ref import CheckpointRef
 from tandem.models.classifiers import one_output, take_backbone
 from tandem.models.folder import incomplete, read_headers, read_index
 from tandem.models.hf_logging import quiet
@@ -107,7 +107,7 @@ class MetaModel:
         if left:
             raise KeyError(left[0])
 
-    def adapt(self, start: Start) -> None:
+    def adapt(self, start: CheckpointRef) -> None:
         """Put the adapter that the model starts from on it, live, with memory of its own.
 
         A scalar model's adapter brings its head; a language model's adapter does not.

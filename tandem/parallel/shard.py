@@ -119,7 +119,7 @@ class Shards:
         if not self.units:
             yield
             return
-        self.rest()
+        self.reshard()
         with torch.no_grad():
             self.forward(lambda: None)  # the first call sets up the streams
         handles = [unit.unshard(async_op=True) for unit in self.units]
@@ -129,9 +129,9 @@ class Shards:
         try:
             yield
         finally:
-            self.rest()
+            self.reshard()
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """Free gathered weights: the model's parameters are pieces again."""
         for unit in self.units:
             unit.reshard()
@@ -151,7 +151,7 @@ class Shards:
 
     def finish_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """After the last backward: free gathered weights; sum gradients at stage 0."""
-        self.rest()
+        self.reshard()
         if self.sums_gradients:
             for parameter in parameters:
                 if parameter.grad is None:  # another rank may have one

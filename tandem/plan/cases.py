@@ -22,7 +22,7 @@ from tandem.plan.knobs import Knobs, with_knobs
 class Case:
     """One run of one stage. name: its folder below the stage's. knobs: what it sets."""
 
-    step: str
+    stage: str
     name: str
     knobs: Knobs
     ranks: int
@@ -32,7 +32,7 @@ class Case:
 class Skipped:
     """A case that is not run, and why."""
 
-    step: str
+    stage: str
     name: str
     reason: str
 
@@ -41,7 +41,7 @@ def skip_reasons(skipped: Sequence[Skipped]) -> list[str]:
     """One line per reason, with its cases."""
     by_reason: dict[str, list[str]] = {}
     for case in skipped:
-        by_reason.setdefault(case.reason, []).append(f"{case.step}/{case.name}")
+        by_reason.setdefault(case.reason, []).append(f"{case.stage}/{case.name}")
     return [
         f"skipped ({len(names)}): {' '.join(names)}: {reason}"
         for reason, names in by_reason.items()
@@ -59,7 +59,7 @@ class Axes:
     variants: bool = True
 
 
-def _stage(stage: int) -> dict[str, Any]:
+def _zero_stage(stage: int) -> dict[str, Any]:
     return {"parallel.actor_zero_stage": stage, "parallel.critic_zero_stage": stage}
 
 
@@ -81,26 +81,26 @@ _GENERATING = ("tp2",)
 
 
 def sweep_cases(
-    config: RunConfig, steps: Sequence[str], ranks: int, axes: Axes
+    config: RunConfig, stages: Sequence[str], ranks: int, axes: Axes
 ) -> tuple[list[Case], list[Skipped]]:
     """All cases of some stages that this configuration can run, in order, and the skipped ones."""
     cases: list[Case] = []
     skipped: list[Skipped] = []
-    for step in steps:
-        for name, knobs in _combinations(step, axes):
-            reason = _why_not(config, step, knobs, ranks)
+    for stage in stages:
+        for name, knobs in _combinations(stage, axes):
+            reason = _why_not(config, stage, knobs, ranks)
             if reason:
-                skipped.append(Skipped(step, name, reason))
+                skipped.append(Skipped(stage, name, reason))
             else:
-                cases.append(Case(step, name, knobs, ranks))
+                cases.append(Case(stage, name, knobs, ranks))
     return cases, skipped
 
 
-def _combinations(step: str, axes: Axes) -> Iterator[tuple[str, dict[str, Any]]]:
-    generates = stage_of(step).family == "rl"
+def _combinations(stage: str, axes: Axes) -> Iterator[tuple[str, dict[str, Any]]]:
+    generates = stage_of(stage).family == "rl"
     hybrid = axes.hybrid if generates else (True,)
-    for stage, lora, offload, is_hybrid in product(axes.stages, axes.lora, axes.offload, hybrid):
-        name, knobs = f"zero{stage}", _stage(stage)
+    for zero, lora, offload, is_hybrid in product(axes.stages, axes.lora, axes.offload, hybrid):
+        name, knobs = f"zero{zero}", _zero_stage(zero)
         knobs["lora.rank"] = lora
         if lora:
             name += f"-lora{lora}"
@@ -117,10 +117,10 @@ def _combinations(step: str, axes: Axes) -> Iterator[tuple[str, dict[str, Any]]]
             continue
         adapters = {"lora.rank": rank if needs_lora else 0}
         ending = f"-lora{rank}" if needs_lora else ""
-        yield f"zero3-{name}{ending}", _stage(3) | adapters | variant
+        yield f"zero3-{name}{ending}", _zero_stage(3) | adapters | variant
 
 
-def _why_not(config: RunConfig, step: str, knobs: Knobs, ranks: int) -> str:
+def _why_not(config: RunConfig, stage: str, knobs: Knobs, ranks: int) -> str:
     """Why a case cannot run, or would repeat another one; empty if it can."""
     # These import torch, which help must not wait for.
     from tandem.engine.shard_plan import check_layout, zero_plus_plus
@@ -131,7 +131,7 @@ def _why_not(config: RunConfig, step: str, knobs: Knobs, ranks: int) -> str:
         return f"parallel.inference_tp_size {tp} must divide the ranks; got {ranks}"
     world = World(size=ranks, ranks_per_node=config.parallel.ranks_per_node or ranks)
     try:
-        settings = engine_settings(with_knobs(config, {**knobs, "steps": [step]}))
+        settings = engine_settings(with_knobs(config, {**knobs, "stages": [stage]}))
         check_layout(settings, world)
         switched_off = zero_plus_plus(settings, world)[1]
     except ConfigError as error:

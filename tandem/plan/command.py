@@ -26,7 +26,7 @@ def sweep_command(args: Sequence[str]) -> int:
         for case in cases:
             knobs = " ".join(f"{name}={_shown(value)}" for name, value in case.knobs.items())
             ranks = "1 rank" if case.ranks == 1 else f"{case.ranks} ranks"
-            print(f"{case.step}/{case.name}: {knobs}, {ranks}")
+            print(f"{case.stage}/{case.name}: {knobs}, {ranks}")
         for line in skip_reasons(skipped):
             print(line)
         return 0

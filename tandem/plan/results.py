@@ -30,7 +30,7 @@ class Result:
     reward. digest: of the case's configuration.
     """
 
-    step: str
+    stage: str
     name: str
     ranks: int
     knobs: dict[str, Any]
@@ -64,12 +64,12 @@ class Result:
 
 def result_of(case: Case, digest: str, ended: Ended, run_folder: Path, device: str) -> Result:
     """Combine how the processes ended with what the run logged; `device` is cpu or cuda."""
-    figures = _figures(case.step, run_folder) if run_folder.is_dir() else {}
+    figures = _figures(case.stage, run_folder) if run_folder.is_dir() else {}
     peaks = dict(ended.peak_bytes)
     if device == "cpu" and peaks:  # a short peak may fall between two polls
         peaks[0] = max([peaks.get(0, 0), *figures.get("device_bytes", {}).values()])
     return Result(
-        step=case.step,
+        stage=case.stage,
         name=case.name,
         ranks=case.ranks,
         knobs=dict(case.knobs),
@@ -83,31 +83,33 @@ def result_of(case: Case, digest: str, ended: Ended, run_folder: Path, device: s
     )
 
 
-def _figures(step: str, run_folder: Path) -> dict[str, Any]:
+def _figures(stage: str, run_folder: Path) -> dict[str, Any]:
     run = read_folder(run_folder)
     seconds: dict[str, float] = {}
     rates: dict[str, float] = {}
     device: dict[str, int] = {}
     for phase in PHASES:
         # Step 0 is an evaluation.
-        timed = {at: s for at, s in finite(run.series(step, f"seconds/{phase}")) if at > 0}
+        timed = {at: s for at, s in finite(run.series(stage, f"seconds/{phase}")) if at > 0}
         if timed:
             seconds[phase] = sum(timed.values())
         tokens: defaultdict[str, float] = defaultdict(float)
-        for at, rate in finite(run.series(step, f"tokens_per_second/{phase}")):
+        for at, rate in finite(run.series(stage, f"tokens_per_second/{phase}")):
             if at in timed:
                 tokens["count"] += rate * timed[at]
                 tokens["seconds"] += timed[at]
         if tokens["seconds"] > 0:
             rates[phase] = tokens["count"] / tokens["seconds"]
-        peaks = finite(run.series(step, f"peak_memory_bytes/{phase}"))
+        peaks = finite(run.series(stage, f"peak_memory_bytes/{phase}"))
         if peaks:
             device[phase] = int(max(value for _, value in peaks))
     # The case that the others start from has several stages, and no result.
-    outcome = [point for stage in in_order([step]) for point in run.series(step, stage.headline)]
+    outcome = [
+        point for record in in_order([stage]) for point in run.series(stage, record.headline)
+    ]
     last = outcome[-1][1] if outcome else math.nan
     return {
-        "steps": len([at for at, _ in run.series(step, "seconds/step") if at > 0]),
+        "steps": len([at for at, _ in run.series(stage, "seconds/step") if at > 0]),
         "seconds": seconds,
         "tokens_per_second": rates,
         "device_bytes": device,

@@ -19,7 +19,7 @@ from tandem.ops import native
 
 def plan_memory(
     config: RunConfig,
-    step: str,
+    name: str,
     model: PreTrainedConfig,
     *,
     ranks: int = 1,
@@ -35,7 +35,7 @@ def plan_memory(
     Raises:
         ConfigError: there is no such stage.
     """
-    stage, parallel = stage_of(step), config.parallel
+    stage, parallel = stage_of(name), config.parallel
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     layout = partial(layout_of, engine_settings(config), ranks, device=device, dtype=dtype)

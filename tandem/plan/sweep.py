@@ -49,16 +49,16 @@ class Sweep:
 
 def planned(sweep: Sweep) -> tuple[list[Case], list[Skipped]]:
     """The cases to run, in order, and those skipped with their reasons."""
-    cases, skipped = sweep_cases(sweep.config, sweep.config.steps, sweep.ranks, sweep.axes)
+    cases, skipped = sweep_cases(sweep.config, sweep.config.stages, sweep.ranks, sweep.axes)
 
     def wanted(case: Case | Skipped) -> bool:
-        where = f"{case.step}/{case.name}"
+        where = f"{case.stage}/{case.name}"
         return not sweep.only or any(text in where for text in sweep.only)
 
     return [c for c in cases if wanted(c)], [c for c in skipped if wanted(c)]
 
 
-def run_sweep(sweep: Sweep, say: Callable[[str], None] = print) -> list[Result]:
+def run_sweep(sweep: Sweep, print_line: Callable[[str], None] = print) -> list[Result]:
     """Run every case that has no result yet, and write the tables.
 
     A failed case is recorded with its error, and the sweep continues.
@@ -71,47 +71,47 @@ def run_sweep(sweep: Sweep, say: Callable[[str], None] = print) -> list[Result]:
     """
     cases, skipped = planned(sweep)
     for line in skip_reasons(skipped):
-        say(line)
+        print_line(line)
     if not cases:
         raise ConfigError(
             "a sweep must have at least one case; got none. See the reasons above, --sweep-only "
-            "and --steps."
+            "and --stages."
         )
     sweep.folder.mkdir(parents=True, exist_ok=True)
     for case in cases:  # refuse results of other knobs before anything runs
         _finished(sweep, case)
-    base = _after_start(sweep, cases, say)
+    base = _after_start(sweep, cases, print_line)
     results: list[Result] = []
     for number, case in enumerate(cases, start=1):
-        where = f"{case.step}/{case.name} ({number} of {len(cases)})"
+        where = f"{case.stage}/{case.name} ({number} of {len(cases)})"
         result = _finished(sweep, case)
         if result is not None and not (result.exit_code and sweep.retry_failed):
-            say(f"{where}: already done: {summary_line(result)}")
+            print_line(f"{where}: already done: {summary_line(result)}")
         else:
-            say(f"{where}: running")
+            print_line(f"{where}: running")
             try:
                 result = _run(sweep, case, base)
             except KeyboardInterrupt:
-                say(f"{where}: stopped; the same command runs it again")
+                print_line(f"{where}: stopped; the same command runs it again")
                 raise
-            say(f"{where}: {summary_line(result)}")
+            print_line(f"{where}: {summary_line(result)}")
         results.append(result)
         write_tables(results, skipped, sweep.folder)
-    say(f"table: {sweep.folder / 'table.txt'}   report: {sweep.folder / 'report.html'}")
+    print_line(f"table: {sweep.folder / 'table.txt'}   report: {sweep.folder / 'report.html'}")
     return results
 
 
 def _case_config(sweep: Sweep, case: Case, base: dict[str, str]) -> RunConfig:
     """base: models by the stage that made them; the case uses those that it starts from."""
     common = {
-        "steps": [case.step],
+        "stages": [case.stage],
         "output_dir": str(_folder(sweep, case) / "run"),
         "save_every": 0,
         "log.tensorboard": False,
         "log.wandb": "",
     }
     given: dict[str, object] = {}
-    for name in stage_of(case.step).after:
+    for name in stage_of(case.stage).after:
         if name in base:
             given.setdefault(stage_of(name).given, base[name])
     return with_knobs(sweep.config, {**given, **common, **case.knobs})
@@ -123,10 +123,10 @@ def _run(sweep: Sweep, case: Case, base: dict[str, str]) -> Result:
     folder.mkdir(parents=True)
     config = folder / "config.yaml"
     config.write_text(dump_config(_case_config(sweep, case, base)), encoding="utf-8")
-    ended = run_command(_arguments(case.step, config, case.ranks), folder / "log.txt")
+    ended = run_command(_arguments(case.stage, config, case.ranks), folder / "log.txt")
     result = result_of(case, _digest(sweep, case), ended, folder / "run", _device(sweep))
     if not sweep.keep_models:
-        shutil.rmtree(folder / "run" / case.step, ignore_errors=True)
+        shutil.rmtree(folder / "run" / case.stage, ignore_errors=True)
         shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
     write_result(result, folder)
     return result
@@ -144,10 +144,12 @@ def _finished(sweep: Sweep, case: Case) -> Result | None:
     return result
 
 
-def _after_start(sweep: Sweep, cases: Sequence[Case], say: Callable[[str], None]) -> dict[str, str]:
+def _after_start(
+    sweep: Sweep, cases: Sequence[Case], print_line: Callable[[str], None]
+) -> dict[str, str]:
     """Run once, as configured, the stages that the swept ones start from; returns their models."""
-    taken = {name for case in cases for name in stage_of(case.step).after}
-    stages = in_order(taken & set(sweep.config.steps))
+    taken = {name for case in cases for name in stage_of(case.stage).after}
+    stages = in_order(taken & set(sweep.config.stages))
     needed = [stage.name for stage in stages]
     if not needed:
         return {}
@@ -157,11 +159,11 @@ def _after_start(sweep: Sweep, cases: Sequence[Case], say: Callable[[str], None]
     result = read_result(folder)
     config = with_knobs(
         sweep.config,
-        {"steps": needed, "output_dir": str(made), "log.tensorboard": False, "log.wandb": ""},
+        {"stages": needed, "output_dir": str(made), "log.tensorboard": False, "log.wandb": ""},
     )
     digest = _digest_of(config, sweep.ranks)
     if result is None or result.exit_code or result.digest != digest:
-        say(f"start: {' '.join(needed)}, which the swept stages start from")
+        print_line(f"start: {' '.join(needed)}, which the swept stages start from")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         arguments = _arguments("train", folder / "config.yaml", sweep.ranks)
@@ -181,7 +183,7 @@ def _arguments(command: str, config: Path, ranks: int) -> list[str]:
 
 
 def _folder(sweep: Sweep, case: Case) -> Path:
-    return sweep.folder / case.step / case.name
+    return sweep.folder / case.stage / case.name
 
 
 def _device(sweep: Sweep) -> str:

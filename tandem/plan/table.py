@@ -18,7 +18,7 @@ from tandem.plan.results import Result
 from tandem.text import visible_lines
 
 _COLUMNS: dict[str, Callable[[Result], str]] = {
-    "step": lambda r: r.step,
+    "stage": lambda r: r.stage,
     "case": lambda r: r.name,
     "ranks": lambda r: str(r.ranks),
     "s/step": lambda r: _number(r.seconds_per_step),
@@ -30,7 +30,7 @@ _COLUMNS: dict[str, Callable[[Result], str]] = {
     "wall": lambda r: duration(r.wall_seconds),
     "error": lambda r: visible_lines(r.error),
 }
-_LEFT_ALIGNED = ("step", "case", "error")
+_LEFT_ALIGNED = ("stage", "case", "error")
 
 _BARS: dict[str, tuple[str, Callable[[Result], float | None]]] = {
     "Peak of the first rank's GPU memory": ("bytes", lambda r: float(r.gpu_peak) or None),
@@ -67,7 +67,7 @@ def summary_line(result: Result) -> str:
     if result.peak:
         parts.append(f"peak {with_unit(result.peak, 'bytes')} a rank")
     if result.outcome is not None:
-        parts.append(f"{stage_of(result.step).headline} {_number(result.outcome)}")
+        parts.append(f"{stage_of(result.stage).headline} {_number(result.outcome)}")
     return ", ".join(parts)
 
 
@@ -112,13 +112,13 @@ def csv_table(results: Sequence[Result]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
-        ["step", "case", "ranks", *knobs, "exit_code", "error", "wall_seconds", "steps", "outcome"]
+        ["stage", "case", "ranks", *knobs, "exit_code", "error", "wall_seconds", "steps", "outcome"]
         + [f"{figure}/{p}" for figure in by_phase for p in phases]
         + [f"peak_bytes/rank{rank}" for rank in ranks]
     )
     for r in results:
         writer.writerow(
-            [r.step, r.name, r.ranks]
+            [r.stage, r.name, r.ranks]
             + [_plain(r.knobs.get(name, "")) for name in knobs]
             + [r.exit_code, visible_lines(r.error), r.wall_seconds, r.steps, r.outcome]
             + [getattr(r, figure).get(p) for figure in by_phase for p in phases]
@@ -130,15 +130,15 @@ def csv_table(results: Sequence[Result]) -> str:
 def page(results: Sequence[Result], skipped: Sequence[Skipped], name: str) -> str:
     """One HTML page with bars over all cases of a stage; no script, no network."""
     parts = []
-    for step in dict.fromkeys(r.step for r in results):
-        of_step = [r for r in results if r.step == step]
-        parts.append(Markup("<h2>{}</h2>").format(step))
+    for stage in dict.fromkeys(r.stage for r in results):
+        of_stage = [r for r in results if r.stage == stage]
+        parts.append(Markup("<h2>{}</h2>").format(stage))
         for title, (unit, figure) in _BARS.items():
-            values = [(r.name, figure(r)) for r in of_step]
+            values = [(r.name, figure(r)) for r in of_stage]
             known = [(label, value) for label, value in values if value is not None]
             if known:
                 parts.append(Markup("<h3>{}</h3>{}").format(title, bars(title, unit, known)))
-        parts.append(_html_table(of_step))
+        parts.append(_html_table(of_stage))
     reasons = [line.removeprefix("skipped ") for line in skip_reasons(skipped)]
     items = [Markup("<li>{}</li>").format(visible_lines(line)) for line in reasons]
     if items:

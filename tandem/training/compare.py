@@ -27,7 +27,7 @@ from tandem.types import PromptRow, Rollout
 
 NUM_SHOWN = 8
 _MEASURING = (
-    *("actor_model", "reward_model", "data", "steps", "seed", "dtype", "hybrid_engine"),
+    *("actor_model", "reward_model", "data", "stages", "seed", "dtype", "hybrid_engine"),
     *("sampling.", "sft.loss_on", "ppo.eval_prompts", "ppo.reward_"),
 )
 """Prefixes of the names of the knobs that a comparison depends on."""
@@ -62,7 +62,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
         {"models": {label: {metric: value}}, "answers": [{"prompt", "answers": {label: {"text",
         "score"}}}], "made_from": what the metrics depend on}, as written.
     Raises:
-        CheckpointError: a finished step's folder is damaged.
+        CheckpointError: a finished stage's folder is damaged.
     """
     config = run.config
     made_from = _made_from(run)
@@ -98,12 +98,12 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
 
 def _made_from(run: Run) -> dict[str, Any]:
     """What a comparison depends on: models, knobs and rows, as JSON returns them."""
-    steps = finished_stages(run.path)
-    for step in steps:
-        run.verify(step)
+    finished = finished_stages(run.path)
+    for stage in finished:
+        run.verify(stage)
     identity = run.identity
     made_from: dict[str, Any] = {
-        "steps": steps,
+        "stages": finished,
         "knobs": identity.knobs(name for name, _ in config_knobs() if name.startswith(_MEASURING)),
         "rows": identity.fingerprints,
     }
@@ -122,11 +122,11 @@ def answer(
 
 
 def _uses_function(config: RunConfig) -> bool:
-    return bool(config.ppo.reward_function and of_family(config.steps, "rl"))
+    return bool(config.ppo.reward_function and of_family(config.stages, "rl"))
 
 
 def _scorer(run: Run) -> RewardScorer | None:
-    source, rl = run.reward_source(), of_family(run.config.steps, "rl")
+    source, rl = run.reward_source(), of_family(run.config.stages, "rl")
     if source is None or not (rl or run.trained("reward model")):
         return None
     if rl and run.config.ppo.reward_model_weight == 0:

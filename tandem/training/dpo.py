@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from tandem.config.schema import RunConfig
 from tandem.engine.checks import check_same_start
 from tandem.engine.forward import response_logprobs
-from tandem.engine.placement import visiting
+from tandem.engine.placement import onload
 from tandem.models.lora import adapters_off
 from tandem.objectives.losses import dpo_loss
 from tandem.training.evaluate import row_logprobs
@@ -39,7 +39,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     def reference_of(batch: TokenBatch) -> Tensor:
         with torch.no_grad():
             if frozen is not None:
-                with visiting(frozen):
+                with onload(frozen):
                     return response_logprobs(frozen, batch)[0].sum(dim=1)
             with adapters_off(model):
                 return response_logprobs(model, batch)[0].sum(dim=1)

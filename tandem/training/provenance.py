@@ -56,10 +56,10 @@ class Identity:
         self.fingerprints: dict[str, list[str]] = {}
         self._digests: dict[str, dict[str, str]] = {}
 
-    def made_from(self, step: str) -> dict[str, Any]:
+    def made_from(self, stage_name: str) -> dict[str, Any]:
         """What the stage depends on: knobs by dotted name, and digests of the rows, the models'
         files, the earlier stages and the reward function's code."""
-        stage = stage_of(step)
+        stage = stage_of(stage_name)
         depends_on = {*_SHARED, *stage.knobs, stage.section}
         if stage.after:  # it may train adapters further that share their base
             depends_on.add("parallel.shared_base")
@@ -77,7 +77,7 @@ class Identity:
             manifest = self.path / name / MANIFEST
             if manifest.exists():
                 entries = read_manifest(self.path / name).entries
-                made_from[f"the {name} step"] = {n: entry.sha256 for n, entry in entries.items()}
+                made_from[f"the {name} stage"] = {n: entry.sha256 for n, entry in entries.items()}
             else:
                 given.add(stage_of(name).given)
         for knob in sorted(given):
@@ -131,7 +131,7 @@ class Identity:
             )
         return dict(sorted(by_node[0].items()))
 
-    def require_same(self, step: str, where: Path, before: Mapping[str, Any]) -> None:
+    def require_same(self, stage: str, where: Path, before: Mapping[str, Any]) -> None:
         """Refuse a folder that was made from something else.
 
         Args:
@@ -140,8 +140,8 @@ class Identity:
         Raises:
             CheckpointError: with what has changed.
         """
-        now = self.made_from(step)
-        before = {RENAMED.get(name, name): value for name, value in before.items()}
+        now = self.made_from(stage)
+        before = {_new_name(name): value for name, value in before.items()}
         changed = [
             _changed(name, before.get(name), now.get(name))
             for name in sorted(before.keys() | now.keys())
@@ -149,27 +149,35 @@ class Identity:
             # Rows are compared only after they are read.
             and not (name.startswith("the rows of") and name not in now)
             # This run's split is that of the stages that it runs.
-            and not (name == "dataset.split" and step not in self.config.steps)
+            and not (name == "dataset.split" and stage not in self.config.stages)
         ]
         if changed:
             raise CheckpointError(
                 f"{where} was made with other knobs, rows or models than these; changed: "
-                f"{', '.join(changed)}. To redo this step alone, remove {where}; to keep it, use "
-                f"another --output-dir.{_longer(step, where, changed)}"
+                f"{', '.join(changed)}. To redo this stage alone, remove {where}; to keep it, use "
+                f"another --output-dir.{_longer(stage, where, changed)}"
             )
 
 
-def _longer(step: str, where: Path, changed: list[str]) -> str:
+def _new_name(recorded: str) -> str:
+    """What a fact's name in an earlier version is called now."""
+    if recorded.startswith("the ") and recorded.endswith(" step"):
+        return f"{recorded.removesuffix('step')}stage"
+    return RENAMED.get(recorded, recorded)
+
+
+def _longer(name: str, where: Path, changed: list[str]) -> str:
     """What to do if the user only wanted to train a finished stage for longer."""
-    stage = stage_of(step)
-    lengths = {f"{stage.section}.{name}" for name in ("steps", "max_steps", "epochs")}
+    stage = stage_of(name)
+    lengths = {f"{stage.section}.{knob}" for knob in ("steps", "max_steps", "epochs")}
     if {text.split(" ")[0] for text in changed} - lengths or not (where / MANIFEST).exists():
         return ""
     flag = f"--{stage.given.replace('_', '-')}"
     model = where.parent / stage.model_folder
     note = ", its KL measured from there" if stage.family == "rl" else ""
     return (
-        " A finished step cannot be made longer: its schedule has ended and its optimizer is gone. "
+        " A finished stage cannot be made longer: its schedule has ended and its optimizer is "
+        "gone. "
         f"To train its model on, give {flag} {model} in another --output-dir{note}."
     )
 

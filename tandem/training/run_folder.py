@@ -66,20 +66,20 @@ class Run:
     def __init__(
         self,
         config: RunConfig,
-        say: Callable[[str], None] = print,
+        print_line: Callable[[str], None] = print,
         world: World | None = None,
         *,
         writes: bool = True,
     ) -> None:
-        """`say` shows a line to the user, on the first rank of `world` (None: one process)."""
+        """`print_line` shows the user a line, on the first rank of `world` (None: one process)."""
         self.writes = writes
         self.config = config
         self.world = world or World(device=resolve_device(config.device))
         self.device = self.world.device
-        self.say = say if self.world.is_first else _say_nothing
+        self.print_line = print_line if self.world.is_first else ignore_line
         self.path = Path(config.output_dir)
         self.identity = Identity(config, self.path, self.world)
-        self.stops = StopSignals(self.say)
+        self.stops = StopSignals(self.print_line)
         self._verified: set[str] = set()  # a large model is hashed only once per run
         self._savers: dict[str, Saver] = {}
         self._lock: BinaryIO | None = None
@@ -155,9 +155,9 @@ class Run:
             if self.world.is_first:
                 replace_file(self.path / "config.yaml", dump_config(self.config).encode())
                 self.write_json("environment.json", environment())
-            for step in self.config.steps:  # the run may have been killed before it removed them
-                if (self.folder(step) / MANIFEST).exists():
-                    shutil.rmtree(self._checkpoints(step), ignore_errors=True)
+            for stage in self.config.stages:  # the run may have been killed before it removed them
+                if (self.folder(stage) / MANIFEST).exists():
+                    shutil.rmtree(self._checkpoints(stage), ignore_errors=True)
         except OSError as error:
             raise CheckpointError(
                 f"--output-dir must be a folder that can be written; got {self.path} "
@@ -204,71 +204,71 @@ class Run:
         Raises:
             CheckpointError: nodes have different ones, or a disk fails.
         """
-        for step in stage_names():
-            together(partial(require_own, self.folder(step)), self.path, self.world)
-            if copy_folder(self.folder(step), self.world):
-                self.say(f"{step}: finished before, copied to the nodes that lacked it")
+        for stage in stage_names():
+            together(partial(require_own, self.folder(stage)), self.path, self.world)
+            if copy_folder(self.folder(stage), self.world):
+                self.print_line(f"{stage}: finished before, copied to the nodes that lacked it")
 
-    def folder(self, step: str) -> Path:
+    def folder(self, stage: str) -> Path:
         """The folder of a finished stage."""
-        return self.path / step
+        return self.path / stage
 
-    def is_finished(self, step: str) -> bool:
+    def is_finished(self, stage: str) -> bool:
         """Whether the stage was finished, with the same knobs and inputs as now.
 
         Raises:
             CheckpointError: it was finished with others, or its folder is damaged.
         """
-        require_own(self.folder(step))
-        if not (self.folder(step) / MANIFEST).exists():
+        require_own(self.folder(stage))
+        if not (self.folder(stage) / MANIFEST).exists():
             return False
-        facts = self.verify(step)
-        self.identity.require_same(step, self.folder(step), facts["made_from"])
+        facts = self.verify(stage)
+        self.identity.require_same(stage, self.folder(stage), facts["made_from"])
         return True
 
-    def verify(self, step: str) -> dict[str, Any]:
+    def verify(self, stage: str) -> dict[str, Any]:
         """The facts of a finished stage, whose files are verified once per run.
 
         Raises:
             CheckpointError: its folder is damaged.
         """
-        verify = step not in self._verified
-        facts = read_facts(self.folder(step), verify=verify, world=self.world)
-        self._verified.add(step)
+        verify = stage not in self._verified
+        facts = read_facts(self.folder(stage), verify=verify, world=self.world)
+        self._verified.add(stage)
         return facts
 
-    def require_continuable(self, step: str) -> None:
+    def require_continuable(self, stage: str) -> None:
         """Refuse to continue checkpoints of other knobs or rows, before anything is written.
 
         Raises:
             CheckpointError: the newest was made with others.
         """
-        numbers = newest_numbers(self._checkpoints(step), self.world)
+        numbers = newest_numbers(self._checkpoints(stage), self.world)
         if numbers is not None:
-            self.identity.require_same(step, self._checkpoints(step), numbers["made_from"])
+            self.identity.require_same(stage, self._checkpoints(stage), numbers["made_from"])
 
-    def finish(self, step: str, fill: Callable[[Path], None], facts: Mapping[str, float]) -> None:
+    def finish(self, stage: str, fill: Callable[[Path], None], facts: Mapping[str, float]) -> None:
         """Write the stage's folder atomically, and remove its checkpoints.
 
         Args:
             fill: writes into the folder that it is given; every rank calls it.
         """
-        saver = self._savers.pop(step, None)
+        saver = self._savers.pop(stage, None)
         try:
             if saver is not None:
                 saver.wait()
         except CheckpointError as error:
-            self.say(f"{step}: {error}")  # the stage's own folder is about to be written
+            self.print_line(f"{stage}: {error}")  # the stage's own folder is about to be written
         known = {
             **finite(facts),
             **origin(self.config, self.world),
-            "made_from": self.identity.made_from(step),
+            "made_from": self.identity.made_from(stage),
         }
-        write_folder(self.folder(step), fill, known, world=self.world)
+        write_folder(self.folder(stage), fill, known, world=self.world)
         if self.world.is_keeper:
-            shutil.rmtree(self._checkpoints(step), ignore_errors=True)
+            shutil.rmtree(self._checkpoints(stage), ignore_errors=True)
 
-    def save(self, step: str, state: State) -> None:
+    def save(self, stage: str, state: State) -> None:
         """Save a checkpoint of an unfinished stage, in the background.
 
         Raises:
@@ -277,29 +277,29 @@ class Run:
         """
         if not self.writes:
             return
-        if step not in self._savers:
-            self._savers[step] = Saver(
-                self._checkpoints(step),
+        if stage not in self._savers:
+            self._savers[stage] = Saver(
+                self._checkpoints(stage),
                 keep=self.config.keep_checkpoints,
                 world=self.world,
                 beside=self.config.save_async,
             )
-        numbers = {**state.numbers, "made_from": self.identity.made_from(step)}
+        numbers = {**state.numbers, "made_from": self.identity.made_from(stage)}
         # Lines of steps before the checkpoint are not written again, so they must be on disk.
         logs = [self.path / name for name in (METRICS_FILE, SAMPLES_FILE, ALARMS_FILE)]
         state = State(state.step, state.tensors, numbers)
-        self._savers[step].save(state, origin(self.config, self.world), synced=logs)
+        self._savers[stage].save(state, origin(self.config, self.world), synced=logs)
 
-    def finish_saving(self, step: str) -> None:
+    def finish_saving(self, stage: str) -> None:
         """Wait until a checkpoint that is being written is on disk.
 
         Raises:
             CheckpointError: the disk failed; older checkpoints are intact.
         """
-        if step in self._savers:
-            self._savers[step].wait()
+        if stage in self._savers:
+            self._savers[stage].wait()
 
-    def load(self, step: str, before: int | None = None) -> SavedState | None:
+    def load(self, stage: str, before: int | None = None) -> SavedState | None:
         """The newest complete checkpoint of an unfinished stage.
 
         Args:
@@ -307,22 +307,22 @@ class Run:
         Raises:
             CheckpointError: it was made with other knobs or inputs.
         """
-        folder = self._checkpoints(step)
+        folder = self._checkpoints(stage)
         if before is None:
             state, notes = load_newest_state(folder, self.world)
         else:
             state, notes = load_state_before(folder, before, self.world)
         for note in notes:
-            self.say(note)
+            self.print_line(note)
         if before is not None:
             done = 0 if state is None else state.step
             source = "the beginning" if state is None else f"the checkpoint after {done}"
             again = f", steps {done + 1} to {before - 1} again first" if done + 1 < before else ""
-            self.say(f"{step}: from {source}{again}")
+            self.print_line(f"{stage}: from {source}{again}")
             return state
         if state is not None:
-            self.identity.require_same(step, self._checkpoints(step), state.numbers["made_from"])
-            self.say(f"{step}: continuing after step {state.step} (checkpoint verified)")
+            self.identity.require_same(stage, self._checkpoints(stage), state.numbers["made_from"])
+            self.print_line(f"{stage}: continuing after step {state.step} (checkpoint verified)")
         return state
 
     def stop_if_asked(self, where: str) -> None:
@@ -337,14 +337,14 @@ class Run:
         self.stops.deferring = False
 
     def metric_log(
-        self, step: str, num_steps: int, start: int, thresholds: Mapping[str, float] | None = None
+        self, stage: str, num_steps: int, start: int, thresholds: Mapping[str, float] | None = None
     ) -> MetricLog | MutedLog:
         """The log of the stage's metrics; `start` steps are done. See MetricLog for thresholds."""
         if not self.world.is_first or not self.writes:
             return MutedLog()
         return MetricLog(
             self.path,
-            step,
+            stage,
             num_steps,
             tensorboard=self.config.log.tensorboard,
             wandb=self.config.log.wandb,
@@ -352,44 +352,44 @@ class Run:
             thresholds=thresholds,
         )
 
-    def policy_source(self, step: str = "") -> str:
+    def policy_source(self, stage: str = "") -> str:
         """The policy that a stage starts from: that of the first finished stage in its record's
         `after`, else `actor_model`.
 
         Args:
-            step: the stage; empty: any stage that starts from another.
+            stage: its name; empty: any stage that starts from another.
         Raises:
             ConfigError: there is neither.
         """
-        if trained := self.trained("policy", step):
+        if trained := self.trained("policy", stage):
             return trained
         if not self.config.actor_model:
-            none = " or ".join(stage.name for stage in sources("policy", step))
+            none = " or ".join(source.name for source in sources("policy", stage))
             raise ConfigError(
-                f"--actor-model must name a model, for {self.path} has no finished {none} step; "
+                f"--actor-model must name a model, for {self.path} has no finished {none} stage; "
                 "got nothing. Give a folder or a hub name."
             )
         return self.config.actor_model
 
-    def reward_source(self, step: str = "") -> str | None:
+    def reward_source(self, stage: str = "") -> str | None:
         """The reward model for a stage (empty: any): that of a finished stage before it, else
         `reward_model`, else None."""
-        return self.trained("reward model", step) or self.config.reward_model or None
+        return self.trained("reward model", stage) or self.config.reward_model or None
 
-    def trained(self, what: Leaves, step: str = "") -> str | None:
+    def trained(self, what: Leaves, stage: str = "") -> str | None:
         """The folder of the policy or reward model that a finished stage of this run has left for
-        `step` (empty: for any); None if no such stage is finished.
+        `stage` (empty: for any); None if no such stage is finished.
 
         Raises:
             CheckpointError: a stage was finished with other knobs, or its folder is damaged.
         """
-        for stage in sources(what, step):
-            if self.is_finished(stage.name):
-                return str(self.path / stage.model_folder)
+        for source in sources(what, stage):
+            if self.is_finished(source.name):
+                return str(self.path / source.model_folder)
         return None
 
-    def _checkpoints(self, step: str) -> Path:
-        return self.path / _CHECKPOINTS / step
+    def _checkpoints(self, stage: str) -> Path:
+        return self.path / _CHECKPOINTS / stage
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float]:
@@ -397,5 +397,5 @@ def finite(figures: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in figures.items() if math.isfinite(value)}
 
 
-def _say_nothing(line: str) -> None:
+def ignore_line(line: str) -> None:
     """The other ranks print nothing."""

@@ -33,12 +33,12 @@ def settle_shares(config: RunConfig, world: World) -> tuple[RunConfig, str]:
     """
     # Only the first rank surely sees the run's folder.
     before = world.all_gather_object(_splits(Path(config.output_dir)))[0]
-    running = {share_of(step) for step in config.steps}
-    others = {step: split for step, split in before.items() if step not in config.steps}
+    running = {share_of(stage) for stage in config.stages}
+    others = {stage: split for stage, split in before.items() if stage not in config.stages}
     if config.dataset.split:
         return config, _overlaps(config, config.dataset.split, running, others)
     if not before:
-        shares = shares_among(config.steps)
+        shares = shares_among(config.stages)
         said = _alone(config, running)
     else:
         shares = _kept(config, before, running)
@@ -55,16 +55,16 @@ def settle_shares(config: RunConfig, world: World) -> tuple[RunConfig, str]:
 def _splits(folder: Path) -> dict[str, Shares]:
     """The split that each stage in the folder was made with, finished or not; the latest last."""
     found: dict[str, Shares] = {}
-    for step in stage_names():
-        facts = newest_numbers(folder / "checkpoints" / step) or {}
-        if (folder / step / MANIFEST).exists():
+    for stage in stage_names():
+        facts = newest_numbers(folder / "checkpoints" / stage) or {}
+        if (folder / stage / MANIFEST).exists():
             try:
-                facts = read_manifest(folder / step).facts
+                facts = read_manifest(folder / stage).facts
             except CheckpointError:
                 continue  # reported when the stage itself is read
         shares = (facts.get("made_from") or {}).get(_KNOB)
         if isinstance(shares, list) and len(shares) == len(SHARES):
-            found[step] = tuple(map(float, shares))
+            found[stage] = tuple(map(float, shares))
     return found
 
 
@@ -74,9 +74,9 @@ def _kept(config: RunConfig, before: dict[str, Shares], running: set[Share]) -> 
         if all(shares[SHARES.index(share)] > 0 for share in running):
             return shares
     split = before[next(reversed(before))]
-    none = [step for step in config.steps if not split[SHARES.index(share_of(step))]]
+    none = [stage for stage in config.stages if not split[SHARES.index(share_of(stage))]]
     done = " and ".join(before)
-    command = none[0] if len(none) == 1 else f"train --steps {' '.join(none)}"
+    command = none[0] if len(none) == 1 else f"train --stages {' '.join(none)}"
     raise ConfigError(
         f"stage {none[0]} must have a share of the rows; got none, because {done} of "
         f"{config.output_dir} used them all ({_text(split)}). To train on the rows of {done} too, "
@@ -88,14 +88,14 @@ def _kept(config: RunConfig, before: dict[str, Shares], running: set[Share]) -> 
 def _alone(config: RunConfig, running: set[Share]) -> str:
     """A line that says which stages could run later in this folder, but have no rows."""
     last = max(SHARES.index(share) for share in running)
-    run = in_order(config.steps)
+    run = in_order(config.stages)
     free = [s for s in stages.STAGES if not any(are_apart(s, running) for running in run)]
     takers = {stage.share: stage.name for stage in reversed(free)}  # the first stage of each share
     later = [takers[share] for share in SHARES[last + 1 :] if share in takers]
     if not later:
         return ""
     return (
-        f"rows: all but the held-out ones are for {' and '.join(config.steps)}; to keep some for "
+        f"rows: all but the held-out ones are for {' and '.join(config.stages)}; to keep some for "
         f"{' and '.join(later)} in this folder, give --data-split {_text(DEFAULT_SHARES)}"
     )
 
@@ -106,15 +106,15 @@ def _overlaps(
     """A line that says which of the folder's stages trained on rows of this run's stages."""
     mine = [_range(shares, share) for share in running]
     shared = [
-        step
-        for step, split in others.items()
-        for low, high in [_range(split, share_of(step))]
+        stage
+        for stage, split in others.items()
+        for low, high in [_range(split, share_of(stage))]
         if any(max(low, a) < min(high, b) for a, b in mine)
     ]
     if not shared:
         return ""
     return (
-        f"rows: {' and '.join(config.steps)}, with the split {_text(shares)}, trains on rows that "
+        f"rows: {' and '.join(config.stages)}, with the split {_text(shares)}, trains on rows that "
         f"{' and '.join(shared)} of {config.output_dir} trained on too"
     )
 

@@ -138,7 +138,7 @@ class SupervisedTrainer(Generic[Row]):
         self._model = model
         self._rows = rows
         self._objective = objective
-        self._budget = MicroBatchBudget(run.settings, run.world, run.say)
+        self._budget = MicroBatchBudget(run.settings, run.world, run.print_line)
         dtype = run.placement.dtype
         self.learner = Learner(
             stage,

@@ -96,7 +96,7 @@ def growth_of_saving(world: World, folder: Path, rank: int) -> int:
     if rank:
         config = replace(config, lora=replace(config.lora, rank=rank))
     model = Placement(engine_settings(config), world).policy(str(folder / "model"), trained=True)
-    shards_of(model).rest()
+    shards_of(model).reshard()
     save_anywhere(model, tokenizer(), folder / "warm")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     reset_peak()
