@@ -1,4 +1,4 @@
-"""Direct preference optimization: steps 2 and 3 in one, without a reward model.
+"""Direct preference optimization: takes the place of reward model and PPO, without a reward model.
 
 The reference is the policy as it starts: with LoRA the model with its adapters off, else a frozen
 copy. Log-probs are summed over the answer, its EOS included.

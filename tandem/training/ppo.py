@@ -34,7 +34,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     """
     ppo, prompts = run.config.ppo, rows.prompts
     if not prompts:
-        raise DataError("step ppo must have at least one prompt; got none. See the drops above.")
+        raise DataError("stage ppo must have at least one prompt; got none. See the drops above.")
     order = BatchOrder(
         num_rows=len(prompts),
         batch_size=ppo.prompts_per_step,
@@ -141,7 +141,7 @@ def _reward_source(run: Run) -> str | None:
     source = run.reward_source("ppo")
     if source is None and not run.config.ppo.reward_function:
         raise ConfigError(
-            "step ppo must have a reward: --reward-model or --ppo.reward-function; got neither, "
+            "stage ppo must have a reward: --reward-model or --ppo.reward-function; got neither, "
             f"and {run.path} has no finished reward step."
         )
     return source

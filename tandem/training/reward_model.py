@@ -1,7 +1,7 @@
 """Step 2: the reward model, Bradley-Terry on the score at the last real token (its EOS included).
 
 Afterwards its scores are given a scale: mean 0 and sd 1 on the SFT policy's own answers, so that
-step 3's knobs (KL coefficient, clips) mean the same for every reward model.
+PPO's knobs (KL coefficient, clips) mean the same for every reward model.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
 
 
 def has_policy(run: Run) -> bool:
-    """Whether there is a policy: one that was given, or step 1's."""
+    """Whether there is a policy: one that was given, or SFT's."""
     return bool(run.config.actor_model or run.trained("policy"))
 
 
