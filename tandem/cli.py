@@ -22,6 +22,7 @@ from tandem.config.stages import DEFAULT, latest_first, stage_names
 from tandem.errors import ConfigError, Stopped, TandemError
 from tandem.launch.failure import complain, is_launched, leaving_at_signals
 from tandem.launch.flags import launch_help, take_launch_flags
+from tandem.text import ignore_line
 
 _TRAIN = "All stages from a pretrained model to an assistant: SFT, reward model, PPO."
 _SUMMARIES = {
@@ -144,7 +145,7 @@ def _train(command: str, args: list[str], debug: bool) -> int:
         print(f"\n{launch_help()}")
         return 0
     options, flags, wrong = take_launch_flags(args)
-    note = _ignore if is_launched() else show_note  # the launcher has shown it
+    note = ignore_line if is_launched() else show_note  # the launcher has shown it
     config = parse_run_flags(flags, command, wrong=wrong, note=note)
     if options.is_needed and not is_launched():
         from tandem.launch.run import launch
@@ -158,10 +159,6 @@ def _train(command: str, args: list[str], debug: bool) -> int:
         )
     with leaving_at_signals():
         return _run_stages(command, args, config)
-
-
-def _ignore(line: str) -> None:
-    """Drop a note that the launcher shows."""
 
 
 def _run_stages(command: str, args: list[str], config: RunConfig) -> int:

@@ -38,6 +38,10 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
+def ignore_line(line: str) -> None:
+    """A `print_line` that shows nothing."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; its class if it has none."""
     return next(iter(_message(error).strip().splitlines()), type(error).__name__)

@@ -62,17 +62,15 @@ def launch(
     num_ranks, on_gpus = _ranks_here(options, device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (cores or 1) // num_ranks)))
-    what = "one per GPU" if on_gpus else "on the CPU with gloo"
+    where = "one per GPU" if on_gpus else "on the CPU with gloo"
     print_line(
-        f"{num_ranks} rank{'s' if num_ranks > 1 else ''} here, {what}, OMP_NUM_THREADS {threads}; "
+        f"{num_ranks} rank{'s' if num_ranks > 1 else ''} here, {where}, OMP_NUM_THREADS {threads}; "
         f"rank 0 prints{'' if options.num_nodes == 1 else ' on its node'}, the others in "
         f"{log_folder}/rank-N.log"
     )
     if options.rdzv is not None:
-        where = ":".join(map(str, options.rdzv))
-        print_line(
-            f"{options.num_nodes} nodes meet at {where}; waits {join_seconds:.0f} s for them"
-        )
+        at = ":".join(map(str, options.rdzv))
+        print_line(f"{options.num_nodes} nodes meet at {at}; waiting {join_seconds:.0f} s for them")
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from tandem.launch.agent import Agent

@@ -44,6 +44,7 @@ from tandem.files import replace as replace_file
 from tandem.metrics.log import MetricLog, MutedLog
 from tandem.metrics.records import ALARMS_FILE, METRICS_FILE, SAMPLES_FILE
 from tandem.parallel.world import World
+from tandem.text import ignore_line
 from tandem.training.provenance import Identity, environment, origin
 from tandem.training.signals import StopSignals
 from tandem.training.stage_data import StepRows
@@ -395,7 +396,3 @@ class Run:
 def finite(figures: Mapping[str, float]) -> dict[str, float]:
     """Those that JSON can represent."""
     return {name: value for name, value in figures.items() if math.isfinite(value)}
-
-
-def ignore_line(line: str) -> None:
-    """The other ranks print nothing."""

@@ -182,11 +182,11 @@ def test_every_mistake_of_flags_and_file_is_named_at_once(tmp_path: Path) -> Non
         ({"ppo": {"ema_decay": 0.9}}, "ppo.ema_decay must go with ppo.ema"),
         ({"ppo": {"kl_coef": -1.0}}, "ppo.kl_coef must be >= 0; got -1.0"),
         ({"ppo": {"gamma": 1.5}}, "ppo.gamma must be >= 0 and <= 1; got 1.5"),
-        ({"stages": []}, "steps must name at least one stage"),
-        ({"stages": ["sft", "sft"]}, "steps must name each stage once"),
+        ({"stages": []}, "stages must name at least one stage"),
+        ({"stages": ["sft", "sft"]}, "stages must name each stage once"),
         ({"dataset": {"split": [1, 2]}}, "dataset.split must be three shares"),
         ({"dataset": {"split": [0, 0, 0]}}, "dataset.split must have a share above 0"),
-        ({"stages": ["ppo", "sft"]}, "steps must be in the order sft reward ppo"),
+        ({"stages": ["ppo", "sft"]}, "stages must be in the order sft reward ppo"),
         ({"stages": ["sft", "dpo", "ppo"]}, "dpo and ppo both start from sft"),
         ({"dropout": 0.1}, "dropout and lora.dropout must be 0 if ppo"),
         ({"sft": {"learning_rate": float("inf")}}, "sft.learning_rate must be finite; got inf"),
@@ -244,7 +244,7 @@ def test_a_stages_help_shows_the_knobs_it_reads() -> None:
             assert f"--{step}.{knob} " in pages[step]
         assert "--ppo" not in pages[step]
         assert "--kl-coef" not in pages[step]
-        assert "--steps" not in pages[step]
+        assert "--stages" not in pages[step]
     for flag in ("--ppo.actor.learning-rate", "--kl-coef", "--ppo.minibatch-size", "--ppo-steps"):
         assert f"{flag} " in pages["ppo"]
     assert "--sft." not in pages["ppo"]
@@ -325,6 +325,6 @@ def test_types_are_checked_in_python_too() -> None:
         ConfigError, match=r"seed must be a whole number; got 'x'.*; data must be a"
     ):
         check_config(RunConfig(seed="x", data="a.jsonl"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"steps must be a tuple.* Write \('sft', 'reward'\)"):
-        check_config(RunConfig(steps=["sft", "reward"]))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"stages must be a tuple.* Write \('sft', 'reward'\)"):
+        check_config(RunConfig(stages=["sft", "reward"]))  # type: ignore[arg-type]
     check_config(RunConfig(data=("a.jsonl",), ppo=PPOConfig(kl_coef=1)))

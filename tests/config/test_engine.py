@@ -28,15 +28,15 @@ def test_optimizers_and_average_are_those_of_the_section() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "roles"),
+    ("stages", "roles"),
     [
         (("sft",), {"actor"}),
         (("reward",), {"critic"}),
         (("sft", "reward", "ppo"), {"actor", "critic"}),
     ],
 )
-def test_the_roles_are_those_that_the_run_trains(steps: tuple[str, ...], roles: set[str]) -> None:
-    assert engine_settings(RunConfig(steps=steps)).trained_roles == roles
+def test_the_roles_are_those_that_the_run_trains(stages: tuple[str, ...], roles: set[str]) -> None:
+    assert engine_settings(RunConfig(stages=stages)).trained_roles == roles
 
 
 def test_adapters_are_carried_on_over_a_base_that_stays_frozen() -> None:

@@ -170,7 +170,10 @@ def test_a_configuration_saved_under_earlier_names_is_read_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = plain_values(RunConfig())
+    values["steps"] = values.pop("stages")
     for old, new in RENAMED.items():
+        if "." not in new:
+            continue
         section, _, knob = new.rpartition(".")
         values[section][old.rpartition(".")[2]] = values[section].pop(knob) + 0.5
     file = tmp_path / "config.yaml"
@@ -179,7 +182,7 @@ def test_a_configuration_saved_under_earlier_names_is_read_with_one_line(
     assert (config.ppo.kl_coef_target, config.ppo.early_stop_kl) == (0.5, 0.6)
     assert capsys.readouterr().err == (
         f"note: {file}: ppo.kl_target is now ppo.kl_coef_target; "
-        "ppo.target_kl is now ppo.early_stop_kl\n"
+        "ppo.target_kl is now ppo.early_stop_kl; steps is now stages\n"
     )
     monkeypatch.setenv("RANK", "1")  # the first rank has said it
     load_config(file)

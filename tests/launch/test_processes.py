@@ -114,7 +114,7 @@ def test_nobody_at_the_meeting_place_is_one_line(tmp_path: Path) -> None:
             join_seconds=1,
             print_line=said.append,
         )
-    assert said[-1] == "2 nodes meet at 192.0.2.1:9; waits 1 s for them"
+    assert said[-1] == "2 nodes meet at 192.0.2.1:9; waiting 1 s for them"
 
 
 @pytest.mark.slow

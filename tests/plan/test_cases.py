@@ -18,11 +18,11 @@ STEPS = ("sft", "reward", "ppo")
 def test_stages_lora_offload_and_hybrid_engine_are_crossed() -> None:
     cases, skipped = sweep_cases(_config(), STEPS, 2, Axes(variants=False))
     assert skipped == []
-    count = {step: sum(case.step == step for case in cases) for step in STEPS}
+    count = {step: sum(case.stage == step for case in cases) for step in STEPS}
     assert count == {"sft": 16, "reward": 16, "ppo": 32}
-    assert len({(case.step, case.name) for case in cases}) == 64
+    assert len({(case.stage, case.name) for case in cases}) == 64
     last = next(case for case in cases if case.name == "zero3-lora128-offload-plain")
-    assert last.step == "ppo"
+    assert last.stage == "ppo"
     assert dict(last.knobs) == {
         "parallel.actor_zero_stage": 3,
         "parallel.critic_zero_stage": 3,

@@ -10,7 +10,7 @@ from tandem.plan.results import Result
 from tandem.plan.table import bars, csv_table, page, summary_line, text_table
 
 RESULT = Result(
-    step="ppo",
+    stage="ppo",
     name="zero3",
     ranks=2,
     knobs={"parallel.offload": ["optimizer", "params"]},
