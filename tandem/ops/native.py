@@ -35,7 +35,7 @@ if sys.platform != "win32":
 
 SOURCES = Path(__file__).parent / "csrc"
 # The longest first. Only one of them reads torch's headers, which take longer than any code here.
-UNITS = ("torch_ops.cpp", "attention.cpp", "gemm.cpp", "threads.cpp")
+UNITS = ("torch_ops.cpp", "attention.cpp", "gemm.cpp", "tuning.cpp", "threads.cpp")
 _CPU_SECONDS = 80  # of a build, roughly; the longest unit is half of it
 _COST = "plain torch runs instead: slower, and the same to rounding rather than to the bit"
 

@@ -80,7 +80,7 @@ def products(march: str) -> ctypes.CDLL:
         made = library.with_suffix(f".{os.getpid()}")
         sources = [
             str(HARNESS),
-            *(str(native.SOURCES / f"{name}.cpp") for name in ("gemm", "threads")),
+            *(str(native.SOURCES / f"{name}.cpp") for name in ("gemm", "tuning", "threads")),
         ]
         compile_with(march, *sources, "-shared", "-o", str(made), *native._link_flags())
         os.replace(made, library)
