@@ -95,6 +95,7 @@ def _run(args: list[str], debug: bool) -> int:
         "data": _data,
         "demo": _demo,
         "sweep": _sweep,
+        "doctor": _doctor,
         "replay": _replay,
     }
     if command not in commands:
@@ -125,6 +126,7 @@ def _overview() -> str:
         "  demo     All three steps on the built-in data set, in minutes, on a CPU.",
         "  replay   One step of a run again, alone: its metrics, its tokens one by one.",
         "  sweep    A run per ZeRO stage, LoRA, offload, ...: one table of speed and memory.",
+        "  doctor   This machine: processor, C++ operations, speed, GPUs, what is missing.",
         "",
         "--debug shows the traceback of an error. --version shows the version.",
     ]
@@ -194,6 +196,12 @@ def _sweep(args: list[str]) -> int:
     from tandem.plan.command import sweep_command
 
     return sweep_command(args)
+
+
+def _doctor(args: list[str]) -> int:
+    from tandem.plan.doctor import doctor_command
+
+    return doctor_command(args)
 
 
 def _chat(args: list[str]) -> int:

@@ -641,6 +641,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("token_logprobs(Tensor logits, Tensor targets, float temperature, bool with_entropy,"
         " bool keep_logits) -> (Tensor, Tensor)");
   m.def("product_choices() -> str", &choices);
+  m.def("why_no_amx() -> str", &why_no_amx);
   m.def("sample(Tensor logits, Tensor keys, Tensor token_numbers, float temperature)"
         " -> (Tensor, Tensor, Tensor)");
 }

@@ -4,10 +4,17 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <new>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include <c10/util/FunctionRef.h>
+
+#include "amx.h"
 #include "gemm.h"
 #include "threads.h"
 #include "tuning.h"
@@ -648,7 +655,103 @@ bool can_cross(const Matrix<T>& weight, int64_t K) {
          weight.row_stride % kPerWord<T> == 0;
 }
 
+// ---- the matrix unit ----
+
+#if defined(TANDEM_AMX)
+
+// By a weight that is packed, or by one whose panels are packed in turn (`packed` is null).
+void multiply_amx(const bf16* x, int64_t x_stride, int64_t M, const float* packed,
+                  const Matrix<bf16>& weight, int64_t N, int64_t K, bf16* y, int64_t y_stride,
+                  const Epilogue<bf16>& epilogue) {
+  const int64_t words = words_of<bf16>(K), panels = (N + kPanel - 1) / kPanel;
+  float* rows = scratch(Use::rows, amx::padded_rows(M) * amx::padded_words(words));
+  amx::pad_rows(x, x_stride, M, K, rows);
+  parallel_for(0, panels, kGrain / (words * kPanel * M) + 1, [&](int64_t from, int64_t to) {
+    const amx::Session session;
+    for (int64_t p = from; p < to; ++p) {
+      const int64_t n = p * kPanel, width = std::min(kPanel, N - n);
+      const float* panel = packed ? packed + n * words : nullptr;
+      if (!panel) {
+        float* own = scratch(Use::panel, kPanel * words);
+        pack_panel(weight, n, width, K, own);
+        panel = own;
+      }
+      amx::multiply_panel(reinterpret_cast<const amx::word*>(rows), M,
+                          reinterpret_cast<const amx::word*>(panel), round_up(width, kLanes), width,
+                          words, [&](int64_t m, int64_t c, v16 sums, int lanes) {
+                            const Epilogue<bf16> e = epilogue.at(m, n + c);
+                            finish(y + m * y_stride + n + c, sums, e.bias, e.residual, lanes);
+                          });
+    }
+  });
+}
+
+double seconds_of(c10::function_ref<void()> body) {
+  double best = 1e9;
+  for (int i = 0; i < 5; ++i) {
+    const auto began = std::chrono::steady_clock::now();
+    body();
+    best = std::min(
+        best, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
+  }
+  return best;
+}
+
+// Why the unit is not used, or nothing: rows must be the same alone, in any company and place.
+std::string why_not_amx() {
+  const char* const asked = std::getenv("TANDEM_AMX");
+  if (asked && std::string(asked) == "off") return "TANDEM_AMX is off";
+  if (!amx::permitted()) return "the system does not give its registers to this process";
+  constexpr int64_t M = 70, N = 200, K = 330;
+  std::vector<bf16> x(M * K), w(N * K), whole(M * N), part(M * N);
+  uint32_t state = 1;
+  for (auto* numbers : {&x, &w})
+    for (bf16& number : *numbers) {
+      state = state * 1664525u + 1013904223u;
+      number = static_cast<float>(state >> 8) / (1 << 23) - 1.0f;
+    }
+  const Matrix<bf16> weight{w.data(), K, 1};
+  const auto run = [&](int64_t first, int64_t count, bf16* y) {
+    multiply_amx(x.data() + first * K, K, count, nullptr, weight, N, K, y, N, {});
+  };
+  run(0, M, whole.data());
+  for (const int64_t count : {1, 2, 15, 16, 17, 31, 33, 48, 69})
+    for (const int64_t first : {int64_t{0}, M - count}) {
+      run(first, count, part.data());
+      if (std::memcmp(part.data(), whole.data() + first * N, count * N * sizeof(bf16)))
+        return "a row's bits depend on the rows beside it";
+    }
+#if !defined(TANDEM_EMULATE_AMX)
+  constexpr int64_t side = 512;
+  std::vector<bf16> a(side * side), b(side * side), c(side * side);
+  std::vector<float> packed(packed_size<bf16>(side, side));
+  pack(Matrix<bf16>{b.data(), side, 1}, side, side, packed.data());
+  const double unit = seconds_of([&] {
+    multiply_amx(a.data(), side, side, packed.data(), {}, side, side, c.data(), side, {});
+  });
+  const double vectors = seconds_of([&] {
+    multiply_cut<bf16>(a.data(), side, side, packed.data(), side, side, c.data(), side, {}, kCuts[0]);
+  });
+  if (unit * 1.5 > vectors) return "it is not 1.5 times as fast as vectors here";
+#endif
+  return "";
+}
+
+#else
+
+std::string why_not_amx() { return "this processor has none"; }
+
+#endif
+
+// Once per process. Elsewhere than in bfloat16 the unit has no part.
+const std::string& amx_refusal() {
+  static const std::string reason = why_not_amx();
+  return reason;
+}
+
 }  // namespace
+
+std::string why_no_amx() { return amx_refusal(); }
 
 // ---- what gemm.h declares ----
 
@@ -666,6 +769,14 @@ void pack(const Matrix<T>& m, int64_t N, int64_t K, float* out) {
 template <class T>
 void multiply_packed(const T* x, int64_t x_stride, int64_t M, const float* packed, int64_t N,
                      int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
+#if defined(TANDEM_AMX)
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (amx_refusal().empty()) {
+      multiply_amx(x, x_stride, M, packed, {}, N, K, y, y_stride, epilogue);
+      return;
+    }
+  }
+#endif
   const Trial trial(Product::packed, std::is_same_v<T, bf16>, M, N, K, kCuts, kNumCuts);
   multiply_cut(x, x_stride, M, packed, N, K, y, y_stride, epilogue, trial.cut());
 }
@@ -673,6 +784,14 @@ void multiply_packed(const T* x, int64_t x_stride, int64_t M, const float* packe
 template <class T>
 void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
               int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
+#if defined(TANDEM_AMX)
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (amx_refusal().empty()) {
+      multiply_amx(x, x_stride, M, nullptr, weight, N, K, y, y_stride, epilogue);
+      return;
+    }
+  }
+#endif
   if (M <= kFew && weight.column_stride == 1) {
     multiply_few(x, x_stride, M, weight, N, K, y, y_stride, epilogue);
     return;

@@ -20,8 +20,8 @@ struct Cut {
 };
 
 // What a processor with AVX-512 tries; the last one only for `multiply` with few rows.
-constexpr Cut kCuts[] = {{1024, 64},       {128, 64}, {1024, 32},
-                         {256, 32}, {1024, 64, true}, {1024, 64, true, true}};
+constexpr Cut kCuts[] = {{1024, 64}, {128, 64},        {1024, 32},
+                         {256, 32},  {1024, 64, true}, {1024, 64, true, true}};
 constexpr int kNumCuts = 5, kNumCrossing = 6;
 constexpr int64_t kMostCrossing = 256;  // rows; beyond, packing a weight costs little
 
@@ -48,8 +48,8 @@ class Trial {
   std::chrono::steady_clock::time_point began_;
 };
 
-// A line per shape: kind, type, most rows, N, K, then the cut (words, columns, across), or
-// "measuring".
+// A line per shape: kind, type, most rows, N, K, then the cut (words, columns, fetches_rows,
+// across), or "measuring".
 std::string choices();
 
 }  // namespace tandem
