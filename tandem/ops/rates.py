@@ -17,7 +17,7 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ProductRate:
-    """GFLOP/s of y (rows, outputs) = x (rows, inputs) by a weight (outputs, inputs), per CPU second.
+    """GFLOP per CPU second of x (rows, inputs) by a weight (outputs, inputs).
 
     forward, training: Tandem's linear, alone and with both gradients. torch_forward,
     torch_training: torch's. cut: how Tandem's forward is cut (tile and words of k at a time), empty

@@ -23,7 +23,7 @@ from tandem.ops import native
 from tandem.ops.rates import ProductRate, memory_rate, product_rate
 
 _SHAPES = ((768, 128, 352), (64, 512, 1376), (768, 512, 1376), (768, 576, 1536))
-"""Rows, inputs and outputs: layers of models of 1M, 22M (decoding and training) and 135M weights."""
+"""Rows, inputs, outputs: layers of models of 1M, 22M (decoding, training) and 135M weights."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "tensorboard")
@@ -38,7 +38,7 @@ def doctor_command(args: Sequence[str]) -> int:
     """Run `tandem doctor ARGS`; 0, or 1 where a needed package is missing."""
     parser = Parser(
         prog="tandem doctor",
-        description="This machine: processor, C++ operations, speed, GPUs, versions, what is missing.",
+        description="This machine: processor, C++ operations, speed, GPUs, what is missing.",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="the same as JSON")

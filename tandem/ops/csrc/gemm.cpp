@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -721,10 +722,18 @@ std::string why_not_amx() {
       if (std::memcmp(part.data(), whole.data() + first * N, count * N * sizeof(bf16)))
         return "a row's bits depend on the rows beside it";
     }
+  std::vector<float> packed(packed_size<bf16>(N, K));
+  pack(weight, N, K, packed.data());
+  multiply_cut<bf16>(x.data(), K, M, packed.data(), N, K, part.data(), N, {}, kCuts[0]);
+  for (int64_t i = 0; i < M * N; ++i) {  // sums of 330 products of numbers below 1, in two orders
+    const float one = whole[i], other = part[i];
+    if (!(std::abs(one - other) <= 0.01f * std::abs(other) + 1e-3f))
+      return "its numbers are not those of vectors";
+  }
 #if !defined(TANDEM_EMULATE_AMX)
   constexpr int64_t side = 512;
   std::vector<bf16> a(side * side), b(side * side), c(side * side);
-  std::vector<float> packed(packed_size<bf16>(side, side));
+  packed.resize(packed_size<bf16>(side, side));
   pack(Matrix<bf16>{b.data(), side, 1}, side, side, packed.data());
   const double unit = seconds_of([&] {
     multiply_amx(a.data(), side, side, packed.data(), {}, side, side, c.data(), side, {});
