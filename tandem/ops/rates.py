@@ -20,7 +20,8 @@ class ProductRate:
     """GFLOP per CPU second of x (rows, inputs) by a weight (outputs, inputs).
 
     forward, training: Tandem's linear, alone and with both gradients. torch_forward,
-    torch_training: torch's. cut: how Tandem's forward is cut (tile and words of k at a time), empty
+    torch_training: torch's. cut: how Tandem's forward is cut (rows x columns of a tile,
+    words of k at a time; csrc/tuning.h), empty
     without the C++ operations and for products too small to choose.
     """
 
@@ -139,5 +140,5 @@ def _described(cut: Sequence[str]) -> str:
         return "still measuring"
     words, columns, fetches, across = (int(word) for word in cut)
     height = {64: 6, 48: 8, 32: 12}[columns]
-    extra = ", across" if across else ", fetching rows" if fetches else ""
-    return f"{height}x{columns} tiles, {words} of k{extra}"
+    extra = ", across" if across else ", ahead" if fetches else ""
+    return f"{height}x{columns}, {words}{extra}"

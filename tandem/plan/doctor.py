@@ -172,7 +172,7 @@ def rates_table(rates: Sequence[ProductRate]) -> Table:
         table.add_column(heading)
     for heading in ("forward", "torch", "with backward", "torch"):
         table.add_column(heading, justify="right")
-    table.add_column("cut of the forward product")
+    table.add_column("cut", no_wrap=True)
     for rate in rates:
         figures = (rate.forward, rate.torch_forward, rate.training, rate.torch_training)
         table.add_row(

@@ -17,7 +17,7 @@ from tandem.ops.rates import ProductRate
 from tandem.plan import doctor
 from tandem.plan.doctor import doctor_command, examine
 
-RATE = ProductRate(768, 128, 352, "fp32", 90.0, 80.0, 70.0, 60.0, "6x64 tiles, 1024 of k")
+RATE = ProductRate(768, 128, 352, "fp32", 90.0, 80.0, 70.0, 60.0, "6x64, 1024")
 
 
 def test_the_screen_names_processor_packages_and_speed(
@@ -27,7 +27,7 @@ def test_the_screen_names_processor_packages_and_speed(
     monkeypatch.setattr(doctor, "memory_rate", lambda: 2e10)
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    for part in (native.processor_name(), "torch ", "20.0 GB/s", "768x128x352", "6x64 tiles"):
+    for part in (native.processor_name(), "torch ", "20.0 GB/s", "768x128x352", "6x64, 1024"):
         assert part in shown
     assert len(shown.splitlines()) <= 40
 
