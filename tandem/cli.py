@@ -33,6 +33,7 @@ _SUMMARIES = {
     "demo": "All three stages on the built-in data set, in minutes, on a CPU.",
     "replay": "Repeat one step of a run: its metrics, and its tokens one by one.",
     "sweep": "One run per ZeRO stage, LoRA, offload, ...: a table of speed and memory.",
+    "doctor": "This machine: processor, C++ operations, speed, GPUs, what is missing.",
 }
 
 
@@ -105,6 +106,7 @@ def _run(args: list[str], debug: bool) -> int:
         "data": _data,
         "demo": _demo,
         "sweep": _sweep,
+        "doctor": _doctor,
         "replay": _replay,
     }
     if command not in commands:
@@ -198,6 +200,12 @@ def _sweep(args: list[str]) -> int:
     from tandem.plan.command import sweep_command
 
     return sweep_command(args)
+
+
+def _doctor(args: list[str]) -> int:
+    from tandem.plan.doctor import doctor_command
+
+    return doctor_command(args)
 
 
 def _chat(args: list[str]) -> int:
