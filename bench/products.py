@@ -8,6 +8,7 @@ added to the one before, as over micro-batches.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
