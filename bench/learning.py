@@ -33,8 +33,8 @@ from bench.report import Report, count, parser
 from tandem.config.load import build_config
 from tandem.config.schema import GRPOConfig, PPOConfig, RunConfig
 from tandem.data.embedded.tokenizer import build_tokenizer
-from tandem.engine.hybrid import RLHFEngine
 from tandem.plan.knobs import nested
+from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.training.rollout_source import SingleTurn
 from tandem.types import PromptRow, Rollout
@@ -130,10 +130,10 @@ def tandem(task: Task, algorithm: str, **knobs: Any) -> Iterator[float]:
         )
     )
     rl = getattr(config, stage)
-    engine = RLHFEngine(
-        actor=model,
+    engine = make_engine(
+        config,
+        model,
         critic=random_model(model.config, scalar=True, seed=task.seed) if rl.has_critic else None,
-        config=config,
         tokenizer=tokenizer,
         has_critic=rl.has_critic,
         has_reference=rl.has_reference,

@@ -10,26 +10,26 @@ from tandem.config.knob import RL, SUPERVISED, knob
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """How rows become what each step trains on."""
+    """How rows become what each stage trains on."""
 
     split: tuple[float, ...] = knob((), common=True)
     """Shares of the prompts for SFT, reward model and PPO (DPO uses the reward model's share), kept
-    for steps that run later too. None given: 2,4,4 (DeepSpeed-Chat's) among the steps that run, so
-    that one alone takes all; in a folder whose steps were dealt shares before, those."""
+    for stages that run later too. Empty: 2,4,4 (DeepSpeed-Chat's) among the stages that run, so a
+    single stage gets everything; in a folder whose stages already have shares, those."""
     heldout: float = knob(0.05, ge=0, lt=1)
-    """Share of the prompts kept out of every step, to measure on."""
+    """Share of the prompts that no stage trains on, for evaluation."""
     columns: tuple[str, ...] = knob(())
     """Column map for files of other shapes, as `role=column` (roles: prompt, chosen, rejected,
-    completion, messages, text, system); `file.jsonl::prompt=question,completion=answer` behind a
-    data set's name maps that one alone."""
+    completion, messages, text, system). A map after a data set's name, as in
+    `file.jsonl::prompt=question,completion=answer`, applies to that data set only."""
     on_bad_row: Literal["error", "drop"] = knob("error", common=True)
-    """A row that cannot be used: stop with its file and line, or drop it, counted by reason."""
+    """A row that cannot be used: stop with its file and line, or drop it and count it by reason."""
     max_tokens: int = knob(512, ge=8, common=("train", *SUPERVISED))
-    """Longest sequence (prompt and answer) in steps 1 and 2, in tokens."""
+    """Longest sequence (prompt and answer) in SFT, reward model and DPO training, in tokens."""
     max_prompt_tokens: int = knob(256, ge=1, common=RL)
-    """Longest prompt in step 3, in tokens."""
+    """Longest prompt in PPO and GRPO, in tokens."""
     on_long_row: Literal["drop", "truncate", "error"] = knob("drop")
-    """A row over the limit: drop it (counted), truncate the answer's end or the prompt's oldest
-    turns (counted; a row whose answer would vanish is dropped), or stop."""
+    """A row over the limit: drop it (counted), truncate the end of its answer or the oldest turns
+    of its prompt (counted; a row that would lose its whole answer is dropped), or stop."""
     system_prompt: str = knob("")
-    """Put before every conversation that brings no system turn of its own."""
+    """Added to every conversation that has no system turn."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.checkpoint.state import SavedState
-from tandem.config.schema import GRPOConfig, rl_section, rl_section_name
+from tandem.config.schema import GRPOConfig, rl_section
+from tandem.config.stages import rl_stage
 from tandem.data.loader import BatchOrder, permutation
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.update import restore_training, training_state
@@ -49,7 +50,7 @@ def rl_job(run: Run, rows: StepRows, stage: str) -> StageJob:
     rl, prompts = rl_section(run.config), rows.prompts
     if not prompts:
         raise DataError(
-            f"step {stage} must have at least one prompt; got none. See the drops above."
+            f"stage {stage} must have at least one prompt; got none. See the drops above."
         )
     order = BatchOrder(
         num_rows=len(prompts),
@@ -64,7 +65,7 @@ def rl_job(run: Run, rows: StepRows, stage: str) -> StageJob:
         prompts,
         order,
         rl.eval_every,
-        save=partial(_save, trainer.trainer.engine, rows),
+        save=partial(_save, trainer.trainer, rows),
         complete=lambda evaluation: {**evaluation, "steps": order.num_steps},
     )
 
@@ -129,21 +130,22 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
     """The engine with the roles that the algorithm needs, and what trains it."""
     config, rl = run.config, rl_section(run.config)
     engine = RLHFEngine(
-        actor=run.policy_source(stage),
+        run.settings,
+        run.policy_source(stage),
         reward_model=_reward_source(run, stage),
-        config=config,
         has_critic=rl.has_critic,
         has_reference=rl.has_reference,
         world=run.world,
     )
     run.print_line(f"{stage}: {engine.describe()}")
     if isinstance(rl, GRPOConfig):
-        run.print_line(f"{stage}: {rl.algorithm}: {rl.effective()}")
+        samples = f"{config.sampling.samples_per_prompt} samples per prompt"
+        run.print_line(f"{stage}: {rl.algorithm}: {samples}, {rl.effective()}")
     function = load_reward_function(rl.reward_function) if rl.reward_function else None
     if function is not None and rl.reward_clip:
         run.print_line(
             f"{stage}: scores beyond +-{rl.reward_clip:g} are clipped, {rl.reward_function}'s too "
-            f"(--{rl_section_name(config)}.reward-clip 0: none)"
+            f"(--{rl_stage(config.stages).section}.reward-clip 0: none)"
         )
     return PPOTrainer(
         engine,
@@ -175,8 +177,8 @@ def _reward_source(run: Run, stage: str) -> str | None:
     source = run.reward_source(stage)
     if source is None and not rl.reward_function:
         raise ConfigError(
-            f"step {stage} must have a reward: --reward-model or "
-            f"--{rl_section_name(run.config)}.reward-function; got neither, "
+            f"stage {stage} must have a reward: --reward-model or "
+            f"--{rl_stage(run.config.stages).section}.reward-function; got neither, "
             f"and {run.path} has no finished reward step."
         )
     return source
@@ -194,8 +196,8 @@ def _first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
     return first.messages[-1].content, answers
 
 
-def _save(engine: RLHFEngine, rows: StepRows, folder: Path) -> None:
-    dtype = engine.config.save_dtype
+def _save(trainer: PPOTrainer, rows: StepRows, folder: Path) -> None:
+    engine, dtype = trainer.engine, trainer.config.save_dtype
     save_policy(engine.actor, rows, folder / "actor", engine.actor_learner.masters, dtype)
     if engine.critic is not None and engine.critic_learner is not None:
         tokenizer, masters = engine.tokenizer, engine.critic_learner.masters

@@ -16,7 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tandem.config.schema import RunConfig, num_updates, rl_section, rl_section_name
+from tandem.config.schema import RunConfig, num_updates, rl_section
+from tandem.config.stages import rl_stage
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
@@ -102,7 +103,7 @@ class PPOTrainer:
             )
         if not engine.has_reference and rl.kl_coef > 0:
             raise ConfigError(
-                f"{rl_section_name(config)}.kl_coef must be 0 without a reference; got "
+                f"{rl_stage(config.stages).section}.kl_coef must be 0 without a reference; got "
                 f"{rl.kl_coef:g}. Set it to 0, or use an engine with a reference."
             )
         self.engine = engine
@@ -115,7 +116,7 @@ class PPOTrainer:
         self.ptx_rows = ptx_rows
         self.more_prompts = more_prompts
         self.phases = phases or Phases()
-        self.budget = MicroBatchBudget(config, engine.world, print_line)
+        self.budget = MicroBatchBudget(engine.settings, engine.world, print_line)
         self.kl_coef = rl.kl_coef
         if num_steps := num_steps or rl.steps:
             actor_steps = max(1, num_steps - algorithm.critic_warmup_steps)

@@ -28,7 +28,7 @@ def rehearse_updates(
     Raises:
         OutOfMemoryError: it does not.
     """
-    answer = engine.config.sampling.max_new_tokens
+    answer = engine.settings.sampling.max_new_tokens
     length = max(len(prompt) for prompt in prompts) + answer
     device = engine.device
 

@@ -15,10 +15,12 @@ from tandem.cli import main
 from tandem.config.grpo import PRESETS
 from tandem.config.load import build_config, dump_config
 from tandem.config.schema import RunConfig
-from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import ConfigError
+from tandem.models.modes import evaluating
+from tandem.ops import native
 from tandem.plan.run import plan_memory
 from tandem.training.algorithm import Algorithm
+from tandem.training.make_engine import make_engine
 from tandem.training.ppo import more_prompts
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.training.replay import replay
@@ -59,12 +61,7 @@ def config_of(folder: Path, model: str, **changes: Any) -> RunConfig:
 
 
 def trainer_of(config: RunConfig, **more: Any) -> tuple[PPOTrainer, list[PromptRow]]:
-    engine = RLHFEngine(
-        actor=config.actor_model,
-        config=config,
-        has_critic=False,
-        has_reference=config.grpo.has_reference,
-    )
+    engine = make_engine(config, config.actor_model)
     prompts = [engine.renderer.prompt(f"Say {word}.") for word in WORDS]
     trainer = PPOTrainer(
         engine, config, num_steps=3, reward_function=letter_rewards.starts_early, **more
@@ -188,11 +185,20 @@ def test_dynamic_sampling_fills_up_with_other_prompts(tiny_model: str, tmp_path:
 def test_an_engine_must_fit_the_algorithm(tiny_model: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_model, grpo={"algorithm": "rloo"})
     reward = letter_rewards.starts_early
+    with pytest.raises(ConfigError, match="must get has_critic=False"):
+        make_engine(config, tiny_model, has_critic=True)
+    engine = make_engine(replace(config, stages=("ppo",)), tiny_model)
     with pytest.raises(ConfigError, match="must get no critic"):
-        PPOTrainer(RLHFEngine(actor=tiny_model, config=config), config, reward_function=reward)
-    engine = RLHFEngine(actor=tiny_model, config=config, has_critic=False, has_reference=False)
+        PPOTrainer(engine, config, reward_function=reward)
+    engine = make_engine(config, tiny_model, has_critic=False, has_reference=False)
     with pytest.raises(ConfigError, match=r"grpo.kl_coef must be 0 without a reference; got 0.03"):
         PPOTrainer(engine, config, reward_function=reward)
+
+
+def forward_logprobs(trainer: PPOTrainer, made: Experience) -> torch.Tensor:
+    """(B, T) what the training forward gives the sampled tokens."""
+    with torch.no_grad(), evaluating(trainer.engine.actor):
+        return trainer.engine.actor_logprobs(made.batch, with_entropy=False)[0]
 
 
 def test_lora_leaves_the_base_as_it_is_and_samples_from_the_adapter(
@@ -211,6 +217,10 @@ def test_lora_leaves_the_base_as_it_is_and_samples_from_the_adapter(
     assert base != start.keys()
     for step in range(1, 101):
         made = trainer.generate_experience(prompts[:2], step=step)
+        forward = forward_logprobs(trainer, made)
+        if native.available():
+            assert torch.equal(made.rollout.rollout_logprobs, forward), step
+        torch.testing.assert_close(made.rollout.rollout_logprobs, forward)
         metrics = trainer.train_rlhf(made, step=step)
         assert metrics["ratio_gap_before_update"] < 1e-6, step
     end = weights_of(trainer)
@@ -230,7 +240,7 @@ def test_a_run_stopped_in_the_middle_is_the_same_run_and_replays(
     straight = ran(config)
     lines = ran_with_stops(config, tmp_path / "stopped", [("grpo", 2), ("grpo", 3)])
     assert any("grpo: continuing after step 2" in line for line in lines)
-    assert any("grpo: dapo: baseline group-mean" in line for line in lines)
+    assert any("grpo: dapo: 4 samples per prompt, baseline group-mean" in line for line in lines)
     assert_equal_runs(tmp_path / "stopped", straight)
     steps = [record["values"] for record in records(straight) if record["step"] > 0]
     assert all("sampling_rounds" in values and "kl" in values for values in steps)
@@ -266,9 +276,9 @@ def test_after_sft_by_the_command_line(
     folder = tmp_path / "both"
     flags = ["--config", str(file), "--output-dir", str(folder)]
     assert main(["train", *flags, "--stages", "sft,grpo"]) == 0
-    assert "grpo: grpo: baseline group-mean" in capsys.readouterr().out
+    assert "grpo: grpo: 2 samples per prompt, baseline group-mean" in capsys.readouterr().out
     made_from = json.loads((folder / "grpo/MANIFEST.json").read_text("utf-8"))["facts"]["made_from"]
-    assert "the sft step" in made_from
+    assert "the sft stage" in made_from
     assert "the reward function" in made_from
     assert load_file(folder / "grpo/actor/model.safetensors")
     assert not (folder / "grpo/critic").exists()
