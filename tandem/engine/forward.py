@@ -224,9 +224,7 @@ def _dealt_units(
     return best[1], best[2]
 
 
-def _units(
-    lengths: Sequence[int], groups: Sequence[PromptGroup], max_tokens: int
-) -> list[_Unit]:
+def _units(lengths: Sequence[int], groups: Sequence[PromptGroup], max_tokens: int) -> list[_Unit]:
     """Groups cut so that each part has at most `max_tokens`, or one row."""
     units: list[_Unit] = []
     for group in groups:

@@ -174,9 +174,7 @@ def _states(model: PreTrainedModel, rows: PackedRows) -> Tensor:
 
 def _padded_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """(B, T, D). No mask: a causal model's token sees nothing to its right, where padding is."""
-    states: Tensor = model.base_model(
-        input_ids=batch.token_ids, use_cache=False
-    ).last_hidden_state
+    states: Tensor = model.base_model(input_ids=batch.token_ids, use_cache=False).last_hidden_state
     return states
 
 

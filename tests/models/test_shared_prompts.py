@@ -139,9 +139,7 @@ def test_values_and_scores(
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_plain_torch_writes_the_sequences_out(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_torch_writes_the_sequences_out(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_native", lambda dtype: False)
     model, batch = tiny_model(family), grouped_batch(GROUPS["ragged"])
     # torch's own kernels add up in another order for other shapes.
