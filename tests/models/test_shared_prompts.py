@@ -74,7 +74,7 @@ def require_same(
     monkeypatch: pytest.MonkeyPatch,
     within: float = 1e-6,
 ) -> None:
-    """The outputs to the last bit (with the C++ operations), the gradients relative to their size."""
+    """The outputs to the last bit (with the C++ operations), the gradients within rounding."""
     shared, ours = gradients(model, forward)
     unshared(monkeypatch)
     alone, theirs = gradients(model, forward)
