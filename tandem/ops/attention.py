@@ -92,8 +92,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: Kind) 
         )  # fmt: skip
     if step.prefixes is not None:
         whole = step.whole()
-        written_out = (x[whole.tokens] for x in (q, k, v))
-        return varlen_attention(*written_out, whole.packed, kind)[whole.back]
+        q, k, v = q[whole.tokens], k[whole.tokens], v[whole.tokens]
+        return varlen_attention(q, k, v, whole.packed, kind)[whole.back]
     if q.device.type == "cuda" and _varlen_kernel_fits(q, v, kind):
         return _varlen_on_gpu(q, k, v, step, kind)
     bounds = step.cu_seqlens.tolist()
