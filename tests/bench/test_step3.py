@@ -167,7 +167,8 @@ def test_phases_in_which_the_plain_loop_is_faster_are_named_with_shares_of_the_p
         return [{**phases, "total": Cost(3, 2 + train, flops)}] * 3
 
     costs = {"tandem": rounds(2.0, 8e9), "plain": rounds(1.0, 0.0)}
-    found = step3.summary(Work(shape=TINY, mode="forced"), [4] * 64, costs)
+    work = Work(shape=TINY, mode="forced", micro_batch_tokens=64)
+    found = step3.summary(work, [4] * 64, costs)
     assert step3.slower_phases(found) == {"train": 0.5, "total": 0.75}
     step3.add_shares(found, costs, 4e9)
     shares = {phase: sides["tandem"]["peak_share"] for phase, sides in found.items()}
