@@ -231,8 +231,8 @@ class PPOTrainer:
         return {**log.means(), "epochs_done": float(epochs_done)}
 
     def rehearse(self, prompts: Sequence[PromptRow]) -> None:
-        """The largest micro-batches that can come, forward and backward, for nothing: what does
-        not fit into memory is known before the first step.
+        """Run the largest possible micro-batches forward and backward, to find out before the
+        first step what does not fit into memory.
 
         Raises:
             OutOfMemoryError: it does not.
@@ -244,17 +244,19 @@ class PPOTrainer:
         return num_updates(self.config, 1) // self.rl.epochs
 
     def _minibatches(self, experience: Experience, step: int) -> Iterator[tuple[int, Tensor]]:
-        """Every update's number within the step and its rows, shuffled anew each epoch by (seed,
-        step, epoch)."""
-        chosen = torch.arange(len(experience), device=self.engine.device)
+        """Every update's number within the step and its rows. Prompts are shuffled each epoch by
+        (seed, step, epoch); the answers to one stay together, so that they can share it."""
+        chosen, group = torch.arange(len(experience), device=self.engine.device), experience.group
         if experience.in_loss is not None:
-            chosen = chosen[experience.in_loss]
+            chosen, group = chosen[experience.in_loss], group[experience.in_loss.to(group.device)]
         if len(chosen) == 0:
             return
+        found, group = group.unique(return_inverse=True)
         for epoch in range(self.rl.epochs):
             key = sequence_key(self.config.seed, step, epoch, 0)
-            order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(key))
-            minibatches = chosen[order.to(self.engine.device)].split(self.rl.minibatch_size)
+            places = torch.randperm(len(found), generator=torch.Generator().manual_seed(key))
+            order = places.argsort().to(group.device)[group].argsort(stable=True)
+            minibatches = chosen[order.to(chosen.device)].split(self.rl.minibatch_size)
             for number, rows in enumerate(minibatches):
                 yield epoch * self._updates_per_epoch + number, rows
 
@@ -270,17 +272,12 @@ class PPOTrainer:
     def _update_actor(
         self, update: Update, minibatch: Experience, log: Means, step: int, number: int
     ) -> bool:
-        """Teach the actor. Returns whether to leave the rollout's other updates."""
-        learner, target, algorithm = (
-            self.engine.actor_learner,
-            self.rl.early_stop_kl,
-            self.algorithm,
-        )
+        """Train the actor. Returns whether to skip the rollout's other updates."""
+        learner, algorithm = self.engine.actor_learner, self.algorithm
         mask = minibatch.batch.response_mask
         _, units = aggregation(mask, algorithm.normalization, max_tokens=algorithm.max_tokens)
-        rows = self._with_gradient(minibatch)
-        log.add("answers_learned", len(rows) / len(minibatch))
-        learned = minibatch.select(rows)
+        learned = minibatch.select(self._with_gradient(minibatch))
+        log.add("answers_learned", len(learned) / len(minibatch))
         terms = [
             LossTerm(
                 learned.batch.lengths().tolist(),
@@ -291,21 +288,21 @@ class PPOTrainer:
                     learned.select(self._rows(numbers)),
                     kl_coef=self.kl_coef,
                 ),
+                batch=learned.batch,
             )
         ]
         if self._has_ptx:
             batch = self._ptx_batch(step, number)
             terms.append(mixture_term(self.engine.actor, batch, self.rl.ptx_coef))
-        # The loss has its own denominator, and what is watched has the tokens that were read.
+        # The loss has its own denominator; metrics are means over the tokens of the forward.
         per_token = units / learned.batch.num_response_tokens
         learning_rate = learner.learning_rate
         check = partial(self._require_same_policy, learned, per_token) if number == 0 else None
         means, *others = update.learn(learner, terms, check)
         log.maximum("ratio_max", means.pop("ratio_max"))
-        for name in ("loss", "policy_loss", "rank_idle"):
-            if name != "loss":
-                log.add(name, means[name])
-            del means[name]
+        del means["loss"]
+        for name in ("policy_loss", "rank_idle"):
+            log.add(name, means.pop(name))
         means = {name: value * per_token for name, value in means.items()}
         gap = means.pop("ratio_gap")
         if number == 0:
@@ -318,18 +315,19 @@ class PPOTrainer:
         for name, value in means.items():
             log.add(name, value)
         log.add("actor_learning_rate", learning_rate)
-        return bool(target > 0 and means["policy_kl"] > target)
+        return 0 < self.rl.early_stop_kl < means["policy_kl"]
 
     def _update_critic(
         self, update: Update, learner: Learner, minibatch: Experience, log: Means
     ) -> None:
-        """Teach the critic."""
+        """Train the critic."""
 
         def loss(rows: list[int]) -> MicroBatchLoss:
             return critic_loss(self.engine, self.algorithm, minibatch.select(self._rows(rows)))
 
         batch = minibatch.batch
-        term = LossTerm(batch.lengths().tolist(), batch.num_response_tokens, loss)
+        lengths, count = batch.lengths().tolist(), batch.num_response_tokens
+        term = LossTerm(lengths, count, loss, batch=batch)
         learning_rate = learner.learning_rate
         (means,) = update.learn(learner, [term])
         for name in ("value_loss", "value_clip_fraction", "rank_idle"):

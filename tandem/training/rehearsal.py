@@ -32,7 +32,7 @@ def rehearse_updates(
     length = max(len(prompt) for prompt in prompts) + answer
     device = engine.device
 
-    # No rank is dealt more answers of a minibatch than this.
+    # No rank gets more answers of a minibatch than this.
     share = -(-rl.minibatch_size // engine.world.size)
 
     def batch(max_tokens: int) -> TokenBatch:
@@ -40,6 +40,9 @@ def rehearse_updates(
         response = torch.zeros((rows, length), dtype=torch.bool, device=device)
         response[:, length - answer :] = True
         ids = torch.full((rows, length), engine.renderer.pad_token_id, device=device)
+        # No two rows share their prompt: the most that a micro-batch can take.
+        vocabulary = engine.actor.config.get_text_config().vocab_size
+        ids[:, 0] = torch.arange(rows, device=device) % vocabulary
         return TokenBatch(ids, torch.ones_like(response), response)
 
     def actor_loss(max_tokens: int) -> Tensor:
