@@ -101,6 +101,7 @@ CONVERSIONS: dict[str, tuple[str, str]] = {
         "ppo.minibatch_size",
         "answers over all ranks, so the size per process x processes x accumulation steps",
     ),
+    "multi_objective_aggregation": ("scoring.combine", "sum, or group (GDPO)"),
     "nproc_per_node": ("", "Use --num-gpus on the command line."),
     "num_mini_batches": (
         "ppo.minibatch_size",
@@ -120,7 +121,8 @@ CONVERSIONS: dict[str, tuple[str, str]] = {
     ),
     "report_to": ("log.tensorboard log.wandb", "tensorboard is on or off, wandb a project's name"),
     "resume_from_checkpoint": ("", "The same command continues the run in output_dir; remove it."),
-    "reward_funcs": ("ppo.reward_function", "one function, as file.py:name"),
+    "reward_funcs": ("ppo.reward_function", "functions, as file.py:name"),
+    "reward_weights": ("ppo.reward_function", "a weight behind each, as file.py:name:0.5"),
     "rollout_batch_size": (
         "ppo.prompts_per_step",
         "prompts per rollout; each gets sampling.samples_per_prompt answers",

@@ -151,6 +151,10 @@ ALARMS: tuple[Rule, ...] = (
     Rule("reward-clipped", "reward_clipped", "above", 0.2,
         "Many scores are clipped, so better and worse answers look alike.",
         "Raise ppo.reward_clip or lower the reward's weight."),
+    Rule("reward-failing", "reward_failed", "above", 0.05,
+        "Reward functions fail on many answers, so the policy learns from the others alone.",
+        "Read the line that names the first failure; fix the function, or raise "
+        "scoring.deadline_seconds or scoring.memory_gb."),
     Rule("actor-grad-spike", "actor_grad_norm", "above", 10.0,
         "The actor's gradient on this rollout is ten times larger than usual.",
         "If it repeats, lower the actor's learning rate and look at the step's samples.",

@@ -23,7 +23,8 @@ from tandem.files import at_once, sha256, sha256_once
 from tandem.models.checkpoint_ref import model_files, model_folders
 from tandem.models.source import locate
 from tandem.parallel.world import World
-from tandem.training.reward_function import source_files
+from tandem.rewards.loading import source_files
+from tandem.rewards.scoring import named, text_of
 
 # What every step's outcome depends on, beside its section and what its record names.
 _SHARED = (
@@ -38,7 +39,7 @@ _SHARED = (
     "parallel.frozen_weights",
 )
 # These change what is measured or shown on the way, never what comes out.
-_HARMLESS = ("eval_every", "eval_prompts", "max_skipped")
+_HARMLESS = ("eval_every", "eval_prompts", "max_skipped", "workers", "self_test")
 
 
 class Identity:
@@ -104,9 +105,13 @@ class Identity:
         return self._digests[model] if model else {}
 
     def reward_function(self) -> dict[str, str]:
-        """The SHA-256 of each source file of the reward function's."""
-        files = source_files(self.config.ppo.reward_function)
-        return {path.name: sha256(path) for path in files}
+        """The SHA-256 of each source file of the reward functions'."""
+        specs = [spec for spec, _ in named(self.config.ppo.reward_function)]
+        files = sorted({path for spec in specs for path in source_files(text_of(spec))})
+        names = [path.name for path in files]
+        return {
+            path.name if names.count(path.name) == 1 else str(path): sha256(path) for path in files
+        }
 
     def _digests_of(self, model: str) -> dict[str, str]:
         folders = model_folders(model)

@@ -18,7 +18,7 @@ from tandem.errors import CheckpointError
 from tandem.models import source
 from tandem.parallel.world import World
 from tandem.training.provenance import Identity
-from tandem.training.reward_function import source_files
+from tandem.rewards.loading import source_files
 from tests.tiny import tiny_config, write_preferences
 from tests.training.runs import StopError, ran, stop_at
 
