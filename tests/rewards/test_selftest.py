@@ -34,10 +34,9 @@ def equal(prompts: Any, completions: Any, answer: Any, **columns: Any) -> list[f
 
 
 def test_a_reward_that_tells_answers_apart_passes() -> None:
-    assert report_of(equal, rows_of("Paris", "Rome", "Nairobi", None)) == [
-        "reward function equal tells answers apart on 3 rows: "
-        + "reference 1, empty 0, another row's reference 0"
-    ]
+    (line,) = report_of(equal, rows_of("Paris", "Rome", "Nairobi", None))
+    assert line.startswith("reward function equal tells answers apart on 3 rows: reference 1, ")
+    assert line.endswith("empty 0, another row's reference 0")
     assert (
         "on 2 rows" in report_of(equal, rows_of(3, 4, column="result"), answer_column="result")[0]
     )

@@ -17,8 +17,8 @@ from tandem.config.spellings import RENAMED
 from tandem.errors import CheckpointError
 from tandem.models import source
 from tandem.parallel.world import World
-from tandem.training.provenance import Identity
 from tandem.rewards.loading import source_files
+from tandem.training.provenance import Identity
 from tests.tiny import tiny_config, write_preferences
 from tests.training.runs import StopError, ran, stop_at
 
