@@ -14,7 +14,7 @@ from tandem.config.stages import are_apart, in_order, of_family, ways
 
 def rule_problems(config: RunConfig) -> Iterator[str]:
     """Rules that tie knobs together: a knob that would be ignored is an error."""
-    ppo, steps = config.ppo, config.steps
+    ppo, steps = config.ppo, config.stages
     if not _is_path(config.output_dir):
         shown = ascii(config.output_dir[:80])
         yield (
@@ -27,7 +27,7 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
             f"{config.output_dir[:80]!a}. Write the whole path"
         )
     if not steps:
-        yield "steps must name at least one step; got none. Use e.g. --steps sft reward ppo"
+        yield "steps must name at least one step; got none. Use e.g. --stages sft reward ppo"
     if len(set(steps)) != len(steps):
         yield f"steps must name each step once; got {' '.join(steps)}"
     yield from _order_problems(steps)

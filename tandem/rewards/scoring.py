@@ -68,7 +68,7 @@ class FunctionScores:
         """Answers that it failed on, whatever the reason."""
         return sum(self.failed)
 
-    def says(self) -> str:
+    def describe(self) -> str:
         """The failures in one line; "" if there are none."""
         if not self.failures:
             return ""
@@ -106,16 +106,16 @@ class RewardFunctions:
         self,
         functions: Sequence[GivenFunction],
         config: ScoringConfig | None = None,
-        say: Callable[[str], None] | None = None,
+        print_line: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
-            say: shows a line to the user.
+            print_line: shows a line to the user.
         Raises:
             ConfigError: a name leads nowhere.
         """
         self.config = config or ScoringConfig()
-        self._say = say or partial(print, flush=True)
+        self._print_line = print_line or partial(print, flush=True)
         self._functions = [self._made(spec, call) for spec, call in named(functions)]
 
     @property
@@ -152,7 +152,7 @@ class RewardFunctions:
         if getattr(call, "in_process", False):
             return _Function(spec, call, None, printed)
         if not spec.where and (why := _cannot_fork()):
-            self._say(
+            self._print_line(
                 f"reward function {spec.label} runs in the training process, without deadline and "
                 f"limits: {why}. Name it as file.py:function to run it in processes of its own."
             )
@@ -171,7 +171,7 @@ class RewardFunctions:
         if problem := columns_problem(function.call, names, spec.label):
             raise DataError(f"{problem}.")
         start = time.monotonic()
-        with _shown_while_it_runs(self._say, spec.label, len(call)):
+        with _shown_while_it_runs(self._print_line, spec.label, len(call)):
             outcomes = self._outcomes(function, call)
         failures = Counter(outcome.failure for outcome in outcomes if outcome.failure)
         first = next((i for i, outcome in enumerate(outcomes) if outcome.failure), None)
@@ -202,18 +202,18 @@ class RewardFunctions:
         lines = [line for text in function.printed for line in text.splitlines() if line.strip()]
         function.printed.clear()
         for line in lines[:_LINES_PRINTED]:
-            self._say(f"reward function {found.label} printed: {visible(line)[:200]}")
+            self._print_line(f"reward function {found.label} printed: {visible(line)[:200]}")
         if len(lines) > _LINES_PRINTED:
-            self._say(
+            self._print_line(
                 f"reward function {found.label} printed {len(lines) - _LINES_PRINTED} more lines"
             )
         if not found.failures:
             return
         if self.config.on_failure == "stop":
             raise DataError(
-                f"{found.says()}. Fix the function, or set scoring.on_failure to none or zero."
+                f"{found.describe()}. Fix the function, or set scoring.on_failure to none or zero."
             )
-        self._say(found.says())
+        self._print_line(found.describe())
 
 
 def named(functions: Sequence[GivenFunction]) -> list[tuple[RewardSpec, RewardFunction]]:
@@ -268,7 +268,7 @@ def _cannot_fork() -> str:
 
 @contextmanager
 def _shown_while_it_runs(
-    say: Callable[[str], None], label: str, num_answers: int
+    print_line: Callable[[str], None], label: str, num_answers: int
 ) -> Iterator[None]:
     """Say so, ever more rarely, where a reward function takes long: it may wait for something."""
     done = threading.Event()
@@ -278,7 +278,7 @@ def _shown_while_it_runs(
         pause = OVERDUE_SECONDS
         while not done.wait(pause):
             seconds = time.monotonic() - start
-            say(
+            print_line(
                 f"reward function {label} has run for {seconds:.0f} s on {num_answers} answers and "
                 "has not returned. Ctrl-C stops the run; the same command continues."
             )

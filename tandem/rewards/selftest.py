@@ -115,7 +115,7 @@ def _complaint(
     label: str, column: str, means: tuple[float, float, float], rows: int, scored: FunctionScores
 ) -> str:
     right, empty, other = (_shown(mean) for mean in means)
-    failures = f"; {scored.says()}" if scored.failures else ""
+    failures = f"; {scored.describe()}" if scored.failures else ""
     return (
         f"reward function {label} must score the reference answer (column {column}) above an empty "
         f"answer and above another row's reference; got {right}, {empty} and {other} (means over "

@@ -70,7 +70,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     made_from = _made_from(run)
     scorer = _scorer(run)
     named = config.ppo.reward_function if _uses_function(config) else None
-    rewards = rewards_of(named, config.scoring, run.say)
+    rewards = rewards_of(named, config.scoring, run.print_line)
     prompts = rows.heldout_prompts[: config.ppo.eval_prompts]
     models: dict[str, dict[str, float]] = {}
     answers: list[dict[str, Any]] = [
@@ -128,11 +128,11 @@ def answer(
 
 
 def _uses_function(config: RunConfig) -> bool:
-    return bool(config.ppo.reward_function and of_family(config.steps, "rl"))
+    return bool(config.ppo.reward_function and of_family(config.stages, "rl"))
 
 
 def _scorer(run: Run) -> RewardScorer | None:
-    source, rl = run.reward_source(), of_family(run.config.steps, "rl")
+    source, rl = run.reward_source(), of_family(run.config.stages, "rl")
     if source is None or not (rl or run.trained("reward model")):
         return None
     if rl and run.config.ppo.reward_model_weight == 0:

@@ -59,7 +59,7 @@ class RewardColumns:
 
     def failure(self) -> str:
         """What the functions failed on, in one line; "" if on nothing."""
-        return "; ".join(filter(None, (function.says() for function in self.functions)))
+        return "; ".join(filter(None, (function.describe() for function in self.functions)))
 
 
 def named_metrics(label: str, values: Tensor) -> dict[str, float]:
@@ -75,7 +75,7 @@ def named_metrics(label: str, values: Tensor) -> dict[str, float]:
 def rewards_of(
     given: GivenRewards | None,
     config: ScoringConfig,
-    say: Callable[[str], None] | None = None,
+    print_line: Callable[[str], None] | None = None,
 ) -> RewardFunctions | None:
     """Reward functions ready to score; None for none.
 
@@ -87,7 +87,7 @@ def rewards_of(
     if given is None:
         return None
     functions = [given] if isinstance(given, str) or callable(given) else list(given)
-    return RewardFunctions(functions, config, say) if functions else None
+    return RewardFunctions(functions, config, print_line) if functions else None
 
 
 def function_scores(

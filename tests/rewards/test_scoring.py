@@ -56,8 +56,8 @@ def scores(
     name: Any, completions: list[str], lines: list[str] | None = None, **knobs: Any
 ) -> list[float | None]:
     columns = {"answer": knobs.pop("answer")} if "answer" in knobs else {}
-    say = (lines if lines is not None else []).append
-    rewards = RewardFunctions([name], ScoringConfig(**knobs), say)
+    print_line = (lines if lines is not None else []).append
+    rewards = RewardFunctions([name], ScoringConfig(**knobs), print_line)
     try:
         return rewards.score(answers_of(completions, **columns))[0].scores
     finally:

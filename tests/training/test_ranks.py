@@ -25,7 +25,7 @@ _UNLIKE = (
 
 
 def ran(world: World, config: RunConfig) -> None:
-    train(config, command="test", say=lambda line: None, world=world)
+    train(config, command="test", print_line=lambda line: None, world=world)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
