@@ -1,4 +1,4 @@
-"""Direct preference optimization: steps 2 and 3 in one, without a reward model.
+"""Direct preference optimization: takes the place of reward model and PPO, without a reward model.
 
 The reference is the policy as it starts: with LoRA the model with its adapters off, else a frozen
 copy. Log-probs are summed over the answer, its EOS included.
@@ -13,45 +13,40 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
+from tandem.engine.checks import check_same_start
 from tandem.engine.forward import response_logprobs
-from tandem.engine.loading import check_policy, place_policy
-from tandem.engine.same_start import check_same_start
-from tandem.models.load import check_vocabulary
+from tandem.engine.placement import onload
 from tandem.models.lora import adapters_off
 from tandem.objectives.losses import dpo_loss
 from tandem.training.evaluate import row_logprobs
 from tandem.training.run_folder import Run
-from tandem.training.saving import save_policy
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob
-from tandem.training.supervised import SupervisedTrainer, objective_of_pairs
+from tandem.training.supervised import SupervisedTrainer, objective_of_pairs, policy_to_train
 from tandem.types import PairRow, TokenBatch
 
 
 def prepare(run: Run, rows: StepRows) -> StageJob:
     """DPO, ready to run; it leaves `RUN/dpo`, a folder that from_pretrained opens."""
     config, settings = run.config, run.config.dpo
-    device, source = run.device, run.policy_source("dpo")
-    model = place_policy(
-        source, config, run.world, trained=True, seed=config.seed, keeps_start=True
-    )
-    check_vocabulary(model, rows.tokenizer)
-    check_policy(model, config, None)
+    model = policy_to_train(run, rows, "dpo", keeps_start=True)
     frozen = None
     if config.lora.rank == 0:
-        frozen = place_policy(source, config, run.world, trained=False)
+        on_host = "reference" in config.parallel.offload
+        frozen = run.placement.policy(run.policy_source("dpo"), trained=False, on_host=on_host)
     check_same_start(model, frozen)
 
     def reference_of(batch: TokenBatch) -> Tensor:
         with torch.no_grad():
             if frozen is not None:
-                return response_logprobs(frozen, batch)[0].sum(dim=1)
+                with onload(frozen):
+                    return response_logprobs(frozen, batch)[0].sum(dim=1)
             with adapters_off(model):
                 return response_logprobs(model, batch)[0].sum(dim=1)
 
     def loss(part: Sequence[PairRow]) -> tuple[Tensor, dict[str, Tensor]]:
         both = [pair.chosen for pair in part] + [pair.rejected for pair in part]
-        batch = TokenBatch.from_rows(both, rows.renderer.pad_token_id).to(device)
+        batch = TokenBatch.from_rows(both, rows.renderer.pad_token_id).to(run.device)
         ref_chosen, ref_rejected = reference_of(batch).chunk(2)
         chosen, rejected = response_logprobs(model, batch)[0].sum(dim=1).chunk(2)
         result = dpo_loss(
@@ -72,8 +67,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     objective = objective_of_pairs(loss, scoring_passes=1)
     evaluate = _evaluation(model, frozen, rows, config)
     trainer = SupervisedTrainer(run, "dpo", model, settings, rows.dpo_pairs, objective, evaluate)
-    masters = trainer.learner.masters
-    return trainer.job(lambda folder: save_policy(model, rows, folder, masters, config.save_dtype))
+    return trainer.policy_job(rows)
 
 
 def _evaluation(

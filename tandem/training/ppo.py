@@ -33,7 +33,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     """
     ppo, prompts = run.config.ppo, rows.prompts
     if not prompts:
-        raise DataError("step ppo must have at least one prompt; got none. See the drops above.")
+        raise DataError("stage ppo must have at least one prompt; got none. See the drops above.")
     order = BatchOrder(
         num_rows=len(prompts),
         batch_size=ppo.prompts_per_step,
@@ -47,7 +47,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         prompts,
         order,
         ppo.eval_every,
-        save=partial(_save, stage.trainer.engine, rows),
+        save=partial(_save, stage.trainer, rows),
         complete=lambda evaluation: {**evaluation, "steps": order.num_steps},
     )
 
@@ -112,9 +112,9 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
     """The engine with its roles loaded, and what trains it."""
     config, ppo = run.config, run.config.ppo
     engine = RLHFEngine(
-        actor=run.policy_source("ppo"),
+        run.settings,
+        run.policy_source("ppo"),
         reward_model=_reward_source(run),
-        config=config,
         world=run.world,
     )
     run.print_line(f"ppo: {engine.describe()}")
@@ -140,7 +140,7 @@ def _reward_source(run: Run) -> str | None:
     source = run.reward_source("ppo")
     if source is None and not run.config.ppo.reward_function:
         raise ConfigError(
-            "step ppo must have a reward: --reward-model or --ppo.reward-function; got neither, "
+            "stage ppo must have a reward: --reward-model or --ppo.reward-function; got neither, "
             f"and {run.path} has no finished reward step."
         )
     return source
@@ -158,8 +158,8 @@ def _first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
     return first.messages[-1].content, answers
 
 
-def _save(engine: RLHFEngine, rows: StepRows, folder: Path) -> None:
-    dtype = engine.config.save_dtype
+def _save(trainer: PPOTrainer, rows: StepRows, folder: Path) -> None:
+    engine, dtype = trainer.engine, trainer.config.save_dtype
     save_policy(engine.actor, rows, folder / "actor", engine.actor_learner.masters, dtype)
     if engine.critic is not None and engine.critic_learner is not None:
         tokenizer, masters = engine.tokenizer, engine.critic_learner.masters

@@ -454,7 +454,7 @@ def test_what_is_missing_is_said_at_once(tmp_path: Path, tiny_model: str, prefer
     with pytest.raises(ConfigError, match="actor_model must name a model"):
         quiet(replace(config, data=()))
     config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["ppo"])
-    with pytest.raises(ConfigError, match="step ppo must have a reward"):
+    with pytest.raises(ConfigError, match="stage ppo must have a reward"):
         quiet(config)
     assert not (tmp_path / "run").exists()
     bad = tmp_path / "bad.jsonl"
