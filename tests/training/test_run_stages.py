@@ -224,7 +224,7 @@ def test_rows_beyond_the_models_positions_stop_before_the_first_step(
     with pytest.raises(ConfigError, match="must fit the model's 256 positions; got"):
         quiet(config)
     config = tiny_config(tmp_path / "run", tiny_model, preferences, dataset__split=[1, 0, 1])
-    with pytest.raises(ConfigError, match="step reward must have at least one row; got none"):
+    with pytest.raises(ConfigError, match="stage reward must have at least one row; got none"):
         quiet(config)
     assert not (tmp_path / "run").exists()
 
@@ -495,7 +495,7 @@ def test_a_run_at_home_is_written_and_read_at_home(
     made_from = json.loads((tmp_path / "home/run/reward/MANIFEST.json").read_text())["facts"]
     entries = json.loads((tmp_path / "home/run/sft/MANIFEST.json").read_text())["files"]
     assert (
-        made_from["made_from"]["the sft step"]["model.safetensors"]
+        made_from["made_from"]["the sft stage"]["model.safetensors"]
         == (entries["model.safetensors"]["sha256"])
     )
 
