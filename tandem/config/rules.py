@@ -68,6 +68,11 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
             "sampling.min_new_tokens must be at most sampling.max_new_tokens "
             f"({config.sampling.max_new_tokens}); got {config.sampling.min_new_tokens}"
         )
+    if config.scoring.combine == "group" and config.sampling.samples_per_prompt < 2:
+        yield (
+            "sampling.samples_per_prompt must be above 1 where scoring.combine is group (rewards "
+            "are normalized among the answers to one prompt); got 1"
+        )
     yield from _unread(ppo)
     if rl and ppo.reward_model_weight == 0 and not ppo.reward_function:
         yield "ppo.reward_model_weight must be > 0 without a ppo.reward_function; got 0"

@@ -12,6 +12,7 @@ from typing import Literal
 
 from tandem.config.knob import RL, STEPS, SUPERVISED, at_home, knob, require_sections
 from tandem.config.parallel import ParallelConfig
+from tandem.config.scoring import ScoringConfig
 from tandem.config.stages import DEFAULT, stage_names
 from tandem.errors import ConfigError
 
@@ -250,12 +251,11 @@ class PPOConfig:
     per token, exceeds this; 0 is off."""
     reward_model_weight: float = knob(1.0, ge=0)
     """Weight of the reward model's normalized score."""
-    reward_function: str = knob("", common=RL, path=True)
-    """A Python function, `file.py:name` or `package.module:name`, called as
-    f(prompts, completions, **columns) -> list[float | None]; instead of the reward model or with
-    it."""
+    reward_function: tuple[str, ...] = knob((), common=RL, path=True)
+    """Reward functions as `file.py:name`, `module:name` or `tandem:name`, `:weight` behind each,
+    called as f(prompts, completions, **columns) -> list[float | None]; docs/reward_function.md."""
     reward_function_weight: float = knob(1.0)
-    """Weight of the reward function's score."""
+    """Weight of the reward functions' weighted sum, added to the reward model's."""
     ema: bool = knob(False, common=RL)
     """Keep an fp32 moving average of the actor, save it and evaluate it next to the actor."""
     ema_decay: float = knob(0.992, gt=0, lt=1)
@@ -281,6 +281,9 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         require_sections(self)
+        if isinstance(self.reward_function, str):  # one function, as the knob took it before
+            one = (self.reward_function,) if self.reward_function else ()
+            object.__setattr__(self, "reward_function", one)
         at_home(self)
 
 
@@ -367,6 +370,7 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     guards: GuardConfig = field(default_factory=GuardConfig)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from tandem.config.stages import FAMILIES, Family
 from tandem.errors import ConfigError
-from tandem.metrics.metric import PHASES, Metric
+from tandem.metrics.metric import PHASES, REASONS, Metric
 
 _TEXT: tuple[Family, ...] = ("supervised",)
 _PAIRS: tuple[Family, ...] = ("pairs",)
@@ -116,11 +116,33 @@ METRICS: tuple[Metric, ...] = (
         Metric("reward_model_score", "normalized reward", _RL, "",
             "Mean normalized score of the reward model, before its weight."),
         Metric("reward_function_score", "function units", _RL, "",
-            "Mean of the reward function's scores, before its weight, over the answers that it "
-            "scored.", chart="Reward function"),
+            "Mean weighted sum of the reward functions' scores, before "
+            "ppo.reward_function_weight, over the answers that one scored.",
+            chart="Reward function"),
+        Metric("reward_mean/*", "reward's own units", _RL, "",
+            "Mean of one reward (a function, or the normalized reward model), before its weight, "
+            "over the answers that it scored.", "each rises that has a weight",
+            title="Reward, mean", chart="Rewards, mean"),
+        Metric("reward_std/*", "reward's own units", _RL, "",
+            "Standard deviation of one reward over the answers that it scored.",
+            "above 0: equal scores teach nothing", title="Reward, standard deviation",
+            chart="Rewards, standard deviation"),
+        Metric("reward_none/*", "share", _RL, "",
+            "Answers that one reward did not score: it returned None, or failed.",
+            "0, unless it skips answers on purpose", title="Reward, share of None"),
         Metric("reward_unscored", "answers", _RL, "",
-            "Answers for which the reward function returned None.",
-            "0, unless the function skips answers on purpose"),
+            "Answers that no reward scored; scoring.on_none leaves them out or scores them 0.",
+            "0, unless the functions skip answers on purpose"),
+        Metric("reward_failed", "share", _RL, "lower",
+            "Answers on which a reward function failed, for whatever reason.", "0",
+            title="Reward failures", chart="Reward failures"),
+        Metric("reward_failures/*", "answers", _RL, "lower",
+            "Answers on which a reward function failed, by reason: it raised, took too long, took "
+            "too much memory, its process died, it started too many processes, or its result is no "
+            "finite number.", "none", members=REASONS, title="Reward failures"),
+        Metric("reward_seconds/*", "seconds", _RL, "lower",
+            "Wall time that one reward function took for the step's answers.",
+            title="Reward, time"),
         Metric("reward_clipped", "share", _RL, "lower",
             "Answers whose score ppo.reward_clip clipped.", "below 0.05"),
         Metric("shaped_return", "normalized reward", _RL, "higher",

@@ -20,7 +20,7 @@ from tandem.metrics.folder import EVALUATION_FILE, finished_stages
 from tandem.models.load import load_tokenizer
 from tandem.training.evaluate import answer_metrics, language_model_metrics, preference_metrics
 from tandem.training.experience import score_answers
-from tandem.training.reward_function import load_reward_function
+from tandem.training.reward_function import rewards_of
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
 from tandem.types import PromptRow, Rollout
@@ -28,7 +28,7 @@ from tandem.types import PromptRow, Rollout
 NUM_SHOWN = 8
 _MEASURING = (
     *("actor_model", "reward_model", "data", "stages", "seed", "dtype", "hybrid_engine"),
-    *("sampling.", "sft.loss_on", "ppo.eval_prompts", "ppo.reward_"),
+    *("sampling.", "sft.loss_on", "ppo.eval_prompts", "ppo.reward_", "scoring."),
 )
 """Prefixes of the names of the knobs that a comparison depends on."""
 
@@ -67,7 +67,8 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     config = run.config
     made_from = _made_from(run)
     scorer = _scorer(run)
-    function = load_reward_function(config.ppo.reward_function) if _uses_function(config) else None
+    named = config.ppo.reward_function if _uses_function(config) else None
+    rewards = rewards_of(named, config.scoring, run.print_line)
     prompts = rows.heldout_prompts[: config.ppo.eval_prompts]
     models: dict[str, dict[str, float]] = {}
     answers: list[dict[str, Any]] = [
@@ -78,7 +79,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
         models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
         if prompts:
             rollout = answer(model, prompts, rows, run.settings)
-            scored = score_answers(rollout, scorer, rows.renderer, config.ppo, function, run.world)
+            scored = score_answers(rollout, scorer, rows.renderer, config.ppo, rewards, run.world)
             # Without penalties and clips; NaN without a score.
             scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).cpu()
             models[label] |= answer_metrics(rollout, scored)
@@ -87,6 +88,8 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
             ):
                 value = None if score != score else score
                 shown["answers"][label] = {"text": text, "score": value}
+    if rewards is not None:
+        rewards.close()
     if scorer is not None and rows.heldout_pairs:
         models["reward model"] = preference_metrics(scorer, rows.heldout_pairs)
     shown_answers = [shown for shown in answers if shown["answers"]]

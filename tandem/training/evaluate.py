@@ -18,8 +18,8 @@ from tandem.engine.scoring import RewardScorer
 from tandem.models.modes import evaluating
 from tandem.objectives.masked import masked_sum
 from tandem.parallel.shard import shards_of
+from tandem.rewards.scoring import RewardFunctions
 from tandem.training.experience import ScoredAnswers, score_answers
-from tandem.training.reward_function import RewardFunction
 from tandem.types import PairRow, PromptRow, Rollout, TokenBatch, TokenRow
 
 
@@ -118,7 +118,7 @@ def policy_metrics(
     engine: RLHFEngine,
     prompts: Sequence[PromptRow],
     config: RunConfig,
-    reward_function: RewardFunction | None,
+    reward_function: RewardFunctions | None,
 ) -> dict[str, float]:
     """Held-out reward, KL, EOS rate and length of the actor, and the reward of its EMA.
 

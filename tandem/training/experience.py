@@ -18,9 +18,10 @@ from tandem.objectives.advantages import generalized_advantages
 from tandem.objectives.kl import Estimator, token_kl
 from tandem.objectives.losses import explained_variance
 from tandem.objectives.masked import masked_mean, masked_std, masked_sum, whiten
-from tandem.objectives.rewards import clipped_scores, token_rewards
+from tandem.objectives.rewards import clipped_scores, combined_scores, token_rewards
 from tandem.parallel.world import World
-from tandem.training.reward_function import RewardFunction, function_scores
+from tandem.rewards.scoring import RewardFunctions
+from tandem.training.reward_function import RewardColumns, function_scores, named_metrics
 from tandem.types import Experience, Rollout
 
 
@@ -30,7 +31,7 @@ def make_experience(
     config: PPOConfig,
     *,
     kl_coef: float,
-    reward_function: RewardFunction | None = None,
+    reward_function: RewardFunctions | None = None,
     advantages_of: AdvantagesOf | None = None,
 ) -> Experience:
     """Score a rollout: log-probs by actor and reference, values, scores, rewards, advantages.
@@ -39,8 +40,8 @@ def make_experience(
         kl_coef: of the penalty, which needs a reference where it is not 0.
         advantages_of: what the algorithm makes of the rewards; None: PPO's (`with_critic`).
 
-    Answers that nothing could score (a reward function's None, without a reward model) are left
-    out and counted in the metric `reward_unscored`.
+    Answers that nothing could score (a reward function's None, without a reward model) are counted
+    in the metric `reward_unscored`, and left out unless `scoring.on_none` makes them 0.
 
     Raises:
         BadStepError: a number that comes out is not finite.
@@ -52,7 +53,7 @@ def make_experience(
     if not bool(scored.is_scored.any()):
         raise DataError(
             "the reward function must score at least one answer of a rollout; got None for all "
-            f"{len(rollout)}. Look at the columns it reads."
+            f"{len(rollout)}{scored.failure()}. Look at the columns it reads."
         )
     metrics = scored.metrics(rollout)
     if not bool(scored.is_scored.all()):
@@ -116,9 +117,11 @@ class ScoredAnswers:
     """Where each answer's score came from; all (B,) float32 but the two bool masks.
 
     model, raw: the reward model's score, normalized and as it came (NaN without a model).
-    function: the reward function's (NaN without one, or where it said None).
-    mixed: both weighted and added. scores: mixed less the missing-EOS penalty, clipped. Both are
-        0 where is_scored is false.
+    function: the reward functions', weighted and added (NaN without one, or where all said None).
+    mixed: model and functions weighted and added, normalized in their groups before where
+        `scoring.combine` says so. scores: mixed less the missing-EOS penalty, clipped. Both are 0
+        where is_scored is false.
+    num_unscored: answers that nothing scored. columns: each function's scores.
     """
 
     scores: Tensor
@@ -128,6 +131,13 @@ class ScoredAnswers:
     raw: Tensor
     model: Tensor
     function: Tensor
+    num_unscored: int = 0
+    columns: RewardColumns | None = None
+
+    def failure(self) -> str:
+        """What reward functions failed on, in parentheses; "" if on nothing."""
+        told = self.columns.failure() if self.columns is not None else ""
+        return f" ({told})" if told else ""
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         """The metrics that speak of answers, over all of them."""
@@ -137,7 +147,7 @@ class ScoredAnswers:
             "reward": float(chosen.mean()) if len(chosen) else 0.0,
             "reward_before_penalty": float(mixed.mean()) if len(mixed) else 0.0,
             "reward_std": float(chosen.std(correction=0)) if len(chosen) else 0.0,
-            "reward_unscored": float((~self.is_scored).sum()),
+            "reward_unscored": float(self.num_unscored),
             "reward_clipped": float(self.was_clipped.float().mean()),
             "response_tokens": float(lengths.mean()),
             "response_tokens_max": float(lengths.max()),
@@ -148,11 +158,16 @@ class ScoredAnswers:
             "reward_model_score": self.model,
             "reward_function_score": self.function,
         }
-        return values | {
+        values |= {
             name: float(part.nanmean())
             for name, part in parts.items()
             if not bool(part.isnan().all())
         }
+        if self.columns is not None:
+            values |= self.columns.metrics()
+            if not bool(self.model.isnan().all()):
+                values |= named_metrics("reward_model", self.model)
+        return values
 
 
 def score_answers(
@@ -160,13 +175,13 @@ def score_answers(
     scorer: RewardScorer | None,
     renderer: Renderer,
     config: PPOConfig,
-    reward_function: RewardFunction | None,
+    rewards: RewardFunctions | None,
     world: World,
 ) -> ScoredAnswers:
-    """One score per answer, from the reward model, the reward function or both.
+    """One score per answer, from the reward model, reward functions or both.
 
     Args:
-        scorer: the reward model; None where a function alone rewards.
+        scorer: the reward model; None where functions alone reward.
         renderer: the policy's.
     """
     nothing = torch.full((len(rollout),), torch.nan, device=world.device)
@@ -174,13 +189,24 @@ def score_answers(
     if scorer is not None and config.reward_model_weight > 0:
         raw = scorer.raw(rollout, renderer)
         model = scorer.normalized(raw)
-    if reward_function is not None:
-        function = function_scores(reward_function, rollout, world)
+    columns = None
+    if rewards is not None:
+        columns = function_scores(rewards, rollout, world)
+        function = columns.total
     is_scored = ~(model.isnan() & function.isnan())
-    mixed = (
-        config.reward_model_weight * model.nan_to_num()
-        + config.reward_function_weight * function.nan_to_num()
-    )
+    num_unscored = int((~is_scored).sum())
+    if columns is not None and rewards is not None and rewards.config.combine == "group":
+        every = torch.cat([model[:, None], columns.values], dim=1)
+        weights = [config.reward_function_weight * weight for weight in columns.weights]
+        weights = [config.reward_model_weight, *weights]
+        mixed = combined_scores(every, weights, rollout.group.to(every.device)).nan_to_num()
+    else:
+        mixed = (
+            config.reward_model_weight * model.nan_to_num()
+            + config.reward_function_weight * function.nan_to_num()
+        )
+    if rewards is not None and rewards.config.on_none == "zero":
+        is_scored = torch.ones_like(is_scored)
     penalty = config.missing_eos_penalty * (~rollout.finished).float()
     scores, was_clipped = clipped_scores(mixed - penalty, config.reward_clip)
     return ScoredAnswers(
@@ -191,6 +217,8 @@ def score_answers(
         raw=raw,
         model=model,
         function=function,
+        num_unscored=num_unscored,
+        columns=columns,
     )
 
 

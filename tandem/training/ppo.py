@@ -16,7 +16,6 @@ from tandem.metrics.log import Answer
 from tandem.training.evaluate import language_model_metrics, policy_metrics
 from tandem.training.flight_recorder import rows_of
 from tandem.training.ppo_trainer import PPOTrainer
-from tandem.training.reward_function import load_reward_function
 from tandem.training.run_folder import Run
 from tandem.training.saving import save_anywhere, save_policy, with_template
 from tandem.training.stage_data import StepRows
@@ -119,17 +118,17 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
         world=run.world,
     )
     run.print_line(f"ppo: {engine.describe()}")
-    function = load_reward_function(ppo.reward_function) if ppo.reward_function else None
-    if function is not None and ppo.reward_clip:
+    if ppo.reward_function and ppo.reward_clip:
         run.print_line(
-            f"ppo: scores beyond +-{ppo.reward_clip:g} are clipped, {ppo.reward_function}'s too "
+            f"ppo: scores beyond +-{ppo.reward_clip:g} are clipped, "
+            f"{', '.join(ppo.reward_function)}'s too "
             "(--ppo.reward-clip 0: none)"
         )
     return PPOTrainer(
         engine,
         config,
         num_steps=num_steps,
-        reward_function=function,
+        reward_function=ppo.reward_function,
         ptx_rows=rows.ptx,
         print_line=run.print_line,
     )

@@ -34,7 +34,7 @@ from tandem.training.operations import (
     scoring_flops,
     update_flops,
 )
-from tandem.training.reward_function import RewardFunction
+from tandem.training.reward_function import GivenRewards, rewards_of
 from tandem.training.rollout_source import RolloutSource, SingleTurn
 from tandem.training.step_metrics import Means
 from tandem.types import Experience, PromptRow, TokenBatch, TokenRow
@@ -57,7 +57,7 @@ class PPOTrainer:
         config: RunConfig,
         *,
         num_steps: int | None = None,
-        reward_function: RewardFunction | None = None,
+        reward_function: GivenRewards | None = None,
         advantages_of: AdvantagesOf | None = None,
         source: RolloutSource | None = None,
         ptx_rows: Sequence[TokenRow] = (),
@@ -68,6 +68,7 @@ class PPOTrainer:
         Args:
             num_steps: rollouts that the learning rates' schedules last; None takes `ppo.steps`, or
                 leaves the rates at their peak where that is 0.
+            reward_function: one or several, by name or as they are; `scoring` says how they run.
             advantages_of: what is made of the rewards; None: GAE by the critic.
             source: where answers come from; None: one turn of the engine's policy.
             ptx_rows: rendered texts for mixture training.
@@ -78,7 +79,8 @@ class PPOTrainer:
                 that the algorithm needs.
         """
         has_model = engine.scorer is not None and config.ppo.reward_model_weight > 0
-        if reward_function is None and not has_model:
+        self.reward_function = rewards_of(reward_function, config.scoring, print_line)
+        if self.reward_function is None and not has_model:
             raise ConfigError(
                 "PPOTrainer must have a reward; got no reward function and no reward model of a "
                 "weight above 0. Pass reward_function=, or RLHFEngine(reward_model=...)."
@@ -97,7 +99,6 @@ class PPOTrainer:
         self.config = config
         self.advantages_of = advantages_of
         self.source = source or SingleTurn(engine)
-        self.reward_function = reward_function
         self.ptx_rows = ptx_rows
         self.phases = phases or Phases()
         self.budget = MicroBatchBudget(engine.settings, engine.world, print_line)
