@@ -24,7 +24,7 @@ from bench.models import Shape, model_config, random_model, token_row
 from bench.ppo_sides import TandemSide, Work, start
 from bench.traffic import counting_traffic
 from tandem.config.load import build_config
-from tandem.config.schema import OptimizerConfig
+from tandem.config.optimizer import OptimizerConfig
 from tandem.engine.forward import rank_micro_batches_of, response_logprobs
 from tandem.engine.learner import Learner
 from tandem.engine.loading import place_policy

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.parallel import frozen_base_problems
-from tandem.config.schema import OptimizerConfig, PPOConfig, RunConfig
+from tandem.config.preferences import preference_problems
+from tandem.config.optimizer import OptimizerConfig
+from tandem.config.schema import PPOConfig, RunConfig
 from tandem.config.stages import are_apart, in_order, of_family, ways
 
 
@@ -69,6 +71,8 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
             f"({config.sampling.max_new_tokens}); got {config.sampling.min_new_tokens}"
         )
     yield from _unread(ppo)
+    yield from preference_problems(config.dpo)
+    yield from _answers_problems(config)
     if rl and ppo.reward_model_weight == 0 and not ppo.reward_function:
         yield "ppo.reward_model_weight must be > 0 without a ppo.reward_function; got 0"
 
@@ -97,6 +101,18 @@ def _parallel_problems(config: RunConfig) -> Iterator[str]:
         yield (
             "parallel.inference_tp_size must be 1 where hybrid_engine is off (slices are of "
             f"Tandem's engine); got {config.parallel.inference_tp_size}"
+        )
+
+
+def _answers_problems(config: RunConfig) -> Iterator[str]:
+    """A stage that compares the policy's own answers needs two to each prompt."""
+    samples = config.sampling.samples_per_prompt
+    comparing = [s for s in of_family(config.steps, "rl") if s.compares_answers]
+    if comparing and samples < 2:
+        yield (
+            f"sampling.samples_per_prompt must be at least 2 where {comparing[0].name} is among "
+            f"the steps (it compares answers to one prompt); got {samples}. "
+            "Give --sampling.samples-per-prompt 2"
         )
 
 

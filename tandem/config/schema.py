@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tandem.config.knob import RL, STEPS, SUPERVISED, at_home, knob, require_sections
+from tandem.config.optimizer import OptimizerConfig, SupervisedConfig
 from tandem.config.parallel import ParallelConfig
+from tandem.config.preferences import DPOConfig, KTOConfig
 from tandem.config.stages import DEFAULT, stage_names
 from tandem.errors import ConfigError
 
@@ -58,40 +60,6 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW and its schedule for one model."""
-
-    learning_rate: float = knob(1e-5, gt=0, common=STEPS)
-    """Peak learning rate of full weights."""
-    lora_learning_rate: float = knob(2e-4, gt=0, common=SUPERVISED)
-    """Peak learning rate of adapters, which need 10 to 20 times more than full weights."""
-    weight_decay: float = knob(0.0, ge=0)
-    """AdamW's decoupled decay, on matrices only (not on norms, biases or embeddings' gains)."""
-    betas: tuple[float, float] = knob((0.9, 0.95))
-    """AdamW's moments; 0.95 forgets the old policy faster than 0.999 (DeepSpeed-Chat's values)."""
-    schedule: Literal["cosine", "linear", "constant"] = knob("cosine")
-    """Learning rate after warm-up: down to 10 % of the peak along a cosine or a line, or level."""
-    warmup: float = knob(0.03, ge=0, le=1)
-    """Share of the steps over which the learning rate rises from zero."""
-    max_grad_norm: float = knob(1.0, gt=0)
-    """The gradient is scaled down to this global norm."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SupervisedConfig(OptimizerConfig):
-    """What SFT, reward model and DPO have in common."""
-
-    epochs: float = knob(1.0, gt=0, common=SUPERVISED)
-    """Passes over the step's share of the data; may be a fraction."""
-    max_steps: int = knob(0, ge=0, common=SUPERVISED)
-    """Stop after this many optimizer steps; 0 leaves it to the epochs."""
-    batch_size: int = knob(32, ge=1, common=SUPERVISED)
-    """Sequences (or pairs) per optimizer step, over all micro-batches and ranks."""
-    eval_every: int = knob(50, ge=0, common=SUPERVISED)
-    """Evaluate on the held-out rows every this many steps, and at the end; 0: only at the end."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SFTConfig(SupervisedConfig):
     """Step 1, supervised fine-tuning."""
 
@@ -114,18 +82,6 @@ class RewardConfig(SupervisedConfig):
     normalize_prompts: int = knob(128, ge=0)
     """The score is normalized to mean 0 and sd 1 on the SFT policy's answers to this many of
     step 3's prompts (of its own where step 3 has no share); 0 leaves it raw."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPOConfig(SupervisedConfig):
-    """Direct preference optimization (arXiv:2305.18290), in place of steps 2 and 3."""
-
-    learning_rate: float = knob(1e-6, gt=0, common=STEPS)
-    """Peak learning rate of full weights."""
-    beta: float = knob(0.1, gt=0, common=("pairs",))
-    """Strength of the pull to the reference (the paper's value)."""
-    label_smoothing: float = knob(0.0, ge=0, lt=0.5)
-    """Assumed share of wrong labels (conservative DPO)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,6 +322,7 @@ class RunConfig:
     sft: SFTConfig = field(default_factory=SFTConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
+    kto: KTOConfig = field(default_factory=KTOConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -52,6 +52,8 @@ class Stage:
         folder itself, under the stage's name.
     trains: roles whose ZeRO stage rules it (parallel.ROLE_zero_stage).
     freezes: frozen models beside them, by their names in parallel.offload.
+    labelled: it trains on single answers that are labelled good or bad, and takes pairs apart.
+    compares_answers: it learns from the better and the worse of its own answers to a prompt.
     headline: the metric that says in one number how it went.
     """
 
@@ -71,6 +73,8 @@ class Stage:
     policies: tuple[Policy, ...] = ()
     trains: tuple[Literal["actor", "critic"], ...] = ("actor",)
     freezes: tuple[Literal["reference", "reward"], ...] = ()
+    labelled: bool = False
+    compares_answers: bool = False
     headline: str = "loss"
 
     def __post_init__(self) -> None:
@@ -97,6 +101,11 @@ class Stage:
     def commons(self) -> frozenset[str]:
         """What a knob's `common` may say to be on its help page."""
         return frozenset({self.family, *self.trains})
+
+    def reads(self, knob: str) -> bool:
+        """Whether a knob, by its dotted name, is in its section, in none, or one of `knobs`."""
+        section = knob.split(".")[0]
+        return section == self.section or section not in sections() or knob in self.knobs
 
 
 STAGES: tuple[Stage, ...] = (
@@ -135,6 +144,40 @@ STAGES: tuple[Stage, ...] = (
         after=("sft",),
         excludes=("ppo",),
         freezes=("reference",),
+    ),
+    Stage(
+        name="kto",
+        title="Kahneman-Tversky optimization",
+        short="KTO",
+        help="KTO of --actor-model on answers labelled good or bad, in place of steps 2 and 3.",
+        prepare="tandem.training.kto:prepare",
+        family="pairs",
+        share="pairs",
+        after=("sft",),
+        excludes=("dpo", "ppo"),
+        freezes=("reference",),
+        labelled=True,
+    ),
+    Stage(
+        name="online-dpo",
+        title="Online DPO",
+        short="Online DPO",
+        help="DPO of --actor-model on its own answers, which --reward-model or "
+        "--reward-function ranks.",
+        prepare="tandem.training.online_dpo:prepare",
+        family="rl",
+        share="prompts",
+        section="ppo",
+        knobs=(
+            *("sampling", "hybrid_engine", "dpo.loss", "dpo.beta", "dpo.label_smoothing"),
+            *("dpo.simpo_gamma", "dpo.ipo_logprobs"),
+        ),
+        after=("sft", "reward"),
+        excludes=("dpo", "kto", "ppo"),
+        policies=(Policy("online-dpo", "actor"), Policy("online-dpo-ema", "ema")),
+        freezes=("reference", "reward"),
+        compares_answers=True,
+        headline="reward",
     ),
     Stage(
         name="ppo",

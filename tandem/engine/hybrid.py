@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.config.load import check_values
-from tandem.config.schema import OptimizerConfig, RunConfig
+from tandem.config.optimizer import OptimizerConfig
+from tandem.config.schema import RunConfig
 from tandem.data.render import Renderer
 from tandem.engine.devices import resolve_device, resolve_dtype
 from tandem.engine.ema import MovingAverage

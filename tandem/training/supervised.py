@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.checkpoint.state import SavedState
-from tandem.config.schema import SupervisedConfig
+from tandem.config.optimizer import SupervisedConfig
 from tandem.data.loader import BatchOrder
 from tandem.engine.devices import resolve_dtype
 from tandem.engine.learner import Learner
