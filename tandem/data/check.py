@@ -81,6 +81,7 @@ def check(
     else:
         _print_samples(console, read, rows)
     _print_bias(console, read)
+    _print_labels(console, read)
     _print_shared(console, read)
     return 1 if ledger.num_dropped or refused else 0
 
@@ -151,6 +152,23 @@ def _print_bias(console: Console, read: Sequence[ReadRow]) -> None:
             f"(equal in {equal / len(pairs):.1%})."
         )
     )
+
+
+def _print_labels(console: Console, read: Sequence[ReadRow]) -> None:
+    """How many single answers are called good and bad, and how long the rankings are."""
+    labels = Counter(row.sample.label for row in read)
+    if labels[True] or labels[False]:
+        both = labels[True] + labels[False]
+        console.print(
+            Text(
+                f"Labels: {labels[True]} good and {labels[False]} bad answers "
+                f"({labels[True] / both:.1%} good), which a stage on labelled answers trains on."
+            )
+        )
+    rankings = Counter(len(row.sample.ranking) for row in read if row.sample.ranking)
+    if rankings:
+        sizes = ", ".join(f"{count} of {size} answers" for size, count in sorted(rankings.items()))
+        console.print(Text(f"Rankings: {sizes}."))
 
 
 def _print_shared(console: Console, read: Sequence[ReadRow]) -> None:

@@ -31,7 +31,10 @@ from tandem.types import Source
 
 __all__ = ["ROLES", "BadRow", "DataSpec", "RawRow", "parse_columns", "parse_spec", "read_rows"]
 
-ROLES = ("prompt", "chosen", "rejected", "completion", "messages", "text", "system")
+ROLES = (
+    *("prompt", "chosen", "rejected", "completion", "messages", "text", "system"),
+    *("label", "margin", "ranking", "answers", "ranks"),
+)
 """What a column map may map."""
 
 _READERS: dict[str, Callable[[Path, str, OnBlank], Rows]] = {

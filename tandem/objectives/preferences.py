@@ -75,7 +75,7 @@ def pair_loss(
         d = log-ratio(chosen) - log-ratio(rejected), summed over each answer; p = mean log-prob
         sigmoid  -(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d)   arXiv:2305.18290 eq. 7
         cdpo     the same, for e > 0                                     E. Mitchell, "cDPO" (2023)
-        robust   [(1 - e) L(d) - e L(-d)] / (1 - 2 e), L of sigmoid      arXiv:2403.00409 eq. 12
+        robust   [(1 - e) L(d) - e L(-d)] / (1 - 2 e), L of sigmoid      arXiv:2403.00409
         ipo      (d - 1 / (2 beta))^2, d per token if `average`          arXiv:2310.12036 eq. 17
         simpo    -log sigmoid(beta (p_chosen - p_rejected) - gamma)      arXiv:2405.14734 eq. 6
         orpo     -p_chosen - beta log sigmoid(o_chosen - o_rejected),    arXiv:2403.07691 eq. 6, 7
@@ -106,7 +106,8 @@ def _against_reference(
     average: bool,
 ) -> PairLoss:
     if name in ("sigmoid", "cdpo"):
-        assert chosen.reference is not None and rejected.reference is not None
+        assert chosen.reference is not None
+        assert rejected.reference is not None
         found = dpo_loss(
             chosen.total,
             rejected.total,
@@ -208,16 +209,3 @@ def kto_baseline(log_ratios: Tensor) -> float:
     Source: arXiv:2402.01306 section 4.1, the estimate of KL(policy, reference).
     """
     return max(0.0, float(log_ratios.double().mean())) if len(log_ratios) else 0.0
-
-
-def ranked_pairs(ranks: list[int]) -> list[tuple[int, int]]:
-    """(better, worse) of every two answers whose ranks differ; 1 is the best.
-
-    Example: ranked_pairs([1, 2, 2]) is [(0, 1), (0, 2)].
-    """
-    return [
-        (i, j)
-        for i, better in enumerate(ranks)
-        for j, worse in enumerate(ranks)
-        if better < worse
-    ]

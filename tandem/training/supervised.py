@@ -39,6 +39,8 @@ from tandem.training.stage_loop import StageJob, StepLoop
 from tandem.types import PairRow, TokenRow
 
 Row = TypeVar("Row", bound=Sized)
+Loss = Callable[[Sequence[Row]], tuple[Tensor, Mapping[str, Tensor]]]
+"""Rows of one micro-batch to the loss as a sum, and other sums by metric name."""
 
 
 def _nothing(means: Mapping[str, float]) -> dict[str, float]:
@@ -50,31 +52,33 @@ class Objective(Generic[Row]):
     """What a stage learns from its rows.
 
     units: what a row adds to the denominator of the loss (tokens or pairs).
-    sequences: what it puts through the model, for throughput.
-    loss: rows of one micro-batch to (the loss as a sum, other sums by metric name).
-    sequences_per_row: 2 for pairs, so that a micro-batch holds half as many.
+    sequences: what it puts through the model; a micro-batch holds fewer rows of several.
+    loss: of one micro-batch.
     scoring_passes: forwards beside the trained one (DPO's reference), for TFLOP/s.
     derived: more metrics, from a step's means.
+    per_step: makes the loss of one optimizer step from all of its rows, and metrics beside it,
+        where `loss` needs a number of the whole step (KTO's baseline); `loss` is then rehearsed
+        alone. Called once a step on every rank, without gradient.
     """
 
     units: Callable[[Row], int]
     sequences: Callable[[Row], Sequence[TokenRow]]
-    loss: Callable[[Sequence[Row]], tuple[Tensor, Mapping[str, Tensor]]]
-    sequences_per_row: int = 1
+    loss: Loss[Row]
     scoring_passes: int = 0
     derived: Callable[[Mapping[str, float]], Mapping[str, float]] = field(default=_nothing)
+    per_step: Callable[[Sequence[Row]], tuple[Loss[Row], Mapping[str, float]]] | None = None
+
+    def tokens(self, row: Row) -> int:
+        """What a row takes of a micro-batch: its sequences, as long as the longest."""
+        return len(self.sequences(row)) * len(row)
 
 
-def objective_of_pairs(
-    loss: Callable[[Sequence[PairRow]], tuple[Tensor, Mapping[str, Tensor]]],
-    scoring_passes: int = 0,
-) -> Objective[PairRow]:
+def objective_of_pairs(loss: Loss[PairRow], scoring_passes: int = 0) -> Objective[PairRow]:
     """What is learned from pairs: both answers of each go through the model, and it counts once."""
     return Objective(
         units=lambda pair: 1,
-        sequences=lambda pair: (pair.chosen, pair.rejected),
+        sequences=lambda pair: pair.sequences,
         loss=loss,
-        sequences_per_row=2,
         scoring_passes=scoring_passes,
     )
 
@@ -150,21 +154,22 @@ class SupervisedTrainer(Generic[Row]):
         num_logits = sum(sum(sequence.response_mask) for sequence in sequences)
         flops = sequence_flops(model, lengths, num_logits, backward=True)
         flops += objective.scoring_passes * sequence_flops(model, lengths, num_logits)
-        term = LossTerm(
-            lengths=[objective.sequences_per_row * len(row) for row in rows],
-            units=sum(objective.units(row) for row in rows),
-            loss=lambda numbers: MicroBatchLoss(*objective.loss([rows[i] for i in numbers])),
-        )
         learning_rate = self.learner.learning_rate
-        with (
-            self.phases("train", tokens=sum(lengths), samples=len(rows), flops=flops),
-            training_mode(model),
-            Update(self._budget) as update,
-        ):
-            (means,) = update.learn(self.learner, [term])
+        with self.phases("train", tokens=sum(lengths), samples=len(rows), flops=flops):
+            loss, of_step = objective.loss, {}
+            if objective.per_step is not None:
+                loss, of_step = objective.per_step(rows)
+            term = LossTerm(
+                lengths=[objective.tokens(row) for row in rows],
+                units=sum(objective.units(row) for row in rows),
+                loss=lambda numbers: MicroBatchLoss(*loss([rows[i] for i in numbers])),
+            )
+            with training_mode(model), Update(self._budget) as update:
+                (means,) = update.learn(self.learner, [term])
         norms = list(update.grad_norms.values())  # none where an fp16 step overflowed
         return {
             **means,
+            **of_step,
             **objective.derived(means),
             **({"grad_norm": norms[0]} if norms else {}),
             **update.scaling,
@@ -174,8 +179,8 @@ class SupervisedTrainer(Generic[Row]):
 
     def rehearse(self) -> None:
         """The largest micro-batch that can come, forward and backward, for nothing."""
-        longest = sorted(self._rows, key=len, reverse=True)
-        width = self._objective.sequences_per_row * len(longest[0])
+        longest = sorted(self._rows, key=self._objective.tokens, reverse=True)
+        width = self._objective.tokens(longest[0])
         # No rank is given more of a batch than this.
         share = -(-self._settings.batch_size // self.learner.shards.world.size)
 
