@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import frozen_base_problems
 from tandem.config.preferences import preference_problems
-from tandem.config.optimizer import OptimizerConfig
 from tandem.config.schema import PPOConfig, RunConfig
 from tandem.config.stages import are_apart, in_order, of_family, ways
 

@@ -30,8 +30,8 @@ class DataConfig:
     """Share of the prompts kept out of every step, to measure on."""
     columns: tuple[str, ...] = knob(())
     """Column map for files of other shapes, as `role=column` (roles: prompt, chosen, rejected,
-    completion, messages, text, system, label, margin, ranking, answers, ranks); `file.jsonl::prompt=question,completion=answer` behind a
-    data set's name maps that one alone."""
+    completion, messages, text, system, label, margin, ranking, answers, ranks);
+    `file.jsonl::prompt=question,completion=answer` behind a data set's name maps that one alone."""
     on_bad_row: Literal["error", "drop"] = knob("error", common=True)
     """A row that cannot be used: stop with its file and line, or drop it, counted by reason."""
     max_tokens: int = knob(512, ge=8, common=("train", *SUPERVISED))

@@ -106,8 +106,7 @@ CONVERSIONS: dict[str, tuple[str, str]] = {
     "logging_steps": ("", "Every step is logged; remove it."),
     "loss_type": (
         "dpo.loss",
-        "sigmoid, robust, ipo, simpo, and cdpo for sigmoid with label_smoothing; ORPO is orpo, "
-        "KTO a stage of its own",
+        "sigmoid, robust, ipo, simpo, orpo, and cdpo with label_smoothing; KTO is the stage kto",
     ),
     "mini_batch_size": (
         "ppo.minibatch_size",

@@ -141,9 +141,11 @@ def policy_metrics(
         logprobs, _ = engine.actor_logprobs(part, with_entropy=False)
         return (logprobs - engine.reference_logprobs(part),)
 
-    (ratios,) = scored(rollout.batch, config.micro_batch_tokens, log_ratios, engine.policy_models)
     metrics = answer_metrics(rollout, answers)
-    metrics["heldout_kl"] = float(masked_sum(ratios, mask)) / len(rollout)
+    if engine.has_reference:
+        tokens, models = config.micro_batch_tokens, engine.policy_models
+        (ratios,) = scored(rollout.batch, tokens, log_ratios, models)
+        metrics["heldout_kl"] = float(masked_sum(ratios, mask)) / len(rollout)
     if not bool(answers.function.isnan().all()):
         metrics["heldout_reward_function_score"] = float(answers.function.nanmean())
     if engine.ema is not None:
