@@ -240,12 +240,19 @@ def _eval(args: list[str]) -> int:
         metavar="N",
         help="how many held-out prompts to answer (the run's ppo.eval_prompts)",
     )
+    parser.add_argument(
+        "--best-of",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also the best of n = 1, 2, 4 ... N samples per prompt by the reward, against its KL",
+    )
     options = parser.parse_args(args)
     if options.prompts < 0:
         raise ConfigError(f"--prompts must be >= 0; got {options.prompts}.")
     from tandem.training.eval_command import evaluate_run
 
-    evaluate_run(options.run, options.prompts)
+    evaluate_run(options.run, options.prompts, options.best_of)
     return 0
 
 

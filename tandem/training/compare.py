@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,9 +21,15 @@ from tandem.metrics.folder import EVALUATION_FILE, finished_stages
 from tandem.models.load import load_tokenizer
 from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import tensor_group
-from tandem.training.evaluate import answer_metrics, language_model_metrics, preference_metrics
+from tandem.training.calibration import reliability
+from tandem.training.evaluate import (
+    answer_metrics,
+    language_model_metrics,
+    metrics_of_margins,
+    pair_margins,
+)
 from tandem.training.experience import score_answers
-from tandem.training.reward_function import load_reward_function
+from tandem.training.reward_function import RewardFunction, load_reward_function
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
 from tandem.types import PromptRow, Rollout
@@ -62,14 +69,14 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
 
     Returns:
         {"models": {label: {metric: value}}, "answers": [{"prompt", "answers": {label: {"text",
-        "score"}}}], "made_from": what the figures depend on}, as written.
+        "score"}}}], "made_from": what the figures depend on}, as written; with a reward model
+        "reliability" (`calibration.Reliability`) too.
     Raises:
         CheckpointError: a finished step's folder is damaged.
     """
     config = run.config
     made_from = _made_from(run)
-    scorer = _scorer(run)
-    function = load_reward_function(config.ppo.reward_function) if _uses_function(config) else None
+    scorer, function = rewarding(run)
     prompts = rows.heldout_prompts[: config.ppo.eval_prompts]
     models: dict[str, dict[str, float]] = {}
     answers: list[dict[str, Any]] = [
@@ -89,13 +96,22 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
             ):
                 value = None if score != score else score
                 shown["answers"][label] = {"text": text, "score": value}
-    if scorer is not None and rows.heldout_pairs:
-        models["reward model"] = preference_metrics(scorer, rows.heldout_pairs)
     shown_answers = [shown for shown in answers if shown["answers"]]
     evaluation = {"models": models, "answers": shown_answers, "made_from": made_from}
+    if scorer is not None and rows.heldout_pairs:
+        margins = pair_margins(scorer, rows.heldout_pairs)
+        models["reward model"] = metrics_of_margins(margins, rows.heldout_pairs)
+        evaluation["reliability"] = [asdict(row) for row in reliability(margins)]
     if save:
         run.write_json(EVALUATION_FILE, evaluation)
     return evaluation
+
+
+def rewarding(run: Run) -> tuple[RewardScorer | None, RewardFunction | None]:
+    """What scores answers in a run: its reward model, its reward function, both or neither."""
+    uses_function = _uses_function(run.config)
+    function = load_reward_function(run.config.ppo.reward_function) if uses_function else None
+    return _scorer(run), function
 
 
 def _made_from(run: Run) -> dict[str, Any]:
