@@ -20,7 +20,6 @@ _TEXT: tuple[Family, ...] = ("supervised",)
 _PAIRS: tuple[Family, ...] = ("pairs",)
 _BOTH: tuple[Family, ...] = ("supervised", "pairs")
 _RL: tuple[Family, ...] = ("rl",)
-_LEARNED: tuple[Family, ...] = ("pairs", "rl")
 
 
 def _group(group: str, *metrics: Metric) -> tuple[Metric, ...]:
@@ -61,21 +60,21 @@ METRICS: tuple[Metric, ...] = (
     *_and_by_dataset(Metric("heldout_margin", "reward units", _PAIRS, "higher",
         "Mean of chosen minus rejected score (DPO: implicit reward) on held-out pairs.", "positive",
         chart="Margin", column="margin")),
-    Metric("implicit_reward_margin", "reward units", _LEARNED, "higher",
+    Metric("implicit_reward_margin", "reward units", _PAIRS, "higher",
         "implicit_reward_chosen minus implicit_reward_rejected.", "grows from 0",
         source="arXiv:2305.18290", chart="Margin", column="margin"),
-    Metric("implicit_reward_chosen", "reward units", _LEARNED, "",
+    Metric("implicit_reward_chosen", "reward units", _PAIRS, "",
         "Mean of beta * log(policy / reference) over the chosen (KTO: good) answers; ipo takes "
         "the log-ratio per token, simpo and orpo beta times the mean log-prob of a token.",
         "near or above 0; a steep fall means that good answers become unlikely too",
         source="arXiv:2305.18290", chart="Implicit rewards", line="chosen", column="chosen"),
-    Metric("implicit_reward_rejected", "reward units", _LEARNED, "",
+    Metric("implicit_reward_rejected", "reward units", _PAIRS, "",
         "The same over the rejected (KTO: bad) answers.", "falls", source="arXiv:2305.18290",
         chart="Implicit rewards", line="rejected"),
-    Metric("logprob_chosen", "nats per token", _LEARNED, "higher",
+    Metric("logprob_chosen", "nats per token", _PAIRS, "higher",
         "Log-prob of a token of the chosen answers: the mean of each answer, then over answers.",
         "level; a steep fall is unlearning", chart="Log-probs of answers", line="chosen"),
-    Metric("logprob_rejected", "nats per token", _LEARNED, "",
+    Metric("logprob_rejected", "nats per token", _PAIRS, "",
         "The same of the rejected answers.", "falls", chart="Log-probs of answers",
         line="rejected"),
     Metric("kto_baseline", "nats per answer", _PAIRS, "",
@@ -204,6 +203,9 @@ METRICS: tuple[Metric, ...] = (
             "Pairs of the policy's own answers that its implicit reward puts in the order of their "
             "scores; a tie counts half (online DPO).", "0.5 at first, then above",
             chart="Preference accuracy"),
+        Metric("preference_margin", "reward units", _RL, "higher",
+            "Implicit reward of the better answer minus that of the worse, mean per pair and over "
+            "the step's updates (online DPO).", "above 0", chart="Preference margin"),
         Metric("preference_pairs", "pairs", _RL, "",
             "Pairs of the step's answers (online DPO).", "all prompts less the tied ones"),
         Metric("tied_prompts", "share", _RL, "lower",

@@ -31,7 +31,7 @@ class BestOf:
 
     n: int
     kl: float
-    reward: float
+    mean_reward: float
 
 
 def best_of_n(scores: Tensor) -> list[BestOf]:
@@ -102,6 +102,6 @@ def frontier_table(frontiers: dict[str, list[dict[str, Any]]]) -> Table:
         table.add_column(Text(visible(name)), justify="right")
     points = next(iter(frontiers.values()), [])
     for number, point in enumerate(points):
-        rewards = [f"{points[number]['reward']:.4g}" for points in frontiers.values()]
+        rewards = [f"{points[number]['mean_reward']:.4g}" for points in frontiers.values()]
         table.add_row(str(point["n"]), f"{point['kl']:.3f}", *rewards)
     return table

@@ -34,7 +34,7 @@ from tandem.errors import BadStepError, DataError
 from tandem.generation.sampler import sequence_key
 from tandem.metrics.timing import Phases
 from tandem.objectives.preferences import AnswerLogprobs
-from tandem.training.dpo import describe_loss, loss_of_pairs, pair_sums
+from tandem.training.dpo import describe_loss, loss_of_pairs
 from tandem.training.evaluate import policy_metrics
 from tandem.training.experience import make_experience
 from tandem.training.flight_recorder import rows_of
@@ -206,7 +206,10 @@ class OnlineDPO:
             part = pairs.select(torch.cat([first, first + 1]))
             chosen, rejected = halves(self._logprobs(part))
             result = loss_of_pairs(chosen, rejected, self._config.dpo)
-            sums = {**pair_sums(chosen, rejected, result), "preference_accuracy": result.accuracy}
+            sums = {
+                "preference_accuracy": result.accuracy,
+                "preference_margin": result.chosen_reward - result.rejected_reward,
+            }
             return MicroBatchLoss(result.loss, sums)
 
         return LossTerm((2 * lengths.amax(dim=1)).tolist(), len(lengths), loss)

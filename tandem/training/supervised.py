@@ -156,7 +156,8 @@ class SupervisedTrainer(Generic[Row]):
         flops += objective.scoring_passes * sequence_flops(model, lengths, num_logits)
         learning_rate = self.learner.learning_rate
         with self.phases("train", tokens=sum(lengths), samples=len(rows), flops=flops):
-            loss, of_step = objective.loss, {}
+            loss = objective.loss
+            of_step: Mapping[str, float] = {}
             if objective.per_step is not None:
                 loss, of_step = objective.per_step(rows)
             term = LossTerm(
