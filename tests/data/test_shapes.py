@@ -182,7 +182,7 @@ def test_columns_that_no_shape_reads_are_kept() -> None:
         ({"answers": ["4", "5"], "ranks": [1, 0]}, "ranks must hold whole numbers from 1"),
         (
             {"answers": ["4", "5"], "ranks": [1, True]},
-            "whole numbers from 1, the best, on; found t",
+            "hold whole numbers from 1, the best, on; ",
         ),
         ({"answers": ["4", "5"], "ranks": [3, 3]}, "differ for two answers at least; found 3 for"),
         ({"chosen": "4", "rejected": "5", "margin": "much"}, "margin must be a finite number; fou"),

@@ -39,7 +39,7 @@ def row(prompt: tuple[int, ...], answer: tuple[int, ...]) -> TokenRow:
 
 
 def config_of(folder: Path, model: str, data: str, stage: str, **changes: object) -> RunConfig:
-    made = {"dpo": SHORT, "kto": SHORT, "save_async": False, "dtype": "fp32", **changes}
+    made = {"dpo": dict(SHORT), "kto": dict(SHORT), "save_async": False, "dtype": "fp32", **changes}
     config = tiny_config(
         folder, model, data, steps=[stage], dataset__split=[], ppo__eval_prompts=2, **made
     )
