@@ -220,7 +220,7 @@ def test_online_dpo_learns_resumes_and_is_evaluated(
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "def few(prompts, completions, **columns):\n"
-        "    return [-float(len(set(c))) for c in completions]\n"
+        "    return [-0.1 * len(set(c)) for c in completions]\n"
     )
     config = config_of(
         tmp_path / "straight",
