@@ -6,7 +6,6 @@ docs/preferences.md has the formulas side by side with the names that other trai
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from tandem.objectives.losses import dpo_loss
 from tandem.objectives.masked import require_same_shape
 
+_LOG_2 = 0.6931471805599453
 PairLossName = Literal["sigmoid", "cdpo", "robust", "ipo", "simpo", "orpo"]
 
 
@@ -153,7 +153,7 @@ def log1mexp(x: Tensor) -> Tensor:
     Source: M. Maechler, "Accurately computing log(1 - exp(-|a|))" (2012): expm1 near 0, log1p far
     from it.
     """
-    near = x > -math.log(2.0)
+    near = x > -_LOG_2
     # Each branch gets a value that it can take: where both run, neither brings a NaN gradient.
     of_near = torch.log(-torch.expm1(torch.where(near, x, -1.0)))
     of_far = torch.log1p(-torch.exp(torch.where(near, -1.0, x)))
