@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     with _stopped_by_signals(), two_nodes() as nodes:
         for megabits in options.megabits:
             limit(nodes, megabits)
-            report.say(f"a link of {megabits:g} Mbit/s ...")
+            report.print_line(f"a link of {megabits:g} Mbit/s ...")
             report.result["links"][f"{megabits:g}"] = summary(_run_ranks(nodes, work), work)
             report.keep()
     show(report)
@@ -133,7 +133,7 @@ def show(report: Report) -> None:
     for kind, name in (("train", "loss"), ("ppo", "policy_loss"), ("ppo", "value_loss")):
         for side, figures in last.get(kind, {}).items():
             numbers = " ".join(f"{r[name]:.4f}" for r in figures["rounds"])
-            report.say(f"{kind} {name} {side}: {numbers}")
+            report.print_line(f"{kind} {name} {side}: {numbers}")
 
 
 def _run_ranks(nodes: Sequence[Node], work: CommWork) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     report = Report(options)
     rows = report.result["rows"] = {}
     for name, work in rows_of(options).items():
-        report.say(f"{name} ...")
+        report.print_line(f"{name} ...")
         row = rows[name] = measure_row(work, options.sides, options.rounds, options.bandwidth)
         least, most = work.prompt_tokens
         samples = f" x {work.samples_per_prompt}" if work.samples_per_prompt > 1 else ""
@@ -99,13 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             )
         )
         limit = row["limit"]
-        report.say(
+        report.print_line(
             f"limit: {limit['bytes_per_second'] / 1e12:.2f} TB/s; rates are of decoding"
             if work.device == "cuda"
             else f"limit: {limit['flops_per_cpu_second'] / 1e9:.0f} GFLOP per CPU second"
         )
         for side, reason in row["absent"].items():
-            report.say(f"{side} is unavailable: {reason}")
+            report.print_line(f"{side} is unavailable: {reason}")
         report.keep()
     return report.end()
 

@@ -58,7 +58,7 @@ def generation(options: argparse.Namespace, report: Report) -> None:
     result = report.result["generation"] = {}
     for name, work in generation_rows(options):
         for peers in PEERS:
-            report.say(f"{name}, {', '.join(peers)} ...")
+            report.print_line(f"{name}, {', '.join(peers)} ...")
             arguments = (work, ("tandem", *peers), options.rounds, options.bandwidth)
             result.setdefault(name, {})[" ".join(peers)] = _tried(measure_row, *arguments)
             report.keep()
@@ -109,7 +109,7 @@ def numbers(options: argparse.Namespace, report: Report) -> None:
         device=options.device,
     )
     report.result["agreement"] = _tried(agreement, work)
-    report.say(f"a PPO step on both sides, apart: {report.result['agreement']}")
+    report.print_line(f"a PPO step on both sides, apart: {report.result['agreement']}")
 
 
 def step3(options: argparse.Namespace, report: Report) -> None:
@@ -120,14 +120,14 @@ def step3(options: argparse.Namespace, report: Report) -> None:
         of = result[side] = _tried(measured, side, work, options.rounds)
         report.keep()
         if "failed" in of:
-            report.say(f"PPO step, {side}: {of['failed']}")
+            report.print_line(f"PPO step, {side}: {of['failed']}")
             continue
-        report.say(
+        report.print_line(
             f"PPO step, {side}: {of['pairs_per_second']:.2f} pairs/s, "
             f"{of['step_seconds']:.2f} s a step"
         )
         if "switch" in of:
-            report.say(
+            report.print_line(
                 f"switching to generation and back: {of['switch']['seconds'] * 1000:.1f} ms, "
                 f"{of['switch']['share_of_step']:.2%} of a step"
             )

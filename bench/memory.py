@@ -84,10 +84,10 @@ def compare(options: argparse.Namespace, report: Report) -> None:
         try:
             row = row_of(model, name, case, run_case(case))
         except (RuntimeError, ConfigError) as error:
-            report.say(f"{where}: failed: {error}")
+            report.print_line(f"{where}: failed: {error}")
             continue
         rows.append(row)
-        report.say(f"{where}: {', '.join(' '.join(pair) for pair in _cells(row).items())}")
+        report.print_line(f"{where}: {', '.join(' '.join(pair) for pair in _cells(row).items())}")
         report.keep()
     phases = list(dict.fromkeys(phase for row in rows for phase in row["formula"]))
     report.console.print(
@@ -181,7 +181,7 @@ def climb(options: argparse.Namespace, report: Report) -> None:
         expected = max(phases_of(formula(case)).values())
         free = free_bytes(torch.device(options.device)) / (ranks if options.device == "cpu" else 1)
         if expected > min(1.5 * budget, free):
-            report.say(
+            report.print_line(
                 f"{model}: not tried, the formula says {expected / GIBIBYTE:.2f} GiB a rank; "
                 f"{free / GIBIBYTE:.2f} GiB are free"
             )
@@ -189,12 +189,12 @@ def climb(options: argparse.Namespace, report: Report) -> None:
         try:
             row = row_of(model, "largest", case, run_case(case))
         except RuntimeError as error:
-            report.say(f"{model}: failed: {error}")
+            report.print_line(f"{model}: failed: {error}")
             break
         tried.append(row)
         report.keep()
         peak = max(row["measured"].values())
-        report.say(
+        report.print_line(
             f"{model}: {row['parameters'] / 1e6:.1f}M parameters, peak {peak / GIBIBYTE:.2f} GiB "
             f"a rank (formula {expected / GIBIBYTE:.2f}), {row['seconds_per_step']:.1f} s a step: "
             f"{'fits' if peak <= budget else 'does not fit'}"
@@ -202,7 +202,7 @@ def climb(options: argparse.Namespace, report: Report) -> None:
         if peak > budget:
             break
         found["largest"] = model
-    report.say(
+    report.print_line(
         f"largest within {options.largest:g} GiB a rank: {found['largest'] or 'none'}"
         + (f" with {' '.join(options.knobs)}" if options.knobs else "")
     )

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     stages = report.result["stages"] = {}
     with tempfile.TemporaryDirectory() as folder:
         for stage in options.stages:
-            report.say(f"{stage} ...")
+            report.print_line(f"{stage} ...")
             stages[stage] = measure(stage, options, Path(folder))
             report.keep()
     rows = [

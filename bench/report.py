@@ -87,7 +87,7 @@ class Report:
             self.result["keeps_freed_memory"] = kept
         self.result |= {**facts(), "options": vars(options)}
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """A line on what is going on."""
         self.console.print(line, style="dim", highlight=False, soft_wrap=True)
 
@@ -104,7 +104,7 @@ class Report:
         where = machine["gpu" if device == "cuda" else "cpu"]
         commit = f"{result['commit'][:12] or 'unknown'}"
         commit += " with changes" if result["uncommitted_changes"] else ""
-        self.say(
+        self.print_line(
             f"{where}, {result['threads']} of {machine['cores']} cores, load "
             f"{machine['load_average'][0]:.1f}; torch {versions['torch']}, transformers "
             f"{versions['transformers']}; commit {commit}\n{result['command']}"

@@ -49,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = _options(arguments)
     report = Report(options)
     work = work_of(options)
-    report.say("checking that both sides compute the same ...")
+    report.print_line("checking that both sides compute the same ...")
     distances = agreement(work)
-    report.say(f"they do: at most {max(distances.values()):.1e} apart")
+    report.print_line(f"they do: at most {max(distances.values()):.1e} apart")
     lengths, costs = alternating(work, options.rounds)
     answer_tokens = [min(n, work.max_new_tokens) for n in lengths]
     found = summary(work, answer_tokens, costs)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             peak_memory, side, work, lengths, options.threads, options.keep_freed_memory
         )
         report.result["memory_bytes"][side] = memory
-        report.say(
+        report.print_line(
             f"peak memory, {side}: {memory['peak'] / 2**20:.0f} MB "
             f"({memory['before'] / 2**20:.0f} MB before the first step)"
         )

@@ -179,7 +179,7 @@ def show(report: Report, title: str, row: Mapping[str, Any]) -> None:
         )
     )
     for side, reason in row["absent"].items():
-        report.say(f"{side} is unavailable: {reason}")
+        report.print_line(f"{side} is unavailable: {reason}")
     report.keep()
 
 

@@ -115,7 +115,7 @@ class TandemSide(TrainingSide):
             config = run_config(work, folder)
             # It shows a line a step, which would go between the bench's.
             with self.watch("train"), contextlib.redirect_stdout(io.StringIO()):
-                run = Run(config, say=lambda line: None)
+                run = Run(config, print_line=lambda line: None)
                 trainer = SupervisedTrainer(
                     run,
                     work.stage,

@@ -138,7 +138,7 @@ def _train(command: str, args: list[str], debug: bool) -> int:
         print(f"\n{launch_help()}")
         return 0
     options, flags, wrong = take_launch_flags(args)
-    note = _say_nothing if is_launched() else show_note  # the launcher has shown it
+    note = ignore_line if is_launched() else show_note  # the launcher has shown it
     config = parse_run_flags(flags, command, wrong=wrong, note=note)
     if options.is_needed and not is_launched():
         from tandem.launch.run import launch
@@ -154,7 +154,7 @@ def _train(command: str, args: list[str], debug: bool) -> int:
         return _run_steps(command, args, config)
 
 
-def _say_nothing(line: str) -> None:
+def ignore_line(line: str) -> None:
     """Takes a note that somebody else shows."""
 
 
@@ -175,7 +175,7 @@ def _run_steps(command: str, args: list[str], config: RunConfig) -> int:
     )
     with watching(world.rank, world.size):
         run = train(config, command=shlex.join(["tandem", command, *args]), world=world)
-    run.say(f"chat:   tandem chat {shlex.quote(str(run.path))}")
+    run.print_line(f"chat:   tandem chat {shlex.quote(str(run.path))}")
     leave()
     return 0
 
@@ -314,7 +314,7 @@ def _data(args: list[str]) -> int:
     )
     check_ranges(config, "dataset.")
     if strange := sorted({*options.steps} - {*stage_names()}):
-        raise ConfigError(f"--steps must be of {', '.join(stage_names())}; got {strange[0]!r}.")
+        raise ConfigError(f"--stages must be of {', '.join(stage_names())}; got {strange[0]!r}.")
     if options.rows < 0 or options.seed < 0:
         raise ConfigError(f"--rows and --seed must be >= 0; got {options.rows}, {options.seed}.")
     return check(

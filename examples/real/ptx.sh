@@ -9,7 +9,7 @@ for seed in "${@:-1234}"; do
       --data $data/prefs/politeness_rasbt.jsonl.gz --sft-data $data/instruct/rasbt_1100.jsonl.gz \
       --ptx-data $data/text/wikitext2_valid.txt.gz --ppo.ptx-batch-size 8 --ppo.steps 40 --seed $seed"
     base="$out/seed-$seed/base"
-    tandem train $common --output-dir "$base" --steps sft reward
+    tandem train $common --output-dir "$base" --stages sft reward
     for coef in 0 0.5 2; do
         mkdir -p "$out/seed-$seed/ptx-$coef"
         cp -r "$base/sft" "$base/reward" "$out/seed-$seed/ptx-$coef/"

@@ -72,7 +72,7 @@ def parse_run_flags(
     if command != "train":
         if "steps" in given:
             problems.append(
-                f"--steps must go with tandem train; tandem {command} runs {command} alone"
+                f"--stages must go with tandem train; tandem {command} runs {command} alone"
             )
         values["steps"] = [command]
     config, mistakes = build(values)

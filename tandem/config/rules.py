@@ -16,7 +16,7 @@ from tandem.config.stages import are_apart, in_order, of_family, ways
 
 def rule_problems(config: RunConfig) -> Iterator[str]:
     """Rules that tie knobs together: a knob that would be ignored is an error."""
-    ppo, steps = config.ppo, config.steps
+    ppo, steps = config.ppo, config.stages
     if not _is_path(config.output_dir):
         shown = ascii(config.output_dir[:80])
         yield (
@@ -29,7 +29,7 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
             f"{config.output_dir[:80]!a}. Write the whole path"
         )
     if not steps:
-        yield "steps must name at least one step; got none. Use e.g. --steps sft reward ppo"
+        yield "steps must name at least one step; got none. Use e.g. --stages sft reward ppo"
     if len(set(steps)) != len(steps):
         yield f"steps must name each step once; got {' '.join(steps)}"
     yield from _order_problems(steps)
@@ -107,7 +107,7 @@ def _parallel_problems(config: RunConfig) -> Iterator[str]:
 def _answers_problems(config: RunConfig) -> Iterator[str]:
     """A stage that compares the policy's own answers needs two to each prompt."""
     samples = config.sampling.samples_per_prompt
-    comparing = [s for s in of_family(config.steps, "rl") if s.compares_answers]
+    comparing = [s for s in of_family(config.stages, "rl") if s.compares_answers]
     if comparing and samples < 2:
         yield (
             f"sampling.samples_per_prompt must be at least 2 where {comparing[0].name} is among "

@@ -92,5 +92,5 @@ class MovingAverage:
         return self._masters.get(parameter, parameter.detach())
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        shards_of(self.model).rest()
+        shards_of(self.model).reshard()
         return dict(self.model.named_parameters())

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from tandem.data.loader import microbatches
 from tandem.engine.allocator import give_back_memory
-from tandem.engine.placement import visiting
+from tandem.engine.placement import onload
 from tandem.models import scalar
 from tandem.models.lm_head import vocabulary_head
 from tandem.models.packed import hidden_states, predictor_positions
@@ -60,7 +60,7 @@ def generation_weights(model: PreTrainedModel, group: TensorGroup | None) -> Ite
 @contextmanager
 def _sliced_weights(model: PreTrainedModel, group: TensorGroup) -> Iterator[None]:
     shards = shards_of(model)
-    shards.rest()
+    shards.reshard()
     twin = sliced_twin(
         model,
         group.size,
@@ -73,7 +73,7 @@ def _sliced_weights(model: PreTrainedModel, group: TensorGroup) -> Iterator[None
         with standing_in(model, twin):
             yield
     finally:
-        shards.rest()
+        shards.reshard()
 
 
 def response_logprobs(
@@ -208,11 +208,11 @@ def scored(
     results: list[Tensor] = []
     with ExitStack() as stack:
         for model in models:
-            stack.enter_context(visiting(model))
+            stack.enter_context(onload(model))
         for rows, part in rank_micro_batches_of(batch, max_tokens, world):
             _keep(results, forward(batch.select(rows)), rows, part, batch)
     for model in models:
-        shards_of(model).rest()
+        shards_of(model).reshard()
     world.all_reduce_(*results)
     return tuple(results)
 

@@ -271,7 +271,7 @@ class RLHFEngine:
             return agrees and self.config.hybrid_engine
         return chosen == "sampler"
 
-    def says(self) -> str:
+    def describe(self) -> str:
         """One line: on what the actor generates, and where PPO's old log-probs come from."""
         if self.agreement is None or not self.config.hybrid_engine:
             why = f"because {why_unpacked(self.actor)}" if self.config.hybrid_engine else "as asked"

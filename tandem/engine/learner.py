@@ -82,7 +82,7 @@ class Learner:
         self.scaler = scaler
         self.spikes = SpikeGuard(spike_sigma, settings.max_grad_norm)
         self.steps_taken = 0
-        self.shards.rest()  # what is trained is the pieces
+        self.shards.reshard()  # what is trained is the pieces
         # Offloaded weights are on the host already, and so is whatever is made of them.
         on_host = "optimizer" in offload and not self.shards.plan.offload_params
         is_split = self.shards.is_split
@@ -144,7 +144,7 @@ class Learner:
 
     def finished_gradients(self) -> list[Tensor]:
         """After the last backward: the gradients' pieces on this rank, which the step will use."""
-        self.shards.rest()
+        self.shards.reshard()
         if isinstance(self.optimizer, MasterAdamW):
             if self.shards.sums_gradients:
                 gradients = self.optimizer.collect_all()
@@ -203,7 +203,7 @@ class Learner:
     def forget(self) -> None:
         """Drop the gradients; gathered weights are given back."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.shards.rest()
+        self.shards.reshard()
 
     def missing_state_bytes(self) -> int:
         """What the first step will take for the optimizer's states on the weights' device."""
@@ -297,7 +297,7 @@ class Learner:
                 fill(self.optimizer.state[parameters[name]]["master"], tensor)
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        self.shards.rest()
+        self.shards.reshard()
         return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
 
     def _set_learning_rates(self) -> None:

@@ -17,7 +17,7 @@ from tandem.engine.frozen_base import carries_adapters, carry_on, check_base
 from tandem.engine.placement import keep_on_host, plan_for, spread
 from tandem.errors import ModelError, NumericsError
 from tandem.generation.runners import make_runner
-from tandem.models.checkpoint_ref import Start, same_base, start_of
+from tandem.models.checkpoint_ref import CheckpointRef, same_base, checkpoint_ref_of
 from tandem.models.frozen import freeze_quantized
 from tandem.models.lm_head import check_head
 from tandem.models.load import load_causal_lm
@@ -139,7 +139,7 @@ def place_policy(
     role = _Role(plan, config, world, trained, seed, on_host, keeps_start)
     if not isinstance(source, str):
         return _placed(source, role)
-    start = start_of(source, unmerged=carries_adapters(config))
+    start = checkpoint_ref_of(source, unmerged=carries_adapters(config))
     empty = empty_causal_lm(start.base, **role.options) if role.streams else None
     if empty is not None:
         return _filled(empty, start, role)
@@ -172,7 +172,7 @@ def place_scalar(
     role = _Role(plan, config, world, trained, seed, on_host, base=base)
     if not isinstance(source, str):
         return _placed(source, role)
-    start = start_of(source, unmerged=carries_adapters(config))
+    start = checkpoint_ref_of(source, unmerged=carries_adapters(config))
     if base is not None and base.source is not None and not same_base(start.base, base.source):
         raise ModelError(
             "--shared-base must find one model under actor, critic and reward model; got "
@@ -230,7 +230,7 @@ def _placed(model: PreTrainedModel, role: _Role) -> PreTrainedModel:
     return model
 
 
-def _filled(empty: MetaModel, start: Start, role: _Role) -> PreTrainedModel:
+def _filled(empty: MetaModel, start: CheckpointRef, role: _Role) -> PreTrainedModel:
     """Prepare and split first, read afterwards: each rank its own rows."""
     model, base = empty.model, role.base
     if start.adapter is not None:

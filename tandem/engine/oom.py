@@ -36,12 +36,14 @@ _FEWEST = 64
 class MicroBatchBudget:
     """How many tokens go through a model at once, and what happens when that is too many."""
 
-    def __init__(self, config: RunConfig, world: World, say: Callable[[str], None] | None) -> None:
-        """Begins with `config.micro_batch_tokens`; `say` shows a line to the user, if any."""
+    def __init__(
+        self, config: RunConfig, world: World, print_line: Callable[[str], None] | None
+    ) -> None:
+        """Begins with `config.micro_batch_tokens`; `print_line` shows a line to the user, if any."""
         self.tokens = config.micro_batch_tokens
         self._config = config
         self._world = world
-        self._say = say
+        self._print_line = print_line
 
     def retry_on_oom(
         self,
@@ -80,8 +82,8 @@ class MicroBatchBudget:
                     f"{said[:160]!r}. {self._advice(model)}"
                 )
             self.tokens //= 2
-            if self._say is not None:
-                self._say(
+            if self._print_line is not None:
+                self._print_line(
                     f"{name}: out of memory: micro-batches of {self.tokens} tokens from here on "
                     "(the gradient is the same)"
                 )

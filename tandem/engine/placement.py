@@ -176,7 +176,7 @@ def _highest_stage(config: RunConfig) -> int:
         "actor": config.parallel.actor_zero_stage,
         "critic": config.parallel.critic_zero_stage,
     }
-    trained = {role for stage in in_order(config.steps) for role in stage.trains}
+    trained = {role for stage in in_order(config.stages) for role in stage.trains}
     return max((stages[role] for role in trained), default=0)
 
 
@@ -194,7 +194,7 @@ def keep_on_host(model: PreTrainedModel, device: torch.device) -> None:
 
 
 @contextmanager
-def visiting(model: PreTrainedModel) -> Iterator[None]:
+def onload(model: PreTrainedModel) -> Iterator[None]:
     """Within: weights that rest in host memory come to the device as forwards need them."""
     host = model.__dict__.get(_HOST_WEIGHTS)
     if host is None:
@@ -203,5 +203,5 @@ def visiting(model: PreTrainedModel) -> Iterator[None]:
     runs = [decoder_blocks(model)]
     if supports_packing(model):
         runs.append(decoder_blocks(twin_of(model)))
-    with host.visiting(*runs):
+    with host.onload(*runs):
         yield

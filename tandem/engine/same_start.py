@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandem.engine.forward import response_logprobs
-from tandem.engine.placement import visiting
+from tandem.engine.placement import onload
 from tandem.errors import NumericsError
 from tandem.models.blocks import decoder_blocks
 from tandem.models.lora import adapters_off
@@ -44,7 +44,7 @@ def check_same_start(actor: PreTrainedModel, reference: PreTrainedModel | None) 
         with adapters_off(actor):
             other, others = _traced(actor, batch)
     else:
-        with visiting(reference):
+        with onload(reference):
             other, others = _traced(reference, batch)
     gap = float((own - other).abs().max())
     device = batch.token_ids.device
@@ -86,7 +86,7 @@ def _traced(model: PreTrainedModel, batch: TokenBatch) -> tuple[Tensor, list[Ten
         with evaluating(model), _recorded(decoder_blocks(computing), outputs):
             logprobs, _ = response_logprobs(model, batch)
     finally:
-        shards_of(model).rest()
+        shards_of(model).reshard()
     return logprobs, outputs
 
 

@@ -75,7 +75,7 @@ class Agent(SimpleElasticAgent):
         *,
         log_folder: Path,
         scratch: Path,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         patience_seconds: float,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -95,7 +95,7 @@ class Agent(SimpleElasticAgent):
         self._command = list(command)
         self._log_folder = log_folder
         self._scratch = scratch
-        self._say = say
+        self._print_line = print_line
         self._patience = patience_seconds
         self._environment = dict(environment or {})
         self._host = socket.gethostname()
@@ -132,7 +132,7 @@ class Agent(SimpleElasticAgent):
         if group.group_world_size > 1:
             numbers = " ".join(str(rank.number) for rank in self._ranks)
             node, num_nodes = group.group_rank, group.group_world_size
-            self._say(f"node {node} of {num_nodes}, {self._host}: ranks {numbers}")
+            self._print_line(f"node {node} of {num_nodes}, {self._host}: ranks {numbers}")
         return {local: rank.process.pid for local, rank in enumerate(self._ranks)}
 
     def _start(self, group: Any, local_rank: int, attempt: int) -> Rank:
@@ -191,7 +191,9 @@ class Agent(SimpleElasticAgent):
             if self._remaining_restarts:
                 tries = worker_group.spec.max_restarts
                 number = tries - self._remaining_restarts + 1
-                self._say(f"{self.verdict.line}. All ranks start again ({number} of {tries}).")
+                self._print_line(
+                    f"{self.verdict.line}. All ranks start again ({number} of {tries})."
+                )
             return RunResult(state=WorkerState.FAILED)
         if self.all_finished:
             done = {rank.number: None for rank in self._ranks}

@@ -34,7 +34,7 @@ def launch(
     device: str = "auto",
     patience_seconds: float = 1800.0,
     join_seconds: float = _JOIN_SECONDS,
-    say: Callable[[str], None] | None = None,
+    print_line: Callable[[str], None] | None = None,
 ) -> int:
     """Run a program on all ranks; to be called on the main thread, once on every node.
 
@@ -45,7 +45,7 @@ def launch(
         device: auto, cpu or cuda; one rank per GPU where there are GPUs.
         patience_seconds: how long ranks may take to stop after Ctrl-C or SIGTERM.
         join_seconds: how long to wait for the other nodes.
-        say: shows a line to the user; stderr if None.
+        print_line: shows a line to the user; stderr if None.
     Returns:
         0, the exit code of the first rank that failed, or 128 + the signal that stopped all.
     Raises:
@@ -56,7 +56,7 @@ def launch(
             "--num-gpus must not be given under torchrun, which starts the ranks itself; got "
             f"{options.num_gpus}. Remove it, or start tandem without torchrun."
         )
-    say = say or _say
+    print_line = print_line or _print_line
     # Before torch is imported: its C++ speaks of every broken connection, and we say it better.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Ranks that start again must not read the last attempt's addresses.
@@ -65,14 +65,16 @@ def launch(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (cores or 1) // num_ranks)))
     what = "one per GPU" if on_gpus else "on the CPU with gloo"
-    say(
+    print_line(
         f"{num_ranks} rank{'s' if num_ranks > 1 else ''} here, {what}, OMP_NUM_THREADS {threads}; "
         f"rank 0 speaks{'' if options.num_nodes == 1 else ' on its node'}, the others in "
         f"{log_folder}/rank-N.log"
     )
     if options.rdzv is not None:
         where = ":".join(map(str, options.rdzv))
-        say(f"{options.num_nodes} nodes meet at {where}; waits {join_seconds:.0f} s for them")
+        print_line(
+            f"{options.num_nodes} nodes meet at {where}; waits {join_seconds:.0f} s for them"
+        )
     with _scratch() as scratch:
         agent, meeting = _agent(
             command,
@@ -83,10 +85,10 @@ def launch(
             scratch=scratch,
             patience_seconds=patience_seconds,
             join_seconds=join_seconds,
-            say=say,
+            print_line=print_line,
         )
         with handling(agent.stop):
-            return _run(agent, meeting, options, say)
+            return _run(agent, meeting, options, print_line)
 
 
 def _agent(
@@ -99,7 +101,7 @@ def _agent(
     scratch: Path,
     patience_seconds: float,
     join_seconds: float,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> tuple[Agent, Meeting]:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -138,14 +140,16 @@ def _agent(
         command,
         log_folder=log_folder,
         scratch=scratch,
-        say=say,
+        print_line=print_line,
         patience_seconds=patience_seconds,
         environment=environment,
     )
     return agent, meeting
 
 
-def _run(agent: Agent, meeting: Meeting, options: LaunchOptions, say: Callable[[str], None]) -> int:
+def _run(
+    agent: Agent, meeting: Meeting, options: LaunchOptions, print_line: Callable[[str], None]
+) -> int:
     """Run all ranks to their end; the exit code."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -157,20 +161,20 @@ def _run(agent: Agent, meeting: Meeting, options: LaunchOptions, say: Callable[[
     except SignalException as stopped:
         if agent.all_finished:  # what was asked to stop was done
             return 0
-        say(
+        print_line(
             agent.last_words
             or f"stopped by {stopped.sigval.name}. The same command continues from the last "
             "checkpoint (--save-every); finished steps are kept."
         )
         return 128 + stopped.sigval
     except RendezvousTimeoutError:
-        say(
+        print_line(
             f"--num-nodes {options.num_nodes} must all come to the meeting at {where}; some did "
             "not in time. Start the same command on every node."
         )
         return 1
     except (RendezvousError, DistError) as error:
-        say(
+        print_line(
             f"the launcher that keeps the meeting at {where} is gone ({_innermost(error)}). Start "
             "the same command on every node again: it continues from the last checkpoint."
         )
@@ -181,7 +185,7 @@ def _run(agent: Agent, meeting: Meeting, options: LaunchOptions, say: Callable[[
         return 0
     verdict = agent.verdict
     assert verdict is not None, "ranks that failed were judged"
-    say(verdict.line)
+    print_line(verdict.line)
     return verdict.code
 
 
@@ -217,5 +221,5 @@ def _scratch() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(f"tandem: {line}", file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ _READ_BY_NAME = {"vocab.txt", "merges.txt"}
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class CheckpointRef:
     """What a model is loaded from.
 
     base: a folder or hub name of a whole model. adapter: the folder of an adapter on it.
@@ -31,7 +31,7 @@ class Start:
     classifies: bool = False
 
 
-def start_of(path: str, *, unmerged: bool = False) -> Start:
+def checkpoint_ref_of(path: str, *, unmerged: bool = False) -> CheckpointRef:
     """Find what a folder or hub name stands for.
 
     Args:
@@ -46,7 +46,7 @@ def start_of(path: str, *, unmerged: bool = False) -> Start:
         source = Located(str(source.folder / ADAPTER_FOLDER))
         adapter = read_adapter_config(source)
     if adapter is None:
-        return Start(locate(path).name)
+        return CheckpointRef(locate(path).name)
     try:
         base = adapter_base(source, adapter)
     except ModelError as error:
@@ -56,7 +56,7 @@ def start_of(path: str, *, unmerged: bool = False) -> Start:
             f"{error} It is the base of the adapter {source.name!r}, which --frozen-weights and "
             "--shared-base load instead of merged weights."
         ) from error
-    return Start(base.name, source.name, adapter.get("task_type") == "SEQ_CLS")
+    return CheckpointRef(base.name, source.name, adapter.get("task_type") == "SEQ_CLS")
 
 
 def model_folders(path: str) -> list[Path]:

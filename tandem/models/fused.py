@@ -17,7 +17,7 @@ from tandem.models.frozen import FrozenConv1D, FrozenLinear
 from tandem.models.rope import take_over_rope
 from tandem.ops import dense
 from tandem.ops.attention import attend
-from tandem.ops.attention_context import Kind
+from tandem.ops.attention_context import AttentionSpec
 
 _PLAIN_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "MixtralRMSNorm",
                 "Phi3RMSNorm", "Olmo2RMSNorm", "SmolLM3RMSNorm", "GraniteRMSNorm")  # fmt: skip
@@ -114,7 +114,7 @@ class TwinRotaryAttention(nn.Module):
             q, k = module.q_norm(q), module.k_norm(k)
         cos, sin = position_embeddings
         q, k = dense.rotary(q, k, cos[0], sin[0])
-        kind = Kind(
+        kind = AttentionSpec(
             scale=module.scaling,
             window=self._window,  # type: ignore[arg-type]
             softcap=self._softcap,  # type: ignore[arg-type]

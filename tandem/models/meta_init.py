@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from tandem.models.adapter import load_adapter
-from tandem.models.checkpoint_ref import Start
+from tandem.models.checkpoint_ref import CheckpointRef
 from tandem.models.classifiers import require_classifier
 from tandem.models.folder import incomplete, read_headers, read_index
 from tandem.models.hf_logging import quiet
@@ -113,7 +113,7 @@ class MetaModel:
         elif without:
             raise KeyError(without[0])
 
-    def adapt(self, start: Start) -> None:
+    def adapt(self, start: CheckpointRef) -> None:
         """Put the adapter that the model starts from on it, live, with memory of its own.
 
         A scalar model's adapter brings its head; a language model's on a scalar model does not.

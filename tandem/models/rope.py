@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.errors import ShapeError
-from tandem.ops.attention_context import Decode, Recording, Step, current_step
+from tandem.ops.attention_context import Decode, Recording, AttentionMetadata, current_step
 
 
 def turning_point(module: nn.Module) -> int | None:
@@ -103,7 +103,7 @@ def _kinds(module: nn.Module) -> tuple[str, ...]:
     return (kinds,) if isinstance(kinds, str) else ()
 
 
-def _lengths(step: Step, num_tokens: int) -> Tensor:
+def _lengths(step: AttentionMetadata, num_tokens: int) -> Tensor:
     """(N,) length of each token's sequence."""
     if isinstance(step, Decode):
         return step.positions + 1

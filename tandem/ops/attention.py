@@ -21,7 +21,7 @@ from tandem.ops import native
 from tandem.ops.attention_context import (
     BLOCK_TOKENS,
     Decode,
-    Kind,
+    AttentionSpec,
     KVMemory,
     LayerShape,
     Packed,
@@ -51,7 +51,7 @@ def tandem_attention(
     Returns:
         (1, N, Hq, Dv) and no weights.
     """
-    kind = Kind(
+    kind = AttentionSpec(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(sliding_window or 0),
         softcap=float(softcap or 0.0),
@@ -65,7 +65,7 @@ def tandem_attention(
 AttentionInterface.register(TANDEM_ATTENTION, tandem_attention)
 
 
-def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> Tensor:
+def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> Tensor:
     """Attention of N tokens, q (N, Hq, Dk), k (N, Hkv, Dk), v (N, Hkv, Dv) -> (N, Hq, Dv)."""
     if not q.dtype == k.dtype == v.dtype:
         q, k = q.to(v.dtype), k.to(v.dtype)
@@ -80,7 +80,7 @@ def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> Tensor:
     return varlen_attention(q, k, v, step, kind)
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: Kind) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: AttentionSpec) -> Tensor:
     """Causal attention inside each of the packed sequences, with gradient."""
     if q.device.type == "cpu" and kind.dropout == 0 and _native(q.dtype):
         return torch.ops.tandem.varlen_attention(
@@ -96,7 +96,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: Kind) 
 
 
 def paged_attention(
-    q: Tensor, k: Tensor, v: Tensor, step: Decode, layer: int, kind: Kind
+    q: Tensor, k: Tensor, v: Tensor, step: Decode, layer: int, kind: AttentionSpec
 ) -> Tensor:
     """One new token per row: keep its key and value, attend to the row's tokens so far."""
     keys, values = step.memory.layers[layer]
@@ -138,7 +138,7 @@ def _native(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.bfloat16) and native.available()
 
 
-def _one_sequence(q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> Tensor:
+def _one_sequence(q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> Tensor:
     """(T, Hq, D) and (T, Hkv, D) -> (T, Hq, Dv), causal."""
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
     T = q.shape[1]
@@ -155,7 +155,7 @@ def _one_sequence(q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> Tensor:
     return _weighted(q, k, v, seen, kind).transpose(0, 1)
 
 
-def _weighted(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, kind: Kind) -> Tensor:
+def _weighted(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, kind: AttentionSpec) -> Tensor:
     """The formula itself: q (..., Hq, T, D), k, v (..., Hkv, S, D), seen (..., T, S) bool."""
     groups = q.shape[-3] // k.shape[-3]
     k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
@@ -171,7 +171,7 @@ def _weighted(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, kind: Kind) -> Tens
 
 
 def _paged_plain(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, step: Decode, kind: Kind
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, step: Decode, kind: AttentionSpec
 ) -> Tensor:
     """`paged_attention` in plain torch, through a dense copy of the blocks that the tables list.
 
@@ -200,7 +200,7 @@ def _paged_plain(
     return _weighted(q[:, :, None], dense_k, dense_v, seen[:, None, None], kind)[:, :, 0]
 
 
-def _varlen_kernel_fits(q: Tensor, v: Tensor, kind: Kind) -> bool:
+def _varlen_kernel_fits(q: Tensor, v: Tensor, kind: AttentionSpec) -> bool:
     """Whether torch's variable-length flash attention computes this layer."""
     return (
         q.dtype in (torch.bfloat16, torch.float16)
@@ -213,7 +213,7 @@ def _varlen_kernel_fits(q: Tensor, v: Tensor, kind: Kind) -> bool:
     )
 
 
-def _varlen_on_gpu(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: Kind) -> Tensor:
+def _varlen_on_gpu(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: AttentionSpec) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # imports the GPU kernels
 
     groups = q.shape[1] // k.shape[1]

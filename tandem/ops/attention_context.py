@@ -21,7 +21,7 @@ BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class AttentionSpec:
     """How a layer attends: score scale; keys in sight (0: all); soft cap (0: none); sinks (H,)."""
 
     scale: float
@@ -123,12 +123,12 @@ class Recording:
     shapes: dict[int, LayerShape] = field(default_factory=dict)
 
 
-Step = Packed | Decode | Recording
+AttentionMetadata = Packed | Decode | Recording
 _local = threading.local()
 
 
 @contextmanager
-def attending(step: Step) -> Iterator[None]:
+def attending(step: AttentionMetadata) -> Iterator[None]:
     """Within, on this thread: attention layers work on `step`.
 
     A caller's `torch.autocast` does not reach inside: layers compute in the type that their
@@ -143,19 +143,19 @@ def attending(step: Step) -> Iterator[None]:
         _local.step = before
 
 
-def _device_of(step: Step) -> torch.device:
+def _device_of(step: AttentionMetadata) -> torch.device:
     if isinstance(step, Decode):
         return step.positions.device
     return (step.packed if isinstance(step, Recording) else step).cu_seqlens.device
 
 
-def current_step() -> Step:
+def current_step() -> AttentionMetadata:
     """What `attending` set.
 
     Raises:
         ShapeError: a forward of a twin outside `attending`.
     """
-    step: Step | None = getattr(_local, "step", None)
+    step: AttentionMetadata | None = getattr(_local, "step", None)
     if step is None:
         raise ShapeError(
             "a twin's forward must run inside `attending`; got none. Call it through "

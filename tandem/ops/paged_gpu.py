@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import GenerationError
-from tandem.ops.attention_context import BLOCK_TOKENS, Decode, Kind, KVMemory
+from tandem.ops.attention_context import BLOCK_TOKENS, Decode, AttentionSpec, KVMemory
 
 try:
     import triton
@@ -63,7 +63,7 @@ class AddressedMemory(KVMemory):
 
 
 def paged_attention_gpu(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, step: Decode, kind: Kind
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, step: Decode, kind: AttentionSpec
 ) -> Tensor:
     """One new token per row: keep its key and value, attend to the row's tokens so far.
 

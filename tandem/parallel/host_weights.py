@@ -67,7 +67,7 @@ class HostWeights:
                 host.data = host.data.cpu().pin_memory()
 
     @contextmanager
-    def visiting(self, *runs: Sequence[nn.Module]) -> Iterator[None]:
+    def onload(self, *runs: Sequence[nn.Module]) -> Iterator[None]:
         """Within: a forward without gradient finds each block's weights on the device, the next
         block's on their way, and those outside the blocks there all the time; after: none.
 

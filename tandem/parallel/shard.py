@@ -121,7 +121,7 @@ class Shards:
         if not self.units:
             yield
             return
-        self.rest()
+        self.reshard()
         with torch.no_grad():
             self.forward(lambda: None)  # the first call of all sets the streams up
         handles = [unit.unshard(async_op=True) for unit in self.units]
@@ -131,9 +131,9 @@ class Shards:
         try:
             yield
         finally:
-            self.rest()
+            self.reshard()
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """Give gathered weights back: the model's parameters are pieces again."""
         for unit in self.units:
             unit.reshard()
@@ -153,7 +153,7 @@ class Shards:
 
     def finish_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """After the last backward: what stage 0 has not summed yet; weights rest."""
-        self.rest()
+        self.reshard()
         if self.sums_gradients:
             for parameter in parameters:
                 if parameter.grad is None:  # as much as zero, beside another rank's

@@ -135,7 +135,7 @@ def _why_not(config: RunConfig, step: str, knobs: Knobs, ranks: int) -> str:
         return f"parallel.inference_tp_size {tp} must divide the ranks; got {ranks}"
     world = World(size=ranks, ranks_per_node=config.parallel.ranks_per_node or ranks)
     try:
-        case = with_knobs(config, {**knobs, "steps": [step]})
+        case = with_knobs(config, {**knobs, "stages": [step]})
         check_base(case, world)
         switched_off = zero_plus_plus(case, world)[1]
     except ConfigError as error:

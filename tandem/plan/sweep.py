@@ -49,7 +49,7 @@ class Sweep:
 
 def planned(sweep: Sweep) -> tuple[list[Case], list[LeftOut]]:
     """The cases to run, in order, and those left out with their reasons."""
-    cases, left_out = sweep_cases(sweep.config, sweep.config.steps, sweep.ranks, sweep.axes)
+    cases, left_out = sweep_cases(sweep.config, sweep.config.stages, sweep.ranks, sweep.axes)
 
     def wanted(case: Case | LeftOut) -> bool:
         where = f"{case.step}/{case.name}"
@@ -58,7 +58,7 @@ def planned(sweep: Sweep) -> tuple[list[Case], list[LeftOut]]:
     return [c for c in cases if wanted(c)], [c for c in left_out if wanted(c)]
 
 
-def run_sweep(sweep: Sweep, say: Callable[[str], None] = print) -> list[Result]:
+def run_sweep(sweep: Sweep, print_line: Callable[[str], None] = print) -> list[Result]:
     """Run every case that has no result yet, and write the tables.
 
     A failing case is noted with its error, and the next begins.
@@ -71,7 +71,7 @@ def run_sweep(sweep: Sweep, say: Callable[[str], None] = print) -> list[Result]:
     """
     cases, left_out = planned(sweep)
     for line in why_left_out(left_out):
-        say(line)
+        print_line(line)
     if not cases:
         raise ConfigError(
             "a sweep must have at least one case; got none. See the reasons above, --sweep-only "
@@ -80,31 +80,31 @@ def run_sweep(sweep: Sweep, say: Callable[[str], None] = print) -> list[Result]:
     sweep.folder.mkdir(parents=True, exist_ok=True)
     for case in cases:  # before hours go into the first ones
         _finished(sweep, case)
-    base = _after_start(sweep, cases, say)
+    base = _after_start(sweep, cases, print_line)
     results: list[Result] = []
     for number, case in enumerate(cases, start=1):
         where = f"{case.step}/{case.name} ({number} of {len(cases)})"
         result = _finished(sweep, case)
         if result is not None and not (result.exit_code and sweep.retry_failed):
-            say(f"{where}: done before: {summary_line(result)}")
+            print_line(f"{where}: done before: {summary_line(result)}")
         else:
-            say(f"{where}: begins")
+            print_line(f"{where}: begins")
             try:
                 result = _run(sweep, case, base)
             except KeyboardInterrupt:
-                say(f"{where}: stopped; the same command starts it again")
+                print_line(f"{where}: stopped; the same command starts it again")
                 raise
-            say(f"{where}: {summary_line(result)}")
+            print_line(f"{where}: {summary_line(result)}")
         results.append(result)
         write_tables(results, left_out, sweep.folder)
-    say(f"table: {sweep.folder / 'table.txt'}   report: {sweep.folder / 'report.html'}")
+    print_line(f"table: {sweep.folder / 'table.txt'}   report: {sweep.folder / 'report.html'}")
     return results
 
 
 def _case_config(sweep: Sweep, case: Case, base: dict[str, str]) -> RunConfig:
     """base: models by the name of the step that made them; the case takes those it starts from."""
     common = {
-        "steps": [case.step],
+        "stages": [case.step],
         "output_dir": str(_folder(sweep, case) / "run"),
         "save_every": 0,
         "log.tensorboard": False,
@@ -144,14 +144,16 @@ def _finished(sweep: Sweep, case: Case) -> Result | None:
     return result
 
 
-def _after_start(sweep: Sweep, cases: Sequence[Case], say: Callable[[str], None]) -> dict[str, str]:
+def _after_start(
+    sweep: Sweep, cases: Sequence[Case], print_line: Callable[[str], None]
+) -> dict[str, str]:
     """Run once, as configured, the steps that the swept ones start from.
 
     Returns:
         where the model of each is.
     """
     taken = {name for case in cases for name in stage_of(case.step).after}
-    stages = in_order(taken & set(sweep.config.steps))
+    stages = in_order(taken & set(sweep.config.stages))
     needed = [stage.name for stage in stages]
     if not needed:
         return {}
@@ -165,7 +167,7 @@ def _after_start(sweep: Sweep, cases: Sequence[Case], say: Callable[[str], None]
     )
     digest = _digest_of(config, sweep.ranks)
     if result is None or result.exit_code or result.digest != digest:
-        say(f"start: {' '.join(needed)}, which the swept steps start from")
+        print_line(f"start: {' '.join(needed)}, which the swept steps start from")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         arguments = _arguments("train", folder / "config.yaml", sweep.ranks)

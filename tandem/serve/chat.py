@@ -202,14 +202,14 @@ def _turn(talk: Conversation, line: str, write: Callable[[str], None]) -> None:
         if talk.turns and talk.turns[-1].role == "assistant":
             talk.turns.pop()
         if talk.turns:
-            _say(talk, write)
+            _print_line(talk, write)
         else:
             write("there is no message to answer again.\n")
     elif name.startswith("/"):
         write(f"{visible(name)} is not a command; /help lists them.\n")
     else:
         talk.turns.append(Message("user", line))
-        _say(talk, write)
+        _print_line(talk, write)
 
 
 def _undo(talk: Conversation) -> str:
@@ -222,7 +222,7 @@ def _undo(talk: Conversation) -> str:
     return f"taken back: {visible(line if len(line) <= 60 else line[:60] + '…')}\n"
 
 
-def _say(talk: Conversation, write: Callable[[str], None]) -> None:
+def _print_line(talk: Conversation, write: Callable[[str], None]) -> None:
     write("assistant> ")
     try:
         for text in talk.answer():

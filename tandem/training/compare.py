@@ -141,11 +141,11 @@ def answer(
 
 
 def _uses_function(config: RunConfig) -> bool:
-    return bool(config.ppo.reward_function and of_family(config.steps, "rl"))
+    return bool(config.ppo.reward_function and of_family(config.stages, "rl"))
 
 
 def _scorer(run: Run) -> RewardScorer | None:
-    source, rl = run.reward_source(), of_family(run.config.steps, "rl")
+    source, rl = run.reward_source(), of_family(run.config.stages, "rl")
     if source is None or not (rl or run.trained("reward model")):
         return None
     if rl and run.config.ppo.reward_model_weight == 0:

@@ -100,7 +100,7 @@ def _talk(config: RunConfig, run: Run, rows: StepRows) -> list[Table]:
     """A few held-out prompts with the answers of the model that was trained last."""
     prompts: list[PromptRow] = rows.heldout_prompts[:4]
     models = dict(policies(run))
-    trained = [policy.label for step in config.steps for policy in stage_of(step).policies[:1]]
+    trained = [policy.label for step in config.stages for policy in stage_of(step).policies[:1]]
     chosen = {label: models[label] for label in ("base", *trained) if label in models}
     answers = {
         label: answer(load_causal_lm(source), prompts, rows, config).responses

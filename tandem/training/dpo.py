@@ -25,7 +25,7 @@ from tandem.types import PairRow
 def prepare(run: Run, rows: StepRows) -> StageJob:
     """DPO, ready to run; it leaves `RUN/dpo`, a folder that from_pretrained opens."""
     config, settings = run.config, run.config.dpo
-    run.say(f"dpo: {describe_loss(settings)}")
+    run.print_line(f"dpo: {describe_loss(settings)}")
     policy = place_referenced(run, rows, "dpo", has_reference=settings.needs_reference)
 
     def loss(part: Sequence[PairRow]) -> tuple[Tensor, dict[str, Tensor]]:

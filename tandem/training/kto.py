@@ -38,7 +38,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     config, settings = run.config, run.config.kto
     _check_rows(rows.labelled)
     if line := imbalance(rows.labelled, settings):
-        run.say(f"kto: {line}")
+        run.print_line(f"kto: {line}")
     policy = place_referenced(run, rows, "kto")
 
     def loss_around(baseline: float, scale: Mapping[bool, float]) -> Loss[LabelledRow]:

@@ -78,8 +78,8 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         has_reference=config.dpo.needs_reference,
         world=run.world,
     )
-    run.say(f"online-dpo: {engine.says()}")
-    run.say(f"online-dpo: {describe_loss(config.dpo)}")
+    run.print_line(f"online-dpo: {engine.describe()}")
+    run.print_line(f"online-dpo: {describe_loss(config.dpo)}")
     named = config.ppo.reward_function
     function = load_reward_function(named) if named else None
     stage = OnlineDPO(engine, rows, function, order.num_steps, run)
@@ -117,7 +117,7 @@ class OnlineDPO:
         self._rows = rows
         self._function = reward_function
         self._source = source or SingleTurn(engine)
-        self._budget = MicroBatchBudget(engine.config, engine.world, run.say)
+        self._budget = MicroBatchBudget(engine.config, engine.world, run.print_line)
         updates = -(-self._config.ppo.prompts_per_step // self._pairs_per_update)
         engine.actor_learner.schedule(num_steps * self._config.ppo.epochs * updates)
 

@@ -118,10 +118,10 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
         config=config,
         world=run.world,
     )
-    run.say(f"ppo: {engine.says()}")
+    run.print_line(f"ppo: {engine.describe()}")
     function = load_reward_function(ppo.reward_function) if ppo.reward_function else None
     if function is not None and ppo.reward_clip:
-        run.say(
+        run.print_line(
             f"ppo: scores beyond +-{ppo.reward_clip:g} are clipped, {ppo.reward_function}'s too "
             "(--ppo.reward-clip 0: none)"
         )
@@ -131,7 +131,7 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
         num_steps=num_steps,
         reward_function=function,
         ptx_rows=rows.ptx,
-        say=run.say,
+        print_line=run.print_line,
     )
 
 

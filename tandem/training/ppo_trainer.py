@@ -62,7 +62,7 @@ class PPOTrainer:
         source: RolloutSource | None = None,
         ptx_rows: Sequence[TokenRow] = (),
         phases: Phases | None = None,
-        say: Callable[[str], None] | None = None,
+        print_line: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
@@ -72,7 +72,7 @@ class PPOTrainer:
             source: where answers come from; None: one turn of the engine's policy.
             ptx_rows: rendered texts for mixture training.
             phases: times what is done.
-            say: shows a line to the user.
+            print_line: shows a line to the user.
         Raises:
             ConfigError: there is nothing to reward with, or the engine lacks a critic or reference
                 that the algorithm needs.
@@ -100,7 +100,7 @@ class PPOTrainer:
         self.reward_function = reward_function
         self.ptx_rows = ptx_rows
         self.phases = phases or Phases()
-        self.budget = MicroBatchBudget(config, engine.world, say)
+        self.budget = MicroBatchBudget(config, engine.world, print_line)
         self.kl_coef = config.ppo.kl_coef
         if num_steps := num_steps or config.ppo.steps:
             actor_steps = max(1, num_steps - config.ppo.critic_warmup_steps)

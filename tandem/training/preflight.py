@@ -9,7 +9,7 @@ from tandem.config.stages import in_order, leaving, of_family
 from tandem.engine.frozen_base import check_base
 from tandem.engine.placement import check_replicas
 from tandem.errors import ConfigError
-from tandem.models.checkpoint_ref import same_base, start_of
+from tandem.models.checkpoint_ref import same_base, checkpoint_ref_of
 from tandem.models.rope import longrope_border
 from tandem.models.source import load_config, locate
 from tandem.models.tensor_parallel import check_sliceable
@@ -31,11 +31,11 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
     problems = list(_empty_steps(config, rows))
     limit = positions(policy, config)
     longest_answer = config.sampling.max_new_tokens
-    for stage in of_family(config.steps, "supervised", "pairs"):
+    for stage in of_family(config.stages, "supervised", "pairs"):
         room = limit if stage.leaves == "policy" else positions(reward, config)
         problems += _too_long(f"rows of step {stage.name}", rows.of(stage), room)
     problems += _too_long("rows of ppo.ptx_data", rows.ptx, limit)
-    scores, rl = leaving(config.steps, "reward model"), of_family(config.steps, "rl")
+    scores, rl = leaving(config.stages, "reward model"), of_family(config.stages, "rl")
     scored = min(config.reward.normalize_prompts, len(rows.prompts))
     if scores and scored * config.sampling.samples_per_prompt == 1:
         problems.append(
@@ -82,10 +82,10 @@ def check_parallel(config: RunConfig, world: World, policy: str) -> None:
         check_divides(world, parts)
         source = locate(policy)
         check_sliceable(load_config(source, trust_remote_code=config.trust_remote_code), parts)
-    trains_both = leaving(config.steps, "reward model") and of_family(config.steps, "rl")
+    trains_both = leaving(config.stages, "reward model") and of_family(config.stages, "rl")
     if config.parallel.shared_base and trains_both and config.reward_model:
-        start = start_of(config.reward_model, unmerged=True).base
-        base = start_of(policy, unmerged=True).base
+        start = checkpoint_ref_of(config.reward_model, unmerged=True).base
+        base = checkpoint_ref_of(policy, unmerged=True).base
         if not same_base(start, base):
             raise ConfigError(
                 "--shared-base must find one model under actor, critic and reward model; got "
@@ -99,7 +99,7 @@ def idle_ranks(config: RunConfig, world: World) -> list[str]:
     groups = world.size // config.parallel.inference_tp_size
     batches = [
         (stage.name, f"{stage.section}.{knob}", getattr(config, stage.section), knob, ranks)
-        for stage in in_order(config.steps)
+        for stage in in_order(config.stages)
         for knob, ranks in (
             (("minibatch_size", world.size), ("prompts_per_step", groups))
             if stage.family == "rl"
@@ -119,7 +119,7 @@ def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:
     return [
         f"step {stage.name} must have at least one row; got none. See the data account above, "
         "--data-split, and the lengths"
-        for stage in in_order(config.steps)
+        for stage in in_order(config.stages)
         if not rows.of(stage)
     ]
 

@@ -150,7 +150,7 @@ class Identity:
             # Rows are compared once they have been read.
             and not (name.startswith("the rows of") and name not in now)
             # This run's shares are those of the steps that it runs.
-            and not (name == "dataset.split" and step not in self.config.steps)
+            and not (name == "dataset.split" and step not in self.config.stages)
         ]
         if changed:
             raise CheckpointError(

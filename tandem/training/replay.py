@@ -50,13 +50,13 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
         raise CheckpointError(f"{folder} must be a run's folder (with config.yaml); it is not.")
     config = replace(load_config(path), output_dir=folder)
     recorded = {record.stage: record for record in read_metrics(folder) if record.step == step}
-    stages = [stage] if stage else [name for name in config.steps if name in recorded][-1:]
-    if step < 1 or not stages or stages[0] not in config.steps:
+    stages = [stage] if stage else [name for name in config.stages if name in recorded][-1:]
+    if step < 1 or not stages or stages[0] not in config.stages:
         raise ConfigError(
             f"--step must be a step that {folder} has recorded, from 1 on; got {step}"
-            f"{f' of {stage}' if stage else ''}. Its steps: {', '.join(config.steps)}."
+            f"{f' of {stage}' if stage else ''}. Its steps: {', '.join(config.stages)}."
         )
-    run = Run(config, say=print, writes=False)
+    run = Run(config, print_line=print, writes=False)
     data = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(data)
     reached = run_stage(run, stages[0], prepared(stages[0], run, data), until=step)

@@ -139,10 +139,10 @@ def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float
     config = run.config
     prompts = rows.prompts[: config.reward.normalize_prompts]
     if not prompts:
-        run.say("reward: scores stay raw (no prompts to normalize them on)")
+        run.print_line("reward: scores stay raw (no prompts to normalize them on)")
         return {}
     if not has_policy(run):
-        run.say(
+        run.print_line(
             "reward: scores stay raw (no policy whose answers they could be normalized on; "
             "--actor-model names one)"
         )
@@ -157,5 +157,5 @@ def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float
             f"sd {std:.2g}. Train it longer, use more prompts, or set reward.normalize_prompts 0."
         )
     set_normalization(scorer.model, mean, std)
-    run.say(f"reward: scores of {len(raw)} SFT answers have mean {mean:.3f}, sd {std:.3f}")
+    run.print_line(f"reward: scores of {len(raw)} SFT answers have mean {mean:.3f}, sd {std:.3f}")
     return {"normalize_mean": mean, "normalize_std": std}

@@ -64,20 +64,20 @@ class Run:
     def __init__(
         self,
         config: RunConfig,
-        say: Callable[[str], None] = print,
+        print_line: Callable[[str], None] = print,
         world: World | None = None,
         *,
         writes: bool = True,
     ) -> None:
-        """`say` shows a line to the user, on the first rank of `world` (alone if None)."""
+        """`print_line` shows a line to the user, on the first rank of `world` (alone if None)."""
         self.writes = writes
         self.config = config
         self.world = world or World(device=resolve_device(config.device))
         self.device = self.world.device
-        self.say = say if self.world.is_first else _say_nothing
+        self.print_line = print_line if self.world.is_first else ignore_line
         self.path = Path(config.output_dir)
         self.identity = Identity(config, self.path, self.world)
-        self.stops = StopSignals(self.say)
+        self.stops = StopSignals(self.print_line)
         self._verified: set[str] = set()  # hashing a large model once a run is enough
         self._savers: dict[str, Saver] = {}
         self._lock: BinaryIO | None = None
@@ -130,7 +130,7 @@ class Run:
             if self.world.is_first:
                 replace_file(self.path / "config.yaml", dump_config(self.config).encode())
                 self.write_json("environment.json", environment())
-            for step in self.config.steps:  # a kill may come before a finished step's are removed
+            for step in self.config.stages:  # a kill may come before a finished step's are removed
                 if (self.folder(step) / MANIFEST).exists():
                     shutil.rmtree(self._checkpoints(step), ignore_errors=True)
         except OSError as error:
@@ -182,7 +182,7 @@ class Run:
         for step in stage_names():
             together(partial(require_own, self.folder(step)), self.path, self.world)
             if copy_folder(self.folder(step), self.world):
-                self.say(f"{step}: finished before, copied to the nodes that lacked it")
+                self.print_line(f"{step}: finished before, copied to the nodes that lacked it")
 
     def folder(self, step: str) -> Path:
         """Where a finished step's model is."""
@@ -233,7 +233,7 @@ class Run:
             if saver is not None:
                 saver.wait()
         except CheckpointError as error:
-            self.say(f"{step}: {error}")  # the outcome itself is about to be written
+            self.print_line(f"{step}: {error}")  # the outcome itself is about to be written
         known = {
             **finite(facts),
             **origin(self.config, self.world),
@@ -288,16 +288,16 @@ class Run:
         else:
             state, notes = load_state_before(folder, before, self.world)
         for note in notes:
-            self.say(note)
+            self.print_line(note)
         if before is not None:
             done = 0 if state is None else state.step
             source = "the beginning" if state is None else f"the checkpoint after {done}"
             again = f", steps {done + 1} to {before - 1} again first" if done + 1 < before else ""
-            self.say(f"{step}: from {source}{again}")
+            self.print_line(f"{step}: from {source}{again}")
             return state
         if state is not None:
             self.identity.require_same(step, self._checkpoints(step), state.numbers["made_from"])
-            self.say(f"{step}: continuing after step {state.step} (checkpoint verified)")
+            self.print_line(f"{step}: continuing after step {state.step} (checkpoint verified)")
         return state
 
     def stop_if_asked(self, where: str) -> None:
@@ -372,5 +372,5 @@ def finite(figures: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in figures.items() if math.isfinite(value)}
 
 
-def _say_nothing(line: str) -> None:
+def ignore_line(line: str) -> None:
     """What the other ranks say."""

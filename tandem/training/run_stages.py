@@ -39,7 +39,7 @@ def train(
     config: RunConfig,
     *,
     command: str = "",
-    say: Callable[[str], None] = print,
+    print_line: Callable[[str], None] = print,
     world: World | None = None,
 ) -> Run:
     """Run the configured steps in `config.output_dir`, then compare the models and report.
@@ -47,7 +47,7 @@ def train(
     Args:
         command: how to do the same again, for the report; by default the run's config.yaml, which
             describes it whole.
-        say: shows a line to the user, on the first rank.
+        print_line: shows a line to the user, on the first rank.
         world: the ranks that run this together; alone if None.
     Returns:
         the run, whose folder holds everything.
@@ -61,9 +61,9 @@ def train(
     world = world or World(device=resolve_device(config.device))
     world = find_folders(Path(config.output_dir), world)
     config, said = settle_shares(config, world)
-    run = Run(config, say, world)
+    run = Run(config, print_line, world)
     if said:
-        run.say(said)
+        run.print_line(said)
     again = f"tandem train --config {shlex.quote(str(run.path / 'config.yaml'))}"
     with run.stops, closing(run):
         _train(run, command or again)
@@ -71,41 +71,41 @@ def train(
 
 
 def _train(run: Run, command: str) -> None:
-    config, say = run.config, run.say
+    config, print_line = run.config, run.print_line
     if line := described(run.path, run.world):
-        say(line)
+        print_line(line)
     run.bring_finished()
     _check_inputs(run)
     _, switched_off = zero_plus_plus(config, run.world)
     if switched_off:
-        say(f"ZeRO++: {switched_off}")
-    say(f"reading {', '.join((*config.data, *config.sft_data))}")
+        print_line(f"ZeRO++: {switched_off}")
+    print_line(f"reading {', '.join((*config.data, *config.sft_data))}")
     rows = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(rows)
     for line in ledger_lines(rows):
-        say(line)
-    unfinished = [step for step in config.steps if not run.is_finished(step)]
+        print_line(line)
+    unfinished = [step for step in config.stages if not run.is_finished(step)]
     if unfinished:
         check_parallel(config, run.world, tokenizer_sources(run)[0])
         check_rows(config, rows, *tokenizer_sources(run))
         run.require_continuable(unfinished[0])
-        for line in idle_ranks(replace(config, steps=tuple(unfinished)), run.world):
-            say(line)
+        for line in idle_ranks(replace(config, stages=tuple(unfinished)), run.world):
+            print_line(line)
     run.require_own_folder()
     run.world.barrier()  # every rank has seen what was there before the first changes it
     run.open(command)
     run.write_json("data.json", json.loads(rows.ledger.to_json()))
-    for step in config.steps:
+    for step in config.stages:
         if step not in unfinished:
-            say(f"{step}: finished before, in {run.folder(step)}")
+            print_line(f"{step}: finished before, in {run.folder(step)}")
             continue
         start = time.monotonic()
-        say(f"{step}: begins")
+        print_line(f"{step}: begins")
         note(step)  # models load before the first step is noted
         run_stage(run, step, prepared(step, run, rows))
-        say(f"{step}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(step)}")
+        print_line(f"{step}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(step)}")
         if config.parallel.frozen_weights:
-            say(
+            print_line(
                 f"{step}: serve that folder itself; its adapter was trained on "
                 f"{config.parallel.frozen_weights} weights and is another policy on full ones"
             )
@@ -113,7 +113,7 @@ def _train(run: Run, command: str) -> None:
     if not is_compared(run):
         compare(run, rows)
     if run.world.is_first:
-        say(f"report: {write_report(run.path)}")
+        print_line(f"report: {write_report(run.path)}")
     run.world.barrier()
 
 
@@ -151,10 +151,10 @@ def _check_inputs(run: Run) -> None:
     """What can be known to be missing before anything is loaded."""
     config = run.config
     resolve_device(config.device)
-    for step in config.steps:
+    for step in config.stages:
         _function_of(step)  # what cannot be imported must not cost the steps before it
     problems = []
-    stages = in_order(config.steps)
+    stages = in_order(config.stages)
     only_scores = all(stage.leaves == "reward model" for stage in stages)
     if not has_policy(run) and not (only_scores and config.reward_model):
         problems.append(
@@ -163,8 +163,8 @@ def _check_inputs(run: Run) -> None:
     reads_texts = all("sft_data" in stage.data for stage in stages)
     if not config.data and not (config.sft_data and reads_texts):
         problems.append("data must name at least one data set; got nothing. Give --data FILE")
-    rl = of_family(config.steps, "rl")
-    scores = leaving(config.steps, "reward model")
+    rl = of_family(config.stages, "rl")
+    scores = leaving(config.stages, "reward model")
     if rl and not (scores or config.ppo.reward_function or run.reward_source(rl[0].name)):
         makers = " or ".join(stage.name for stage in sources("reward model", rl[0].name))
         problems.append(

@@ -60,7 +60,7 @@ def save_anywhere(
         CheckpointError: the disk refused a rank, or has no room.
     """
     shards = shards_of(model)
-    shards.rest()
+    shards.reshard()
     world = shards.world
     dtype = saved_dtype(model) if save_dtype == "auto" else DTYPES[save_dtype]
     require_space(folder, saved_bytes(model, dtype), world)

@@ -33,12 +33,12 @@ def settle_shares(config: RunConfig, world: World) -> tuple[RunConfig, str]:
     """
     # Only the first rank is sure to see the run's folder.
     before = world.all_gather_object(_dealt(Path(config.output_dir)))[0]
-    running = {share_of(step) for step in config.steps}
-    others = {step: dealt for step, dealt in before.items() if step not in config.steps}
+    running = {share_of(step) for step in config.stages}
+    others = {step: dealt for step, dealt in before.items() if step not in config.stages}
     if config.dataset.split:
         return config, _overlaps(config, config.dataset.split, running, others)
     if not before:
-        shares = shares_among(config.steps)
+        shares = shares_among(config.stages)
         said = _alone(config, running)
     else:
         shares = _kept(config, before, running)
@@ -74,7 +74,7 @@ def _kept(config: RunConfig, before: dict[str, Shares], running: set[Share]) -> 
         if all(shares[SHARES.index(share)] > 0 for share in running):
             return shares
     dealt = before[next(reversed(before))]
-    none = [step for step in config.steps if not dealt[SHARES.index(share_of(step))]]
+    none = [step for step in config.stages if not dealt[SHARES.index(share_of(step))]]
     done = " and ".join(before)
     command = none[0] if len(none) == 1 else f"train --steps {' '.join(none)}"
     raise ConfigError(
@@ -88,14 +88,14 @@ def _kept(config: RunConfig, before: dict[str, Shares], running: set[Share]) -> 
 def _alone(config: RunConfig, running: set[Share]) -> str:
     """That steps which do not run have no share, where they could run later in this folder."""
     last = max(SHARES.index(share) for share in running)
-    run = in_order(config.steps)
+    run = in_order(config.stages)
     free = [s for s in stages.STAGES if not any(are_apart(s, running) for running in run)]
     takers = {stage.share: stage.name for stage in reversed(free)}  # the first of each share
     later = [takers[share] for share in SHARES[last + 1 :] if share in takers]
     if not later:
         return ""
     return (
-        f"rows: all but the held-out ones are for {' and '.join(config.steps)}; to keep some for "
+        f"rows: all but the held-out ones are for {' and '.join(config.stages)}; to keep some for "
         f"{' and '.join(later)} in this folder, give --data-split {_text(DEFAULT_SHARES)}"
     )
 
@@ -114,7 +114,7 @@ def _overlaps(
     if not shared:
         return ""
     return (
-        f"rows: {' and '.join(config.steps)}, dealt by {_text(shares)}, trains on rows that "
+        f"rows: {' and '.join(config.stages)}, dealt by {_text(shares)}, trains on rows that "
         f"{' and '.join(shared)} of {config.output_dir} was dealt too"
     )
 

@@ -59,11 +59,11 @@ class StopSignals:
     one ends the run too, by `Stopped`. On a thread that is not the main one nothing is installed.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """`say` shows a line to the user."""
+    def __init__(self, print_line: Callable[[str], None]) -> None:
+        """`print_line` shows a line to the user."""
         self.requested = 0
         self.deferring = False
-        self._say = say
+        self._print_line = print_line
         self._handling = handling(self._take)
 
     def __enter__(self) -> Self:
@@ -82,7 +82,7 @@ class StopSignals:
         name = signal.Signals(number).name
         if self.requested:
             with suppress(RuntimeError):  # it came in the middle of printing
-                self._say(f"{name} again: stopped at once. The last checkpoint is complete.")
+                self._print_line(f"{name} again: stopped at once. The last checkpoint is complete.")
             # Not through handlers and threads, which might wait for something.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -94,7 +94,7 @@ class StopSignals:
             # Should it get lost where Python ignores exceptions, the next step's end still asks.
             raise Stopped(number, "before a step was running")
         with suppress(RuntimeError):
-            self._say(
+            self._print_line(
                 f"{name}: the run stops after this step, saved. A second signal stops it at once."
             )
 

@@ -89,12 +89,12 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
         reward, trust_remote_code=config.trust_remote_code
     )
     data = load_data(
-        config.dataset, config.data, config.sft_data, seed=config.seed, steps=config.steps
+        config.dataset, config.data, config.sft_data, seed=config.seed, steps=config.stages
     )
     render = _Rendering(config, data.ledger)
     room, reward_room = positions(policy, config), positions(reward, config)
     prompt_room = None if room is None else room - config.sampling.max_new_tokens
-    stages = in_order(config.steps)
+    stages = in_order(config.stages)
     shares = {stage.share for stage in stages}
     # Who reads the pairs: a reward model by its own tokenizer, a policy by its.
     readers = {

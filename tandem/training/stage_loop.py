@@ -233,7 +233,7 @@ class StepLoop:
         if self.run.world.is_first and self.run.writes:
             path.parent.mkdir(exist_ok=True)
             replace_file(path, json.dumps(record, ensure_ascii=False, default=str).encode())
-        self.run.say(f"{self.stage} step {now.step}: left out: {bad} Its rows: {path}")
+        self.run.print_line(f"{self.stage} step {now.step}: left out: {bad} Its rows: {path}")
         most = self.run.config.guards.max_skipped
         if self._in_a_row > most:
             raise NumericsError(
@@ -263,7 +263,7 @@ class StepLoop:
         if asked:
             self.run.finish_saving(self.stage)
             (self.run.path / SAVE_NOW).unlink(missing_ok=True)
-            self.run.say(f"{self.stage} step {step}: saved, as {SAVE_NOW} asked")
+            self.run.print_line(f"{self.stage} step {step}: saved, as {SAVE_NOW} asked")
         if number:
             self.run.finish_saving(self.stage)
             raise Stopped(number, f"after {self.stage} step {step}, which is saved")
@@ -310,6 +310,6 @@ class StepLoop:
             (self.run.path / RECORDER_FILE).write_text(text, encoding="utf-8")
         except OSError:
             return  # the error that ends the stage says more
-        self.run.say(
+        self.run.print_line(
             f"{self.stage}: the last steps' rows and metrics: {self.run.path}/{RECORDER_FILE}"
         )

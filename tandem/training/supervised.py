@@ -124,7 +124,7 @@ class SupervisedTrainer(Generic[Row]):
         self._model = model
         self._rows = rows
         self._objective = objective
-        self._budget = MicroBatchBudget(config, run.world, run.say)
+        self._budget = MicroBatchBudget(config, run.world, run.print_line)
         dtype = resolve_dtype(config.dtype, run.device)
         self.learner = Learner(
             stage,

@@ -168,7 +168,7 @@ def test_a_hostile_output_dir(name: str, sandbox: Path) -> None:
     try:
         config = build_config({"actor_model": "m", "data": ["d"], "output_dir": name}, where="")
         check_config(config)
-        run = Run(config, say=lambda line: None)
+        run = Run(config, print_line=lambda line: None)
         run.open("tandem train")
         run.close()
     except TandemError as error:

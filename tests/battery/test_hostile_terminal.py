@@ -164,7 +164,7 @@ def _hostile_run(folder: Path, text: str) -> None:
     folder.mkdir(parents=True)
     safe = text.encode("utf-8", errors="replace").decode()
     (folder / "config.yaml").write_text(
-        json.dumps({"actor_model": safe, safe: safe, "steps": [safe]})
+        json.dumps({"actor_model": safe, safe: safe, "stages": [safe]})
     )
     (folder / "command.txt").write_text(f"tandem train {safe}\n")
     (folder / "environment.json").write_text(json.dumps({text: text}))

@@ -97,11 +97,11 @@ def test_a_further_stage_is_a_command_and_a_step_with_help_and_advice(
     with pytest.raises(
         ConfigError, match=r"steps must be one of sft, reward, dpo, ppo; got \['polish'\]"
     ):
-        build_config({"steps": ["polish"]})
+        build_config({"stages": ["polish"]})
     monkeypatch.setattr(stages, "STAGES", (*four, polish()))
-    assert build_config({"steps": ["sft", "polish"]}).steps == ("sft", "polish")
+    assert build_config({"stages": ["sft", "polish"]}).steps == ("sft", "polish")
     with pytest.raises(ConfigError, match=r"did you mean polish\?"):
-        build_config({"steps": ["polsh"]})
+        build_config({"stages": ["polsh"]})
     assert main(["--help"]) == 0
     assert "  polish   Once more, with care." in capsys.readouterr().out
     assert main(["polish", "--help"]) == 0

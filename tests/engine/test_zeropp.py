@@ -412,10 +412,10 @@ def test_what_is_of_no_use_is_switched_off_and_said(
 
 def test_the_stages_that_count_are_those_of_the_steps_that_run() -> None:
     parallel = replace(ALL, actor_zero_stage=3, critic_zero_stage=0)
-    assert zero_plus_plus(RunConfig(steps=("reward",), parallel=parallel), nodes(4, 2))[1]
-    assert not zero_plus_plus(RunConfig(steps=("sft",), parallel=parallel), nodes(4, 2))[1]
+    assert zero_plus_plus(RunConfig(stages=("reward",), parallel=parallel), nodes(4, 2))[1]
+    assert not zero_plus_plus(RunConfig(stages=("sft",), parallel=parallel), nodes(4, 2))[1]
     on_host = replace(parallel, offload=("params",))  # offloaded weights lie in pieces always
-    assert not zero_plus_plus(RunConfig(steps=("reward",), parallel=on_host), nodes(4, 2))[1]
+    assert not zero_plus_plus(RunConfig(stages=("reward",), parallel=on_host), nodes(4, 2))[1]
 
 
 @pytest.mark.parametrize(

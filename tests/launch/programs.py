@@ -106,7 +106,7 @@ class Launched:
             options,
             log_folder=self.folder / "logs",
             device="cpu",
-            say=self.said.append,
+            print_line=self.said.append,
         )
         return self
 

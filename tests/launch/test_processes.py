@@ -112,7 +112,7 @@ def test_nobody_at_the_meeting_place_is_one_line(tmp_path: Path) -> None:
             log_folder=tmp_path,
             device="cpu",
             join_seconds=1,
-            say=said.append,
+            print_line=said.append,
         )
     assert said[-1] == "2 nodes meet at 192.0.2.1:9; waits 1 s for them"
 

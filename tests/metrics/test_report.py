@@ -203,7 +203,9 @@ def test_no_text_of_data_models_or_names_becomes_markup(tmp_path):
     entry = {"prompt": EVIL, "answers": evil_answers}
     (run / "evaluation.json").write_text(json.dumps({"models": models, "answers": [entry]}))
     (run / "environment.json").write_text(json.dumps({EVIL: EVIL}))
-    (run / "config.yaml").write_text(json.dumps({"actor_model": EVIL, "steps": [EVIL], EVIL: EVIL}))
+    (run / "config.yaml").write_text(
+        json.dumps({"actor_model": EVIL, "stages": [EVIL], EVIL: EVIL})
+    )
     (run / "command.txt").write_text(EVIL.encode(errors="ignore").decode())
     html, page = report(run)
     assert set(page.tags) <= ALLOWED

@@ -94,7 +94,7 @@ def test_cards_name_the_model_and_where_it_started(tmp_path):
 
 
 def test_stages_are_those_asked_for_then_those_that_ran(tmp_path):
-    (tmp_path / "config.yaml").write_text("steps: [sft, ppo]")
+    (tmp_path / "config.yaml").write_text("stages: [sft, ppo]")
     lines = [metrics_line("dpo", 1200, **{"seconds/step": 61.0}), metrics_line("sft", 2)]
     write_lines(tmp_path / "metrics.jsonl", lines)
     assert stages_of_run(read_folder(tmp_path)) == [

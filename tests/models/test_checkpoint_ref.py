@@ -8,7 +8,7 @@ import pytest
 
 from tandem.config.schema import LoraConfig
 from tandem.errors import ModelError
-from tandem.models.checkpoint_ref import Start, same_base, start_of
+from tandem.models.checkpoint_ref import CheckpointRef, same_base, checkpoint_ref_of
 from tandem.models.load import load_causal_lm
 from tandem.models.lora import add_lora
 from tandem.models.save import save_model
@@ -24,14 +24,14 @@ def test_merged_weights_or_their_adapter(tmp_path: Path, is_scalar: bool) -> Non
     add_lora(model, LoraConfig(rank=2), seed=0)
     save_model(model, tokenizer(), tmp_path / "trained")
     merged, adapter = str(tmp_path / "trained"), str(tmp_path / "trained" / "adapter")
-    assert start_of(merged) == Start(merged)
-    expected = Start(str(base), adapter, is_scalar)
-    assert start_of(merged, unmerged=True) == start_of(adapter) == expected
-    assert start_of(str(base), unmerged=True) == Start(str(base))
+    assert checkpoint_ref_of(merged) == CheckpointRef(merged)
+    expected = CheckpointRef(str(base), adapter, is_scalar)
+    assert checkpoint_ref_of(merged, unmerged=True) == checkpoint_ref_of(adapter) == expected
+    assert checkpoint_ref_of(str(base), unmerged=True) == CheckpointRef(str(base))
     base.rename(tmp_path / "moved")
     with pytest.raises(ModelError, match=r"no such folder.*It is the base of the adapter"):
-        start_of(merged, unmerged=True)
-    assert start_of(merged) == Start(merged)
+        checkpoint_ref_of(merged, unmerged=True)
+    assert checkpoint_ref_of(merged) == CheckpointRef(merged)
 
 
 def test_one_folder_has_several_names(tmp_path: Path) -> None:

@@ -8,17 +8,17 @@ from torch import Tensor
 
 from tandem.ops import attention
 from tandem.ops.attention import paged_attention, store_kv, varlen_attention
-from tandem.ops.attention_context import Decode, Kind, KVMemory, LayerShape, Packed
+from tandem.ops.attention_context import Decode, AttentionSpec, KVMemory, LayerShape, Packed
 
 KINDS = [
-    Kind(0.3),
-    Kind(0.3, window=5),
-    Kind(0.3, softcap=2.0),
-    Kind(0.3, sinks=torch.tensor([0.5, -1.0, 0.0, 2.0])),
+    AttentionSpec(0.3),
+    AttentionSpec(0.3, window=5),
+    AttentionSpec(0.3, softcap=2.0),
+    AttentionSpec(0.3, sinks=torch.tensor([0.5, -1.0, 0.0, 2.0])),
 ]
 
 
-def slow(q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> Tensor:
+def slow(q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> Tensor:
     """One sequence, token by token, in float64."""
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64)
     for t in range(q.shape[0]):
@@ -41,7 +41,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_sequences_and_decoding_against_a_slow_loop(kind: Kind) -> None:
+def test_packed_sequences_and_decoding_against_a_slow_loop(kind: AttentionSpec) -> None:
     lengths = (19, 1, 33)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(53, 4, 8, generator=generator)

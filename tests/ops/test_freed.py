@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tandem.objectives.logprobs import token_logprobs
 from tandem.ops import dense, native
 from tandem.ops.attention import varlen_attention
-from tandem.ops.attention_context import Kind, Packed
+from tandem.ops.attention_context import AttentionSpec, Packed
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
@@ -26,7 +26,9 @@ IDS = torch.tensor([1, 0, 2, 3, 1, 1])
 
 def attention(x: Tensor) -> Tensor:
     q = x.view(ROWS, HEADS, WIDTH // HEADS)
-    return varlen_attention(q, q, q, Packed.of_lengths([4, 2], x.device), Kind(0.5, 0, 0.0))
+    return varlen_attention(
+        q, q, q, Packed.of_lengths([4, 2], x.device), AttentionSpec(0.5, 0, 0.0)
+    )
 
 
 def rotary(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tandem.errors import GenerationError
 from tandem.ops import paged_gpu
-from tandem.ops.attention import Kind
+from tandem.ops.attention import AttentionSpec
 from tandem.ops.attention_context import BLOCK_TOKENS, Decode, KVMemory, LayerShape
 from tandem.ops.paged_gpu import CHUNK, AddressedMemory, paged_attention_gpu
 
@@ -47,10 +47,12 @@ class Case:
     sinks: bool = False
     dtype: torch.dtype = torch.float32
 
-    def kind(self) -> Kind:
+    def kind(self) -> AttentionSpec:
         generator = torch.Generator().manual_seed(4)
         sinks = torch.randn(self.query_heads, generator=generator).to(DEVICE)
-        return Kind(self.key_width**-0.5, self.window, self.softcap, sinks if self.sinks else None)
+        return AttentionSpec(
+            self.key_width**-0.5, self.window, self.softcap, sinks if self.sinks else None
+        )
 
 
 CASES = {

@@ -97,7 +97,7 @@ def test_a_twin_computes_the_same_and_nothing_stays(tied: bool) -> None:
     device = FakeDevice()
     weights = HostWeights(model, decoder_blocks(model), CPU, to_device=device)
     twin = twin_of(model)
-    with torch.no_grad(), weights.visiting(decoder_blocks(twin)):
+    with torch.no_grad(), weights.onload(decoder_blocks(twin)):
         head = model.get_output_embeddings().weight
         assert (head is model.get_input_embeddings().weight) == tied
         assert isinstance(head, nn.Parameter)
@@ -128,7 +128,7 @@ def test_a_block_is_there_when_it_runs_and_the_next_is_on_its_way() -> None:
 
     ids = batch().token_ids
     expected = model(ids).logits
-    with torch.no_grad(), weights.visiting():
+    with torch.no_grad(), weights.onload():
         handles = [block.register_forward_pre_hook(look) for block in blocks]
         assert torch.equal(model(ids).logits, expected)
         for handle in handles:
@@ -162,7 +162,7 @@ def test_blocks_in_another_order_are_fetched_and_guesses_dropped() -> None:
     order = (3, 0, 0, 4, 1)
     with torch.no_grad():
         expected = run(order)
-        with HostWeights(model, blocks, CPU, to_device=device).visiting():
+        with HostWeights(model, blocks, CPU, to_device=device).onload():
             assert torch.equal(run(order), expected)
     assert most == 2, "the rest and one guess"
     assert is_at_rest(model, before)
@@ -178,7 +178,7 @@ def test_several_lists_of_blocks_may_run() -> None:
     ids = batch().token_ids
     with torch.no_grad():
         expected = model(ids).logits, logits(model)
-        with weights.visiting(decoder_blocks(model), decoder_blocks(twin_of(model))):
+        with weights.onload(decoder_blocks(model), decoder_blocks(twin_of(model))):
             assert torch.equal(model(ids).logits, expected[0])
             assert torch.equal(logits(model), expected[1])
 
@@ -189,7 +189,7 @@ def test_integer_weights_travel_too() -> None:
     block.register_buffer("steps", torch.tensor([3]))
     device = FakeDevice()
     on_host = block.steps
-    with HostWeights(block, [], CPU, to_device=device).visiting():
+    with HostWeights(block, [], CPU, to_device=device).onload():
         assert block.steps.tolist() == [3]
         assert block.steps is not on_host
         assert block.packed.tolist() == list(range(9))
@@ -205,7 +205,7 @@ def test_an_error_on_the_way_leaves_everything_on_the_host() -> None:
     device = FakeDevice()
     weights = HostWeights(model, blocks, CPU, to_device=device)
     handle = blocks[2].mlp.register_forward_pre_hook(_fail)
-    with pytest.raises(RuntimeError, match="on purpose"), torch.no_grad(), weights.visiting():
+    with pytest.raises(RuntimeError, match="on purpose"), torch.no_grad(), weights.onload():
         model(batch().token_ids)
     handle.remove()
     assert is_at_rest(model, before)
@@ -222,7 +222,7 @@ def test_on_the_host_nothing_is_done_and_that_is_said() -> None:
     before = tensors_of(model)
     weights = HostWeights(model, decoder_blocks(model), CPU)
     assert weights.note == "weights are not offloaded: the device is the host already"
-    with weights.visiting():
+    with weights.onload():
         assert is_at_rest(model, before)
         assert not any(block._forward_pre_hooks for block in decoder_blocks(model))
     assert HostWeights(model, decoder_blocks(model), CPU, to_device=FakeDevice()).note == ""
@@ -231,7 +231,7 @@ def test_on_the_host_nothing_is_done_and_that_is_said() -> None:
 def test_what_is_trained_or_needs_a_gradient_is_refused() -> None:
     model = frozen_llama()
     weights = HostWeights(model, decoder_blocks(model), CPU, to_device=FakeDevice())
-    with weights.visiting(), pytest.raises(ModelError, match="must run without gradient"):
+    with weights.onload(), pytest.raises(ModelError, match="must run without gradient"):
         model(batch().token_ids)
     model.lm_head.weight.requires_grad_(True)
     with pytest.raises(ModelError, match=r"must be frozen; got 1 trained ones, model.embed_tokens"):

@@ -318,7 +318,7 @@ def train_spread(world: World, stage: int, dtype: torch.dtype = torch.float32) -
             loss = loss_sum(model, part)
             (loss / 88).backward()
             total += loss.detach()
-        shards.rest()
+        shards.reshard()
         if shards.sums_gradients:
             shards.sum_gradients(optimizer.collect_all())
         world.all_reduce_(total)

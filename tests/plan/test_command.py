@@ -32,7 +32,7 @@ def test_a_file_may_stand_first(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("data: [embedded]\nseed: 5\nsteps: [sft]\n")
     sweep, dry = parse_sweep([str(file), "--sweep-dir", "out", "--dry-run"])
-    assert (sweep.config.seed, sweep.config.steps, dry) == (5, ("sft",), True)
+    assert (sweep.config.seed, sweep.config.stages, dry) == (5, ("sft",), True)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_dry_run_shows_cases_and_reasons(
     monkeypatch.setattr(command, "run_sweep", lambda sweep: pytest.fail("ran"))
     out = tmp_path / "out"
     flags = ["--sweep-dir", str(out), "--sweep-stages", "3", "--sweep-lora", "0", "--dry-run"]
-    assert sweep_command([*flags, *_DATA, "--steps", "sft"]) == 0
+    assert sweep_command([*flags, *_DATA, "--stages", "sft"]) == 0
     first, *others = capsys.readouterr().out.splitlines()
     assert first == (
         "sft/zero3: parallel.actor_zero_stage=3 parallel.critic_zero_stage=3 lora.rank=0, 1 rank"

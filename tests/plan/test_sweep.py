@@ -35,10 +35,10 @@ class Runs:
         self.calls.append(where)
         config = load_config(arguments[arguments.index("--config") + 1])
         made = Path(config.output_dir)
-        for step in config.steps:
+        for step in config.stages:
             (made / step).mkdir(parents=True)
             (made / step / "model.safetensors").write_bytes(b"weights")
-        step = config.steps[-1]
+        step = config.stages[-1]
         outcome = {"reward": 0.5} if step == "ppo" else {"loss": 2.5}
         lines = [
             metrics_line(step, at, **{"seconds/step": 9.0 if at == 0 else at, **outcome})
@@ -66,7 +66,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 @pytest.fixture
 def sweep(tmp_path: Path) -> Sweep:
     """Two stages of step 1."""
-    config = build_config({"data": ["embedded"], "steps": ["sft"], "device": "cpu"}, where="")
+    config = build_config({"data": ["embedded"], "stages": ["sft"], "device": "cpu"}, where="")
     axes = Axes(stages=(0, 3), lora=(0,), offload=(False,), variants=False)
     return Sweep(config=config, folder=tmp_path / "sweep", ranks=2, axes=axes)
 
@@ -145,7 +145,7 @@ def test_a_failing_case_shows_its_line_and_the_next_begins(sweep: Sweep, runs: R
 
 def test_results_of_other_knobs_are_refused_before_anything_runs(sweep: Sweep, runs: Runs) -> None:
     run_sweep(sweep, _silent)
-    other = build_config({"data": ["embedded"], "steps": ["sft"], "seed": 7}, where="")
+    other = build_config({"data": ["embedded"], "stages": ["sft"], "seed": 7}, where="")
     for changed in (replace(sweep, config=other), replace(sweep, ranks=4)):
         with pytest.raises(CheckpointError, match="must be of these knobs; got a result of others"):
             run_sweep(changed, _silent)
@@ -184,7 +184,7 @@ def test_what_the_swept_steps_start_from_is_made_once(sweep: Sweep, runs: Runs) 
 
 def test_a_start_that_fails_ends_the_sweep(sweep: Sweep, runs: Runs) -> None:
     runs.failing = {"sweep/start"}
-    config = build_config({"data": ["embedded"], "steps": ["sft", "dpo"]}, where="")
+    config = build_config({"data": ["embedded"], "stages": ["sft", "dpo"]}, where="")
     with pytest.raises(ConfigError, match="the steps that the sweep starts from must run; got: lo"):
         run_sweep(replace(sweep, config=config), _silent)
 

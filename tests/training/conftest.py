@@ -44,7 +44,7 @@ def plain_run(
                 lora=LoraConfig(rank=lora),
                 ppo=replace(config.ppo, ema=True, ptx_data=(preferences,)),
             )
-            train(config, command="test", say=lambda line: None)
+            train(config, command="test", print_line=lambda line: None)
             made[lora] = config
         return made[lora]
 

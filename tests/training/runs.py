@@ -26,8 +26,8 @@ class StopError(Exception):
 
 def ran(config: RunConfig, world: World | None = None, lines: list[str] | None = None) -> Path:
     """The folder of a run that nothing stopped."""
-    say = (lines if lines is not None else []).append
-    return train(config, command="test", say=say, world=world).path
+    print_line = (lines if lines is not None else []).append
+    return train(config, command="test", print_line=print_line, world=world).path
 
 
 def stop_at(patch: pytest.MonkeyPatch, stage: str, step: int) -> None:

@@ -39,7 +39,7 @@ def configured(folder: Path, model: str, data: str, kind: str, **changes: object
 
 
 def ran(world: World, config: RunConfig) -> None:
-    train(config, command="test", say=lambda line: None, world=world)
+    train(config, command="test", print_line=lambda line: None, world=world)
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:

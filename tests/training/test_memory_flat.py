@@ -75,8 +75,8 @@ def test_thirty_steps_hold_what_ten_did(
         sampling={"max_new_tokens": ANSWER_TOKENS},
     )  # fmt: skip
     ran(config)
-    ran(replace(config, output_dir=str(tmp_path / "dpo"), steps=("dpo",)))
-    for stage in (*config.steps, "dpo"):
+    ran(replace(config, output_dir=str(tmp_path / "dpo"), stages=("dpo",)))
+    for stage in (*config.stages, "dpo"):
         folder = tmp_path / ("dpo" if stage == "dpo" else "run")
         found = [r for r in records(folder, unlike=()) if r["stage"] == stage]
         peaks = {r["step"]: r["values"]["peak_memory_bytes/train"] for r in found if r["step"]}

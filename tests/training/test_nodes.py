@@ -99,7 +99,7 @@ def test_a_run_without_a_shared_file_system_stops_moves_and_ends_as_one_process_
 def test_parts_go_on_once_they_are_together_and_are_named_where_one_is_missing(
     tmp_path: Path, nodes: list[Path], config: RunConfig
 ) -> None:
-    config = replace(config, steps=("sft",))
+    config = replace(config, stages=("sft",))
     ran(config)
     a, b = nodes
     on_ranks(2, stopped_on, config, nodes, "sft", 3, 3)
@@ -118,7 +118,7 @@ def test_parts_go_on_once_they_are_together_and_are_named_where_one_is_missing(
 
 
 def test_a_damaged_part_is_not_read(nodes: list[Path], config: RunConfig) -> None:
-    config = replace(config, steps=("sft",))
+    config = replace(config, stages=("sft",))
     a, b = nodes
     on_ranks(2, stopped_on, config, nodes, "sft", 3, 3)
     part = "run/checkpoints/sft/step-000002-part-2-of-2"

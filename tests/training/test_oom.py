@@ -64,7 +64,9 @@ def test_what_does_not_fit_is_refused_before_the_first_step(
     monkeypatch.setattr(StepLoop, "begin", beginning)
     too_small_for(200, monkeypatch)
     with pytest.raises(OutOfMemoryError) as refused:
-        train(config_of(tmp_path, tiny_model, preferences), command="x", say=lambda line: None)
+        train(
+            config_of(tmp_path, tiny_model, preferences), command="x", print_line=lambda line: None
+        )
     message = str(refused.value)
     assert message.startswith(f"sft: a micro-batch of {TOKENS} tokens must fit into memory; got ")
     assert "Tried to allocate 20.00 GiB" in message
@@ -78,12 +80,12 @@ def test_halved_micro_batches_are_the_same_run(
     tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = config_of(tmp_path / "plain", tiny_model, preferences)
-    train(plain, command="x", say=lambda line: None)
+    train(plain, command="x", print_line=lambda line: None)
     lines: list[str] = []
     with monkeypatch.context() as patch:
         too_small_for(200, patch)
         halved = replace(plain, output_dir=str(tmp_path / "halved"), halve_micro_batches=True)
-        train(halved, command="x", say=lines.append)
+        train(halved, command="x", print_line=lines.append)
     said = [line for line in lines if "out of memory" in line]
     assert [line.split(":")[0] for line in said] == [
         "sft",
@@ -109,12 +111,12 @@ def test_a_rehearsal_leaves_no_trace(
     tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = config_of(tmp_path / "plain", tiny_model, preferences)
-    train(plain, command="x", say=lambda line: None)
+    train(plain, command="x", print_line=lambda line: None)
     with monkeypatch.context() as patch:
         patch.setattr("tandem.training.supervised.SupervisedTrainer.rehearse", lambda *args: None)
         patch.setattr("tandem.training.ppo_trainer.PPOTrainer.rehearse", lambda *args: None)
         other = replace(plain, output_dir=str(tmp_path / "other"))
-        train(other, command="x", say=lambda line: None)
+        train(other, command="x", print_line=lambda line: None)
     for part in ("sft", "reward", "ppo/actor", "ppo/critic"):
         ours = load_file(tmp_path / "plain" / part / "model.safetensors")
         for name, weight in load_file(tmp_path / "other" / part / "model.safetensors").items():

@@ -54,7 +54,7 @@ def test_first_rollout_is_the_reference_and_agrees_with_the_sampler(
     assert made.metrics["kl"] == (0.0 if native.available() else pytest.approx(0, abs=1e-4))
     assert trainer.engine.agreement is not None
     assert trainer.engine.agreement.bitwise or not native.available()
-    assert "old log-probs: the sampler's" in trainer.engine.says()
+    assert "old log-probs: the sampler's" in trainer.engine.describe()
     mask = made.batch.response_mask
     assert not made.old_logprobs[~mask].any()
     assert bool((made.old_logprobs[mask] < 0).all())

@@ -258,7 +258,7 @@ def test_online_dpo_learns_resumes_and_is_evaluated(
 
 def test_online_dpo_needs_two_answers_a_prompt() -> None:
     with pytest.raises(ConfigError, match=r"samples_per_prompt must be at least 2 where online-d"):
-        check_config(RunConfig(steps=("online-dpo",)))
+        check_config(RunConfig(stages=("online-dpo",)))
 
 
 def test_a_knob_that_the_loss_does_not_read_is_refused(tmp_path: Path) -> None:

@@ -47,12 +47,12 @@ def test_slices_that_cannot_be(
 
 def test_ranks_without_a_row_are_said_with_their_knob() -> None:
     many = World(size=64, ranks_per_node=8)
-    config = RunConfig(steps=("sft", "ppo"))
+    config = RunConfig(stages=("sft", "ppo"))
     sft, ppo = idle_ranks(config, many)
     assert sft.startswith("sft: sft.batch_size 32 leaves 32 of 64 ranks without a row at a time")
     assert "ppo.minibatch_size 32 leaves 32 of 64 ranks" in ppo
     assert "Raise ppo.minibatch_size to a multiple of 64" in ppo
-    sliced = replace(config, steps=("ppo",), parallel=ParallelConfig(inference_tp_size=2))
+    sliced = replace(config, stages=("ppo",), parallel=ParallelConfig(inference_tp_size=2))
     assert "ppo.prompts_per_step 64 leaves 64 of 128 groups" in "".join(
         idle_ranks(sliced, World(size=256, ranks_per_node=8))
     )
@@ -107,7 +107,7 @@ def test_nothing_is_written_by_a_run_whose_slices_cannot_be(
     run = tmp_path / "run"
     config = tiny_config(run, tiny_model, preferences, parallel__inference_tp_size=2)
     with pytest.raises(ConfigError, match="must divide the ranks of a node"):
-        train(config, command="test", say=lambda line: None)
+        train(config, command="test", print_line=lambda line: None)
     assert not (run / "config.yaml").exists()
 
 
@@ -120,7 +120,7 @@ def test_a_shared_base_needs_one_model_from_the_start(
     with pytest.raises(ConfigError, match="--shared-base must find one model under actor, critic"):
         check_parallel(config, World(), tiny_model)
     check_parallel(replace(config, reward_model=tiny_model), World(), tiny_model)
-    check_parallel(replace(config, steps=("sft", "reward")), World(), tiny_model)
+    check_parallel(replace(config, stages=("sft", "reward")), World(), tiny_model)
     with pytest.raises(ConfigError, match="must go with ZeRO stage 0 over several ranks"):
         check_parallel(replace(config, reward_model=""), FOUR, tiny_model)
 
@@ -131,7 +131,7 @@ def test_scores_of_one_answer_have_no_spread(
     run = tmp_path / "run"
     config = tiny_config(run, tiny_model, preferences, reward__normalize_prompts=1)
     with pytest.raises(ConfigError, match="normalize_prompts must be 0 or find two prompts"):
-        train(config, command="test", say=lambda line: None)
+        train(config, command="test", print_line=lambda line: None)
     assert not (run / "config.yaml").exists()
 
 
@@ -164,7 +164,7 @@ def test_a_reward_function_that_cannot_be_called_is_refused_before_the_first_ste
         with pytest.raises(ConfigError, match=part):
             check_rows(config, rows_of, tiny_model, tiny_model)
         with pytest.raises(ConfigError, match=part):
-            train(config, command="test", say=lambda line: None)
+            train(config, command="test", print_line=lambda line: None)
         assert not (tmp_path / "run").exists()
     else:
         check_rows(config, rows_of, tiny_model, tiny_model)
@@ -186,7 +186,7 @@ def test_only_rows_of_steps_that_run_must_fit_the_model(tmp_path: Path, tiny_mod
         prepared = prepare_rows(config, tiny_model, tiny_model)
         with pytest.raises(ConfigError, match=f"rows of step {step} must fit the model's 256"):
             check_rows(config, prepared, tiny_model, tiny_model)
-    config = replace(config, steps=("ppo",))
+    config = replace(config, stages=("ppo",))
     prepared = prepare_rows(config, tiny_model, tiny_model)
     check_rows(config, prepared, tiny_model, tiny_model)
     assert prepared.heldout_sft
@@ -210,5 +210,5 @@ def test_a_rank_that_goes_missing_while_models_load_is_placed_in_their_step(
     monkeypatch.setattr(sft, "prepare", loads)
     config = tiny_config(tmp_path / "run", tiny_model, preferences)
     with pytest.raises(ModelError, match="the step ends here"):
-        train(config, command="test", say=lambda line: None)
+        train(config, command="test", print_line=lambda line: None)
     assert noted == ["sft"]

@@ -22,7 +22,7 @@ _UNLIKE = ("seconds", "tokens_per", "samples_per", "tflops", "peak_memory", "ran
 
 
 def ran(world: World, config: RunConfig) -> None:
-    train(config, command="test", say=lambda line: None, world=world)
+    train(config, command="test", print_line=lambda line: None, world=world)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, tiny_model: str, preferenc
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepLoop, "end", ending)
         with pytest.raises(Stopped):
-            train(config, command="test", say=lambda line: None)
+            train(config, command="test", print_line=lambda line: None)
     return folder
 
 
@@ -94,7 +94,7 @@ def test_a_number_that_does_not_come_again_is_a_difference(
 def test_a_step_that_was_left_out_is_left_out_again_and_nothing_is_touched(
     tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = replace(tiny_config(tmp_path, tiny_model, preferences), save_every=1, steps=("sft",))
+    config = replace(tiny_config(tmp_path, tiny_model, preferences), save_every=1, stages=("sft",))
     train_step = SupervisedTrainer.step
 
     def second_fails(self: SupervisedTrainer[Any], *args: Any) -> dict[str, float]:
@@ -104,7 +104,7 @@ def test_a_step_that_was_left_out_is_left_out_again_and_nothing_is_touched(
         return values
 
     monkeypatch.setattr(SupervisedTrainer, "step", second_fails)
-    train(config, command="test", say=lambda line: None)
+    train(config, command="test", print_line=lambda line: None)
     assert list((tmp_path / BAD_STEPS).iterdir())
     times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert replay(str(tmp_path), 3, rows=0) == 0

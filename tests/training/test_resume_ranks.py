@@ -95,7 +95,7 @@ def growth_of_saving(world: World, folder: Path, rank: int) -> int:
     if rank:
         config = replace(config, lora=replace(config.lora, rank=rank))
     model = place_policy(str(folder / "model"), config, world, trained=True)
-    shards_of(model).rest()
+    shards_of(model).reshard()
     save_anywhere(model, tokenizer(), folder / "warm")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     reset_peak()

@@ -41,8 +41,8 @@ def save_with_another_template(model: str, folder: Path) -> str:
 
 
 def quiet(config: RunConfig, lines: list[str] | None = None) -> Path:
-    say = (lines if lines is not None else []).append
-    return train(config, command="tandem train", say=say).path
+    print_line = (lines if lines is not None else []).append
+    return train(config, command="tandem train", print_line=print_line).path
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_a_finished_step_that_is_to_be_longer_is_told_how_to_go_on(
 
 def test_a_run_from_python_needs_no_command(finished: tuple[Path, RunConfig]) -> None:
     run, config = finished
-    train(config, say=lambda line: None)
+    train(config, print_line=lambda line: None)
     again = (run / "command.txt").read_text().splitlines()[-1]
     assert again == f"tandem train --config {run / 'config.yaml'}"
     with pytest.raises(ConfigError, match=r"seed must be >= 0 .*; ppo.gamma must be"):
@@ -460,7 +460,7 @@ def test_what_is_missing_is_said_at_once(tmp_path: Path, tiny_model: str, prefer
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "hi", "chosen": 3, "rejected": "x"}\n')
     with pytest.raises(DataError, match=r"bad.jsonl:1"):
-        quiet(replace(config, data=(str(bad),), steps=("sft",)))
+        quiet(replace(config, data=(str(bad),), stages=("sft",)))
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])

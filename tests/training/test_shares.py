@@ -127,7 +127,7 @@ def test_a_step_whose_rows_others_took_is_refused_before_it_begins(config: RunCo
     with pytest.raises(ConfigError, match=r"step reward must have a share of the rows") as raised:
         ran(alone(config, "reward"))
     assert "run tandem reward with --data-split 0,4,0" in str(raised.value)
-    with pytest.raises(ConfigError, match=r"tandem train --steps reward ppo with .* 0,4,4"):
+    with pytest.raises(ConfigError, match=r"tandem train --stages reward ppo with .* 0,4,4"):
         ran(alone(config, "sft", "reward", "ppo"))
     with pytest.raises(CheckpointError, match=r"changed: dataset.split \[2.0, 0.0, 0.0\] -> "):
         ran(alone(config, "sft", "reward", "ppo", split=(2, 4, 4)))
@@ -157,7 +157,7 @@ def test_a_stopped_step_continues_with_its_rows(
 
 def test_no_opening_is_in_two_steps_of_a_run_of_all(config: RunConfig) -> None:
     settled, _ = settle_shares(config, World())
-    data = load_data(settled.dataset, settled.data, seed=settled.seed, steps=settled.steps)
+    data = load_data(settled.dataset, settled.data, seed=settled.seed, steps=settled.stages)
     sides = [
         {opening(s) for s in side} for side in (data.texts, data.pairs, data.prompts, data.heldout)
     ]

@@ -42,7 +42,7 @@ def config_of(folder: Path, model: str, data: str, **changes: Any) -> RunConfig:
 
 def quietly(config: RunConfig, world: World | None = None) -> list[str]:
     lines: list[str] = []
-    train(config, command="test", say=lines.append, world=world)
+    train(config, command="test", print_line=lines.append, world=world)
     return lines
 
 
@@ -125,7 +125,7 @@ def test_a_signal_is_heeded_in_the_middle_of_anything(
     )
     ppo = replace(config.ppo, reward_function=f"{script}:reward")
     with pytest.raises(Stopped, match="SIGTERM before a step was running"):
-        quietly(replace(config, steps=("ppo",), ppo=ppo))
+        quietly(replace(config, stages=("ppo",), ppo=ppo))
 
 
 def test_a_signal_whose_exception_got_lost_stops_the_run_after_its_step() -> None:
@@ -300,7 +300,7 @@ def test_signals_are_left_alone_off_the_main_thread(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    config = replace(config_of(tmp_path, tiny_model, preferences), steps=("sft",))
+    config = replace(config_of(tmp_path, tiny_model, preferences), stages=("sft",))
     thread = threading.Thread(target=quietly, args=(config,))
     thread.start()
     thread.join()
@@ -451,7 +451,7 @@ def test_what_is_bad_on_one_rank_is_left_out_on_all(
 ) -> None:
     config = config_of(tmp_path, tiny_model, preferences)
     config = replace(
-        config, steps=("sft",), parallel=replace(config.parallel, actor_zero_stage=stage)
+        config, stages=("sft",), parallel=replace(config.parallel, actor_zero_stage=stage)
     )
     for values in on_ranks(2, bad_on_one_rank, config):
         assert [v["skipped"] for v in values if "skipped" in v][-1] == 1
@@ -465,7 +465,7 @@ def test_what_the_launcher_and_the_demo_leave_before_a_run_is_its_own(
 ) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "base").mkdir()
-    config = replace(config_of(tmp_path, tiny_model, preferences), steps=("sft",))
+    config = replace(config_of(tmp_path, tiny_model, preferences), stages=("sft",))
     quietly(config)
     assert (tmp_path / "sft" / "model.safetensors").exists()
 

@@ -26,7 +26,7 @@ ALL = ParallelConfig(
 
 def said(world: World, config: RunConfig) -> list[str]:
     lines: list[str] = []
-    train(config, command="test", say=lines.append, world=world)
+    train(config, command="test", print_line=lines.append, world=world)
     return lines
 
 
@@ -34,7 +34,7 @@ def test_a_run_says_once_what_is_switched_off(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
     config = tiny_config(tmp_path / "run", tiny_model, preferences)
-    config = replace(config, steps=("sft",), parallel=ALL)
+    config = replace(config, stages=("sft",), parallel=ALL)
     first, second = on_ranks(2, said, config)
     about = [line for line in first if line.startswith("ZeRO++:")]
     assert len(about) == 1
