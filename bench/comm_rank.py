@@ -23,11 +23,12 @@ from bench.harness import Side, Stopwatch, measure, now, once, ready
 from bench.models import Shape, model_config, random_model, token_row
 from bench.ppo_sides import TandemSide, Work, start
 from bench.traffic import counting_traffic
+from tandem.config.engine import engine_settings
 from tandem.config.load import build_config
 from tandem.config.optimizer import OptimizerConfig
 from tandem.engine.forward import rank_micro_batches_of, response_logprobs
 from tandem.engine.learner import Learner
-from tandem.engine.loading import place_policy
+from tandem.engine.placement import Placement
 from tandem.parallel.world import World, join, leave
 from tandem.plan.knobs import nested
 from tandem.types import TokenBatch
@@ -74,7 +75,7 @@ class TrainSide(Side):
         given = {**knobs, "dtype": work.dtype, "device": "cpu"}
         config = build_config(nested(given), where="bench: ")
         model = random_model(model_config(work.shape, 512), seed=work.seed)
-        self.model = place_policy(model, config, world, trained=True)
+        self.model = Placement(engine_settings(config), world).policy(model, trained=True)
         settings = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup=0.0)
         self.learner = Learner("actor", self.model, settings, num_steps=1000)
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from tandem.metrics.timing import Phase, Phases
+from tandem.training.stage_loop import no_collection_of_old_objects
 
 
 @dataclass(slots=True)
@@ -140,13 +141,14 @@ def measure(
     done: dict[str, list[Any]] = {name: [] for name in sides}
     costs: Rounds = {name: [] for name in sides}
     order = list(sides)
-    for number in range(1, rounds + 1):
-        for name in order:
-            result, cost = once(sides[name], number)
-            check(name, result)
-            done[name].append(result)
-            costs[name].append(cost)
-        order.reverse()
+    with no_collection_of_old_objects():  # as in a run; it holds for every side
+        for number in range(1, rounds + 1):
+            for name in order:
+                result, cost = once(sides[name], number)
+                check(name, result)
+                done[name].append(result)
+                costs[name].append(cost)
+            order.reverse()
     return done, costs
 
 

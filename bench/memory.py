@@ -170,7 +170,7 @@ def phases_of(plan: MemoryPlan) -> dict[str, int]:
 
 
 def climb(options: argparse.Namespace, report: Report) -> None:
-    """The largest model of the ladder whose step 3 stays within the budget, each one measured."""
+    """The largest model of the ladder whose PPO stays within the budget, each one measured."""
     budget = options.largest * GIBIBYTE
     tried: list[dict[str, Any]] = []
     found = report.result["largest"] = {"budget_bytes": budget, "largest": None, "tried": tried}

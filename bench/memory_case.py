@@ -19,13 +19,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from bench.harness import in_children
 from bench.models import Shape, llama, model_config, prompt_rows, random_ids
+from tandem.config.engine import engine_settings
 from tandem.config.load import build_config, check_config
 from tandem.config.schema import RunConfig
 from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.engine.forward import rank_micro_batches_of, response_logprobs
-from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.learner import Learner
-from tandem.engine.loading import place_policy
+from tandem.engine.placement import Placement
 from tandem.metrics.timing import Phases
 from tandem.models.hf_logging import quiet
 from tandem.models.load import new_causal_lm
@@ -34,6 +34,7 @@ from tandem.objectives.losses import sft_loss
 from tandem.ops import native
 from tandem.parallel.world import World, leave
 from tandem.plan.knobs import nested
+from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import TokenBatch
 
@@ -166,7 +167,7 @@ def _steps(case: MemoryCase, models: Path, world: World) -> Measured:
 
 def _ppo(case: MemoryCase, models: Path, world: World, phases: Phases) -> Any:
     config = case.config
-    engine = RLHFEngine(
+    engine = make_engine(
         actor=str(models / "actor"),
         reward_model=str(models / "reward"),
         config=config,
@@ -184,7 +185,9 @@ def _ppo(case: MemoryCase, models: Path, world: World, phases: Phases) -> Any:
 
 def _sft(case: MemoryCase, models: Path, world: World, phases: Phases) -> Any:
     config = case.config
-    model = place_policy(str(models / "actor"), config, world, trained=True, seed=config.seed)
+    model = Placement(engine_settings(config), world).policy(
+        str(models / "actor"), trained=True, seed=config.seed
+    )
     learner = Learner("sft", model, config.sft, case.steps)
     ids = torch.randint(5, 400, (case.prompts, case.prompt + case.new), device=world.device)
     mask = torch.ones_like(ids, dtype=torch.bool)

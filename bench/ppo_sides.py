@@ -28,9 +28,9 @@ from bench.plain_hf_ppo import PlainPPO, Sequences, Settings
 from tandem.config.load import build_config
 from tandem.config.schema import RunConfig, num_updates
 from tandem.data.embedded.tokenizer import build_tokenizer
-from tandem.engine.hybrid import RLHFEngine
 from tandem.parallel.world import World
 from tandem.plan.knobs import nested
+from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Experience, PromptRow, TokenBatch
 
@@ -121,7 +121,7 @@ class TandemSide(Side):
         config = run_config(work)
         models = (begin.actor, begin.reward_model)
         actor, reward_model = map(copied, models) if copies else models
-        self.engine = RLHFEngine(
+        self.engine = make_engine(
             actor=actor,
             reward_model=reward_model,
             config=config,

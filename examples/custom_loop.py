@@ -5,7 +5,7 @@ python examples/custom_loop.py MODEL_FOLDER [NUM_STEPS]
 
 import sys
 
-from tandem import PPOTrainer, RLHFEngine, build_config, save_model
+from tandem import PPOTrainer, build_config, make_engine, save_model
 
 
 def brevity(prompts, completions, **columns):
@@ -16,7 +16,7 @@ def brevity(prompts, completions, **columns):
 def main(model: str, num_steps: int = 20, output: str = "runs/custom") -> list[float]:
     """Train MODEL to be brief; return the mean reward of every step."""
     config = build_config({"ppo": {"prompts_per_step": 32}})
-    engine = RLHFEngine(actor=model, config=config)
+    engine = make_engine(config, model)
     trainer = PPOTrainer(engine, config, num_steps=num_steps, reward_function=brevity)
     questions = ["What is rain?", "Who are you?", "Name a colour.", "Is a cat an animal?"] * 8
     prompts = [engine.renderer.prompt(text) for text in questions]

@@ -1,8 +1,8 @@
 """Tandem: from a pretrained language model to an assistant with human feedback.
 
-The names below are the library's surface; each is imported when first used, so that `import
-tandem` and the command's help do not wait for torch. None may be the name of a package or module
-below: Python would put that in its place as soon as it is imported.
+The names below are the public API; each is imported on first use, so that `import tandem` and help
+pages do not wait for torch. None may be the name of a package or module below: Python would replace
+it as soon as that is imported.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tandem.errors import TandemError
     from tandem.generation.generator import Stops, generate
     from tandem.models.save import save_model
+    from tandem.training.make_engine import make_engine
     from tandem.training.ppo_trainer import PPOTrainer
     from tandem.training.run_stages import train
     from tandem.types import Experience, Message, PromptRow, Rollout
@@ -37,6 +38,7 @@ _HOMES = {
     "build_config": "tandem.config.load",
     "generate": "tandem.generation.generator",
     "load_config": "tandem.config.load",
+    "make_engine": "tandem.training.make_engine",
     "save_model": "tandem.models.save",
     "train": "tandem.training.run_stages",
 }
@@ -56,6 +58,7 @@ __all__ = [
     "build_config",
     "generate",
     "load_config",
+    "make_engine",
     "save_model",
     "train",
 ]

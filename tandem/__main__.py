@@ -1,4 +1,4 @@
-"""`python -m tandem` and the `tandem` command: signals first, then what takes time to import."""
+"""`python -m tandem` and the `tandem` command: signal handlers first, then slow imports."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from tandem.stopping import handling
 
 def main() -> int:
     """Run the command; returns its exit code."""
-    # A machine may take seconds over these imports, and an exception in the middle of them would be
-    # a traceback.
+    # These imports may take seconds, and Ctrl-C during them would print a traceback.
     with handling(_leave):
         from tandem.cli import main as command
     return command()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """End at once, with one line: nothing has begun."""
+    """Exit at once, with one line: nothing has started."""
     name = signal.Signals(number).name
-    os.write(2, f"tandem: stopped by {name} before anything was begun.\n".encode())
+    os.write(2, f"tandem: stopped by {name} before anything started.\n".encode())
     os._exit(128 + number)
 
 

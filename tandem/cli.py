@@ -1,11 +1,10 @@
 """The `tandem` command: argv in, one command out. The only place that prints errors.
 
-Nothing heavy is imported before it is known what to do, so help and mistakes answer at once.
+Nothing heavy is imported before the command is known, so help and mistakes are instant.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import os
 import shlex
@@ -14,28 +13,40 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from tandem.config import stages
-from tandem.config.flags import Parser, help_page, parse_run_flags
+from tandem.config.flags import help_page, parse_run_flags
 from tandem.config.load import check_ranges, show_note
+from tandem.config.pages import Parser
 from tandem.config.schema import RunConfig
 from tandem.config.spellings import listed
 from tandem.config.stages import DEFAULT, latest_first, stage_names
 from tandem.errors import ConfigError, Stopped, TandemError
 from tandem.launch.failure import complain, is_launched, leaving_at_signals
 from tandem.launch.flags import launch_help, take_launch_flags
+from tandem.text import ignore_line
 
-_TRAIN = "All steps from a pretrained model to an assistant: SFT, reward model, PPO."
+_TRAIN = "All stages from a pretrained model to an assistant: SFT, reward model, PPO."
+_SUMMARIES = {
+    "chat": "Talk to a run's model, or to any model folder.",
+    "eval": "Compare a run's models on held-out rows: perplexity, reward, answers side by side.",
+    "report": "Rewrite a run's one-page HTML report.",
+    "data": "`tandem data check FILE ...`: what a run would train on, row by row.",
+    "demo": "All three stages on the built-in data set, in minutes, on a CPU.",
+    "replay": "Repeat one step of a run: its metrics, and its tokens one by one.",
+    "sweep": "One run per ZeRO stage, LoRA, offload, ...: a table of speed and memory.",
+    "doctor": "This machine: processor, C++ operations, speed, GPUs, what is missing.",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (0 done, 1 found bad rows, 2 error, 130 stopped)."""
     try:
-        return _told(list(sys.argv[1:] if argv is None else argv))
-    except KeyboardInterrupt:  # a second one, while the first was told of
+        return _reported(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:  # a second one, while the first was being reported
         return 130
 
 
-def _told(args: list[str]) -> int:
-    """Run one command, and say in one line how it failed."""
+def _reported(args: list[str]) -> int:
+    """Run one command; if it fails, say why in one line."""
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]
     try:
@@ -45,10 +56,10 @@ def _told(args: list[str]) -> int:
             traceback.print_exc()
         return complain(str(error), 2, error)
     except Stopped as stopped:
-        line = f"{stopped}. The same command continues; finished steps are kept."
+        line = f"{stopped}. The same command continues; finished stages are kept."
         return complain(line, stopped.exit_code, stopped)
     except BrokenPipeError:
-        # The reader (a pager, `head`) has what it wanted.
+        # The reader (a pager, `head`) has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -64,14 +75,14 @@ def _told(args: list[str]) -> int:
             raise
         line = (
             f"this run must fit in memory; got {named_line(error)[:160]!r}. Free some, "
-            "take a smaller model, --lora-rank or --micro-batch-tokens, or --no-save-async, which "
-            "saves a copy; finished steps and checkpoints are kept."
+            "use a smaller model, --lora-rank, a smaller --micro-batch-tokens, or --no-save-async, "
+            "which saves a copy; finished stages and checkpoints are kept."
         )
         return complain(line, 2, error)
     except KeyboardInterrupt as error:
         line = (
             "stopped. The same command continues from the last checkpoint (--save-every); "
-            "finished steps are kept."
+            "finished stages are kept."
         )
         return complain(line, 130, error)
 
@@ -95,6 +106,7 @@ def _run(args: list[str], debug: bool) -> int:
         "data": _data,
         "demo": _demo,
         "sweep": _sweep,
+        "doctor": _doctor,
         "replay": _replay,
     }
     if command not in commands:
@@ -106,25 +118,22 @@ def _run(args: list[str], debug: bool) -> int:
         elif command.startswith("-"):
             hint = f"Flags follow a command, as in: tandem train {command}."
         raise ConfigError(f"{command!r} is not a command. {hint}")
-    return commands[command](rest)
+    try:
+        return commands[command](rest)
+    except SystemExit as shown:  # argparse leaves this way after --help
+        return int(shown.code or 0)
 
 
 def _run_commands() -> dict[str, str]:
-    """The commands that train, each with its line in the help."""
+    """The commands that train, with their lines in the help."""
     return {"train": _TRAIN, **{stage.name: stage.help for stage in stages.STAGES}}
 
 
 def _overview() -> str:
     lines = ["usage: tandem COMMAND [flags]        tandem COMMAND --help", ""]
-    lines += [f"  {name:8} {summary}" for name, summary in _run_commands().items()]
+    commands = {**_run_commands(), **_SUMMARIES}
+    lines += [f"  {name:8} {summary}" for name, summary in commands.items()]
     lines += [
-        "  chat     Talk to a run's model, or to any model folder.",
-        "  eval     Compare a run's models on held-out rows, side by side.",
-        "  report   Rewrite a run's one-page HTML report.",
-        "  data     `tandem data check FILE ...`: what would be trained on, row by row.",
-        "  demo     All three steps on the built-in data set, in minutes, on a CPU.",
-        "  replay   One step of a run again, alone: its metrics, its tokens one by one.",
-        "  sweep    A run per ZeRO stage, LoRA, offload, ...: one table of speed and memory.",
         "",
         "--debug shows the traceback of an error. --version shows the version.",
     ]
@@ -151,14 +160,10 @@ def _train(command: str, args: list[str], debug: bool) -> int:
             patience_seconds=60 * config.parallel.timeout_minutes,
         )
     with leaving_at_signals():
-        return _run_steps(command, args, config)
+        return _run_stages(command, args, config)
 
 
-def ignore_line(line: str) -> None:
-    """Takes a note that somebody else shows."""
-
-
-def _run_steps(command: str, args: list[str], config: RunConfig) -> int:
+def _run_stages(command: str, args: list[str], config: RunConfig) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(f"tandem {command}: loading PyTorch and transformers ...", flush=True)
     from tandem.engine.devices import resolve_device
@@ -181,8 +186,9 @@ def _run_steps(command: str, args: list[str], config: RunConfig) -> int:
 
 
 def _demo(args: list[str]) -> int:
-    parser = _parser("demo", "All three steps on the built-in data set, on a CPU, in minutes.")
-    parser.add_argument("--output-dir", type=_path, default="runs/demo", help="the run's folder")
+    example = "tandem demo --output-dir runs/demo"
+    parser = Parser("demo", "[--output-dir DIR]", _SUMMARIES["demo"], example).section("flags")
+    parser.flag("--output-dir DIR", "The run's folder.", "runs/demo", type=_path)
     options = parser.parse_args(args)
     from tandem.training.demo import demo
 
@@ -196,20 +202,32 @@ def _sweep(args: list[str]) -> int:
     return sweep_command(args)
 
 
+def _doctor(args: list[str]) -> int:
+    from tandem.plan.doctor import doctor_command
+
+    return doctor_command(args)
+
+
 def _chat(args: list[str]) -> int:
-    parser = _parser("chat", "Talk to a model; /help inside lists the commands.")
-    parser.add_argument("path", type=_path, help="a run's folder, or a model's folder or hub name")
-    parser.add_argument(
-        "--model",
-        default="",
-        help=f"which of a run's: {listed([*latest_first(), 'base'])} (the first that there is)",
+    parser = Parser(
+        "chat",
+        "PATH [flags]",
+        "Talk to a model in the terminal; /help inside lists the commands.",
+        "tandem chat runs/first --model sft --temperature 0.2",
     )
-    parser.add_argument("--system", default="", help="a system prompt")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0.7; lower is steadier")
-    parser.add_argument("--top-p", type=float, default=0.95, help="0.95")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer, tokens")
-    parser.add_argument("--seed", type=int, default=0, help="0")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
+    models = f"Which model of a run: {listed([*latest_first(), 'base'])}."
+    nucleus = "Sample from the smallest set of tokens with this total probability."
+    code = "Run the model's own Python code."
+    parser.section("model")
+    parser.flag("PATH", "A run's folder, a model's folder or a hub name.", type=_path)
+    parser.flag("--model NAME", models, shown="the first of these that is finished")
+    parser.flag("--system TEXT", "System prompt.", shown="none")
+    parser.flag("--trust-remote-code", code, False, shown="off", action="store_true")
+    parser.section("sampling")
+    parser.flag("--temperature X", "Logits are divided by this.", 0.7)
+    parser.flag("--top-p X", nucleus, 0.95)
+    parser.flag("--max-new-tokens N", "Longest answer, in tokens.", 256)
+    parser.flag("--seed N", "Seed of the sampled tokens.", 0)
     options = parser.parse_args(args)
     from tandem.config.schema import SamplingConfig
     from tandem.serve.chat import chat
@@ -231,22 +249,11 @@ def _chat(args: list[str]) -> int:
 
 
 def _eval(args: list[str]) -> int:
-    parser = _parser("eval", "Perplexity, reward-model accuracy, and answers side by side.")
-    parser.add_argument("run", type=_path, help="a run's folder")
-    parser.add_argument(
-        "--prompts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="how many held-out prompts to answer (the run's ppo.eval_prompts)",
-    )
-    parser.add_argument(
-        "--best-of",
-        type=int,
-        default=0,
-        metavar="N",
-        help="also the best of n = 1, 2, 4 ... N samples per prompt by the reward, against its KL",
-    )
+    parser = _run_parser("eval", "[--prompts N] [--best-of N]", " --prompts 100")
+    about = "Held-out prompts to answer. With it, evaluation.json and the report stay as they are."
+    parser.flag("--prompts N", about, 0, shown="the run's ppo.eval_prompts")
+    about = "Also the best of n = 1, 2, 4 ... N samples per prompt by the reward, against its KL."
+    parser.flag("--best-of N", about, 0, shown="none")
     options = parser.parse_args(args)
     if options.prompts < 0:
         raise ConfigError(f"--prompts must be >= 0; got {options.prompts}.")
@@ -257,11 +264,10 @@ def _eval(args: list[str]) -> int:
 
 
 def _replay(args: list[str]) -> int:
-    parser = _parser("replay", "One step of a run again, alone; nothing in the run is changed.")
-    parser.add_argument("run", type=_path, help="a run's folder")
-    parser.add_argument("--step", type=int, required=True, help="which, counted from 1")
-    parser.add_argument("--stage", default="", help=f"{listed(stage_names())} (the last one's)")
-    parser.add_argument("--rows", type=int, default=3, help="sequences to show, token by token (3)")
+    parser = _run_parser("replay", "--step N [flags]", " --step 12 --stage ppo")
+    parser.flag("--step N", "Which step, counted from 1.", 0, shown="required", required=True)
+    parser.flag("--stage NAME", f"Whose step: {listed(stage_names())}.", shown="the run's last")
+    parser.flag("--rows N", "Sequences to show token by token.", 3)
     options = parser.parse_args(args)
     from tandem.training.replay import replay
 
@@ -269,9 +275,7 @@ def _replay(args: list[str]) -> int:
 
 
 def _report(args: list[str]) -> int:
-    parser = _parser("report", "Rewrite a run's one-page HTML report.")
-    parser.add_argument("run", type=_path, help="a run's folder")
-    options = parser.parse_args(args)
+    options = _run_parser("report").parse_args(args)
     if not os.path.exists(os.path.join(options.run, "config.yaml")):
         raise ConfigError(f"{options.run} must be a run's folder (with config.yaml); it is not.")
     from tandem.metrics.report import write_report
@@ -281,26 +285,9 @@ def _report(args: list[str]) -> int:
 
 
 def _data(args: list[str]) -> int:
-    if args[:1] != ["check"]:
-        if args[:1] in (["--help"], ["-h"], []):
-            print("usage: tandem data check FILE ... (see tandem data check --help)")
-            return 0
+    if args[:1] not in (["check"], ["--help"], ["-h"], []):
         raise ConfigError(f"tandem data has one command, check; got {args[0]!r}.")
-    parser = _parser("data check", "What would be trained on: rows in, used, dropped and why.")
-    parser.add_argument("data", nargs="+", help="data sets as FILE_OR_NAME[:weight]")
-    parser.add_argument("--sft-data", nargs="*", default=[], help="data sets for step 1 alone")
-    parser.add_argument("--tokenizer", default="", help="a model's folder: show tokens and masks")
-    parser.add_argument("--rows", type=int, default=3, help="example rows to show (3)")
-    parser.add_argument(
-        "--steps", nargs="+", default=list(DEFAULT), help=f"of the run ({' '.join(DEFAULT)})"
-    )
-    parser.add_argument(
-        "--data-split", nargs="+", default=[], help="shares (2,4,4 among the steps of the run)"
-    )
-    parser.add_argument("--heldout", type=float, default=0.05, help="held-out share (0.05)")
-    parser.add_argument("--columns", nargs="*", default=[], help="column map, role=column")
-    parser.add_argument("--seed", type=int, default=1234, help="seed of the split (1234)")
-    options = parser.parse_args(args[1:])
+    options = _data_parser().parse_args(args[1:] if args[:1] == ["check"] else ["--help"])
     from tandem.config.schema import DataConfig
     from tandem.data.check import check
 
@@ -313,8 +300,8 @@ def _data(args: list[str]) -> int:
         split=split, heldout=options.heldout, columns=tuple(options.columns), on_bad_row="drop"
     )
     check_ranges(config, "dataset.")
-    if strange := sorted({*options.steps} - {*stage_names()}):
-        raise ConfigError(f"--stages must be of {', '.join(stage_names())}; got {strange[0]!r}.")
+    if unknown := sorted({*options.stages} - {*stage_names()}):
+        raise ConfigError(f"--stages must be of {', '.join(stage_names())}; got {unknown[0]!r}.")
     if options.rows < 0 or options.seed < 0:
         raise ConfigError(f"--rows and --seed must be >= 0; got {options.rows}, {options.seed}.")
     return check(
@@ -322,14 +309,43 @@ def _data(args: list[str]) -> int:
         options.data,
         options.sft_data,
         seed=options.seed,
-        steps=options.steps,
+        stages=options.stages,
         tokenizer_path=options.tokenizer,
         rows=options.rows,
     )
 
 
-def _parser(command: str, summary: str) -> argparse.ArgumentParser:
-    return Parser(prog=f"tandem {command}", description=summary, allow_abbrev=False)
+def _data_parser() -> Parser:
+    parser = Parser(
+        "data check",
+        "DATA ... [flags]",
+        "What a run would train on: the rows of each data set, used or dropped and why. The exit "
+        "code is 1 if a row is bad.",
+        "tandem data check prefs.jsonl chats.csv:2 --tokenizer MODEL",
+    )
+    columns = "Column map for files of other shapes, as role=column."
+    split = "Shares of the prompts for SFT, reward model and PPO."
+    tokenizer = "A model's folder or hub name: count tokens, and show rows as tokens."
+    parser.section("data")
+    parser.flag("DATA ...", "Data sets as FILE_OR_NAME[:weight].", nargs="+")
+    parser.flag("--sft-data DATA ...", "Data sets for SFT only.", [], shown="none")
+    parser.flag("--columns A=B ...", columns, [], shown="none")
+    parser.section("split")
+    parser.flag("--stages NAME ...", "Stages of the run.", list(DEFAULT))
+    parser.flag("--data-split X ...", split, [], shown="2,4,4 among the run's stages")
+    parser.flag("--heldout X", "Held-out share of the prompts.", 0.05)
+    parser.flag("--seed N", "Seed of the split.", 1234)
+    parser.section("examples")
+    parser.flag("--rows N", "Rows to show of each data set.", 3)
+    parser.flag("--tokenizer PATH", tokenizer, shown="none")
+    return parser
+
+
+def _run_parser(command: str, flags: str = "", example: str = "") -> Parser:
+    """The parser of a command whose first argument is a run's folder."""
+    usage, example = f"RUN {flags}".rstrip(), f"tandem {command} runs/first{example}"
+    parser = Parser(command, usage, _SUMMARIES[command], example)
+    return parser.section("run").flag("RUN", "A run's folder.", type=_path)
 
 
 def _path(text: str) -> str:

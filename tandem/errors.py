@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree.
+"""All errors, as one tree.
 
     TandemError
       ConfigError      a knob, a flag or a file of knobs          (also ValueError)
@@ -6,15 +6,15 @@
       ModelError       a model, tokenizer or adapter that cannot be used
       ShapeError       tensors that disagree                      (also ValueError)
       GenerationError  a rollout that cannot be made
-      NumericsError    a number that must hold and does not: stop before it does harm
-        BadStepError   one that a step brought, before it changed anything: leave that step out
-      OutOfMemoryError        what is to be computed at once does not fit into memory
+      NumericsError    a number that is not what it must be: the run stops
+        BadStepError   in one step, before it changed anything: that step is skipped
+      OutOfMemoryError        a computation does not fit into memory
       CheckpointError  a folder that cannot be written, read or trusted
       RankError        another rank of the run died or hangs
 
-A message says where, what was found, what is expected and what to do, in one line:
-`<where> must <rule>; got <value>. <what to do>.` The command line prints that line alone and
-exits with code 2; `--debug` shows the traceback. `Stopped` is no error and apart from the tree.
+A message says in one line where, what is expected, what was found and what to do:
+`<where> must <rule>; got <value>. <what to do>.` The command line prints only that line and exits
+with code 2; `--debug` shows the traceback. `Stopped` is not an error and not in the tree.
 """
 
 import signal
@@ -25,7 +25,7 @@ class TandemError(Exception):
 
 
 class ConfigError(TandemError, ValueError):
-    """One or more knobs are wrong; the message lists every one of them."""
+    """One or more knobs are wrong; the message lists them all."""
 
 
 class DataError(TandemError, ValueError):
@@ -45,33 +45,33 @@ class GenerationError(TandemError):
 
 
 class NumericsError(TandemError):
-    """A number that must hold (a finite loss, a ratio of 1) does not."""
+    """A number is not what it must be (a finite loss, a ratio of 1)."""
 
 
 class BadStepError(NumericsError):
-    """A step's loss, gradient or rewards are not sound; nothing was changed by it."""
+    """A step's loss, gradient or rewards are not usable; it changed nothing."""
 
 
 class OutOfMemoryError(TandemError):
-    """A step does not fit into memory; the message names what frees the most."""
+    """A step does not fit into memory; the message says what saves the most."""
 
 
 class CheckpointError(TandemError):
-    """A saved folder is missing, incomplete or not what it says it is."""
+    """A saved folder is missing, incomplete or inconsistent."""
 
 
 class RankError(TandemError):
-    """Another rank died or hangs, so that this one cannot go on; the message names it."""
+    """Another rank died or hangs, so this one cannot continue; the message names it."""
 
 
 class Stopped(BaseException):
-    """The run was asked to stop by a signal, and did; no error of anyone's.
+    """The run stopped because a signal asked it to.
 
-    It can come in the middle of anything, like KeyboardInterrupt; and like that, it is no
-    `Exception`, for whoever catches every mistake of a library would take it for one.
+    Like KeyboardInterrupt it can be raised anywhere and is not an `Exception`, so that code which
+    catches all errors of a library does not catch it.
     """
 
     def __init__(self, number: int, where: str) -> None:
-        """number: the signal's. where: what was reached, "after ppo step 12, which is saved"."""
+        """number: the signal's. where: how far it got, "after ppo step 12, which is saved"."""
         super().__init__(f"stopped by {signal.Signals(number).name} {where}")
         self.exit_code = 128 + number

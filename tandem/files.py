@@ -1,7 +1,5 @@
-"""Files as a training run must write them: synced and whole.
-
-What is written here is on the disk when the call returns, not in a cache that a power cut empties.
-"""
+"""Files written atomically and synced: on the disk when the call returns, even after a power
+cut."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ _known: dict[tuple[int, ...], str] = {}
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Write a file that must not be there, synced.
+    """Write a file that must not exist yet, synced.
 
     Raises:
         OSError: the disk refuses.
@@ -36,20 +34,20 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Write `content` at the end of a file, made if missing; not synced.
+    """Append `content` to a file, made if missing; not synced.
 
     Raises:
-        OSError: the disk refuses; it may have taken a part.
+        OSError: the disk refuses; a part may be written.
     """
     with path.open("ab", buffering=0) as file:
         write_all(file, memoryview(content))
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Put `content` at `path`, synced: after any stop the old file is there or the new one.
+    """Replace `path` by `content`, atomically and synced.
 
     Raises:
-        OSError: the disk refuses; the old file is there.
+        OSError: the disk refuses; the old file is kept.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -63,10 +61,10 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def lock(path: Path) -> BinaryIO | None:
-    """Hold `path` for this process, not for those it forks; it is free when that ends, in any way.
+    """Lock `path` for this process, not for those it forks, until the process ends.
 
     Returns:
-        what keeps the lock until it is closed; None if another process has it.
+        the open file that holds the lock; None if another process holds it.
     Raises:
         OSError: the file cannot be made.
     """
@@ -77,12 +75,12 @@ def lock(path: Path) -> BinaryIO | None:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             file.close()
             return None
-        # The file system knows no locks, so nobody else has one.
+        # The file system has no locks, so nobody else holds one.
     return file
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to the disk.
+    """Sync a file, or a folder's list of names, to the disk.
 
     Raises:
         OSError: the disk refuses.
@@ -92,7 +90,7 @@ def sync(path: Path) -> None:
         with named(path):
             os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems do not sync folders; their names are safe by themselves.
+        # Some network file systems cannot sync folders and do not need to.
         if error.errno != errno.EINVAL or not path.is_dir():
             raise
     finally:
@@ -106,25 +104,22 @@ def sha256(path: Path) -> str:
 
 
 def sha256_once(path: Path) -> str:
-    """As `sha256`, but a file that has not changed since it was read by this process is not read
-    again: a model is hashed to verify it, and to write down what a run was made from."""
+    """As `sha256`, but a file that has not changed since this process read it is not read again: a
+    model is hashed to verify it, and to record what a run was made from."""
     found = path.stat()
     key = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
     if key in _known:
         return _known[key]
     digest = sha256(path)
-    # A file written a moment ago may change again within one tick of the file system's clock.
+    # A file just written may change again within one tick of the file system's clock.
     if time.time() - max(found.st_mtime, found.st_ctime) > _SETTLED_SECONDS:
         _known[key] = digest
     return digest
 
 
 def at_once(read: Callable[[T], R], files: Sequence[T]) -> list[R]:
-    """`read` of each, several files at a time: reading and hashing do not hold Python's lock.
-
-    Raises:
-        whatever `read` raises, for the first file where it does.
-    """
+    """`read` of each file, in threads: reading and hashing do not hold the GIL. Raises what `read`
+    raises first."""
     if len(files) < 2:
         return [read(file) for file in files]
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as threads:
@@ -132,7 +127,7 @@ def at_once(read: Callable[[T], R], files: Sequence[T]) -> list[R]:
 
 
 def write_all(file: BinaryIO, content: memoryview) -> None:
-    """All of it: a raw file may take less at a time (2 GiB on Linux).
+    """Write everything: a raw file may take less at a time (2 GiB on Linux).
 
     Raises:
         OSError: the disk refuses; it names the file.
@@ -144,7 +139,7 @@ def write_all(file: BinaryIO, content: memoryview) -> None:
 
 @contextmanager
 def named(path: Path | str) -> Iterator[None]:
-    """An error within says of which file it is: that of a write or a sync has no name."""
+    """Errors inside get the file's name, which those of writes and syncs lack."""
     try:
         yield
     except OSError as error:

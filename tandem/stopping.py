@@ -1,4 +1,4 @@
-"""The signals that ask a process to stop, and who hears them for a while."""
+"""The signals that ask a process to stop, and temporary handlers for them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ STOPPING = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
     if hasattr(signal, name)
 )
-"""Ctrl-C, a scheduler's or a shell's end, a lost terminal, and what SLURM is asked to send before
-it takes a job off (`--signal=B:USR1@120`)."""
+"""Ctrl-C, termination, a lost terminal, and the signal that SLURM can send before it ends a job
+(`--signal=B:USR1@120`)."""
 
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have the stopping signals go to `handler`; the earlier handlers return after.
+    """Send the stopping signals to `handler` in this block.
 
-    One that is ignored (SIGHUP under nohup) stays so, and nothing is changed on a thread that is
-    not the main one.
+    Ignored signals (SIGHUP under nohup) stay ignored. Does nothing outside the main thread.
     """
     is_main = threading.current_thread() is threading.main_thread()
     heeded = [n for n in STOPPING if is_main and signal.getsignal(n) != signal.SIG_IGN]
@@ -36,8 +35,8 @@ def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 
 @contextmanager
 def holding_back() -> Iterator[None]:
-    """Stopping signals wait until the end of this; in a process started within, until it calls
-    `let_through`. So none comes while Python starts, which would be a traceback or no word at all.
+    """Block the stopping signals in this block, and in a process started inside it until that calls
+    `let_through`: while Python starts, they would print a traceback or nothing.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
@@ -47,5 +46,5 @@ def holding_back() -> Iterator[None]:
 
 
 def let_through() -> None:
-    """Hear the stopping signals that the process which started this one held back."""
+    """Unblock the stopping signals that the parent process blocked."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

@@ -35,14 +35,14 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a tensor in a file is, before there is one."""
+    """The type and shape of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: Tensor) -> Spec:
-        """That of a tensor; of one in pieces, the whole's."""
+        """The spec of a tensor; for a sharded one, of the whole."""
         return cls(tensor.dtype, tuple(tensor.shape))
 
     @property
@@ -57,8 +57,8 @@ class Spec:
 class TensorFile:
     """A safetensors file that is written one tensor after another, in any order; a context manager.
 
-    Nothing but the tensor at hand is held, and other threads run meanwhile (safetensors' own
-    writer takes all tensors at once and keeps Python's lock).
+    It holds only one tensor at a time, and other threads can run (safetensors' own writer takes all
+    tensors at once and holds the GIL).
 
     Example:
         with TensorFile(path, {"weight": Spec(torch.float32, (4, 4))}) as file:
@@ -68,16 +68,16 @@ class TensorFile:
     def __init__(
         self, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Creates the file, which must not be there.
+        """Creates the file, which must not exist.
 
         Args:
             specs: the tensors that the file will hold.
-            metadata: texts by name, kept in its header.
+            metadata: texts by name, for the header.
         Raises:
             OSError: the disk refuses.
         """
-        assert sys.byteorder == "little", "safetensors holds little-endian numbers"
-        # Wide types first, so that every tensor is aligned for its own.
+        assert sys.byteorder == "little", "safetensors is little-endian"
+        # Wide types first, so that every tensor is aligned for its type.
         order = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         offset = 0
@@ -99,7 +99,7 @@ class TensorFile:
         self._write(memoryview(len(text).to_bytes(8, "little") + text))
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write one of the tensors, from whatever device it is on.
+        """Write one of the tensors, from any device.
 
         Raises:
             OSError: the disk refuses.
@@ -113,7 +113,7 @@ class TensorFile:
         self._write(flat.numpy().data)
 
     def close(self) -> None:
-        """Bring the file to the disk.
+        """Sync and close the file.
 
         Raises:
             OSError: the disk refuses.

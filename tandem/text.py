@@ -1,4 +1,4 @@
-"""Text from files, models and errors made safe to print."""
+"""Text from files, models and errors, made safe to print."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import unicodedata
 
 from tandem.errors import TandemError
 
-# What does not print but does nothing to a terminal: spaces of other widths, code points of a newer
-# Unicode or of private use; and the joiners of scripts and emoji.
+# Not printable, but harmless to a terminal: spaces of other widths, unassigned and private-use code
+# points; and the joiners of scripts and emoji.
 _HARMLESS = ("Zs", "Cn", "Co")
 _KEPT = "\n\t\u200c\u200d"
 
 
 def visible(text: str) -> str:
-    """`text` with every character that does not print (controls, bidi marks) as its escape.
+    """`text` with every character that does not print (controls, bidi marks) escaped.
 
-    Rows come from anywhere: an escape sequence among them must not move the cursor or set a
-    window's title. A line break shows as the two characters of its escape.
+    Rows come from anywhere: an escape sequence in them must not move the cursor or set a window's
+    title. A line break becomes the two characters of its escape.
     """
     if text.isprintable():
         return text
@@ -24,8 +24,8 @@ def visible(text: str) -> str:
 
 
 def visible_lines(text: str) -> str:
-    """Text of several lines for people: as `visible`, but newlines, tabs, spaces of any width and
-    the joiners of scripts and emoji stay.
+    """As `visible`, but newlines, tabs, spaces of any width and the joiners of scripts and emoji
+    stay.
 
     Example: visible_lines("a\\x1b[31m") is a, backslash, x1b[31m: it colors nothing.
     """
@@ -33,18 +33,22 @@ def visible_lines(text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, in at most 300 characters of one line that prints."""
+    """An error's message in one printable line of at most 300 characters."""
     text = visible(" ".join(_message(error).split()) or type(error).__name__)
     return text if len(text) <= 300 else text[:297] + "..."
 
 
+def ignore_line(line: str) -> None:
+    """A `print_line` that shows nothing."""
+
+
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says; its class where it says nothing."""
+    """The first line of an error's message; its class if it has none."""
     return next(iter(_message(error).strip().splitlines()), type(error).__name__)
 
 
 def named_line(error: BaseException) -> str:
-    """An exception as one line: its class, unless it is ours, and the first line it says."""
+    """An exception as one line: its class, unless it is ours, and its message's first line."""
     line, name = first_line(error), type(error).__name__
     return line if isinstance(error, TandemError) or line == name else f"{name}: {line}"
 
@@ -52,7 +56,7 @@ def named_line(error: BaseException) -> str:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # an error of someone's own class, whose text is another mistake
+    except Exception:  # a foreign class whose __str__ fails
         return ""
 
 

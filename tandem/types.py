@@ -1,10 +1,10 @@
-"""The nouns that cross rooms: what one part of Tandem hands to the next, with shapes.
+"""The data types that packages exchange, with shapes.
 
 Shape letters: B sequences, T tokens, V vocabulary, D width, N selected tokens.
-Every (B, T) tensor is right-padded and index t speaks of token t: `logprobs[:, t]` is
+Every (B, T) tensor is right-padded and index t is about token t: `logprobs[:, t]` is
 log p(token t | tokens < t) and `values[:, t]` the value of the state before token t.
-Masks are carried from collation and from the sampler; none is ever inferred from a token's value,
-so a pad token that equals EOS does no harm.
+Masks come from collation and from the sampler and are never inferred from a token's value, so the
+pad token may equal EOS.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a sample came from, so that every message about it can say so.
+    """Where a sample came from, for messages.
 
     Example: Source(dataset="politeness", path="prefs/politeness.jsonl.gz", line=17).
-    `line` counts from 1 (the row number where a format has no lines).
+    `line` counts from 1 (the row number if the format has no lines).
     """
 
     dataset: str
@@ -47,13 +47,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One row of any data set in the one form that every step reads.
+    """One row of any data set, in the form that every stage reads.
 
-    A dialog row has `prompt` (all turns before the answer, ending with the user's) and, where the
-    row has them, the answer to imitate or prefer (`chosen`) and the answer it beat (`rejected`).
-    A text row has only `text`. `label` is given where a row calls its one answer good (`chosen`)
-    or bad (`rejected`); `margin` where a row says how much better `chosen` is; `ranking` where it
-    ranks several answers, as (rank, answer), 1 the best: then `chosen` is the best of them and
+    A dialog row has `prompt` (all turns before the answer, ending with the user's) and, if the row
+    has them, the answer to learn or prefer (`chosen`) and the worse one (`rejected`).
+    A text row has only `text`. `label` is set if the row labels its only answer as good (`chosen`)
+    or bad (`rejected`), `margin` if it tells how much better `chosen` is. `ranking` is set if it
+    ranks several answers, as (rank, answer) with 1 the best; `chosen` is then the best of them and
     `rejected` the worst. Columns that Tandem does not read are kept for reward functions.
 
     Example: the row {"prompt": "2+2?", "chosen": "4", "rejected": "5", "level": "easy"} is

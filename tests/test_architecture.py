@@ -113,6 +113,13 @@ def test_objectives_import_torch_and_errors_alone() -> None:
                                  "typing"}, f"{path.name} imports {name}"  # fmt: skip
 
 
+@pytest.mark.parametrize("room", ["engine", "parallel"])
+def test_no_configuration_of_a_run_below_training(room: str) -> None:
+    """They take what they read: `EngineSettings`, or less."""
+    for path in (PACKAGE / room).glob("*.py"):
+        assert "RunConfig" not in path.read_text(encoding="utf-8"), path.name
+
+
 def documented_methods() -> set[str]:
     """Names of methods that some class of ours documents: an override need not say it again."""
     return {

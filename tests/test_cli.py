@@ -27,6 +27,30 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str], args: tuple[str, .
 
 
 @pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("chat", ("model:", "sampling:", "--top-p X", "[0.95]")),
+        ("eval", ("RUN", "--prompts N", "[the run's ppo.eval_prompts]")),
+        ("data", ("usage: tandem data check DATA ...", "--heldout X", "[0.05]")),
+        ("data check", ("--stages NAME ...", "[sft reward ppo]")),
+        ("report", ("usage: tandem report RUN",)),
+        ("replay", ("--step N", "[required]", "--rows N", "[3]")),
+        ("sweep", ("--sweep-stages N ...", "[0 1 2 3]", "--no-sweep-offload")),
+        ("demo", ("--output-dir DIR", "[runs/demo]")),
+    ],
+)
+def test_help_of_small_commands_has_groups_defaults_and_an_example(
+    capsys: pytest.CaptureFixture[str], command: str, shown: tuple[str, ...]
+) -> None:
+    code, out, err = run(capsys, *command.split(), "--help")
+    assert (code, err) == (0, "")
+    assert f"\nExample: tandem {command}" in out
+    for part in shown:
+        assert part in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
     ("args", "part"),
     [
         (("trian",), "'trian' is not a command. Did you mean train?"),
@@ -39,7 +63,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str], args: tuple[str, .
         (("data", "check", "x", "--heldout", "7"), "dataset.heldout must be >= 0 and < 1; got 7"),
         (("data", "check", "x", "--rows", "-3"), "--rows and --seed must be >= 0"),
         (("eval", "x", "--prompts", "-3"), "--prompts must be >= 0; got -3"),
-        (("chat",), "the following arguments are required: path"),
+        (("chat",), "the following arguments are required: PATH"),
         (("chat", "/nowhere"), "/nowhere"),
         (("eval", "/nowhere"), "must be a run's folder"),
         (("data", "chek"), "tandem data has one command, check; got 'chek'"),
@@ -60,6 +84,26 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert err.startswith("tandem: ")
     assert err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_inside_a_run_is_no_output_dir(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("command.txt", "config.yaml"):
+        (tmp_path / name).touch()
+    (tmp_path / "checkpoints").mkdir()
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "hello"}\n')
+    model = save_tiny_model(tmp_path / "model")
+    capsys.readouterr()
+    for folder in ("checkpoints", "new/deeper"):
+        args = ("sft", "--actor-model", model, "--data", str(data))
+        code, _, err = run(capsys, *args, "--output-dir", str(tmp_path / folder))
+        assert code == 2
+        assert f"must not be inside another run's folder; got {tmp_path / folder}" in err
+        assert err.count("\n") == 1
+    assert not list((tmp_path / "checkpoints").iterdir())
+    assert not (tmp_path / "new").exists()
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +143,7 @@ def test_ctrl_c_is_no_traceback(
     assert "The same command continues from the last checkpoint" in err
 
 
-def test_ctrl_c_again_while_the_first_is_told_of_is_no_traceback(
+def test_a_second_ctrl_c_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def stop(*args: object) -> int:
@@ -124,9 +168,7 @@ def test_data_check_shows_what_would_be_trained_on(
     assert "prefs.jsonl:21" in out
 
 
-def test_the_example_trains_with_a_loop_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_custom_loop_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(__file__).resolve().parents[1] / "examples" / "custom_loop.py"
     spec = importlib.util.spec_from_file_location("custom_loop", path)
     assert spec is not None

@@ -42,11 +42,11 @@ def test_generating_takes_a_model_prompts_and_a_renderer(model_folder: Path) -> 
 
 def test_a_folder_may_be_a_path_and_a_trainer_needs_a_reward(model_folder: Path) -> None:
     config = tandem.build_config({"device": "cpu"})
-    engine = tandem.RLHFEngine(actor=model_folder, config=config)
+    engine = tandem.make_engine(actor=model_folder, config=config)
     with pytest.raises(ConfigError, match="PPOTrainer must have a reward"):
         tandem.PPOTrainer(engine, config)
     with pytest.raises(ConfigError, match=r"seed must be >= 0"):
-        tandem.RLHFEngine(actor=model_folder, config=tandem.RunConfig(seed=-1))
+        tandem.make_engine(actor=model_folder, config=tandem.RunConfig(seed=-1))
 
 
 @pytest.mark.parametrize(

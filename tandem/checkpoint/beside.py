@@ -1,4 +1,4 @@
-"""Models that are given to a run or a chat, checked against the manifest beside their weights."""
+"""Check models that a run or a chat is given against the manifest beside their weights."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from tandem.errors import CheckpointError
 from tandem.parallel.world import World
 
 PARTS = ("actor", "critic", "ema", "adapter")
-"""Folders inside a finished step, whose manifest covers them."""
+"""Folders inside a finished stage's, covered by its manifest."""
 
 
 def verify_beside(folder: Path, *, world: World | None = None) -> None:
-    """Check a model's folder against the manifest that lies beside its weights, if one does: in
-    the folder, or above one that is a part of a finished step (ppo/actor, sft/adapter).
+    """Check a model's folder against its manifest, if there is one: in the folder, or above a part
+    of a finished stage's (ppo/actor, sft/adapter).
 
     Args:
         world: the ranks that check together, each its share of the files.
     Raises:
-        CheckpointError: the manifest cannot be trusted, or a file that it names is missing or
-            changed.
+        CheckpointError: the manifest is damaged, or a file that it names is missing or changed.
     """
     world = world or World()
     folder = folder.resolve()
@@ -38,5 +37,5 @@ def verify_beside(folder: Path, *, world: World | None = None) -> None:
     except CheckpointError as error:
         raise CheckpointError(
             f"{error} Copy the model again from where it is whole; a {MANIFEST} that is not "
-            "Tandem's must not lie there."
+            "Tandem's must not be there."
         ) from None

@@ -1,9 +1,9 @@
-"""A folder that is either whole or not there: written aside, named last, checked when read.
+"""A folder that is either complete or absent: written aside, renamed last, verified when read.
 
     write to .tmp-NAME-PID/ -> fsync every file -> MANIFEST.json (bytes and SHA-256 of each, and
     its own) -> rename to NAME
 
-A folder without a manifest that holds is not a checkpoint.
+A folder without a valid manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from tandem.parallel.world import World
 
 MANIFEST = "MANIFEST.json"
 _CHUNK_BYTES = 2**26
-"""Of a file on its way to another node."""
+"""Of a file that is sent to another node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a file of a finished folder must be."""
+    """Size and hash of a file in a finished folder."""
 
     bytes: int
     sha256: str
 
     @classmethod
     def of(cls, path: Path) -> Entry:
-        """What a file is now."""
+        """Of a file as it is now."""
         return cls(path.stat().st_size, sha256(path))
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The files of a folder by their names in it, and what is known of it."""
+    """The files of a folder by name, and facts about it."""
 
     entries: Mapping[str, Entry]
     facts: Mapping[str, Any]
 
     def text(self) -> str:
-        """As written: its own SHA-256 goes last, so that no bit of it changes unseen."""
+        """As written, with its own SHA-256 last, so that no bit of it can change unnoticed."""
         said: dict[str, Any] = {
             "files": {n: {"bytes": e.bytes, "sha256": e.sha256} for n, e in self.entries.items()},
             "facts": dict(self.facts),
@@ -75,15 +75,14 @@ def write_folder(
     """Make `folder` with what `fill` writes, all or nothing.
 
     Args:
-        fill: given an empty folder, writes files into it; every rank calls it, for the weights in
-            pieces that it gathers, and writes what is its own.
-        facts: kept in the manifest (step, fingerprint, figures): anything JSON can say.
-        world: the ranks that write together. Those that see the first's folder write there; where
-            others have file systems of their own, they get a copy.
+        fill: writes files into an empty folder; every rank calls it, and writes its own files.
+        facts: JSON values for the manifest (step, fingerprint, figures).
+        world: the ranks that write together. Those that see the first rank's folder write there;
+            other file systems get a copy.
     Raises:
-        CheckpointError: the disk refused, on whichever rank, or `folder` holds something that this
-            did not make; what was there before is untouched.
-        TandemError: as `fill` does, on whichever rank.
+        CheckpointError: the disk refused a rank, or `folder` exists and was not made by this
+            function; what was there is untouched.
+        TandemError: as `fill` raises on any rank.
     """
     world = world or World()
     together(lambda: require_own(folder), folder, world)
@@ -103,14 +102,14 @@ def write_folder(
 
 
 def copy_folder(folder: Path, world: World) -> bool:
-    """Bring a finished folder to every file system of the run; nothing where there is but one.
+    """Copy a finished folder to every file system of the run that does not have it.
 
-    Its bytes go from one keeper to the next, each of which writes them while it passes them on.
+    Its bytes are sent from one keeper to the next, which writes them while it sends them on.
 
     Returns:
-        whether one did not have it.
+        whether there was one to copy to.
     Raises:
-        CheckpointError: they have different ones, or the disk refused a rank.
+        CheckpointError: file systems have different ones, or the disk refused a rank.
     """
     if len(world.folders) == 1:
         return False
@@ -151,13 +150,13 @@ def copy_folder(folder: Path, world: World) -> bool:
 def _pass_on(
     folder: Path, aside: Path | None, manifest: Manifest, chain: Sequence[int], world: World
 ) -> None:
-    """This rank's place in a chain of ranks through which a folder's files go, in order.
+    """Receive a folder's files from the rank before in a chain, write them, and send them on.
 
     Args:
-        aside: where to write them; None if they are there already.
+        aside: where to write them; None if this rank has them.
     Raises:
-        OSError: the disk refuses; the others got everything.
-        CheckpointError: a file is not what the manifest says.
+        OSError: the disk refuses; the other ranks got everything.
+        CheckpointError: a file differs from the manifest.
     """
     place = chain.index(world.rank)
     refused: Exception | None = None
@@ -193,7 +192,7 @@ def _pass_on(
 
 
 def _manifest_text(folder: Path) -> str:
-    """The manifest of a finished folder; empty if there is none that holds."""
+    """The manifest of a finished folder; empty if there is no valid one."""
     try:
         return read_manifest(folder).text()
     except CheckpointError:
@@ -201,7 +200,7 @@ def _manifest_text(folder: Path) -> str:
 
 
 def clear(folder: Path, aside: Path) -> None:
-    """Make the folder to write in, and remove what a killed process left of earlier ones."""
+    """Make the folder to write in, and remove those that killed processes left."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".tmp-{folder.name}-*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -209,7 +208,7 @@ def clear(folder: Path, aside: Path) -> None:
 
 
 def publish(aside: Path, folder: Path, manifest: Manifest) -> None:
-    """Give a written folder its manifest and its name; what had the name before goes.
+    """Write a folder's manifest and rename it, in place of an earlier folder of that name.
 
     Raises:
         OSError: the disk refuses.
@@ -229,11 +228,11 @@ def publish(aside: Path, folder: Path, manifest: Manifest) -> None:
 
 
 def together(do: Callable[[], object], folder: Path, world: World) -> None:
-    """Do something on every rank; if it fails on one, every rank says so.
+    """Call `do` on every rank; if it fails on one, every rank raises.
 
     Raises:
         CheckpointError: the disk refused a rank.
-        TandemError: whatever else `do` raised on a rank.
+        TandemError: as `do` raised on a rank.
     """
     failed: TandemError | None = None
     cause: OSError | None = None
@@ -249,7 +248,7 @@ def together(do: Callable[[], object], folder: Path, world: World) -> None:
 
 
 def unwritable(folder: Path, error: OSError, world: World) -> CheckpointError:
-    """What to say where the disk refuses to take something for `folder`."""
+    """The error for an OSError while writing `folder`."""
     free = shutil.disk_usage(existing(folder)).free
     where = f"{folder} on {socket.gethostname()}" if len(world.folders) > 1 else str(folder)
     return CheckpointError(
@@ -259,12 +258,12 @@ def unwritable(folder: Path, error: OSError, world: World) -> CheckpointError:
 
 
 def require_space(folder: Path, num_bytes: int, world: World) -> None:
-    """Refuse to begin what cannot be finished.
+    """Check free space before writing.
 
     Args:
-        num_bytes: what will be written on the file system that this rank sees.
+        num_bytes: to be written on the file system that this rank sees.
     Raises:
-        CheckpointError: less is free, where a keeper looks.
+        CheckpointError: a keeper finds less.
     """
 
     def check() -> None:
@@ -279,10 +278,10 @@ def require_space(folder: Path, num_bytes: int, world: World) -> None:
 
 
 def require_own(folder: Path) -> None:
-    """Refuse to take a folder (or file) for ours that `write_folder` did not make.
+    """Check that a folder is absent or was made by `write_folder`.
 
     Raises:
-        CheckpointError: it is there, without a manifest.
+        CheckpointError: it exists without a manifest.
     """
     if folder.exists() and not (folder / MANIFEST).is_file():
         raise CheckpointError(
@@ -292,10 +291,10 @@ def require_own(folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder that `write_folder` made; its files are not looked at.
+    """The manifest of a folder that `write_folder` made; its files are not read.
 
     Raises:
-        CheckpointError: there is none, or it is not as it was written.
+        CheckpointError: there is none, or it has changed.
     """
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
@@ -322,7 +321,7 @@ def read_facts(folder: Path, *, verify: bool = True, world: World | None = None)
         verify: check every file's size and SHA-256 first.
         world: the ranks that check together, each its share of the files.
     Raises:
-        CheckpointError: no manifest, or a file that is missing or not what it was.
+        CheckpointError: no valid manifest, or a missing or changed file.
     """
     world = world or World()
     try:
@@ -332,7 +331,7 @@ def read_facts(folder: Path, *, verify: bool = True, world: World | None = None)
             together(lambda: check_files(folder, manifest, mine), folder, world)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error} Bring back what was there, or remove {folder} to make it anew."
+            f"{error} Bring back what was there, or remove {folder} to make it again."
         ) from None
     return dict(manifest.facts)
 
@@ -340,12 +339,12 @@ def read_facts(folder: Path, *, verify: bool = True, world: World | None = None)
 def check_files(
     folder: Path, manifest: Manifest, names: Iterable[str], *, again: bool = True
 ) -> None:
-    """Compare files with what the manifest says of them.
+    """Compare files with the manifest.
 
     Args:
-        again: read files anew that this process has read before and that seem unchanged.
+        again: also read files that this process has hashed before and that seem unchanged.
     Raises:
-        CheckpointError: one is missing, cannot be read or is not what it was.
+        CheckpointError: one is missing, unreadable or changed.
     """
     read = sha256 if again else sha256_once
 
@@ -368,17 +367,8 @@ def check_files(
     at_once(check, list(names))
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether the folder was finished and nothing in it has changed since."""
-    try:
-        read_facts(folder)
-    except CheckpointError:
-        return False
-    return True
-
-
 def _described(aside: Path, folder: Path, world: World) -> dict[str, Entry]:
-    """Every file of a folder, hashed in turn by the ranks that see it; named by the first."""
+    """Every file of a folder, hashed by the ranks that see it, in the order of the first rank."""
     names = [str(p.relative_to(aside)) for p in sorted(aside.rglob("*")) if p.is_file()]
     names = world.all_gather_object(names)[0]
     mine: dict[str, Entry] = {}
@@ -394,7 +384,7 @@ def _described(aside: Path, folder: Path, world: World) -> dict[str, Entry]:
 
 
 def existing(path: Path) -> Path:
-    """The nearest folder above `path` that exists, to ask about free space."""
+    """`path`, or the nearest folder above it that exists."""
     while not path.exists():
         path = path.parent
     return path

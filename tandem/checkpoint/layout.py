@@ -1,7 +1,7 @@
-"""What of a training state lies in which rank's file of a checkpoint.
+"""Which rank's file of a checkpoint has what of a training state.
 
-A tensor in pieces is written piece by piece, each by a rank that has it; a whole one by one of the
-ranks. It is said in one small file, so that a rank opens no file but those with rows that it takes.
+A tensor in pieces is written piece by piece, each by a rank that has it; a whole one by one rank.
+One small file lists this, so that a rank opens only files with rows that it needs.
 
     layout.json    {"ranks": 4, "splits": [[0, 1, 2, 3]],
                     "parts": {"actor": {"weight": {"dtype": "float32", "shape": [8, 2], "split": 0},
@@ -29,13 +29,12 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 """By part ("actor", "actor_optimizer"), then by name."""
 
 LAYOUT = "layout.json"
-"""What lies in which rank's file, of a checkpoint."""
+"""The file with a checkpoint's `Layout`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a checkpoint: piece i of its rows, by torch.chunk's rule, in the file of
-    `ranks[i]`."""
+    """A tensor in a checkpoint: piece i of its rows (torch.chunk's) is in `ranks[i]`'s file."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -43,11 +42,11 @@ class Stored:
 
     @property
     def num_rows(self) -> int:
-        """One for a number."""
+        """1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     def pieces(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """The pieces that have some of the rows: number, first row, row after the last."""
+        """The pieces with any of these rows: number, first row, row after the last."""
         if first >= last:
             return
         rows = -(-self.num_rows // len(self.ranks))
@@ -59,9 +58,9 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What lies in which rank's file.
+    """Which rank's file has what.
 
-    ranks: how many wrote. parts: every tensor, by part and name.
+    ranks: the number that wrote. parts: every tensor, by part and name.
     """
 
     ranks: int
@@ -69,8 +68,8 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Tensors, world: World) -> Layout:
-        """Every rank comes to the same: replicas of a piece take turns, and so do the ranks that
-        all have a tensor whole."""
+        """The same on every rank: replicas of a piece take turns, and whole tensors are balanced
+        over the ranks."""
         loads = [(0, rank) for rank in range(world.size)]
         num_split = 0
         parts: dict[str, dict[str, Stored]] = {}
@@ -89,7 +88,7 @@ class Layout:
         return cls(world.size, parts)
 
     def to_json(self) -> str:
-        """As written: the same ranks are named once."""
+        """As written; every list of ranks is written once."""
         splits: dict[tuple[int, ...], int] = {}
         parts: dict[str, dict[str, dict[str, Any]]] = {}
         for part, named in self.parts.items():
@@ -112,7 +111,7 @@ class Layout:
         """What `to_json` wrote.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError, IndexError: something else.
+            ValueError, KeyError, TypeError, AttributeError, IndexError: it is something else.
         """
         value = json.loads(text)
 
@@ -128,27 +127,27 @@ class Layout:
         return cls(int(value["ranks"]), parts)
 
     def files(self, ranks: Sequence[int]) -> list[str]:
-        """The names of the files that these ranks may have written."""
+        """The files that these ranks may have written."""
         return [file_of(part, rank, self.ranks) for part in self.parts for rank in ranks]
 
 
 def file_of(part: str, rank: int, num_ranks: int) -> str:
-    """The file of a rank's pieces of a part."""
+    """The name of the file with a rank's pieces of a part."""
     if num_ranks == 1:
         return f"{part}.safetensors"
     return f"{part}-{rank + 1:05d}-of-{num_ranks:05d}.safetensors"
 
 
 def read_layout(folder: Path) -> Layout:
-    """What lies where, of a checkpoint.
+    """A checkpoint's layout.
 
     Raises:
-        CheckpointError: nothing says it.
+        CheckpointError: it is missing or unreadable.
     """
     try:
         return Layout.from_json((folder / LAYOUT).read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise CheckpointError(
-            f"{folder} must hold {LAYOUT}, which says what lies where; got none that can be read. "
+            f"{folder} must hold {LAYOUT}, which lists its tensors; got none that can be read. "
             "Another version of tandem may have written it."
         ) from None

@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint, of which any number of ranks read each what is to lie with it."""
+"""The tensors of a checkpoint, from which any number of ranks read what they need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from tandem.parallel.world import World
 
 
 class PieceFiles:
-    """The files of one checkpoint: those that this rank sees, and those that only others do.
+    """The files of one checkpoint, those that this rank sees and those that only others see.
 
-    What lies on no file system of a rank comes to it from a rank that sees it; then reading a
-    tensor is a collective, and every rank must read the same tensors in the same order.
+    Rows that a rank does not see are sent by a rank that does; reading a tensor is then a
+    collective, and every rank must read the same tensors in the same order.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class PieceFiles:
         """
         Args:
             holders: the keepers whose folders have a writing rank's files; the same on all ranks.
-            folder_of: where a writing rank's files are, if this rank's keeper is among those.
+            folder_of: the folder of a writing rank's files, if this rank's keeper is among those.
         """
         self.layout = layout
         self.world = world
@@ -49,29 +49,31 @@ class PieceFiles:
         self._everywhere = frozenset(self._seeing)
         self.all_here = all(held >= self._everywhere for held in self._holders.values())
 
+    def tensors(self, part: str) -> dict[str, SavedTensor]:
+        """The tensors of one part by name; reads nothing."""
+        return {name: SavedTensor(self, part, name) for name in self.layout.parts[part]}
+
     def rows(self, part: str, name: str, first: int, last: int) -> Tensor:
         """Rows of a tensor, from files that this rank sees."""
         stored = self.layout.parts[part][name]
-        if len(stored.ranks) == 1 and (first < last or not stored.shape):
-            return self._read(part, name, stored.ranks[0], first, last)
-        found = [
-            self._read(part, name, stored.ranks[index], begin, end)
-            for index, begin, end in stored.pieces(first, last)
-        ]
-        if len(found) == 1:
-            return found[0]
-        return torch.cat(found) if found else torch.empty(0, *stored.shape[1:], dtype=stored.dtype)
+        return _joined(
+            stored,
+            [
+                self._read(part, name, stored.ranks[index], begin, end)
+                for index, begin, end in stored.pieces(first, last)
+            ],
+        )
 
     def exchanged(self, part: str, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """Rows of a tensor that lies on several file systems, a range for each rank; a collective
-        where a rank does not see all of its own.
+        """This rank's rows of a tensor on several file systems; a collective if any rank does not
+        see all of its own.
 
         Args:
-            ranges: the first row that a rank takes, and the one after its last.
+            ranges: of each rank, its first row and the one after its last.
         """
         stored = self.layout.parts[part][name]
         world = self.world
-        # Of each rank: the pieces with its rows, and who reads them for it.
+        # For each rank: the pieces with its rows, and who reads them.
         plan = [
             [
                 (self._reader(stored.ranks[index], rank), index, begin, end)
@@ -107,10 +109,10 @@ class PieceFiles:
                 continue
             taken, parts[reader] = parts[reader].tensor_split([(end - begin) * row])
             found.append(taken.clone().view(stored.dtype).view(end - begin, *stored.shape[1:]))
-        return torch.cat(found) if found else torch.empty(0, *stored.shape[1:], dtype=stored.dtype)
+        return _joined(stored, found)
 
     def broadcast(self, part: str, name: str) -> Tensor:
-        """All of a tensor on every rank; a collective where a rank does not see all of it."""
+        """A whole tensor on every rank; a collective if any rank does not see all of it."""
         stored = self.layout.parts[part][name]
         rows = []
         for index, begin, end in stored.pieces(0, stored.num_rows):
@@ -126,10 +128,10 @@ class PieceFiles:
                 dist.broadcast(flat, reader)
                 tensor = flat.view(stored.dtype).view(shape)
             rows.append(tensor)
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        return _joined(stored, rows)
 
     def _reader(self, writer: int, rank: int) -> int:
-        """Who reads a writing rank's file for a rank: itself if it sees it."""
+        """Which rank reads a writing rank's file for `rank`: itself if it sees the file."""
         keepers = self.world.keepers
         held = self._holders[writer]
         if (keepers[rank] if keepers else 0) in held:
@@ -138,7 +140,7 @@ class PieceFiles:
         return seeing[rank % len(seeing)]
 
     def _read(self, part: str, name: str, writer: int, first: int, last: int) -> Tensor:
-        """Rows of a tensor as the whole counts them, from the file of the rank that wrote them."""
+        """Rows of a tensor, counted in the whole, from the file of the rank that wrote them."""
         stored = self.layout.parts[part][name]
         path = self._folder_of(writer) / file_of(part, writer, self.layout.ranks)
         offset = 0
@@ -168,7 +170,7 @@ class PieceFiles:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor of a checkpoint, read when it is asked for, no more of it than is (a `Saved`)."""
+    """A tensor of a checkpoint, of which only the rows asked for are read (a `Saved`)."""
 
     files: PieceFiles
     part_name: str
@@ -189,14 +191,14 @@ class SavedTensor:
 
     def whole(self) -> Tensor:
         """All of it, in host memory."""
-        if 0 in self.shape:  # nothing was written of it
+        if 0 in self.shape:  # none of it was written
             return torch.empty(self.shape, dtype=self._stored.dtype)
         if not self.files.all_here:
             return self.files.broadcast(self.part_name, self.name)
-        return self.files.rows(self.part_name, self.name, 0, self.shape[0] if self.shape else 0)
+        return self.files.rows(self.part_name, self.name, 0, self._stored.num_rows)
 
     def part(self, like: Tensor) -> Tensor:
-        """This rank's rows, where it lies over the ranks as `like` does; in host memory."""
+        """This rank's rows if it is split as `like` is; in host memory."""
         if not isinstance(like, DTensor) or 0 in self.shape:
             return self.whole()
         ranges = [(0, 0)] * self.files.world.size
@@ -208,25 +210,10 @@ class SavedTensor:
         return self.files.exchanged(self.part_name, self.name, ranges)
 
 
-class SavedTensors(Mapping[str, SavedTensor]):
-    """The tensors of one part of a checkpoint, by name."""
-
-    def __init__(self, files: PieceFiles, part: str) -> None:
-        """Reads nothing."""
-        self._tensors = {name: SavedTensor(files, part, name) for name in files.layout.parts[part]}
-
-    def __getitem__(self, name: str) -> SavedTensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def whole(self) -> dict[str, Tensor]:
-        """All of them, in host memory."""
-        return {name: tensor.whole() for name, tensor in self._tensors.items()}
+def _joined(stored: Stored, pieces: list[Tensor]) -> Tensor:
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces) if pieces else torch.empty(0, *stored.shape[1:], dtype=stored.dtype)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

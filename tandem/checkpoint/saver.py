@@ -1,13 +1,13 @@
-"""Checkpoints written beside the training: it waits while they are copied, no longer.
+"""Checkpoints written in the background: training waits only while they are copied.
 
-    copy to host memory -> (a thread) files -> manifest -> rename -> `latest` -> older ones go
+    copy to host memory -> (a thread) files -> manifest -> rename -> `latest` -> remove older ones
 
-At most one is under way. The ranks' threads do not talk: each leaves a list of what it has written
-in the folder, and the keeper's publishes when all lists are there. So what goes wrong is known to
-all at the next `save` or `wait`, which every rank calls.
+At most one is being written. The ranks' threads do not communicate: each writes a list of its files
+to the folder, and the keeper's publishes the checkpoint when all lists are there. Errors are known
+to all ranks at the next `save` or `wait`, which every rank calls.
 
-Ranks that see other file systems write a part of their own (`step-000010-part-2-of-2`), with a
-manifest of its own. A checkpoint is whole once all of its parts are.
+Ranks on other file systems write a part with its own manifest (`step-000010-part-2-of-2`). A
+checkpoint is complete if all of its parts are.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from tandem.files import sync, write_new
 from tandem.parallel.world import World
 
 _SLACK_BYTES = 2**16
-"""For manifests, headers and what a file system rounds up to."""
+"""For manifests, headers and the file system's rounding."""
 _POLL_SECONDS = 0.02
 _ORPHAN_SECONDS = 60.0
-"""How long a keeper's thread outlives its training while it waits for the others' files."""
+"""How long a keeper's thread waits for the others' files after the training has ended."""
 
 
 class Saver:
@@ -54,11 +54,10 @@ class Saver:
     def __init__(
         self, folder: Path, *, keep: int, world: World | None = None, beside: bool = True
     ) -> None:
-        """Nothing is written yet.
-
+        """
         Args:
-            folder: of the checkpoints, on every file system; nobody else writes there.
-            keep: how many steps stay.
+            folder: of the checkpoints, on every file system; for this saver only.
+            keep: the number of steps that are kept.
             beside: write in a thread, from a copy; else at once, from the tensors themselves.
         """
         self.folder = folder
@@ -74,13 +73,13 @@ class Saver:
         *,
         synced: Sequence[Path] = (),
     ) -> None:
-        """Keep `state` as it is now, as `folder/step-N`; every rank calls it.
+        """Save `state` as it is now as `folder/step-N`; every rank calls it.
 
         Args:
-            facts: kept in the manifest besides step and numbers: anything JSON can say.
+            facts: JSON values for the manifest, beside step and numbers.
             synced: files that grow beside the checkpoints and must be on the disk before them.
         Raises:
-            CheckpointError: the disk refused the save before, or has no room for this one; older
+            CheckpointError: the disk refused the last save, or has no room for this one; older
                 checkpoints are untouched.
             NumericsError: a value is not finite; nothing is written.
         """
@@ -95,7 +94,7 @@ class Saver:
         known = {**(facts or {}), "step": state.step, "numbers": dict(state.numbers)}
         if len(world.folders) > 1:
             known["parts"] = self._parts()
-        json.dumps(known, allow_nan=False)  # what cannot be written is a mistake of the caller's
+        json.dumps(known, allow_nan=False)  # raises here, not in the thread
         name = f".tmp-{target.name}-{world.all_gather_object(os.getpid())[world.keeper]}"
         aside = target.parent / name
         together(lambda: self._clear(target, aside), target, self.world)
@@ -103,15 +102,15 @@ class Saver:
             pieces = [piece.copied() for piece in pieces]
         said = layout.to_json() if world.is_keeper else ""
         self._writing = _Writing(self, target, aside, pieces, said, known, list(synced))
-        self._writing.start()
+        self._writing.thread.start()
         if not self.beside:
             self.wait()
 
     def wait(self) -> None:
-        """Until what is under way is on the disk; every rank calls it.
+        """Wait until the checkpoint being written is on the disk; every rank calls it.
 
         Raises:
-            CheckpointError: the disk refused, on whichever rank; older checkpoints are untouched.
+            CheckpointError: the disk refused a rank; older checkpoints are untouched.
         """
         writing, self._writing = self._writing, None
         if writing is None:
@@ -119,15 +118,16 @@ class Saver:
         writing.wrote.wait()
         try:
             together(writing.complain, writing.target, self.world)
-            writing.finish()
+            writing.thread.join()
             together(writing.complain, writing.target, self.world)
         except CheckpointError:
-            writing.abandon()
+            writing.abandoned.set()
+            writing.thread.join()
             shutil.rmtree(writing.aside, ignore_errors=True)
             raise
 
     def prune(self, newest: Path) -> None:
-        """Remove all but the newest steps, and what has the newest's number but is not of it."""
+        """Remove all but the newest steps, and other folders of the newest step's number."""
         found = numbered(self.folder)
         kept = sorted({number_of(path) for path in found})[-self.keep :]
         stale = [path for path in found if number_of(path) not in kept]
@@ -138,7 +138,7 @@ class Saver:
             shutil.rmtree(old, ignore_errors=True)
 
     def _parts(self) -> dict[str, Any]:
-        """Which save this is, and who writes which part of it."""
+        """An id of this save, and which ranks on which hosts write its parts."""
         world = self.world
         told = world.all_gather_object((socket.gethostname(), secrets.token_hex(8)))
         return {
@@ -164,7 +164,7 @@ class Saver:
 
 
 class _Writing:
-    """One checkpoint on its way to the disk, on this rank."""
+    """One checkpoint that this rank is writing."""
 
     def __init__(
         self,
@@ -184,17 +184,14 @@ class _Writing:
         self._layout = layout
         self._facts = facts
         self._synced = synced
-        self._abandoned = threading.Event()
+        self.abandoned = threading.Event()
         self._entries: dict[str, dict[str, Any]] = {}
         self._error: Exception | None = None
-        # Not a daemon: a process that ends finishes what it has begun.
-        self._thread = threading.Thread(target=self._run, name=f"save {target.name}")
-
-    def start(self) -> None:
-        self._thread.start()
+        # Not a daemon: a process finishes its checkpoint before it ends.
+        self.thread = threading.Thread(target=self._run, name=f"save {target.name}")
 
     def _run(self) -> None:
-        """Write; what goes wrong is kept for `complain`."""
+        """Write, and keep any error for `complain`."""
         try:
             self._write()
             self.wrote.set()
@@ -202,21 +199,14 @@ class _Writing:
                 self._publish()
         except Exception as error:
             self._error = error
-            # Nobody may come to `wait` where something else has ended the run.
+            # If the run has ended for another reason, nobody calls `wait`.
             if self._saver.world.is_keeper:
                 shutil.rmtree(self.aside, ignore_errors=True)
         finally:
             self.wrote.set()
 
-    def finish(self) -> None:
-        self._thread.join()
-
-    def abandon(self) -> None:
-        self._abandoned.set()
-        self.finish()
-
     def complain(self) -> None:
-        """Raise what went wrong."""
+        """Raise the error, if there was one."""
         if isinstance(self._error, OSError):
             raise unwritable(self.target, self._error, self._saver.world) from self._error
         if self._error is not None:
@@ -237,7 +227,7 @@ class _Writing:
 
     def _publish(self) -> None:
         entries = self._entries | self._others_entries()
-        if self._abandoned.is_set():
+        if self.abandoned.is_set():
             return
         for path in self._synced:
             if path.exists():
@@ -248,14 +238,14 @@ class _Writing:
         self._saver.prune(self.target)
 
     def _others_entries(self) -> dict[str, dict[str, Any]]:
-        """Every rank's list, once it is there."""
+        """The other ranks' lists, waiting for each."""
         entries: dict[str, dict[str, Any]] = {}
         for rank in self._saver.world.here:
             if rank == self._saver.world.rank:
                 continue
             path = self.aside / _list_of(rank)
             deadline = None
-            while not path.exists() and not self._abandoned.is_set():
+            while not path.exists() and not self.abandoned.is_set():
                 if deadline is None and not threading.main_thread().is_alive():
                     deadline = time.monotonic() + _ORPHAN_SECONDS
                 if deadline is not None and time.monotonic() > deadline:
@@ -263,7 +253,7 @@ class _Writing:
                         f"{self.target} must be written by all ranks; got nothing from rank {rank}."
                     )
                 time.sleep(_POLL_SECONDS)
-            if self._abandoned.is_set():
+            if self.abandoned.is_set():
                 return {}
             entries |= json.loads(path.read_text(encoding="utf-8"))
             path.unlink()

@@ -1,7 +1,4 @@
-"""A training state as each rank writes its share of it.
-
-Nothing is gathered, so nothing need fit on one rank.
-"""
+"""Each rank's share of a training state, written without gathering anything on one rank."""
 
 from __future__ import annotations
 
@@ -27,12 +24,12 @@ class Piece:
     rows: Tensor
 
     def copied(self) -> Piece:
-        """Of the rows as they are now, in host memory of their own."""
+        """With a copy of the rows in host memory."""
         return replace(self, rows=self.rows.to("cpu", copy=True))
 
 
 def own_pieces(tensors: Tensors, layout: Layout, world: World) -> list[Piece]:
-    """What this rank writes, sharing memory: its pieces, and its share of what all ranks have."""
+    """What this rank writes, sharing memory: its pieces, and its share of whole tensors."""
     return [
         Piece(part, name, own_rows(tensor)[0])
         for part, named in tensors.items()

@@ -1,4 +1,4 @@
-"""Which ranks see one output folder: found out before the first step, by files in it."""
+"""Which ranks see one output folder, tested with files in it before the first step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.parallel.world import World
 
 
 def find_folders(path: Path, world: World) -> World:
-    """The world, with what its ranks see of an output folder, which need not be there yet.
+    """The world with the `keepers` of an output folder, which need not exist yet.
 
     Every rank writes a file there and looks for the others'. A collective.
 
@@ -48,7 +48,7 @@ def find_folders(path: Path, world: World) -> World:
 
 
 def described(path: Path, world: World) -> str:
-    """One line on an output folder that is several; empty where all ranks see one. A collective."""
+    """One line on several output folders; empty if all ranks see one. A collective."""
     hosts = world.all_gather_object(socket.gethostname())
     if len(world.folders) == 1:
         return ""
@@ -64,7 +64,7 @@ def described(path: Path, world: World) -> str:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    """As first-last where they follow one another."""
+    """`first-last` for consecutive numbers."""
     if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks))

@@ -1,4 +1,4 @@
-"""Training state from numbered folders: the newest that is whole, verified before it is used.
+"""Training state from numbered folders: the newest that is complete, verified before use.
 
 Safetensors and JSON only; nothing that is loaded can run code.
 
@@ -6,8 +6,7 @@ Safetensors and JSON only; nothing that is loaded can run code.
     CHECKPOINTS/step-000010-part-2-of-2/    where ranks see several file systems, a folder for each
     CHECKPOINTS/latest                      the newest's name, and the SHA-256 of its manifest
 
-Parts may lie on their own nodes or side by side in one folder; a rank takes what it needs from
-where it is.
+Parts may be on their own nodes or together in one folder; a rank reads what it needs from either.
 """
 
 from __future__ import annotations
@@ -22,14 +21,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from tandem.checkpoint.folder import (
-    MANIFEST,
-    Manifest,
-    check_files,
-    read_manifest,
-)
+from tandem.checkpoint.folder import MANIFEST, Manifest, check_files, read_manifest
 from tandem.checkpoint.layout import Layout, read_layout
-from tandem.checkpoint.saved import PieceFiles, SavedTensors
+from tandem.checkpoint.saved import PieceFiles, SavedTensor
 from tandem.errors import CheckpointError
 from tandem.files import replace as replace_file
 from tandem.files import sha256
@@ -38,12 +32,12 @@ from tandem.parallel.world import World
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{6,})(?:-part-(\d+)-of-(\d+))?")
 _MOST_NAMED = 4
-"""Files that a line names before it counts the rest."""
+"""Files that a message names; it counts the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a stage continues from: tensors by part ("actor", "actor_optimizer"), and numbers."""
+    """What a stage resumes from: tensors by part ("actor", "actor_optimizer"), and numbers."""
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -52,19 +46,19 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A `State` that was saved; its tensors are read as they are asked for."""
+    """A saved `State`; its tensors are read on demand."""
 
     step: int
-    tensors: Mapping[str, SavedTensors]
+    tensors: Mapping[str, Mapping[str, SavedTensor]]
     numbers: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A checkpoint by the parts that some rank sees.
+    """A checkpoint, by the parts that any rank sees.
 
-    save: tells apart two saves of one step. folders: of a part, by its number: those of the keepers
-    that have it.
+    save: distinguishes two saves of one step. folders: of each part, by its number, where
+    keepers have it.
     """
 
     step: int
@@ -76,14 +70,14 @@ class _Candidate:
 def load_newest_state(
     folder: Path, world: World | None = None
 ) -> tuple[SavedState | None, list[str]]:
-    """The newest checkpoint that is whole, and a line for each newer one that is not.
+    """The newest complete checkpoint, and a line for each newer one that is not; a collective.
 
-    A damaged one is kept aside under another name. All ranks take part, and take the same.
+    Damaged ones are renamed.
 
     Returns:
-        (None, notes) where there is none: the stage starts from its beginning.
+        (None, notes) if there is none: the stage starts from its beginning.
     Raises:
-        CheckpointError: there are only checkpoints of which parts lie on no node of this run.
+        CheckpointError: the only checkpoints have parts that are on no node of this run.
     """
     world = world or World()
     candidates, notes = _candidates(folder, world)
@@ -107,7 +101,7 @@ def load_newest_state(
 def load_state_before(
     folder: Path, step: int, world: World | None = None
 ) -> tuple[SavedState | None, list[str]]:
-    """As `load_newest_state`, of the checkpoints from before a step; nothing is put aside."""
+    """As `load_newest_state`, of checkpoints before a step; damaged ones are not renamed."""
     world = world or World()
     notes: list[str] = []
     for candidate in _candidates(folder, world)[0]:
@@ -121,8 +115,8 @@ def load_state_before(
 
 
 def newest_numbers(folder: Path, world: World | None = None) -> Mapping[str, Any] | None:
-    """The numbers of the newest checkpoint whose manifest holds, its tensors unverified: a quick
-    look, with the same result on all ranks."""
+    """The numbers of the newest checkpoint with a valid manifest, its tensors unverified; the same
+    on all ranks."""
     world = world or World()
 
     def look() -> tuple[int, Mapping[str, Any]] | None:
@@ -140,7 +134,7 @@ def newest_numbers(folder: Path, world: World | None = None) -> Mapping[str, Any
 
 
 def numbered(folder: Path) -> list[Path]:
-    """Finished checkpoint folders, whole ones or parts, oldest first."""
+    """Finished folders of checkpoints or their parts, oldest first."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
@@ -148,22 +142,22 @@ def numbered(folder: Path) -> list[Path]:
 
 
 def number_of(folder: Path) -> int:
-    """The step that a checkpoint's folder, or a part's, is named for."""
+    """The step in the name of a checkpoint's or part's folder."""
     return _named(folder)[0]
 
 
 def step_folder(folder: Path, step: int, part: int = 1, num_parts: int = 1) -> Path:
-    """Where the state after `step` steps goes, or a part of it, counted from 1."""
+    """The folder of the state after `step` steps, or of a part of it, counted from 1."""
     return folder / (f"step-{step:06d}" + (f"-part-{part}-of-{num_parts}" if num_parts > 1 else ""))
 
 
 def own_folder(folder: Path, step: int, world: World) -> Path:
-    """Where this rank's part of the state after `step` steps goes."""
+    """The folder of this rank's part of the state after `step` steps."""
     return step_folder(folder, step, world.folders.index(world.keeper) + 1, len(world.folders))
 
 
 def point_to(newest: Path) -> None:
-    """Let `latest` name a checkpoint that has just got its own name.
+    """Let `latest` name a new checkpoint.
 
     Raises:
         OSError: the disk refuses.
@@ -181,7 +175,7 @@ def _named(folder: Path) -> tuple[int, int, int]:
 
 
 def _candidates(folder: Path, world: World) -> tuple[list[_Candidate], list[str]]:
-    """The checkpoints that any rank sees, newest first, and what the pointers say is amiss."""
+    """The checkpoints that any rank sees, newest first, and problems with `latest`."""
     seen: list[tuple[str, str]] = []
     notes: list[str] = []
     if world.is_keeper:
@@ -199,7 +193,7 @@ def _candidates(folder: Path, world: World) -> tuple[list[_Candidate], list[str]
 
 
 def _save_of(path: Path) -> str:
-    """Which save a part is of; empty for a whole checkpoint, or one that cannot be read."""
+    """The save that a part belongs to; empty for an undivided or unreadable checkpoint."""
     try:
         return str(read_manifest(path).facts["parts"]["save"])
     except (CheckpointError, KeyError, TypeError):
@@ -207,7 +201,7 @@ def _save_of(path: Path) -> str:
 
 
 def _amiss(folder: Path, names: list[str]) -> list[str]:
-    """What is wrong with the pointer to the newest checkpoint."""
+    """Problems with the pointer to the newest checkpoint."""
     path = folder / LATEST
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
@@ -218,7 +212,7 @@ def _amiss(folder: Path, names: list[str]) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError):
         is_readable = False
     if not is_readable:
-        return [f"{path} must name the newest checkpoint; got what cannot be read."]
+        return [f"{path} must name the newest checkpoint; got something unreadable."]
     if newest not in names:
         return [f"{folder / newest} must be there, for {LATEST} names it; got none."]
     manifest = folder / newest / MANIFEST
@@ -230,11 +224,11 @@ def _amiss(folder: Path, names: list[str]) -> list[str]:
 def _loaded(
     folder: Path, candidate: _Candidate, world: World, *, aside: bool
 ) -> tuple[SavedState | None, str, bool]:
-    """A checkpoint, if all of its parts are whole somewhere; what is wrong with it, and whether
-    something is damaged.
+    """A checkpoint, if all of its parts are complete somewhere; a problem with it, and whether that
+    is damage.
 
     Args:
-        aside: give what is damaged another name.
+        aside: rename damaged parts.
     """
     own = {
         part: has[world.keeper] for part, has in candidate.folders.items() if world.keeper in has
@@ -289,7 +283,7 @@ def _loaded(
     files = PieceFiles(
         layout, world, lambda rank: holders[part_of[rank]], lambda rank: own[part_of[rank]]
     )
-    tensors = {part: SavedTensors(files, part) for part in layout.parts}
+    tensors = {part: files.tensors(part) for part in layout.parts}
     return SavedState(candidate.step, tensors, facts["numbers"]), damaged, bool(damaged)
 
 
@@ -301,7 +295,7 @@ def _absent(
     manifest: Manifest,
     layouts: Mapping[int, Layout],
 ) -> str:
-    """Which node's part is missing, and its files."""
+    """The message on missing parts: their nodes and files."""
     told = manifest.facts["parts"]
     missing = []
     for number in lacking:
@@ -322,7 +316,7 @@ def _absent(
 
 
 def _step_of(manifest: Manifest, folder: Path) -> int:
-    """The step that a checkpoint is of."""
+    """The step of a checkpoint, verified against its folder."""
     step, numbers = manifest.facts.get("step"), manifest.facts.get("numbers")
     _, part, num_parts = _named(folder)
     if not isinstance(step, int) or step_folder(folder.parent, step, part, num_parts) != folder:
@@ -333,13 +327,13 @@ def _step_of(manifest: Manifest, folder: Path) -> int:
 
 
 def _put_aside(folder: Path) -> None:
-    """Give a damaged checkpoint a name that is not tried again; the user may look at it."""
+    """Rename a damaged checkpoint, so that it is not tried again and the user can inspect it."""
     for number in range(100):
         aside = folder.with_name(f"damaged-{folder.name}-{number}")
         if aside.exists():
             continue
         try:
             os.rename(folder, aside)
-        except OSError:  # it can be read but not renamed: it will be found damaged again
+        except OSError:  # a read-only folder: it will be found damaged again
             return
         return

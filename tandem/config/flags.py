@@ -1,19 +1,20 @@
 """Flags on top of a configuration: `--section.knob value` for every knob, short names for some.
 
-The knobs are read off the schema, so there is no second list of them to keep true.
+The knobs are read off the schema, so there is no second list of them to maintain.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 import typing
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from tandem.config.load import (
     build,
@@ -28,6 +29,7 @@ from tandem.config.load import (
     with_our_names,
 )
 from tandem.config.nearest import SHORT_NAMES, advice
+from tandem.config.pages import flag_lines
 from tandem.config.schema import RunConfig
 from tandem.config.spellings import knob_meant, note_of
 from tandem.config.stages import DEFAULT, stage_names, stage_of
@@ -41,19 +43,20 @@ def parse_run_flags(
     wrong: Sequence[str] = (),
     note: Callable[[str], None] = show_note,
 ) -> RunConfig:
-    """The configuration that flags, over `--config FILE`, over the defaults, describe.
+    """The configuration from flags, over `--config FILE`, over the defaults.
 
     Args:
-        command: `train`, or the name of a single step, which then is the run's only one.
-        wrong: what is wrong with the rest of the command line, to be told with all else.
+        command: `train`, or the name of a single stage, which then is the run's only one.
+        wrong: problems with the rest of the command line, to be reported together with these.
         note: gets one line on names that were read as others (earlier ones, other trainers').
     Raises:
-        ConfigError: unknown flags (with the nearest ones), values of another type or out of range,
-            in flags and file, all at once; without any, what is wrong between knobs.
+        ConfigError: all unknown flags (with the nearest ones), wrong types and ranges in flags and
+            file at once; if there are none, what is wrong between knobs.
     """
     hints = knob_types()
-    given, notes, problems = _KnobParser(command).read(argv)
-    problems = [*wrong, *problems]
+    line = _CommandLine(command)
+    line.read(argv)
+    given, notes, problems = line.given, line.notes, [*wrong, *line.problems]
     values: Any = {}
     if path := given.pop("config", None):
         try:
@@ -70,11 +73,11 @@ def parse_run_flags(
     for name, value in given.items():
         set_knob(values, name, _read(value, hints[name]))
     if command != "train":
-        if "steps" in given:
+        if "stages" in given:
             problems.append(
                 f"--stages must go with tandem train; tandem {command} runs {command} alone"
             )
-        values["steps"] = [command]
+        values["stages"] = [command]
     config, mistakes = build(values)
     problems += mistakes
     if problems:
@@ -85,7 +88,7 @@ def parse_run_flags(
 
 
 def help_page(command: str, summary: str, *, everything: bool) -> str:
-    """Help for `tandem COMMAND`: the common knobs of its steps, or every one by section."""
+    """Help for `tandem COMMAND`: the common knobs of its stages, or every one by section."""
     lines = [f"usage: tandem {command} [--config FILE.yaml] [flags]", "", summary, ""]
     docs = knob_docs()
     section = None
@@ -97,21 +100,19 @@ def help_page(command: str, summary: str, *, everything: bool) -> str:
             lines += ["", f"{section or 'run'}:"]
         flag = _flag(name) if everything else _short_flag(name)
         about = docs[name] if everything else docs[name].split(". ")[0].rstrip(".") + "."
-        lines += [f"  {flag} {_value_word(name)}".rstrip()]
-        text = f"{about} [{show_value(knob.default)}]"
-        lines += textwrap.wrap(text, 92, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    if not everything:
-        lines += ["", f"All flags: tandem {command} --help-all. Each is a key of --config too."]
-        lines += ["Hugging Face's and TRL's names are read where they mean the same."]
-        if command == "train":
-            lines += [
-                *textwrap.wrap(
-                    "Learning rates, batch sizes and epochs: "
-                    f"{', '.join(f'tandem {name} --help' for name in stage_names())}; the same "
-                    "flags work here.",
-                    80,
-                ),
-            ]
+        lines += flag_lines(f"{flag} {_value_word(name)}".rstrip(), about, show_value(knob.default))
+    if everything:
+        return "\n".join(lines)
+    lines += ["", f"All flags: tandem {command} --help-all. Each is also a key of --config."]
+    lines += ["Hugging Face's and TRL's names are accepted where they mean the same."]
+    if command == "train":
+        pages = ", ".join(f"tandem {name} --help" for name in stage_names())
+        about = f"Learning rates, batch sizes and epochs: {pages}; the same flags work here."
+        lines += textwrap.wrap(about, 80)
+        lines += [
+            "",
+            "Example: tandem train --actor-model MODEL --data prefs.jsonl --stages sft dpo",
+        ]
     return "\n".join(lines)
 
 
@@ -132,17 +133,17 @@ def knob_types() -> dict[str, Any]:
 @cache
 def _knob_types(stages: tuple[str, ...]) -> dict[str, Any]:
     """The same for a table of `stages`, which one knob's type lists."""
-    return {name: _hint_of(name) for name, _ in config_knobs()}
+    return {
+        name: type_hints(_class_of(name))[name.rpartition(".")[2]] for name, _ in config_knobs()
+    }
 
 
 @cache
 def knob_docs() -> dict[str, str]:
     """Every knob's sentence by dotted name: the string below it in the schema."""
-    docs: dict[str, str] = {}
-    for name, _ in config_knobs():
-        cls = _class_of(name)
-        docs[name] = _class_docs(cls)[name.rpartition(".")[2]]
-    return docs
+    return {
+        name: _class_docs(_class_of(name))[name.rpartition(".")[2]] for name, _ in config_knobs()
+    }
 
 
 def show_value(value: Any) -> str:
@@ -156,101 +157,77 @@ def show_value(value: Any) -> str:
     return str(value) if value != "" else "none"
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse that says what is wrong in one line and leaves the exit to `main`."""
+class _CommandLine:
+    """The flags of a run command. It collects every mistake and names the nearest flag.
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")
-
-
-class _KnobParser(Parser):
-    """A parser for knobs: it collects every mistake, names the nearest flag and never exits."""
+    given: the flags' texts by dotted knob: a list for a tuple, else one text. notes: one on each
+    that had another name. problems: what is wrong.
+    """
 
     def __init__(self, command: str) -> None:
-        super().__init__(prog=f"tandem {command}", add_help=False, allow_abbrev=False)
+        self.given: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.problems: list[str] = []
         self._command = command
-        self.add_argument("--config", nargs="?", const=_NOTHING, default=argparse.SUPPRESS)
-        for name, hint in knob_types().items():
-            options = [_flag(name)]
-            if name in SHORT_NAMES:
-                options.append(f"--{SHORT_NAMES[name]}")
-            settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "nargs": "?"}
-            if hint is bool:
-                self.add_argument(*options, const="on", **settings)
-                off = [f"--no-{option.removeprefix('--')}" for option in options]
-                self.add_argument(*off, const="off", action=_Off, **settings)
-            elif typing.get_origin(hint) is tuple:
-                self.add_argument(*options, **settings | {"nargs": "*"})
-            else:
-                self.add_argument(*options, const=_NOTHING, **settings)
+        self._section = "" if command == "train" else stage_of(command).section
+        self._flags = {"--config": "config"}
+        for name in knob_types():
+            self._flags |= {_flag(name): name, _short_flag(name): name}
 
-    def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-        """The flags' texts by dotted knob, a note on each that had another name, and what is wrong
-        with the command line."""
-        notes: list[str] = []
-        parsed, rest = self.parse_known_args([self._our_flag(arg, notes) for arg in argv])
-        given = vars(parsed)
-        problems = self._strangers(rest)
-        for name in [name for name, value in given.items() if value is _NOTHING]:
-            problems.append(f"{_flag(name)} must have a value; got none")
-            del given[name]
-        return given, notes, problems
-
-    def _our_flag(self, arg: str, notes: list[str]) -> str:
-        """A flag under our name, and with dashes; a value as it is."""
-        if not arg.startswith("--"):
-            return arg
-        flag, equals, value = arg.partition("=")
-        if (ours := _dashed(flag)) not in self._option_string_actions:
-            no = "no-" if ours.startswith("--no-") else ""
-            name = ours.removeprefix(f"--{no}")
-            knob = knob_meant(name, knob_types(), self._section)
-            if knob and (not no or knob_types()[knob] is bool):
-                ours = f"--{no}{_dashed(knob)}"
-                notes.append(note_of(name, flag, ours))
-        return f"{ours}{equals}{value}"
-
-    @property
-    def _section(self) -> str:
-        return "" if self._command == "train" else stage_of(self._command).section
-
-    def _strangers(self, rest: Sequence[str]) -> list[str]:
-        """What belongs to no knob, each with the nearest."""
-        problems = []
-        for before, word in zip([None, *rest], rest, strict=False):
+    def read(self, argv: Sequence[str]) -> None:
+        """Take every word."""
+        words = deque(argv)
+        while words:
+            word = words.popleft()
             if not word.startswith("-"):
-                if before is None or not before.startswith("-"):  # else an unknown flag's value
-                    problems.append(f"{word!r} belongs to no flag")
+                self.problems.append(f"{word!r} belongs to no flag")
                 continue
-            flag = word.split("=")[0]
-            own = [self._section] if self._section else [stage_of(name).section for name in DEFAULT]
-            spell = _flag if "." in flag else _short_flag
-            hint = advice(flag.lstrip("-").removeprefix("no-"), knob_types(), own, spell)
-            hint = hint or f"See {self.prog} --help-all."
-            problems.append(f"{flag} is not a flag of {self.prog}. {hint}")
-        return problems
+            flag, equals, value = word.partition("=")
+            values = [value] if equals else []
+            name, negated = self._knob(flag)
+            is_list = typing.get_origin(knob_types().get(name)) is tuple
+            while words and not equals and (is_list or not values) and _is_value(words[0]):
+                values.append(words.popleft())
+            if not name:
+                self.problems.append(self._unknown(flag))
+            elif is_list:
+                self.given[name] = values
+            elif knob_types().get(name) is bool:
+                off = " ".join([flag, *values]) if values else "off"  # the former is refused
+                self.given[name] = off if negated else (values or ["on"])[0]
+            elif values:
+                self.given[name] = values[0]
+            else:
+                self.given.pop(name, None)
+                self.problems.append(f"{_flag(name)} must have a value; got none")
+
+    def _knob(self, flag: str) -> tuple[str, bool]:
+        """The knob that a flag sets and whether it is `--no-knob`; "" for an unknown flag."""
+        ours = _dashed(flag)
+        if ours in self._flags:
+            return self._flags[ours], False
+        negated = ours.startswith("--no-")
+        name = ours.removeprefix("--no-" if negated else "--")
+        knob = self._flags.get(f"--{name}", "")
+        is_alias = not knob
+        knob = knob or knob_meant(name, knob_types(), self._section)
+        if not knob or (negated and knob_types().get(knob) is not bool):
+            return "", negated
+        if is_alias:
+            self.notes.append(note_of(name, flag, f"--{'no-' * negated}{_dashed(knob)}"))
+        return knob, negated
+
+    def _unknown(self, flag: str) -> str:
+        own = [self._section] if self._section else [stage_of(name).section for name in DEFAULT]
+        spell = _flag if "." in flag else _short_flag
+        hint = advice(flag.lstrip("-").removeprefix("no-"), knob_types(), own, spell)
+        hint = hint or f"See tandem {self._command} --help-all."
+        return f"{flag} is not a flag of tandem {self._command}. {hint}"
 
 
-class _Off(argparse.Action):
-    """`--no-knob`, which takes no value; one that is given is kept, to be refused."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        text = values if values == "off" else f"{option_string} {values}"
-        setattr(namespace, self.dest, text)
-
-
-_NOTHING = object()
-"""What a flag without its value leaves."""
-
-
-def _hint_of(dotted: str) -> Any:
-    return type_hints(_class_of(dotted))[dotted.rpartition(".")[2]]
+def _is_value(word: str) -> bool:
+    """Whether a word can be a flag's value: it is no flag, but may be a negative number."""
+    return not word.startswith("-") or bool(re.fullmatch(r"-\.?\d.*|-", word))
 
 
 @cache
@@ -271,13 +248,12 @@ def _class_docs(cls: type) -> Mapping[str, str]:
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef)
         for statement, following in zip(body.body, body.body[1:], strict=False):
-            if (
-                isinstance(statement, ast.AnnAssign)
-                and isinstance(statement.target, ast.Name)
-                and isinstance(following, ast.Expr)
-                and isinstance(following.value, ast.Constant)
-            ):
-                docs[statement.target.id] = " ".join(str(following.value.value).split())
+            match statement, following:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    docs[name] = " ".join(text.split())
     return docs
 
 
@@ -286,15 +262,14 @@ _SWITCH |= dict.fromkeys(("off", "false", "no", "0"), False)
 
 
 def _read(value: Any, hint: Any) -> Any:
-    """A flag's text as YAML would have given it; what it is not stays text, to be refused."""
+    """A flag's text as YAML would have read it; anything else stays text, to be refused."""
     if hint is bool:
         return _SWITCH.get(value.lower(), value)
     if typing.get_origin(hint) is tuple:
         item_hint = typing.get_args(hint)[0]
-        words = value
         if item_hint is not str:  # 2,4,4 is as good as 2 4 4; a path may hold a comma
-            words = [word for words in value for word in words.split(",") if word]
-        return [_read(word, item_hint) for word in words]
+            value = [word for words in value for word in words.split(",") if word]
+        return [_read(word, item_hint) for word in value]
     if typing.get_origin(hint) is Literal:
         return next((option for option in typing.get_args(hint) if str(option) == value), value)
     if hint is int:
@@ -318,7 +293,7 @@ def _dashed(name: str) -> str:
 
 
 def _value_word(name: str) -> str:
-    """What follows a flag, for help."""
+    """The name of a flag's value, for help."""
     hint = knob_types()[name]
     if hint is bool:
         return "| --no-..."

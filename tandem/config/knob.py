@@ -12,8 +12,8 @@ from tandem.errors import ConfigError
 SUPERVISED = ("supervised", "pairs")
 STEPS = (*SUPERVISED, "rl")
 RL = ("train", "rl")
-"""What may be listed as a knob's `common`: the command train and families of stages; roles that
-stages train may be too. A stage's own section is on its page alone (see `Stage.commons`)."""
+"""What a knob's `common` may list: the command train, families of stages, and the roles that they
+train. A stage's own section is only on that stage's page (see `Stage.commons`)."""
 
 
 def knob(
@@ -31,8 +31,8 @@ def knob(
 
     Args:
         common: its flag is on the first help page, of all commands or of those listed.
-        choices: the words that a list of them may hold, where that is no matter of the type.
-        path: it names files; a `~` at its beginning is the user's home folder (see `at_home`).
+        choices: the words that a list may hold, if the type does not say so.
+        path: it names files; a leading `~` is the user's home folder (see `at_home`).
     """
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     metadata = {
@@ -45,9 +45,8 @@ def knob(
 
 
 def at_home(section: Any) -> None:
-    """Put the user's home folder in place of `~` in the path knobs of a configuration's section;
-    in place. Done where a section is made, and nowhere else: what a run writes and what it reads
-    must be one path."""
+    """Expand `~` in a section's path knobs, in place. Done only when a section is made, so that a
+    run writes and reads the same path."""
     for f in fields(section):
         if f.metadata.get("path"):
             value = getattr(section, f.name)
@@ -57,7 +56,7 @@ def at_home(section: Any) -> None:
 
 
 def require_sections(config: Any) -> None:
-    """Refuse a section that is no section's dataclass: nobody would check what is in it.
+    """Refuse a section that is not its dataclass, whose values nobody would check.
 
     Raises:
         ConfigError: naming the section and what to write.

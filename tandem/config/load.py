@@ -1,4 +1,4 @@
-"""YAML in and out, and every complaint about a configuration at once."""
+"""YAML in and out, and every problem of a configuration reported at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Mapping
 from os.path import expanduser
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 
 def show_note(line: str) -> None:
-    """Print a note to stderr, once where several ranks read the same configuration."""
+    """Print a note to stderr, on the first rank only."""
     if os.environ.get("RANK", "0") == "0":
-        shown = line if line.isprintable() else ascii(line)[1:-1]  # it may have a file's name
+        shown = line if line.isprintable() else ascii(line)[1:-1]  # it may hold a file name
         print(f"note: {shown}", file=sys.stderr)
 
 
@@ -41,17 +41,17 @@ def load_config(path: str | Path, *, note: Callable[[str], None] = show_note) ->
         note: gets one line on names that were read as others (earlier ones, other trainers').
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong (all of them listed, an
-            unknown key with the nearest known one). Ranges are checked by `check_config`, after
-            flags have had their say.
+            unknown key with the nearest known one). Ranges are checked later, by `check_config`,
+            after flags are applied.
     """
     return build_config(read_file(path), where=f"{path}: ", note=note)
 
 
 def read_file(path: str | Path) -> Any:
-    """What a YAML file holds, not yet a configuration.
+    """The content of a YAML file.
 
     Raises:
-        ConfigError: it cannot be read, or is no YAML.
+        ConfigError: it cannot be read, or is not YAML.
     """
     path = Path(expanduser(path))
     try:
@@ -76,10 +76,10 @@ def build_config(
     """A configuration from nested plain values; missing knobs keep their defaults.
 
     Args:
-        where: begins every complaint and note, such as "run.yaml: ".
+        where: begins every problem and note, such as "run.yaml: ".
         note: as for `load_config`.
     Raises:
-        ConfigError: keys or types that cannot be, all of them.
+        ConfigError: all unknown keys and wrong types.
     """
     values, notes, problems = with_our_names(values)
     if notes:
@@ -92,33 +92,32 @@ def build_config(
 
 
 def build(values: Any) -> tuple[RunConfig, list[str]]:
-    """As `build_config`, by our names alone and with the complaints beside it; wrong knobs have
-    their defaults."""
+    """A configuration from our own names only, and its problems; wrong knobs keep their
+    defaults."""
     problems: list[str] = []
     return _build(RunConfig, values, "", problems), problems
 
 
 def with_our_names(values: Any) -> tuple[Any, list[str], list[str]]:
-    """Nested values with the knobs under our names, a note on each that had another, and what is
-    wrong with those. Names that stand for no single knob are left, for `build` to refuse."""
+    """Nested values under our names, a note on each other name, and problems with those. Names that
+    do not stand for exactly one knob stay, for `build` to refuse."""
     others: list[tuple[str, str, Any]] = []
     values = _without_aliases(values, "", [name for name, _ in config_knobs()], others)
     notes, problems = [], []
     for name, knob, value in others:
         if not set_knob(values, knob, value, replace=False):
             problems.append(
-                f"{name} must not be given beside {knob}, the same knob; got both. Remove one"
+                f"{name} must not be given with {knob}, the same knob; got both. Remove one"
             )
         notes.append(note_of(name, name, knob))
     return values, notes, problems
 
 
 def set_knob(values: Any, dotted: str, value: Any, *, replace: bool = True) -> bool:
-    """Put a knob into nested values, in place; whether it is there now.
+    """Set a knob in nested values, in place; returns whether it was set.
 
     Args:
-        replace: a value that is there already; without it that one is kept. A section that is no
-            mapping always is.
+        replace: overwrite an existing value. A section that is not a mapping is never changed.
     """
     *sections, name = dotted.split(".")
     for section in sections:
@@ -133,7 +132,7 @@ def set_knob(values: Any, dotted: str, value: Any, *, replace: bool = True) -> b
 
 def dump_config(config: RunConfig) -> str:
     """The whole configuration as YAML that `load_config` reads back to an equal one."""
-    # Escapes: YAML would fold some line breaks of Unicode into spaces.
+    # Escaped, because YAML would fold some of Unicode's line breaks into spaces.
     return yaml.safe_dump(plain_values(config), sort_keys=False, allow_unicode=False)
 
 
@@ -141,31 +140,32 @@ def check_ranges(section: Any, prefix: str = "") -> None:
     """Check the ranges of one section's knobs.
 
     Raises:
-        ConfigError: one message with all that is wrong.
+        ConfigError: all problems in one message.
     """
-    problems = list(range_problems(section, prefix))
-    if problems:
-        raise ConfigError("; ".join(problems))
+    _refuse(list(range_problems(section, prefix)))
 
 
 def check_config(config: RunConfig) -> None:
     """Check every type, every range and every rule between knobs.
 
     Raises:
-        ConfigError: one message with all that is wrong.
+        ConfigError: all problems in one message.
     """
     wrong_types = list(_type_problems(config))
-    if problems := wrong_types or [*range_problems(config), *rule_problems(config)]:
-        raise ConfigError("; ".join(problems))
+    _refuse(wrong_types or [*range_problems(config), *rule_problems(config)])
 
 
 def check_values(config: RunConfig) -> None:
     """Check every type and every range, but no rule between knobs.
 
     Raises:
-        ConfigError: one message with all that is wrong.
+        ConfigError: all problems in one message.
     """
-    if problems := list(_type_problems(config)) or list(range_problems(config)):
+    _refuse(list(_type_problems(config)) or list(range_problems(config)))
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
         raise ConfigError("; ".join(problems))
 
 
@@ -182,7 +182,7 @@ def config_knobs(
 
 
 def changed_knobs(config: Any, default: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """What differs between two configurations: dotted name -> (value in config, in default)."""
+    """The differences between two configurations: dotted name -> (value in config, in default)."""
     changed: dict[str, tuple[Any, Any]] = {}
     for f in dataclasses.fields(config):
         ours, theirs = getattr(config, f.name), getattr(default, f.name)
@@ -194,7 +194,7 @@ def changed_knobs(config: Any, default: Any, prefix: str = "") -> dict[str, tupl
 
 
 def type_hints(cls: type) -> dict[str, Any]:
-    """The types of a section's knobs by name; a list of choices is one of Literals."""
+    """The types of a section's knobs by name; a list of choices is a list of Literals."""
     hints = typing.get_type_hints(cls)
     for f in dataclasses.fields(cls):
         if choices := f.metadata.get("choices"):
@@ -203,7 +203,7 @@ def type_hints(cls: type) -> dict[str, Any]:
 
 
 def plain_values(value: Any) -> Any:
-    """Dataclasses as dicts, tuples as lists: what YAML can say."""
+    """Dataclasses as dicts and tuples as lists, as in YAML."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain_values(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, tuple):
@@ -214,7 +214,7 @@ def plain_values(value: Any) -> Any:
 def _without_aliases(
     raw: Any, prefix: str, knobs: list[str], others: list[tuple[str, str, Any]]
 ) -> Any:
-    """A copy without the names that stand for other knobs: those go to `others`, with the knob."""
+    """A copy without aliases; those go to `others` as (name, knob, value)."""
     if not isinstance(raw, Mapping):
         return raw
     kept: dict[Any, Any] = {}
@@ -230,7 +230,7 @@ def _without_aliases(
 
 
 def _build(cls: type[T], raw: Any, prefix: str, problems: list[str]) -> T:
-    """One dataclass from a mapping, noting every problem and going on."""
+    """One dataclass from a mapping; collects every problem."""
     if not isinstance(raw, Mapping):
         section = prefix.rstrip(".") or "the file"
         problems.append(f"{section} must be a mapping of knobs; got {raw!r}. Write `knob: value`")
@@ -251,7 +251,7 @@ def _build(cls: type[T], raw: Any, prefix: str, problems: list[str]) -> T:
 
 
 def _hint(name: str, here: typing.Iterable[str]) -> str:
-    """What may have been meant by a key; else the keys that there are in its section."""
+    """What a wrong key may mean; if nothing is close, the known keys of its section."""
     sections = [f.name for f in dataclasses.fields(RunConfig) if f.default is dataclasses.MISSING]
     if told := advice(name, [knob for knob, _ in config_knobs()], [], str):
         return told
@@ -261,7 +261,7 @@ def _hint(name: str, here: typing.Iterable[str]) -> str:
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """`value` as the type that the knob has; ValueError names what is expected."""
+    """`value` as the knob's type; ValueError names what is expected."""
     origin = typing.get_origin(hint)
     if origin is Literal:
         options = typing.get_args(hint)
@@ -271,8 +271,6 @@ def _convert(value: Any, hint: Any) -> Any:
         hint_text = f" (did you mean {near[0]}?)" if near else ""
         named = ", ".join(str(option) or "''" for option in options)
         raise ValueError(f"one of {named}{hint_text}")
-    if origin in (Union, types.UnionType):
-        raise AssertionError("knobs have one type each")
     if origin is tuple:
         item_hint = typing.get_args(hint)[0]
         if item_hint is str and isinstance(value, str):
@@ -283,9 +281,7 @@ def _convert(value: Any, hint: Any) -> Any:
         if Ellipsis not in typing.get_args(hint) and len(items) != len(typing.get_args(hint)):
             raise ValueError(f"a list of {len(typing.get_args(hint))}")
         return items
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if hint is float and isinstance(value, str):
+    if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             return float(value)  # YAML 1.1 reads 1e-5 as text
         except ValueError:
@@ -300,7 +296,7 @@ _SYMBOLS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def _type_problems(config: RunConfig) -> typing.Iterator[str]:
-    """Knobs of another type, in a configuration that was written in Python."""
+    """Knobs of a wrong type in a configuration written in Python."""
     yield from build(plain_values(config))[1]
     for name, knob in config_knobs():
         value = operator.attrgetter(name)(config)
@@ -310,22 +306,16 @@ def _type_problems(config: RunConfig) -> typing.Iterator[str]:
 
 
 def range_problems(config: Any, prefix: str = "") -> typing.Iterator[str]:
-    """What is out of range in a section and in those below it."""
+    """What is out of range in a section, at any depth."""
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if dataclasses.is_dataclass(value):
             yield from range_problems(value, f"{prefix}{f.name}.")
             continue
         bounds: dict[str, float] = f.metadata.get("bounds", {})
-        holds = {
-            "ge": lambda v, b: v >= b,
-            "gt": lambda v, b: v > b,
-            "le": lambda v, b: v <= b,
-            "lt": lambda v, b: v < b,
-        }
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{prefix}{f.name} must be finite; got {value}"
-        elif any(not holds[name](value, bound) for name, bound in bounds.items()):
+        elif not all(getattr(operator, name)(value, bound) for name, bound in bounds.items()):
             yield f"{prefix}{f.name} must be {bounds_text(f)}; got {value!r}"
 
 

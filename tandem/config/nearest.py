@@ -1,6 +1,6 @@
-"""Which knob somebody meant: names from other trainers, last parts of dotted names, near spellings.
+"""Which knob a wrong name may mean: another trainer's name, a part of a dotted name, a typo.
 
-Flags and YAML keys ask here, so that both give the same advice.
+Flags and YAML keys both ask here, so they give the same advice.
 """
 
 from __future__ import annotations
@@ -18,35 +18,19 @@ from tandem.config.spellings import (
     within,
 )
 
-SHORT_NAMES = {
-    "dataset.split": "data-split",
-    "dataset.columns": "columns",
-    "dataset.on_bad_row": "on-bad-row",
-    "dataset.max_tokens": "max-tokens",
-    "dataset.max_prompt_tokens": "max-prompt-tokens",
-    "lora.rank": "lora-rank",
-    "sampling.max_new_tokens": "max-new-tokens",
-    "ppo.steps": "ppo-steps",
-    "ppo.kl_coef": "kl-coef",
-    "ppo.reward_function": "reward-function",
-    "ppo.ema": "ema",
-    "ppo.ptx_data": "ptx-data",
-    "ppo.ptx_coef": "ptx-coef",
-    "parallel.actor_zero_stage": "actor-zero-stage",
-    "parallel.critic_zero_stage": "critic-zero-stage",
-    "parallel.replicas": "replicas",
-    "parallel.offload": "offload",
-    "parallel.zero_hpz": "zero-hpz",
-    "parallel.zero_quantized_weights": "zero-quantized-weights",
-    "parallel.zero_quantized_gradients": "zero-quantized-gradients",
-    "parallel.zero_gradient_bits": "zero-gradient-bits",
-    "parallel.zero_forced": "zero-forced",
-    "parallel.inference_tp_size": "inference-tp-size",
-    "parallel.frozen_weights": "frozen-weights",
-    "parallel.shared_base": "shared-base",
-    "log.tensorboard": "tensorboard",
-}
-"""Dotted knob to the flag that people reach for; the dotted flag works too."""
+_WITHOUT_SECTION = """
+    dataset.columns dataset.on_bad_row dataset.max_tokens dataset.max_prompt_tokens
+    sampling.max_new_tokens
+    ppo.kl_coef ppo.reward_function ppo.ema ppo.ptx_data ppo.ptx_coef
+    parallel.actor_zero_stage parallel.critic_zero_stage parallel.replicas parallel.offload
+    parallel.zero_hpz parallel.zero_quantized_weights parallel.zero_quantized_gradients
+    parallel.zero_gradient_bits parallel.zero_forced parallel.inference_tp_size
+    parallel.frozen_weights parallel.shared_base
+    log.tensorboard
+"""
+SHORT_NAMES = {name: name.partition(".")[2].replace("_", "-") for name in _WITHOUT_SECTION.split()}
+SHORT_NAMES |= {"dataset.split": "data-split", "lora.rank": "lora-rank", "ppo.steps": "ppo-steps"}
+"""Dotted knob -> short flag; the dotted flag works too."""
 
 _LOOSELY = {
     "base_model": "actor_model",
@@ -61,13 +45,13 @@ _LOOSELY = {
     "output": "output_dir",
     "train_file": "data",
 }
-"""What people write for a knob, beside the names of other trainers: its name, or the name's end."""
+"""Common guesses -> a knob, or the end of several knobs' names."""
 
 
 def advice(
     wanted: str, known: Iterable[str], sections: Sequence[str], spell: Callable[[str], str]
 ) -> str:
-    """What to write in place of a name that is no knob's; empty if nobody can tell.
+    """What to write instead of an unknown name; empty if nothing is close.
 
     Args:
         wanted, known, sections: as for `nearest_knobs`.
@@ -83,25 +67,26 @@ def advice(
 
 
 def nearest_knobs(wanted: str, known: Iterable[str], sections: Sequence[str] = ()) -> list[str]:
-    """The knobs that `wanted` may stand for, best first; empty if none is near.
+    """The knobs that `wanted` may stand for, best first; empty if none is close.
 
     Args:
         wanted: what was written: dotted or not, with dashes or underscores.
         known: every knob's dotted name.
-        sections: those that come first (and alone, where they have it).
+        sections: knobs in these are preferred.
     """
     names = list(known)
     wanted = spelled(wanted).lower()
     section, _, last = wanted.rpartition(".")
+    sections = [section] if section else sections
     short = {spelled(text): name for name, text in SHORT_NAMES.items()}
     if wanted in short:
         return [short[wanted]]
     if ends := alias_knobs(last, names) or ending(_LOOSELY.get(last, last), names):
-        return within([section] if section else sections, ends) or ends
+        return within(sections, ends) or ends
     if near := difflib.get_close_matches(wanted, [*names, *short], n=1, cutoff=0.7):
         return [short.get(near[0], near[0])]
     parts = dict.fromkeys(name.rpartition(".")[2] for name in names)
     for end in difflib.get_close_matches(last, parts, n=1, cutoff=0.75):
         ends = ending(end, names)
-        return within([section] if section else sections, ends) or ends
+        return within(sections, ends) or ends
     return []

@@ -1,4 +1,4 @@
-"""The knobs of many ranks, of memory beyond one device, and of weights in few bits."""
+"""Knobs for several ranks, host memory and quantized weights."""
 
 from __future__ import annotations
 
@@ -11,57 +11,60 @@ from tandem.config.knob import RL, knob
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How weights and work lie over the ranks. At one rank the stages mean nothing."""
+    """How weights and work are distributed over the ranks. ZeRO stages have no effect on one
+    rank."""
 
     actor_zero_stage: int = knob(2, ge=0, le=3, common=("train", "actor"))
-    """ZeRO stage (arXiv:1910.02054) of the policy, in every step: 0 whole on every rank; 1
-    optimizer states and weights in pieces between steps; 2 gradients too; 3 weights always, a block
-    being gathered when it runs. The reference is split from 3 on."""
+    """ZeRO stage (arXiv:1910.02054) of the policy: 0 replicates everything on every rank; 1 shards
+    optimizer states, and weights between steps; 2 shards gradients too; 3 shards weights always and
+    gathers each block when it runs. The reference is sharded at 3."""
     critic_zero_stage: int = knob(2, ge=0, le=3, common=("train", "critic"))
-    """The same for critic and reward model; the reward model of step 3 is split from 3 on."""
+    """The same for critic and reward model; PPO's frozen reward model is sharded at 3."""
     replicas: int = knob(1, ge=1, common=True)
-    """Copies of what ZeRO splits (HSDP, arXiv:2304.11277): ranks / replicas split a model among
-    them, and gradients are summed over the copies. As many as nodes keeps every gather inside one,
-    for as many times the memory; 1 takes the least memory, which decides what fits."""
+    """Copies of what ZeRO shards (HSDP, arXiv:2304.11277): ranks / replicas ranks share each copy,
+    and gradients are summed over the copies. One copy per node keeps every gather inside a node and
+    takes that many times the memory; 1 takes the least memory."""
     offload: tuple[Literal["optimizer", "params", "reference", "reward"], ...] = knob(
         (), common=True
     )
-    """What rests in host memory: `optimizer` its states and the fp32 masters of every trained
-    model, the update computed there (ZeRO-Offload, arXiv:2101.06840); `params` the trained weights
-    too, a block coming up when it runs; `reference`, `reward` those frozen models."""
+    """What is kept in host memory: `optimizer` the optimizer states and fp32 masters of every
+    trained model, which are also updated there (ZeRO-Offload, arXiv:2101.06840); `params` the
+    trained weights too, each block loaded when it runs; `reference`, `reward` those frozen
+    models."""
     zero_hpz: bool = knob(False)
-    """ZeRO++ (arXiv:2306.10209): keep a second copy in pieces within each node from forward to
-    backward, so that the backward's gathers stay inside it. For stage 3 over several nodes."""
+    """ZeRO++ (arXiv:2306.10209): keep a second copy, sharded within each node, from forward to
+    backward, so that the backward pass gathers inside the node. For ZeRO stage 3 on several
+    nodes."""
     zero_quantized_weights: bool = knob(False)
-    """ZeRO++: weights are gathered as int8, in training, scoring and generation alike; the weights
-    that are kept stay exact. For stage 1 to 3 over several nodes."""
+    """ZeRO++: gather weights as int8 in training, scoring and generation; the stored weights stay
+    exact. For ZeRO stages 1 to 3 on several nodes."""
     zero_quantized_gradients: bool = knob(False)
-    """ZeRO++: gradients are summed in two hops, inside a node and then between nodes, as int8. For
-    stage 1 to 3 over several nodes."""
+    """ZeRO++: sum gradients as int8 in two hops, inside each node, then between nodes. For ZeRO
+    stages 1 to 3 on several nodes."""
     zero_gradient_bits: Literal[8, 4] = knob(8)
-    """Bits of a quantized gradient between nodes. 4 feeds back what rounding left out
-    (arXiv:1901.09847), for which a rank keeps 4 bytes per weight / ranks_per_node."""
+    """Bits of a quantized gradient between nodes. 4 uses error feedback (arXiv:1901.09847), which
+    takes 4 bytes per weight / ranks_per_node on each rank."""
     zero_forced: bool = knob(False)
-    """Quantize on one node too, where it does not help and is otherwise off."""
+    """Quantize on one node too, where it is no help and off by default."""
     inference_tp_size: int = knob(1, ge=1, common=RL)
-    """Ranks that hold slices of one model while it generates (tensor parallelism), where the whole
-    does not fit on each; 1 gathers it whole. Made from the same pieces that train."""
+    """Tensor-parallel ranks during generation, for models that do not fit on one; 1 gathers the
+    whole model. The slices are made from the training shards."""
     frozen_weights: Literal["", "int8", "nf4"] = knob("", common=True)
-    """MixZ++: linear weights that are not trained rest and travel as integers, `int8` 1.02 bytes a
-    weight or `nf4` 0.53, and are unpacked where they are used; empty keeps them in full. Needs
-    lora.rank. Later steps carry an earlier step's adapters on instead of its merged weights."""
+    """MixZ++: store and send frozen linear weights quantized, as `int8` (1.02 bytes per weight) or
+    `nf4` (0.53), and dequantize them on use; empty: full precision. Needs lora.rank. Later stages
+    continue an earlier stage's adapters instead of its merged weights."""
     shared_base: bool = knob(False, common=("train", "pairs", "rl"))
-    """Hold one frozen base under actor, critic, reference and reward model, which differ in
-    adapters and heads alone; they must start from one model. Needs lora.rank, and ZeRO stage 0
-    where there are several ranks. Adapters are carried on as with frozen_weights."""
+    """Share one frozen base between actor, critic, reference and reward model, which then differ
+    only in adapters and heads and must start from one model. Needs lora.rank, and ZeRO stage 0 on
+    several ranks. Adapters are continued as with frozen_weights."""
     ranks_per_node: int = knob(0, ge=0)
-    """Ranks that share a fast network; 0 takes the launcher's."""
+    """Ranks that share a fast network; 0: as the launcher says."""
     timeout_minutes: float = knob(30.0, gt=0)
-    """How long a collective waits for a rank before the run ends with its name."""
+    """How long a collective waits for a rank before the run stops and names it."""
 
 
 def frozen_base_problems(parallel: ParallelConfig, lora_rank: int) -> Iterator[str]:
-    """Rules of bases that stay frozen, at any number of ranks."""
+    """Rules for frozen bases, on any number of ranks."""
     for name in ("frozen_weights", "shared_base"):
         if getattr(parallel, name) and lora_rank == 0:
             yield (
@@ -78,5 +81,5 @@ def frozen_base_problems(parallel: ParallelConfig, lora_rank: int) -> Iterator[s
     if parallel.shared_base and moved:
         yield (
             "parallel.shared_base must stay where all its models run; got parallel.offload "
-            f"{' '.join(moved)}. Offload the optimizer alone, or leave --shared-base off"
+            f"{' '.join(moved)}. Offload the optimizer alone, or turn --shared-base off"
         )

@@ -1,4 +1,4 @@
-"""The rules between knobs: a value that cannot go with another, a knob that nothing would read."""
+"""The rules between knobs: values that exclude each other, and knobs that nothing would read."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from tandem.config.stages import are_apart, in_order, of_family, ways
 
 
 def rule_problems(config: RunConfig) -> Iterator[str]:
-    """Rules that tie knobs together: a knob that would be ignored is an error."""
-    ppo, steps = config.ppo, config.stages
+    """Rules between knobs. A knob that would be ignored is an error."""
+    ppo, stages = config.ppo, config.stages
     if not _is_path(config.output_dir):
         shown = ascii(config.output_dir[:80])
         yield (
-            "output_dir must be a path that prints, of names of at most 200 bytes; got "
+            "output_dir must be a printable path with names of at most 200 bytes; got "
             f"{shown}. Choose another"
         )
     elif Path(config.output_dir).parts[:1] and Path(config.output_dir).parts[0].startswith("~"):
         yield (
-            "output_dir must begin with a home folder that there is, where it begins with ~; got "
+            "output_dir must begin with an existing home folder if it begins with ~; got "
             f"{config.output_dir[:80]!a}. Write the whole path"
         )
-    if not steps:
-        yield "steps must name at least one step; got none. Use e.g. --stages sft reward ppo"
-    if len(set(steps)) != len(steps):
-        yield f"steps must name each step once; got {' '.join(steps)}"
-    yield from _order_problems(steps)
-    rl = of_family(steps, "rl")
+    if not stages:
+        yield "stages must name at least one stage; got none. Use e.g. --stages sft reward ppo"
+    if len(set(stages)) != len(stages):
+        yield f"stages must name each stage once; got {' '.join(stages)}"
+    yield from _order_problems(stages)
+    rl = of_family(stages, "rl")
     if rl and (config.dropout > 0 or config.lora.dropout > 0):
         yield (
-            f"dropout and lora.dropout must be 0 where {rl[0].name} is among the steps (two "
+            f"dropout and lora.dropout must be 0 if {rl[0].name} is among the stages (two "
             f"forwards of one policy must agree); got {config.dropout:g} and "
             f"{config.lora.dropout:g}"
         )
@@ -51,7 +51,7 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
     if not all(0 <= beta < 1 for o in _optimizers(config) for beta in o.betas):
         yield "betas must be within [0, 1)"
     if ppo.kl_coef_target > 0 and ppo.kl_coef == 0:
-        yield "ppo.kl_coef must be > 0 when ppo.kl_coef_target steers it; got 0"
+        yield "ppo.kl_coef must be > 0 when ppo.kl_coef_target adapts it; got 0"
     if ppo.kl_in == "loss" and ppo.kl_estimator == "k1":
         yield (
             "ppo.kl_estimator must be k2 or k3 when ppo.kl_in is loss; got k1, whose gradient "
@@ -77,14 +77,14 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
         yield "ppo.reward_model_weight must be > 0 without a ppo.reward_function; got 0"
 
 
-def _order_problems(steps: Sequence[str]) -> Iterator[str]:
-    """Steps that are not in their order, or cannot be in one run."""
-    stages = in_order(steps)
+def _order_problems(names: Sequence[str]) -> Iterator[str]:
+    """Stages in the wrong order, or that cannot be in one run."""
+    stages = in_order(names)
     apart = [(a, b) for a in stages for b in stages if a is not b and are_apart(a, b)]
-    if not apart and list(dict.fromkeys(steps)) == [stage.name for stage in stages]:
+    if not apart and list(dict.fromkeys(names)) == [stage.name for stage in stages]:
         return
     orders = ", or ".join(" ".join(way) for way in sorted(ways(), key=len, reverse=True))
-    problem = f"steps must be in the order {orders}; got {' '.join(steps)}"
+    problem = f"stages must be in the order {orders}; got {' '.join(names)}"
     if apart:
         one, other = apart[0]
         both = " and ".join(name for name in one.after if name in other.after)
@@ -99,19 +99,19 @@ def _parallel_problems(config: RunConfig) -> Iterator[str]:
     yield from frozen_base_problems(config.parallel, config.lora.rank)
     if config.parallel.inference_tp_size > 1 and not config.hybrid_engine:
         yield (
-            "parallel.inference_tp_size must be 1 where hybrid_engine is off (slices are of "
-            f"Tandem's engine); got {config.parallel.inference_tp_size}"
+            "parallel.inference_tp_size must be 1 if hybrid_engine is off (only Tandem's engine "
+            f"slices models); got {config.parallel.inference_tp_size}"
         )
 
 
 def _answers_problems(config: RunConfig) -> Iterator[str]:
-    """A stage that compares the policy's own answers needs two to each prompt."""
+    """A stage that compares the policy's own answers needs two or more per prompt."""
     samples = config.sampling.samples_per_prompt
     comparing = [s for s in of_family(config.stages, "rl") if s.compares_answers]
     if comparing and samples < 2:
         yield (
-            f"sampling.samples_per_prompt must be at least 2 where {comparing[0].name} is among "
-            f"the steps (it compares answers to one prompt); got {samples}. "
+            f"sampling.samples_per_prompt must be at least 2 if {comparing[0].name} is among "
+            f"the stages (it compares answers to one prompt); got {samples}. "
             "Give --sampling.samples-per-prompt 2"
         )
 
@@ -123,11 +123,11 @@ _READ_WITH = {
     "kl_horizon": "kl_coef_target",
     "reward_function_weight": "reward_function",
 }
-"""Knobs of PPO that mean something only where another is set."""
+"""Knobs of PPO that are read only if another one is set."""
 
 
 def _unread(ppo: PPOConfig) -> Iterator[str]:
-    """What was set although nothing will read it."""
+    """Knobs that are set although nothing reads them."""
     defaults = PPOConfig()
     for name, needed in _READ_WITH.items():
         if getattr(ppo, name) != getattr(defaults, name) and not getattr(ppo, needed):
@@ -138,7 +138,7 @@ def _unread(ppo: PPOConfig) -> Iterator[str]:
 
 
 def _is_path(text: str) -> bool:
-    """Whether a folder can be made there whose name can be shown and written down."""
+    """Whether it can be a folder with a printable name."""
     if not text.strip() or not text.isprintable():
         return False
     encoded = text.encode()
@@ -146,7 +146,7 @@ def _is_path(text: str) -> bool:
 
 
 def _optimizers(section: Any) -> Iterator[OptimizerConfig]:
-    """Every optimizer's knobs, in a section and in those below it."""
+    """Every optimizer's section, at any depth."""
     if isinstance(section, OptimizerConfig):
         yield section
     elif dataclasses.is_dataclass(section):

@@ -1,10 +1,10 @@
-"""What a stage is, and which there are: one record each, read by everything that lists stages.
+"""What a stage is, and which ones exist: one record each, read by everything that lists stages.
 
 The command line, the checks before a run, its folder, the rows, the comparison of models, chat,
-report, sweep and memory plan take what they need to know of a stage from here; what the stage does
+report, sweep and memory plan read here what they need to know about a stage; what the stage does
 is in the one file that `prepare` names. docs/add_an_algorithm.md adds one.
 
-No torch here: help must come at once. The functions read `STAGES` when they are called.
+No torch here: help must be instant. The functions read `STAGES` when they are called.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Leaves = Literal["policy", "reward model"]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy that a stage leaves. label: its name in chat and comparisons. folder: in the stage's
-    (empty: that folder itself)."""
+    """A policy that a stage produces. label: its name in chat and comparisons. folder: below the
+    stage's (empty: that folder itself)."""
 
     label: str
     folder: str = ""
@@ -35,26 +35,26 @@ class Stage:
     """One stage of a run.
 
     name: its command, its folder in the run, its name in every record.
-    title, short: what people call it; "SFT model" is the model that it makes.
+    title, short: its names in prose; "SFT model" is the model that it makes.
     help: its line in `tandem --help`.
     prepare: "module:function" that makes its StageJob (training/stage_loop.py) from the run and its
         rows; imported when it runs.
     family: what it learns from: supervised (texts), pairs, rl (its own answers and their reward).
-        Families share knobs, metrics, alarms and their place in the plan of memory.
+        Stages of a family share knobs, metrics, alarms and the formula of their memory.
     share: the share of the data that it trains on (data/split.py).
-    section: its section of RunConfig; several stages may read one. Empty: the stage's name.
-    knobs: other knobs and sections that its outcome depends on, by dotted name.
+    section: its section of RunConfig, which several stages may share. Empty: the stage's name.
+    knobs: other knobs and sections that its result depends on, by dotted name.
     data: the knobs that name its data sets.
     after: earlier stages that it starts from; of several policies, the first that is finished.
     excludes: stages that cannot be in the same run.
-    leaves: what comes out. A reward model is scored by its own tokenizer, and no policy.
-    policies: what chat and comparison find in its folder, the one to take first. By default the
+    leaves: what it produces. A reward model is not a policy and scores with its own tokenizer.
+    policies: what chat and comparison find in its folder, the preferred one first. By default the
         folder itself, under the stage's name.
-    trains: roles whose ZeRO stage rules it (parallel.ROLE_zero_stage).
-    freezes: frozen models beside them, by their names in parallel.offload.
-    labelled: it trains on single answers that are labelled good or bad, and takes pairs apart.
+    trains: roles whose ZeRO stage applies to it (parallel.ROLE_zero_stage).
+    freezes: frozen models that it also needs, by their names in parallel.offload.
+    labelled: it trains on single answers labelled good or bad, and splits pairs into two of them.
     compares_answers: it learns from the better and the worse of its own answers to a prompt.
-    headline: the metric that says in one number how it went.
+    headline: the metric that sums up its result.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Stage:
 
     @property
     def given(self) -> str:
-        """The knob that names a model in place of what this stage leaves."""
+        """The knob that names a model to use instead of what this stage produces."""
         return "actor_model" if self.leaves == "policy" else "reward_model"
 
     @property
@@ -113,7 +113,7 @@ STAGES: tuple[Stage, ...] = (
         name="sft",
         title="Supervised fine-tuning",
         short="SFT",
-        help="Step 1 alone: supervised fine-tuning of --actor-model.",
+        help="Stage 1 alone: supervised fine-tuning of --actor-model.",
         prepare="tandem.training.sft:prepare",
         family="supervised",
         share="texts",
@@ -124,7 +124,7 @@ STAGES: tuple[Stage, ...] = (
         name="reward",
         title="Reward model",
         short="Reward",
-        help="Step 2 alone: a reward model from --reward-model (or --actor-model).",
+        help="Stage 2 alone: a reward model from --reward-model (or --actor-model).",
         prepare="tandem.training.reward_model:prepare",
         family="pairs",
         share="pairs",
@@ -137,7 +137,7 @@ STAGES: tuple[Stage, ...] = (
         name="dpo",
         title="Direct preference optimization",
         short="DPO",
-        help="Direct preference optimization of --actor-model, in place of steps 2 and 3.",
+        help="Direct preference optimization of --actor-model, in place of stages 2 and 3.",
         prepare="tandem.training.dpo:prepare",
         family="pairs",
         share="pairs",
@@ -149,7 +149,7 @@ STAGES: tuple[Stage, ...] = (
         name="ppo",
         title="PPO",
         short="PPO",
-        help="Step 3 alone: PPO of --actor-model against --reward-model or --reward-function.",
+        help="Stage 3 alone: PPO of --actor-model against --reward-model or --reward-function.",
         prepare="tandem.training.ppo:prepare",
         family="rl",
         share="prompts",
@@ -165,7 +165,7 @@ STAGES: tuple[Stage, ...] = (
         name="kto",
         title="Kahneman-Tversky optimization",
         short="KTO",
-        help="KTO of --actor-model on answers labelled good or bad, in place of steps 2 and 3.",
+        help="KTO of --actor-model on answers labelled good or bad; no reward model.",
         prepare="tandem.training.kto:prepare",
         family="pairs",
         share="pairs",
@@ -196,14 +196,14 @@ STAGES: tuple[Stage, ...] = (
         headline="reward",
     ),
 )
-"""In the order in which a run takes them."""
+"""In the order in which they run."""
 
 DEFAULT = ("sft", "reward", "ppo")
-"""What `tandem train` runs unless it is told."""
+"""What `tandem train` runs by default."""
 
 
 def stage_names() -> tuple[str, ...]:
-    """Of all stages, in their order."""
+    """The names of all stages, in their order."""
     return tuple(stage.name for stage in STAGES)
 
 
@@ -220,23 +220,23 @@ def stage_of(name: str) -> Stage:
 
 
 def in_order(names: Iterable[str]) -> list[Stage]:
-    """The stages of these names, in the order in which a run takes them."""
+    """The stages of these names, in the order in which they run."""
     wanted = set(names)
     return [stage for stage in STAGES if stage.name in wanted]
 
 
 def of_family(names: Iterable[str], *families: Family) -> list[Stage]:
-    """Those of the named stages that are of these families, in order."""
+    """The named stages that are of these families, in order."""
     return [stage for stage in in_order(names) if stage.family in families]
 
 
 def leaving(names: Iterable[str], what: Leaves) -> list[Stage]:
-    """Those of the named stages that leave that, in order."""
+    """The named stages that produce that, in order."""
     return [stage for stage in in_order(names) if stage.leaves == what]
 
 
 def sections() -> frozenset[str]:
-    """The sections of RunConfig that are some stage's."""
+    """The sections of RunConfig that belong to stages."""
     return frozenset(stage.section for stage in STAGES)
 
 
@@ -249,7 +249,7 @@ def sources(what: Leaves, stage: str = "") -> list[Stage]:
     """The stages from whose policy or reward model `stage` starts, preferred first.
 
     Args:
-        stage: empty: whichever, the stages in their order.
+        stage: empty: any, the stages in their order.
     """
     if stage:
         found = [stage_of(name) for name in stage_of(stage).after]
@@ -259,7 +259,8 @@ def sources(what: Leaves, stage: str = "") -> list[Stage]:
 
 
 def ways() -> list[list[str]]:
-    """The stages from the first to each that nothing starts from: `sft reward ppo`, say."""
+    """The sequences of stages that end in one that no other starts from, such as `sft reward
+    ppo`."""
     taken = {name for stage in STAGES for name in stage.after}
     return [_way_to(stage) for stage in STAGES if stage.name not in taken]
 
@@ -270,16 +271,16 @@ def _way_to(stage: Stage) -> list[str]:
 
 
 def policy_folders() -> dict[str, str]:
-    """Every policy's folder below the run's, by its label, in the order in which they are made."""
+    """Every policy's folder below the run's by its label, in the order in which they are made."""
     return {policy.label: stage.folder_of(policy) for stage in STAGES for policy in stage.policies}
 
 
 def policy_stages() -> list[str]:
-    """The stages that leave a policy, in order."""
+    """The stages that produce a policy, in order."""
     return [stage.name for stage in STAGES if stage.policies]
 
 
 def latest_first() -> list[str]:
-    """The labels of policies: each stage's own, the last stage's first; then what else there is."""
+    """The labels of policies: each stage's main one, the last stage's first; then the others."""
     main = [stage.policies[0].label for stage in reversed(STAGES) if stage.policies]
     return [*main, *(label for label in policy_folders() if label not in main)]

@@ -1,8 +1,8 @@
 """A tokenizer's control tokens, and how to keep text from spelling one.
 
-A control token steers a model or a program around it: <|im_end|> ends a turn, <s> begins a text.
-Only a template may write one. A control string that stands in someone's text is cut: a mark goes
-inside it, the text on both sides of the mark is tokenized apart, and the mark itself vanishes.
+A control token steers a model or the program around it: <|im_end|> ends a turn, <s> begins a text.
+Only a template may write one. A control string in someone's text is cut: a mark is put inside it,
+the text on both sides of the mark is tokenized separately, and the mark itself is dropped.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ControlMatch:
 class ControlTokens:
     """The control tokens of one tokenizer.
 
-    These are all its special tokens and all tokens that were added to its vocabulary. One kind is
-    left out: added white space that is not flagged as special (Pythia's runs of spaces, Gemma's
-    line breaks), which is plain vocabulary.
+    These are all its special tokens and all tokens that were added to its vocabulary, except added
+    white space that is not flagged as special (Pythia's runs of spaces, Gemma's line breaks), which
+    is plain vocabulary.
 
     ids: control string to token id.
-    forbidden: ids that text may never become. The unknown token is not among them, since that is
-        how a tokenizer writes a character that it lacks; it is if it doubles as BOS, EOS or pad.
+    forbidden: ids that text may never become. The unknown token is not one of them, since it stands
+        for a character that the tokenizer lacks, unless it is also BOS, EOS or pad.
     longest: characters of the longest control string.
     """
 
@@ -52,7 +52,7 @@ class ControlTokens:
         frame = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
         harmless = {tokenizer.unk_token_id} - frame
         self.forbidden = frozenset(self.ids.values()) - harmless
-        # A match takes the longest string at the leftmost place, as tokenizers do.
+        # A match is the longest string at the leftmost position, as in tokenizers.
         ordered = sorted(self.ids, key=len, reverse=True)
         strings = "|".join(map(re.escape, ordered)) or r"(?!)"
         self._match = re.compile(strings)
@@ -63,14 +63,14 @@ class ControlTokens:
         self.longest = max(map(len, ordered), default=0)
 
     def find(self, text: str) -> list[ControlMatch]:
-        """The control strings of `text` that a tokenizer would take for control tokens."""
+        """The control strings of `text` that a tokenizer would read as control tokens."""
         return [
             ControlMatch(m.start(), m.end(), self.ids[m.group()])
             for m in self._match.finditer(text)
         ]
 
     def written(self, text: str) -> list[int]:
-        """The ids of the control strings that `find` finds, in their order."""
+        """The ids of the control strings that `find` finds, in order."""
         return [self.ids[string] for string in self._match.findall(text)]
 
     def last(self, text: str) -> str:
@@ -79,10 +79,10 @@ class ControlTokens:
         return next((text[-n:] for n in lengths if text[-n:] in self.ids), "")
 
     def unwritable(self, text: str) -> str:
-        """The first character of `text` that no cut can make plain, or "".
+        """The first character of `text` that no cut can neutralize, or "".
 
-        That is a control string one character long, or half of a surrogate pair, which has no
-        place in UTF-8.
+        That is a control string of one character, or half of a surrogate pair, which UTF-8 cannot
+        encode.
         """
         if half := _UNWRITABLE.search(text):
             return half.group()
@@ -92,8 +92,8 @@ class ControlTokens:
         """`text` with `mark` put inside every control string, overlapping ones included.
 
         A text that ends (begins) with a part of a control string is marked there too, so that the
-        template's own text cannot complete it. Templates trim contents, so the outermost
-        characters that are no white space count as the end and the beginning.
+        template's own text cannot complete it. Templates trim contents, so the text is taken
+        without the white space around it.
         """
         points = {match.start() + 1 for match in self._every_start.finditer(text)}
         begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
@@ -109,6 +109,6 @@ class ControlTokens:
 
 
 def free_mark(texts: Sequence[str]) -> str:
-    """A private-use character that none of `texts` holds."""
+    """A private-use character that is in none of `texts`."""
     marks = map(chr, chain.from_iterable(_PRIVATE_USE))
     return next(mark for mark in marks if not any(mark in text for text in texts))

@@ -1,4 +1,4 @@
-"""Data sets in, samples per step out: reading, splitting, weighing; every row accounted for."""
+"""Data sets in, samples per stage out: reading, splitting, weighting; every row accounted for."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from tandem.text import visible
 from tandem.types import Message, Sample
 
 _HOPELESS = 100_000
-"""Rows of a data set that are looked at if none of them can be used: 2 seconds."""
+"""Rows of a data set after which reading stops if none can be used: 2 seconds."""
 _NUMBERS = {share: number for number, share in enumerate(SHARES, start=1)}
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """A usable row before it has a step: its sample, its keys, and the data set it came from.
+    """A usable row before it has a place: its sample, its keys, and its data set.
 
-    key: `split.split_key`; content: `split.content_key`. sft_only: it came as SFT-only data.
+    key: `split.split_key`; content: `split.content_key`. sft_only: it is from `sft_data`.
     """
 
     sample: Sample
@@ -49,13 +49,12 @@ class ReadRow:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The samples of each share, in reading order, repeated as their data sets' weights say.
+    """The samples of each share, in reading order, repeated according to their data sets' weights.
 
     texts: samples with an answer or text. pairs: with a preferred and a rejected answer. prompts:
-    any. A share that no step of the run trains on has its samples here too, but the ledger calls
-    them unused.
-    heldout: samples of every kind, once each, that no step trains on. No opening of a dialog is
-    in two of them. ledger: what became of every row.
+    any. A share that no stage of the run trains on has its samples here too, but the ledger counts
+    them as unused. heldout: samples of every kind, once each, that no stage trains on. No opening
+    of a dialog is in two of these. ledger: what became of every row.
     """
 
     texts: list[Sample] = field(default_factory=list)
@@ -65,25 +64,19 @@ class Dataset:
     ledger: Ledger = field(default_factory=Ledger)
 
     def add(self, place: Place, sample: Sample, times: int, *, runs: bool) -> None:
-        """Put `sample` into `place`, `times` per epoch; `runs`: whether a step uses it there."""
-        rows: dict[Place, list[Sample]] = {
-            "texts": self.texts,
-            "pairs": self.pairs,
-            "prompts": self.prompts,
-            "heldout": self.heldout,
-        }
-        rows[place].extend([sample] * times)
+        """Put `sample` into `place`, `times` per epoch; `runs`: whether a stage uses it there."""
+        getattr(self, place).extend([sample] * times)
         account = self.ledger.datasets[sample.source.dataset]
         if runs or place == "heldout":
             account.use(place, times)
         else:
-            step = f"step {_NUMBERS[place]} ({first_of(place)})"
-            account.leave(f"kept for {step}, which does not run")
+            stage = f"stage {_NUMBERS[place]} ({first_of(place)})"
+            account.leave(f"kept for {stage}, which does not run")
 
 
 @dataclass(frozen=True)
 class TextData:
-    """Samples for mixture (ptx) training, and those held out to see forgetting with."""
+    """Samples for mixture (ptx) training, and held-out ones to measure forgetting."""
 
     train: list[Sample]
     heldout: list[Sample]
@@ -96,34 +89,33 @@ def load_data(
     sft_data: Sequence[str] = (),
     *,
     seed: int,
-    steps: Sequence[str] = DEFAULT,
+    stages: Sequence[str] = DEFAULT,
 ) -> Dataset:
-    """Read all data sets and give each row to the one step that may train on its prompt.
+    """Read all data sets and give each row to the one stage that may train on its prompt.
 
-    The step is drawn from the prompt's own text (see `split`). Rows of `sft_data` go to SFT, but
-    one whose prompt also occurs in `data` follows the prompt, and one that is held out is so.
+    The stage follows from the prompt's own text (see `split`). Rows of `sft_data` go to SFT, except
+    those that are held out or whose prompt also occurs in `data`.
 
     Args:
         data, sft_data: data sets as FILE_OR_NAME[:weight][::role=column,...].
         seed: the run's seed; the same seed, the same split.
-        steps: those that run. Without shares in the configuration they take all the rows.
+        stages: those that run. Without configured shares they get all the rows.
     Raises:
-        ConfigError: a data set's name, a column map or the split cannot be understood.
-        DataError: a file cannot be read, or a row (the first bad one, unless config says drop).
+        ConfigError: a data set's name, a column map or the split is wrong.
+        DataError: a file cannot be read, or a row is bad (unless on_bad_row is drop).
     """
-    split = Split(config.split or shares_among(steps), config.heldout)
+    split = Split(config.split or shares_among(stages), config.heldout)
     ledger = Ledger()
     read = read_all(config, data, sft_data, ledger, seed=seed)
-    return assign(read, split, ledger, seed=seed, steps=steps)
+    return assign(read, split, ledger, seed=seed, stages=stages)
 
 
 def load_text(
     specs: Sequence[str], config: DataConfig, *, seed: int, ledger: Ledger | None = None
 ) -> TextData:
-    """Read text or SFT rows for mixture training; the held-out share is drawn as in `load_data`.
+    """Read text or SFT rows for mixture training; rows are held out as in `load_data`.
 
-    All that is not held out trains: these rows have no other step. With `ledger` the rows are
-    accounted for there, under step `ptx`.
+    All others are trained on: these rows have no other stage. `ledger` counts them under `ptx`.
 
     Raises:
         ConfigError, DataError: as `load_data`.
@@ -142,14 +134,14 @@ def load_text(
             text.train.extend([row.sample] * times)
             account.use("ptx", times)
         else:
-            account.leave(f"left out by the weight {row.spec.weight:g}")
+            account.leave(_skipped_by_weight(row))
     return text
 
 
 def read_all(
     config: DataConfig, data: Sequence[str], sft_data: Sequence[str], ledger: Ledger, *, seed: int
 ) -> list[ReadRow]:
-    """Every usable row of all data sets, in order; the others are in the ledger or raised.
+    """Every usable row of all data sets, in order; others are in the ledger, or raise.
 
     Raises:
         ConfigError, DataError: as `load_data`.
@@ -184,18 +176,18 @@ def read_all(
         account.fingerprint = digest.hexdigest()
     if missing := sorted(set(columns.values()) - found):
         raise DataError(
-            f"dataset.columns must name columns that some data set has; got {', '.join(missing)}, "
-            "in none that has no column map of its own. Correct the names."
+            f"dataset.columns must name columns of the data sets; got {', '.join(missing)}, which "
+            "no data set without its own column map has. Correct the names."
         )
     return rows
 
 
 def assign(
-    rows: Sequence[ReadRow], split: Split, ledger: Ledger, *, seed: int, steps: Sequence[str]
+    rows: Sequence[ReadRow], split: Split, ledger: Ledger, *, seed: int, stages: Sequence[str]
 ) -> Dataset:
-    """Give each row to its step, or count why it has none. `steps`: those that run."""
-    running = set(map(share_of, steps))
-    labelled = any(stage.labelled for stage in in_order(steps))
+    """Give each row to its stage, or count why it has none. `stages`: those that run."""
+    running = set(map(share_of, stages))
+    labelled = any(stage.labelled for stage in in_order(stages))
     dataset = Dataset(ledger=ledger)
     shared = {row.key for row in rows if not row.sft_only}
     for row in rows:
@@ -203,7 +195,7 @@ def assign(
         place = split.place_of(row.key)
         if row.sft_only and place != "heldout":
             if row.key in shared and place != "texts":
-                account.leave(f"prompt belongs to step {_NUMBERS[place]}")
+                account.leave(f"prompt belongs to stage {_NUMBERS[place]}")
                 continue
             place = "texts"
         if reason := _unfit(row.sample, place, labelled=labelled):
@@ -211,7 +203,7 @@ def assign(
             continue
         times = 1 if place == "heldout" else copies(row.spec.weight, row.content, seed)
         if times == 0:
-            account.leave(f"left out by the weight {row.spec.weight:g}")
+            account.leave(_skipped_by_weight(row))
             continue
         dataset.add(place, row.sample, times, runs=place in running)
     return dataset
@@ -226,8 +218,8 @@ def _samples(
 ) -> Iterator[Shaped]:
     """The data set's usable rows; adds to `found` the columns of the general map that it has.
 
-    A data set's own map is for it alone. The general one is for the rows of the others that have
-    any of its columns: a run may blend files of other shapes with files that need no map.
+    A data set with its own map uses only that. For the others, the general map applies to rows that
+    have any of its columns, so that a run can also use files that need no map.
     """
     for item in read_rows(spec, on_blank=account.blank):
         account.rows += 1
@@ -248,18 +240,22 @@ def _refuse(row: BadRow, config: DataConfig, account: DatasetLedger) -> None:
     account.bad(row)
     if account.rows == _HOPELESS == account.num_dropped:
         raise DataError(
-            f"data set {visible(account.path)} must hold rows that can be used; got {_HOPELESS:,} "
-            f"of which none can. {visible(str(row.source))}: {row.reason}; found {row.found}. "
+            f"data set {visible(account.path)} must have usable rows; got none in the first "
+            f"{_HOPELESS:,}. {visible(str(row.source))}: {row.reason}; found {row.found}. "
             f"{row.advice or 'Give the file that holds the data.'}"
         )
 
 
 def _free_name(name: str, ledger: Ledger) -> str:
-    """`name`, or with -2, -3, ... where data sets share one."""
+    """`name`, or with -2, -3, ... if it is taken."""
     free, number = name, 2
     while free in ledger.datasets:
         free, number = f"{name}-{number}", number + 1
     return free
+
+
+def _skipped_by_weight(row: ReadRow) -> str:
+    return f"skipped by the weight {row.spec.weight:g}"
 
 
 def _with_system(sample: Sample, system_prompt: str) -> Sample:
@@ -275,7 +271,7 @@ def _unfit(sample: Sample, place: Place, *, labelled: bool) -> str:
         return ""
     if place == "heldout":
         return ""
-    number = f"not for step {_NUMBERS[place]}"
+    number = f"not for stage {_NUMBERS[place]}"
     if sample.text is not None:
         return "" if place == "texts" else f"plain text: {number}"
     if place in ("texts", "pairs") and sample.chosen is None:

@@ -1,4 +1,4 @@
-"""Showing what a row holds: short, in one line, and unable to act on a terminal."""
+"""Values of rows as short, printable, single-line text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def excerpt(text: str, width: int = 60) -> str:
 
 
 def describe(value: Any) -> str:
-    """One line about any value of a row, in a data file's own words.
+    """One line about any value of a row, in the terms of data files.
 
     Example: describe([1, 2]) is "a list of 2".
     """

@@ -1,6 +1,6 @@
 """One reader per file format: a file in, its rows out, in order.
 
-A row that cannot be read comes out as a BadRow and the reader goes on after it; what makes a whole
+A row that cannot be read becomes a BadRow and the reader continues after it; what makes a whole
 file unreadable (cut compression, another encoding, a broken JSON array) is a DataError.
 """
 
@@ -32,15 +32,15 @@ OnBlank = Callable[[], None]
 Rows = Iterator[RawRow | BadRow]
 
 _LARGEST_JSON = 2 * 2**30
-"""Bytes of a JSON file that is one value: it is held in memory whole, many times over."""
+"""Bytes of a JSON file with one value, which is held in memory several times over."""
 _DEEPEST = 100
-"""Levels within a row: Python's own limit depends on its version and on who is calling."""
+"""Levels within a row. Python's own limit depends on its version and on the call stack."""
 _NEST = f"nest at most {_DEEPEST} levels deep"
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _MESSAGE_LIST = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
-"""A cell that holds messages: CSV has no lists, so whoever saved them wrote them out as text."""
+"""A cell with a list of messages, saved as text because CSV has no lists."""
 _PARQUET_ROWS = 64
-"""Rows unpacked at a time: a dictionary can make much of little."""
+"""Rows unpacked at a time, since dictionary encoding can expand enormously."""
 
 
 def read_jsonl(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
@@ -57,8 +57,7 @@ def read_jsonl(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
 def read_json(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
     """An array of objects, or an object with one list of them; counted from 1 along the list.
 
-    Files named .json that hold one object per line are common: they are read as JSONL, as is a
-    file with a single row.
+    A file named .json with one object per line, or with a single row, is read as JSONL.
     """
     text = _whole_text(path)
     if not text.strip():
@@ -67,8 +66,8 @@ def read_json(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
         value = json.loads(text, object_pairs_hook=_object)
     except RecursionError:
         raise DataError(
-            f"{visible(str(path))} must nest at most {_DEEPEST} levels deep; got more than can be "
-            "read. Flatten its rows."
+            f"{visible(str(path))} must nest at most {_DEEPEST} levels deep; got more. Flatten its "
+            "rows."
         ) from None
     except ValueError as error:
         if text.lstrip().startswith("{") and str(error).startswith("Extra data"):
@@ -101,11 +100,11 @@ def read_csv(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
         )
     if len(header) == 1 and (mark := next((m for m in _SEPARATORS if m in header[0]), "")):
         raise DataError(
-            f"{visible(str(path))}:1: column names must be parted by commas; got "
-            f"{excerpt(header[0])}, parted by {_SEPARATORS[mark]}. Save the file with commas, or "
-            "its rows as .jsonl."
+            f"{visible(str(path))}:1: column names must be separated by commas; got "
+            f"{excerpt(header[0])}, separated by {_SEPARATORS[mark]}. Save the file with commas, "
+            "or its rows as .jsonl."
         )
-    if header:  # none: an empty file, which the caller refuses
+    if header:  # an empty file is refused by the caller
         _check_names(header, f"{visible(str(path))}:1")
     while True:
         source = Source(dataset, str(path), reader.line_num + 1)
@@ -164,9 +163,9 @@ def read_parquet(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
 
 
 def unconvertible(error: Exception, source: Source) -> BadRow:
-    """A row whose stored values Python cannot take: text that is no UTF-8, a date of year 30000."""
+    """A row with values that Python cannot hold: text that is not UTF-8, a date in year 30000."""
     found = visible(named_line(error))[:200]
-    return BadRow(source, "", found, "hold values that Python can take")
+    return BadRow(source, "", found, "have values that Python can hold")
 
 
 def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | Exception]:
@@ -175,7 +174,7 @@ def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | Exception]:
         yield from batch.to_pylist()
         return
     except (ValueError, OverflowError, KeyError, TypeError):
-        pass  # somewhere in it; find the rows
+        pass  # find the rows
     for i in range(batch.num_rows):
         try:
             yield batch.slice(i, 1).to_pylist()[0]
@@ -188,7 +187,7 @@ def _whole_text(path: Path) -> str:
     for number, offset, raw in read_lines(path, _LARGEST_JSON):
         text = decode_line(raw, offset, Source("", str(path), number), _LARGEST_JSON)
         if isinstance(text, BadRow):
-            # One array is one piece of JSON: there is no row to leave out.
+            # One array is one JSON value: no single row can be dropped.
             raise DataError(
                 f"{visible(str(text.source))}: the file must {text.expected}; got {text.found}. "
                 "Fix it, or save its rows one per line as .jsonl."
@@ -203,7 +202,7 @@ def _whole_text(path: Path) -> str:
 
 
 class _RepeatedKey(dict[str, Any]):
-    """A JSON object that named `key` twice; json itself would keep the last value in silence."""
+    """A JSON object with `key` twice; json itself silently keeps the last value."""
 
     key = ""
 
@@ -218,7 +217,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _trouble(row: dict[str, Any]) -> tuple[str, str] | None:
-    """What is found and expected of a row that repeats a key or nests too deeply."""
+    """(found, expected) for a row that repeats a key or nests too deeply."""
     stack: list[tuple[Any, int]] = [(row, 1)]
     while stack:
         value, depth = stack.pop()
@@ -251,7 +250,7 @@ def _checked_row(value: Any, source: Source) -> RawRow | BadRow:
     return RawRow(value, source)
 
 
-# Columns whose value is a list in a row of its own, so no list of rows.
+# Columns whose value may be a list in a single row.
 _LIST_COLUMNS = {"messages", "conversations", "prompt", "completion", "chosen", "rejected"}
 
 
@@ -271,7 +270,7 @@ def _row_list(value: Any, path: Path) -> list[Any]:
     if len(lists) > 1:
         raise DataError(
             f"{visible(str(path))} must hold one list of rows; got lists under {names(lists)}. "
-            "Save the one to train on as a file of its own."
+            "Save the one to train on as a separate file."
         )
     return next(iter(lists.values()))
 
@@ -281,13 +280,13 @@ def _csv_lines(path: Path, dataset: str, bad: list[BadRow]) -> Iterator[str]:
         text = decode_line(raw, offset, Source(dataset, str(path), number))
         if isinstance(text, BadRow):
             bad.append(text)
-            # Keep the line's quotes, so that the reader still finds where the row ends.
+            # Keep the quotes, so that the reader still finds the end of the row.
             text = raw.decode("utf-8", errors="replace").replace("\0", "?").rstrip("\r\n")
         yield text + "\n"
 
 
 def _csv_row(cells: dict[str, str], source: Source) -> RawRow | BadRow:
-    """The row, its message lists read from JSON; one in another notation cannot be used."""
+    """The row with its message lists parsed as JSON; other notations cannot be used."""
     row: dict[str, Any] = dict(cells)
     for name, cell in cells.items():
         if _MESSAGE_LIST.match(cell):
@@ -305,5 +304,5 @@ def _check_names(header: list[str], where: str) -> None:
     if blank or len(set(header)) != len(header):
         raise DataError(
             f"{where}: column names must be different and not blank; got {names(header)}. "
-            "Give every column a name of its own."
+            "Give every column its own name."
         )

@@ -1,8 +1,8 @@
-"""What became of every row: the account that a run saves as data.json and shows in its report.
+"""What became of every row: a run saves it as data.json and shows it in its report.
 
-For each data set, at all times: rows read = used + unused + dropped. A row counts once, however
-often its weight repeats it. Unused rows are good ones with no place (no rejected answer in step
-2's share); dropped ones could not be used at all, or were too long for their step.
+For each data set, always: rows read = used + unused + dropped. A row counts once, however often its
+weight repeats it. Unused rows are good ones without a place (no rejected answer in stage 2's
+share); dropped ones could not be used at all, or were too long for their stage.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tandem.text import visible
 from tandem.types import Source
 
 FIRST_LINES = 3
-"""Places kept per reason for dropping, to look at."""
+"""Places kept per reason for dropping."""
 
 USES = (*SHARES, "heldout", "ptx")
-"""What a row is used for: the shares that steps train on, measuring, mixture training."""
+"""What a row is used for: the shares that stages train on, evaluation, mixture training."""
 
 
 @dataclass
 class Dropped:
-    """Rows dropped for one reason: how many, where the first ones are, and what the very first
-    one holds, with what to do about it."""
+    """Rows dropped for one reason: how many, where the first ones are, what the first one holds and
+    what to do about it."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
@@ -47,11 +47,11 @@ class Dropped:
 
 @dataclass
 class DatasetLedger:
-    """One data set's account. All numbers are rows, but for blank_lines and extra_copies.
+    """One data set's account. All numbers are rows, except blank_lines and extra_copies.
 
     extra_copies: repeats by weight per use, as planned, before drops by length.
-    shapes, notes: how many rows were read by each shape; what was left out of rows that are used.
-    fingerprint: SHA-256 over the usable rows' content in order: other rows, another fingerprint.
+    shapes, notes: how many rows were read by each shape; what was skipped in rows that are used.
+    fingerprint: SHA-256 over the usable rows' content in order.
     late: path to the line numbers of rows dropped after they had a use, so that none counts twice.
     """
 
@@ -75,13 +75,13 @@ class DatasetLedger:
         self.blank_lines += 1
 
     def use(self, use: str, times: int = 1) -> None:
-        """A row serves `use` (of USES), coming `times` per epoch."""
+        """A row has a `use` (of USES), `times` per epoch."""
         self.used[use] += 1
         if times > 1:
             self.extra_copies[use] += times - 1
 
     def leave(self, reason: str) -> None:
-        """A good row has no place, because of `reason`."""
+        """A good row has no place, for `reason`."""
         self.unused[reason] += 1
 
     def bad(self, row: BadRow) -> None:
@@ -111,7 +111,7 @@ class Ledger:
     datasets: dict[str, DatasetLedger] = field(default_factory=dict)
 
     def open(self, name: str, path: str, weight: float = 1.0) -> DatasetLedger:
-        """A new account. The name is its own: DataError if there is one of that name."""
+        """A new account; DataError if the name is taken."""
         if name in self.datasets:
             raise DataError(
                 f"data set names must differ within a ledger; got {excerpt(name)} twice. "
@@ -121,13 +121,13 @@ class Ledger:
         return self.datasets[name]
 
     def drop(self, source: Source, use: str, reason: str) -> None:
-        """A row that had been given to `use` cannot be used there after all (its length, say).
+        """Move a row from used to dropped, for its length, say.
 
-        Moves the row from used to dropped, once: further calls for the same row, for each of its
-        copies or after a restart from a saved ledger, change nothing.
+        Only once: further calls for the same row (its copies, a restart from a saved ledger) change
+        nothing.
 
         Raises:
-            DataError: the data set is not in this ledger, or the use has no row of it left.
+            DataError: the data set is not in this ledger, or the use has no row left.
         """
         account = self.datasets.get(source.dataset)
         if account is not None and source.line in account.late.get(source.path, ()):
@@ -161,7 +161,7 @@ class Ledger:
         """Read what `to_json` wrote.
 
         Raises:
-            DataError: it is no ledger, or its rows do not add up.
+            DataError: it is not a ledger, or its rows do not add up.
         """
         try:
             accounts = [_account(entry) for entry in json.loads(text)["datasets"]]
@@ -191,7 +191,8 @@ class Ledger:
             table.add_column(head, justify="right", no_wrap=True)
         total: Counter[int] = Counter()
         for account in accounts:
-            numbers = _numbers(account, uses)
+            used = [account.used[use] for use in uses]
+            numbers = [account.rows, *used, account.unused.total(), account.num_dropped]
             total.update(dict(enumerate(numbers)))
             table.add_row(Text(visible(account.name)), *map(str, numbers))
         if len(accounts) > 1:
@@ -200,12 +201,10 @@ class Ledger:
         return table
 
     def reasons(self) -> Table:
-        """Why rows are unused or dropped, and what else is worth knowing, for a terminal."""
+        """Why rows are unused or dropped, and notes, for a terminal."""
         table = Table(title="Reasons and notes", title_justify="left")
-        table.add_column("data set", overflow="fold")
-        table.add_column("rows", justify="right")
-        table.add_column("what became of them", overflow="fold")
-        table.add_column("first at", overflow="fold")
+        for head in ("data set", "rows", "what became of them", "first at"):
+            table.add_column(head, justify="right" if head == "rows" else "left", overflow="fold")
         for name, account in self.datasets.items():
             lines = [
                 (d.count, f"dropped: {r}" + f" (the first: {d.example})" * bool(d.example), d.first)
@@ -215,7 +214,7 @@ class Ledger:
             notes = {
                 **account.notes,
                 "same turns and answers as an earlier row": account.duplicates,
-                "copies by the weight, beyond one a row": account.extra_copies.total(),
+                "copies by weight, beyond one per row": account.extra_copies.total(),
                 "blank lines skipped": account.blank_lines,
             }
             lines += [(n, f"note: {note}", []) for note, n in notes.items() if n]
@@ -223,15 +222,6 @@ class Ledger:
                 cells = (visible(what), "\n".join(map(visible, first)))
                 table.add_row(Text(visible(name)), str(count), *map(Text, cells))
         return table
-
-
-def _numbers(account: DatasetLedger, uses: list[str]) -> list[int]:
-    return [
-        account.rows,
-        *(account.used[use] for use in uses),
-        account.unused.total(),
-        account.num_dropped,
-    ]
 
 
 def _account(entry: dict[str, Any]) -> DatasetLedger:

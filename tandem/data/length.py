@@ -1,4 +1,4 @@
-"""What becomes of rows that are too long: dropped, truncated or an error, and always counted."""
+"""Rows that are too long: dropped, truncated or an error, and always counted."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ Row = TypeVar("Row", TokenRow, PairRow, RankedRow, LabelledRow, PromptRow)
 class Fitted(Generic[Row]):
     """A row after the length policy.
 
-    row: what to use; None if the row was dropped.
-    outcome: "kept" as it was, "truncated" or "dropped": what a ledger counts under.
-    reason: why, in words that are the same for every row of a kind; "" for a row that was kept.
+    row: what to use; None if the row was dropped. outcome: what the ledger counts.
+    reason: why, the same text for all rows of a kind; "" for a row that was kept.
     """
 
     row: Row | None
@@ -39,10 +38,11 @@ class Fitted(Generic[Row]):
 
 
 def fit(row: TokenRow, max_tokens: int, policy: LongRowPolicy) -> Fitted[TokenRow]:
-    """Hold a rendered row to `max_tokens`.
+    """Limit a rendered row to `max_tokens`.
 
-    Truncation cuts the end of the last answer. The row then has no terminator, so that it does
-    not teach an end that is not there. A row that would lose that whole answer is dropped.
+    Truncation cuts the end of the last answer, terminator included, so that the model does not
+    learn to stop there. A row that would lose that whole answer is dropped.
+
     Raises:
         DataError: the row is too long and the policy is "error".
     """
@@ -58,7 +58,7 @@ def fit(row: TokenRow, max_tokens: int, policy: LongRowPolicy) -> Fitted[TokenRo
 
 
 def fit_pair(pair: PairRow, max_tokens: int, policy: LongRowPolicy) -> Fitted[PairRow]:
-    """Hold both sides of a pair to `max_tokens`; a pair that truncation makes equal is dropped.
+    """Limit both sides of a pair to `max_tokens`; a pair that truncation makes equal is dropped.
 
     Raises:
         DataError: a side is too long and the policy is "error".
@@ -108,10 +108,11 @@ def fit_ranked(row: RankedRow, max_tokens: int, policy: LongRowPolicy) -> Fitted
 def fit_prompt(
     row: PromptRow, max_tokens: int, policy: LongRowPolicy, renderer: Renderer
 ) -> Fitted[PromptRow]:
-    """Hold a prompt to `max_tokens`.
+    """Limit a prompt to `max_tokens`.
 
-    Truncation leaves out the oldest turns, system turns excepted, until the rest fits and begins
-    with a user's turn; the last turn stays. A last turn too long by itself drops the row.
+    Truncation removes the oldest turns, except system turns, until the rest fits and begins with a
+    user turn; the last turn stays. If the last turn alone is too long, the row is dropped.
+
     Raises:
         DataError: the prompt is too long and the policy is "error".
     """
@@ -129,12 +130,12 @@ def fit_prompt(
     def fits(turns: tuple[Message, ...]) -> bool:
         return len(renderer.prompt(turns, row.columns, row.source)) <= max_tokens
 
-    # Fewer turns have fewer tokens: a bisection renders few of a long conversation's many ends.
+    # Fewer turns have fewer tokens, so bisection renders only a few of the candidates.
     first = bisect_left(shorter, True, key=fits)
     if first == len(shorter):
         return Fitted(None, "dropped", "last turns alone longer than max_prompt_tokens")
     fitted = renderer.prompt(shorter[first], row.columns, row.source)
-    return Fitted(fitted, "truncated", "oldest turns left out for max_prompt_tokens")
+    return Fitted(fitted, "truncated", "oldest turns removed for max_prompt_tokens")
 
 
 def _answer_begins(row: TokenRow) -> int:
@@ -150,7 +151,7 @@ def _head(row: TokenRow, n: int) -> TokenRow:
 
 
 def _without_oldest(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """`messages` from the second user's turn on, behind the system turns; () if there is none."""
+    """`messages` from the second user turn on, after the system turns; () if there is none."""
     users = [i for i, message in enumerate(messages) if message.role == "user"]
     later = next((i for i in users if any(m.role != "system" for m in messages[:i])), None)
     if later is None:

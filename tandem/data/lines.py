@@ -1,11 +1,11 @@
-"""The lines of a file, plain or gzip, with their place: what every text format is read from.
+"""The lines of a file, plain or gzip, with their positions; every text format is read from these.
 
-Compression is told by the file's first bytes, never by its name. Lines end at a line feed alone
-(a carriage return before it belongs to the line end); U+2028 and its like are text.
+Compression is detected by the file's first bytes, not by its name. Only a line feed ends a line
+(with a carriage return before it); U+2028 and the like are text.
 
-Nothing a file holds makes a reader wait or fill the memory: pipes and devices are not opened, a
-line is read to LONGEST_LINE bytes, a file of blank lines is left, and so is a packed one that
-unpacks to far more than text does. What it costs to read a file is in proportion to its size.
+No file can block a reader or fill its memory: pipes and devices are not opened, lines are read up
+to LONGEST_LINE bytes, and files of blank lines or that unpack to far more than text does are
+refused. Reading costs time in proportion to the file's size.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tandem.text import visible
 from tandem.types import Source
 
 LONGEST_LINE = 32 * 2**20
-"""Bytes of a line that are kept: more than any model's context."""
+"""Longest line in bytes, more than any model's context."""
 _SWOLLEN = 8 * 2**20
 _LARGEST_RATIO = 100
-"""Above _SWOLLEN bytes a packed file may unpack to this many times its size. Text reaches 20, and
-rows that all repeat one long system prompt 80."""
+"""Above _SWOLLEN bytes a file may unpack to this many times its size. Text reaches 20, rows that
+all repeat one long system prompt 80."""
 _MOST_BLANK = 1_000_000
-"""Blank lines in a row that are skipped: a second and a half."""
+"""Consecutive blank lines that are skipped: 1.5 seconds."""
 
 _BOM = b"\xef\xbb\xbf"
 _FOREIGN = {
@@ -47,10 +47,10 @@ _FOREIGN = {
 def read_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tuple[int, int, bytes]]:
     """Each line as (number from 1, byte offset in the unpacked file, bytes with their line end).
 
-    Of a line that is too long the first `longest` + 1 bytes come: `decode_line` refuses it.
+    A line that is too long is cut to `longest` + 1 bytes, which `decode_line` refuses.
 
     Raises:
-        DataError: the file cannot be opened, is no text, or its compression is damaged.
+        DataError: the file cannot be opened, is not text, or its compression is damaged.
     """
     number, offset, blank = 0, 0, 0
     try:
@@ -72,7 +72,7 @@ def read_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tuple[int, i
                 if blank > _MOST_BLANK:
                     raise DataError(
                         f"{visible(str(path))}:{number}: a file must have at most {_MOST_BLANK:,} "
-                        "blank lines in a row; got more. Take them out."
+                        "blank lines in a row; got more. Remove them."
                     )
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
@@ -89,7 +89,7 @@ def read_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tuple[int, i
 def decode_line(
     raw: bytes, offset: int, source: Source, longest: int = LONGEST_LINE
 ) -> str | BadRow:
-    """The line's text without its line end, or why it is no text."""
+    """The line's text without its line end, or why it is not text."""
     if len(raw) > longest:
         found = f"a line of more than {longest} bytes"
         return BadRow(source, "", found, f"be a line of at most {longest} bytes")
@@ -103,15 +103,15 @@ def decode_line(
 
 
 def require_regular(path: Path) -> None:
-    """Refuse what can be opened and never ends: a pipe, a device, a socket.
+    """Refuse pipes, devices and sockets, which may never end.
 
     Raises:
-        DataError: it is one of these, or a link to nothing.
-        OSError: it cannot be looked at.
+        DataError: it is one of these, or a broken link.
+        OSError: its type cannot be read.
     """
     if not path.is_file():
         found = "a folder" if path.is_dir() else "a pipe or a device"
-        found = found if path.exists() else "a link to nothing"
+        found = found if path.exists() else "a broken link"
         raise DataError(
             f"{visible(str(path))} must be a file; got {found}. Write the rows to a file first."
         )
@@ -125,20 +125,20 @@ def _open(path: Path) -> BinaryIO:
 
 
 def most_bytes(path: Path) -> int:
-    """How far a packed file may unpack; a plain file never gets there."""
+    """The most bytes a file may unpack to; a plain file never reaches it."""
     return max(_SWOLLEN, _LARGEST_RATIO * path.stat().st_size)
 
 
 def swollen(path: Path) -> DataError:
-    """What is said of a file that unpacks to more than that."""
+    """The error for a file that unpacks to more than `most_bytes`."""
     return DataError(
         f"{visible(str(path))} must unpack to at most {_LARGEST_RATIO} times its size, or "
-        f"{_SWOLLEN // 2**20} MiB; got more. If it is what it should be, unpack it to a plain file."
+        f"{_SWOLLEN // 2**20} MiB; got more. If that is right, unpack it to a plain file."
     )
 
 
 def _skip_line(file: BinaryIO, step: int, most: int) -> int:
-    """Read on to the line's end (or just over `most` bytes), keeping nothing; the bytes skipped."""
+    """Skip to the line's end (or just over `most` bytes); returns how many bytes."""
     skipped = 0
     while skipped <= most and (raw := file.readline(step)):
         skipped += len(raw)

@@ -1,4 +1,4 @@
-"""In which order rows are read, and how a batch is cut into micro-batches."""
+"""The order in which rows are read, and micro-batches."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ class BatchOrder:
     """The rows of every optimizer step, a pure function of these numbers.
 
     The stream of rows is one permutation per epoch, drawn from (seed, epoch). Step k reads the k-th
-    `batch_size` rows of it, across the borders of epochs; only the very last batch may be short,
-    and no row is left out.
+    `batch_size` rows of it, across epochs; only the very last batch may be short, and no row is
+    skipped.
 
     Args:
         num_rows: rows to choose from.
         batch_size: rows per step, over all ranks.
         seed: 0 to 2^64 - 1.
-        epochs: passes over the rows, a fraction counting in rows (rounded up); None goes on until
-            max_steps.
-        max_steps: steps at most; 0 leaves it to `epochs`.
+        epochs: passes over the rows; a fraction is rounded up to whole rows; None: until max_steps.
+        max_steps: at most this many steps; 0: as `epochs` says.
         rank, world_size: this process takes every world_size-th row of each batch, from the
-            rank-th on. In a short batch a rank may find nothing.
+            rank-th on. In a short batch that may be none.
     Raises:
         DataError: there are no rows.
         ConfigError: a number is out of its range.
@@ -69,7 +68,7 @@ class BatchOrder:
 
     @property
     def num_steps(self) -> int:
-        """Steps from the first to the last."""
+        """Number of steps."""
         if self.epochs is None:
             return self.max_steps
         steps = -(-self._rows_to_read // self.batch_size)
@@ -83,9 +82,9 @@ class BatchOrder:
         """(k, this rank's rows of step k) for k = step + 1 to num_steps; nothing is replayed.
 
         Args:
-            step: steps that are done, 0 at the start.
+            step: steps already done.
         Raises:
-            ConfigError: the run has no such step.
+            ConfigError: `step` is out of range.
         """
         if not 0 <= step <= self.num_steps:
             raise ConfigError(
@@ -97,7 +96,7 @@ class BatchOrder:
     @property
     def _rows_to_read(self) -> int:
         assert self.epochs is not None
-        # 0.1 * 30 is a little over 3 in floating point, which is no fourth row.
+        # 0.1 * 30 is a little over 3 in floating point, which must not become a fourth row.
         return max(1, math.ceil(round(self.epochs * self.num_rows, 6)))
 
     def _rows_before(self, step: int) -> int:
@@ -132,13 +131,13 @@ def permutation(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Positions of a batch in groups of at most `max_tokens` tokens, rows of like lengths together.
+    """Positions of a batch in groups of at most `max_tokens` tokens, similar lengths together.
 
     Args:
         lengths: tokens per row.
-        max_tokens: a group's rows together stay within this; a longer row is alone.
+        max_tokens: most tokens of a group; a longer row is a group of its own.
     Returns:
-        Every position once; the longest rows come first, so that too little memory shows at once.
+        Every position once, longest rows first, so that a lack of memory shows at once.
     Raises:
         ConfigError: max_tokens is under 1.
     """

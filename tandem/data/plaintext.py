@@ -1,10 +1,10 @@
 """Plain text files: blocks of whole paragraphs as `text` rows.
 
 A paragraph is a run of lines that are not blank. One longer than BLOCK characters is cut at its
-line ends; a line still too long after the end of a sentence, then at a space, then anywhere. The
-pieces are packed in order into blocks of at most BLOCK characters, joined by what stood between
-them (paragraphs by a blank line). So WikiText's headings stay with their sections and a play's
-one-line speeches form scenes, while a block fits the usual limit of tokens.
+line ends, a line that is still too long at the end of a sentence, at a space, or anywhere. The
+pieces are packed in order into blocks of at most BLOCK characters, joined as they were in the file
+(paragraphs by a blank line). So WikiText's headings stay with their sections and a play's one-line
+speeches form scenes, while a block fits the usual token limits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SENTENCE_END = re.compile(r"[.!?][\"')\]]?\s")
 def read_text(path: Path, dataset: str, on_blank: Callable[[], None]) -> Rows:
     """Blocks of at most BLOCK characters; a row's number is the line where its block begins.
 
-    Blank lines separate and are not counted. A line that is no UTF-8 comes out as a BadRow.
+    Blank lines only separate and are not counted. A line that is not UTF-8 becomes a BadRow.
     """
     block, start = "", 0
     for item in _pieces(path, dataset):
@@ -46,7 +46,7 @@ def read_text(path: Path, dataset: str, on_blank: Callable[[], None]) -> Rows:
 
 
 def _pieces(path: Path, dataset: str) -> Iterator[tuple[str, str, int] | BadRow]:
-    """(what stands before it, text, line number) for each piece that is never cut."""
+    """(separator before it, text, line number) of each piece."""
     after_blank = True
     for number, offset, raw in read_lines(path):
         line = decode_line(raw, offset, Source(dataset, str(path), number))
@@ -68,7 +68,7 @@ def _cut(line: str) -> Iterator[str]:
     """The line in parts of at most BLOCK characters."""
     begin = 0
     while begin < len(line):
-        # By position: cutting the rest anew each time takes a day for a line of a gigabyte.
+        # By position: copying the rest each time would take a day for a line of a gigabyte.
         window = line[begin : begin + BLOCK + 1]
         cut = len(window)
         if cut > BLOCK:

@@ -1,9 +1,9 @@
-"""The one renderer from conversation to tokens, for every step and for chat.
+"""The only renderer from conversations to tokens, for every stage and for chat.
 
-What a row becomes is built from two parts that are tokenized apart: the prompt, and what the
-assistant wrote. Generation always starts where the prompt ends, so an answer's ids are the same
-whether they were generated, trained on or read again as an earlier turn, and
-`conversation(m, a).token_ids` starts with `prompt(m).token_ids`.
+A row has two parts that are tokenized separately: the prompt, and what the assistant wrote.
+Generation always starts where the prompt ends, so an answer's ids are the same whether they were
+generated, trained on or read again as an earlier turn, and `conversation(m, a).token_ids` starts
+with `prompt(m).token_ids`.
 
 Text never becomes a control token, whoever wrote it: control strings in it are spelled out in
 plain tokens (see tandem.data.control).
@@ -28,10 +28,10 @@ from tandem.text import visible
 from tandem.types import Message, PromptRow, Role, Source, TokenRow
 
 IN_MEMORY = Source(dataset="", path="conversation", line=1)
-"""The source of a prompt that comes from no file, such as a chat's."""
+"""The source of a prompt that is not from a file, such as a chat's."""
 
 _MOST_HOLES = 2**20
-"""Ids without a token that a vocabulary may have, besides one for each token."""
+"""Unused ids that a vocabulary may have, besides one per token."""
 _PROBES = ("yes", "hello", "a", "x", "1")
 
 
@@ -39,13 +39,13 @@ class Renderer:
     """Conversations, prompts and documents to tokens, with one tokenizer.
 
     Args:
-        tokenizer: any Hugging Face tokenizer with an EOS token. Its chat template is used where it
-            has one, else "Human: ...\\n\\nAssistant: ..." with EOS after every assistant turn.
+        tokenizer: any Hugging Face tokenizer with an EOS token. Its chat template is used if it has
+            one, else "Human: ...\\n\\nAssistant: ..." with EOS after every assistant turn.
         stop_token_ids: further ids that end an answer (a generation_config's eos_token_id).
     Attributes:
         terminator_id: the token that ends an assistant's turn (a template's <|im_end|>, else EOS).
         stop_token_ids: every token at which generation must stop, the terminator first.
-        pad_token_id: what to fill batches with; masks never depend on it, so it may equal EOS.
+        pad_token_id: fills batches; masks never depend on it, so it may equal EOS.
     Raises:
         ModelError: the tokenizer has no EOS, or its template cannot be used for training.
     """
@@ -78,7 +78,7 @@ class Renderer:
 
     @property
     def chat_template(self) -> str:
-        """The jinja template in use, to be saved with a model whose tokenizer brings none."""
+        """The jinja template in use, to be saved with a model whose tokenizer has none."""
         return self._template.source
 
     def prompt(
@@ -90,10 +90,10 @@ class Renderer:
         """`messages` up to where the assistant begins.
 
         Args:
-            messages: the turns, as Message or as {"role": ..., "content": ...}; a text is the
-                user's one turn.
+            messages: the turns, as Message or as {"role": ..., "content": ...}; a text is one user
+                turn.
         Raises:
-            DataError: there is no turn, or the template or the tokenizer cannot take one.
+            DataError: there is no turn, or the template or the tokenizer refuses one.
         """
         where = visible(str(source))
         messages = _turns(messages)
@@ -116,9 +116,9 @@ class Renderer:
         Args:
             messages: the turns before the answer.
             last_turn_only: response_mask holds on the answer alone (pairs of answers), instead of
-                on every assistant turn. Either way the terminators are included.
+                on every assistant turn. Terminators are included in both cases.
         Raises:
-            DataError: there is no turn, or the template or the tokenizer cannot take one.
+            DataError: there is no turn, or the template or the tokenizer refuses one.
             ModelError: the template does not show which tokens are the assistant's.
         """
         where = visible(str(source))
@@ -137,20 +137,20 @@ class Renderer:
         return TokenRow(tuple(prompt_ids + answer_ids), tuple(mask), source)
 
     def document(self, text: str, source: Source) -> TokenRow:
-        """Plain text to learn whole: BOS where the tokenizer adds one, the text, EOS.
+        """Plain text, learned whole: BOS if the tokenizer adds one, the text, EOS.
 
         Raises:
-            DataError: the tokenizer cannot take the text.
+            DataError: the tokenizer refuses the text.
         """
         self._check_text(text, source)
         mark = free_mark([text])
-        # At the start of a text a tokenizer does what it does after its BOS.
+        # A tokenizer treats the start of a text like the text after its BOS.
         body = self._pieces.encode(self._control.cut(text, mark), mark, "", visible(str(source)))
         ids = (*self._document_prefix, *body, self._eos_id)
         return TokenRow(ids, (False, *[True] * (len(ids) - 1)), source)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a response, without its terminator and the template's own white space.
+        """The text of a response, without its terminator and the template's white space.
 
         Args:
             ids: what `conversation` marks as the answer, or what was generated after `prompt`.
@@ -161,7 +161,7 @@ class Renderer:
         return self._pieces.decode(words).removeprefix(self._lead).removesuffix(self._trail)
 
     def renders_like(self, other: Renderer) -> bool:
-        """Whether both make the same tokens of every conversation, so that ids can be shared."""
+        """Whether both render every conversation to the same tokens, so that ids can be shared."""
         return self._identity == other._identity
 
     def _encode(self, parts: Sequence[Part], mark: str, where: str) -> tuple[list[int], list[bool]]:
@@ -197,11 +197,11 @@ class Renderer:
         if char := self._control.unwritable(text):
             raise DataError(
                 f"{visible(str(source))}: text must hold no half of a surrogate pair and no "
-                f"character that is a control token; got {excerpt(char)}. Take it out of the text."
+                f"character that is a control token; got {excerpt(char)}. Remove it from the text."
             )
 
     def _decoded_frame(self) -> tuple[str, str]:
-        """What an answer's decoded ids hold before and after the assistant's words."""
+        """The text around the assistant's words in an answer's decoded ids."""
         lead, trail = self._template.lead, self._template.trail
         before = self._template.prompt(self._template.opening, "probe")
         for probe in _PROBES:
@@ -253,11 +253,11 @@ def _prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], str]:
 
 
 def _definition(tokenizer: PreTrainedTokenizerBase) -> str:
-    """All that decides the ids of a text; what only concerns batches is left out."""
+    """Everything that decides the ids of a text, without settings for batches."""
     vocabulary = tokenizer.get_vocab()
     largest = max(vocabulary.values(), default=0)
     if largest > _MOST_HOLES + 2 * len(vocabulary):
-        # The library writes a line for every id that no token has: an id of 2^31 takes hours.
+        # The library writes a line for every unused id: an id of 2^31 takes hours.
         raise ModelError(
             f"tokenizer {tokenizer.name_or_path!r} must number its {len(vocabulary)} tokens "
             f"without large gaps; got id {largest}. Use the tokenizer as it was published."

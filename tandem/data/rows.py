@@ -23,9 +23,9 @@ class RawRow:
 class BadRow:
     """A row that cannot be used.
 
-    field: the column (a dotted path inside it), or "" for the whole row.
-    found, expected: what is there, and what `field` must do ("be one JSON object").
-    advice: a sentence about this very row ("The nearest role is assistant."), or "".
+    field: the column (or a dotted path inside it); "" for the whole row.
+    found, expected: what it is, and what it must do ("be one JSON object").
+    advice: a sentence about this row ("The nearest role is assistant."), or "".
     """
 
     source: Source
@@ -36,22 +36,21 @@ class BadRow:
 
     @property
     def reason(self) -> str:
-        """What rows with the same trouble are counted under: nothing of the row's own text."""
+        """The name of the problem, without the row's own text, to count rows by."""
         return f"{self.field or 'row'} must {self.expected}"
 
     def error(self) -> DataError:
-        """The error that stops a run at this row."""
+        """The error for this row."""
         where = f"field {visible(self.field)}" if self.field else "the row"
         advice = f"{self.advice} " if self.advice else ""
         return DataError(
             f"{visible(str(self.source))}: {where} must {self.expected}; found {self.found}. "
-            f"{advice}"
-            "Correct the row, or leave such rows out, counted, with --on-bad-row drop."
+            f"{advice}Fix the row, or drop and count such rows with --on-bad-row drop."
         )
 
 
-class RowProblem(DataError):  # noqa: N818 - not yet an error: the place is still to be added
-    """Why a row has no place in any shape. See BadRow for the fields."""
+class RowProblem(DataError):  # noqa: N818 - an error only once it has a place
+    """Why a row cannot be used. See BadRow for the fields."""
 
     def __init__(self, field: str, found: str, expected: str, advice: str = "") -> None:
         self.field = field
@@ -61,5 +60,5 @@ class RowProblem(DataError):  # noqa: N818 - not yet an error: the place is stil
         super().__init__(f"{field or 'the row'} must {expected}; found {found}. {advice}".strip())
 
     def at(self, source: Source) -> BadRow:
-        """The same, with the place."""
+        """The same with a place."""
         return BadRow(source, self.field, self.found, self.expected, self.advice)

@@ -19,12 +19,12 @@ _FORMAT_NAMES = {"csv", "json", "parquet", "text", "arrow", "pandas", "imagefold
 def rows_through_datasets(name: str, path: str, saved: Path | None) -> Rows:
     """Rows of a folder written by `save_to_disk` (`saved`), or of the hub's data set `path`.
 
-    A row whose values cannot be converted is a bad row; the others come.
+    A row whose values cannot be converted is a bad row.
 
     Args:
         name: the data set's, for the rows' sources.
     Raises:
-        DataError: the package is missing, or what it reads is; or `path` names a format.
+        DataError: the package or the data is missing, or `path` names a format.
     """
     try:
         import datasets
@@ -35,7 +35,7 @@ def rows_through_datasets(name: str, path: str, saved: Path | None) -> Rows:
         ) from None
     readers = getattr(datasets.packaged_modules, "_PACKAGED_DATASETS_MODULES", ())
     if saved is None and path in {*_FORMAT_NAMES, *readers}:
-        # To the package these are no data sets but formats: it would read the current folder.
+        # For the package these names are formats: it would read the current folder.
         raise DataError(
             f"data set {visible(path)} must be a file, a folder or a hub name; got the name of a "
             "format. Give the file itself."

@@ -1,11 +1,11 @@
-"""Rows of the ecosystem's shapes to `Sample`s: one function per shape, chosen by the columns.
+"""Rows of common shapes to `Sample`s: one function per shape, chosen by the columns.
 
-`to_sample` looks at the columns present (null counts as absent), takes the first shape of SHAPES
+`to_sample` looks at the columns present (null counts as absent), uses the first shape of SHAPES
 whose needs are met, and keeps every column that the shape does not read, for reward functions.
-The column `answer` is kept even where a shape reads it: rewards compare with it.
+The column `answer` is kept even if a shape reads it: rewards compare with it.
 
-In every conversation the answer is the last assistant turn and the prompt is all before it. The
-renderer marks the earlier assistant turns as learned too, so nothing of a dialog is lost to SFT.
+In every conversation the answer is the last assistant turn, and the prompt is everything before it.
+The renderer marks earlier assistant turns as learned too, so SFT trains on whole dialogs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One form of row: the columns it needs, those it may have, and how it is read."""
+    """One shape of row: the columns it needs, those it may have, and how it is read."""
 
     name: str
     needs: tuple[str, ...]
@@ -42,7 +42,7 @@ class Shape:
     read: Callable[[Row, Source], Sample]
 
     def fits(self, row: Row, mapped: Mapping[str, str]) -> bool:
-        """Whether `row` has what this shape needs and the shape reads every mapped role."""
+        """Whether `row` has the needed columns and the shape reads every mapped role."""
         reads = self.needs + self.may
         return all(row.get(c) is not None for c in self.needs) and all(r in reads for r in mapped)
 
@@ -60,14 +60,14 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
     """The sample in `row`; `columns` maps roles to this row's column names.
 
     Raises:
-        RowProblem: a mapped column is missing, no shape fits, or what is there cannot be used.
+        RowProblem: a mapped column is missing, no shape fits, or a value cannot be used.
     """
     columns = columns or {}
     for role, column in columns.items():
         if column not in row:
             weight = re.search(r":[\d.]+$", column)
             advice = f"A weight goes before the map: FILE{weight[0]}::..." if weight else ""
-            raise RowProblem(column, names(row), f"be there, mapped to the role {role}", advice)
+            raise RowProblem(column, names(row), f"exist, mapped to the role {role}", advice)
     renamed = {name: value for name, value in row.items() if name not in columns.values()}
     renamed |= {role: row[column] for role, column in columns.items()}
     shape = next((shape for shape in SHAPES if shape.fits(renamed, columns)), None)
@@ -92,7 +92,7 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
 def preference(row: Row, source: Source) -> Sample:
     """prompt, chosen and maybe rejected: strings or message lists (TRL's explicit prompt).
 
-    A list of messages may hold the answer alone or the dialog from its first turn.
+    A list of messages holds the answer alone, or the whole dialog.
     """
     prompt = _with_system(prompt_turns(row["prompt"], "prompt"), row)
     chosen = _dialog(prompt, row["chosen"], "chosen")
@@ -111,7 +111,7 @@ def dialog_preference(row: Row, source: Source) -> Sample:
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str):
         if not (is_transcript(chosen) or is_transcript(rejected)):
-            expected = "be there, or chosen and rejected be transcripts with Human: turns"
+            expected = "exist, or chosen and rejected be transcripts with Human: turns"
             raise RowProblem("prompt", names(row), expected)
         dialogs = [transcript_turns(text_of(row[f], f), f) for f in ("chosen", "rejected")]
     else:
@@ -183,7 +183,7 @@ def alpaca(row: Row, source: Source) -> Sample:
 
 
 def plain_text(row: Row, source: Source) -> Sample:
-    """A document to continue, with no conversation in it."""
+    """Plain text without a conversation."""
     return Sample(source, text=text_of(row["text"], "text"))
 
 
@@ -195,12 +195,12 @@ def question_answer(row: Row, source: Source) -> Sample:
 
 
 def prompt_only(row: Row, source: Source) -> Sample:
-    """A prompt to be answered in step 3."""
+    """A prompt, to be answered in PPO."""
     prompt = _with_system(prompt_turns(row["prompt"], "prompt"), row)
     return Sample(source, check_prompt(prompt, "prompt"))
 
 
-# The first that fits is taken: the more telling columns come first.
+# The first that fits is used: the most specific columns come first.
 SHAPES = (
     Shape("preference", ("prompt", "chosen"), ("rejected", "system", "margin"), preference),
     Shape("dialog preference", ("chosen", "rejected"), ("system", "margin"), dialog_preference),
@@ -226,9 +226,9 @@ def _text(value: Any, field: str) -> str:
 
 
 def _history(row: Row) -> Turns:
-    """The turns of an Alpaca row's `history` column, where it has one."""
+    """The turns of an Alpaca row's `history` column, if it has one."""
     pairs = row.get("history")
-    if pairs is None or pairs == "":  # what a CSV file has for none
+    if pairs is None or pairs == "":  # an empty CSV cell
         return ()
     if not isinstance(pairs, list | tuple):
         raise RowProblem("history", describe(pairs), "be a list of [instruction, answer] pairs")
@@ -242,12 +242,14 @@ def _history(row: Row) -> Turns:
 
 
 def _with_system(turns: Turns, row: Row) -> Turns:
-    """`turns` after the row's `system` column, where it has one."""
+    """`turns` with the row's `system` column, if it has one, in front."""
     system = row.get("system")
     if system is None or not _text(system, "system").strip():
         return turns
     if any(turn.role == "system" for turn in turns):
-        raise RowProblem("system", excerpt(system), "not come beside a system turn of the row")
+        raise RowProblem(
+            "system", excerpt(system), "not be given together with a system turn in the row"
+        )
     return (Message("system", system), *turns)
 
 
@@ -258,18 +260,18 @@ def _dialog(prompt: Turns, answer: Any, field: str) -> Turns:
     turns = turns_of(answer, field)
     if turns[0].role == "assistant":
         return prompt + turns
-    # A dialog may bring a system turn that its prompt column leaves out.
+    # A dialog may have a system turn that its prompt column lacks.
     own = tuple(t for t in turns if t.role != "system" or t in prompt)
     if own[: len(prompt)] == prompt:
         return turns
     found = f"another dialog, which begins {excerpt(turns[0].content)}"
-    raise RowProblem(field, found, "go on from the prompt, or repeat it")
+    raise RowProblem(field, found, "continue the prompt, or repeat it")
 
 
 def _last_answer(turns: Turns, field: str, prompt_field: str) -> tuple[Turns, str]:
     """(the turns before the answer, the answer): the dialog must end with the assistant.
 
-    `field` holds the answer and `prompt_field` the turns before it, for the messages.
+    `field` and `prompt_field` name the answer's column and the prompt's in errors.
     """
     if turns[-1].role != "assistant":
         raise RowProblem(field, f"{turns[-1].role} last", "end with an assistant turn")
@@ -318,7 +320,7 @@ def _label(value: Any) -> bool:
 
 
 def _labelled(sample: Sample, row: Row) -> Sample:
-    """An answer that its row calls bad (KTO's `label` false) is none to imitate."""
+    """An answer labelled as bad (KTO's `label` false) becomes a rejected one."""
     if not _is_label(row):
         return sample
     if row["label"]:
@@ -341,12 +343,12 @@ def _margin(row: Row) -> float:
 
 
 def _note(row: Row, shape: Shape) -> str:
-    """What was left out of a row that is used, or what else it brings."""
+    """What was skipped in a row that is used, or what else it has."""
     if "margin" in shape.may and _margin(row):
         return "with a margin, which the reward model's loss reads"
     if shape.read in (messages, sharegpt):
         turns = turns_of(row[shape.needs[0]], shape.needs[0])
         roles = [turn.role for turn in turns]
         if "assistant" in roles and roles[-1] != "assistant":
-            return "turns after the last assistant turn left out"
+            return "turns after the last assistant turn skipped"
     return ""

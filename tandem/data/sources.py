@@ -1,6 +1,6 @@
 """Where rows come from: a file, a folder of files, a saved data set, the hub, or the built-in set.
 
-Formats are listed in docs/data.md. `read_rows` hides which one it is.
+Formats are listed in docs/data.md. `read_rows` reads them all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROLES = (
     *("prompt", "chosen", "rejected", "completion", "messages", "text", "system"),
     *("label", "margin", "ranking", "answers", "ranks"),
 )
-"""What a column map may map."""
+"""The roles of a column map."""
 
 _READERS: dict[str, Callable[[Path, str, OnBlank], Rows]] = {
     ".json": read_json,
@@ -46,7 +46,7 @@ _READERS: dict[str, Callable[[Path, str, OnBlank], Rows]] = {
     ".parquet": read_parquet,
 }
 _FORMATS = ", ".join(_READERS)
-_RENAME = "Rename it to what it holds."
+_RENAME = "Rename it according to its content."
 _ADVICE = {
     ".tsv": "Save it with commas, as .csv.",
     ".tab": "Save it with commas, as .csv.",
@@ -54,7 +54,7 @@ _ADVICE = {
     ".arrow": "Save it as .parquet.",
     **dict.fromkeys([".xz", ".zst", ".bz2", ".zip", ".tar", ".tgz"], "Unpack it."),
 }
-"""What to do with a file that has another ending."""
+"""Advice for files with another extension."""
 _METADATA = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _WEIGHT = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?|nan|inf)", re.IGNORECASE)
@@ -62,11 +62,11 @@ _WEIGHT = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?|nan|i
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """One data set as named on the command line.
+    """One data set, as named on the command line.
 
-    name: short, for reports (`politeness` for prefs/politeness.jsonl.gz; hub names whole).
+    name: short, for reports (`politeness` for prefs/politeness.jsonl.gz; full hub names).
     path: file, folder or hub name. weight: passes over its rows per epoch, finite and above 0.
-    columns: role to column, for this data set alone.
+    columns: role to column, for this data set only.
     """
 
     name: str
@@ -78,12 +78,12 @@ class DataSpec:
 def parse_spec(text: str) -> DataSpec:
     """Read `FILE_OR_NAME[:weight][::role=column,...]`.
 
-    The weight is only a trailing number, so drive letters and other colons belong to the path.
+    Only a trailing number is a weight; drive letters and other colons belong to the path.
     Example: parse_spec("C:/a.jsonl:2::prompt=question") has weight 2 and path "C:/a.jsonl".
 
-    Raises:
-        ConfigError: no path, one that is no UTF-8, a weight that is not above 0 and finite, or a
-            broken column map.
+    Raises: ConfigError: no path or not UTF-8, a weight that is not positive and finite, or a wrong
+        column
+            map.
     """
     path, mark, tail = text.rpartition("::")
     columns = {}
@@ -98,9 +98,9 @@ def parse_spec(text: str) -> DataSpec:
         if not (math.isfinite(weight) and weight > 0):
             raise ConfigError(
                 f"the weight of data set {excerpt(text)} must be a finite number above 0; "
-                f"got {number}. Leave the data set out to give it no weight."
+                f"got {number}. To give it no weight, remove the data set."
             )
-    if not _is_unicode(text):
+    if re.search("[\ud800-\udfff]", text):  # how bytes that are not UTF-8 arrive
         raise ConfigError(
             f"data set {excerpt(text)} must have a name in UTF-8; got other bytes. Rename the file."
         )
@@ -116,7 +116,7 @@ def parse_columns(items: Iterable[str], where: str) -> dict[str, str]:
     """A column map from `role=column` items, as {role: column}.
 
     Raises:
-        ConfigError: an item without `=`, an unknown role, a role mapped twice; `where` leads it.
+        ConfigError: an item without `=`, an unknown role, a role mapped twice; begins with `where`.
     """
     columns: dict[str, str] = {}
     for item in items:
@@ -134,7 +134,7 @@ def parse_columns(items: Iterable[str], where: str) -> dict[str, str]:
             )
         if role in columns:
             raise ConfigError(
-                f"{where} must map each role once; got {role} twice. Leave one of them out."
+                f"{where} must map each role once; got {role} twice. Remove one of them."
             )
         columns[role] = column
     return columns
@@ -147,7 +147,7 @@ def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[R
     does not exist and looks like a hub name is loaded from the hub.
 
     Raises:
-        DataError: nothing is there, its format is unknown, it holds no row, or it is damaged.
+        DataError: it does not exist, has an unknown format or no rows, or is damaged.
     """
     path = _local(spec.path)
     if spec.path == "embedded":
@@ -158,18 +158,14 @@ def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[R
         rows = _folder(path, spec.name, on_blank)
     elif path.exists():
         rows = _file(path, spec.name, on_blank)
-    elif near := _nearest(path, spec.path):
-        raise DataError(
-            f"data set {visible(spec.path)} must be a file or folder that exists, or a hub name; "
-            f"got neither. Did you mean {visible(near)}?"
-        )
-    elif _looks_like_hub_name(spec.path):
-        rows = rows_through_datasets(spec.name, spec.path, None)
     else:
-        raise DataError(
-            f"data set {visible(spec.path)} must be a file or folder that exists, or a hub name; "
-            "got neither. Check the path."
-        )
+        near = _nearest(path, spec.path)
+        if near or not _looks_like_hub_name(spec.path):
+            raise DataError(
+                f"data set {visible(spec.path)} must be an existing file or folder, or a hub name; "
+                f"got neither. {f'Did you mean {visible(near)}?' if near else 'Check the path.'}"
+            )
+        rows = rows_through_datasets(spec.name, spec.path, None)
     empty = True
     for row in rows:
         empty = False
@@ -180,21 +176,8 @@ def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[R
         )
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether it can be written down: a name's bytes that are not UTF-8 come as lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _local(path: str) -> Path:
-    """Where `path` would be on this machine.
-
-    Raises:
-        DataError: no file can have that name.
-    """
+    """`path` on this machine; DataError if no file can have that name."""
     try:
         local = Path(path).expanduser()
         local.exists()
@@ -209,7 +192,7 @@ def _local(path: str) -> Path:
 def _short_name(path: str) -> str:
     if _looks_like_hub_name(path) and not os.path.exists(path):
         return path
-    # Both separators, whatever the machine: a Windows path in a shared config reads the same.
+    # Both separators on every machine, so that a shared config gives the same names.
     name = re.split(r"[/\\]", path.rstrip("/\\"))[-1]
     return re.sub(r"(\.\w{2,8})?(\.gz)?$", "", name) or name or path
 
@@ -224,10 +207,10 @@ def _looks_like_hub_name(text: str) -> bool:
 
 
 def _nearest(path: Path, text: str) -> str:
-    """A file or folder here that a path which is not may have meant; "" if none.
+    """An existing file or folder whose name is close to a missing path; "" if none.
 
-    A hub's name may be like a file's; so it is taken for a slip only where it has an ending, or
-    the folder in front of its name is here.
+    A hub name may look like a file's: it counts as a typo only if it has an extension, or its first
+    part is an existing folder.
     """
     if _looks_like_hub_name(text) and not (path.suffix[1:].isalpha() or "/" in text):
         return ""
@@ -247,18 +230,18 @@ def _file(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
     reader = _READERS.get(_format_of(path))
     if reader is None:
         raise DataError(
-            f"{visible(str(path))} must end in one of {_FORMATS} (or these with .gz); "
+            f"{visible(str(path))} must end in one of {_FORMATS} (or one of them with .gz); "
             f"got {excerpt(path.name)}. {_ADVICE.get(path.suffix.lower(), _RENAME)}"
         )
     return reader(path, dataset, on_blank)
 
 
 def _folder(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
-    """All data files under a folder, by name; hidden ones and metadata are no data."""
+    """All data files under a folder, by name, without hidden and metadata files."""
     files = [
         file
         for file in sorted(path.rglob("*"))
-        if not file.is_dir()  # a pipe or a broken link is told by its reader, not passed over
+        if not file.is_dir()  # a pipe or a broken link is refused by its reader, not skipped
         and _format_of(file) in _READERS
         and file.name not in _METADATA
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
@@ -266,7 +249,7 @@ def _folder(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
     if not files:
         raise DataError(
             f"folder {visible(str(path))} must hold files that end in one of {_FORMATS}; got none. "
-            "Give the folder that holds the data."
+            "Give the folder with the data."
         )
     for file in files:
         yield from _file(file, dataset, on_blank)

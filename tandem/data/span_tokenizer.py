@@ -1,11 +1,13 @@
-"""Tokenizing a stretch of text that is not the beginning, and never into a control token.
+"""Tokenizing a span inside a text, and never into a control token.
 
-A tokenizer is made for whole texts. SentencePiece styles put a space before whatever they are
-given, so " yo" after "Assistant:" would become "  yo" when it is tokenized on its own. Here a
-stretch is tokenized as what follows the text before it.
+Tokenizers are made for whole texts. SentencePiece styles put a space before every input, so " yo"
+after "Assistant:" would become "  yo" when tokenized alone. Here a span is tokenized as the
+continuation of the text before it.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,13 +15,13 @@ from tandem.data.control import ControlTokens
 from tandem.data.excerpt import excerpt
 from tandem.errors import DataError, ModelError
 
-# Characters that commonly stand apart from what follows them, the likeliest first.
+# Characters that are usually not merged with what follows, the most likely first.
 _ANCHORS = "\n:.,;!?)0aZ"
 _PROBES = ("x", "Hi", "1", "the")
 
 
 class PieceTokenizer:
-    """Text to ids and back, for stretches in the middle of a text.
+    """Text to ids and back, for spans inside a text.
 
     Args:
         tokenizer: any Hugging Face tokenizer; it is only called, never changed.
@@ -29,6 +31,7 @@ class PieceTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens) -> None:
         self._tokenizer = tokenizer
         self._control = control
+        self._in_context = lru_cache(maxsize=64)(self._ids_in_context)
         odd = control.forbidden | {tokenizer.unk_token_id}
         anchors = {anchor: self._whole(anchor) for anchor in _ANCHORS}
         self._anchors = {a: ids for a, ids in anchors.items() if ids and not odd & set(ids)}
@@ -36,16 +39,16 @@ class PieceTokenizer:
         self._decode_anchor = self._find_decode_anchor()
 
     def encode(self, text: str, mark: str, before: str, where: str) -> list[int]:
-        """Ids of `text`, each piece between two marks tokenized apart.
+        """Ids of `text`, each piece between two marks tokenized separately.
 
         Args:
-            text: may hold control strings of a template; people's text in it is cut already (see
+            text: may hold control strings of a template; people's text in it is already cut (see
                 ControlTokens.cut).
-            mark: where `text` is cut; no id comes from it.
-            before: the text that precedes; "" at the very start.
-            where: whose text this is, for the message.
+            mark: where `text` is cut; it becomes no id.
+            before: the text before it; "" at the very start.
+            where: the source, for errors.
         Raises:
-            DataError: the tokenizer writes one of the characters as a control token.
+            DataError: the tokenizer turns one of the characters into a control token.
         """
         ids: list[int] = []
         for piece in text.split(mark):
@@ -55,18 +58,18 @@ class PieceTokenizer:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids`, which follow other text: a first space is kept."""
+        """The text of `ids` that follow other text: a leading space is kept."""
         if not self._decode_anchor:
             return self._text(ids)
         return self._text(self._decode_anchor + ids)[len(self._text(self._decode_anchor)) :]
 
     def _encode_piece(self, piece: str, before: str, where: str) -> list[int]:
-        ids = self._in_context(piece, before)
+        ids = list(self._in_context(piece, before))
         forbidden = self._control.forbidden
         written = [i for i in self._control.written(piece) if i in forbidden]
         if [i for i in ids if i in forbidden] == written:
             return ids
-        # The tokenizer's normalizer made a control token out of other text (say, of wide letters).
+        # The tokenizer's normalizer made a control token of other text (of wide letters, say).
         ids, cursor = [], 0
         for match in self._control.find(piece):
             ids += self._spelled(piece[cursor : match.start], where)
@@ -82,21 +85,20 @@ class PieceTokenizer:
         if len(text) == 1:
             raise DataError(
                 f"{where}: text must be writable without control tokens; got {excerpt(text)}, "
-                "which the tokenizer turns into one. Take the character out of the text."
+                "which the tokenizer turns into one. Remove the character from the text."
             )
         half = len(text) // 2
         return self._spelled(text[:half], where) + self._spelled(text[half:], where)
 
-    def _in_context(self, piece: str, before: str) -> list[int]:
+    def _ids_in_context(self, piece: str, before: str) -> tuple[int, ...]:
         if not before:
-            return self._whole(piece)
+            return tuple(self._whole(piece))
         if control := self._control.last(before):
-            # As in a whole text: some tokenizers add a space, or take one away, after a control
-            # token.
+            # As in a whole text: some tokenizers add or remove a space after a control token.
             ids = self._whole(control + piece)
             if ids[:1] == [self._control.ids[control]]:
-                return ids[1:]
-        return self._continuation(piece)
+                return tuple(ids[1:])
+        return tuple(self._continuation(piece))
 
     def _continuation(self, text: str) -> list[int]:
         if not self._adds_space:
@@ -107,7 +109,7 @@ class PieceTokenizer:
                 return ids[len(anchor_ids) :]
         raise ModelError(
             f"tokenizer {self._tokenizer.name_or_path!r} must tokenize a text after one of "
-            f"{_ANCHORS!r} apart from it; got {excerpt(text)} merged with each. "
+            f"{_ANCHORS!r} separately from it; got {excerpt(text)} merged with each. "
             "Use a tokenizer that adds no space of its own."
         )
 
@@ -122,7 +124,7 @@ class PieceTokenizer:
         return bool(self._anchors)
 
     def _find_decode_anchor(self) -> list[int]:
-        """Ids that keep a first space from being stripped, or none where nothing strips it."""
+        """Ids that keep a leading space from being stripped; none if nothing strips it."""
         ids = self._continuation(" x")
         if self._text(ids) == " x":
             return []
@@ -135,8 +137,8 @@ class PieceTokenizer:
         try:
             # Not verbose: a text over the model's length is the length policy's business.
             return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
-        # The Rust library raises nothing more special; where it gives up (on a regular expression
-        # that has too many ways to match), its error is no `Exception`.
+        # The Rust library raises nothing more specific; if it gives up (on a regular expression
+        # with too many ways to match), its error is not an `Exception`.
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
                 raise
@@ -147,5 +149,5 @@ class PieceTokenizer:
             ) from error
 
     def _text(self, ids: list[int]) -> str:
-        # Clean-up of spaces is for WordPiece and harms every other tokenizer.
+        # Cleaning up spaces is for WordPiece and breaks every other tokenizer.
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))

@@ -1,10 +1,10 @@
-"""Which step a prompt belongs to: decided by the prompt's own text, and by nothing else.
+"""Which stage a prompt belongs to, decided by the prompt's own text only.
 
 A sample's key is the SHA-256 of the seed and its opening: the first user turn (for plain text the
-whole text) in NFKC form, case folded, white space collapsed. Two dialogs with one opening get one
-key, so they never sit on two sides, in whatever files, order or spelling they come. One part of
-the key's bits decides whether it is held out, another which step it serves: changing the held-out
-share moves no other prompt from step to step.
+whole text) in NFKC form, case folded, white space collapsed. Dialogs with the same opening get the
+same key, so they are never in two places, whatever their file, order or case. Some of the key's
+bits decide whether it is held out, others which stage it serves: changing the held-out share moves
+no other prompt between stages.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tandem.errors import ConfigError
 from tandem.types import Sample
 
 Place = Literal[Share, "heldout"]
-"""Where a row may go: a share, or what no step trains on."""
+"""Where a row may go: a share, or the held-out rows."""
 SHARES: tuple[Share, ...] = get_args(Share)
 """SFT's texts, the pairs of reward model and DPO, PPO's prompts."""
 DEFAULT_SHARES = (2.0, 4.0, 4.0)
-"""DeepSpeed-Chat's sizes of them."""
+"""DeepSpeed-Chat's."""
 _LONG = 5000
-"""Characters that are normalized as they come: at the worst they take milliseconds."""
+"""Texts up to this many characters are normalized as they are, within milliseconds."""
 
 
 def opening(sample: Sample) -> str:
@@ -39,21 +39,21 @@ def opening(sample: Sample) -> str:
     first = next((turn.content for turn in sample.prompt if turn.role == "user"), sample.text or "")
     if len(first) > _LONG and not first.isascii():
         # Python sorts a run of combining marks in quadratic time: hours for a hostile megabyte.
-        # Unicode's Stream-Safe Text Format (UAX 15, section 13) parts runs that no script has.
+        # So split runs that no script has, as in Unicode's Stream-Safe Text Format (UAX 15, 13).
         first = _mark_runs().sub("\\g<0>\u034f", first)
     return " ".join(unicodedata.normalize("NFKC", first).casefold().split())
 
 
 @cache
 def _mark_runs() -> re.Pattern[str]:
-    """30 combining marks in a row, with more of them to come."""
+    """30 combining marks in a row, followed by another."""
     marks = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.combining(chr(code))]
     anyone = f"[{''.join(marks)}]"
     return re.compile(f"{anyone}{{30}}(?={anyone})")
 
 
 def split_key(sample: Sample, seed: int) -> bytes:
-    """32 bytes, uniform over openings; equal for samples that must not be parted."""
+    """32 bytes, uniform over openings; equal for samples that must stay together."""
     return hashlib.sha256(f"{seed}\0{opening(sample)}".encode()).digest()
 
 
@@ -64,22 +64,22 @@ def content_key(sample: Sample) -> bytes:
     return hashlib.sha256(repr(content).encode()).digest()
 
 
-def share_of(step: str) -> Share:
-    """Which share of the rows a run's step trains on."""
-    return stage_of(step).share
+def share_of(stage: str) -> Share:
+    """The share of the rows that a stage trains on."""
+    return stage_of(stage).share
 
 
 def first_of(share: Share) -> str:
-    """The step that a share is named after in messages: the first that trains on it."""
+    """The first stage that trains on a share, to name the share in messages."""
     return next(stage.name for stage in stages.STAGES if stage.share == share)
 
 
-def shares_among(steps: Iterable[str]) -> tuple[float, ...]:
-    """The default shares of the steps that run; 0 for the others.
+def shares_among(stages: Iterable[str]) -> tuple[float, ...]:
+    """The default shares of the stages that run; 0 for the others.
 
     Example: shares_among(["reward", "ppo"]) is (0, 4, 4).
     """
-    running = {share_of(step) for step in steps}
+    running = {share_of(stage) for stage in stages}
     sizes = zip(SHARES, DEFAULT_SHARES, strict=True)
     return tuple(size if share in running else 0.0 for share, size in sizes)
 
@@ -89,9 +89,9 @@ class Split:
 
     Args:
         shares: relative sizes for SFT, reward model and PPO, on any scale.
-        heldout: share in [0, 1) taken from the whole before that.
+        heldout: share in [0, 1) of all rows, taken first.
     Raises:
-        ConfigError: there are not three finite shares of at least 0 with a sum above 0.
+        ConfigError: not three finite shares of at least 0 with a sum above 0.
     """
 
     def __init__(self, shares: Sequence[float], heldout: float) -> None:
@@ -105,7 +105,7 @@ class Split:
         self._bounds = [bound / sum(shares) for bound in accumulate(shares)]
 
     def place_of(self, key: bytes) -> Place:
-        """The one share that samples with this `split_key` may be in, or "heldout"."""
+        """The share of samples with this `split_key`, or "heldout"."""
         if _unit(key[:8]) < self._heldout:
             return "heldout"
         draw = _unit(key[8:16])
@@ -115,8 +115,8 @@ class Split:
 def copies(weight: float, content: bytes, seed: int) -> int:
     """How often a row with this `content_key` comes per epoch at this weight.
 
-    floor(weight) times, and once more for a share of the rows equal to the remainder, drawn from
-    the row's own content; so the mean over rows is the weight and the draw is stable.
+    floor(weight) times, and once more with the remainder as probability, drawn from the row's own
+    content, so the mean over rows is the weight and the draw is stable.
     """
     whole = math.floor(weight)
     draw = hashlib.sha256(f"weight\0{seed}\0".encode() + content).digest()
@@ -124,5 +124,5 @@ def copies(weight: float, content: bytes, seed: int) -> int:
 
 
 def _unit(bits: bytes) -> float:
-    """8 bytes to a number in [0, 1): 53 bits, so that it never rounds up to 1."""
+    """8 bytes as a number in [0, 1); 53 bits, so that it never rounds up to 1."""
     return (int.from_bytes(bits, "big") >> 11) / 2**53

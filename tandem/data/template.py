@@ -16,7 +16,7 @@ from tandem.data.template_limits import deadline, require_bounded
 from tandem.errors import DataError, ModelError
 from tandem.types import Message
 
-# For tokenizers that bring no chat template: "Human: hi\n\nAssistant: yo" + EOS, turns apart by a
+# For tokenizers without a chat template: "Human: hi\n\nAssistant: yo" + EOS, turns apart by a
 # blank line, a system text first. PREFIX becomes what the tokenizer puts before a text (its BOS).
 # `generation` marks what the assistant writes for trainers that ask Hugging Face for a mask of it.
 _DEFAULT_TEMPLATE = """\
@@ -36,19 +36,19 @@ _PROBE = "Qz7probe"
 _FRAME = 100_000
 """Characters that a template may write of its own for a conversation, and for each of its turns."""
 _EXACT_ANSWERS = 32
-"""Earlier answers up to which each is found by rendering all that precedes it."""
+"""Up to this many earlier answers, each is located by rendering everything before it."""
 _CHECKS = 8
-"""How many answers of a longer conversation are found that way, to check the others."""
+"""How many answers of a longer conversation are located that way, to check the others."""
 _MOST_TURNS = 512
-"""Turns whose answers are all found that way where those checks fail; the time is quadratic."""
+"""Most turns whose answers are all located that way if the checks fail; time is quadratic."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a rendered conversation.
+    """A span of a rendered conversation.
 
-    answer: the assistant wrote it, and its terminator comes next (`text` leaves that out).
-    before: the end of the text that precedes it, long enough to hold any control string.
+    answer: the assistant wrote it, and its terminator follows (it is not in `text`).
+    before: the end of the text before it, long enough for any control string.
     """
 
     text: str
@@ -65,19 +65,19 @@ class _Placed:
 
 
 class ChatTemplate:
-    """The one way from a conversation to text.
+    """The only way from a conversation to text.
 
     Args:
-        tokenizer: brings the chat template; without one, a documented default is taken.
+        tokenizer: its chat template is used; without one, a documented default.
         control: its control tokens.
-        prefix: what the tokenizer puts before a text, for the default template.
+        prefix: the text of the tokenizer's BOS, for the default template.
     Attributes:
         source: the jinja template.
-        opening: turns that it answers: a user's, after a system turn where it demands one.
+        opening: turns that it accepts: a user's, after a system turn if it requires one.
         lead: template text between the generation prompt and the assistant's words.
         trail: template text between those words and the terminator.
-        terminator: the control string that ends an assistant's turn; "" where the template writes
-            none (EOS is then put there).
+        terminator: the control string that ends an assistant's turn; "" if the template writes none
+            (then EOS is used).
     Raises:
         ModelError: the template cannot be used for training.
     """
@@ -95,6 +95,8 @@ class ChatTemplate:
         self._control = control
         self._own_controls: Callable[[tuple[Message, ...], bool], list[int]]
         self._own_controls = lru_cache(maxsize=256)(self._own_controls_of)
+        # Both answers of a pair, and all uses of a held-out row, share their prompt.
+        self._call = lru_cache(maxsize=64)(self._called)
         require_bounded(self.source, self._name)
         self.opening, self.lead, after = self._probe()
         found = control.find(after)
@@ -106,7 +108,7 @@ class ChatTemplate:
         """The text up to where the assistant begins.
 
         Raises:
-            DataError: the template does not accept these turns.
+            DataError: the template refuses these turns.
         """
         return self._render(tuple(messages), True, where)
 
@@ -115,21 +117,21 @@ class ChatTemplate:
     ) -> tuple[tuple[Message, ...], str]:
         """The text of a conversation, in which every control string is the template's own.
 
-        A template is a program: one that deletes or rewrites text can put a control string
-        together from what a person wrote. So the control strings of the text are held against
-        those of the same turns with neutral words in them. A turn that brings others is spelled
-        out, with the mark after every character, so that nothing in it can match.
+        A template is a program: by deleting or rewriting text it can form a control string from
+        what a person wrote. So the control strings of the text are compared with those of the same
+        turns with neutral words. A turn that adds others is spelled out, with the mark after every
+        character, so that nothing in it can match.
 
         Args:
-            messages: turns with marks where they would spell a control string (ControlTokens.cut).
-            mark: the character that vanishes when the text is tokenized.
-            answered: `messages` end with the assistant's answer, and it alone may be spelled out;
-                else the text goes up to where the assistant begins.
+            messages: turns with marks inside every control string (ControlTokens.cut).
+            mark: the character that tokenizing drops.
+            answered: `messages` end with the assistant's answer, and only that may be spelled out;
+                otherwise the text goes up to where the assistant begins.
         Returns:
             the turns as they were rendered, and their text.
         Raises:
-            DataError: the template does not accept these turns, or makes control tokens of them
-                however they are written.
+            DataError: the template refuses these turns, or makes control tokens of them however
+                they are written.
         """
         turns = tuple(messages)
         text = self._render(turns, not answered, where)
@@ -149,12 +151,12 @@ class ChatTemplate:
                 return turns, text
         raise DataError(
             f"{where}: turns must not become control tokens in the {self._name}; got "
-            f"{excerpt(self._foreign(text, neutral, answered))} made of their text. Remove this "
-            "row, or give the tokenizer a chat_template that writes contents as they are."
+            f"{excerpt(self._foreign(text, neutral, answered))} formed from their text. Remove "
+            "this row, or give the tokenizer a chat_template that writes contents as they are."
         )
 
     def answer(self, messages: Sequence[Message], text: str, prompt: str, where: str) -> Part:
-        """What the assistant wrote as the last of `messages`, the terminator left out.
+        """What the assistant wrote as the last of `messages`, without the terminator.
 
         Args:
             text: the text of these turns.
@@ -176,21 +178,20 @@ class ChatTemplate:
     ) -> list[Part]:
         """The prompt's text, cut where earlier answers begin and end.
 
-        Some templates write an earlier turn again in another way (they drop its reasoning). Such
-        a turn is not what the assistant wrote then and comes as plain prompt, unless
-        `every_answer`.
+        Some templates rewrite earlier turns (they drop the reasoning). Such a turn is not what the
+        assistant wrote and becomes part of the prompt, unless `every_answer`.
 
         Args:
             text: the text of these turns, up to where the assistant begins.
         Raises:
-            DataError: the template does not accept these turns.
+            DataError: the template refuses these turns.
             ModelError: `every_answer`, and the template rewrites an earlier turn.
         """
         answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if answers[:1] == [0]:
             raise DataError(
                 f"{where}: a conversation must begin with a system or a user turn; got an "
-                "assistant's. Put the turn that it answers before it."
+                "assistant turn. Put the turn that it answers before it."
             )
         parts: list[Part] = []
         cursor = 0
@@ -198,7 +199,7 @@ class ChatTemplate:
             if placed is None:
                 if every_answer:
                     raise ModelError(
-                        f"{self._name} must leave earlier turns as it first rendered them; got a "
+                        f"{self._name} must render earlier turns as it did at first; got a "
                         f"rewrite of turn {i + 1} in {where}. Train on the last turn alone or "
                         "give the tokenizer another chat_template."
                     )
@@ -213,14 +214,14 @@ class ChatTemplate:
     def _places(
         self, messages: Sequence[Message], answers: Sequence[int], text: str, where: str
     ) -> list[_Placed | None]:
-        """Where the answers lie in a conversation's text; None for one that is rewritten there.
+        """The positions of the answers in a conversation's text; None for a rewritten one.
 
-        An answer lies where the text of all turns before it ends. To render those for every
-        answer takes time quadratic in the turns, so in a long conversation only some are found
-        that way. The others follow from windows of two answers and from the text itself.
+        An answer begins where the text of all turns before it ends. Rendering those for every
+        answer takes quadratic time, so in a long conversation only some are located that way. The
+        others follow from windows of two answers and from the text itself.
 
         Raises:
-            DataError: a long conversation whose windows say something else than those few.
+            DataError: a long conversation whose windows disagree with those few.
         """
         if len(answers) > _EXACT_ANSWERS:
             places = self._places_by_windows(messages, answers, text, where)
@@ -233,13 +234,13 @@ class ChatTemplate:
             if len(messages) > _MOST_TURNS:
                 raise DataError(
                     f"{where}: a conversation must have at most {_MOST_TURNS} turns with a "
-                    f"{self._name} that renders a turn by turns far from it; got {len(messages)}. "
+                    f"{self._name} whose turns depend on distant turns; got {len(messages)}. "
                     "Split the conversation."
                 )
         return [self._place(messages, i, text, where) for i in answers]
 
     def _place(self, messages: Sequence[Message], i: int, text: str, where: str) -> _Placed | None:
-        """Where answer i lies in `text`, found by rendering all turns before it."""
+        """The position of answer i in `text`, found by rendering all turns before it."""
         prompt = self.prompt(messages[:i], where)
         then = self._render(tuple(messages[: i + 1]), False, where)
         end = self._answer_end(then, prompt)
@@ -250,7 +251,7 @@ class ChatTemplate:
     def _places_by_windows(
         self, messages: Sequence[Message], answers: Sequence[int], text: str, where: str
     ) -> list[_Placed | None]:
-        """As `_places`, by what the template does to two answers alone; [] if that does not fit."""
+        """As `_places`, from renderings of two answers at a time; [] if they do not fit."""
         num_system = next((i for i, m in enumerate(messages) if m.role != "system"), 0)
         system = messages[:num_system]
         places = [self._place(messages, i, text, where) for i in answers[:2]]
@@ -260,7 +261,7 @@ class ChatTemplate:
                 whole = self.prompt(window[:-1], where)
                 then = self._render(tuple(window), False, where)
                 last = self._place(window, len(system) + before - first - 1, whole, where)
-            except DataError:  # a template that takes no such excerpt
+            except DataError:  # the template refuses this excerpt
                 return []
             end, known = self._answer_end(then, whole), places[-1]
             if end is None or last is None or known is None:
@@ -273,7 +274,7 @@ class ChatTemplate:
         return places
 
     def _answer_end(self, text: str, prompt: str) -> int | None:
-        """Where the last answer ends in the text of turns that it ends; None if not so placed."""
+        """Where the final answer ends in `text`; None if it does not follow `prompt`."""
         after = self.trail + self.terminator + self._beyond
         room = len(text) - len(prompt) - len(after)
         if room < 0 or not text.startswith(prompt) or not text.endswith(after):
@@ -289,13 +290,13 @@ class ChatTemplate:
         return self._control.written(self._call(neutral, not answered))
 
     def _steers(self, turns: tuple[Message, ...], answered: bool) -> bool:
-        """Whether the one turn that has words of its own brings control tokens with it."""
+        """Whether the one turn with its own words adds control tokens."""
         neutral = tuple(map(_neutral, turns))
         text = self._call(turns, not answered)
         return self._control.written(text) != self._own_controls(neutral, answered)
 
     def _foreign(self, text: str, neutral: tuple[Message, ...], answered: bool) -> str:
-        """The first control string of `text` that the template alone does not write there."""
+        """The first control string of `text` that is not the template's own."""
         own = self._own_controls(neutral, answered)
         found = self._control.find(text)
         pairs = enumerate(found)
@@ -303,7 +304,7 @@ class ChatTemplate:
         return text[other.start : other.end] if other else f"{len(found)} instead of {len(own)}"
 
     def _probe(self) -> tuple[tuple[Message, ...], str, str]:
-        """Turns that the template answers; its text before and after an assistant's words."""
+        """Turns that the template accepts; its text before and after an assistant's words."""
         user, answer = Message("user", "hello"), Message("assistant", _PROBE)
         problem: Exception | None = None
         # Some templates fail without a system turn, others with one.
@@ -342,10 +343,10 @@ class ChatTemplate:
         except Exception as error:  # as in `_probe`
             raise DataError(
                 f"{where}: turns must suit the {self._name}; got {_cause(error)} from "
-                f"it for {_roles(messages)}. Reorder or leave out turns."
+                f"it for {_roles(messages)}. Reorder or remove turns."
             ) from error
 
-    def _call(self, messages: tuple[Message, ...], prompt: bool) -> str:
+    def _called(self, messages: tuple[Message, ...], prompt: bool) -> str:
         dialog = [{"role": m.role, "content": m.content} for m in messages]
         text = str(
             self._tokenizer.apply_chat_template(
@@ -357,18 +358,18 @@ class ChatTemplate:
         )
         room = _FRAME + 2 * sum(len(m.content) for m in messages) + _FRAME * len(messages)
         if len(text) > room:
-            raise ValueError(f"{len(text)} characters where {room} are plenty")
+            raise ValueError(f"{len(text)} characters, more than {room}")
         return text
 
 
 def _neutral(message: Message) -> Message:
-    """The turn with neutral words. Templates may ask whether a turn is empty: that stays."""
+    """The turn with neutral words; an empty turn stays empty, since templates may test for it."""
     content = message.content
     return Message(message.role, _PROBE if content.strip() else content and " ")
 
 
 def _cause(error: Exception) -> str:
-    """What went wrong in a template; a message of its own (raise_exception) without a class."""
+    """What went wrong in a template; its own message (raise_exception) without a class."""
     known = isinstance(error, TemplateError)
     return excerpt(str(error) if known else f"{type(error).__name__}: {error}", 200)
 

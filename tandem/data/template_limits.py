@@ -1,9 +1,8 @@
-"""Limits on what a chat template may take: it is a program that came with a model.
+"""Limits on the time and memory of a chat template, which is a program that came with a model.
 
-Its sandbox keeps it from files and code, but not from running for ever or from making a string of
-gigabytes, which one operation can do and no clock can interrupt. So a template first renders a few
-conversations in a process of its own, which the system stops at its limits; after that every
-rendering has a deadline.
+Its sandbox keeps it away from files and code, but not from running forever or making a string of
+gigabytes, which one operation can do and no timer can interrupt. So a template first renders a few
+conversations in a separate process with system limits; after that every rendering has a deadline.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ _CPU_SECONDS = 10
 _MEMORY_BYTES = 2**30
 _RENDER_SECONDS = 30.0
 _TRIED = 8
-"""Turns of the longest conversation that a template is tried on."""
+"""Turns of the longest trial conversation."""
 
 
 def require_bounded(source: str, name: str) -> None:
-    """Try a template where it can do no harm.
+    """Try a template in a process with limits.
 
     Args:
-        name: whose template it is, for the message.
+        name: the template's, for the error.
     Raises:
-        ModelError: it takes more than 10 s of a processor or 1 GiB.
+        ModelError: it takes more than 10 s of CPU time or 1 GiB.
     """
     if reason := _excess(source):
         raise ModelError(
@@ -45,7 +44,7 @@ def require_bounded(source: str, name: str) -> None:
 
 @lru_cache(maxsize=64)
 def _excess(source: str) -> str:
-    """What a template ran out of, or "". Its other errors are seen where it is used."""
+    """The limit that a template exceeded, or "". Other errors are reported when it is used."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import try_template; "
         f"try_template({_CPU_SECONDS}, {_MEMORY_BYTES})"
@@ -65,15 +64,15 @@ def _excess(source: str) -> str:
 
 
 def try_template(cpu_seconds: int, memory_bytes: int) -> None:
-    """Render conversations of 1 to 8 turns of the template on stdin, within the limits.
+    """Render conversations of 1 to 8 turns with the template on stdin, within the limits.
 
-    The environment is transformers', but for what no limit depends on.
+    The environment is that of transformers, as far as the limits depend on it.
     """
     from jinja2 import TemplateError, ext, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(ext.Extension):
-        """The tag around the assistant's words."""
+        """The `generation` tag around the assistant's words."""
 
         tags = {"generation"}  # noqa: RUF012, jinja's own
 
@@ -117,13 +116,13 @@ def try_template(cpu_seconds: int, memory_bytes: int) -> None:
                 )
             except MemoryError:
                 raise
-            except Exception:  # what it does not accept is no excess
+            except Exception:  # refusing turns is fine
                 continue
     sys.stdout.write("bounded")
 
 
 class _OvertimeError(BaseException):
-    """A rendering did not end in time. No `except Exception` on the way may take it."""
+    """A rendering took too long. Not an Exception, so that no `except Exception` catches it."""
 
 
 _armed = False
@@ -131,13 +130,13 @@ _armed = False
 
 @contextmanager
 def deadline() -> Iterator[None]:
-    """Within: what has not ended after 30 s is stopped.
+    """Stop the block after 30 s.
 
-    That takes the process's alarm, which only its main thread can use and which may be in use
-    already; without it there is no deadline.
+    This uses the process's alarm, which is only available to the main thread and may already be in
+    use; without it there is no deadline.
 
     Raises:
-        TimeoutError: it has not ended.
+        TimeoutError: the block took longer.
     """
     global _armed
     usable = threading.current_thread() is threading.main_thread() and (
@@ -154,7 +153,7 @@ def deadline() -> Iterator[None]:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    except _OvertimeError:  # out of the block, or just after its end
+    except _OvertimeError:  # in the block, or just after its end
         raise TimeoutError(f"no end after {_RENDER_SECONDS:g} s") from None
     finally:
         _armed = False

@@ -1,4 +1,4 @@
-"""Samples token by token, as a step trains on them."""
+"""Samples token by token, as a stage trains on them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from tandem.data.render import Renderer
 
 _CONTEXT = 8
-"""Tokens decoded before one, to see what it adds to them."""
+"""Tokens decoded before each one, to see what it adds."""
 
 
 def render(renderer: Renderer, sample: Sample) -> dict[str, TokenRow]:
     """A sample's sequences by part: prompt, chosen and rejected (with the prompt), or text.
 
     Raises:
-        DataError: the renderer cannot take one of them.
+        DataError: the renderer refuses one of them.
     """
     if sample.text is not None:
         return {"text": renderer.document(sample.text, sample.source)}
@@ -42,7 +42,7 @@ def render(renderer: Renderer, sample: Sample) -> dict[str, TokenRow]:
 def token_text(
     row: TokenRow, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
 ) -> Text:
-    """The row's tokens as they read, coloured by mask; its stop tokens by name, reversed."""
+    """The row's tokens as text, colored by mask; stop tokens by name, reversed."""
     text = Text()
     pieces = _pieces(row.token_ids, tokenizer)
     for token, piece, learned in zip(row.token_ids, pieces, row.response_mask, strict=True):

@@ -1,7 +1,7 @@
 """Conversations inside rows: lists of messages and Anthropic HH transcripts, to turns.
 
-Content is kept as written, but for transcripts, where the space around a turn belongs to the
-transcript. Two turns of one role in a row are kept as two.
+Content is kept as written, except that turns of transcripts are stripped. Two consecutive turns of
+one role stay two.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def text_of(value: Any, field: str) -> str:
     """A column's text, checked.
 
     Raises:
-        RowProblem: no text, blank, or with half of a surrogate pair, which no tokenizer takes.
+        RowProblem: not text, blank, or with half of a surrogate pair, which tokenizers refuse.
     """
     if not isinstance(value, str):
         raise RowProblem(field, describe(value), "be text")
@@ -50,10 +50,10 @@ def text_of(value: Any, field: str) -> str:
 def turns_of(value: Any, field: str) -> Turns:
     """A list of messages, as role and content or as ShareGPT's from and value.
 
-    System turns that are blank are left out, as if the row had none.
+    Blank system turns are skipped.
 
     Raises:
-        RowProblem: no list, no messages in it, an unknown role, or content that is no text.
+        RowProblem: not a list, no messages, an unknown role, or content that is not text.
     """
     if not isinstance(value, list | tuple):
         raise RowProblem(field, describe(value), "be a list of messages")
@@ -81,15 +81,15 @@ def transcript_turns(text: str, field: str) -> Turns:
 
 
 def is_transcript(text: str) -> bool:
-    """Whether a string has the marks of an HH transcript."""
+    """Whether a string looks like an HH transcript."""
     return _MARKER.search(text) is not None
 
 
 def prompt_turns(value: Any, field: str) -> Turns:
     """A prompt column: a string is one user turn, a list is a conversation.
 
-    A string that is a whole transcript up to "\\n\\nAssistant:" (the form of Dahoas/rm-static) is
-    the conversation it shows.
+    A string that is a whole transcript up to "\\n\\nAssistant:" (as in Dahoas/rm-static) is read as
+    that conversation.
     """
     if not isinstance(value, str):
         return turns_of(value, field)
@@ -100,15 +100,15 @@ def prompt_turns(value: Any, field: str) -> Turns:
 
 
 def check_prompt(prompt: Turns, field: str) -> Turns:
-    """`prompt` as it is, if an assistant can answer it.
+    """`prompt`, if an assistant can answer it.
 
     Raises:
-        RowProblem: its first turn after the system's is not the user's, its last is neither the
+        RowProblem: the first turn after system turns is not the user's, the last is neither the
             user's nor a tool's, or a turn is blank.
     """
     spoken = [turn for turn in prompt if turn.role != "system"]
     if not spoken or spoken[0].role != "user":
-        found = f"{spoken[0].role} first" if spoken else "no turn of the user"
+        found = f"{spoken[0].role} first" if spoken else "no user turn"
         raise RowProblem(field, found, "begin with a user turn (after any system turn)")
     if prompt[-1].role not in ("user", "tool"):
         raise RowProblem(field, f"{prompt[-1].role} last", "end with a user turn before the answer")
@@ -121,7 +121,7 @@ def check_prompt(prompt: Turns, field: str) -> Turns:
 
 def _turn(item: Any, field: str, number: int) -> Message:
     if not isinstance(item, dict):
-        raise RowProblem(field, f"{describe(item)} as turn {number}", "hold objects only")
+        raise RowProblem(field, f"{describe(item)} as turn {number}", "have only objects")
     role_key, content_key = ("from", "value") if "from" in item else ("role", "content")
     if role_key not in item or content_key not in item:
         expected = "have role and content (or from and value) in every turn"
@@ -157,9 +157,9 @@ def _content(value: Any, field: str, number: int) -> str:
 
 
 def _part(part: Any) -> str | None:
-    """The text of one content part, None for an image, a call or anything else."""
+    """The text of one content part; None for an image, a call or anything else."""
     if isinstance(part, dict):
-        # Parquet gives every part the keys of all parts, so only type and text tell.
+        # In Parquet every part has the keys of all parts, so look at type and text only.
         part = part.get("text") if part.get("type", "text") == "text" else None
     return part if isinstance(part, str) else None
 

@@ -1,5 +1,5 @@
-"""The roles and their modes, optimizers, and the one place that divides a loss.
+"""The roles of RLHF on weights that train and generate, and their updates.
 
-`hybrid.RLHFEngine` holds the four roles, `optimizer.Learner` trains one of them, `forward` runs
-them over batches, `ema` averages the actor.
+`hybrid.RLHFEngine` holds the roles; `placement` loads a model and lays it out over the ranks;
+`learner.Learner` is a model in training; `update` takes its steps; `forward` runs batches.
 """

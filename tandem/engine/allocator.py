@@ -1,4 +1,4 @@
-"""Keeping freed memory: on a CPU, half of a training step can go into asking for it again."""
+"""Keep freed memory: on a CPU, allocating it again can take half of a training step."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import torch
 
 from tandem.ops import native
 
-# glibc's malloc.h. Above the first size a block is mapped anew each time it is asked for, and
-# given back when freed; above the second, free memory at the heap's end is given back.
+# glibc's malloc.h. Blocks above the first size are mapped on every allocation and unmapped when
+# freed; above the second, free memory at the heap's end is returned to the system.
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 
 
 def keep_freed_memory() -> bool:
-    """Keep large freed tensors' memory for the next ones; returns whether that is so.
+    """Keep the memory of large freed tensors for later ones; returns whether that works here.
 
-    A step of a model with a large vocabulary frees and asks for the same hundreds of megabytes
-    again and again, and every page of them then faults once more. With the C++ operations torch's
-    CPU allocator is exchanged for one that keeps large blocks together (`csrc/memory.cpp`) until
-    `give_back_memory`; without them, or beside a GPU, glibc is told to keep its own. On other
-    systems nothing changes. What exists already stays where it is.
+    A step of a model with a large vocabulary frees and allocates the same hundreds of megabytes
+    over and over, and every page faults each time. The C++ operations replace torch's CPU allocator
+    by one that keeps large blocks (`csrc/memory.cpp`) until `give_back_memory`; without them, or
+    with a GPU, glibc keeps its own. Other systems are left alone.
     """
     if (
         not torch.cuda.is_available()
@@ -38,6 +37,6 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_memory() -> None:
-    """Hand what is kept and unused to the system: for between two modes of work."""
+    """Return kept, unused memory to the system, between training and generation."""
     if not torch.cuda.is_available() and native.available():
         torch.ops.tandem.give_back_memory()

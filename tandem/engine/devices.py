@@ -1,4 +1,4 @@
-"""What the knobs `device` and `dtype` mean here."""
+"""The knobs `device` and `dtype` on this machine."""
 
 from __future__ import annotations
 

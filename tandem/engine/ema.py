@@ -14,20 +14,20 @@ from tandem.parallel.shard import shards_of
 
 
 class MovingAverage:
-    """shadow = decay * shadow + (1 - decay) * weights, in float32 whatever the weights' type.
+    """shadow = decay * shadow + (1 - decay) * weights, in float32.
 
-    In half precision most updates of an average round to nothing; and only trained parameters are
-    kept, so with LoRA it is the adapters' average, started from the same adapters.
+    In half precision most updates of an average would round to nothing. Only trained parameters are
+    averaged: with LoRA, the adapters.
     """
 
     def __init__(
         self, model: nn.Module, decay: float, masters: Mapping[nn.Parameter, Tensor] | None = None
     ):
-        """Starts at the model's present weights.
+        """Start at the model's present weights.
 
         Args:
-            masters: the exact values of weights that rest in a smaller type, updated in place
-                (`engine.optimizer.Learner.masters`); the average is theirs.
+            masters: float32 values of rounded weights, updated in place (`Learner.masters`), which
+                are then averaged.
         """
         self.model = model
         self.decay = decay
@@ -40,7 +40,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the present weights in; each rank those that lie with it, without communication."""
+        """Average in the present weights; each rank its own pieces, without communication."""
         parameters = self._parameters()
         shadows = [local(average) for average in self.shadow.values()]
         weights = [local(self._exact(parameters[name])).float() for name in self.shadow]
@@ -48,8 +48,8 @@ class MovingAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within it the model computes with the average, rounded to its weights' type and at their
-        addresses; afterwards with its own, bit for bit."""
+        """Within: the model computes with the average, rounded to its weights' type and at their
+        addresses; after: with its own weights, bit for bit."""
         parameters = self._parameters()
         pieces = {name: local(parameters[name].detach()) for name in self.shadow}
         own = {
@@ -69,8 +69,7 @@ class MovingAverage:
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Within: the model's weights are the average itself, float32, to be saved; nothing may
-        compute."""
+        """Within: the model's weights are the float32 average, for saving only."""
         if shards_of(self.model).is_split:  # whose pieces are float32
             with self.applied():
                 yield
@@ -80,7 +79,7 @@ class MovingAverage:
             yield
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The average by parameter name, to save; of split weights it is split alike."""
+        """The average by parameter name, split as the weights are, to save."""
         return dict(self.shadow)
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor | Saved]) -> None:

@@ -1,7 +1,7 @@
-"""Forwards over batches: log-probs, values and scores per token, in micro-batches, over ranks.
+"""Forwards over batches: log-probs, values and scores, in micro-batches over the ranks.
 
-Every rank knows the whole batch. `rank_micro_batches` gives each its rows; what they compute is
-added up, so that every rank has the whole result.
+Every rank knows the whole batch. `rank_micro_batches` gives each its rows; the results are summed,
+so that every rank has all of them.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from tandem.types import TokenBatch
 
 @contextmanager
 def whole_weights(model: PreTrainedModel) -> Iterator[None]:
-    """Within: the model's weights are whole on this rank, and no forward waits for another rank."""
+    """Within: weights are whole on this rank, and no forward waits for another rank."""
     with shards_of(model).gathered(), without_hooks(model):
         yield
 
 
 @contextmanager
 def generation_weights(model: PreTrainedModel, group: TensorGroup | None) -> Iterator[None]:
-    """Within: the model's twin can generate: whole on this rank, or in slices over its group.
+    """Within: the model's twin can generate, whole on this rank or in slices over its group, whose
+    ranks must then make the same calls.
 
-    A group's ranks must then make the same calls. What training kept of freed memory is given back
-    before, because KV memory takes a share of what is free, and what generation kept afterwards.
+    Freed memory that was kept is released before, because KV memory takes a share of what is free,
+    and after.
     """
     give_back_memory()
     try:
@@ -103,21 +104,19 @@ def response_logprobs(
             temperature=temperature,
             with_entropy=with_entropy,
         )
-        return (
-            scatter_to_tokens(logprobs, batch.response_mask),
-            scatter_to_tokens(entropy, batch.response_mask),
-        )
+        mask = batch.response_mask
+        return scatter_to_tokens(logprobs, mask), scatter_to_tokens(entropy, mask)
 
     return shards_of(model).forward(forward)
 
 
 def token_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """`models.scalar.token_values`, wherever the weights lie."""
+    """`models.scalar.token_values` of a model that may be split."""
     return shards_of(model).forward(lambda: scalar.token_values(model, batch))
 
 
 def sequence_scores(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """`models.scalar.sequence_scores`, wherever the weights lie."""
+    """`models.scalar.sequence_scores` of a model that may be split."""
     return shards_of(model).forward(lambda: scalar.sequence_scores(model, batch))
 
 
@@ -125,9 +124,8 @@ def sequence_scores(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
 class MicroBatch:
     """Some rows of a batch that go through a model together.
 
-    rows: their numbers. weight: 1, or 0 where the rows only keep this rank in step with the others
-    and must count for nothing. is_last: the last of this rank's, and of every other's. idle: the
-    share of all ranks' micro-batches that it wastes; summed over them and the ranks, theirs.
+    rows: their numbers. weight: 1, or 0 for a filler that keeps this rank in step with the others.
+    is_last: the last on every rank. idle: a filler's share of all ranks' micro-batches.
     """
 
     rows: list[int]
@@ -137,15 +135,14 @@ class MicroBatch:
 
 
 def balanced(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """The rows of each rank, the longest first; O(rows log ranks).
-
-    Rows go to the rank with the fewest tokens so far, the first of several; the longest first.
+    """The rows of each rank, in O(rows log ranks): the longest row that is left goes to the first
+    rank with the fewest tokens.
 
     Args:
         lengths: tokens of each row.
     """
     rows_of: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]  # sorted, and so a heap
+    loads = [(0, rank) for rank in range(num_ranks)]  # sorted, so a heap
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         load, rank = loads[0]
         rows_of[rank].append(row)
@@ -154,10 +151,10 @@ def balanced(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def rank_micro_batches(lengths: Sequence[int], max_tokens: int, world: World) -> list[MicroBatch]:
-    """This rank's micro-batches of a batch that every rank knows; all ranks get as many.
+    """This rank's micro-batches of a batch that every rank knows; all ranks get equally many.
 
-    Rows are `balanced` over the ranks; a rank's own rows are then grouped by like lengths, at most
-    `max_tokens` together.
+    Rows are `balanced` over the ranks; a rank's rows are grouped by length, at most `max_tokens`
+    together.
 
     Args:
         lengths: tokens of each row.
@@ -165,8 +162,8 @@ def rank_micro_batches(lengths: Sequence[int], max_tokens: int, world: World) ->
     if not lengths:
         return []
     groups = [
-        [[hand[i] for i in group] for group in microbatches([lengths[i] for i in hand], max_tokens)]
-        for hand in balanced(lengths, world.size)
+        [[rows[i] for i in group] for group in microbatches([lengths[i] for i in rows], max_tokens)]
+        for rows in balanced(lengths, world.size)
     ]
     count = max(map(len, groups))
     mine = groups[world.rank]
@@ -180,7 +177,7 @@ def rank_micro_batches(lengths: Sequence[int], max_tokens: int, world: World) ->
 def rank_micro_batches_of(
     batch: TokenBatch, max_tokens: int, world: World
 ) -> list[tuple[Tensor, MicroBatch]]:
-    """As `rank_micro_batches`, with the rows' numbers as a tensor on the batch's device."""
+    """`rank_micro_batches` with the rows' numbers as a tensor on the batch's device."""
     device = batch.token_ids.device
     return [
         (torch.tensor(part.rows, device=device), part)
@@ -195,14 +192,14 @@ def scored(
     forward: Callable[[TokenBatch], tuple[Tensor, ...]],
     models: Sequence[PreTrainedModel],
 ) -> tuple[Tensor, ...]:
-    """Run `forward` micro-batch by micro-batch without gradient and put the parts together.
+    """Run `forward` in micro-batches without gradient and join the results.
 
     Args:
         forward: a batch (b, t) to tensors of shape (b, t) or (b,).
-        models: those it runs; they lie over the same ranks, and rest afterwards.
+        models: those that it runs, placed on the same ranks.
     Returns:
-        the same tensors for the whole batch, (B, T) or (B,), float32, 0 where nothing was written;
-        the same on every rank.
+        those tensors for the whole batch, (B, T) or (B,), float32, 0 where nothing was written; the
+        same on every rank.
     """
     world = shards_of(models[0]).world
     results: list[Tensor] = []
@@ -210,35 +207,15 @@ def scored(
         for model in models:
             stack.enter_context(onload(model))
         for rows, part in rank_micro_batches_of(batch, max_tokens, world):
-            _keep(results, forward(batch.select(rows)), rows, part, batch)
+            for i, output in enumerate(forward(batch.select(rows))):
+                if i == len(results):
+                    shape = batch.token_ids.shape[: output.dim()]
+                    results.append(torch.zeros(shape, device=output.device))
+                if part.weight:
+                    where = rows.to(output.device)
+                    width = slice(output.shape[1]) if output.dim() == 2 else ...
+                    results[i][where, width] = output.float()
     for model in models:
         shards_of(model).reshard()
     world.all_reduce_(*results)
     return tuple(results)
-
-
-def _keep(
-    results: list[Tensor],
-    outputs: tuple[Tensor, ...],
-    rows: Tensor,
-    part: MicroBatch,
-    batch: TokenBatch,
-) -> None:
-    """Put a micro-batch's outputs where they belong; the first makes room for all."""
-    if not results:
-        results += [
-            torch.zeros(
-                batch.token_ids.shape if output.dim() == 2 else (len(batch),),
-                device=output.device,
-            )
-            for output in outputs
-        ]
-    for result, output in zip(results, outputs, strict=True):
-        if part.weight == 0:
-            continue
-        where = rows.to(output.device)
-        if output.dim() == 2:
-            columns = torch.arange(output.shape[1], device=where.device)
-            result[where[:, None], columns] = output.float()
-        else:
-            result[where] = output.float()

@@ -1,13 +1,12 @@
 """The hybrid engine: the roles of RLHF on one set of weights that trains and generates.
 
 actor         the policy that is trained; it also generates
-reference     where the policy started: with LoRA the actor with its adapters off, else a copy
+reference     the policy as it started: with LoRA the actor with its adapters off, else a copy
 critic        values of states, in the units of normalized scores
 reward_model  one score per answer
 
-Only the actor must be there: an algorithm without a critic or a KL penalty leaves those out.
-
-With `parallel.shared_base` all of them hold one frozen base, and differ in adapters and heads.
+Only the actor is required. With `parallel.shared_base` all roles share one frozen base and differ
+in adapters and heads.
 """
 
 from __future__ import annotations
@@ -22,21 +21,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandem.config.load import check_values
-from tandem.config.optimizer import OptimizerConfig
-from tandem.config.schema import RunConfig
+from tandem.config.engine import EngineSettings
 from tandem.data.render import Renderer
-from tandem.engine.devices import resolve_device, resolve_dtype
+from tandem.engine.checks import check_policy, check_same_start
+from tandem.engine.devices import resolve_device
 from tandem.engine.ema import MovingAverage
-from tandem.engine.forward import (
-    response_logprobs,
-    scored,
-    token_values,
-)
+from tandem.engine.forward import response_logprobs, scored, token_values
 from tandem.engine.learner import Learner
-from tandem.engine.loading import Base, Model, check_policy, place_policy, place_scalar
-from tandem.engine.rollouts import answered, generating
-from tandem.engine.same_start import check_same_start
+from tandem.engine.placement import Base, Model, Placement
+from tandem.engine.rollouts import generating, rollout_of
 from tandem.engine.scoring import place_scorer
 from tandem.errors import ModelError
 from tandem.generation.generator import Stops
@@ -56,9 +49,9 @@ from tandem.types import PromptRow, Rollout, TokenBatch
 
 @dataclass(frozen=True, slots=True)
 class PolicyNumbers:
-    """What the scoring pass says of a rollout's tokens; all (B, T) float32, 0 off the response.
+    """What the scoring pass computes for a rollout; all (B, T) float32, 0 off the response.
 
-    ref_logprobs, values: None where the engine has no reference, or no critic.
+    ref_logprobs, values: None without a reference, or without a critic.
     from_sampler: log-probs and entropy are those that the sampler kept.
     """
 
@@ -72,85 +65,85 @@ class PolicyNumbers:
 class RLHFEngine:
     """Actor, critic, reference, reward model and the actor's moving average.
 
-    Nothing here knows of data files or of an algorithm: a custom loop calls `generating`,
-    `policy_numbers`, `scores`, then `actor_learner` and `critic_learner`.
+    It knows neither data files nor an algorithm: a custom loop calls `rollout`, `policy_numbers`,
+    `scores`, then `actor_learner` and `critic_learner`.
     """
 
     def __init__(
         self,
-        *,
+        settings: EngineSettings,
         actor: Model | Path,
+        *,
         reward_model: Model | Path | None = None,
         critic: Model | Path | None = None,
-        config: RunConfig,
         tokenizer: PreTrainedTokenizerBase | None = None,
         reward_tokenizer: PreTrainedTokenizerBase | None = None,
         has_critic: bool = True,
         has_reference: bool = True,
         world: World | None = None,
     ) -> None:
-        """Load what is given as a folder or hub name; take modules as they are.
+        """Load models given as a folder or hub name; use modules as they are.
 
         Args:
+            settings: of a run's configuration: `engine_settings(config)`.
             actor: the SFT model. The reference is its present state.
             reward_model: a model with a scalar head, or None where a function rewards.
-            critic: where the critic starts: by default the reward model, or the actor's backbone
-                with a new head where there is none or its tokenizer is another.
-            tokenizer, reward_tokenizer: needed for models given as modules.
-            has_critic, has_reference: False where the algorithm needs none; it then takes no
+            critic: where the critic starts; by default the reward model, or the actor's backbone
+                with a new head if there is none or its tokenizer is another.
+            tokenizer, reward_tokenizer: required for models given as modules.
+            has_critic, has_reference: False for an algorithm without them; they then take no
                 memory.
-            world: the ranks that share the work and the weights; alone if None.
+            world: the ranks that share the work and the weights; this process alone if None.
         Raises:
-            ConfigError: the configuration is wrong, all of it at once.
+            ConfigError: settings that contradict each other, or that these ranks cannot satisfy.
             ModelError: a model or tokenizer cannot be used.
         """
-        check_values(config)
         actor = str(actor) if isinstance(actor, Path) else actor
         reward_model = str(reward_model) if isinstance(reward_model, Path) else reward_model
         critic = str(critic) if isinstance(critic, Path) else critic
-        self.config = config
-        self.world = world or World(device=resolve_device(config.device))
+        self.settings = settings
+        self.world = world or World(device=resolve_device(settings.device))
         self.device = self.world.device
-        self.tensor_group = tensor_group(self.world, config.parallel.inference_tp_size)
-        self.dtype = resolve_dtype(config.dtype, self.device)
+        placement = Placement(settings, self.world)
+        self.dtype = placement.dtype
+        self.tensor_group = tensor_group(self.world, settings.parallel.inference_tp_size)
         self.tokenizer = tokenizer or self._tokenizer_of(actor, "tokenizer")
-        # What starts as a copy of another is copied before that one gets adapters or is split.
-        reference = _another(actor) if has_reference and config.lora.rank == 0 else None
+        if reward_model is not None and reward_tokenizer is None:
+            reward_tokenizer = self._tokenizer_of(reward_model, "reward_tokenizer")
+        # Copies are made before their original gets adapters or is split.
+        reference = _another(actor) if has_reference and settings.lora.rank == 0 else None
         if has_critic and critic is None:
             critic = self._critic_start(actor, reward_model, reward_tokenizer)
         self.has_reference = has_reference
-        self.actor = place_policy(
-            actor, config, self.world, trained=True, seed=config.seed, keeps_start=True
-        )
+        self.actor = placement.policy(actor, trained=True, keeps_start=True)
         check_vocabulary(self.actor, self.tokenizer)
-        base = self._shared_base(actor)
+        base = None
+        if settings.parallel.shared_base:
+            base = Base(self.actor, self.actor.name_or_path if isinstance(actor, str) else None)
         self.renderer = Renderer(self.tokenizer, stop_ids(self.actor.generation_config))
         self.scorer = None
-        if reward_model is not None:
-            tokenizer = reward_tokenizer or self._tokenizer_of(reward_model, "reward_tokenizer")
-            self.scorer = place_scorer(reward_model, tokenizer, config, self.world, base=base)
+        if reward_model is not None and reward_tokenizer is not None:
+            self.scorer = place_scorer(placement, reward_model, reward_tokenizer, base=base)
         self.critic = None
         if has_critic and critic is not None:
-            self.critic = place_scalar(
-                critic, config, self.world, trained=True, seed=config.seed + 1, base=base
-            )
-        self.reference, hosted = None, "reference" in config.parallel.offload
+            seed = settings.seed + 1
+            self.critic = placement.scalar(critic, trained=True, seed=seed, base=base)
+        self.reference = None
         if reference is not None:
-            self.reference = place_policy(
-                reference, config, self.world, trained=False, on_host=hosted
-            )
-        self.agreement = check_policy(self.actor, config, self.tensor_group)
+            on_host = "reference" in settings.parallel.offload
+            self.reference = placement.policy(reference, trained=False, on_host=on_host)
+        self.agreement = check_policy(self.actor, self.tensor_group)
         if has_reference:
             check_same_start(self.actor, self.reference)
         self.scaler = LossScaler() if self.dtype == torch.float16 else None
-        self.actor_learner = self._trainee("actor", self.actor, config.ppo.actor)
+        self.actor_learner = self._learner("actor", self.actor)
         self.critic_learner = None
         if self.critic is not None:
-            self.critic_learner = self._trainee("critic", self.critic, config.ppo.critic)
+            self.critic_learner = self._learner("critic", self.critic)
         self.ema = None
-        if config.ppo.ema:
+        if settings.ema_decay:
             masters = self.actor_learner.masters
-            self.ema = MovingAverage(self.actor, config.ppo.ema_decay, masters)
+            self.ema = MovingAverage(self.actor, settings.ema_decay, masters)
 
     @property
     def stops(self) -> Stops:
@@ -160,31 +153,25 @@ class RLHFEngine:
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
         """The actor in generation mode: its weights whole on every rank, or in slices over its
-        group; no dropout, no gradient checkpointing, compute type set."""
+        group; no dropout, no gradient checkpointing."""
         with generating(self.actor, self.tensor_group):
             yield self.actor
 
     def rollout(
         self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
     ) -> Rollout:
-        """The actor's answers, made by all ranks and known to all.
+        """The actor's answers, generated by all ranks and known to all.
 
         Args:
             step, numbers: with the seed they key the sampling (see `generation.generate`).
         """
-        return answered(
-            self.actor,
-            prompts,
-            self.config,
-            self.stops,
-            step=step,
-            numbers=numbers,
-            group=self.tensor_group,
+        return rollout_of(
+            self.actor, prompts, self.settings, self.stops, step=step, numbers=numbers
         )
 
     @property
     def policy_models(self) -> list[PreTrainedModel]:
-        """The models that log-probs of the policy and of its reference come from."""
+        """The models that compute log-probs of the policy and of its reference."""
         return [self.actor] if self.reference is None else [self.actor, self.reference]
 
     def actor_logprobs(self, batch: TokenBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
@@ -192,7 +179,7 @@ class RLHFEngine:
         return response_logprobs(
             self.actor,
             batch,
-            temperature=self.config.sampling.temperature,
+            temperature=self.settings.sampling.temperature,
             with_entropy=with_entropy,
         )
 
@@ -204,7 +191,7 @@ class RLHFEngine:
         """
         if not self.has_reference:
             raise ModelError("log-probs of the reference need one. Use RLHFEngine(has_reference=).")
-        temperature = self.config.sampling.temperature
+        temperature = self.settings.sampling.temperature
         with torch.no_grad():
             if self.reference is not None:
                 return response_logprobs(self.reference, batch, temperature=temperature)[0]
@@ -214,8 +201,8 @@ class RLHFEngine:
     def values(self, batch: TokenBatch) -> Tensor:
         """The critic's values, (B, T), normalized reward units, with gradient; 0 off the response.
 
-        A critic that started as the reward model speaks raw units: the same constants that
-        normalize scores bring it to theirs.
+        A critic that started as the reward model is in raw units: the constants that normalize
+        scores normalize its values.
 
         Raises:
             ModelError: the engine has no critic.
@@ -231,57 +218,50 @@ class RLHFEngine:
     def policy_numbers(self, rollout: Rollout) -> PolicyNumbers:
         """The scoring pass: actor, reference and critic over a rollout, without gradient.
 
-        The actor's forward is left out where the sampler's own numbers are the same.
+        The actor's forward is skipped where the sampler's own numbers are the same.
         """
-        from_sampler = self.trusts_sampler
+        from_sampler, critic = self.trusts_sampler, self.critic
 
         def forward(part: TokenBatch) -> tuple[Tensor, ...]:
-            found: tuple[Tensor, ...] = ()
-            if not from_sampler:
-                found = self.actor_logprobs(part, with_entropy=True)
+            found = () if from_sampler else self.actor_logprobs(part, with_entropy=True)
             if self.has_reference:
                 found = (*found, self.reference_logprobs(part))
-            if self.critic is not None:
-                found = (*found, self.values(part))
-            return found
+            return found if critic is None else (*found, self.values(part))
 
+        found: list[Tensor] = []
+        if not from_sampler or self.has_reference or critic is not None:
+            models = self.policy_models + ([] if critic is None else [critic])
+            with ExitStack() as stack:
+                for model in self.trained_models:
+                    stack.enter_context(evaluating(model))
+                found += scored(rollout.batch, self.settings.micro_batch_tokens, forward, models)
         logprobs, entropy = rollout.rollout_logprobs, rollout.rollout_entropy
-        ref_logprobs = values = None
-        if from_sampler and not self.has_reference and self.critic is None:
-            return PolicyNumbers(logprobs, entropy, None, None, from_sampler)
-        models = self.policy_models + ([] if self.critic is None else [self.critic])
-        with ExitStack() as stack:
-            for model in self.trained_models:
-                stack.enter_context(evaluating(model))
-            found = [*scored(rollout.batch, self.config.micro_batch_tokens, forward, models)]
         if not from_sampler:
-            logprobs, entropy, *found = found
-        if self.has_reference:
-            ref_logprobs, *found = found
-        if self.critic is not None:
-            (values,) = found
+            logprobs, entropy = found.pop(0), found.pop(0)
+        ref_logprobs = found.pop(0) if self.has_reference else None
+        values = None if critic is None else found.pop(0)
         return PolicyNumbers(logprobs, entropy, ref_logprobs, values, from_sampler)
 
     @property
     def trusts_sampler(self) -> bool:
         """Whether the sampler's log-probs serve as PPO's old ones (`ppo.old_logprobs`)."""
-        chosen = self.config.ppo.old_logprobs
+        chosen = self.settings.old_logprobs
         if chosen == "auto":
             agrees = self.agreement is not None and self.agreement.trustworthy
-            return agrees and self.config.hybrid_engine
+            return agrees and self.settings.hybrid_engine
         return chosen == "sampler"
 
     def describe(self) -> str:
-        """One line: on what the actor generates, and where PPO's old log-probs come from."""
-        if self.agreement is None or not self.config.hybrid_engine:
-            why = f"because {why_unpacked(self.actor)}" if self.config.hybrid_engine else "as asked"
-            source = "the sampler's" if self.trusts_sampler else "a forward"
+        """One line on how the actor generates, and where PPO's old log-probs come from."""
+        source = "the sampler's" if self.trusts_sampler else "a forward's"
+        if not self.settings.hybrid_engine or self.agreement is None:
+            asked = not self.settings.hybrid_engine
+            why = "as asked" if asked else f"because {why_unpacked(self.actor)}"
             return f"generation: Hugging Face's generate, {why}; old log-probs: {source}"
         operations = "the GPU" if self.device.type == "cuda" else "C++ operations"
         if self.device.type == "cpu" and native.why_not():
             operations = f"plain torch ({native.why_not()})"
         found = "bit for bit" if self.agreement.bitwise else f"within {self.agreement.gap:.1g} nats"
-        source = "the sampler's" if self.trusts_sampler else "a forward's"
         return (
             f"generation: {operations}; decoding equals the training forward {found}; old "
             f"log-probs: {source}"
@@ -299,7 +279,7 @@ class RLHFEngine:
 
     def _tokenizer_of(self, model: Model, argument: str) -> PreTrainedTokenizerBase:
         if isinstance(model, str):
-            return load_tokenizer(model, trust_remote_code=self.config.trust_remote_code)
+            return load_tokenizer(model, trust_remote_code=self.settings.trust_remote_code)
         raise ModelError(
             f"RLHFEngine must get {argument} beside a model given as a module; got none. "
             f"Pass {argument}=."
@@ -316,15 +296,15 @@ class RLHFEngine:
         """The models in training."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
-    def _trainee(self, name: str, model: PreTrainedModel, settings: OptimizerConfig) -> Learner:
+    def _learner(self, role: str, model: PreTrainedModel) -> Learner:
         return Learner(
-            name,
+            role,
             model,
-            settings,
-            offload=self.config.parallel.offload,
+            self.settings.optimizers[role],
+            offload=self.settings.parallel.offload,
             dtype=self.dtype,
             scaler=self.scaler,
-            spike_sigma=self.config.guards.spike_sigma,
+            spike_sigma=self.settings.spike_sigma,
         )
 
     def _critic_start(
@@ -334,23 +314,17 @@ class RLHFEngine:
         reward_tokenizer: PreTrainedTokenizerBase | None,
     ) -> Model:
         """What the critic starts from: a name to load again, or a copy of a module."""
-        if reward_model is not None:
-            tokenizer = reward_tokenizer or self._tokenizer_of(reward_model, "reward_tokenizer")
-            if Renderer(tokenizer).renders_like(Renderer(self.tokenizer)):
-                return _another(reward_model)
+        shares_tokenizer = reward_tokenizer is not None and Renderer(reward_tokenizer).renders_like(
+            Renderer(self.tokenizer)
+        )
+        if reward_model is not None and shares_tokenizer:
+            return _another(reward_model)
         if isinstance(actor, str):
             return actor
         raise ModelError(
             "RLHFEngine must get critic= where the actor is a module and no reward model shares "
             "its tokenizer; got none. Pass a folder or a model with a scalar head."
         )
-
-    def _shared_base(self, actor: Model) -> Base | None:
-        """What the other roles are to stand on; None where each has weights of its own."""
-        if not self.config.parallel.shared_base:
-            return None
-        is_named = isinstance(actor, str)
-        return Base(self.actor, self.actor.name_or_path if is_named else None)
 
 
 def _another(model: Model) -> Model:

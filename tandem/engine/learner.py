@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,8 @@ from tandem.parallel.masters import MasterAdamW, cast_weights, exactly, take_mas
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.shard import shards_of
 
-OffloadConfig = Sequence[str]
-
 _MOST_SKIPPED = 30
-"""Overflows in a row, from any first scale to below the smallest that could help."""
+"""Overflows in a row after which no smaller scale can help."""
 
 
 def learning_rate_factor(step: int, num_steps: int, settings: OptimizerConfig) -> float:
@@ -44,8 +43,8 @@ class Learner:
     """A model in training: gradients are summed into it, then it takes a step.
 
     backward() may be called any number of times per step(), with sums divided by the step's whole
-    denominator, so the gradient does not depend on how the step was cut up, nor over how many
-    ranks. Over several ranks every rank calls it as often as every other.
+    denominator, so the gradient does not depend on micro-batches or ranks. All ranks call it
+    equally often.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Learner:
         settings: OptimizerConfig,
         num_steps: int | None = None,
         *,
-        offload: OffloadConfig = (),
+        offload: Sequence[str] = (),
         dtype: torch.dtype | None = None,
         scaler: LossScaler | None = None,
         spike_sigma: float = 0.0,
@@ -64,13 +63,13 @@ class Learner:
 
         Args:
             name: for messages.
-            num_steps: how long the schedule lasts; None until `schedule` says: the peak.
-            offload: what rests in host memory (`parallel.offload`).
-            dtype: what whole weights rest and compute in; None leaves them as they are. In half
-                precision their float32 masters are the optimizer's; split weights are their own.
+            num_steps: length of the schedule; None stays at the peak until `schedule` is called.
+            offload: what is kept in host memory (`parallel.offload`).
+            dtype: compute type of whole weights; None leaves them as they are. In half precision
+                the optimizer keeps float32 masters; split weights are their own masters.
             scaler: of the losses, in fp16; then `step_learners` takes the steps.
-            spike_sigma: leave a step out whose gradient is so many standard deviations out of line
-                (see `SpikeGuard`); 0 takes any finite one.
+            spike_sigma: skip a step whose gradient norm is this many standard deviations above the
+                recent ones (see `SpikeGuard`); 0 takes any finite one.
         Raises:
             ModelError: the model is frozen.
         """
@@ -83,7 +82,7 @@ class Learner:
         self.spikes = SpikeGuard(spike_sigma, settings.max_grad_norm)
         self.steps_taken = 0
         self.shards.reshard()  # what is trained is the pieces
-        # Offloaded weights are on the host already, and so is whatever is made of them.
+        # Offloaded weights are on the host already, and so is everything made from them.
         on_host = "optimizer" in offload and not self.shards.plan.offload_params
         is_split = self.shards.is_split
         if dtype is not None and not is_split:
@@ -111,7 +110,7 @@ class Learner:
         self._set_learning_rates()
 
     def schedule(self, num_steps: int) -> None:
-        """Let the learning rate rise and fall over `num_steps` optimizer steps in all."""
+        """Set the length of the learning rate's schedule, in optimizer steps."""
         self.num_steps = num_steps
         self._set_learning_rates()
 
@@ -122,8 +121,7 @@ class Learner:
 
     @property
     def learning_rate(self) -> float:
-        """What the next step will use: the adapters' where there are some, beside a scalar head's
-        full weights too; else the full weights'."""
+        """Of the next step: the adapters' if there are any, else the full weights'."""
         return float(self.optimizer.param_groups[-1]["lr"])
 
     def backward(
@@ -135,15 +133,15 @@ class Learner:
             loss_sum: a sum over tokens or rows of one micro-batch.
             denominator: their count over the whole step: every micro-batch, every rank.
             weight: 0 where this rank only keeps in step with the others.
-            is_last: whether it is the step's last backward on every rank; where weights lie in
-                pieces, gradients may not be reduced before.
+            is_last: whether it is the step's last backward on every rank; gradients of split
+                weights may be reduced only then.
         """
         self.shards.before_backward(last=is_last)
         factor = weight * (self.scaler.scale if self.scaler is not None else 1.0)
         (loss_sum * (factor / denominator) if factor != 1.0 else loss_sum / denominator).backward()
 
     def finished_gradients(self) -> list[Tensor]:
-        """After the last backward: the gradients' pieces on this rank, which the step will use."""
+        """After the last backward: this rank's pieces of the gradients that the step will use."""
         self.shards.reshard()
         if isinstance(self.optimizer, MasterAdamW):
             if self.shards.sums_gradients:
@@ -155,7 +153,7 @@ class Learner:
         return [local(p.grad) for p in self.parameters if p.grad is not None]
 
     def step(self) -> float:
-        """Clip, update, forget the gradient. Returns the gradient's norm before the clip.
+        """Clip, update, drop the gradient. Returns the gradient's norm before the clip.
 
         Raises:
             BadStepError: the gradient is not finite, or out of line; no weight has changed.
@@ -191,7 +189,7 @@ class Learner:
 
     def apply(self, gradients: list[Tensor], norm: float) -> None:
         """Clip `finished_gradients`, whose norm is sound, update, and forget them."""
-        # torch.nn.utils.clip_grad_norm_'s rule, on the pieces that lie here.
+        # torch.nn.utils.clip_grad_norm_'s rule, on this rank's pieces.
         scale = min(1.0, self.settings.max_grad_norm / (norm + 1e-6))
         if scale < 1.0 and gradients:
             torch._foreach_mul_(gradients, scale)
@@ -201,12 +199,12 @@ class Learner:
         self._set_learning_rates()
 
     def forget(self) -> None:
-        """Drop the gradients; gathered weights are given back."""
+        """Drop the gradients and gathered weights."""
         self.optimizer.zero_grad(set_to_none=True)
         self.shards.reshard()
 
     def missing_state_bytes(self) -> int:
-        """What the first step will take for the optimizer's states on the weights' device."""
+        """Memory on the weights' device that the first step will take for optimizer states."""
         if isinstance(self.optimizer, MasterAdamW):
             return 0
         return sum(
@@ -217,7 +215,7 @@ class Learner:
 
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:
-        """The float32 values of weights that rest in another type; none where all are exact."""
+        """Float32 masters of weights that are rounded to another type; empty if none is."""
         if isinstance(self.optimizer, MasterAdamW) and not self.shards.is_split:
             return self.optimizer.masters
         return {}
@@ -227,10 +225,7 @@ class Learner:
         return exactly(self.masters)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """AdamW's moments by parameter name, and the count of steps, as tensors to save.
-
-        Those of split weights are split alike.
-        """
+        """AdamW's moments by parameter name, split as the weights are, and the count of steps."""
         tensors = {
             "steps_taken": torch.tensor(self.steps_taken),
             "recent_norms": torch.tensor(self.spikes.history(), dtype=torch.float64),
@@ -255,41 +250,40 @@ class Learner:
         for key, value in tensors.items():
             if key == "steps_taken":
                 self.steps_taken = int(whole_of(value))
-                continue
-            if key == "recent_norms":
+            elif key == "recent_norms":
                 self.spikes.restore(whole_of(value).tolist())
-                continue
-            if key.startswith("residual."):
+            elif key.startswith("residual."):
                 residuals[key.removeprefix("residual.")] = value
-                continue
-            moment, name = key.split(".", 1)
-            if name not in named or (value.dim() and value.shape != named[name].shape):
-                raise CheckpointError(
-                    f"the optimizer state of {self.name} must fit the model; got {key} of shape "
-                    f"{tuple(value.shape)}. The checkpoint is of another model: use another "
-                    "--output-dir."
-                )
-            if isinstance(self.optimizer, MasterAdamW):
-                entry = self.optimizer.state[named[name]]
-                like = entry["master"]
-                entry[moment] = piece_like(value, like) if value.dim() else whole_of(value)
             else:
-                place = piece_like(value, named[name]) if value.dim() else whole_of(value).clone()
-                self.optimizer.state[named[name]][moment] = place
+                self._load_moment(key, value, named)
         if self.shards.quantized is not None:
             self.shards.quantized.restore(residuals)
         self._set_learning_rates()
 
+    def _load_moment(
+        self, key: str, value: Tensor | Saved, named: Mapping[str, nn.Parameter]
+    ) -> None:
+        moment, name = key.split(".", 1)
+        if name not in named or (value.dim() and value.shape != named[name].shape):
+            raise CheckpointError(
+                f"the optimizer state of {self.name} must fit the model; got {key} of shape "
+                f"{tuple(value.shape)}. The checkpoint is of another model: use another "
+                "--output-dir."
+            )
+        state: Any = self.optimizer.state[named[name]]
+        like = state["master"] if isinstance(self.optimizer, MasterAdamW) else named[name]
+        state[moment] = piece_like(value, like) if value.dim() else whole_of(value).clone()
+
     def weights(self) -> dict[str, Tensor]:
-        """The trained weights by name, as they lie over the ranks, to save: the float32 masters
-        where the model computes on rounded ones, so that a run may continue with others."""
+        """The trained weights by name, split as they are, to save: the float32 masters where the
+        model computes with rounded weights, so that a run may continue in another type."""
         named = self._named_parameters()
         if isinstance(self.optimizer, MasterAdamW):
             return {name: self.optimizer.state[parameter]["master"] for name, parameter in named}
         return {name: parameter.detach() for name, parameter in named}
 
     def load_weights(self, tensors: Mapping[str, Tensor | Saved]) -> None:
-        """Copy whole saved weights into the model, in place."""
+        """Copy saved weights into the model, in place."""
         parameters = dict(self._named_parameters())
         for name, tensor in tensors.items():
             fill(parameters[name], tensor)
@@ -309,7 +303,7 @@ class Learner:
 
 
 def step_learners(learners: Sequence[Learner], scaler: LossScaler) -> list[float] | None:
-    """The steps of models whose losses one scaler scales: all of them or, on overflow, none.
+    """The steps of models that share a loss scaler: all of them or, on overflow, none.
 
     Returns:
         the gradients' norms before the clip; None where a gradient of any model overflowed.
@@ -327,7 +321,12 @@ def step_learners(learners: Sequence[Learner], scaler: LossScaler) -> list[float
             learner.forget()
     else:
         scaler.unscale_(flat)
-        norms = _sound_norms(learners, gradients)
+        try:  # all norms before the first update: a bad gradient leaves every model as it was
+            norms = [t.sound_norm(part) for t, part in zip(learners, gradients, strict=True)]
+        except BadStepError:
+            for learner in learners:
+                learner.forget()
+            raise
         for learner, part, norm in zip(learners, gradients, norms, strict=True):
             learner.apply(part, norm)
     scaler.update(overflowed)
@@ -340,28 +339,13 @@ def step_learners(learners: Sequence[Learner], scaler: LossScaler) -> list[float
     return norms
 
 
-def _sound_norms(learners: Sequence[Learner], gradients: Sequence[list[Tensor]]) -> list[float]:
-    """All norms before the first update: a bad gradient of one model leaves all as they were."""
-    try:
-        return [t.sound_norm(part) for t, part in zip(learners, gradients, strict=True)]
-    except BadStepError:
-        for learner in learners:
-            learner.forget()
-        raise
-
-
-def scaling_metrics(scaler: LossScaler) -> dict[str, float]:
-    """The loss scale of the next step, and the steps skipped so far."""
-    return {"loss_scale": scaler.scale, "overflows": float(scaler.skipped)}
-
-
 def parameter_groups(
     model: nn.Module, settings: OptimizerConfig
 ) -> Iterator[dict[str, list[nn.Parameter] | float]]:
-    """The trained parameters by learning rate and decay; empty groups are left out.
+    """The trained parameters by learning rate and decay, without empty groups.
 
-    Decay is for matrices, not for biases and norms' gains. Adapters (named `lora_A`, `lora_B`)
-    have their own learning rate.
+    Only matrices decay, not biases and norms. Adapters (`lora_A`, `lora_B`) have their own learning
+    rate.
     """
     chosen: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():

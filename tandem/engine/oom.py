@@ -1,7 +1,7 @@
-"""Running out of memory: said with the knob that frees most, or mended by smaller micro-batches.
+"""Out of memory: name the knob that frees the most, or go on with smaller micro-batches.
 
-Gradients are sums divided once by the whole step's count, so that a step in smaller micro-batches
-is the same step.
+Gradients are sums, divided once by the whole step's count, so a step in smaller micro-batches is
+the same step.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-from tandem.config.schema import RunConfig
+from tandem.config.engine import EngineSettings
 from tandem.engine.devices import resolve_dtype
 from tandem.engine.learner import Learner
 from tandem.errors import OutOfMemoryError
@@ -37,31 +38,23 @@ class MicroBatchBudget:
     """How many tokens go through a model at once, and what happens when that is too many."""
 
     def __init__(
-        self, config: RunConfig, world: World, print_line: Callable[[str], None] | None
+        self, settings: EngineSettings, world: World, print_line: Callable[[str], None] | None
     ) -> None:
-        """Begins with `config.micro_batch_tokens`; `print_line` shows a line to the user, if any."""
-        self.tokens = config.micro_batch_tokens
-        self._config = config
+        """Starts with `micro_batch_tokens`; `print_line` shows a line to the user, if any."""
+        self.tokens = settings.micro_batch_tokens
+        self._settings = settings
         self._world = world
         self._print_line = print_line
 
-    def retry_on_oom(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        work: Callable[[], Result],
-        forget: Callable[[], None],
-    ) -> Result:
-        """What `work` returns; where memory runs out and `halve_micro_batches` is on, once more
-        with half of the tokens, until it fits.
+    def retry_on_oom(self, learner: Learner, work: Callable[[], Result]) -> Result:
+        """What `work` returns; when memory runs out and `halve_micro_batches` is on, `work` is
+        tried again with half of the tokens, until it fits.
 
         Args:
-            name: of what is trained, for messages.
-            work: changes nothing but gradients before it is through.
-            forget: drops those.
+            work: changes nothing but the learner's gradients until it ends.
         Raises:
-            OutOfMemoryError: it does not fit; the message names the knob that frees the most. Over
-                several ranks at once: the others may wait in a collective.
+            OutOfMemoryError: it does not fit; the message names the knob that frees the most.
+                Several ranks never try again: the others may wait in a collective.
         """
         while True:
             try:
@@ -70,53 +63,55 @@ class MicroBatchBudget:
                 if not is_out_of_memory(error):
                     raise
                 said = first_line(error)
-            # Outside of the handler, whose traceback holds on to the activations.
-            forget()
+            # Outside of the handler, whose traceback keeps the activations alive.
+            learner.forget()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            can_halve = self._config.halve_micro_batches and self._world.size == 1
+            can_halve = self._settings.halve_micro_batches and self._world.size == 1
             if not can_halve or self.tokens < 2 * _FEWEST:
                 raise OutOfMemoryError(
-                    f"{name}: a micro-batch of {self.tokens} tokens must fit into memory; got "
-                    f"{said[:160]!r}. {self._advice(model)}"
+                    f"{learner.name}: a micro-batch of {self.tokens} tokens must fit into memory; "
+                    f"got {said[:160]!r}. {self._advice(learner.model)}"
                 )
             self.tokens //= 2
             if self._print_line is not None:
                 self._print_line(
-                    f"{name}: out of memory: micro-batches of {self.tokens} tokens from here on "
-                    "(the gradient is the same)"
+                    f"{learner.name}: out of memory: micro-batches of {self.tokens} tokens from "
+                    "here on (the gradient is the same)"
                 )
 
     @contextmanager
     def reserving_states(self, learner: Learner) -> Iterator[None]:
-        """Within: the memory that the optimizer's states will have is taken, if it has none yet."""
+        """Within: the memory that the optimizer's states will need is in use, if they are not
+        there yet."""
         missing = learner.missing_state_bytes()
         held = torch.empty(missing, dtype=torch.uint8, device=self._world.device)
         yield
         del held
 
-    def _advice(self, model: PreTrainedModel) -> str:
+    def _advice(self, model: nn.Module) -> str:
         best, freed = max(self._ways(model).items(), key=lambda way: way[1])
         advice = f"{best} frees about {freed / 2**30:.2g} GiB"
-        if self._world.size == 1 and not self._config.halve_micro_batches:
+        if self._world.size == 1 and not self._settings.halve_micro_batches:
             advice += "; --halve-micro-batches goes on with smaller ones by itself"
         return f"{advice}."
 
-    def _ways(self, model: PreTrainedModel) -> dict[str, float]:
+    def _ways(self, model: nn.Module) -> dict[str, float]:
         """Bytes that each knob would free on this rank, by the plan's formula."""
-        config, device = self._config, self._world.device
+        settings, device = self._settings, self._world.device
+        assert isinstance(model, PreTrainedModel)
         shape = shape_of(
             model.config,
             scalar=scalar_head(model) is not None,
-            trust_remote_code=config.trust_remote_code,
+            trust_remote_code=settings.trust_remote_code,
         )
         layout = layout_of(
-            config,
+            settings,
             self._world.size,
             shards_of(model).plan.stage,
             device=device,
-            dtype=resolve_dtype(config.dtype, device),
+            dtype=resolve_dtype(settings.dtype, device),
         )
 
         def needed(tokens: int = self.tokens, **changes: Any) -> int:

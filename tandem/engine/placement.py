@@ -1,201 +1,302 @@
-"""A model's weights laid over the ranks and between device and host, as configured for its role."""
+"""Placing a model: from a folder, a hub name or a module to weights laid out over the ranks.
+
+    reference -> checkpoint files -> module -> adapters, quantization -> compute type -> shards
+
+A model is built without memory and filled afterwards, so that no rank reads weights that it does
+not keep; one whose weights cannot be streamed is loaded whole.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-from tandem.config.schema import RunConfig
-from tandem.config.stages import in_order
+from tandem.config.engine import EngineSettings
+from tandem.config.schema import LoraConfig
 from tandem.engine.devices import resolve_dtype
-from tandem.errors import ConfigError
+from tandem.engine.shard_plan import check_layout, shard_plan
+from tandem.errors import ModelError
 from tandem.models.blocks import decoder_blocks
+from tandem.models.checkpoint_ref import CheckpointRef, checkpoint_ref_of, same_base
+from tandem.models.classifiers import take_backbone
+from tandem.models.frozen import freeze_quantized
+from tandem.models.load import load_causal_lm
+from tandem.models.lora import (
+    add_lora,
+    is_adapted,
+    keep_start,
+    lora_layers,
+    match_targets,
+    train_adapters,
+)
+from tandem.models.meta_init import MetaModel, empty_causal_lm, empty_scalar_model
+from tandem.models.recompute import enable_gradient_checkpointing
+from tandem.models.scalar import load_scalar_model, start_new_head
+from tandem.models.shared import share_base
+from tandem.models.source import keep_saved_dtype
 from tandem.models.twin import supports_packing, twin_of
+from tandem.models.validate_checkpoint import not_finite
+from tandem.parallel.dtensor import fill, own_rows
 from tandem.parallel.host_weights import HostWeights
+from tandem.parallel.masters import cast_weights
 from tandem.parallel.quantize import through_codes
-from tandem.parallel.shard import ShardPlan, Shards, shard
+from tandem.parallel.shard import ShardPlan, Shards, give_memory, shard
 from tandem.parallel.world import World
+
+Model = PreTrainedModel | str
+"""A module, or a folder or hub name."""
 
 _HOST_WEIGHTS = "tandem_host_weights"
 
-_HPZ, _WEIGHTS, _GRADIENTS = "zero_hpz", "zero_quantized_weights", "zero_quantized_gradients"
-_NEEDED_STAGE = {_HPZ: 3, _WEIGHTS: 1, _GRADIENTS: 1}
-"""The parts of ZeRO++, and the ZeRO stage from which on there is something for them to do."""
 
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A placed model whose frozen weights other models share.
 
-def plan_for(
-    stage: int, config: RunConfig, world: World, trained: bool, on_host: bool = False
-) -> ShardPlan:
-    """How a model is to lie over the ranks; stage 0 where it stays whole.
-
-    A model that is not trained is split from stage 3 on: the lower stages split what it does not
-    have, optimizer states and gradients. Trained weights that are offloaded are split even at one
-    rank, for they come up block by block. Weights travel in the type that the run computes in.
-
-    Args:
-        stage: ZeRO stage of the role.
-        on_host: a frozen model's weights rest in host memory.
-    Raises:
-        ConfigError: knobs of ZeRO++ or replicas that do not go together.
+    source: what those were read from; None where the model was given as a module.
     """
-    check_replicas(config, world)
-    configured = stage
-    offload_trained = trained and "params" in config.parallel.offload
-    splits = world.size > 1 and (stage > 0 if trained else stage == 3)
-    if offload_trained:
-        stage = 3
-    elif not splits:
-        stage = 0
-    dtype = resolve_dtype(config.dtype, world.device)
-    extras, _ = zero_plus_plus(config, world)
-    return ShardPlan(
-        stage=stage,
-        gather_dtype=None if dtype == torch.float32 else dtype,
-        hpz=extras.hpz,
-        offload_params=offload_trained or (on_host and stage > 0),
-        quantized_weights=extras.quantized_weights and configured > 0,
-        gradient_bits=extras.gradient_bits,
-        replicas=config.parallel.replicas,
-    )
 
-
-def check_replicas(config: RunConfig, world: World) -> None:
-    """Refuse replicas that the ranks cannot form, or that do not go with other knobs.
-
-    Raises:
-        ConfigError: as it says.
-    """
-    parallel, replicas = config.parallel, config.parallel.replicas
-    if replicas == 1:
-        return
-    if world.size % replicas or world.size == replicas:
-        raise ConfigError(
-            f"parallel.replicas must divide the ranks into groups of several; got {replicas} for "
-            f"{world.size}. Use a smaller divisor, as the number of nodes ({world.num_nodes})."
-        )
-    pieces = world.size // replicas
-    if world.ranks_per_node % pieces and pieces % world.ranks_per_node:
-        raise ConfigError(
-            "parallel.replicas must give each copy whole nodes, or each node whole copies; got "
-            f"copies over {pieces} ranks where a node has {world.ranks_per_node}. Use the number "
-            f"of nodes ({world.num_nodes})."
-        )
-    if pieces % parallel.inference_tp_size:
-        raise ConfigError(
-            "parallel.inference_tp_size must divide the ranks of a copy (parallel.replicas); got "
-            f"{parallel.inference_tp_size} for {pieces}. Use a divisor."
-        )
-    if used := [f"parallel.{name}" for name in _NEEDED_STAGE if getattr(parallel, name)]:
-        raise ConfigError(
-            f"parallel.replicas must be 1 with {', '.join(used)}, whose collectives are of all "
-            f"ranks; got {replicas}. Use one or the other: a copy in each node needs no ZeRO++."
-        )
-    if _highest_stage(config) == 0:
-        raise ConfigError(
-            "parallel.replicas must go with ZeRO stages above 0, for at 0 every rank has all; got "
-            f"{replicas}. Set --actor-zero-stage, or leave it 1."
-        )
+    model: PreTrainedModel
+    source: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class ZeroPlusPlus:
-    """What of ZeRO++ a run uses: hpZ, qwZ, and the bits of qgZ between nodes (0 without it)."""
+class _Role:
+    """What one model is for; see `Placement.policy` and `Placement.scalar`."""
 
-    hpz: bool = False
-    quantized_weights: bool = False
-    gradient_bits: int = 0
+    plan: ShardPlan
+    trained: bool
+    seed: int
+    on_host: bool
+    keeps_start: bool = False
+    base: Base | None = None
 
 
-def zero_plus_plus(config: RunConfig, world: World) -> tuple[ZeroPlusPlus, str]:
-    """What of ZeRO++ is of use where the run is, and one line on what is switched off.
+class Placement:
+    """Places the models of a run.
 
-    Returns:
-        the settings, for models that lie in pieces; the line, empty where nothing is switched off.
-    Raises:
-        ConfigError: knobs that do not go together.
+    With `parallel.frozen_weights`, weights that are not trained are quantized, while they are read
+    if possible. With that or `parallel.shared_base`, adapters of an earlier stage are trained on
+    instead of merged weights.
     """
-    parallel = config.parallel
-    _check_zero_plus_plus(config)
-    asked = [name for name in _NEEDED_STAGE if getattr(parallel, name)]
-    reasons = {name: _why_off(name, config, world) for name in asked}
-    used = [name for name in asked if not reasons[name]]
-    by_reason: dict[str, list[str]] = {}
-    for name in asked:
-        if name not in used:
-            by_reason.setdefault(reasons[name], []).append(f"parallel.{name}")
-    settings = ZeroPlusPlus(
-        hpz=_HPZ in used,
-        quantized_weights=_WEIGHTS in used,
-        gradient_bits=parallel.zero_gradient_bits if _GRADIENTS in used else 0,
-    )
-    line = "; ".join(
-        f"{', '.join(names)} switched off: {reason}" for reason, names in by_reason.items()
-    )
-    return settings, line
 
+    def __init__(self, settings: EngineSettings, world: World) -> None:
+        """
+        Raises:
+            ConfigError: knobs that contradict each other, or that these ranks cannot satisfy.
+        """
+        check_layout(settings, world)
+        self.settings = settings
+        self.world = world
+        self.dtype = resolve_dtype(settings.dtype, world.device)
 
-def _check_zero_plus_plus(config: RunConfig) -> None:
-    parallel = config.parallel
-    if parallel.zero_gradient_bits != 8 and not parallel.zero_quantized_gradients:
-        raise ConfigError(
-            "parallel.zero_gradient_bits must go with parallel.zero_quantized_gradients; got "
-            f"{parallel.zero_gradient_bits} without. Add --zero-quantized-gradients."
+    def policy(
+        self,
+        source: Model,
+        *,
+        trained: bool,
+        seed: int | None = None,
+        on_host: bool = False,
+        keeps_start: bool = False,
+    ) -> PreTrainedModel:
+        """A language model, ready for its role.
+
+        Args:
+            source: a folder or hub name, or a module, which is changed in place.
+            trained: it gets adapters and gradient checkpointing as configured; else it is frozen.
+            seed: of new adapters; None: the settings'.
+            on_host: frozen weights are kept in host memory; the model then only scores.
+            keeps_start: keep a copy of adapters that are trained on, for `adapters_off`.
+        Raises:
+            ModelError: it cannot be used.
+        """
+        stage = self.settings.parallel.actor_zero_stage
+        role = self._role(stage, trained, seed, on_host, keeps_start=keeps_start)
+        if not isinstance(source, str):
+            return self._placed(source, role)
+        start = checkpoint_ref_of(source, unmerged=self.settings.carries_adapters)
+        empty = empty_causal_lm(start.base, **self._options)
+        if empty is not None:
+            return self._filled(empty, start, role)
+        return self._placed(load_causal_lm(start.adapter or start.base, **self._options), role)
+
+    def scalar(
+        self,
+        source: Model,
+        *,
+        trained: bool,
+        seed: int | None = None,
+        needs_head: bool = False,
+        on_host: bool = False,
+        base: Base | None = None,
+    ) -> PreTrainedModel:
+        """A model with a scalar head, ready for its role. A new head is seeded by the settings.
+
+        Args:
+            source, trained, seed, on_host: as for `policy`.
+            needs_head: refuse a language model, whose head would be random.
+            base: use its frozen weights instead of the model's own, which are not read.
+        Raises:
+            ModelError: it cannot be used, or does not start from the weights of `base`.
+        """
+        stage = self.settings.parallel.critic_zero_stage
+        role = self._role(stage, trained, seed, on_host, base=base)
+        if not isinstance(source, str):
+            return self._placed(source, role)
+        start = checkpoint_ref_of(source, unmerged=self.settings.carries_adapters)
+        if base is not None and base.source is not None and not same_base(start.base, base.source):
+            raise ModelError(
+                "--shared-base must find one model under actor, critic and reward model; got "
+                f"{start.base!r} under {source!r}, and {base.source!r} under the actor. Train them "
+                "with LoRA from one model, or leave --shared-base off."
+            )
+        empty = empty_scalar_model(start.base, **self._options)
+        if empty is not None and (start.classifies or not (needs_head and empty.missing)):
+            return self._filled(empty, start, role)
+        only_backbone = start.adapter is not None and not start.classifies
+        model = load_scalar_model(
+            start.base if only_backbone else start.adapter or start.base,
+            seed=self.settings.seed,
+            from_causal_lm=False if needs_head and not start.classifies else None,
+            **self._options,
         )
-    if parallel.zero_quantized_weights and parallel.inference_tp_size > 1:
-        raise ConfigError(
-            "parallel.zero_quantized_weights must go without tensor-parallel generation, whose "
-            "slices are made of the exact weights, which training does not see; got "
-            f"parallel.inference_tp_size {parallel.inference_tp_size}. Use one of the two."
+        if only_backbone:
+            assert start.adapter is not None
+            take_backbone(model, load_causal_lm(start.adapter, **self._options))
+        return self._placed(model, role)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """For every function that loads a model."""
+        remote = self.settings.trust_remote_code
+        return {"dropout": self.settings.dropout, "trust_remote_code": remote}
+
+    def _role(
+        self, stage: int, trained: bool, seed: int | None, on_host: bool, **more: Any
+    ) -> _Role:
+        plan = shard_plan(stage, self.settings, self.world, trained=trained, on_host=on_host)
+        seed = self.settings.seed if seed is None else seed
+        return _Role(plan, trained, seed, on_host, **more)
+
+    def _placed(self, model: PreTrainedModel, role: _Role) -> PreTrainedModel:
+        """Lay out a model that was loaded whole."""
+        keep_saved_dtype(model, model.dtype)
+        self._prepare(model, role)
+        # Before they move: masters may stay on the host, and so do floats that became integers.
+        cast_weights(model, self.dtype, splits=role.plan.stage > 0)
+        nn.Module.to(model, self._device(role))
+        if role.base is not None:
+            share_base(role.base.model, model)
+        shard_model(model, role.plan, self.world)
+        return self._on_host(model, role)
+
+    def _filled(self, empty: MetaModel, start: CheckpointRef, role: _Role) -> PreTrainedModel:
+        """Lay out a model without memory; each rank then reads its own rows."""
+        model, base = empty.model, role.base
+        if start.adapter is not None:
+            empty.adapt(start)
+        self._prepare(model, role)
+        cast_weights(model, self.dtype, splits=role.plan.stage > 0)
+        reads = base is None or base.source is None  # else the base has read the same files
+        if base is not None and not reads:
+            share_base(base.model, model)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(self._device(role))
+        if role.plan.stage == 0:
+            give_memory(model, self._device(role))
+        shard_model(model, role.plan, self.world)
+        if reads:
+            _require_finite(empty.fill(own_rows), model, self.world)
+        if empty.missing:
+            start_new_head(model, self.settings.seed, fill)
+        cast_weights(model, self.dtype, splits=role.plan.stage > 0)  # what had no memory before
+        if base is not None and reads:
+            share_base(base.model, model)
+        return self._on_host(model, role)
+
+    def _device(self, role: _Role) -> torch.device:
+        return torch.device("cpu") if role.on_host else self.world.device
+
+    def _on_host(self, model: PreTrainedModel, role: _Role) -> PreTrainedModel:
+        """The model; whole weights that are kept on the host then visit the device (`visiting`)."""
+        if role.on_host and role.plan.stage == 0:
+            blocks = decoder_blocks(model)
+            model.__dict__[_HOST_WEIGHTS] = HostWeights(model, blocks, self.world.device)
+        return model
+
+    def _prepare(self, model: PreTrainedModel, role: _Role) -> None:
+        if role.trained:
+            prepare_for_training(model, self.settings, role.seed, keeps_start=role.keeps_start)
+            return
+        model.requires_grad_(False).eval()
+        if self.settings.parallel.frozen_weights:
+            freeze_quantized(model, self.settings.parallel.frozen_weights)
+
+
+def prepare_for_training(
+    model: PreTrainedModel, settings: EngineSettings, seed: int, *, keeps_start: bool = False
+) -> None:
+    """Adapters, quantized weights below them and gradient checkpointing as configured; in place.
+
+    Args:
+        seed: of new adapters; those that the model came with are trained on.
+        keeps_start: keep a copy of these, for `adapters_off`.
+    Raises:
+        ModelError: its adapters are not those that are configured.
+    """
+    if is_adapted(model):
+        _continue_adapters(model, settings.lora)
+        if keeps_start:
+            keep_start(model)
+    elif settings.lora.rank > 0:
+        add_lora(model, settings.lora, seed)
+    if settings.parallel.frozen_weights:
+        freeze_quantized(model, settings.parallel.frozen_weights)
+    if settings.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+
+
+def _continue_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
+    """Train the adapters that a model came with, as if they had just been added; in place."""
+    layers = lora_layers(model)
+    first = layers[0][1]
+    if (first.rank, first.alpha) != (lora.rank, lora.alpha):
+        raise ModelError(
+            "lora.rank and lora.alpha must be those of the adapters that are trained on; got rank "
+            f"{lora.rank}, alpha {lora.alpha:g} for rank {first.rank}, alpha {first.alpha:g}. Use "
+            f"--lora-rank {first.rank} --lora.alpha {first.alpha:g}, or start from a model without "
+            "adapters."
         )
+    differing = sorted(set(match_targets(model, lora.targets)) ^ {name for name, _ in layers})
+    if differing:
+        raise ModelError(
+            "lora.targets must be the layers of the adapters that are trained on; got "
+            f"{' '.join(lora.targets)}, which differs at {differing[0]}. Use the targets that "
+            "they were made with."
+        )
+    for _, layer in layers:
+        layer.lora_dropout.p = lora.dropout
+    train_adapters(model)
 
 
-def _why_off(name: str, config: RunConfig, world: World) -> str:
-    """Why a part of ZeRO++ would do nothing, or nothing useful; empty where it is of use."""
-    stage, needed = _highest_stage(config), _NEEDED_STAGE[name]
-    if world.size == 1:
-        return "one rank sends nothing"
-    if stage < needed:
-        return f"it takes ZeRO stage {needed}, and the stages are at most {stage}"
-    if name == _HPZ and world.ranks_per_node == 1:
-        return "a node of one rank has nobody to share a second copy with"
-    if world.num_nodes > 1 or (name != _HPZ and config.parallel.zero_forced):
-        return ""
-    reason = f"all {world.size} ranks share one node (parallel.ranks_per_node) and its fast network"
-    return reason if name == _HPZ else f"{reason}; --zero-forced keeps it on"
-
-
-def _highest_stage(config: RunConfig) -> int:
-    """Of the models that the run's steps train."""
-    if "params" in config.parallel.offload:
-        return 3
-    stages = {
-        "actor": config.parallel.actor_zero_stage,
-        "critic": config.parallel.critic_zero_stage,
-    }
-    trained = {role for stage in in_order(config.stages) for role in stage.trains}
-    return max((stages[role] for role in trained), default=0)
-
-
-def spread(model: PreTrainedModel, plan: ShardPlan, world: World) -> Shards:
-    """Split `model` as planned, or only note who computes it; in place."""
+def shard_model(model: PreTrainedModel, plan: ShardPlan, world: World) -> Shards:
+    """Split a model as planned, or only record its ranks where it stays whole; in place."""
     if plan.stage == 0 and plan.quantized_weights:
-        # The trained ones compute with weights that came through the codes, and so must these.
+        # Trained models compute with weights that were rounded on the way, and so must this one.
         through_codes(model, world.size)
     return shard(model, decoder_blocks(model) if plan.stage > 0 else (), plan, world)
 
 
-def keep_on_host(model: PreTrainedModel, device: torch.device) -> None:
-    """Let a frozen model's whole weights rest in host memory; `visiting` brings them."""
-    model.__dict__[_HOST_WEIGHTS] = HostWeights(model, decoder_blocks(model), device)
-
-
 @contextmanager
 def onload(model: PreTrainedModel) -> Iterator[None]:
-    """Within: weights that rest in host memory come to the device as forwards need them."""
+    """Within: weights that are kept in host memory come to the device as forwards need them."""
     host = model.__dict__.get(_HOST_WEIGHTS)
     if host is None:
         yield
@@ -205,3 +306,11 @@ def onload(model: PreTrainedModel) -> Iterator[None]:
         runs.append(decoder_blocks(twin_of(model)))
     with host.onload(*runs):
         yield
+
+
+def _require_finite(unsound: str, model: PreTrainedModel, world: World) -> None:
+    """Stop every rank if one has read a weight that is not finite."""
+    found = torch.tensor(float(bool(unsound)), device=world.device)
+    world.all_reduce_(found)
+    if found:
+        raise not_finite(str(model.name_or_path), unsound or "a weight on another rank")

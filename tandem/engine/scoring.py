@@ -1,4 +1,4 @@
-"""A reward model's scores for answers, whoever's tokens they are in."""
+"""A reward model's scores for answers, with the policy's tokenizer or another."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandem.config.schema import RunConfig
 from tandem.data.render import Renderer
 from tandem.engine.forward import scored, sequence_scores
-from tandem.engine.loading import Base, Model, place_scalar
+from tandem.engine.placement import Base, Model, Placement
 from tandem.models.load import check_vocabulary
 from tandem.models.scalar import normalization
 from tandem.objectives.rewards import normalized_scores
 from tandem.parallel.shard import shards_of
-from tandem.parallel.world import World
 from tandem.types import Rollout, TokenBatch, TokenRow
 
 
 class RewardScorer:
-    """Scores at the last real token: raw as the head says, or in units of the SFT policy's spread.
+    """Scores at the last real token, raw or in units of the SFT policy's spread.
 
-    Where the reward model's tokens are the policy's, a rollout is scored as it was sampled;
-    where they are others, through its text.
+    A rollout is scored as it was sampled if policy and reward model share a tokenizer, else through
+    its text.
     """
 
     def __init__(
@@ -47,7 +45,7 @@ class RewardScorer:
             rollout.prompts, rollout.responses, rollout.finished.tolist(), strict=True
         ):
             row = self.renderer.conversation(prompt.messages, response, prompt.source)
-            # A cut answer must not be given the end that it did not have.
+            # An answer that was cut off must not get a terminator.
             rows.append(row if finished else _without_end(row))
         return self.raw_rows(rows)
 
@@ -71,35 +69,27 @@ class RewardScorer:
 
 
 def place_scorer(
+    placement: Placement,
     source: Model,
     tokenizer: PreTrainedTokenizerBase,
-    config: RunConfig,
-    world: World,
     *,
     base: Base | None = None,
 ) -> RewardScorer:
-    """A reward model laid over the ranks, ready to score.
+    """A reward model laid out over the ranks, ready to score.
 
     Args:
         source: a folder or hub name, or a module.
-        base: whose frozen weights it is to hold instead of its own.
+        base: use its frozen weights instead of the model's own.
     Raises:
         ModelError: it cannot be used, or has no scalar head: a new one would reward at random.
     """
-    model = place_scalar(
-        source,
-        config,
-        world,
-        trained=False,
-        seed=config.seed,
-        needs_head=True,
-        on_host="reward" in config.parallel.offload,
-        base=base,
-    )
+    on_host = "reward" in placement.settings.parallel.offload
+    model = placement.scalar(source, trained=False, needs_head=True, on_host=on_host, base=base)
     check_vocabulary(model, tokenizer)
-    return RewardScorer(model, Renderer(tokenizer), max_tokens=config.micro_batch_tokens)
+    max_tokens = placement.settings.micro_batch_tokens
+    return RewardScorer(model, Renderer(tokenizer), max_tokens=max_tokens)
 
 
 def _without_end(row: TokenRow) -> TokenRow:
-    """A rendered conversation less the terminator that it ends with."""
+    """A rendered conversation without its terminator."""
     return TokenRow(row.token_ids[:-1], row.response_mask[:-1], row.source)

@@ -1,8 +1,8 @@
-"""One update: gradients of any number of micro-batches, and the steps of the models they are of.
+"""One update: gradients over micro-batches and ranks, and the steps of one or several models.
 
 A model's loss is a sum of terms, each a mean over its own units (tokens, pairs). A term's rows are
-cut into micro-batches and dealt over the ranks; the sums are divided once, by the count over the
-whole step, so that the gradient does not depend on how the step was cut up.
+divided into micro-batches over the ranks; the sums are divided once, by the count over the whole
+step, so that the gradient does not depend on that division.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Self, cast
+from typing import Self
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.checkpoint.state import SavedState
 from tandem.engine.forward import rank_micro_batches
-from tandem.engine.learner import Learner, scaling_metrics, step_learners
+from tandem.engine.learner import Learner, step_learners
 from tandem.engine.oom import MicroBatchBudget
 from tandem.errors import BadStepError, NumericsError
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLoss:
-    """What one micro-batch adds: the loss (with gradient) and other metrics, all sums over its
-    units; of `largest` only the greatest value of all micro-batches counts."""
+    """What one micro-batch adds: the loss (with gradient) and other metrics as sums over its units,
+    and `largest`, metrics of which the maximum over micro-batches counts."""
 
     loss: Tensor
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     largest: Mapping[str, Tensor] = field(default_factory=dict)
 
     def detached(self) -> MicroBatchLoss:
-        """The numbers without what they were computed from."""
+        """The numbers without their graph."""
         sums = {name: value.detach() for name, value in self.sums.items()}
         largest = {name: value.detach() for name, value in self.largest.items()}
         return MicroBatchLoss(self.loss.detach(), sums, largest)
@@ -46,9 +46,9 @@ class MicroBatchLoss:
 class LossTerm:
     """One term of a model's loss in one update: coefficient * sum over rows / units.
 
-    lengths: tokens of each row, by which micro-batches are balanced.
-    units: what the sums are divided by, over all rows and ranks.
-    loss: numbers of rows to their sums.
+    lengths: tokens of each row, to balance micro-batches.
+    units: the count that sums are divided by, over all rows and ranks.
+    loss: rows, by number, to their sums.
     """
 
     lengths: Sequence[int]
@@ -89,18 +89,16 @@ class Update:
         """Compute the gradient of the terms' sum and step, now or at the end.
 
         Args:
-            check: refuses the first term's means by raising; nothing has changed by then.
+            check: raises to refuse the first term's means, before anything has changed.
         Returns:
-            means per unit of each term by name, `loss` and `rank_idle` among them; the same on
-            every rank.
+            each term's means per unit by name, with `loss` and `rank_idle`; the same on every
+            rank.
         Raises:
             BadStepError: a mean or the gradient is not finite, or the gradient is out of line; no
                 weight has changed.
             OutOfMemoryError: a micro-batch does not fit into memory.
         """
-        model = cast(PreTrainedModel, learner.model)
-        work = partial(self._learn, learner, terms, check)
-        return self._budget.retry_on_oom(learner.name, model, work, learner.forget)
+        return self._budget.retry_on_oom(learner, partial(self._learn, learner, terms, check))
 
     def _learn(
         self,
@@ -143,7 +141,7 @@ class Update:
         if not waiting or (scaler := waiting[0].scaler) is None:
             return
         norms = step_learners(waiting, scaler)
-        self.scaling = scaling_metrics(scaler)
+        self.scaling = {"loss_scale": scaler.scale, "overflows": float(scaler.skipped)}
         if norms is not None:
             names = (learner.name for learner in waiting)
             self.grad_norms |= dict(zip(names, norms, strict=True))
@@ -162,11 +160,11 @@ def training_mode(*models: PreTrainedModel) -> Iterator[None]:
 
 
 def rehearse(budget: MicroBatchBudget, learner: Learner, loss: Callable[[int], Tensor]) -> None:
-    """Run the largest micro-batch that can come forward and backward, without effect, so that what
-    does not fit into memory is known before the first step.
+    """Run the largest possible micro-batch forward and backward without effect, to find out before
+    the first step whether it fits into memory.
 
     Args:
-        loss: makes the loss of a micro-batch of at most so many tokens.
+        loss: the loss of a micro-batch of at most this many tokens.
     Raises:
         OutOfMemoryError: it does not fit.
     """
@@ -176,7 +174,7 @@ def rehearse(budget: MicroBatchBudget, learner: Learner, loss: Callable[[int], T
             learner.backward(loss(budget.tokens), 1.0, weight=0.0)
         learner.forget()
 
-    budget.retry_on_oom(learner.name, cast(PreTrainedModel, learner.model), work, learner.forget)
+    budget.retry_on_oom(learner, work)
 
 
 def _accumulated(
@@ -192,7 +190,7 @@ def _accumulated(
         learner.backward(loss, term.units, weight=part.weight, is_last=part.is_last and is_last)
         idle += part.idle * term.units
         added.append((part.weight, found.detached()))
-    # Read once all are under way: a GPU that must answer in between runs out of work.
+    # Read after all are queued: a GPU that must answer in between runs out of work.
     totals: defaultdict[str, float] = defaultdict(float, rank_idle=idle)
     largest: dict[str, float] = {}
     for weight, found in added:
@@ -207,7 +205,7 @@ def _accumulated(
 
 
 def _require_finite(learner: Learner, means: Mapping[str, float]) -> None:
-    """Every rank has the same means, so that all of them refuse an update or none."""
+    """Every rank has the same means, so all ranks refuse an update or none does."""
     for name, value in means.items():
         if not math.isfinite(value):
             shown = "the loss" if name == "loss" else name
@@ -238,4 +236,5 @@ def restore_training(state: SavedState, learners: Mapping[str, Learner]) -> None
         learner.load_weights(state.tensors[name])
         learner.load_state_tensors(state.tensors[f"{name}_optimizer"])
         if learner.scaler is not None and "scaler" in state.tensors:
-            learner.scaler.load_state_tensors(state.tensors["scaler"].whole())
+            saved = state.tensors["scaler"].items()
+            learner.scaler.load_state_tensors({key: value.whole() for key, value in saved})

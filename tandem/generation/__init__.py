@@ -1,6 +1,6 @@
-"""Prompts in, Rollout out. Knows nothing of training.
+"""Prompts in, Rollout out. It does not depend on training.
 
-`generator.generate` for rollouts and evaluation, `conversations` for chat and serving. Inside:
-`session` (continuous batching) over `scheduler` (who runs, who waits), `blocks` (KV memory),
-`rows` (the live answers as tensors), `runner` (the model) and `sampler` (how a token is drawn).
+`generator.generate` for rollouts and evaluation, `streaming` for chat and serving. Both use
+`session` (continuous batching), which uses `scheduler` (which answers run and which wait), `blocks`
+(KV memory), `batch_state` (the live answers as tensors), `runner` (the model) and `sampler`.
 """

@@ -1,4 +1,4 @@
-"""Tokens to text as they come: no half characters, and strings that end an answer."""
+"""Tokens to text while they are generated: no half characters, and stop strings."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 _CONTEXT = 6
-"""Tokens decoded again before the new ones, for decoders that look at what stands before."""
+"""Tokens decoded again before the new ones, for decoders that depend on preceding tokens."""
 
 _HALF = "\ufffd"
 _LONGEST_CHARACTER = 4
-"""Bytes of a character in UTF-8, and so tokens after which its text is settled."""
+"""Bytes of a character in UTF-8, and so the tokens after which its text is final."""
 _MOST_PENDING = 16
-"""Tokens that may wait for a whole character; of more, the settled ones are taken as they are."""
+"""Tokens that may wait for a whole character; beyond that, the final ones are taken as they are."""
 
 
 class AnswerText:
-    """The text of one answer, grown token by token at a cost that does not grow with it.
+    """The text of one answer, token by token, at a cost that does not grow with its length.
 
-    It is what decoding all tokens at once gives. Only where bytes that are no text come right
-    after a character that has been shown does a decoder of byte tokens take that character back.
+    The result is that of decoding all tokens at once, with one exception: a decoder of byte tokens
+    may take a shown character back if bytes that are not text follow it.
 
     Attributes:
         ended: a stop string has appeared; the text ends before it, and further tokens add nothing.
@@ -31,12 +31,11 @@ class AnswerText:
         stop_strings: Sequence[str] = (),
         min_tokens: int = 0,
     ) -> None:
-        """Nothing said yet.
-
+        """
         Args:
             decode: ids to text; an unfinished character ends in U+FFFD.
-            stop_strings: what ends the answer, whatever tokens it is spelled with.
-            min_tokens: a stop string is one only if this many tokens are there when it is whole.
+            stop_strings: end the answer, whatever tokens they consist of.
+            min_tokens: a stop string that is complete before this many tokens is ignored.
         """
         self.ended = False
         self._decode = decode
@@ -46,13 +45,13 @@ class AnswerText:
         self._longest = max(map(len, stop_strings), default=0)
         self._text = ""
         self._read = 0  # tokens whose text is in _text
-        # Decoding begins where the text was whole: a decoder of byte tokens makes U+FFFD of a
-        # whole run of them if it begins inside a character.
+        # Decoding starts between characters: started inside one, a decoder of byte tokens turns
+        # the bytes that follow into U+FFFD.
         self._start = 0
-        self._borders: deque[int] = deque()  # where else it could begin, up to _read
+        self._borders: deque[int] = deque()  # later places where it could start, up to _read
         self._before = ""  # text of the tokens from _start to _read
         self._shown = 0
-        self._searched = 0  # before this, no stop string begins
+        self._searched = 0  # no stop string begins before this
 
     @property
     def text(self) -> str:
@@ -60,8 +59,8 @@ class AnswerText:
         return self._text if self.ended else self._text + self._rest()
 
     def push(self, token_id: int) -> str:
-        """Add a token; return what can be shown for good: neither part of a character nor what
-        may turn out to begin a stop string."""
+        """Add a token; return the text that is final: no part of a character, and nothing that
+        may be the beginning of a stop string."""
         if self.ended:
             return ""
         self._ids.append(token_id)
@@ -76,7 +75,7 @@ class AnswerText:
         return self._show(len(self._text) if self.ended else self._safe_length())
 
     def flush(self) -> str:
-        """What was held back, when no token follows."""
+        """The text that was held back; no token follows."""
         if not self.ended:
             self._take_over(len(self._ids), self._rest())
         return self._show(len(self._text))
@@ -88,7 +87,7 @@ class AnswerText:
         return self._decode(self._ids[self._start :])[len(self._before) :]
 
     def _take_over(self, end: int, text: str) -> None:
-        """The text of the tokens up to `end` is in _text now, `text` being what is new of it."""
+        """Append `text`, of the tokens up to `end`, to _text."""
         self._text += text
         self._before += text
         self._read = end
@@ -99,7 +98,7 @@ class AnswerText:
             self._before = self._decode(self._ids[self._start : end])
 
     def _take_settled(self, rest: str) -> str:
-        """Take over what no further byte can change; returns the rest that remains."""
+        """Take over what no further byte can change; returns the rest."""
         end = len(self._ids) - _LONGEST_CHARACTER
         settled = self._decode(self._ids[self._start : end])[len(self._before) :]
         if not rest.startswith(settled):  # it ends inside a character
@@ -108,19 +107,19 @@ class AnswerText:
         return rest[len(settled) :]
 
     def _look_for_stop(self, rest: str) -> None:
-        """Look through _text and the rest for stop strings that begin where none was yet."""
+        """Search _text and the rest for stop strings, from where the last search ended."""
         text, skipped = self._text[self._searched :] + rest, self._searched
         while found := [at for s in self._stops if (at := text.find(s)) >= 0]:
             if len(self._ids) >= self._min_tokens:
                 self.ended = True
                 self._text = (self._text + rest)[: skipped + min(found)]
                 return
-            text = text[min(found) + 1 :]  # whole too early to be one
+            text = text[min(found) + 1 :]  # complete too early to count
             skipped += min(found) + 1
         self._searched = max(skipped, len(self._text) - self._longest + 1)
 
     def _safe_length(self) -> int:
-        """Length of _text without an end that a stop string may begin with."""
+        """Length of _text without an end that may be the beginning of a stop string."""
         first = max(self._shown, len(self._text) - self._longest + 1)
         for start in range(first, len(self._text)):
             if any(s.startswith(self._text[start:]) for s in self._stops):

@@ -1,7 +1,7 @@
-"""One step of decoding at fixed places in memory, so that a GPU can replay it as a CUDA graph.
+"""One decode step at fixed addresses, so that a GPU can replay it as a CUDA graph.
 
-The tests record and replay on a CPU, where stand-ins take the place of CUDA's stream and graph; on
-a GPU none of it has run yet.
+The tests record and replay on a CPU, with stand-ins for CUDA's stream and graph. None of it has run
+on a GPU yet.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tandem.ops.attention_context import Decode, KVMemory
 from tandem.text import first_line
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Batch sizes that steps are recorded for; above them, multiples of the last."""
+"""Batch sizes for which steps are recorded; above them, multiples of the last."""
 TABLE_BLOCKS = 16
-"""Tables are as wide as this or a power of two times it: each width is another recording."""
+"""Tables have this width times a power of two: each width is another recording."""
 MAX_DRAWS = 8
-"""Ways of drawing that one step keeps recorded; clients of a server may ask for any number."""
+"""Samplers that one step keeps recorded; clients of a server may use any number."""
 
 Result = TypeVar("Result")
 
 
 def bucket_of(rows: int) -> int:
-    """The smallest batch size that steps are recorded for and that holds this many rows."""
+    """The smallest recorded batch size for this many rows."""
     for bucket in BUCKETS:
         if rows <= bucket:
             return bucket
@@ -39,7 +39,7 @@ def bucket_of(rows: int) -> int:
 
 
 def width_of(blocks: int) -> int:
-    """The narrowest table that steps are recorded for and that holds this many blocks."""
+    """The narrowest recorded table for this many blocks."""
     width = TABLE_BLOCKS
     while width < blocks:
         width *= 2
@@ -47,10 +47,10 @@ def width_of(blocks: int) -> int:
 
 
 class NoWaiting(TorchDispatchMode):
-    """Within, on this thread: RuntimeError where the host would have to wait for the device.
+    """Within, on this thread: RuntimeError if the host would have to wait for the device.
 
-    What an operation does is known by its tags and devices, so that this tells on a CPU too what a
-    CUDA graph could not hold; operations of our own count as waiting for nothing.
+    It goes by the tags and devices of an operation, so that it also finds on a CPU what a CUDA
+    graph cannot contain. Our own operations are assumed not to wait.
     """
 
     def __torch_dispatch__(
@@ -60,7 +60,7 @@ class NoWaiting(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operation, if it may run."""
+        """Run an operation, or refuse it."""
         if _reads_back(operation, args):
             raise RuntimeError(f"{operation} needs numbers of the device on the host")
         result = operation(*args, **(kwargs or {}))
@@ -77,38 +77,38 @@ _INDEXING = (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.defau
 
 
 def _reads_back(operation: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the result's size or the host's next step depends on numbers of the device."""
-    if operation in _INDEXING:  # the size is known by places, by a mask it is not
+    """Whether the result's size or the host's next step depends on values on the device."""
+    if operation in _INDEXING:  # an index fixes the size, a mask does not
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     tags = operation.tags
     return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
 
 
 class Recorder(Protocol):
-    """Makes a call out of a function that does the same, into the same tensors, every time."""
+    """Records functions that always do the same, into the same tensors."""
 
     refused: dict[Hashable, str]
 
     def recorded(
         self, function: Callable[[], Result], kind: Hashable, size: Hashable
     ) -> Callable[[], Result]:
-        """The call; its results hold until a call of the same recorder that is older runs.
+        """A call that replays it; its results are valid until an older call of this recorder runs.
 
-        A kind that cannot be recorded is put into `refused`, and the call is `function` itself.
+        A kind that cannot be recorded is added to `refused`, and the call is `function` itself.
 
         Args:
-            kind, size: name what `function` does, and for which shapes.
+            kind, size: what `function` does, and for which shapes.
         """
 
     def forget(self) -> None:
-        """Memory of the calls made so far goes when they go; later ones do not share it."""
+        """Later recordings do not share memory with earlier ones, which is freed with them."""
 
 
 class CudaRecorder:
     """Records functions into CUDA graphs that share one stream and one pool of memory.
 
     Attributes:
-        refused: why a kind of function is not recorded. The first of them is a warning too.
+        refused: why a kind of function is not recorded. The first one is also a warning.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class CudaRecorder:
     def recorded(
         self, function: Callable[[], Result], kind: Hashable, size: Hashable
     ) -> Callable[[], Result]:
-        """As `Recorder` says; a kind and size that are new run once before."""
+        """As `Recorder` says; a new kind and size runs once before."""
         if kind in self.refused:
             return function
         try:
@@ -129,7 +129,7 @@ class CudaRecorder:
                 self._warm.add((kind, size))
             return self._captured(function)
         except RuntimeError as error:
-            # A capture that broke off speaks of itself; what broke it came before.
+            # The error of a failed capture hides the error that made it fail.
             cause = error.__context__ or error
             reason = first_line(cause)
             if not self.refused:
@@ -142,10 +142,10 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def _warm_up(self, function: Callable[[], Any]) -> None:
-        """Compile kernels and make workspaces, which no graph can hold.
+        """Compile kernels and allocate workspaces, which a graph cannot contain.
 
-        What makes the host wait is found here, because a capture that breaks off leaves torch's
-        allocator as if it still went on.
+        Operations that wait are found here, because after a failed capture torch's allocator
+        behaves as if the capture went on.
         """
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
@@ -156,9 +156,9 @@ class CudaRecorder:
     def _captured(self, function: Callable[[], Result]) -> Callable[[], Result]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # Not `torch.cuda.graph`, which gives all cached memory back to the driver each time.
+        # Not `torch.cuda.graph`, which returns all cached memory to the driver each time.
         with torch.cuda.stream(self._stream):
-            # Other threads, such as one that copies a batch, may go on meanwhile.
+            # Other threads, such as one that copies a batch, may continue.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = function()
@@ -173,13 +173,12 @@ class CudaRecorder:
 
 
 class DecodeStep:
-    """Inputs of one batch size at fixed places, and what is recorded over them.
+    """The inputs of one batch size at fixed addresses, and what is recorded for them.
 
-    Rows past those in use are of one token each, which goes to the memory's last block.
+    Unused rows have one token each, which is written to the memory's last block.
     """
 
     def __init__(self, rows: int, width: int, device: torch.device, recorder: Recorder) -> None:
-        """Nothing is in use or recorded."""
         self.size = rows, width
         self.token_ids = torch.zeros(rows, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.token_ids)
@@ -192,16 +191,16 @@ class DecodeStep:
         self._logits = torch.empty(0)
 
     def decode(self, memory: KVMemory) -> Decode:
-        """The step for the attention layers."""
+        """What the attention layers need to know."""
         return Decode(self.positions, self.tables, memory)
 
     def load(self, token_ids: Tensor, positions: Tensor, tables: Tensor, scratch: int) -> None:
-        """Take over n rows, (n,) and (n, W); `scratch` is the last block."""
+        """Copy n rows, (n,) and (n, W), into the inputs; `scratch` is the last block."""
         n = len(token_ids)
         self.token_ids[:n].copy_(token_ids)
         self.positions[:n].copy_(positions)
         self.tables[:n, : tables.shape[1]].copy_(tables)
-        if scratch != self._scratch:  # the memory is another
+        if scratch != self._scratch:  # another KV memory
             self.tables[n:].fill_(scratch)
             self._scratch = scratch
         if n < self._used:
@@ -210,16 +209,16 @@ class DecodeStep:
         self._used = n
 
     def run(self, forward: Callable[[], Tensor]) -> Tensor:
-        """(rows, V) logits; `forward` is recorded the first time and replayed from then on."""
+        """(rows, V) logits; `forward` is recorded the first time and replayed after that."""
         if self._forward is None:
             self._forward = self._recorder.recorded(forward, "forward", self.size)
         self._logits = self._forward()
         return self._logits
 
     def draw(self, sampler: Sampler, part: Part) -> Draw:
-        """Draw for the rows in use from the logits of `run`, as `Sampler.draw` does.
+        """Sample for the rows in use from the logits of `run`, as `Sampler.draw` does.
 
-        What was recorded for one sampler serves all that draw alike, later sessions' too.
+        Samplers with equal rules share a recording, also in later sessions.
         """
         n = self._used
         self._keys[:n].copy_(part.keys)

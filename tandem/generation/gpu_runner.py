@@ -1,12 +1,12 @@
-"""Decoding in CUDA graphs: a step is replayed as it was recorded, once per size of batch.
+"""Decoding with CUDA graphs: a step is recorded once per batch size, then replayed.
 
-Batches are filled up to a bucket. The twin's forward is one recording, drawing the tokens from its
-logits another; nothing waits for the host. Weights stay where they are when an optimizer changes
-them, and where Triton is, KV memory is found by its address on the device: so recordings outlive
-the session and are made anew only where a weight has moved; without Triton they go with the
-session's memory. What cannot be recorded runs through the plain runner.
+Batches are padded to a bucket. The twin's forward is one recording, sampling from its logits
+another; nothing waits for the host. Weights keep their addresses when an optimizer changes them,
+and with Triton the KV memory's address is an input on the device: so recordings outlive the session
+and are repeated only if a weight has moved. Without Triton they end with the session's memory. What
+cannot be recorded runs in the plain runner.
 
-The tests run all of it on a CPU, where stand-ins record and replay; on a GPU none has run yet.
+The tests run all of it on a CPU with stand-ins. None of it has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tandem.ops.attention_context import KVMemory, attending
 
 
 class GraphRunner(TwinRunner):
-    """Any model that has a twin, decoding in buckets."""
+    """Any model with a twin, decoding in padded batches."""
 
     def __init__(self, model: PreTrainedModel, memory: KVMemory) -> None:
         """Steps are recorded when they first occur, unless an earlier session has done so.
 
         Args:
-            memory: from `new_memory`; its last block takes what rows write that fill up a batch.
+            memory: from `new_memory`; padding rows write to its last block.
         """
         super().__init__(model, memory)
         kept = _kept.get(model)
@@ -44,7 +44,7 @@ class GraphRunner(TwinRunner):
             kept = _kept[model] = _Kept(self._twin)
         self._kept = kept
         self._kept.enter(model)
-        # Also when a session is dropped without a close.
+        # Also if a session is dropped without a close.
         self._leave = finalize(self, self._kept.leave, memory)
         self._leave.atexit = False
         self._step: DecodeStep | None = None
@@ -65,10 +65,10 @@ class GraphRunner(TwinRunner):
         return self._logits_now
 
     def draw(self, logits: Tensor, part: Part) -> Draw | None:
-        """Draw for the rows of a part as `Rows.draw` does, in one replay; None where it cannot.
+        """Sample for the rows of a part as `Rows.draw` does, in one replay, or return None.
 
-        It can where `logits` are what `decode` returned last and the rows have one sampler that
-        counts no tokens.
+        It needs the logits that `decode` returned last, and one sampler without penalties for all
+        rows.
         """
         if self._step is None or logits is not self._logits_now:
             return None
@@ -81,18 +81,18 @@ class GraphRunner(TwinRunner):
         return self._step.draw(self._sampler, part)
 
     def close(self) -> None:
-        """Let go of the memory, and of what was recorded over it alone."""
+        """Release the memory, and the recordings that depend on it."""
         self._leave()
         self._step = self._logits_now = self._part = self._sampler = None
 
 
 class _Kept:
-    """What a model's sessions share, one after the other or side by side: recorded steps."""
+    """The recorded steps that all sessions of a model share."""
 
     def __init__(self, twin: PreTrainedModel) -> None:
         self.twin = twin
-        # The twin's own copy. GPT-2 and others compare their input with it at every call, for a
-        # warning about padding, and make the host wait.
+        # In the twin's own config. GPT-2 and others compare their input with it at every call, to
+        # warn about padding, and make the host wait.
         twin.config.pad_token_id = None
         self.recorder: Recorder = CudaRecorder()
         self._by_address = _finds_by_address(twin.device)
@@ -101,23 +101,23 @@ class _Kept:
         self._addressed: Any = None
 
     def enter(self, model: PreTrainedModel) -> None:
-        """A session begins; what was recorded is forgotten if it rests on what is no more."""
+        """A session begins; recordings are dropped if what they depend on has changed."""
         rests_on = _fingerprint(model, self.twin)
         if rests_on != self._rests_on:
             self._steps, self._addressed, self._rests_on = {}, None, rests_on
             self.recorder.forget()
 
     def leave(self, memory: KVMemory) -> None:
-        """The session over this memory ends."""
+        """The session with this memory ends."""
         self._steps = {key: step for key, step in self._steps.items() if key[0] is not memory}
         if self._addressed is not None:
-            self._addressed.forget()  # another session points it at its own
+            self._addressed.forget()  # the next session sets its own address
 
     def reached(self, memory: KVMemory) -> KVMemory:
-        """The memory as steps are recorded over it."""
+        """The memory as recorded steps reach it."""
         if not self._by_address:
             return memory
-        from tandem.ops.paged_gpu import AddressedMemory  # imports Triton, there with a GPU only
+        from tandem.ops.paged_gpu import AddressedMemory  # needs Triton
 
         if self._addressed is None:
             self._addressed = AddressedMemory(memory)
@@ -152,12 +152,12 @@ _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 
 
 def _finds_by_address(device: torch.device) -> bool:
-    """Whether attention finds KV memory by its address: in Triton it does."""
+    """Whether attention takes the KV memory's address as an input: Triton's does."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 
 def _fingerprint(model: PreTrainedModel, twin: PreTrainedModel) -> tuple[Any, ...]:
-    """What a recorded forward rests on: where the tensors are, and what steers the modules."""
+    """What a recorded forward depends on: addresses of tensors, modes and switches of modules."""
     return (
         tuple((t.data_ptr(), t.dtype) for t in [*twin.parameters(), *twin.buffers()]),
         tuple(module.training for module in twin.modules()),

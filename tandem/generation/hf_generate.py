@@ -1,7 +1,7 @@
-"""The road of families whose attention cannot be reached: Hugging Face's `generate` and cache.
+"""Generation for families that cannot be packed: by Hugging Face's `generate` and its cache.
 
-It runs the model; drawing a token, the numbers kept of it and what ends an answer are ours. It
-wants prompts padded on the left: that stays inside this file.
+It runs the model; sampling, the recorded log-probs and the end of an answer are ours. `generate`
+needs prompts padded on the left, which they are nowhere outside this file.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def answer(
     requests: Sequence[Request],
     stop_token_ids: Sequence[int],
 ) -> Draw:
-    """Answer requests of one sampler side by side; they know their ends afterwards.
+    """Answer requests with one sampler in a batch, and set their ends.
 
-    Rows are filled up with token 0, which every model has and the mask hides. Where it does not
-    hide it from a model's recurrent state, prompts of one length are answered together.
+    Rows are padded with token 0, which every model has and the mask hides. If a model's recurrent
+    state sees it nevertheless, only prompts of equal length share a batch.
 
     Returns:
         All draws, (n, T) each, T the longest answer; meaningless past an answer's end.
@@ -60,13 +60,13 @@ def answer(
     sampler = _Sampler(requests, device)
     border = rope_border(model)
     longest = width + max(request.limit for request in requests)
-    # Greedy search takes the one token that the sampler leaves.
+    # Greedy search takes the only token that the sampler leaves.
     settings = GenerationConfig(
         max_new_tokens=max(request.limit for request in requests),
         do_sample=False,
         eos_token_id=list(stop_token_ids),
         pad_token_id=0,
-        # What is kept is turned otherwise past the border; not every version begins anew there.
+        # Past the border cached keys have other rotations; not every version recomputes them.
         use_cache=border is None or not width <= border < longest,
     )
     with torch.no_grad(), _without_own_settings(model), _last_logits_only(model):
@@ -90,7 +90,7 @@ _padded: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def _padding_enters(model: PreTrainedModel) -> bool:
-    """Whether tokens on the left that a mask hides change what a recurrent model says."""
+    """Whether masked tokens on the left change a recurrent model's logits."""
     if not getattr(model, "_is_stateful", False):
         return False
     if model not in _padded:
@@ -117,7 +117,7 @@ def _padding_enters(model: PreTrainedModel) -> bool:
 
 
 def _joined(parts: Sequence[Draw], order: Sequence[int]) -> Draw:
-    """Draws of groups as one, the rows put where `order` says."""
+    """The draws of several groups as one, with the rows in `order`."""
     width = max(part.tokens.shape[1] for part in parts)
     back = torch.tensor(order).argsort()
 
@@ -132,13 +132,13 @@ def _joined(parts: Sequence[Draw], order: Sequence[int]) -> Draw:
 def stream(
     model: PreTrainedModel, request: Request, stop_token_ids: Sequence[int]
 ) -> Iterator[int]:
-    """One answer's tokens as they are drawn, a stop token included; the request knows its end."""
+    """Yield one answer's tokens, the stop token included; sets the request's end."""
     cache = DynamicCache(config=model.config)
     ids, border = list(request.prompt), rope_border(model)
     new = len(ids)
     draw_next = _Sampler([request], model.device)
     while not request.ended:
-        if border is not None and len(ids) == border + 1:  # what is kept was turned otherwise
+        if border is not None and len(ids) == border + 1:  # cached keys have other rotations
             cache, new = DynamicCache(config=model.config), len(ids)
         new_ids = torch.tensor([ids[-new:]], device=model.device)
         with torch.no_grad(), _last_logits_only(model):
@@ -154,7 +154,7 @@ def stream(
 
 
 class _Sampler(LogitsProcessor):
-    """Draws our token and leaves `generate` no other: every other logit becomes -inf."""
+    """Samples a token and sets every other logit to -inf, so that `generate` takes it."""
 
     def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
         self.requests = requests
@@ -196,7 +196,7 @@ class _Ends(StoppingCriteria):
 
 
 def _see(request: Request, token: int, stop_token_ids: Sequence[int]) -> None:
-    """Count a token of an answer, and end it where that ends it."""
+    """Count a token of an answer, and end the answer if it is the last."""
     request.length += 1
     if token in stop_token_ids:
         request.ended = request.finished = True
@@ -208,7 +208,7 @@ def _see(request: Request, token: int, stop_token_ids: Sequence[int]) -> None:
 
 @contextmanager
 def _last_logits_only(model: PreTrainedModel) -> Iterator[None]:
-    """Some families' forwards make the logits of all of a prompt; only the last are looked at."""
+    """Within: only the last token's logits, which some families compute for the whole prompt."""
 
     def last(head: nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, *others = states
@@ -225,8 +225,8 @@ def _last_logits_only(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
-    """A checkpoint's generation settings (penalties, beams, limits) must not change what is
-    sampled, and `generate` fills in every setting that its caller leaves open from them."""
+    """Within: without the checkpoint's generation settings (penalties, beams, limits), which
+    `generate` would take for every setting that its caller leaves open."""
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

@@ -1,4 +1,4 @@
-"""The only place where generation calls a model: prompts at once, then token by token."""
+"""The only place where generation calls a model: prefill, then decode token by token."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tandem.ops.attention_context import Decode, KVMemory, Packed, attending
 
 
 class Runner(Protocol):
-    """A model over KV memory. Everything stays on the model's device; nothing waits for it."""
+    """A model with KV memory. Everything stays on the model's device; the host never waits."""
 
     def prefill(self, token_ids: Tensor, lengths: Sequence[int], tables: Tensor) -> Tensor:
-        """Keep the keys and values of G prompts side by side.
+        """Compute and keep the keys and values of G packed prompts.
 
         Args:
             token_ids: (N,) int64, the prompts in order.
@@ -33,22 +33,22 @@ class Runner(Protocol):
         """
 
     def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
-        """One more token per row, all (n,) and (n, W): logits (n, V) of what follows it.
+        """Run one more token per row, (n,) and (n, W); returns the logits (n, V) of the next.
 
-        The logits are read before the next call: a runner may write them in the same place.
+        The next call may overwrite them.
         """
 
     def draw(self, logits: Tensor, part: Part) -> Draw | None:
-        """Draw for the rows of a part as `Rows.draw` does, faster; None where it cannot."""
+        """Sample for the rows of a part as `Rows.draw` does, but faster; None if it cannot."""
 
     def close(self) -> None:
-        """Give back what the runner holds besides the memory."""
+        """Free what the runner holds besides the KV memory."""
 
 
 def new_memory(model: PreTrainedModel, num_blocks: int) -> KVMemory:
-    """KV memory for a model in the type that its attention computes in.
+    """KV memory for a model, in the dtype of its attention.
 
-    One block more than asked, the last, is there for rows that only fill a batch up.
+    It has one block more than asked, the last, for rows that only pad a batch.
     """
     memory = KVMemory(kv_shapes(model), num_blocks + 1, dtype=kv_dtype(model), device=model.device)
     native.prefer_large_pages(*(tensor for layer in memory.layers for tensor in layer))
@@ -56,15 +56,15 @@ def new_memory(model: PreTrainedModel, num_blocks: int) -> KVMemory:
 
 
 def kv_dtype(model: PreTrainedModel) -> torch.dtype:
-    """The type of keys and values: the generating weights'."""
+    """The dtype of keys and values: that of the twin's weights."""
     return twin_of(model).dtype
 
 
 class TwinRunner:
-    """Any model that has a twin, through its Hugging Face modules."""
+    """Any model with a twin, by the twin's modules."""
 
     def __init__(self, model: PreTrainedModel, memory: KVMemory) -> None:
-        """The twin is looked up once: the model's modules must stay what they are meanwhile."""
+        """Looks the twin up once: the model's modules must not change during its life."""
         self._model, self._memory = model, memory
         self._twin = twin_of(model)
         self._keeps_some = "logits_to_keep" in inspect.signature(self._twin.forward).parameters
@@ -90,11 +90,11 @@ class TwinRunner:
             return self._logits(token_ids, positions)
 
     def draw(self, logits: Tensor, part: Part) -> Draw | None:
-        """As `Runner` says: it never can."""
+        """As `Runner` says: it cannot."""
         return None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to free."""
 
     def _logits(self, token_ids: Tensor, positions: Tensor, **more: Tensor) -> Tensor:
         output = self._twin(

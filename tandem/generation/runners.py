@@ -1,4 +1,4 @@
-"""Which runner a model gets."""
+"""The choice of a model's runner."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tandem.ops.attention_context import KVMemory
 
 
 def make_runner(model: PreTrainedModel, memory: KVMemory, longest: int) -> Runner:
-    """The fastest runner that computes this model; no sequence may pass `longest` tokens.
+    """The fastest runner for a model; no sequence may have more than `longest` tokens.
 
-    What a runner computes does not depend on which one it is: the choice follows from the model,
-    its device, and from whether memory is short.
+    All runners compute the same numbers. The choice depends on the model, its device and the free
+    memory.
     """
     if model.device.type == "cuda":
         return GraphRunner(model, memory)

@@ -1,8 +1,8 @@
-"""Drawing a token, and the log-prob of what was drawn.
+"""Sampling a token, with its log-prob.
 
 Randomness is a pure function of (seed, step, prompt, sample, token), so a text does not depend on
-which batch, slot, order or rank it was drawn in. Each step here treats a row by itself for the
-same reason.
+which batch, slot, order or rank it was drawn in. For the same reason no row affects another
+here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tandem.errors import GenerationError
 from tandem.ops import dense
 
 _FIRST_LOOK = 1024
-"""Tokens among which the nucleus is looked for before the whole vocabulary is summed."""
+"""Tokens among which the nucleus is searched before the whole vocabulary."""
 
 
 def sequence_key(seed: int, step: int, prompt: int, sample: int) -> int:
-    """A signed 64-bit key for one answer, from the run's seed and what the answer is."""
+    """A signed 64-bit key for one answer: the run's seed, and the answer's numbers."""
     text = f"{seed}/{step}/{prompt}/{sample}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
@@ -35,7 +35,7 @@ class Draw:
     """One token per row. tokens: (n,) int64; log-probs and entropy (n,) float32, nats.
 
     logprobs, entropy: of softmax(logits / temperature). sampled_logprobs: under the distribution
-    that the token was drawn from, which biases, penalties and truncation have changed.
+    that was sampled from, after biases, penalties and truncation.
     """
 
     tokens: Tensor
@@ -45,26 +45,25 @@ class Draw:
 
 
 class TokenCounts:
-    """Which tokens each row's prompt holds and how often its answer does; for penalties."""
+    """Which tokens are in each row's prompt, and how often in its answer; for penalties."""
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
-        """Of nothing yet."""
         self.prompted = torch.zeros((rows, vocabulary), dtype=torch.bool, device=device)
         self.answered = torch.zeros((rows, vocabulary), dtype=torch.int32, device=device)
 
     def begin(self, row: int, prompt: Sequence[int]) -> None:
-        """A row begins anew, after this prompt."""
+        """Start a row over, after this prompt."""
         self.prompted[row] = False
         self.prompted[row, torch.tensor(prompt, device=self.prompted.device)] = True
         self.answered[row] = 0
 
     def add(self, rows: slice, tokens: Tensor) -> None:
-        """Each of these rows has drawn a token."""
+        """Count one token for each of these rows."""
         column = tokens[:, None]
         self.answered[rows].scatter_add_(1, column, torch.ones_like(column, dtype=torch.int32))
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Rows take other places."""
+        """Move rows."""
         self.prompted[targets] = self.prompted[sources]
         self.answered[targets] = self.answered[sources]
 
@@ -74,10 +73,10 @@ class TokenCounts:
 
 
 class Sampler:
-    """Draws as one SamplingConfig says.
+    """Samples as one SamplingConfig says.
 
     Attributes:
-        rule: samplers of one model draw alike if theirs are equal.
+        rule: samplers of one model with equal rules sample alike.
     """
 
     def __init__(
@@ -87,14 +86,14 @@ class Sampler:
         device: torch.device,
         vocabulary: int,
     ) -> None:
-        """Nothing is drawn yet; the same sampler serves any number of rows.
+        """One sampler serves any number of rows.
 
         Args:
-            stop_token_ids: ids that the model does not have are never drawn.
+            stop_token_ids: ids that the model does not have are ignored.
             vocabulary: how many tokens the model has.
         Raises:
-            ConfigError: a logit bias that is none.
-            GenerationError: one for a token that the model does not have, or an infinite one.
+            ConfigError: a logit bias that is not a token and a number.
+            GenerationError: a bias for a token that the model does not have, or an infinite one.
         """
         self.sampling = sampling
         self.penalizes = (
@@ -119,7 +118,7 @@ class Sampler:
         token_numbers: Tensor,
         counts: tuple[Tensor, Tensor] | None = None,
     ) -> Draw:
-        """Draw a token per row.
+        """Sample a token per row.
 
         Args:
             logits: (n, V); -inf for tokens that may not be drawn.
@@ -127,8 +126,8 @@ class Sampler:
             token_numbers: (n,) int64, how many tokens each answer has before this one.
             counts: what `TokenCounts.of` says of the rows; needed where `penalizes`.
         Returns:
-            where no token has any probability, or a logit is NaN: a token that means nothing,
-            with NaN as the log-prob that it was drawn with. Nobody waits for the device to tell.
+            if no token has any probability, or a logit is NaN: a meaningless token, with NaN as
+            its `sampled_logprobs`, so that the host need not wait for the device.
         """
         temperature = self.sampling.temperature
         if not self._edits and not self._truncates:
@@ -147,7 +146,7 @@ class Sampler:
     def _edited(
         self, logits: Tensor, token_numbers: Tensor, counts: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """Biases, penalties, then stop tokens that may not be drawn yet."""
+        """Logits after biases, penalties and the ban on early stop tokens."""
         if len(self._biased):
             logits = logits.index_add(1, self._biased, self._biases.expand(len(logits), -1))
         if self.penalizes:
@@ -182,9 +181,9 @@ def penalized(
 ) -> Tensor:
     """Logits (n, V) float32 after the penalties for tokens that have occurred.
 
-    repetition_penalty r (arXiv:1909.05858, as Hugging Face has it): a token of prompt or answer
-    has its logit divided by r if positive, multiplied by r if negative. frequency_penalty is
-    subtracted once per occurrence in the answer, presence_penalty once in all.
+    repetition_penalty r (arXiv:1909.05858, as in Hugging Face): the logit of a token of prompt or
+    answer is divided by r if positive, multiplied by r if negative. frequency_penalty is
+    subtracted once per occurrence in the answer, presence_penalty once at most.
     """
     penalty = sampling.repetition_penalty
     if penalty != 1.0:
@@ -206,15 +205,16 @@ def truncated(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> Tensor:
-    """Logits (n, V) with -inf for every token that top-k, then top-p, then min-p leaves out.
+    """Logits (n, V) with -inf for every token that top-k, then top-p, then min-p excludes.
 
     Tokens that tie with the last one kept are kept.
 
     Args:
-        temperature: what the logits are divided by before they are probabilities; > 0.
+        temperature: divides the logits before the softmax; > 0.
         top_k: keep the k likeliest; 0 is off.
-        top_p: of those, the smallest set with this much of their probability (arXiv:1904.09751).
-        min_p: of all, those at least this likely relative to the likeliest (arXiv:2407.01082).
+        top_p: keep the smallest set of those with this share of their probability
+            (arXiv:1904.09751).
+        min_p: keep tokens at least this likely relative to the likeliest (arXiv:2407.01082).
     """
     if 0 < top_k < logits.shape[-1]:
         border = logits.topk(top_k, dim=-1).values[:, -1:]
@@ -235,15 +235,15 @@ def _nucleus_border(probabilities: Tensor, top_p: float) -> Tensor:
     """(n, 1): probability of the last token kept."""
     vocabulary = probabilities.shape[-1]
     ascending = _sorted(probabilities)
-    # Asking a GPU whether a first look was enough would make the host wait for it.
+    # On a GPU the host would have to wait to know whether the first search was enough.
     widths = (vocabulary,) if probabilities.is_cuda else (min(_FIRST_LOOK, vocabulary), vocabulary)
     for width in widths:
         likeliest = ascending[:, vocabulary - width :].flip(-1)
-        # A token stays while the ones before it have not reached top_p: the first always does.
+        # A token stays while those before it have not reached top_p, so the first always stays.
         stays = likeliest.cumsum(dim=-1, dtype=torch.float64) - likeliest < top_p
         if width == vocabulary or not bool(stays[:, -1].any()):
             break
-    # Of NaN none stays; the draw says so by its log-prob.
+    # With NaN none stays; the log-prob of the draw is then NaN.
     return likeliest.gather(1, (stays.sum(dim=-1, keepdim=True) - 1).clamp(min=0))
 
 

@@ -1,4 +1,4 @@
-"""Several answers streamed at once over one KV memory, for chat and serving."""
+"""Several answers streamed at once with one KV memory, for chat and serving."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tandem.models.twin import decodes, kv_shapes
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """One answer on its way.
+    """An answer in progress.
 
-    token_ids: so far, a stop token left out. ended: nothing more will come. finished: a stop token
-    or stop string ended it, not the limit and not `cancel`. error: what ended it where nothing
-    could be drawn.
+    token_ids: so far, without a stop token. ended: nothing more will come. finished: a stop token
+    or stop string ended it, not the limit and not `cancel`. error: set if no token could be
+    sampled.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -45,10 +45,10 @@ class Handle:
 
 
 class Conversations:
-    """Answers that begin, stream and end independently of each other.
+    """Answers that start, stream and end independently of each other.
 
     Each conversation has its own sampling and seed, and its text does not depend on the others.
-    The model must stay as it is between `step`s; use as a context manager, which frees the memory.
+    The model must not change between `step`s. Use it as a context manager, which frees the memory.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Conversations:
         """Memory is allocated now and kept until `close`.
 
         Args:
-            slots: most answers side by side, if `rows_together` allows them; others wait.
+            slots: most answers at a time, if `rows_together` allows them; others wait.
             max_tokens: most tokens of one prompt and its answer together.
-            kv_blocks: blocks of KV memory; None takes what `slots` of the longest need, or what
+            kv_blocks: blocks of KV memory; None: what `slots` of the longest answers need, or what
                 there is room for.
         Raises:
-            GenerationError: there is no room for one of the longest.
+            GenerationError: there is no room for one of the longest answers.
         """
         slots = rows_together(model, slots)
         self._model, self._stops = model, stops
@@ -96,7 +96,7 @@ class Conversations:
             )
 
     def submit(self, prompt_ids: Sequence[int], sampling: SamplingConfig, *, seed: int) -> Handle:
-        """Queue an answer to a prompt; it comes with the next steps.
+        """Queue an answer to a prompt; the next steps generate it.
 
         Raises:
             GenerationError: the prompt leaves no room for an answer, or prompt or logit bias name
@@ -130,15 +130,15 @@ class Conversations:
 
     @property
     def busy(self) -> bool:
-        """Whether any answer has not ended."""
+        """Whether any answer is in progress."""
         return bool(self._handles)
 
     def step(self) -> list[tuple[Handle, list[int]]]:
-        """One more token for every answer that runs.
+        """Generate one more token for every running answer.
 
         Returns:
-            Each answer that got tokens or ended, with its new tokens (none where a stop token
-            ended it). An answer that met NaN has ended with an `error`; the others go on.
+            Each answer that got tokens or ended, with its new tokens (none if a stop token ended
+            it). An answer with NaN logits has ended with an `error`; the others go on.
         """
         events: dict[Handle, list[int]] = {}
         for request, token in self._drawn():
@@ -158,7 +158,7 @@ class Conversations:
         return list(events.items())
 
     def cancel(self, handle: Handle) -> None:
-        """End an answer where it stands; its memory is free at once."""
+        """End an answer now, and free its memory."""
         for request, other in list(self._handles.items()):
             if other is handle:
                 if self._session is not None:
@@ -167,7 +167,7 @@ class Conversations:
                 self._forget(request)
 
     def close(self) -> None:
-        """Cancel what runs and free the memory."""
+        """Cancel all answers and free the memory."""
         for handle in list(self._handles.values()):
             self.cancel(handle)
         if self._session is not None:
@@ -191,7 +191,7 @@ class Conversations:
                 yield from zip(drawn.requests, drawn.token_ids, strict=True)
             return
         for request, tokens in list(self._streams.items()):
-            for token in islice(tokens, 1):  # none where there was nothing to draw from
+            for token in islice(tokens, 1):  # none if none could be sampled
                 yield request, token
 
     def _forget(self, request: Request) -> None:
@@ -207,14 +207,14 @@ def stream(
     *,
     seed: int,
 ) -> Iterator[int]:
-    """Yield one answer's tokens as they are drawn, its stop token left out.
+    """Yield one answer's tokens as they are sampled, without its stop token.
 
     Closing the iterator ends the answer and frees its memory.
 
     Raises:
         GenerationError: prompt and answer exceed the model's positions, or prompt or logit bias
             name tokens that the model does not have.
-        NumericsError: nothing could be drawn, because a logit was NaN or every token forbidden.
+        NumericsError: a logit was NaN, or every token forbidden.
     """
     budget = _budget(model, prompt_ids, sampling, max_positions(model))
     with Conversations(model, stops, slots=1, max_tokens=len(prompt_ids) + budget) as talk:
@@ -232,7 +232,7 @@ def _budget(
     sampling: SamplingConfig,
     max_tokens: int | None,
 ) -> int:
-    """Most tokens of an answer to this prompt."""
+    """The most tokens of an answer to this prompt."""
     limits = [limit for limit in (max_positions(model), max_tokens) if limit is not None]
     budget = min([sampling.max_new_tokens, *(limit - len(prompt_ids) for limit in limits)])
     if not prompt_ids or budget < 1:

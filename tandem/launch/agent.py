@@ -1,7 +1,7 @@
-"""One node's launcher: torch's elastic agent, with our own way to start, watch and end ranks.
+"""One node's launcher: torch's elastic agent, with our own way to start, watch and stop ranks.
 
-Torch decides when ranks start, meet and start again (`SimpleElasticAgent`, made to be extended);
-this decides what a rank's process is, how long it is waited for, and who is to blame.
+Torch decides when ranks start, meet and restart (`SimpleElasticAgent`, made to be extended); this
+decides what a rank's process is, how long to wait for it, and which rank caused a failure.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from tandem.parallel.watchdog import INTERVAL_SECONDS, blame, read_notes, watch_
 from tandem.stopping import holding_back
 
 _SETTLE_SECONDS = 1.0
-"""After a failure: for what happened at the same time to show."""
+"""After a failure: for other failures at the same time to appear."""
 _SHARED_SECONDS = 6.0
-"""After an error that a user can mend: for the other ranks to meet the same one."""
+"""After an error that the user can fix: for the other ranks to find the same one."""
 _TERM_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 
 
 @dataclass(slots=True)
 class Rank:
-    """A rank's process; `code` and `seen` once its end was noticed."""
+    """A rank's process; `code` and `seen` are set when its end is noticed."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -57,7 +57,7 @@ class Rank:
     seen: float = 0.0
 
     def poll(self) -> bool:
-        """Whether it has failed, or left word that it will."""
+        """Whether it has failed, or reported that it will."""
         if self.code is None:
             self.code = self.process.poll()
             self.seen = time.time()
@@ -65,7 +65,7 @@ class Rank:
 
 
 class Agent(SimpleElasticAgent):
-    """Starts the ranks of one node, watches them, and ends them all together."""
+    """Starts the ranks of one node, watches them, and stops them all together."""
 
     def __init__(
         self,
@@ -82,9 +82,9 @@ class Agent(SimpleElasticAgent):
         """
         Args:
             command: what follows `python` for a rank: -m MODULE or SCRIPT, and arguments.
-            scratch: an empty folder of the launcher's own, for words that ranks leave.
-            patience_seconds: how long ranks that were asked to stop may take.
-            environment: on top of this process's own.
+            scratch: an empty folder for the ranks' failure files.
+            patience_seconds: how long ranks may take to stop.
+            environment: variables beside this process's own.
         """
         super().__init__(spec)
         self.verdict: Verdict | None = None
@@ -103,7 +103,7 @@ class Agent(SimpleElasticAgent):
         self._peers = Peers(None, 0, 1)
 
     def stop(self, number: int, frame: object) -> None:
-        """A signal handler: ask all ranks to stop; at the second call end them at once."""
+        """A signal handler: ask all ranks to stop; on the second call kill them at once."""
         if self.asked_to_stop is not None:
             self._must_stop_at_once = True
             return
@@ -113,19 +113,19 @@ class Agent(SimpleElasticAgent):
 
     @property
     def all_finished(self) -> bool:
-        """Whether every rank of this node came to its end, and none failed."""
+        """Whether every rank of this node has ended without failing."""
         return bool(self._ranks) and all(rank.code == 0 for rank in self._ranks)
 
     @property
     def last_words(self) -> str:
-        """What a rank that was stopped said of where it got to; empty if none did."""
+        """How far a stopped rank says it got; empty if none says so."""
         failures = [read_failure(rank.failure_file) for rank in self._ranks]
         lines = [f.line for f in failures if f is not None and f.kind == "stopped"]
         return next((line for line in lines if line.startswith("stopped by")), "")
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._can_interrupt = False
-        group: Any = worker_group  # torch annotates what the meeting fills in as None
+        group: Any = worker_group  # torch annotates what the rendezvous sets as None
         self._peers = Peers(group.store, group.group_rank, group.group_world_size)
         attempt = group.spec.max_restarts - self._remaining_restarts
         self._ranks = [self._start(group, worker.local_rank, attempt) for worker in group.workers]
@@ -155,12 +155,12 @@ class Agent(SimpleElasticAgent):
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(group.spec.max_restarts),
             "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher keeps it, all ranks come to it
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # which the launcher keeps
             FAILURE_FILE: str(failure_file),
             LOG_FILE: str(log),
             LAUNCHER: str(os.getpid()),
         }
-        # Without the working folder on the path of modules, unless we have it there ourselves.
+        # Without the working folder on sys.path, unless it is on ours.
         safe = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         append(log, f"--- {when} rank {number} on {self._host}, start {attempt}\n".encode())
@@ -172,7 +172,7 @@ class Agent(SimpleElasticAgent):
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
-                start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone
+                start_new_session=True,  # Ctrl-C in the terminal reaches only the launcher
             )
             return Rank(number, process, log, output.tell(), failure_file)
 
@@ -216,7 +216,7 @@ class Agent(SimpleElasticAgent):
         self._end(death_sig, self._patience if self.asked_to_stop else _TERM_SECONDS)
 
     def _end(self, number: signal.Signals, seconds: float) -> None:
-        """Ask the ranks, wait, then kill them and whatever they started."""
+        """Signal the ranks, wait, then kill them and all that they started."""
         for rank in self._ranks:
             if rank.process.poll() is None:
                 rank.process.send_signal(number)
@@ -232,7 +232,7 @@ class Agent(SimpleElasticAgent):
             rank.poll()
 
     def _judge(self, group: Any) -> Verdict:
-        """Let the others fail too, then decide; with several nodes, together with them."""
+        """Wait for other failures, then decide, together with the other nodes."""
         begun = time.monotonic()
         while not all(rank.poll() or rank.code is not None for rank in self._ranks):
             failures = [read_failure(rank.failure_file) for rank in self._ranks]
@@ -252,12 +252,12 @@ class Agent(SimpleElasticAgent):
             )
             for rank in self._ranks
         ]
-        dumb = [e for e in endings if e.failure is None and (e.code or 0) < 0]
-        places, silent = self._last_seen(group, dumb) if dumb else ({}, [])
+        killed = [e for e in endings if e.failure is None and (e.code or 0) < 0]
+        places, silent = self._last_seen(group, killed) if killed else ({}, [])
         return self._peers.agree(judge(endings, places, silent))
 
-    def _last_seen(self, group: Any, dumb: Sequence[Ending]) -> tuple[dict[int, str], list[str]]:
-        """Where ranks were that a signal ended, and, for aborted ones, who leaves no notes."""
+    def _last_seen(self, group: Any, killed: Sequence[Ending]) -> tuple[dict[int, str], list[str]]:
+        """Where ranks were that a signal killed, and, for aborted ones, which ranks are silent."""
         attempt = group.spec.max_restarts - self._remaining_restarts
         store = self._meeting.ranks_store
         assert store is not None, "ranks were started"
@@ -266,11 +266,11 @@ class Agent(SimpleElasticAgent):
         try:
             before = read_notes(notes, size)
             places = {seen.rank: seen.where() for seen in before if seen is not None}
-            if all(ending.code != -signal.SIGABRT for ending in dumb):
+            if all(ending.code != -signal.SIGABRT for ending in killed):
                 return places, []
             time.sleep(2 * INTERVAL_SECONDS)
             said = blame(before, read_notes(notes, size))
-        except RuntimeError:  # kept by a node that is gone
+        except RuntimeError:  # the store was on a node that is gone
             return {}, []
-        names = tuple(f"rank {ending.rank}," for ending in dumb)
+        names = tuple(f"rank {ending.rank}," for ending in killed)
         return places, [phrase for phrase in said if not phrase.startswith(names)]

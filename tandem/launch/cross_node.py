@@ -1,4 +1,4 @@
-"""What the launchers of several nodes tell one another: that all must stop, and who failed."""
+"""What the launchers of several nodes exchange: requests to stop, and who failed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _STOP = "tandem/stop"
 
 
 class Peers:
-    """The other nodes' launchers, through the store of one meeting; nobody at one node."""
+    """The other nodes' launchers, through the store of one attempt; none on one node."""
 
     def __init__(self, store: Any, node: int, num_nodes: int) -> None:
-        """`store` is a torch.distributed store that belongs to this meeting alone."""
+        """`store` is this attempt's own."""
         self._store = store
         self._node = node
         self._num_nodes = num_nodes
         self._asked = time.monotonic()
 
     def tell_stop(self, number: signal.Signals) -> None:
-        """Have all nodes stop as if they had got this signal."""
+        """Stop all nodes as if they had received this signal."""
         if self._num_nodes > 1:
             try:
                 self._store.set(_STOP, str(int(number)))
@@ -33,25 +33,25 @@ class Peers:
                 return
 
     def asked_to_stop(self) -> signal.Signals | None:
-        """The signal that another node got."""
+        """The signal that another node received."""
         if self._num_nodes > 1 and self._store.check([_STOP]):
             return signal.Signals(int(self._store.get(_STOP)))
         return None
 
     def is_time_to_ask(self) -> bool:
-        """Whether a second has gone by since the last time."""
+        """Whether a second has passed since the last time."""
         if self._num_nodes == 1 or time.monotonic() < self._asked + _ASK_SECONDS:
             return False
         self._asked = time.monotonic()
         return True
 
     def verdict(self) -> Verdict | None:
-        """What other nodes say of a failure; None while there is none."""
+        """The other nodes' verdict on a failure; None while there is none."""
         told = self._told()
         return _best(told) if told else None
 
     def agree(self, verdict: Verdict) -> Verdict:
-        """Tell ours, and take theirs where only they know the culprit."""
+        """Share our verdict; returns another node's if only that one knows the cause."""
         if self._num_nodes == 1:
             return verdict
         try:
@@ -62,7 +62,7 @@ class Peers:
                 if best.is_certain or time.monotonic() > deadline:
                     return best
                 time.sleep(_POLL_SECONDS)
-        except RuntimeError:  # the node that kept the store is gone: ours must do
+        except RuntimeError:  # the node that kept the store is gone
             return verdict
 
     def _told(self) -> list[Verdict]:

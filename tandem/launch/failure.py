@@ -1,6 +1,6 @@
-"""How a rank tells its launcher what went wrong: one small file, written before it leaves.
+"""How a rank reports a failure to its launcher: one small file, written before it exits.
 
-Without a launcher the same call prints the line, so the command line has one way to complain.
+Without a launcher the same call prints the line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.stopping import handling
 from tandem.text import visible
 
 FAILURE_FILE = "TANDEM_FAILURE_FILE"
-"""Names the file that a launched rank leaves its failure in."""
+"""Names the file for a launched rank's failure."""
 LOG_FILE = "TANDEM_LOG_FILE"
 """Names the rank's log, where tracebacks go."""
 LAUNCHER = "TANDEM_LAUNCHER"
@@ -32,11 +32,11 @@ Kind = Literal["error", "crash", "lost", "stopped"]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank left.
+    """Why a rank exited.
 
-    kind: error (one that a user can mend), crash (any other exception), lost (a collective broke,
-    so another rank is to blame) or stopped (by a signal).
-    time: seconds since the epoch. code: the exit code that goes with it.
+    kind: error (the user can fix it), crash (any other exception), lost (a collective broke, so
+    another rank is the cause) or stopped (by a signal).
+    time: seconds since the epoch. code: the exit code.
     """
 
     kind: Kind
@@ -46,17 +46,17 @@ class Failure:
 
 
 def is_launched() -> bool:
-    """Whether this process is a rank that our launcher started, not one that a rank started."""
+    """Whether our launcher started this process, rather than one of its ranks."""
     return os.environ.get(LAUNCHER) == str(os.getppid())
 
 
 def complain(line: str, code: int, error: BaseException | None = None) -> int:
-    """Show one line to the user, through the launcher where there is one; returns `code`.
+    """Show one line to the user, through the launcher if there is one; returns `code`.
 
     Args:
         error: what was caught; its traceback goes to the rank's log.
     """
-    line = visible(line)  # a name in it may come from anyone: it is shown, not acted out
+    line = visible(line)  # names in it may come from anyone
     if is_launched():
         leave_failure(kind_of(error), line, code, error)
         return code
@@ -70,8 +70,7 @@ def complain(line: str, code: int, error: BaseException | None = None) -> int:
 def leaving_at_signals() -> Iterator[None]:
     """Within: a stopping signal ends this process at once, with one line and its code.
 
-    For the time before a run takes signals itself: an exception that a handler raises while
-    modules are imported may be lost there.
+    Used before a run handles signals: an exception raised while modules are imported may be lost.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -87,7 +86,7 @@ def leaving_at_signals() -> Iterator[None]:
 def leave_failure(kind: Kind, line: str, code: int, error: BaseException | None = None) -> None:
     """Write this rank's failure for the launcher, and its traceback to the rank's log."""
     if error is not None and LOG_FILE in os.environ:
-        # The log lies in the run's folder: where the disk is full, the line must still be told.
+        # The log is in the run's folder: on a full disk the line must still be shown.
         with suppress(OSError), open(os.environ[LOG_FILE], "a", encoding="utf-8") as log:
             log.write("".join(traceback.format_exception(error)))
     path = Path(os.environ[FAILURE_FILE])
@@ -97,7 +96,7 @@ def leave_failure(kind: Kind, line: str, code: int, error: BaseException | None 
 
 
 def read_failure(path: Path) -> Failure | None:
-    """The failure that a rank left, None if it left none."""
+    """A rank's failure, None if it wrote none."""
     if not path.exists():
         return None
     return Failure(**json.loads(path.read_text(encoding="utf-8")))
@@ -109,6 +108,6 @@ def kind_of(error: BaseException | None) -> Kind:
         return "lost"
     if isinstance(error, KeyboardInterrupt | Stopped):
         return "stopped"
-    if isinstance(error, ConnectionError | TimeoutError):  # OSErrors that pass
+    if isinstance(error, ConnectionError | TimeoutError):  # temporary OSErrors
         return "crash"
     return "error" if isinstance(error, TandemError | OSError) else "crash"

@@ -1,4 +1,4 @@
-"""From the ways that ranks ended: which one is to blame, and the one message that says so."""
+"""How ranks ended: which one is the cause, and the message that says so."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NOTICED_AFTER = 0.5
 class Ending:
     """How one rank ended, before its launcher stopped it.
 
-    code: exit code, negative for a signal; None if it had not ended when the others were stopped.
-    failure: what it left word of. seen: when its end was noticed, seconds since the epoch.
+    code: exit code, negative for a signal; None if it was still running when the others stopped.
+    failure: its report. seen: when its end was noticed, in seconds since the epoch.
     """
 
     rank: int
@@ -33,14 +33,14 @@ class Ending:
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether it ended badly for a reason of its own."""
+        """Whether it failed for a reason of its own."""
         if self.failure is not None:
             return self.failure.kind in ("error", "crash")
         return self.code not in (None, 0)
 
     @property
     def time(self) -> float:
-        """When it failed, as near as one knows: an end is noticed a little after it came."""
+        """When it failed, as far as known: an end is noticed a little late."""
         return self.seen - _NOTICED_AFTER if self.failure is None else self.failure.time
 
 
@@ -48,8 +48,8 @@ class Ending:
 class Verdict:
     """What to tell the user.
 
-    is_certain: the culprit is known, rather than only who waited for it.
-    can_retry: starting again may help; not where a user has something to mend.
+    is_certain: the cause is known, not only who waited for it.
+    can_retry: a restart may help; not if the user has something to fix.
     """
 
     line: str
@@ -73,12 +73,12 @@ def judge(
 ) -> Verdict:
     """The verdict over one node's ranks.
 
-    The first that failed by itself is to blame; those whose collectives broke come after it. An
-    error that all ranks share is shown once and without a rank.
+    The first that failed by itself is the cause; those whose collectives broke come after it. An
+    error that all ranks share is shown once, without a rank.
 
     Args:
-        places: where ranks that left no word were last seen.
-        silent: phrases on ranks that leave no notes any more, from `watch.blame`.
+        places: where ranks without a report were last seen.
+        silent: phrases on ranks that stopped writing notes, from `watchdog.blame`.
     """
     own = sorted((e for e in endings if e.failed_by_itself), key=lambda ending: ending.time)
     if own:
@@ -96,7 +96,7 @@ def judge(
 
 
 def _stopped(said: Sequence[Failure], ranks: Sequence[int]) -> Verdict:
-    """A signal came to ranks and not to the launcher: what they said of it, and their code."""
+    """A signal reached ranks and not the launcher: their line and code."""
     told = next((failure for failure in said if failure.line.startswith("stopped by")), None)
     if told is not None:
         return Verdict(told.line, told.code, told.time, is_certain=False, can_retry=False)
@@ -127,7 +127,7 @@ def _blame(
             line += " (out of memory, or by hand)"
         if first.rank in places:
             line += f"; it was last in {places[first.rank]}"
-        # Torch aborts a rank whose collective on GPUs took too long; a third is to blame.
+        # Torch aborts a rank whose GPU collective took too long; a third rank is the cause.
         if -code == signal.SIGABRT and silent:
             line += f", and waited for {'; '.join(silent)}"
     exit_code = 128 - code if code < 0 else code
@@ -141,7 +141,7 @@ def last_line(log: Path, start: int = 0) -> str:
         with log.open("rb") as file:
             file.seek(max(start, size - _LAST_BYTES))
             lines = file.read().decode("utf-8", "replace").strip().splitlines()
-    except OSError:  # no log, then nothing to quote from it
+    except OSError:  # no log, so nothing to quote
         return ""
     said = lines[-1].strip() if lines else ""
     return visible(said)[:300]

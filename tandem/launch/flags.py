@@ -1,4 +1,4 @@
-"""The launcher's own flags, taken off before the rest is read as a configuration. No torch."""
+"""The launcher's own flags, removed before the rest is read as a configuration. No torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """What the launcher was asked for.
+    """The launcher's flags.
 
-    num_gpus: ranks on each node; 0 if nothing was said.
-    rdzv: (host, port) of the meeting, None at one node.
+    num_gpus: ranks on each node; 0 if not given.
+    rdzv: (host, port) where nodes meet, None on one node.
     """
 
     num_gpus: int = 0
@@ -36,8 +36,8 @@ class LaunchOptions:
 
 
 def take_launch_flags(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
-    """The launcher's flags, what is left of the command line, and what is wrong with the former: a
-    flag without a value, or values that cannot be."""
+    """The launcher's flags, the rest of the command line, and problems of the flags: missing or
+    impossible values."""
     given: dict[str, str] = {}
     rest: list[str] = []
     problems: list[str] = []
@@ -52,9 +52,9 @@ def take_launch_flags(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], li
             value = next(words, "")
         if not value or value.startswith("--"):
             problems.append(f"--{name} must have a value; got none")
+            value = ""
         given[name] = value
-    options = _read(given, problems)
-    return options, rest, problems
+    return _read(given, problems), rest, problems
 
 
 def launch_help() -> str:
@@ -68,7 +68,7 @@ def launch_help() -> str:
         text = f"--{name}: {about}."
         lines += textwrap.wrap(text, 92, initial_indent=" " * 6, subsequent_indent=" " * 8)
     lines += textwrap.wrap(
-        "Rank 0 speaks; the others write RUN/logs/rank-N.log. torchrun works too: torchrun "
+        "Rank 0 prints; the others write RUN/logs/rank-N.log. torchrun works too: torchrun "
         "--nproc-per-node N -m tandem train ...",
         92,
         initial_indent=" " * 6,
@@ -80,13 +80,11 @@ def launch_help() -> str:
 def _read(given: Mapping[str, str], problems: list[str]) -> LaunchOptions:
     numbers = {"num-gpus": 0, "num-nodes": 1, "max-restarts": 0}
     for name in numbers.keys() & given.keys():
-        least = 0 if name == "max-restarts" else 1
-        text = given[name]
-        if not text.isdecimal() or int(text) < least:
-            if text and not text.startswith("--"):
-                problems.append(f"--{name} must be a whole number >= {least}; got {text}")
-            continue
-        numbers[name] = int(text)
+        least, text = 0 if name == "max-restarts" else 1, given[name]
+        if text.isdecimal() and int(text) >= least:
+            numbers[name] = int(text)
+        elif text:
+            problems.append(f"--{name} must be a whole number >= {least}; got {text}")
     rdzv = _read_address(given["rdzv"], problems) if given.get("rdzv") else None
     if numbers["num-nodes"] > 1 and "rdzv" not in given:
         problems.append(

@@ -1,9 +1,9 @@
-"""Where ranks meet: one store per attempt, listening on the asked-for address and no other.
+"""Where ranks meet: one store per attempt, which listens on one address.
 
-One node: the launcher keeps a store on 127.0.0.1 and nothing else listens. Several: whoever can
-bind --rdzv keeps the meeting place of the launchers (torch's dynamic rendezvous), and the first
-node's launcher a store for the ranks. Torch's own stores listen on every interface, and ranks that
-start again would read the last attempt's addresses from a store that is shared with the launchers.
+On one node the launcher's store listens on 127.0.0.1. With several nodes, the launcher that can
+bind --rdzv keeps the launchers' store (torch's dynamic rendezvous), and the first node's launcher a
+store for the ranks. Torch's own stores listen on every interface; and from a store shared with the
+launchers, restarted ranks would read the last attempt's addresses.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _SIOCGIFADDR = 0x8915
 
 
 class OneNode(RendezvousHandler):
-    """A meeting of one launcher: a fresh store for every attempt, on this machine alone."""
+    """One launcher: a new store for every attempt, on this machine only."""
 
     def __init__(self) -> None:
-        """Nothing listens before the first meeting."""
+        """Nothing listens yet."""
         self.ranks_store: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Rank 0 of 1, and where the ranks meet."""
+        """Rank 0 of 1, and the address of the ranks' store."""
         self.ranks_store = listening_store(LOOPBACK)
         where = RendezvousStoreInfo(LOOPBACK, self.ranks_store.port)
         return RendezvousInfo(PrefixStore("launcher", self.ranks_store), 0, 1, where)
@@ -60,14 +60,14 @@ class OneNode(RendezvousHandler):
         return _RUN_ID
 
     def is_closed(self) -> bool:
-        """Never: nobody else could come."""
+        """Never: there are no other launchers."""
         return False
 
     def set_closed(self) -> None:
-        """Nobody needs to know."""
+        """Nothing to do."""
 
     def num_nodes_waiting(self) -> int:
-        """Nobody else could."""
+        """None: there are no other launchers."""
         return 0
 
     def shutdown(self) -> bool:
@@ -75,34 +75,40 @@ class OneNode(RendezvousHandler):
         return True
 
 
-class ManyNodes(RendezvousHandler):
-    """A meeting of several launchers, by torch's dynamic rendezvous over a store that is ours."""
+class ManyNodes(DynamicRendezvousHandler):
+    """Several launchers, by torch's dynamic rendezvous over our own store; made by `at`."""
 
-    def __init__(
-        self, host: str, port: int, num_nodes: int, local_addr: str, join_seconds: float
-    ) -> None:
-        """Keeps the meeting place if (host, port) is this machine's and free, else comes to it.
+    ranks_store: TCPStore | None = None
+    _launchers_store: Store
+    _is_keeper: bool
+    _local_addr: str
+
+    @classmethod
+    def at(
+        cls, host: str, port: int, num_nodes: int, local_addr: str, join_seconds: float
+    ) -> ManyNodes:
+        """Keeps the launchers' store if (host, port) is this machine's and free, else connects.
 
         Raises:
-            ConfigError: nobody keeps one there.
+            ConfigError: there is no store at that address.
         """
-        self.ranks_store: TCPStore | None = None
-        self._local_addr = local_addr
-        self._num_nodes = num_nodes
-        self._meeting, self._is_keeper = _meeting_store(host, port, join_seconds)
-        self._inner = DynamicRendezvousHandler.from_backend(
+        store, is_keeper = _launchers_store(host, port, join_seconds)
+        meeting: ManyNodes = cls.from_backend(
             run_id=_RUN_ID,
-            store=self._meeting,
-            backend=C10dRendezvousBackend(self._meeting, _RUN_ID),
+            store=store,
+            backend=C10dRendezvousBackend(store, _RUN_ID),
             min_nodes=num_nodes,
             max_nodes=num_nodes,
             local_addr=local_addr,
             timeout=RendezvousTimeout(join=timedelta(seconds=join_seconds)),
         )
+        meeting._launchers_store, meeting._is_keeper = store, is_keeper
+        meeting._local_addr = local_addr
+        return meeting
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all nodes; the first one's launcher then opens the ranks' store."""
-        met = self._inner.next_rendezvous()
+        met = super().next_rendezvous()
         if met.rank == 0:
             self.ranks_store = listening_store(self._local_addr)
             met.store.set(_RANKS_STORE, f"{self._local_addr} {self.ranks_store.port}")
@@ -112,41 +118,22 @@ class ManyNodes(RendezvousHandler):
         where = RendezvousStoreInfo(address, int(port))
         return RendezvousInfo(met.store, met.rank, met.world_size, where)
 
-    def get_backend(self) -> str:
-        """A name for events."""
-        return self._inner.get_backend()
-
-    def get_run_id(self) -> str:
-        """A name for events."""
-        return _RUN_ID
-
-    def is_closed(self) -> bool:
-        """Whether a node said that nobody should meet again."""
-        return self._inner.is_closed()
-
-    def set_closed(self) -> None:
-        """Say that nobody should meet again."""
-        self._inner.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        """Launchers that want to meet anew: their ranks failed."""
-        return self._inner.num_nodes_waiting()
-
     def shutdown(self) -> bool:
-        """Leave for good; who keeps the meeting place stays a moment, for the others to leave."""
+        """Leave; the keeper of the launchers' store waits a moment for the others to leave."""
         try:
-            left = self._meeting.add(_LEFT, 1)
+            left = self._launchers_store.add(_LEFT, 1)
             deadline = time.monotonic() + _LEAVE_SECONDS
-            while self._is_keeper and left < self._num_nodes and time.monotonic() < deadline:
+            nodes = self.settings.max_nodes
+            while self._is_keeper and left < nodes and time.monotonic() < deadline:
                 time.sleep(0.05)
-                left = self._meeting.add(_LEFT, 0)
-            return self._inner.shutdown()
-        except RuntimeError:  # the keeper is gone, and the meeting with it
+                left = self._launchers_store.add(_LEFT, 0)
+            return super().shutdown()
+        except RuntimeError:  # the keeper is gone
             return False
 
 
 def listening_store(address: str, port: int = 0) -> TCPStore:
-    """A store that listens on one address alone; port 0 takes a free one.
+    """A store that listens on one address; port 0 takes a free one.
 
     Raises:
         OSError: the address is not this machine's, or the port is taken.
@@ -171,10 +158,10 @@ def listening_store(address: str, port: int = 0) -> TCPStore:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to `host`, which the others can reach it at.
+    """This machine's address towards `host`, at which the others can reach it.
 
     Raises:
-        ConfigError: the host is not known or there is no way to it.
+        ConfigError: the host is unknown or unreachable.
     """
     try:
         family, _, _, _, target = _resolve(host, port)
@@ -189,10 +176,10 @@ def address_towards(host: str, port: int) -> str:
 
 
 def check_local(address: str) -> None:
-    """Refuse an address that is not this machine's: the others could not reach it there.
+    """Check that an address is this machine's.
 
     Raises:
-        ConfigError: nothing can listen on it here.
+        ConfigError: it is not.
     """
     try:
         family, kind, protocol, _, target = _resolve(address, 0)
@@ -206,7 +193,7 @@ def check_local(address: str) -> None:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an IPv4 address; "" if none has it or nobody can say."""
+    """The network interface that has an IPv4 address; "" if there is none or it is unknown."""
     if sys.platform != "linux":
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -220,8 +207,8 @@ def interface_of(address: str) -> str:
     return ""
 
 
-def _meeting_store(host: str, port: int, seconds: float) -> tuple[Store, bool]:
-    """The launchers' store, and whether it is kept here."""
+def _launchers_store(host: str, port: int, seconds: float) -> tuple[Store, bool]:
+    """The launchers' store, and whether this launcher keeps it."""
     try:
         return listening_store(host, port), True
     except OSError as error:
@@ -253,7 +240,6 @@ def _client(address: str, port: int, seconds: float) -> TCPStore:
 def _resolve(
     host: str, port: int
 ) -> tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]]:
-    family, kind, protocol, name, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
-        0
-    ]
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, name, target = found[0]
     return family, kind, protocol, name, tuple(target)

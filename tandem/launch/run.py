@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeAlias
 
 from tandem.errors import ConfigError
@@ -36,13 +34,13 @@ def launch(
     join_seconds: float = _JOIN_SECONDS,
     print_line: Callable[[str], None] | None = None,
 ) -> int:
-    """Run a program on all ranks; to be called on the main thread, once on every node.
+    """Run a program on all ranks; called on the main thread, once on every node.
 
     Args:
         command: what follows `python`: -m MODULE or SCRIPT, and arguments. Its
             torch.distributed finds the others through the environment, as under torchrun.
-        log_folder: where rank-N.log go, all but rank 0's output and every rank's tracebacks.
-        device: auto, cpu or cuda; one rank per GPU where there are GPUs.
+        log_folder: of rank-N.log, with all output but rank 0's, and every rank's tracebacks.
+        device: auto, cpu or cuda; one rank per GPU if there are GPUs.
         patience_seconds: how long ranks may take to stop after Ctrl-C or SIGTERM.
         join_seconds: how long to wait for the other nodes.
         print_line: shows a line to the user; stderr if None.
@@ -57,100 +55,80 @@ def launch(
             f"{options.num_gpus}. Remove it, or start tandem without torchrun."
         )
     print_line = print_line or _print_line
-    # Before torch is imported: its C++ speaks of every broken connection, and we say it better.
+    # Before torch is imported: its C++ logs every broken connection, and we report them in a line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Ranks that start again must not read the last attempt's addresses.
+    # Restarted ranks must not read the last attempt's addresses.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     num_ranks, on_gpus = _ranks_here(options, device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (cores or 1) // num_ranks)))
-    what = "one per GPU" if on_gpus else "on the CPU with gloo"
+    where = "one per GPU" if on_gpus else "on the CPU with gloo"
     print_line(
-        f"{num_ranks} rank{'s' if num_ranks > 1 else ''} here, {what}, OMP_NUM_THREADS {threads}; "
-        f"rank 0 speaks{'' if options.num_nodes == 1 else ' on its node'}, the others in "
+        f"{num_ranks} rank{'s' if num_ranks > 1 else ''} here, {where}, OMP_NUM_THREADS {threads}; "
+        f"rank 0 prints{'' if options.num_nodes == 1 else ' on its node'}, the others in "
         f"{log_folder}/rank-N.log"
     )
     if options.rdzv is not None:
-        where = ":".join(map(str, options.rdzv))
-        print_line(
-            f"{options.num_nodes} nodes meet at {where}; waits {join_seconds:.0f} s for them"
+        at = ":".join(map(str, options.rdzv))
+        print_line(f"{options.num_nodes} nodes meet at {at}; waiting {join_seconds:.0f} s for them")
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    from tandem.launch.agent import Agent
+
+    meeting, local_addr = _meeting(options, join_seconds)
+    with TemporaryDirectory(prefix="tandem-launch-", ignore_cleanup_errors=True) as scratch:
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=num_ranks,
+            rdzv_handler=meeting,
+            entrypoint=sys.executable,
+            max_restarts=options.max_restarts,
+            monitor_interval=0.1,
+            local_addr=local_addr,
         )
-    with _scratch() as scratch:
-        agent, meeting = _agent(
+        agent = Agent(
+            spec,
+            meeting,
             command,
-            options,
-            num_ranks=num_ranks,
-            threads=threads,
             log_folder=Path(log_folder),
-            scratch=scratch,
-            patience_seconds=patience_seconds,
-            join_seconds=join_seconds,
+            scratch=Path(scratch),
             print_line=print_line,
+            patience_seconds=patience_seconds,
+            environment={"OMP_NUM_THREADS": threads, **_interfaces(local_addr)},
         )
         with handling(agent.stop):
             return _run(agent, meeting, options, print_line)
 
 
-def _agent(
-    command: Sequence[str],
-    options: LaunchOptions,
-    *,
-    num_ranks: int,
-    threads: str,
-    log_folder: Path,
-    scratch: Path,
-    patience_seconds: float,
-    join_seconds: float,
-    print_line: Callable[[str], None],
-) -> tuple[Agent, Meeting]:
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-
+def _meeting(options: LaunchOptions, join_seconds: float) -> tuple[Meeting, str]:
+    """Where the ranks meet, and this machine's address there."""
     from tandem.launch import rendezvous
-    from tandem.launch.agent import Agent
 
-    elastic = logging.getLogger("torch.distributed.elastic")  # we say it in one line
+    elastic = logging.getLogger("torch.distributed.elastic")  # we report in one line
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False
-    meeting: Meeting
     if options.rdzv is None:
-        local_addr = rendezvous.LOOPBACK
-        meeting = rendezvous.OneNode()
-    else:
-        host, port = options.rdzv
-        local_addr = options.local_addr or rendezvous.address_towards(host, port)
-        rendezvous.check_local(local_addr)
-        meeting = rendezvous.ManyNodes(host, port, options.num_nodes, local_addr, join_seconds)
-    environment = {"OMP_NUM_THREADS": threads}
-    interface = rendezvous.interface_of(local_addr)
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if interface and variable not in os.environ:
-            environment[variable] = interface
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=num_ranks,
-        rdzv_handler=meeting,
-        entrypoint=sys.executable,
-        max_restarts=options.max_restarts,
-        monitor_interval=0.1,
-        local_addr=local_addr,
-    )
-    agent = Agent(
-        spec,
-        meeting,
-        command,
-        log_folder=log_folder,
-        scratch=scratch,
-        print_line=print_line,
-        patience_seconds=patience_seconds,
-        environment=environment,
-    )
-    return agent, meeting
+        return rendezvous.OneNode(), rendezvous.LOOPBACK
+    host, port = options.rdzv
+    local_addr = options.local_addr or rendezvous.address_towards(host, port)
+    rendezvous.check_local(local_addr)
+    nodes = options.num_nodes
+    return rendezvous.ManyNodes.at(host, port, nodes, local_addr, join_seconds), local_addr
+
+
+def _interfaces(local_addr: str) -> dict[str, str]:
+    """The network interface of an address, as gloo and NCCL read it from the environment."""
+    from tandem.launch.rendezvous import interface_of
+
+    name = interface_of(local_addr)
+    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {v: name for v in variables if name and v not in os.environ}
 
 
 def _run(
     agent: Agent, meeting: Meeting, options: LaunchOptions, print_line: Callable[[str], None]
 ) -> int:
-    """Run all ranks to their end; the exit code."""
+    """Run all ranks until they end; the exit code."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
@@ -159,12 +137,12 @@ def _run(
     try:
         result = agent.run()
     except SignalException as stopped:
-        if agent.all_finished:  # what was asked to stop was done
+        if agent.all_finished:  # before the signal
             return 0
         print_line(
             agent.last_words
             or f"stopped by {stopped.sigval.name}. The same command continues from the last "
-            "checkpoint (--save-every); finished steps are kept."
+            "checkpoint (--save-every); finished stages are kept."
         )
         return 128 + stopped.sigval
     except RendezvousTimeoutError:
@@ -190,7 +168,7 @@ def _run(
 
 
 def _innermost(error: BaseException) -> str:
-    """The first line of the error that others were raised for: torch's own only point to it."""
+    """The first line of the error that caused the others."""
     while error.__cause__ is not None:
         error = error.__cause__
     return named_line(error)
@@ -210,15 +188,6 @@ def _ranks_here(options: LaunchOptions, device: str) -> tuple[int, bool]:
             f"{there}. Use {fewer}--device cpu for processes on the CPU."
         )
     return num_ranks, gpus > 0
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    folder = tempfile.mkdtemp(prefix="tandem-launch-")
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _print_line(line: str) -> None:

@@ -1,6 +1,6 @@
 """What a launched rank runs: `python -m tandem.launch.worker (-m MODULE | SCRIPT) ARGS`.
 
-It dies with its launcher, leaves word of what went wrong, and is otherwise the program it runs.
+It is killed with its launcher, reports failures, and otherwise is the program that it runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def die_with_launcher(pid: int) -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != pid:  # it ended before the kernel was told
+    if os.getppid() != pid:  # it ended before that
         os._exit(1)
 
 

@@ -1,1 +1,1 @@
-"""What a step needs of memory, by formula."""
+"""The memory that a step needs, by formula."""

@@ -1,18 +1,16 @@
-"""What a step needs of memory, per rank and role, in closed form.
+"""The memory that a step needs per rank and role, in closed form.
 
 Mixed-precision AdamW after ZeRO (arXiv:1910.02054, section 3.1 and figure 1), with Tandem's sizes:
-weights rest in the compute type of c bytes, and P weights of which T are trained cost
+weights are in the compute type of c bytes, and P weights of which T are trained cost
 
     weights c P    masters 4 T    gradients 4 T    AdamW 8 T    moving average 4 T    bytes
 
-on one rank. Float32 weights, and trained ones that lie in pieces, are their own masters. Of these
-`ZeRO` stages divide by the ranks: AdamW and resting weights from 1 on, gradients from 2 on; before
-stage 3 weights are whole again while a model is at work. What work holds beside weights is in
-`work`.
+on one rank. Float32 weights, and trained ones in pieces, are their own masters. ZeRO stages divide
+by the ranks: AdamW and resident weights from 1 on, gradients from 2 on; below stage 3 weights are
+whole while a model runs. `work` counts activations, logits and KV memory.
 
-Not counted: what the process holds before a model is there, the allocator's fragments, rounding of
-pieces to whole rows, and mixtures of experts' routing. `bench/memory.py` holds this against
-measurements.
+Not counted: the process before a model is loaded, fragmentation, rounding of pieces to whole rows,
+and routing in mixtures of experts. `bench/memory.py` compares this with measurements.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from tandem.config.schema import RunConfig
+from tandem.config.engine import EngineSettings
 from tandem.memory.shape import Shape
 
 FrozenKind = Literal["", "int8", "nf4"]
@@ -34,20 +32,20 @@ Bytes = dict[str, float]
 
 _ADAMW_BYTES, FLOAT = 8, 4
 _GATHERED_AT_ONCE = 2
-"""Blocks whose weights are whole at stage 3: the one that runs and the one that comes next. As many
-are under way where all are gathered."""
+"""Blocks with whole weights at stage 3, the running one and the next; and those in flight where all
+are gathered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How one model lies over the ranks.
+    """How one model is placed.
 
     replicas: copies of what is split, each over ranks / replicas. stage: ZeRO's, 0 to 3. half:
     computes in two bytes, else in four. is_trained: has gradients. lora_rank: 0 trains all weights.
-    frozen: how frozen linear weights rest. shares_base: the frozen base is another model's, who
-    counts it. offload_params: weights rest in host memory; trained ones then lie in pieces, as at
-    stage 3. accumulates: more than one micro-batch per optimizer step. moving_average: of what is
-    trained, in float32. on_cpu: the host is the device.
+    frozen: type of frozen linear weights. shares_base: the frozen base is another model's, which
+    counts it. offload_params: weights are in host memory; trained ones are split as at stage 3.
+    accumulates: more than one micro-batch per optimizer step. moving_average: of what is trained,
+    in float32. on_cpu: the host is the device.
     """
 
     ranks: int = 1
@@ -67,24 +65,24 @@ class Layout:
 
     @property
     def is_split(self) -> bool:
-        """Whether weights lie in pieces between steps; frozen ones only do from stage 3 on."""
+        """Whether weights are in pieces between steps; frozen ones are from stage 3 on."""
         if self.is_trained and self.offload_params:
             return True
         return self.ranks > 1 and self.stage >= (1 if self.is_trained else 3)
 
     @property
     def pieces(self) -> int:
-        """Ranks that split the model among them."""
+        """Ranks that a model is split over."""
         return max(1, self.ranks // self.replicas)
 
     @property
     def gathers_blocks(self) -> bool:
-        """Whether split weights are made whole block by block, and not all at once."""
+        """Whether split weights are gathered block by block, not all at once."""
         return self.stage == 3 or self.offload_params
 
     @property
     def has_masters_on_host(self) -> bool:
-        """Whether the optimizer on the host keeps weights of its own there."""
+        """Whether the optimizer keeps weights of its own on the host."""
         return self.offload_optimizer and not self.offload_params
 
     @property
@@ -94,12 +92,12 @@ class Layout:
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of a number that is computed with."""
+        """Bytes of a number of the compute type."""
         return 2 if self.half else FLOAT
 
 
 def layout_of(
-    config: RunConfig,
+    settings: EngineSettings,
     ranks: int,
     stage: int,
     *,
@@ -107,25 +105,25 @@ def layout_of(
     dtype: torch.dtype,
     average: bool = False,
 ) -> Layout:
-    """How a trained model of a run lies.
+    """How a trained model of a run is placed.
 
     Args:
-        stage: ZeRO's, of its role. device, dtype: what the run computes on and in.
+        stage: the ZeRO stage of its role. device, dtype: what the run computes on and in.
         average: it has a moving average.
     """
     return Layout(
         ranks=ranks,
-        replicas=config.parallel.replicas,
+        replicas=settings.parallel.replicas,
         stage=stage,
         half=dtype.itemsize == 2,
-        lora_rank=config.lora.rank,
-        frozen=config.parallel.frozen_weights,
-        shares_base=config.parallel.shared_base,
-        offload_optimizer="optimizer" in config.parallel.offload,
-        offload_params="params" in config.parallel.offload,
+        lora_rank=settings.lora.rank,
+        frozen=settings.parallel.frozen_weights,
+        shares_base=settings.parallel.shared_base,
+        offload_optimizer="optimizer" in settings.parallel.offload,
+        offload_params="params" in settings.parallel.offload,
         on_cpu=device.type == "cpu",
         moving_average=average,
-        checkpointing=config.gradient_checkpointing,
+        checkpointing=settings.gradient_checkpointing,
     )
 
 
@@ -133,9 +131,8 @@ def layout_of(
 class Role:
     """One model's bytes on one rank.
 
-    resting: on the device, whatever runs. host: in the host's memory, where that is another.
-    working: on the device only while this model runs. backward: beside those, only while it is
-    trained.
+    resting: always on the device. host: in host memory beside a GPU. working: on the device only
+    while this model runs. backward: in addition, only while it trains.
     """
 
     resting: Bytes
@@ -148,9 +145,8 @@ class Role:
 class MemoryPlan:
     """Bytes per rank of one step.
 
-    resting: what is there in every phase, by `role: name`. phases: what each adds to it, by name.
-    loading: what is there while models are read and checked. host: what lies in host memory beside
-    a GPU.
+    resting: in every phase, by `role: name`. phases: what each adds, by name. loading: while models
+    are read and checked. host: in host memory beside a GPU.
     """
 
     resting: Bytes
@@ -159,15 +155,10 @@ class MemoryPlan:
     host: Bytes = field(default_factory=dict)
 
     def peak(self, phase: str) -> int:
-        """The most bytes that are held in a phase, or in `load`."""
+        """The most bytes in use in a phase, or in `load`."""
         if phase == "load":
             return round(sum(self.loading.values()))
         return round(sum(self.resting.values()) + sum(self.phases[phase].values()))
-
-    @property
-    def peak_phase(self) -> str:
-        """The phase that needs most."""
-        return max(("load", *self.phases), key=self.peak)
 
 
 def trained_parameters(shape: Shape, layout: Layout) -> int:
@@ -180,13 +171,13 @@ def trained_parameters(shape: Shape, layout: Layout) -> int:
 
 
 def quantized_weights(shape: Shape, layout: Layout) -> int:
-    """Elements that rest as integers."""
+    """Elements that are stored as integers."""
     is_frozen = not layout.is_trained or layout.lora_rank > 0
     return shape.linear_weights + shape.untied_head if is_frozen and layout.frozen else 0
 
 
 def weight_bytes(shape: Shape, layout: Layout, size: int = FLOAT) -> float:
-    """All weights of one whole model as they rest, or travel: integers, and numbers of `size`."""
+    """All weights of one whole model as stored or sent: integers, and numbers of `size` bytes."""
     adapters = shape.adapters(layout.lora_rank) if layout.is_trained or layout.shares_base else 0
     quantized = quantized_weights(shape, layout)
     plain = shape.parameters + adapters - quantized
@@ -247,8 +238,8 @@ def working_bytes(shape: Shape, layout: Layout, *, at_once: bool = False) -> Byt
     return working
 
 
-def travelling_bytes(shape: Shape, layout: Layout) -> float:
-    """Buffers of the blocks that are on their way to be made whole."""
+def in_flight_bytes(shape: Shape, layout: Layout) -> float:
+    """Buffers of the blocks that are being gathered."""
     if not layout.is_split or not shape.blocks:
         return 0.0
     blocks = _blocks_at_once(shape, layout, layout.compute_bytes)
@@ -256,28 +247,28 @@ def travelling_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def _blocks_at_once(shape: Shape, layout: Layout, size: int) -> float:
-    """Bytes of two blocks and of what is in none, numbers being of `size`."""
+    """Bytes of two blocks and of what is outside blocks, in numbers of `size` bytes."""
     share = _GATHERED_AT_ONCE / max(1, len(shape.blocks))
     in_blocks = weight_bytes(shape, layout, size) - size * shape.outside_blocks
     return size * shape.outside_blocks + share * in_blocks
 
 
 def _gradients(shape: Shape, layout: Layout, trained: int) -> Bytes:
-    """Gradients, and those of one weight or unit that are still under way."""
+    """Gradients, and those of one weight or unit in flight."""
     if not layout.is_split:
         whole = layout.lora_rank == 0
         under_way = layout.compute_bytes * shape.largest
         if layout.has_masters_on_host and layout.ranks == 1 and not layout.on_cpu:
-            # They go down one by one.
+            # They are copied to the host one by one.
             return {"gradient under way": under_way if whole else 0}
-        # A gradient is added to the sum of the micro-batches before once it is whole.
+        # A whole gradient is added to the sum of earlier micro-batches.
         more = under_way if whole and (layout.accumulates or layout.has_masters) else 0
         return {"gradients": FLOAT * trained, "gradient under way": more}
     unit = FLOAT * _largest_unit(shape, layout)
     if layout.stage == 1 and layout.accumulates and not layout.offload_params:
         return {"gradients": FLOAT * trained, "gradients being reduced": unit}
     pieces = 0.0 if layout.offload_params and not layout.on_cpu else FLOAT * trained / layout.pieces
-    # Whole gradients of a unit beside their copy in the order in which they travel.
+    # Whole gradients of a unit, and their copy in the order in which they are sent.
     return {"gradients": pieces, "gradients being reduced": 2 * unit}
 
 

@@ -1,4 +1,4 @@
-"""What of a model decides its memory: counted on the meta device, so no weight is ever made."""
+"""The properties of a model that decide its memory, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from transformers import (
 )
 
 from tandem.models.blocks import decoder_blocks
+from tandem.models.build import attention_for
 from tandem.models.classifiers import require_classifier
 from tandem.models.hf_logging import quiet
-from tandem.models.load import attention_for, embedding_rows
+from tandem.models.load import embedding_rows
 from tandem.models.lora import adaptable
 
-# Tensors of the inner width that an MLP keeps per token for its backward pass: a gated one the
-# gate, the other projection and their product; another the output of its activation, and, where
-# that cannot be undone, its input; GPT-2's tanh GELU, written out in torch, every part of it.
+# Tensors of the inner width that an MLP keeps per token for its backward pass. Gated: the gate, the
+# other projection and their product. Others: the output of the activation, and its input unless
+# that follows from it; of GPT-2's tanh GELU, which is written out in torch, every part.
 _GATED_KEEPS, _RELU_KEEPS, _OTHER_KEEPS, _WRITTEN_OUT_KEEPS = 3, 1, 2, 5
 
 
@@ -31,8 +32,8 @@ _GATED_KEEPS, _RELU_KEEPS, _OTHER_KEEPS, _WRITTEN_OUT_KEEPS = 3, 1, 2, 5
 class Shape:
     """A model in the numbers that memory depends on.
 
-    parameters: all weights, a shared one once. blocks: those of each decoder block.
-    linears: (in, out) of every layer that may get an adapter or rest quantized.
+    parameters: all weights, tied ones once. blocks: those of each decoder block.
+    linears: (in, out) of every layer that may get an adapter or be quantized.
     largest: elements of the largest single weight. vocabulary: rows of the embedding.
     untied_head: elements of a vocabulary head with a weight of its own; else 0.
     query_width, kv_width: heads times their width; inner: the MLP's width.
@@ -62,7 +63,7 @@ class Shape:
 
     @property
     def outside_blocks(self) -> int:
-        """Parameters that belong to no block: embeddings, the last norm, the head."""
+        """Parameters outside the blocks: embeddings, the last norm, the head."""
         return self.parameters - sum(self.blocks)
 
     def adapters(self, rank: int) -> int:
@@ -73,7 +74,7 @@ class Shape:
 def shape_of(
     config: PreTrainedConfig, *, scalar: bool = False, trust_remote_code: bool = False
 ) -> Shape:
-    """Count a model's weights from its config, exactly, in no memory.
+    """Count a model's weights exactly, from its config, without memory.
 
     Args:
         scalar: with a head of one output, as critic and reward model have.
@@ -130,7 +131,7 @@ def _untied_head(model: PreTrainedModel) -> int:
 
 
 def _in_out(layer: nn.Module) -> tuple[int, int]:
-    """(in, out) of a linear layer; of GPT-2's Conv1D, whose weight lies turned, (out, in)."""
+    """(in, out) of a linear layer; of GPT-2's Conv1D, whose weight is transposed, (out, in)."""
     weight = layer.weight
     assert isinstance(weight, torch.Tensor)
     return int(weight.shape[1]), int(weight.shape[0])
@@ -149,16 +150,8 @@ def _mlp(model: PreTrainedModel, width: int) -> tuple[int, int]:
         return widest // 2, _GATED_KEEPS
     if any(name.startswith("gate_proj") for name in names):
         return widest, _GATED_KEEPS
-    activation = str(
-        next(
-            (
-                getattr(text, n)
-                for n in ("hidden_act", "activation_function", "hidden_activation")
-                if getattr(text, n, None)
-            ),
-            "",
-        )
-    )
+    keys = ("hidden_act", "activation_function", "hidden_activation")
+    activation = next((str(value) for key in keys if (value := getattr(text, key, None))), "")
     kept = {"relu": _RELU_KEEPS, "gelu_new": _WRITTEN_OUT_KEEPS}.get(activation, _OTHER_KEEPS)
     return widest, kept
 

@@ -1,4 +1,4 @@
-"""The memory of a whole step: which roles are there, and what each phase adds."""
+"""The memory of a whole step: its roles, and what each phase adds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tandem.memory.model import (
     Layout,
     MemoryPlan,
     Role,
+    in_flight_bytes,
     quantized_weights,
     role_memory,
-    travelling_bytes,
     working_bytes,
 )
 from tandem.memory.shape import Shape
@@ -24,11 +24,11 @@ from tandem.memory.work import activation_bytes, forward_bytes, generation_bytes
 class PPOWork:
     """What one rank does in a PPO step.
 
-    rows: answers it generates side by side. prompt, new: tokens of each. tokens: of the largest
-    micro-batch, of which `answered` are answers'. packs: decoding reads a second, packed copy.
-    slices: ranks that hold slices of the actor while it generates. has_reward_model: a model
-    scores, not only a function. has_critic, has_reference: those roles are there. hosted: frozen
-    models, `reference` and `reward`, whose weights rest in host memory.
+    rows: answers generated in parallel. prompt, new: tokens of each. tokens: of the largest
+    micro-batch, of which `answered` are response tokens. packs: decoding reads a second, packed
+    copy. slices: ranks that hold slices of the actor while it generates. has_reward_model: a model
+    scores, not only a function. has_critic, has_reference: the step has those roles. hosted: frozen
+    models (`reference`, `reward`) in host memory.
     """
 
     rows: int
@@ -57,8 +57,8 @@ def supervised_memory(
 
     Args:
         tokens: of the largest micro-batch on a rank, of which `answered` go through the head.
-        reference: a frozen copy is there too; under LoRA there never is one.
-        reference_on_host: its weights rest in host memory.
+        reference: there is a frozen copy too; never under LoRA.
+        reference_on_host: its weights are in host memory.
     """
     layouts = {"model": (shape, layout)}
     if reference and layout.lora_rank == 0:
@@ -75,14 +75,13 @@ def supervised_memory(
 def ppo_memory(
     actor: Shape, critic: Shape, policy: Layout, value: Layout, work: PPOWork
 ) -> MemoryPlan:
-    """Step 3: actor, critic, and frozen copies of how they started, reference and reward model, as
-    far as the work has those roles.
+    """PPO: actor, and those of critic, reference and reward model that the work has.
 
-    Under LoRA the reference is the actor with its adapters off. Gradients of actor and critic are
-    never there together.
+    Under LoRA the reference is the actor with its adapters off. Actor and critic never have
+    gradients at the same time.
 
     Args:
-        policy, value: how actor and critic lie; their frozen copies lie alike.
+        policy, value: of actor and critic, and of their frozen copies.
     """
     layouts = {
         "actor": (actor, replace(policy, shares_base=False)),
@@ -97,7 +96,7 @@ def ppo_memory(
     if not work.has_critic:
         del layouts["critic"]
     roles = {name: role_memory(*laid) for name, laid in layouts.items()}
-    # The sampler's own log-probs serve as the actor's, so it only runs where it is the reference.
+    # The sampler's own log-probs serve as the actor's, which runs only as the reference.
     asked = "reference" if "reference" in layouts else "actor"
     scoring = [name for name in (asked, "critic") if name in layouts]
     tokens, answered = work.tokens, work.answered
@@ -124,7 +123,7 @@ def ppo_memory(
             }
             | {
                 "activations": forward_bytes(actor, tokens, policy),
-                "travelling weights": _travelling_to_all([layouts[name] for name in scoring]),
+                "weights in flight": _in_flight_of([layouts[name] for name in scoring]),
                 "logits": logits_bytes(actor, answered, policy, backward=False),
             },
             **train,
@@ -135,7 +134,7 @@ def ppo_memory(
 
 
 def _frozen(layout: Layout, on_host: bool) -> Layout:
-    """How the frozen copy of a trained model lies."""
+    """The layout of a trained model's frozen copy."""
     adapters = layout.lora_rank if layout.shares_base else 0
     return replace(
         layout,
@@ -166,21 +165,18 @@ def _named(roles: dict[str, Role], part: str) -> Bytes:
     }
 
 
-def _travelling_to_all(layouts: Iterable[tuple[Shape, Layout]]) -> float:
-    """Of the models that are gathered whole one after another; at stage 3 none is."""
+def _in_flight_of(layouts: Iterable[tuple[Shape, Layout]]) -> float:
+    """Of models that are gathered whole, one after another; at stage 3 none is."""
     return max(
-        (travelling_bytes(*laid) for laid in layouts if not laid[1].gathers_blocks), default=0.0
+        (in_flight_bytes(*laid) for laid in layouts if not laid[1].gathers_blocks), default=0.0
     )
 
 
 def _loading(layouts: Mapping[str, tuple[Shape, Layout]], roles: dict[str, Role]) -> Bytes:
-    """What models and optimizers take until the first step.
-
-    Beside what is kept, one model's weights are read, in full to be split, one by one to become
-    integers; or they are gathered to be checked.
-    """
+    """Memory until the first step: what is kept, and one model's weights while they are read (whole
+    to be split, one by one to be quantized) or gathered for a check."""
     held: Bytes = {}
-    states, passing = 0.0, [0.0]
+    states, transient = 0.0, [0.0]
     for name, (shape, layout) in layouts.items():
         resting = roles[name].resting
         held[f"{name}: weights"] = resting.get("weights", 0.0)
@@ -190,5 +186,7 @@ def _loading(layouts: Mapping[str, tuple[Shape, Layout]], roles: dict[str, Role]
         if quantized_weights(shape, layout):
             read = shape.largest
         checked = sum(working_bytes(shape, layout, at_once=True).values())
-        passing.append(max(checked, FLOAT * read * layout.on_cpu) + travelling_bytes(shape, layout))
-    return held | {"read or checked, then AdamW and masters": max(states, *passing)}
+        transient.append(
+            max(checked, FLOAT * read * layout.on_cpu) + in_flight_bytes(shape, layout)
+        )
+    return held | {"read or checked, then AdamW and masters": max(states, *transient)}

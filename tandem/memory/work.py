@@ -1,6 +1,6 @@
-"""What a model's work holds beside its weights: activations, logits, KV memory, weights under way.
+"""Memory of a running model beside its weights: activations, logits, KV memory, copies in flight.
 
-Activations are counted after arXiv:2205.05198 (section 4.1), anew for this code's operations.
+Activations are counted as in arXiv:2205.05198 (section 4.1), for the operations of this code.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ import torch
 
 from tandem.generation.blocks import blocks_for
 from tandem.generation.session import PREFILL_TOKENS
-from tandem.memory.model import FLOAT, Bytes, Layout, travelling_bytes, working_bytes
+from tandem.memory.model import FLOAT, Bytes, Layout, in_flight_bytes, working_bytes
 from tandem.memory.shape import Shape
 from tandem.ops.attention_context import BLOCK_TOKENS
 from tandem.ops.logits import rows_at_once
 
 
 def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
-    """What a forward keeps for its backward: of every layer, or with checkpointing of one.
+    """What a forward keeps for its backward: of every layer, or of one with checkpointing.
 
         per token and layer   c (4 D + 2 Q + 2 K + m I) + 4 (heads + 2)       bytes
 
-    D the width, Q and K the widths of queries and keys, I and m the MLP's width and tensors kept,
-    c bytes of a number of the compute type, which all of them are in. An adapter keeps rank numbers
-    per token and layer beside its input.
+    D is the width, Q and K the widths of queries and keys, I and m the MLP's width and number of
+    kept tensors, c the bytes of the compute type. An adapter keeps `rank` more numbers per token
+    and layer.
     """
     size = layout.compute_bytes
     numbers = float(4 * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
@@ -37,13 +37,13 @@ def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
 
 
 def forward_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
-    """What a forward without gradient holds at once: a layer's input, output and inner tensors."""
+    """Of a forward without gradient: a layer's input, output and inner tensors."""
     inner = max(3 * shape.inner, 2 * (shape.query_width + shape.kv_width))
     return tokens * layout.compute_bytes * (3 * shape.width + inner)
 
 
 def logits_bytes(shape: Shape, tokens: int, layout: Layout, *, backward: bool) -> float:
-    """Vocabulary logits held at once, and in the backward their gradient; none of a scalar head."""
+    """Vocabulary logits in use at once, and in the backward their gradient; 0 for a scalar head."""
     if shape.is_scalar:
         return 0.0
     rows = min(tokens, _logits_rows(shape, layout, torch.half if layout.half else torch.float))
@@ -56,7 +56,7 @@ def _logits_rows(shape: Shape, layout: Layout, dtype: torch.dtype) -> int:
 
 
 def kv_bytes(shape: Shape, rows: int, tokens: int, layout: Layout) -> float:
-    """KV memory of `rows` answers side by side, prompt and answer `tokens` long."""
+    """KV memory of `rows` answers in parallel, prompt and answer `tokens` long."""
     held = blocks_for(tokens) * BLOCK_TOKENS
     return 2.0 * layout.compute_bytes * shape.layers * shape.kv_width * rows * held
 
@@ -64,11 +64,11 @@ def kv_bytes(shape: Shape, rows: int, tokens: int, layout: Layout) -> float:
 def generation_bytes(
     shape: Shape, layout: Layout, *, rows: int, prompt: int, new: int, packs: bool, slices: int = 1
 ) -> Bytes:
-    """What a rollout adds to the resting weights.
+    """What a rollout adds to the resident weights.
 
     Args:
-        rows: answers side by side on one rank. prompt, new: tokens of each.
-        packs: decoding reads a second copy of the weights, laid out for it (Llama-like on a CPU).
+        rows: answers in parallel on one rank. prompt, new: tokens of each.
+        packs: decoding reads a second, packed copy of the weights (Llama-like on a CPU).
         slices: ranks that hold slices of one model.
     """
     size = layout.compute_bytes
@@ -84,5 +84,5 @@ def generation_bytes(
     if packs:
         linears = shape.linear_weights + shape.vocabulary * shape.width
         decoding["packed weights"] = size * linears
-    decoding["travelling weights"] = travelling_bytes(shape, layout)
+    decoding["weights in flight"] = in_flight_bytes(shape, layout)
     return decoding | working_bytes(shape, layout, at_once=True)

@@ -1,9 +1,9 @@
-"""Published thresholds: when a run is going wrong, and what to change.
+"""Published thresholds (alarms.yaml): when a run is going wrong, and what to change.
 
-A rule measures one quantity after a record that carries its metric and compares it with its
-threshold. It raises an alarm when the comparison holds for `in_a_row` such records and did not
-before the last one: once, until it recovers. The state is the history itself, so a continued run
-neither repeats nor forgets an alarm.
+A rule measures one quantity after each record that has its metric and compares it with its
+threshold. It raises an alarm when the condition starts to hold for `in_a_row` such records, and
+again only after it has recovered. The state is the history itself, so a resumed run neither
+repeats nor forgets an alarm.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
 
 from tandem.config.stages import FAMILIES, Family, stage_of
 from tandem.errors import ConfigError
@@ -26,12 +29,12 @@ from tandem.metrics.records import Record
 class Rule:
     """One published alarm.
 
-    metric: checked after records that carry it (`*`: all), in the stages whose family logs it.
-    condition: whether the quantity must be above or below the threshold. meaning, advice: what
-    that says and what to change. measure: the quantity; the metric's newest value by default.
-    quantity: the same in words, where it is not just the metric. source: whose threshold it is.
-    in_a_row: for how many records that carry the metric. after_step: never at or before this step
-    (-1: also on what is measured before the first update).
+    metric: checked after records that have it (`*`: all), in the stages whose family logs it.
+    condition: whether the alarm is raised above or below the threshold. meaning, advice: what it
+    means and what to change. measure: the quantity; by default the metric's newest value.
+    quantity: the same in words, if it is not just the metric. source: whose threshold it is.
+    in_a_row: for how many records that have the metric. after_step: never at or before this step
+    (-1: also before the first update).
     """
 
     name: str
@@ -48,11 +51,11 @@ class Rule:
 
     @property
     def families(self) -> tuple[Family, ...]:
-        """The families of stages that it watches."""
+        """The families of stages that it applies to."""
         return FAMILIES if self.metric == "*" else find_metric(self.metric).families
 
     def is_about(self, record: Record) -> bool:
-        """Whether the record carries the metric."""
+        """Whether the record has the metric."""
         return self.metric == "*" or self.metric in record.values
 
     def holds(self, history: History, threshold: float) -> bool:
@@ -66,111 +69,16 @@ class Rule:
         return value > threshold if self.condition == "above" else value < threshold
 
 
-# fmt: off
-ALARMS: tuple[Rule, ...] = (
-    Rule("not-finite", "*", "above", 0,
-        "A number of this step is not finite.",
-        "Lower the learning rate; look at this step's samples and rows.",
-        measures.num_non_finite, "nan or infinite values in the record", after_step=-1),
-    Rule("loss-not-falling", "loss", "above", 1.0,
-        "The loss is not below its starting level.",
-        "Check the data with `tandem data check`; raise the learning rate, or lower it if the loss "
-        "jumps.",
-        measures.mean_over_first_mean, "mean loss of the last 20 steps / of the first 20",
-        after_step=50),
-    Rule("heldout-loss-rising", "heldout_loss", "above", 1.0,
-        "The model is getting worse on rows that it does not train on: overfitting.",
-        "Use fewer epochs, more data or a lower learning rate.",
-        measures.over_previous, "heldout_loss / its previous value", in_a_row=3),
-    Rule("grad-spike", "grad_norm", "above", 10.0,
-        "This batch's gradient is ten times larger than usual.",
-        "If it repeats, lower the learning rate or max_grad_norm and look at the rows.",
-        measures.over_median, "grad_norm / its median over the previous 50 steps"),
-    Rule("accuracy-chance", "accuracy", "below", 0.5,
-        "The model is not learning to prefer the chosen answers.",
-        "Raise the learning rate; check that chosen and rejected are not swapped.",
-        measures.mean_of_20, "mean accuracy of the last 20 steps", after_step=50),
-    Rule("heldout-accuracy-chance", "heldout_accuracy", "below", 0.55,
-        "Accuracy on held-out pairs is hardly better than chance.",
-        "Check that chosen and rejected are not swapped; use more pairs, a larger model or more "
-        "epochs.",
-        after_step=10),
-    Rule("accuracy-overfit", "heldout_accuracy", "above", 0.2,
-        "The model memorizes the training pairs instead of learning the preference.",
-        "Use one epoch, more pairs or a lower learning rate.",
-        measures.training_minus_heldout, "mean accuracy of the last 20 steps - heldout_accuracy"),
-    Rule("ratio-gap", "ratio_gap_before_update", "above", 3e-2,
-        "Two forwards of the same weights disagree before any update, so the ratio is wrong.",
-        "Turn dropout off and use dtype fp32; if the gap stays, report the model type.",
-        source="slime: exactly 0 at the first step; ppo.ratio_tolerance sets Tandem's"),
-    Rule("rollout-gap", "rollout_gap", "above", 1e-2,
-        "The generator and the training forward give different log-probs.",
-        "Use dtype fp32; check that no layer behaves differently during generation.",
-        source="verl: rollout_probs_diff_mean above 0.01 is a precision problem"),
-    Rule("kl-high", "kl", "above", 25.0,
-        "The policy is far from the reference and may be exploiting the reward.",
-        "Raise ppo.kl_coef or set ppo.kl_coef_target; read the samples."),
-    Rule("kl-growth", "kl", "above", 5.0,
-        "The policy is moving away from the reference fast.",
-        "Lower the actor's learning rate or raise ppo.kl_coef.",
-        measures.growth_in_10, "kl / kl 10 steps before (where that was at least 1 nat)"),
-    Rule("kl-negative", "kl", "below", -1.0,
-        "An estimated KL this negative means that the policy finds its own samples less likely "
-        "than the reference does: truncated sampling or a bug.",
-        "Sample with top_p 1 and top_k 0, at the temperature used in training.",
-        source="TRL PPO docs: objective/kl must not be negative"),
-    Rule("entropy-collapse", "entropy", "below", 0.1,
-        "The policy gives nearly the same answer every time.",
-        "Raise ppo.entropy_coef or ppo.kl_coef, or lower the actor's learning rate.",
-        measures.over_start, "entropy / its mean over the first 3 steps",
-        source="Tandem's own; axolotl calls 0.05 to 0.5 nats healthy"),
-    Rule("clip-fraction", "clip_fraction", "above", 0.3,
-        "Much of the update is clipped away.",
-        "Lower the actor's learning rate, ppo.epochs or ppo.early_stop_kl.",
-        source="Tandem's own; axolotl calls below 0.1 healthy", in_a_row=3),
-    Rule("critic-behind", "explained_variance", "below", -0.5,
-        "The critic is worse than a constant, so the advantages are noise.",
-        "Set ppo.critic_warmup_steps, change the critic's learning rate, or set ppo.lam to 1.",
-        in_a_row=5, after_step=10),
-    Rule("eos-falling", "eos_rate", "above", 0.2,
-        "Fewer answers end with a stop token than at the start.",
-        "Raise ppo.missing_eos_penalty; check whether the reward favors length.",
-        measures.drop_from_start, "mean eos_rate of the first 3 steps - eos_rate", in_a_row=2),
-    Rule("eos-low", "eos_rate", "below", 0.5,
-        "Most answers are cut off at the length limit.",
-        "Raise sampling.max_new_tokens, train SFT longer, or raise ppo.missing_eos_penalty.",
-        source="Tandem's own; TRL PPO docs watch num_eos_tokens", in_a_row=3),
-    Rule("length-limit", "response_tokens", "above", 0.98,
-        "Nearly all answers are as long as the longest: they have reached the length limit.",
-        "Raise sampling.max_new_tokens or ppo.missing_eos_penalty.",
-        measures.over_longest, "response_tokens / response_tokens_max", in_a_row=3),
-    Rule("reward-flat", "reward_std", "below", 1e-2,
-        "All answers get the same score, so there is nothing to learn from.",
-        "Check the reward on these samples; raise the temperature or use harder prompts.",
-        source="Tandem's own; axolotl: share of groups with equal rewards below 0.8", in_a_row=3),
-    Rule("reward-clipped", "reward_clipped", "above", 0.2,
-        "Many scores are clipped, so better and worse answers look alike.",
-        "Raise ppo.reward_clip or lower the reward's weight."),
-    Rule("actor-grad-spike", "actor_grad_norm", "above", 10.0,
-        "The actor's gradient on this rollout is ten times larger than usual.",
-        "If it repeats, lower the actor's learning rate and look at the step's samples.",
-        measures.over_median, "actor_grad_norm / its median over the previous 50 steps"),
-    Rule("critic-grad-spike", "critic_grad_norm", "above", 10.0,
-        "The critic's gradient on this rollout is ten times larger than usual.",
-        "If it repeats, lower the critic's learning rate or ppo.reward_clip.",
-        measures.over_median, "critic_grad_norm / its median over the previous 50 steps"),
-    Rule("reward-overfit", "heldout_reward", "above", 0.25,
-        "The reward rises on the training prompts and falls on held-out ones.",
-        "Go back to the better step, raise ppo.kl_coef or use more prompts.",
-        measures.heldout_lost, "best heldout_reward so far - heldout_reward, while reward is above "
-        "its value then", in_a_row=2),
-    Rule("forgetting", "heldout_ptx_perplexity", "above", 1.2,
-        "The policy is forgetting the language that it was trained on.",
-        "Raise ppo.ptx_coef or ppo.kl_coef, or lower the actor's learning rate.",
-        measures.over_first, "heldout_ptx_perplexity / its first value"),
+def _rule(row: dict[str, Any]) -> Rule:
+    condition: Literal["above", "below"] = "above" if "above" in row else "below"
+    measure = getattr(measures, row.pop("measure", "now"))
+    return Rule(condition=condition, threshold=float(row.pop(condition)), measure=measure, **row)
+
+
+ALARMS: tuple[Rule, ...] = tuple(
+    map(_rule, yaml.safe_load(Path(__file__).with_name("alarms.yaml").read_text("utf-8")))
 )
 """Every alarm, in the order of the reference page."""
-# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +101,7 @@ def check_alarms(
     Args:
         stage: the stage whose rules apply.
         history: the stage's records, oldest first; records of other stages are ignored.
-        thresholds: in place of published ones, by alarm name.
+        thresholds: instead of the published ones, by alarm name.
     Raises:
         ConfigError: unknown stage, or a threshold for an unknown alarm.
     """
@@ -221,7 +129,7 @@ def check_alarms(
 
 
 def _is_raised(rule: Rule, last: History, threshold: float) -> bool:
-    """Whether the condition holds for `in_a_row` records now, and did not one record before."""
+    """Whether the condition holds for `in_a_row` records now, and did not one record earlier."""
     if not rule.is_about(last.record) or not rule.holds(last, threshold):
         return False
     ends = (end for end in range(last.end, 0, -1) if rule.is_about(last.records[end - 1]))

@@ -29,9 +29,8 @@ _MAX_DOTS, _MAX_CROSSES = 60, 50
 class Series:
     """(step, value) pairs in the order of steps; values may be nan or inf.
 
-    `kind`: "noisy" is a faint raw line under a smoothed one, "exact" a line as it is (a schedule),
-    "marks" are points on a thin line, for what is measured now and then. `color` is the style
-    sheet's number.
+    `kind`: "noisy" is a faint raw line under a smoothed one, "exact" a plain line (a schedule),
+    "marks" are points on a thin line, for evaluations. `color` is its number in the style sheet.
     """
 
     label: str
@@ -41,7 +40,7 @@ class Series:
 
     @property
     def finite(self) -> list[Point]:
-        """The points that have a number."""
+        """The points with a finite value."""
         return [point for point in self.points if math.isfinite(point[1])]
 
 
@@ -60,7 +59,7 @@ class _Frame:
         return _LEFT + right * (_RIGHT - _LEFT), _BOTTOM - up * (_BOTTOM - _TOP)
 
     def path(self, style: str, runs: Sequence[Sequence[Point]]) -> str:
-        """A stroke through each run of points."""
+        """A line through each run of points."""
         lines = (
             "L".join("{:.1f} {:.1f}".format(*self.at(point)) for point in run)
             for run in runs
@@ -75,11 +74,11 @@ def line_chart(title: str, unit: str, series: Sequence[Series]) -> Markup:
     y_ticks = ticks(min(values), max(values))
     steps = [step for line in series for step, _ in line.points]
     low, high = min(steps), max(steps)
-    # Steps count from 1; the axis of a whole stage still begins at 0.
+    # Steps count from 1, but the axis of a whole stage begins at 0.
     low = 0.0 if low <= 0.05 * high else low
     frame = _Frame((low, high if high > low else low + 1), (y_ticks[0], y_ticks[-1]))
     x_ticks = [tick for tick in ticks(low, high, whole=True) if low <= tick <= high]
-    # Held-out points last, so that no line hides them.
+    # Held-out points last, so that lines do not hide them.
     lines = sorted(series, key=lambda line: line.kind == "marks")
     parts = [*_axes(frame, x_ticks, y_ticks), *(_line(line, frame) for line in lines)]
     label = f"{title}, {unit}, over steps" if unit else f"{title} over steps"
@@ -111,7 +110,7 @@ def stacked_bar(label: str, parts: Sequence[tuple[int, str, float]]) -> Markup:
 
 
 def ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    """Three to seven round, evenly spaced numbers that enclose low..high; integers if `whole`."""
+    """Three to seven round, evenly spaced numbers around low..high; integers if `whole`."""
     span = high - low
     if span <= abs(high) * 1e-9 or span == 0:
         pad = abs(high) * 0.1 or 1.0
@@ -126,7 +125,7 @@ def ticks(low: float, high: float, whole: bool = False) -> list[float]:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Centered mean over about a fifteenth of the finite points; those themselves if few."""
+    """Centered mean over about a fifteenth of the finite points; the points themselves if few."""
     points = [point for point in points if math.isfinite(point[1])]
     if len(points) < _SMOOTH_FROM:
         return points
@@ -140,7 +139,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most two points per bucket, its lowest and highest: fewer points, the same picture."""
+    """At most two points per bucket, its lowest and highest, so that no spike is lost."""
     if len(points) <= 2 * _BUCKETS:
         return list(points)
     edges = [round(n * len(points) / _BUCKETS) for n in range(_BUCKETS + 1)]
@@ -179,7 +178,7 @@ def _tick_label(tick: float, gap: float) -> str:
 
 
 def _line(line: Series, frame: _Frame) -> str:
-    """One series; a cross at the top edge is a step without a number, never drawn as zero."""
+    """One series; a cross at the top edge marks a step whose value is not finite."""
     finite, parts = line.finite, []
     if line.kind == "marks":
         parts.append(frame.path(f"link c{line.color}", [finite]))
@@ -203,7 +202,7 @@ def _line(line: Series, frame: _Frame) -> str:
 
 
 def _runs(points: Sequence[Point]) -> list[list[Point]]:
-    """The stretches of finite points: a line must not bridge what is missing."""
+    """The runs of finite points: a line must not bridge missing ones."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if math.isfinite(point[1]):

@@ -1,4 +1,4 @@
-"""What a stage prints while it runs: a progress bar, one line per step, samples, alarms.
+"""What a stage prints: a progress bar, one line per step, samples, alarms.
 
 On a terminal the lines scroll above the bar; elsewhere they are plain text and end with the ETA.
 """
@@ -33,7 +33,7 @@ _SAMPLE_CHARACTERS = 600
 
 
 class StageConsole:
-    """The lines and the bar of one stage.
+    """The lines and the progress bar of one stage.
 
     Args:
         stage: its name.
@@ -72,7 +72,7 @@ class StageConsole:
     def line(self, step: int, values: Mapping[str, float]) -> None:
         """One aligned line of the stage's main numbers, then held-out ones if there are any.
 
-        A column stays once the stage has logged its metric; `-` is a step without a value.
+        A column stays once its metric has been logged; `-` is a step without a value.
         """
         self._main = {
             name: label
@@ -101,7 +101,7 @@ class StageConsole:
             self._show(f"    {visible_lines(label)}{scored}: {_shown(answer['text'])}")
 
     def alarm(self, step: int, name: str, advice: str) -> None:
-        """An alarm, among the numbers that it is about."""
+        """An alarm."""
         self._show(f"{self._at(step)}  ALARM {name}: {advice}", "bold yellow")
 
     def notice(self, text: str) -> None:
@@ -109,7 +109,7 @@ class StageConsole:
         self._show(visible_lines(text), "yellow")
 
     def close(self) -> None:
-        """Stop the bar where it is."""
+        """Stop the bar."""
         if self._progress is not None:
             self._progress.stop()
 
@@ -146,7 +146,7 @@ class StageConsole:
 
 
 def _columns(family: Family, heldout: bool) -> dict[str, str]:
-    """Metric names and their labels, for stages of a family."""
+    """Metric names and their labels for a family of stages."""
     return {
         metric.name: metric.column
         for metric in METRICS
@@ -155,8 +155,8 @@ def _columns(family: Family, heldout: bool) -> dict[str, str]:
 
 
 def _cells(columns: Mapping[str, str], values: Mapping[str, float], width: int) -> list[str]:
-    """`label value` of each column, values padded to `width` so that lines align; with width 0,
-    only columns that have a value. Empty if no column has one."""
+    """`label value` of each column, values padded to `width`; with width 0 only columns that have a
+    value. Empty if no column has one."""
     if not any(name in values for name in columns):
         return []
     return [

@@ -1,4 +1,4 @@
-"""A run folder's files, read for the report; whatever is missing or damaged is left out.
+"""A run folder's files, read for the report; missing and damaged ones are skipped.
 
 Nothing here raises because of a file's content; `notices` names what could not be read.
 """
@@ -52,7 +52,7 @@ class RunFolder:
         return [stage_of(name) for name in seen if name in stage_names()]
 
     def series(self, stage: str, metric: str) -> list[tuple[float, float]]:
-        """(step, value) of one metric, in the order of steps; nan and inf as they are."""
+        """(step, value) of one metric in the order of steps, nan and inf included."""
         points = {
             float(r.step): r.values[metric]
             for r in self.records
@@ -90,8 +90,7 @@ def read_folder(run_dir: Path | str) -> RunFolder:
 
 
 def finished_stages(run_dir: Path) -> dict[str, str]:
-    """The SHA-256 in each finished stage's manifest, by stage: it differs if the model does. The
-    files themselves are not read."""
+    """The SHA-256 in each finished stage's manifest, by stage; the model's files are not read."""
     manifests = {name: run_dir / name / "MANIFEST.json" for name in stage_names()}
     return {
         name: str(_json(path, []).get("sha256", "damaged"))
@@ -101,9 +100,9 @@ def finished_stages(run_dir: Path) -> dict[str, str]:
 
 
 def _evaluation(path: Path, notices: list[str]) -> Mapping[str, Any]:
-    """The final comparison, if it is of the models that are in the folder now."""
+    """The final comparison, if it is of the models now in the folder."""
     evaluation = _json(path / EVALUATION_FILE, notices)
-    compared = mapping_or_empty(mapping_or_empty(evaluation.get("made_from")).get("steps"))
+    compared = mapping_or_empty(mapping_or_empty(evaluation.get("made_from")).get("stages"))
     if evaluation and dict(compared) != finished_stages(path):
         notices.append(
             f"{EVALUATION_FILE} compares models other than those now in this folder and is not "
@@ -114,11 +113,7 @@ def _evaluation(path: Path, notices: list[str]) -> Mapping[str, Any]:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """`value` if it is a mapping.
-
-    Raises:
-        TypeError: if it is not.
-    """
+    """`value`; raises TypeError if it is not a mapping."""
     if not isinstance(value, Mapping):
         raise TypeError(f"line must be a JSON object; got {type(value).__name__}. Remove it.")
     return value
@@ -135,12 +130,9 @@ def list_or_empty(value: Any) -> Sequence[Any]:
 
 
 def number_or_none(value: Any) -> float | None:
-    """`value` as a number ("nan" and "inf" count), None if it is not one."""
-    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
-        return float(value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    return None
+    """`value` as a number ("nan" and "inf" included); None if it is not one."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number or value in ("nan", "inf", "-inf") else None
 
 
 def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -149,7 +141,7 @@ def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _read(path: Path, decode: Callable[[str], T], empty: T, notices: list[str]) -> T:
-    """A file's content; `empty` if there is no file or, with a notice, if it cannot be read."""
+    """A file's content; `empty` if it is missing or, with a notice, unreadable."""
     try:
         return decode(path.read_text("utf-8")) if path.exists() else empty
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:

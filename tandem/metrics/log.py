@@ -1,4 +1,5 @@
-"""One stage's log: metrics.jsonl, samples.jsonl, alarms.jsonl, and the sinks that repeat them."""
+"""One stage's log: metrics.jsonl, samples.jsonl, alarms.jsonl, and the sinks that receive
+copies."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ __all__ = ["Answer", "MetricLog", "MutedLog", "Record", "read_metrics"]
 
 
 class MutedLog:
-    """The log of every rank but the first: it writes and prints nothing."""
+    """The log of all ranks except the first: it writes and prints nothing."""
 
     def log(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
         """No record, no alarm."""
@@ -48,7 +49,7 @@ class MutedLog:
 
 
 class MetricLog:
-    """Writes what a stage measures; a context manager.
+    """Writes and prints a stage's metrics; a context manager.
 
     Example:
         with MetricLog("runs/first", "sft", num_steps=300, tensorboard=True) as log:
@@ -67,7 +68,7 @@ class MetricLog:
         wandb: Weights & Biases project; empty is off.
         start_step: steps already done.
         console: print a line per step.
-        thresholds: in place of published ones, by alarm name.
+        thresholds: alarm thresholds instead of the published ones, by alarm name.
     Raises:
         ConfigError: unknown stage, or a sink that is not installed.
     """
@@ -110,11 +111,11 @@ class MetricLog:
 
     @property
     def history(self) -> Sequence[Record]:
-        """This stage's records so far, those from before a restart included."""
+        """This stage's records so far, including those from before a restart."""
         return self._history
 
     def log(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
-        """Write one record, print its line, and write and print the alarms that it raises.
+        """Write and print one record and the alarms that it raises.
 
         Args:
             step: counts from 1; 0 is before the first update.
@@ -122,7 +123,7 @@ class MetricLog:
         Returns:
             the alarms that this record raised.
         Raises:
-            ConfigError: a name that is not declared; nothing is written then.
+            ConfigError: an undeclared name; nothing is written then.
         """
         for name in values:
             find_metric(name)

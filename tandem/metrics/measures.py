@@ -1,8 +1,8 @@
-"""What alarms measure on a stage's records.
+"""The quantities that alarms compare with their thresholds.
 
-A measure takes a history and a metric's name and returns the quantity that a rule compares with its
-threshold, or None while that is unknown. Each looks back over a fixed number of records, so a check
-stays cheap in a long run. Non-finite values never count in a mean or median.
+A measure takes a history and a metric's name and returns a number, or None while it is unknown.
+Each looks back over a fixed number of records, so checks stay cheap in a long run. Non-finite
+values are excluded from means and medians.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tandem.metrics.records import Record
 
 _START = 3
-"""Records that make up the start: a single one would be noise."""
+"""Records averaged as the start value, since a single one is noisy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class History:
         return self.records[self.end - 1]
 
     def newest(self, metric: str) -> Iterator[tuple[int, float]]:
-        """(position, finite value) of the records that carry `metric`, newest first."""
+        """(position, finite value) of the records that have `metric`, newest first."""
         for position in range(self.end - 1, -1, -1):
             value = self.records[position].values.get(metric, math.nan)
             if math.isfinite(value):
@@ -125,7 +125,7 @@ def over_longest(history: History, metric: str) -> float | None:
 
 
 def heldout_lost(history: History, metric: str) -> float | None:
-    """How far a held-out metric is below its best, while the training one has risen since."""
+    """How far a held-out metric is below its best while the training metric has risen since."""
     evaluations = list(history.newest(metric))
     if len(evaluations) < 2:
         return None

@@ -1,4 +1,4 @@
-"""What a metric is."""
+"""The declaration of a metric."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from tandem.config.stages import Family
 
 PHASES = ("generate", "score", "train", "evaluate", "save", "step")
-"""The timed parts of a step; `step` is the whole of it and contains the others."""
+"""The timed parts of a step; `step` is the whole step and contains the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +18,16 @@ class Metric:
     name: as in metrics.jsonl. `name/*` declares a set: `seconds/*` allows `seconds/train`.
     unit: what 1 means. `share` is a fraction of 1, `ratio` has no unit.
     families: the families of stages that log it. A stage need not log all of its family's.
-    better: which way is good, where one always is.
-    meaning: one sentence, with the denominator where there is one.
+    better: the good direction, if there is one.
+    meaning: one sentence, with the denominator if there is one.
     healthy: what it looks like in a good run.
     source: the paper or system whose definition it follows, if any.
-    members: the endings that `name/*` allows; empty: any, as data set names are.
-    group: what it is about, as a heading in TensorBoard; empty for a stage's main numbers.
-    title: what the report calls it, where that is not the name with spaces.
+    members: the endings that `name/*` allows; empty: any, such as data set names.
+    group: its heading in TensorBoard; empty for a stage's main numbers.
+    title: its title in reports and tables, if that is not the name with spaces.
     chart: the title of the report's chart that draws it; all lines of a chart share a unit.
-    line: its label in that chart, where it is not just "training" or "held-out".
-    column: its label on the console; empty: not shown. card: the report begins with it.
+    line: its label in that chart, if not "training" or "held-out".
+    column: its label on the console; empty: not shown. card: shown at the top of the report.
     """
 
     name: str
@@ -47,5 +47,5 @@ class Metric:
 
     @property
     def is_heldout(self) -> bool:
-        """Measured now and then on held-out rows, not at every step on training rows."""
+        """Whether it is measured at evaluations on held-out rows, not at every step."""
         return self.name.startswith("heldout_")

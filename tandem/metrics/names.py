@@ -2,7 +2,7 @@
 
 `METRICS` is the table. docs/metrics.md, the console's columns, the report's charts, tables and
 cards, TensorBoard's headings and the alarms all read it. `find_metric` resolves a logged name and
-raises on one that is not declared.
+raises if it is not declared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _and_by_dataset(metric: Metric) -> tuple[Metric, Metric]:
     return metric, Metric(f"{metric.name}/*", metric.unit, metric.families, metric.better, meaning)
 
 
-# One row a metric, in the order of the reference page, the columns and the charts.
+# One row per metric, in the order of the reference page, the columns and the charts.
 # fmt: off
 METRICS: tuple[Metric, ...] = (
     Metric("loss", "nats", _BOTH, "lower",
@@ -170,8 +170,7 @@ METRICS: tuple[Metric, ...] = (
             "below 5e-3", source="verl rollout_probs_diff", chart="Log-prob gap before the update",
             line="generator and training"),
         Metric("old_logprobs_sampled", "share", _RL, "",
-            "1 where the sampler's log-probs served as old_logprobs, 0 where a forward recomputed "
-            "them."),
+            "1 if the sampler's log-probs were used as old_logprobs, 0 if they were recomputed."),
     ),
     *_group("answers",
         Metric("rank_wait", "share", _RL, "lower",
@@ -252,7 +251,7 @@ METRICS: tuple[Metric, ...] = (
         Metric("critic_learning_rate", "per step", _RL, "",
             "Learning rate of the critic.", chart="Learning rate", line="critic"),
         Metric("epochs_done", "passes", _RL, "",
-            "Passes made over the rollout; a fraction where ppo.early_stop_kl stopped them early.",
+            "Passes over the rollout; a fraction if ppo.early_stop_kl stopped them early.",
             "ppo.epochs"),
         Metric("updates", "updates", _RL, "", "Optimizer steps of the actor in this step."),
         Metric("ptx_loss", "nats per token", _RL, "lower",
@@ -293,22 +292,22 @@ METRICS: tuple[Metric, ...] = (
         "Optimizer steps skipped so far because a gradient overflowed in fp16.",
         "a few at the start, then rare"),
     Metric("rank_idle", "share", FAMILIES, "lower",
-        "Share of the forwards and backwards of a step's updates that do no work, because their "
-        "rank had fewer micro-batches than another or no rows. 0 on one rank.",
+        "Share of the forward and backward passes of a step's updates that do no work, because "
+        "their rank had fewer micro-batches than another or no rows. 0 on one rank.",
         "below 0.2; above, raise batch_size or ppo.minibatch_size, or lower micro_batch_tokens"),
     *_group("cost",
         Metric("seconds/*", "seconds", FAMILIES, "lower",
             "Wall time of a phase since the last log line; `step` is all of it.", members=PHASES,
             title="Time"),
         Metric("tokens_per_second/*", "tokens/s", FAMILIES, "higher",
-            "Tokens through a phase, padding excluded: `generate` counts sampled tokens, the "
-            "others all tokens that they read.", members=PHASES, chart="Speed"),
+            "Tokens per second of a phase, padding excluded: `generate` counts sampled tokens, the "
+            "other phases all tokens that they process.", members=PHASES, chart="Speed"),
         Metric("samples_per_second/*", "samples/s", FAMILIES, "higher",
-            "Sequences through a phase; pairs where a stage trains on pairs.", members=PHASES),
+            "Sequences per second of a phase; pairs in stages on pairs.", members=PHASES),
         Metric("tflops/*", "TFLOP/s", FAMILIES, "higher",
-            "Model FLOP/s of a phase, all ranks together: the forwards and backwards that it ran, "
-            "recomputation not counted; the vocabulary head only for the tokens that go through "
-            "it. `step`: those of all phases over the time of the whole step.", members=PHASES),
+            "Model FLOP/s of a phase over all ranks: its forward and backward passes without "
+            "recomputation, the vocabulary head only for the tokens that go through it. `step`: "
+            "the FLOPs of all phases over the time of the whole step.", members=PHASES),
         Metric("peak_memory_bytes/*", "bytes", FAMILIES, "lower",
             "Peak memory during a phase: torch's allocator on CUDA, otherwise the process's "
             "resident set (since its start where the system cannot reset the peak).",
@@ -318,7 +317,7 @@ METRICS: tuple[Metric, ...] = (
 # fmt: on
 
 METRIC: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in METRICS})
-"""The same by declared name (a set under its `name/*`)."""
+"""METRICS by declared name (a set under its `name/*`)."""
 
 
 def find_metric(name: str) -> Metric:
@@ -342,8 +341,16 @@ def find_metric(name: str) -> Metric:
     )
 
 
+def metric_or_unknown(name: str) -> Metric:
+    """As `find_metric`; for an undeclared name a metric without unit and meaning."""
+    try:
+        return find_metric(name)
+    except ConfigError:
+        return Metric(name, "", (), "", "")
+
+
 def group_of(name: str) -> str:
-    """What a logged number is about, to show it among similar ones; "" for a stage's main numbers.
+    """The group of a logged number, under which trackers show it; "" for a stage's main numbers.
 
     Raises:
         ConfigError: if the name is not declared.
@@ -353,14 +360,12 @@ def group_of(name: str) -> str:
 
 
 def title_of(name: str) -> str:
-    """What the report calls a logged number: "Held-out KL to the reference"; the name itself if
-    it is not declared.
+    """A logged number's title, such as "Held-out KL to the reference"; an undeclared name as it is.
 
     Example: title_of("heldout_loss/politeness") == "Held-out loss: politeness".
     """
-    try:
-        declared = find_metric(name)
-    except ConfigError:
+    declared = metric_or_unknown(name)
+    if not declared.unit:
         return name
     base, _, ending = name.partition("/")
     words = [_SPELLINGS.get(word, word) for word in base.split("_")]

@@ -1,7 +1,7 @@
 """The run folder's line files: metrics.jsonl, samples.jsonl, alarms.jsonl.
 
 One JSON object per line, appended and flushed. A kill can leave half of a last line: readers
-ignore it, `cut_lines` removes it. Numbers that JSON cannot hold become "nan", "inf", "-inf".
+ignore it, `cut_lines` removes it. Non-finite numbers are written as "nan", "inf", "-inf".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 ALARMS_FILE = "alarms.jsonl"
 
-# JSON keeps these as they are; terminals, `splitlines` and UTF-8 do not.
+# JSON allows these unescaped; terminals, `splitlines` and UTF-8 do not.
 _UNSAFE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
@@ -49,7 +49,7 @@ def read_metrics(run_dir: Path | str) -> list[Record]:
     """Every record of the run in the order written; empty if nothing was logged yet.
 
     Raises:
-        CheckpointError: if a line other than a half-written last one is not a record.
+        CheckpointError: if a line, other than a half-written last one, is not a record.
     """
     return read_lines(Path(run_dir) / METRICS_FILE, parse_record)
 
@@ -63,7 +63,7 @@ def parse_record(line: Mapping[str, Any]) -> Record:
 def read_lines(
     path: Path, parse: Callable[[Mapping[str, Any]], T], skipped: list[str] | None = None
 ) -> list[T]:
-    """`parse` of every line of a file that may be missing or end in half a line.
+    """`parse` of every line of a file, which may be missing or end in half a line.
 
     Args:
         parse: raises KeyError, TypeError or ValueError on a line that it rejects.
@@ -86,10 +86,10 @@ def cut_lines(
 ) -> str:
     """Keep the lines whose (stage, step) `keep` accepts; drop a half-written last line. Atomic.
 
-    Lines that `parse` rejects are moved to the end of `<name>.damaged`, beside the file.
+    Lines that `parse` rejects are moved to the end of `<name>.damaged` in the same folder.
 
     Returns:
-        a line that says so; "" if there are none.
+        a message if there were any, else "".
     """
     if not path.exists():
         return ""
@@ -116,7 +116,7 @@ def _read(
     path: Path, parse: Callable[[Mapping[str, Any]], T]
 ) -> tuple[list[tuple[int, T]], dict[int, bytes]]:
     """The lines of a file that `parse` accepts and those that it rejects, by line number; a
-    rejected last line is left out of both."""
+    rejected last line is in neither."""
     raw = path.read_bytes().rstrip().split(b"\n") if path.exists() else []
     read: list[tuple[int, T]] = []
     damaged: dict[int, bytes] = {}
@@ -134,7 +134,7 @@ def _read(
 def _not_a_line(path: Path, number: int, text: bytes) -> str:
     return (
         f"{path}:{number} must be one JSON object with a stage and a step; got "
-        f"{text[:60].decode(errors='replace')!r}. Remove that line and start again."
+        f"{text[:60].decode(errors='replace')!r}. Remove that line and run the command again."
     )
 
 

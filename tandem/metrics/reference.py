@@ -22,7 +22,7 @@ Every number that a run logs, under one name with one meaning. A step's record i
 `{"stage": "sft", "step": 12, "time": 1732060800.0, "values": {"loss": 2.31}}`. In Weights & Biases
 the same number has the tag `<stage>/<name>`; in TensorBoard too, or `<stage>-<group>/<name>` where
 it belongs to a group (`ppo-reward`, `ppo-kl`, `ppo-update`, `ppo-answers`; `-held-out` and `-cost`
-in every stage), so that groups can be folded. Steps count from 1; step 0 is measured before the
+in every stage), which TensorBoard can fold. Steps count from 1; step 0 is measured before the
 first update. A number that is not finite is written as `"nan"`, `"inf"` or `"-inf"`.
 A name that is not on this page cannot be logged.
 

@@ -29,13 +29,11 @@ _MAX_ALARMS = 40
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Write <run_dir>/report.html from the files that the folder has.
+    """Write <run_dir>/report.html from the folder's files; returns its path.
 
     All text from data, models and config is escaped, control characters included, and the page's
-    Content-Security-Policy allows nothing but its own style sheet.
+    Content-Security-Policy allows only its own style sheet.
 
-    Returns:
-        the path of the page.
     Raises:
         CheckpointError: if there is no such folder.
     """
@@ -88,23 +86,23 @@ def _context(folder: RunFolder) -> dict[str, Any]:
         "config_text": folder.config_text,
         "environment": list(folder.environment.items()),
     }
-    filled_by = {
-        ("result", "Result"): context["cards"] or context["table"]["rows"],
-        ("alarms", "Alarms"): context["alarms"] or context["curves"],
-        ("curves", "Curves"): context["curves"],
-        ("answers", "Answers"): context["answers"] or context["samples"],
-        ("data", "Data"): context["datasets"],
-        ("time", "Time and memory"): context["times"],
-        ("repeat", "Repeat this run"): any(
-            context[part] for part in ("commands", "changed", "config_text", "environment")
-        ),
+    parts_of = {
+        ("result", "Result"): ("cards", "evaluated"),
+        ("alarms", "Alarms"): ("alarms", "curves"),
+        ("curves", "Curves"): ("curves",),
+        ("answers", "Answers"): ("answers", "samples"),
+        ("data", "Data"): ("datasets",),
+        ("time", "Time and memory"): ("times",),
+        ("repeat", "Repeat this run"): ("commands", "changed", "config_text", "environment"),
     }
-    return context | {"contents": [section for section, filled in filled_by.items() if filled]}
+    filled = {**context, "evaluated": context["table"]["rows"]}
+    contents = [title for title, parts in parts_of.items() if any(filled[p] for p in parts)]
+    return context | {"contents": contents}
 
 
 def changed_knobs(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(knob, value, default) where the run's value is not the default; unknown knobs too, and those
-    with earlier names under today's."""
+    """(knob, value, default) of all knobs that differ from the default, unknown ones included, and
+    renamed ones under their current names."""
     defaults = _flat(dataclasses.asdict(RunConfig()))
     return [
         (name, _knob_text(value), _knob_text(defaults.get(name, "")))
@@ -115,7 +113,7 @@ def changed_knobs(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested knobs as `ppo.actor.learning_rate: value`; tuples as lists, as YAML reads them."""
+    """Nested knobs as `ppo.actor.learning_rate: value`, tuples as lists as in YAML."""
     knobs: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
@@ -134,15 +132,15 @@ def _knob_text(value: Any) -> str:
 
 
 def _breakable(name: str) -> Markup:
-    """A name that a narrow column may break only after underscores, dots and slashes."""
+    """A name that may only break after underscores, dots and slashes."""
     return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(visible_lines(name)))))
 
 
 def _code(text: str) -> Markup:
-    """Text whose parts in backticks are shown as code."""
+    """Text with its parts in backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(visible_lines(text)))))
 
 
 def _shown(value: Any) -> Any:
-    """Applied to every printed value before it is escaped; our own markup stays as it is."""
+    """Makes every value printable before it is escaped; our own markup is not changed."""
     return value if isinstance(value, Markup) or value is None else visible_lines(str(value))

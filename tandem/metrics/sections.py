@@ -1,6 +1,6 @@
 """What the report shows: its sections as rows of text and charts, for report.html.j2 to lay out.
 
-Every function takes a run folder and leaves out what the folder does not have.
+Every function takes a run folder and skips what the folder does not have.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tandem.config.stages import Stage
-from tandem.errors import ConfigError
 from tandem.metrics.charts import Point, Series, line_chart, stacked_bar
 from tandem.metrics.folder import (
     RunFolder,
@@ -21,15 +20,16 @@ from tandem.metrics.folder import (
     number_or_none,
 )
 from tandem.metrics.metric import PHASES, Metric
-from tandem.metrics.names import METRICS, find_metric, title_of
+from tandem.metrics.names import METRICS, metric_or_unknown, title_of
 from tandem.metrics.text import duration, short_number, trimmed, with_unit
 
 Row = Mapping[str, Any]
 
 _OTHER_FROM = 0.005
-"""Share of a stage's time from which the time outside of all phases gets a row."""
-_NO_UNIT = ("share", "ratio", "norm", "normalized reward")
+"""Share of a stage's time from which the time outside all phases gets a row."""
+_NO_UNIT = ("", "share", "ratio", "norm", "normalized reward")
 """Units that a number is clear without: shares are shown as percentages."""
+_RATES = ("tokens_per_second", "samples_per_second", "tflops")
 
 
 def when(folder: RunFolder) -> str:
@@ -43,13 +43,13 @@ def when(folder: RunFolder) -> str:
 def stages_of_run(folder: RunFolder) -> list[tuple[str, str]]:
     """(name, state) of the stages in the config and of those with records; the state is empty for
     a stage that has not run."""
-    planned = [str(stage) for stage in list_or_empty(folder.config.get("steps"))]
-    ran = {stage.name: stage for stage in folder.stages()}
-    states = dict.fromkeys(planned, "")
-    for name, stage in ran.items():
+    states = {
+        str(stage): ""
+        for stage in list_or_empty(folder.config.get("stages", folder.config.get("steps")))
+    }
+    for stage in folder.stages():
         seconds = total_seconds(folder, stage)
-        steps = f"{_last_step(folder, stage):,} steps"
-        states[name] = f"{steps} · {duration(seconds)}" if seconds else steps
+        states[stage.name] = _steps(folder, stage) + (f" · {duration(seconds)}" if seconds else "")
     return list(states.items())
 
 
@@ -69,22 +69,18 @@ def result_cards(folder: RunFolder) -> list[Row]:
                 start = f"at step {first_step:.0f}" if first_step else "before training"
                 detail = f"{with_unit(before, metric.unit)} {start}"
             unit = "" if metric.unit in _NO_UNIT else f"{metric.unit}; "
-            cards.append(_card(label, with_unit(value, metric.unit), unit + detail))
-    total = sum(total_seconds(folder, stage) for stage in folder.stages())
-    return [*cards, _card("Total time of all steps", duration(total), "")] if total else cards
-
-
-def _card(label: str, value: str, detail: str) -> Row:
-    return {"label": label, "value": value, "detail": detail}
+            cards.append((label, with_unit(value, metric.unit), unit + detail))
+    if total := sum(total_seconds(folder, stage) for stage in folder.stages()):
+        cards.append(("Total time of all stages", duration(total), ""))
+    return [dict(zip(("label", "value", "detail"), card, strict=True)) for card in cards]
 
 
 def result_table(folder: RunFolder) -> Row:
     """The evaluation's numbers, a column per model; `best` holds the columns of the best."""
     models = mapping_or_empty(folder.evaluation.get("models"))
-    names = dict.fromkeys(name for values in models.values() for name in mapping_or_empty(values))
     rows = []
-    for name in map(str, names):
-        metric = _declared(name)
+    for name in map(str, dict.fromkeys(n for values in models.values() for n in _keys(values))):
+        metric = metric_or_unknown(name)
         numbers = [number_or_none(mapping_or_empty(v).get(name)) for v in models.values()]
         rows.append(
             {
@@ -97,6 +93,10 @@ def result_table(folder: RunFolder) -> Row:
             }
         )
     return {"labels": list(map(str, models)), "rows": rows}
+
+
+def _keys(values: Any) -> Iterable[Any]:
+    return mapping_or_empty(values).keys()
 
 
 def _best(numbers: Sequence[float | None], better: str) -> set[int]:
@@ -124,38 +124,32 @@ def alarm_rows(folder: RunFolder) -> list[Row]:
 
 def stage_curves(folder: RunFolder) -> list[Row]:
     """Every stage's charts and the table of all its metrics."""
-    return [
-        {
-            "title": stage.title,
-            "steps": f"{_last_step(folder, stage):,} steps",
-            "figures": [
-                figure
-                for title, metrics in _charts(stage).items()
-                if (figure := _figure(folder, stage, title, metrics))
-            ],
-            "rows": _metric_rows(folder, stage),
-        }
-        for stage in folder.stages()
-    ]
-
-
-def _charts(stage: Stage) -> dict[str, list[Metric]]:
-    """The metrics of each chart by its title, in the order of METRICS, held-out ones last."""
-    charts: dict[str, list[Metric]] = {}
-    for metric in METRICS:
-        if metric.chart and stage.family in metric.families:
-            charts.setdefault(metric.chart, []).append(metric)
-    return {title: sorted(lines, key=lambda m: m.is_heldout) for title, lines in charts.items()}
+    curves: list[Row] = []
+    for stage in folder.stages():
+        charts: dict[str, list[Metric]] = {}  # by title, in the order of METRICS
+        for metric in METRICS:
+            if metric.chart and stage.family in metric.families:
+                charts.setdefault(metric.chart, []).append(metric)
+        figures = (_figure(folder, stage, *chart) for chart in charts.items())
+        curves.append(
+            {
+                "title": stage.title,
+                "steps": _steps(folder, stage),
+                "figures": list(filter(None, figures)),
+                "rows": _metric_rows(folder, stage),
+            }
+        )
+    return curves
 
 
 def _figure(folder: RunFolder, stage: Stage, title: str, metrics: Sequence[Metric]) -> Row | None:
     """One chart with its legend, (color, label, last value); None without a finite number."""
     unit = metrics[0].unit
     shown = {"share": "%", "ratio": "", "norm": ""}.get(unit, unit)
-    drawn = list(_lines(folder, stage, metrics))
+    drawn = list(_lines(folder, stage, sorted(metrics, key=lambda m: m.is_heldout)))
     if not any(finite(points) for _, _, points in drawn):
         return None
-    # A held-out line has the second color, with or without a training line beside it.
+    # A held-out line has the second color, with or without a training line in the chart.
     first_color = 2 if drawn[0][1].is_heldout else 1
     series, legend = [], []
     for color, (label, metric, points) in enumerate(drawn, start=first_color):
@@ -173,23 +167,21 @@ def _figure(folder: RunFolder, stage: Stage, title: str, metrics: Sequence[Metri
 def _lines(
     folder: RunFolder, stage: Stage, metrics: Iterable[Metric]
 ) -> Iterable[tuple[str, Metric, list[Point]]]:
-    """(label, metric, points) of what was logged; a line per phase where there are phases."""
+    """(label, metric, points) of what was logged; a line per phase if there are phases."""
     for metric in metrics:
         for member in metric.members or ("",):
             label = member or metric.line or ("held-out" if metric.is_heldout else "training")
-            points = folder.series(stage.name, metric.name.replace("*", member))
-            if points:
+            if points := folder.series(stage.name, metric.name.replace("*", member)):
                 yield label, metric, points
 
 
 def _metric_rows(folder: RunFolder, stage: Stage) -> list[Row]:
-    names = dict.fromkeys(n for r in folder.records if r.stage == stage.name for n in r.values)
     rows: list[Row] = []
-    for name in names:
+    for name in dict.fromkeys(n for r in folder.records if r.stage == stage.name for n in r.values):
         values = [value for _, value in folder.series(stage.name, name)]
         numbers = [value for value in values if math.isfinite(value)] or [math.nan]
         shown = [values[0], values[-1], min(numbers), max(numbers)]
-        metric = _declared(name)
+        metric = metric_or_unknown(name)
         rows.append(
             {
                 "name": name,
@@ -214,7 +206,7 @@ def training_answers(folder: RunFolder, count: int) -> list[Row]:
 
 
 def _prompt_row(entry: Row, at: str) -> Row:
-    """A prompt and its answers; `best` marks those that no other answer outscores."""
+    """A prompt and its answers; `best` marks the highest scores."""
     answers = mapping_or_empty(entry.get("answers"))
     found = [(str(label), mapping_or_empty(answer)) for label, answer in answers.items()]
     scores = [number_or_none(answer.get("score")) for _, answer in found]
@@ -237,33 +229,33 @@ def dataset_rows(folder: RunFolder) -> list[Row]:
     used: (count, stage). left: (count, reason, places) of rows that no stage uses. notes: (count,
     what) about rows already in those counts, or about lines that are not rows (blank ones).
     """
-    entries = list_or_empty(folder.data.get("datasets"))
-    return [_dataset_row(entry) for entry in map(mapping_or_empty, entries) if entry]
-
-
-def _dataset_row(entry: Row) -> Row:
-    left = []
-    for reason, dropped in mapping_or_empty(entry.get("dropped")).items():
-        detail = mapping_or_empty(dropped)
-        places = list(map(str, list_or_empty(detail.get("first"))))
-        if len(places) < (number_or_none(detail.get("count")) or 0):
-            places.append("…")
-        left.append((_count(detail.get("count")), f"dropped: {reason}", ", ".join(places)))
-    left += [(count, f"unused: {reason}", "") for count, reason in _counts(entry.get("unused"))]
-    lines = {"duplicates": entry.get("duplicates"), "blank lines": entry.get("blank_lines")}
-    copies = _counts(entry.get("extra_copies"))
-    return {
-        "name": str(entry.get("name", "")),
-        "path": str(entry.get("path", "")),
-        "read": _count(entry.get("rows")),
-        "used": _counts(entry.get("used")),
-        "left": left,
-        "notes": [
+    rows: list[Row] = []
+    for entry in filter(None, map(mapping_or_empty, list_or_empty(folder.data.get("datasets")))):
+        left = []
+        for reason, dropped in mapping_or_empty(entry.get("dropped")).items():
+            detail = mapping_or_empty(dropped)
+            places = list(map(str, list_or_empty(detail.get("first"))))
+            if len(places) < (number_or_none(detail.get("count")) or 0):
+                places.append("…")
+            left.append((_count(detail.get("count")), f"dropped: {reason}", ", ".join(places)))
+        left += [(n, f"unused: {reason}", "") for n, reason in _counts(entry.get("unused"))]
+        lines = {"duplicates": entry.get("duplicates"), "blank lines": entry.get("blank_lines")}
+        copies = _counts(entry.get("extra_copies"))
+        notes = [
             *_counts(lines),
-            *((count, f"extra copies by weight in {stage}") for count, stage in copies),
-            *_counts(entry.get("notes")),
-        ],
-    }
+            *((n, f"extra copies by weight in {stage}") for n, stage in copies),
+        ]
+        rows.append(
+            {
+                "name": str(entry.get("name", "")),
+                "path": str(entry.get("path", "")),
+                "read": _count(entry.get("rows")),
+                "used": _counts(entry.get("used")),
+                "left": left,
+                "notes": [*notes, *_counts(entry.get("notes"))],
+            }
+        )
+    return rows
 
 
 def _counts(counts: Any) -> list[tuple[str, str]]:
@@ -274,31 +266,28 @@ def _counts(counts: Any) -> list[tuple[str, str]]:
 
 def time_per_phase(folder: RunFolder) -> list[Row]:
     """Time, throughput and memory per phase, of the stages that were timed."""
-    return [row for stage in folder.stages() if (row := _stage_times(folder, stage))]
-
-
-def _stage_times(folder: RunFolder, stage: Stage) -> Row | None:
-    seconds = _phase_seconds(folder, stage)
-    total = total_seconds(folder, stage)
-    other = total - sum(seconds.values())
-    seconds["other"] = other if other > _OTHER_FROM * total else 0.0
-    # A phase has the same color in every stage.
-    parts = [(n, phase, s) for n, (phase, s) in enumerate(seconds.items(), start=1) if s > 0]
-    if not parts:
-        return None
-    rows = []
-    for color, phase, value in parts:
-        peaks = [peak for _, peak in _phase(folder, stage, "peak_memory_bytes", phase)]
-        rates = ("tokens_per_second", "samples_per_second", "tflops")
-        cells = [
-            duration(value),
-            f"{100 * value / total:.0f} %",
-            *(_rate(folder, stage, rate, phase) for rate in rates),
-            with_unit(max(peaks), "bytes") if peaks else "",
-        ]
-        rows.append({"color": color, "phase": phase, "cells": cells})
-    bar = stacked_bar(f"{stage.title}: time per phase", parts)
-    return {"title": stage.title, "total": duration(total), "bar": bar, "rows": rows}
+    times: list[Row] = []
+    for stage in folder.stages():
+        seconds, total = _phase_seconds(folder, stage), total_seconds(folder, stage)
+        other = total - sum(seconds.values())
+        seconds["other"] = other if other > _OTHER_FROM * total else 0.0
+        # A phase has the same color in every stage.
+        parts = [(n, phase, s) for n, (phase, s) in enumerate(seconds.items(), start=1) if s > 0]
+        if not parts:
+            continue
+        rows = []
+        for color, phase, value in parts:
+            peaks = [peak for _, peak in _phase(folder, stage, "peak_memory_bytes", phase)]
+            cells = [
+                duration(value),
+                f"{100 * value / total:.0f} %",
+                *(_rate(folder, stage, rate, phase) for rate in _RATES),
+                with_unit(max(peaks), "bytes") if peaks else "",
+            ]
+            rows.append({"color": color, "phase": phase, "cells": cells})
+        bar = stacked_bar(f"{stage.title}: time per phase", parts)
+        times.append({"title": stage.title, "total": duration(total), "bar": bar, "rows": rows})
+    return times
 
 
 def _rate(folder: RunFolder, stage: Stage, name: str, phase: str) -> str:
@@ -307,12 +296,13 @@ def _rate(folder: RunFolder, stage: Stage, name: str, phase: str) -> str:
     rates = [point for point in _phase(folder, stage, name, phase) if point[0] in seconds]
     timed = sum(seconds[step] for step, _ in rates)
     count = sum(rate * seconds[step] for step, rate in rates)
-    return with_unit(count / timed, _declared(f"{name}/{phase}").unit) if timed else ""
+    unit = metric_or_unknown(f"{name}/{phase}").unit
+    return with_unit(count / timed, unit) if timed else ""
 
 
 def total_seconds(folder: RunFolder, stage: Stage) -> float:
     """Wall time of a stage as far as it was timed: its steps, or its phases if they are more
-    (evaluation may be outside of a step)."""
+    (evaluation may be outside a step)."""
     steps = sum(value for _, value in _phase(folder, stage, "seconds", "step"))
     return max(steps, sum(_phase_seconds(folder, stage).values()))
 
@@ -329,16 +319,8 @@ def _phase(folder: RunFolder, stage: Stage, name: str, phase: str) -> list[Point
     return finite(folder.series(stage.name, f"{name}/{phase}"))
 
 
-def _declared(name: str) -> Metric:
-    """The metric's declaration; one without unit and meaning for an unknown name."""
-    try:
-        return find_metric(name)
-    except ConfigError:
-        return Metric(name, "", (), "", "")
-
-
-def _last_step(folder: RunFolder, stage: Stage) -> int:
-    return max(record.step for record in folder.records if record.stage == stage.name)
+def _steps(folder: RunFolder, stage: Stage) -> str:
+    return f"{max(r.step for r in folder.records if r.stage == stage.name):,} steps"
 
 
 def _at(line: Row) -> str:

@@ -1,4 +1,4 @@
-"""Trackers that receive what is written to the run folder: TensorBoard and Weights & Biases."""
+"""Trackers that receive a copy of what the run folder gets: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Sink(Protocol):
     """Where records go besides metrics.jsonl."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take one record; non-finite values are passed as they are."""
+        """Take one record, non-finite values included."""
 
     def close(self, failed: bool) -> None:
-        """Flush what is pending; `failed` if the stage ended in an error."""
+        """Flush; `failed` if the stage ended in an error."""
 
 
 class TensorBoard:
     """Event files in <run_dir>/tensorboard/<stage>, tags `<stage>/<name>`.
 
     A name that belongs to a group (`group_of`) is tagged `<stage>-<group>/<name>`: TensorBoard
-    folds tags by what comes before their first slash, and PPO logs about sixty numbers. Events are
-    handed to the system before `write` returns: torch's SummaryWriter leaves that to a thread, in
-    which a full disk ends in a traceback.
+    folds tags by the part before their first slash, and PPO logs about sixty numbers. Events are
+    written before `write` returns: torch's SummaryWriter writes them in a thread, where a full disk
+    ends in a traceback.
 
     Raises:
         ConfigError: if TensorBoard is not installed.
@@ -46,14 +46,14 @@ class TensorBoard:
     """
 
     def __init__(self, run_dir: Path, stage: str, first_step: int) -> None:
-        """`first_step` is the first to be written: its events and later ones are purged."""
+        """`first_step` is the first to be written; older events from that step on are purged."""
         try:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise ConfigError(
-                "log.tensorboard must be off where TensorBoard is missing; got on. "
+                "log.tensorboard must be off if TensorBoard is not installed; got on. "
                 "Run `pip install tensorboard`, or set log.tensorboard to false."
             ) from error
         folder = run_dir / "tensorboard" / stage
@@ -74,7 +74,7 @@ class TensorBoard:
         self._append(step=step, summary=self._summary(value=scalars))
 
     def close(self, failed: bool) -> None:
-        """Nothing is pending."""
+        """Nothing to flush."""
 
     def _append(self, **event: Any) -> None:
         record = BytesIO()
@@ -86,8 +86,8 @@ class TensorBoard:
 class WandB:
     """One Weights & Biases run per stage, grouped by run folder, with its id in wandb.json.
 
-    A stage that continues also continues its W&B run. Steps repeated after a kill then appear
-    twice there (W&B cannot delete records), but once in the run folder.
+    A resumed stage also resumes its W&B run. Steps repeated after a kill then appear twice there
+    (W&B cannot delete records), but once in the run folder.
 
     Raises:
         ConfigError: if wandb is not installed.
@@ -98,7 +98,7 @@ class WandB:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                f"log.wandb must be empty where wandb is missing; got {project!r}. "
+                f"log.wandb must be empty if wandb is not installed; got {project!r}. "
                 "Run `pip install wandb`, or leave log.wandb empty."
             ) from error
         ids_path = run_dir / _WANDB_IDS

@@ -1,4 +1,4 @@
-"""Numbers and long texts formatted for people."""
+"""Numbers and long texts, formatted for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def shorten(text: str, limit: int) -> str:
-    """The first `limit` characters, and how many more there are."""
+    """At most `limit` characters, with a count of the rest."""
     if len(text) <= limit:
         return text
     return f"{text[:limit]}… (+{len(text) - limit} characters)"
@@ -41,7 +41,7 @@ def duration(seconds: float) -> str:
 
 
 def with_unit(value: float, unit: str, digits: int = 3) -> str:
-    """A number as the report shows it: shares as percentages, bytes as GiB, seconds as duration."""
+    """A number with its unit: shares as percentages, bytes as GiB, seconds as a duration."""
     if not math.isfinite(value):
         return short_number(value)
     if unit == "share":

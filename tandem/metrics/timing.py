@@ -1,4 +1,4 @@
-"""What each phase of a step costs: seconds, tokens/s, samples/s, TFLOP/s, peak memory.
+"""The cost of each phase of a step: seconds, tokens/s, samples/s, TFLOP/s, peak memory.
 
 Example: `with phases("generate") as block: ...; block.tokens = num_sampled` around the work of a
 phase, then `log.log(step, phases.metrics())`.
@@ -21,7 +21,7 @@ from tandem.metrics.names import find_metric
 
 @dataclass(slots=True)
 class Phase:
-    """What went through one block. The counts may be set or increased until the block ends.
+    """The work in one block. The counts may be set or increased until the block ends.
 
     tokens, samples: as defined by the metrics. flops: floating-point operations, not per second.
     """
@@ -41,11 +41,11 @@ class _Total:
 
 
 class Phases:
-    """A timer that adds up blocks by phase until `metrics` takes the sums.
+    """A timer that adds up blocks by phase until `metrics` returns the sums.
 
-    Blocks may nest (`step` around the others); an outer block's memory peak and operations include
-    those of the inner ones. Where CUDA is in use the device is synchronized at both ends of a
-    block, so that the time measured is that of the work and not of its launch.
+    Blocks may nest (`step` around the others); an outer block's memory peak and FLOPs include those
+    of the inner ones. On CUDA the device is synchronized at both ends of a block, so that it
+    measures the work and not its launch.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Phases:
     def __call__(
         self, phase: str, *, tokens: float = 0, samples: float = 0, flops: float = 0
     ) -> Iterator[Phase]:
-        """Time a block as `phase`; it counts even if it raises.
+        """Time a block as `phase`, also if it raises.
 
         Raises:
             ConfigError: if `phase` is not one of PHASES.
@@ -81,9 +81,9 @@ class Phases:
                 outer.flops += block.flops
 
     def metrics(self) -> dict[str, float]:
-        """The sums as metrics (`seconds/train`, ...); starts again from zero.
+        """The sums as metrics (`seconds/train`, ...), without rates whose count is 0; resets them.
 
-        Rates whose count is 0 are omitted. Call it outside of every block.
+        Call it outside every block.
         """
         values: dict[str, float] = {}
         for phase, total in self._totals.items():
@@ -101,7 +101,7 @@ class Phases:
         return values
 
     def _note_peak(self) -> None:
-        """Save the peak for the outer blocks before an inner one resets it."""
+        """Record the peak for the outer blocks before an inner one resets it."""
         peak = _peak_bytes() if self._open else 0
         for total in self._open:
             total.peak_bytes = max(total.peak_bytes, peak)

@@ -1,8 +1,8 @@
 """Adapters in PEFT's folder format: adapter_config.json and adapter_model.safetensors.
 
 Keys are `base_model.model.<layer>.lora_A.weight`; a classification model's head is saved whole
-under `base_model.model.score.weight` (PEFT's modules_to_save). The scores' mean and sd, which are
-no weights, travel in the safetensors file's metadata, where PEFT does not look.
+under `base_model.model.score.weight` (PEFT's modules_to_save). The scores' mean and sd are in
+the metadata of the safetensors file, which PEFT ignores.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def save_adapter(
     Args:
         base_path: the base model's folder or hub name, written into the config; a local folder as
             an absolute path, so that the adapter loads from anywhere on this machine.
-        writers: the ranks that take part, of which the first writes; this one alone if None.
+        writers: the ranks that take part; the first one writes. None: only this process.
     Raises:
         ModelError: the model has no adapters.
-        OSError: the disk refused this rank, after it has taken its part with the others.
+        OSError: this rank could not write; it has still taken part in the gathering.
     """
     if not lora_layers(model):
         raise ModelError("save_adapter must get a model with adapters; got none. Call add_lora.")
@@ -146,14 +146,14 @@ def _peft_config(model: PreTrainedModel, base_path: str | Path) -> dict[str, Any
 
 
 def _target_modules(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """The last parts of the names where those mean the same layers, else the names in full."""
+    """The last parts of the names if they match only these layers, else the full names."""
     endings = sorted({name.rsplit(".", 1)[-1] for name in names})
     meant = [n for n, _ in model.named_modules() if n.rsplit(".", 1)[-1] in endings]
     return endings if set(meant) == set(names) else names
 
 
 def _check_config(config: dict[str, Any], name: str, *, classifies: bool) -> None:
-    """Refuse every adapter whose formula or task is not ours."""
+    """Refuse an adapter with another formula or for another task."""
     problem = None
     if config.get("peft_type") != "LORA":
         problem = f"peft_type={config.get('peft_type')!r}"
@@ -181,7 +181,7 @@ def _read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(file, framework="pt") as opened:
             tensors = {
                 key.removeprefix(_PREFIX): opened.get_tensor(key).to(torch.float32)
-                for key in opened.keys()  # noqa: SIM118, it is no mapping
+                for key in opened.keys()  # noqa: SIM118, it is not a mapping
             }
             return tensors, opened.metadata() or {}
     except (OSError, SafetensorError) as error:
@@ -192,7 +192,7 @@ def _read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _adapted_names(model: PreTrainedModel, tensors: dict[str, Tensor], folder: str) -> list[str]:
-    """The layers that the weights' names speak of; every name must be a known one."""
+    """The layers that the weights' names refer to; every name must be known."""
     known = set(adaptable(model))
     endings = (".lora_A.weight", ".lora_B.weight")
     names: list[str] = []

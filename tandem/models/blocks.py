@@ -1,4 +1,4 @@
-"""Where a model's repeated blocks are: what is gathered, recomputed or offloaded one at a time."""
+"""A model's repeated blocks, which are gathered, recomputed or offloaded one at a time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tandem.errors import ModelError
 
 
 def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's blocks, in their order.
+    """The decoder's blocks, in order.
 
     Raises:
-        ModelError: the base model holds no list of as many modules as it says it has layers.
+        ModelError: the base model has no list with as many modules as its config has layers.
     """
     layers = model.config.get_text_config().num_hidden_layers
     for module in model.base_model.modules():

@@ -1,8 +1,8 @@
 """What a model starts from: a base, and perhaps an adapter on it.
 
-A model that was trained with adapters is saved twice, merged and as an adapter. Where the base is
-quantized, or is to be one for several models, the adapter is what counts: merged weights quantized
-again round most of what the adapter learned back to where they were.
+A model that was trained with adapters is saved twice, merged and as an adapter. If the base is
+quantized, or shared by several models, the adapter is loaded: quantizing merged weights would round
+most of what the adapter learned away.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ class CheckpointRef:
 
 
 def checkpoint_ref_of(path: str, *, unmerged: bool = False) -> CheckpointRef:
-    """Find what a folder or hub name stands for.
+    """Find the base and the adapter that a folder or hub name refers to.
 
     Args:
-        unmerged: take the adapter inside a folder of merged weights, where there is one, and its
-            base, instead of the merged weights.
+        unmerged: if a folder of merged weights also has the adapter, take that and its base.
     Raises:
         ModelError: there is no such model, or not the base that its adapter names.
     """
@@ -60,7 +59,7 @@ def checkpoint_ref_of(path: str, *, unmerged: bool = False) -> CheckpointRef:
 
 
 def model_folders(path: str) -> list[Path]:
-    """The local folders that a model is read from: its own and, of an adapter, its base's. Empty
+    """The local folders that a model is read from: its own and, for an adapter, its base's. Empty
     for a hub name.
 
     Raises:
@@ -79,7 +78,7 @@ def model_folders(path: str) -> list[Path]:
         except ModelError:
             if adapted is source:
                 raise
-            continue  # merged weights stand without it; whoever carries the adapter on says so
+            continue  # merged weights do not need it; loading the adapter itself would fail
         if base.folder is not None:
             folders.append(base.folder)
     return folders
@@ -98,7 +97,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def same_base(one: str, other: str) -> bool:
-    """Whether two names are of one model: the same folder, or the same hub name."""
+    """Whether two names refer to one model: the same folder, or the same hub name."""
     return one == other or (
         Path(one).is_dir() and Path(other).is_dir() and Path(one).resolve() == Path(other).resolve()
     )

@@ -1,6 +1,6 @@
 """Scalar heads for families that have no sequence-classification class in transformers.
 
-Such a family gets a class of the make that most families have there (transformers'
+Such a family gets a class built as most families' are (transformers'
 GenericForSequenceClassification): its backbone, and a linear layer `score` on the last hidden
 states. It is registered with transformers, so that in this process
 AutoModelForSequenceClassification builds and loads it like any other. Elsewhere a folder saved from
@@ -24,10 +24,10 @@ from tandem.errors import ModelError
 
 
 def require_classifier(config: PreTrainedConfig, name: str) -> None:
-    """See to it that AutoModelForSequenceClassification has a class for a model's family.
+    """Make sure that AutoModelForSequenceClassification has a class for a model's family.
 
     Args:
-        name: the model's, for the message.
+        name: the model's name, for the message.
     Raises:
         ModelError: it has none, and the family has no backbone class of its own to put a head on.
     """
@@ -43,8 +43,29 @@ def require_classifier(config: PreTrainedConfig, name: str) -> None:
             f"{config.model_type!r}, which has none in transformers. Choose another family for "
             "the reward model and critic."
         )
-    # A family of transformers' own is registered only so.
+    # Without exist_ok, transformers accepts no class for a family of its own.
     AutoModelForSequenceClassification.register(kind, _classifier(backbone), exist_ok=True)
+
+
+def take_backbone(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Give a scalar model the backbone of a language model, adapters included; in place.
+
+    Raises:
+        ModelError: the family's two classes have different backbones.
+    """
+    if type(model.base_model) is not type(other.base_model):
+        raise ModelError(
+            f"family {model.config.model_type!r} must have one backbone for both heads; got "
+            f"{type(other.base_model).__name__} and {type(model.base_model).__name__}. Choose "
+            "another family for the reward model and critic."
+        )
+    setattr(model, model.base_model_prefix, other.base_model)
+
+
+def one_output(config: PreTrainedConfig) -> None:
+    """Set a config to one output, which Hugging Face calls regression; in place."""
+    config.num_labels = 1
+    config.problem_type = "regression"
 
 
 def _classifier(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -59,7 +80,7 @@ def _classifier(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
         name,
         (GenericForSequenceClassification, family),
         {
-            # transformers reads there what the family's layers can do.
+            # transformers looks up the module of a class to see what its layers support.
             "__module__": backbone.__module__,
             "config_class": backbone.config_class,
             # As in the family's language model, so that its files fit.

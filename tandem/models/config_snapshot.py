@@ -1,65 +1,74 @@
-"""What a twin has taken over from its model by value, and so would not see change."""
+"""What a twin has copied by value from its model, compared with the model before every forward.
+
+Parameters and buffers are shared, but numbers and flags (dropout rates, windows, scales) and the
+config are copied. Anyone may change them on the model, without telling us.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any
+from weakref import ReferenceType, ref
 
 from torch import nn
 from transformers import PreTrainedModel
 
 _PLAIN = (bool, int, float, str, type(None))
-# Followed one by one (`twin`), or of no meaning for what a module computes.
-_ELSEWHERE = {"training", "gradient_checkpointing", "name_or_path"}
+# Copied at every forward, or without effect on what a module computes.
+_NOT_COMPARED = {"training", "gradient_checkpointing", "name_or_path"}
 # Written by saving and loading, or the twin's own to choose.
 _BOOKKEEPING = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
                 "pad_token_id", "bos_token_id", "eos_token_id"}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Attributes:
-    """Plain attributes (numbers, flags, names) of a module: sizes, scales, rates, windows.
+class Modules:
+    """A model's modules and their plain attributes at the time of the copy."""
 
-    read: takes them out of the module's `__dict__`; KeyError if one is gone. values: as they were.
-    """
+    def __init__(self, copies: Mapping[nn.Module, nn.Module]) -> None:
+        """`copies`: from a model's modules, in the order of `modules()`."""
+        self._kind = type(next(iter(copies)))
+        self._known: list[tuple[ReferenceType[nn.Module], Callable[..., Any], Any, Any]] = []
+        for module, twin in copies.items():
+            read = _reader(vars(module))
+            self._known.append((ref(module), read, read(vars(module)), vars(twin)))
 
-    read: Callable[[dict[str, Any]], Any]
-    values: Any
+    def update(self, model: PreTrainedModel) -> bool:
+        """Copy the mode (training, checkpointing) into the twin; False if anything else changed.
 
-    @staticmethod
-    def of(module: nn.Module) -> Attributes:
-        """As they are now."""
-        state = vars(module)
-        names = [
-            name
-            for name, value in state.items()
-            if type(value) in _PLAIN and not name.startswith("_") and name not in _ELSEWHERE
-        ]
-        read = itemgetter(*names) if names else _nothing
-        return Attributes(read, read(state))
-
-
-class Settings:
-    """A model's config as it is now."""
-
-    __slots__ = ("_all", "_known")
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        """As it is now."""
-        self._known = copy.deepcopy(_steering(model))
-        self._all = copy.deepcopy(vars(model.config))
-
-    def hold(self, model: PreTrainedModel) -> bool:
-        """Whether everything in it that may steer a forward is the same."""
-        if vars(model.config) == self._all:
-            return True
-        if _steering(model) != self._known:
+        Every forward comes through here: it takes a microsecond per module.
+        """
+        if type(model) is not self._kind:  # it has been sharded
             return False
-        self._all = copy.deepcopy(vars(model.config))  # what has changed steers nothing
-        return True
+        count = 0
+        for module in model.modules():
+            if count == len(self._known):
+                return False
+            original, read, values, twin = self._known[count]
+            count += 1
+            state = module.__dict__
+            if original() is not module:
+                return False
+            try:
+                if read(state) != values:
+                    return False
+            except KeyError:  # an attribute is gone
+                return False
+            twin["training"] = state["training"]
+            if "gradient_checkpointing" in state:
+                twin["gradient_checkpointing"] = state["gradient_checkpointing"]
+        return count == len(self._known)
+
+
+def steering(model: PreTrainedModel) -> dict[str, Any]:
+    """A copy of everything in a model's config that may change what a forward computes."""
+    return copy.deepcopy(_steering(model))
+
+
+def steers_as(model: PreTrainedModel, known: dict[str, Any]) -> bool:
+    """Whether the model's config still says what `steering` has copied."""
+    return _steering(model) == known
 
 
 def _steering(model: PreTrainedModel) -> dict[str, Any]:
@@ -70,5 +79,11 @@ def _steering(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def _nothing(state: dict[str, Any]) -> None:
-    return None
+def _reader(state: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
+    """Reads the plain attributes of a module out of its `__dict__`; KeyError if one is gone."""
+    names = [
+        name
+        for name, value in state.items()
+        if type(value) in _PLAIN and not name.startswith("_") and name not in _NOT_COMPARED
+    ]
+    return itemgetter(*names) if names else lambda state: None

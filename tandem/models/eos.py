@@ -1,4 +1,4 @@
-"""Which tokens a checkpoint's own settings end a text with."""
+"""The EOS tokens of a checkpoint's own generation settings."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def load_stop_ids(path: str | Path) -> tuple[int, ...]:
 
 
 def stop_ids(settings: GenerationConfig | None) -> tuple[int, ...]:
-    """The EOS ids of generation settings, none, one or several."""
+    """The EOS ids of generation settings: none, one or several."""
     eos = settings.eos_token_id if settings is not None else None
     return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)

@@ -18,7 +18,7 @@ _MOST_JSON_BYTES = 2**26
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as the header of its file describes it; dtype is safetensors' word for it."""
+    """A tensor as the header of its file describes it; dtype as safetensors writes it."""
 
     file: Path
     name: str
@@ -27,7 +27,7 @@ class StoredTensor:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A JSON file that holds one object.
+    """A JSON file that holds an object.
 
     Raises:
         ModelError: it holds anything else, or more than 64 MiB.
@@ -48,7 +48,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def require_small(file: Path) -> None:
-    """Refuse a JSON file that is too large to be what its name says.
+    """Refuse a JSON file that is too large for a model's settings.
 
     Raises:
         ModelError: it has more than 64 MiB.
@@ -61,10 +61,10 @@ def require_small(file: Path) -> None:
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
-    """The folder's index, from weights to files of its own; None where it has none.
+    """The folder's index, from weights to files in it; None if it has none.
 
     Raises:
-        ModelError: it is no index, or names anything but safetensors files of this folder.
+        ModelError: it is not an index, or names anything but safetensors files of this folder.
     """
     if not (folder / INDEX).exists():
         return None
@@ -84,16 +84,16 @@ def read_index(folder: Path) -> dict[str, str] | None:
 
 
 def read_headers(folder: Path) -> list[StoredTensor]:
-    """Every tensor of the folder's safetensors files, none of which is read.
+    """Every tensor of the folder's safetensors files, from the headers alone.
 
     Raises:
-        ModelError: a file is not whole.
+        ModelError: a file is damaged.
     """
     found: list[StoredTensor] = []
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118, it is no mapping
+                for name in opened.keys():  # noqa: SIM118, it is not a mapping
                     view = opened.get_slice(name)
                     shape, dtype = tuple(view.get_shape()), str(view.get_dtype())
                     found.append(StoredTensor(file, name, shape, dtype))
@@ -103,7 +103,7 @@ def read_headers(folder: Path) -> list[StoredTensor]:
 
 
 def incomplete(folder: Path, found: str) -> ModelError:
-    """The error of weight files that lack something."""
+    """The error for weight files that are damaged or incomplete."""
     return ModelError(
         f"weights of {str(folder)!r} must be complete safetensors files; got: {found}. Copy or "
         "save the model again."

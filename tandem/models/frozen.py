@@ -1,7 +1,7 @@
-"""Frozen weights that live quantized (MixZ++): one packed copy trains, scores and generates.
+"""Frozen weights kept quantized (MixZ++): one packed copy for training, scoring and generation.
 
 `freeze_quantized` keeps the frozen linear layers of a model as integers (`quantized`), adapted or
-not; an optimizer, a checkpoint and the twin see them as they see any other frozen parameter.
+not. Optimizer, checkpoints and twin treat them like any other frozen parameter.
 
 CPU seconds against float32, Llama of 22M with adapters, one core, int8 / NF4: forward and backward
 of 2,048 tokens 1.01 / 1.06, forward of 128 tokens 1.1 / 1.3, generation of 64 answers 1.25 / 1.4,
@@ -27,13 +27,13 @@ from tandem.ops import dense
 
 
 class LinearLayer(nn.Module):
-    """A linear layer over whatever its weight is kept as: a parameter or a `PackedWeight`."""
+    """A linear layer whose weight is a parameter or a `PackedWeight`."""
 
     weight: Any
     bias: Any
 
     def take_over(self, base: nn.Linear | Conv1D) -> None:
-        """Become a layer of the base's sizes and mode over its own weight and bias objects."""
+        """Become a layer with the sizes and mode of `base`, and its weight and bias objects."""
         nn.Module.__init__(self)
         for name in ("in_features", "out_features", "nf", "nx"):
             if name in vars(base):
@@ -42,7 +42,7 @@ class LinearLayer(nn.Module):
         self.training = base.training
 
     def quantize(self, kind: str) -> None:
-        """Keep the weight as integers from here on; the parameter itself is not changed."""
+        """Replace the weight by integers; the parameter itself is not changed."""
         packed = PackedWeight(self.weight, kind)
         del self.weight
         self.weight = packed
@@ -65,7 +65,7 @@ class LinearLayer(nn.Module):
 
 
 class FrozenLayer(LinearLayer):
-    """A linear layer of a model over a quantized weight; it computes as torch's own does."""
+    """A linear layer of a model with a quantized weight; it computes as torch's own does."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -77,7 +77,7 @@ class FrozenLayer(LinearLayer):
 
 
 class FrozenLinear(FrozenLayer, nn.Linear):
-    """nn.Linear over a quantized weight."""
+    """nn.Linear with a quantized weight."""
 
     def __init__(self, base: nn.Linear, kind: str) -> None:
         self.take_over(base)
@@ -85,7 +85,7 @@ class FrozenLinear(FrozenLayer, nn.Linear):
 
 
 class FrozenConv1D(FrozenLayer, Conv1D):
-    """GPT-2's Conv1D over a quantized weight, (in, out)."""
+    """GPT-2's Conv1D with a quantized weight, (in, out)."""
 
     def __init__(self, base: Conv1D, kind: str) -> None:
         self.take_over(base)
@@ -93,19 +93,19 @@ class FrozenConv1D(FrozenLayer, Conv1D):
 
 
 def freeze_quantized(model: PreTrainedModel, kind: str) -> list[str]:
-    """Keep the weight of every linear layer as integers; in place, one layer after another.
+    """Quantize the weight of every linear layer, in place, one layer at a time.
 
-    Those of the base model, under adapters too, and a vocabulary head that is not tied. Embeddings,
-    norms, biases, adapters, a scalar head and experts that a family stacks in one tensor stay as
-    they are. Adapters may be added before or after; a split over ranks comes after. A model without
-    memory yet (`stream`) gets places for integers, whose numbers are checked when they are filled.
+    That is the base model's layers, also below adapters, and a vocabulary head that is not tied.
+    Embeddings, norms, biases, adapters, a scalar head and experts stacked in one tensor stay as
+    they are. Adapters may be added before or after; sharding comes after. A model without memory
+    (`meta_init`) gets parameters for the integers, and its values are checked when it is filled.
 
     Returns:
         the names of the layers.
     Raises:
-        ModelError: an unknown kind, a weight that is trained, one that is quantized or split
-            already, or no linear layer.
-        NumericsError: a weight is not finite. Nothing is changed where anything is refused.
+        ModelError: an unknown kind, a weight that is trained, already quantized or sharded, or no
+            linear layer.
+        NumericsError: a weight is not finite. After an error nothing is changed.
     """
     if kind not in KINDS:
         raise ModelError(f"frozen_weights must be one of {', '.join(KINDS)}; got {kind!r}.")
@@ -119,12 +119,12 @@ def freeze_quantized(model: PreTrainedModel, kind: str) -> list[str]:
         is_turned = isinstance(layer, Conv1D)
         frozen = FrozenConv1D(layer, kind) if is_turned else FrozenLinear(layer, kind)
         model.set_submodule(name, frozen)
-        del layer.weight  # a twin that was built before must not keep it alive
+        del layer.weight  # an older twin must not keep it alive
     return [name for name, _ in layers]
 
 
 def base_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of the base model and the vocabulary head, but for adapters, with their names."""
+    """The modules of the base model and the vocabulary head, without adapters, with their names."""
     roots = [model.base_model, model.get_output_embeddings()]
     inside = {id(part) for root in roots if root is not None for part in root.modules()}
     for layer in model.modules():

@@ -1,11 +1,12 @@
-"""Layers of a twin that run on the operations of `ops`: same weights, same meaning, fewer passes.
+"""Layers of a twin that run on the operations of `ops`: same weights, same result, fewer passes.
 
-A layer is taken over by its class, the classes being those that were read and compared; every
-other layer runs its own code. `tests/models/test_twin.py` holds each against the original.
+`fused` chooses by class name. Only classes whose code was read and compared are named here; every
+other layer runs its own code. `tests/models/test_twin.py` compares each with the original.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,19 +15,13 @@ from transformers.activations import GELUTanh, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from tandem.models.frozen import FrozenConv1D, FrozenLinear
-from tandem.models.rope import take_over_rope
+from tandem.models.rope import packed_rope
 from tandem.ops import dense
 from tandem.ops.attention import attend
 from tandem.ops.attention_context import AttentionSpec
 
-_PLAIN_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "MixtralRMSNorm",
-                "Phi3RMSNorm", "Olmo2RMSNorm", "SmolLM3RMSNorm", "GraniteRMSNorm")  # fmt: skip
-_OFFSET_NORMS = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm")
-_ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention",
-               "GemmaAttention", "Gemma2Attention", "GraniteAttention")  # fmt: skip
-_GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma2MLP", "Gemma3MLP",
-          "GraniteMLP", "SmolLM3MLP")  # fmt: skip
-_JOINED = ("Phi3MLP", "GlmMLP", "Glm4MLP")
+Fused = tuple[type[nn.Module], dict[str, Any]]
+"""A class, and attributes that its forward needs beside those of the layer that it replaces."""
 
 
 class TwinLinear(nn.Linear):
@@ -56,17 +51,13 @@ class _Conv1D(Conv1D):
 class _FrozenLinear(FrozenLinear):
     """nn.Linear over a quantized weight, on the linear of `ops`."""
 
-    @staticmethod
-    def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return dense.linear(x, weight, bias)
+    _linear = staticmethod(dense.linear)
 
 
 class _FrozenConv1D(FrozenConv1D):
     """Conv1D over a quantized weight, on the linear of `ops`."""
 
-    @staticmethod
-    def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return dense.linear(x, weight, bias)
+    _linear = staticmethod(dense.linear)
 
 
 class TwinRMSNorm(nn.Module):
@@ -124,42 +115,60 @@ class TwinRotaryAttention(nn.Module):
         return module.o_proj(out.reshape(1, heads[0], -1)), None
 
 
-def fuse(module: nn.Module) -> None:
-    """Give a twin's module the class above that means the same, if there is one."""
-    kind, state = type(module), module.__dict__
-    if kind is nn.Linear:
-        module.__class__ = TwinLinear
-    elif kind is nn.Embedding and _only_looks_up(module):
-        module.__class__ = TwinEmbedding
-    elif kind is Conv1D:
-        module.__class__ = _Conv1D
-    elif kind is FrozenLinear:
-        module.__class__ = _FrozenLinear
-    elif kind is FrozenConv1D:
-        module.__class__ = _FrozenConv1D
-    elif kind.__module__.startswith("transformers."):
-        name = kind.__name__
-        if name in _PLAIN_NORMS or name in _OFFSET_NORMS:
-            state["_eps"] = getattr(module, "variance_epsilon", None) or module.eps
-            state["_unit_offset"] = name in _OFFSET_NORMS
-            module.__class__ = TwinRMSNorm
-        elif name in _GATED and isinstance(module.act_fn, SiLUActivation | GELUTanh | nn.SiLU):
-            state["_tanh"] = isinstance(module.act_fn, GELUTanh)
-            module.__class__ = TwinGatedMLP
-        elif name in _JOINED and isinstance(module.activation_fn, SiLUActivation | nn.SiLU):
-            module.__class__ = _JoinedMLP
-        elif name in _ATTENTIONS:
-            state["_window"] = _window(module)
-            state["_softcap"] = float(getattr(module, "attn_logit_softcapping", None) or 0.0)
-            module.__class__ = TwinRotaryAttention
-        elif name == "PhimoeTopKRouter":
-            module.__class__ = _steady(type(module))  # type: ignore[arg-type]
-    take_over_rope(module)
+def fused(module: Any, kind: type[nn.Module]) -> Fused:
+    """The class that computes a module in a twin: one above, or its own, `kind`."""
+    plain = {
+        nn.Linear: TwinLinear,
+        Conv1D: _Conv1D,
+        FrozenLinear: _FrozenLinear,
+        FrozenConv1D: _FrozenConv1D,
+    }
+    if kind in plain:
+        return plain[kind], {}
+    if kind is nn.Embedding:
+        return (TwinEmbedding if _only_looks_up(module) else kind), {}
+    if kind.__module__.startswith("transformers.") and kind.__name__ in _BY_NAME:
+        return _BY_NAME[kind.__name__](module, kind)
+    return packed_rope(module, kind)
+
+
+def _norm(module: Any, kind: type[nn.Module]) -> Fused:
+    eps = getattr(module, "variance_epsilon", None) or module.eps
+    return TwinRMSNorm, {"_eps": eps, "_unit_offset": kind.__name__.startswith("Gemma")}
+
+
+def _gated_mlp(module: Any, kind: type[nn.Module]) -> Fused:
+    if not isinstance(module.act_fn, SiLUActivation | GELUTanh | nn.SiLU):
+        return kind, {}
+    return TwinGatedMLP, {"_tanh": isinstance(module.act_fn, GELUTanh)}
+
+
+def _joined_mlp(module: Any, kind: type[nn.Module]) -> Fused:
+    is_silu = isinstance(module.activation_fn, SiLUActivation | nn.SiLU)
+    return (_JoinedMLP if is_silu else kind), {}
+
+
+def _attention(module: Any, kind: type[nn.Module]) -> Fused:
+    softcap = float(getattr(module, "attn_logit_softcapping", None) or 0.0)
+    return TwinRotaryAttention, {"_window": _window(module, kind), "_softcap": softcap}
+
+
+def _window(module: Any, kind: type[nn.Module]) -> int:
+    """How many keys a layer sees; 0 is all. Mistral reads it from its config at every call."""
+    if "sliding_window" in module.__dict__:
+        return int(module.sliding_window or 0)
+    if kind.__name__ == "MistralAttention":
+        return int(getattr(module.config, "sliding_window", None) or 0)
+    return 0
+
+
+def _router(module: Any, kind: Any) -> Fused:
+    return _steady_router(kind), {}
 
 
 @cache
-def _steady(kind: Any) -> type[nn.Module]:
-    """A router that draws its experts in training, made to choose them as it does in evaluation:
+def _steady_router(kind: Any) -> type[nn.Module]:
+    """A router that samples its experts in training, made to choose as it does in evaluation:
     else the trained policy is not the one that samples."""
 
     class Steady(kind):
@@ -179,10 +188,24 @@ def _only_looks_up(embedding: Any) -> bool:
     return unscaled and not embedding.sparse
 
 
-def _window(module: Any) -> int:
-    """Keys in sight of a layer; 0 is all. Mistral reads it from its config at every call."""
-    if "sliding_window" in module.__dict__:
-        return int(module.sliding_window or 0)
-    if type(module).__name__ == "MistralAttention":
-        return int(getattr(module.config, "sliding_window", None) or 0)
-    return 0
+def _names(families: str, ending: str) -> list[str]:
+    return [family + ending for family in families.split()]
+
+
+_BY_NAME: dict[str, Callable[[Any, type[nn.Module]], Fused]] = {
+    **dict.fromkeys(
+        _names(
+            "Llama Mistral Qwen2 Qwen3 Mixtral Phi3 Olmo2 SmolLM3 Granite Gemma Gemma2 Gemma3",
+            "RMSNorm",
+        ),
+        _norm,
+    ),
+    **dict.fromkeys(
+        _names("Llama Mistral Qwen2 Qwen3 Gemma Gemma2 Gemma3 Granite SmolLM3", "MLP"), _gated_mlp
+    ),
+    **dict.fromkeys(_names("Phi3 Glm Glm4", "MLP"), _joined_mlp),
+    **dict.fromkeys(
+        _names("Llama Mistral Qwen2 Qwen3 Gemma Gemma2 Granite", "Attention"), _attention
+    ),
+    "PhimoeTopKRouter": _router,
+}

@@ -1,4 +1,4 @@
-"""Keep transformers' bars and log lines off the terminal while a model is read or written."""
+"""Keep transformers' progress bars and log lines off the terminal while models load and save."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from transformers.utils import logging as hf_logging
 def quiet() -> Iterator[None]:
     """Within: no loading bars, no log line below ERROR from transformers or the hub's client.
 
-    What those lines warn about (missing or unexpected weights) is read from the loading report
-    and raised as an error instead. The bar of a download stays, because minutes of silence are
-    worse. Settings are as before on leaving.
+    What those lines warn about (missing or unexpected weights) is raised as an error instead. The
+    bar of a download stays, because minutes of silence are worse.
     """
     hub_logger = logging.getLogger("huggingface_hub")
     verbosity, hub_level = hf_logging.get_verbosity(), hub_logger.level

@@ -1,9 +1,9 @@
 """Hidden states of all tokens, vocabulary logits of the few that a loss needs.
 
-(B, T, V) logits of a whole batch are the largest tensor in RLHF and almost all of it is thrown
-away. The base model gives (N, D) (`packed`), the caller picks the states it needs, and the model's
-own head code turns those into (N, V): final soft-caps, logit scales and biases are included
-because it is the model's forward that runs, over a base model that returns the given states.
+The (B, T, V) logits of a whole batch are the largest tensor in RLHF, and almost all of it is
+discarded. The base model returns (N, D) (`packed`), the caller picks the states that it needs, and
+the model's own head code turns those into (N, V). Soft-caps, logit scales and biases are included,
+because the model's own forward runs, over a stub of a base model that returns the given states.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from tandem.types import TokenBatch
 
 @dataclass
 class _GivenOutput(BaseModelOutputWithPastAndCrossAttentions):
-    """Hidden states and every side output that some family's forward hands on, all unset."""
+    """Hidden states, and every other output that some family's forward passes on, all None."""
 
     router_logits: tuple[Tensor, ...] | None = None
     cache_params: Any = None
 
 
 class _GivenStates(nn.Module):
-    """Stands where the base model stands and returns the hidden states it is handed."""
+    """Replaces the base model and returns the hidden states that it is given."""
 
     @property
     def decoder(self) -> _GivenStates:
-        """What OPT's forward calls: its base model's decoder."""
+        """OPT's forward calls the decoder of its base model."""
         return self
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _GivenOutput:
-        """The states come in as `inputs_embeds`, the one argument every family hands on."""
+        """The states come as `inputs_embeds`, the one argument that every family passes on."""
         return _GivenOutput(last_hidden_state=inputs_embeds)
 
 
@@ -55,7 +55,7 @@ class VocabularyHead:
     parameter is the model's own.
 
     Raises:
-        ModelError: the model keeps its base model where it cannot be replaced.
+        ModelError: the base model cannot be replaced.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -65,7 +65,7 @@ class VocabularyHead:
                 f"{model.base_model_prefix!r}; got {type(model).__name__} without it. This family "
                 "is not supported."
             )
-        # Over the twin, so that its head computes as the generator's does.
+        # A copy of the twin, so that the head computes as in generation.
         self._twin = copy.copy(twin_of(model))
         self._twin._modules = {**self._twin._modules, model.base_model_prefix: _GivenStates()}
 
@@ -76,7 +76,7 @@ class VocabularyHead:
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        """What the head computes with now; split weights are whole only inside a forward."""
+        """The head's parameters; sharded weights are whole only inside a forward."""
         return list(self._twin.parameters())
 
 
@@ -101,10 +101,10 @@ def check_head(model: PreTrainedModel, own: PreTrainedModel | None = None, seed:
     """Compare hidden states plus head with the full forward on random tokens.
 
     Args:
-        own: what runs the full forward, where the model itself cannot now (`twin.plain_copy`).
+        own: runs the full forward where the model itself cannot (`shared_copy.plain_copy`).
     Raises:
         ModelError: they differ, or a token's logits depend on later tokens or on padding.
-        NumericsError: logits are not finite, as where float16 is too small for a model.
+        NumericsError: logits are not finite, as when float16 is too small for a model.
     """
     config = model.config.get_text_config()
     generator = torch.Generator().manual_seed(seed)
@@ -126,7 +126,7 @@ def check_head(model: PreTrainedModel, own: PreTrainedModel | None = None, seed:
             f"types: {first_line(error)}. Use --dtype fp32."
         ) from error
     family = config.model_type
-    if not bool((full[mask] < math.inf).all()):  # minus infinity rules a token out
+    if not bool((full[mask] < math.inf).all()):  # minus infinity excludes a token
         raise NumericsError(
             f"logits of family {family!r} must be finite; got some that are not in {full.dtype}. "
             "Use --dtype bf16 or fp32 where float16 is too small, or an undamaged model."
@@ -144,7 +144,7 @@ def check_head(model: PreTrainedModel, own: PreTrainedModel | None = None, seed:
 
 
 def _head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """`vocabulary_logits`, where a forward that needs more than hidden states is an error."""
+    """`vocabulary_logits`; an error if the forward needs more than hidden states."""
     try:
         return vocabulary_logits(model, hidden)
     except (AttributeError, TypeError, ValueError, IndexError) as error:
@@ -161,8 +161,8 @@ def _difference(left: Tensor, right: Tensor) -> float:
 def _close(left: Tensor, right: Tensor) -> bool:
     """Equal up to rounding, relative to the largest logit: 1.4e-3 in float32, 0.35 in bfloat16.
 
-    Kernels sum in other orders for other shapes, and many layers add that up; a cap, a scale or a
-    mask that is missing changes logits by their own size.
+    Kernels sum in an order that depends on the shape, which adds up over layers. A missing cap,
+    scale or mask changes logits by their own size.
     """
     scale = max(1.0, float(right.float().abs().max()))
     return _difference(left, right) <= 4 * math.sqrt(torch.finfo(left.dtype).eps) * scale

@@ -1,47 +1,57 @@
 """Language models and tokenizers in: any Hugging Face decoder, float32, every weight accounted for.
 
-Attention is transformers' own choice, "sdpa" where the family has it and "eager" elsewhere, with
-one exception: a config that caps attention logits (Gemma2) always gets "eager", because torch's
-scaled_dot_product_attention has no cap and some transformers releases drop it without a word.
+`load_causal_lm` and `scalar.load_scalar_model` load a whole model through transformers. A run loads
+through `meta_init` instead, and comes here only for models whose files need converting.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
 
 from tandem.errors import ModelError
 from tandem.models.adapter import load_adapter
+from tandem.models.build import (
+    attention_for,
+    build_model,
+    name_backbone,
+    require_decoder,
+    set_dropout,
+)
+from tandem.models.classifiers import require_classifier
 from tandem.models.hf_logging import quiet
 from tandem.models.source import (
     Located,
     adapter_base,
+    keep_saved_dtype,
     load_config,
-    load_weights,
     locate,
     read_adapter_config,
     require_config,
 )
-from tandem.models.validate_checkpoint import is_panic
+from tandem.models.validate_checkpoint import check_finite, is_panic
 from tandem.text import one_line
 
-# Noise on what a mixture's router sees in training, and the families that call a threshold so.
-_NOISES: dict[str, tuple[str, ...]] = {
-    "input_jitter_noise": (),
-    "router_jitter_noise": ("phimoe",),
-}
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A decoder that can be loaded. base: where its weights are. adapter: the folder of an adapter
+    to put on them."""
+
+    base: Located
+    config: PreTrainedConfig
+    adapter: str | None
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -69,6 +79,28 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         ) from error
 
 
+def open_decoder(
+    path: str | Path, *, scalar: bool = False, dropout: float = 0.0, trust_remote_code: bool = False
+) -> Opened:
+    """Find a model, read its config and check it, before any weight is read.
+
+    Args:
+        scalar: it is to have a scalar head; else a vocabulary head.
+        dropout: what every dropout rate of the config becomes.
+    Raises:
+        ModelError: there is no such model, or it is not a decoder.
+    """
+    source = locate(path)
+    adapter = read_adapter_config(source)
+    base = source if adapter is None else adapter_base(source, adapter)
+    config = load_config(base, trust_remote_code=trust_remote_code)
+    require_decoder(config, base.name)
+    if scalar:
+        require_classifier(config, base.name)
+    set_dropout(config, dropout)
+    return Opened(base, config, None if adapter is None else source.name)
+
+
 def load_causal_lm(
     path: str | Path, *, dropout: float = 0.0, trust_remote_code: bool = False
 ) -> PreTrainedModel:
@@ -83,113 +115,48 @@ def load_causal_lm(
     Raises:
         ModelError: not a decoder, pickled weights, damaged files, weights missing or left over.
     """
-    source = locate(path)
-    adapter = read_adapter_config(source)
-    base = source if adapter is None else adapter_base(source, adapter)
-    config = load_config(base, trust_remote_code=trust_remote_code)
-    require_decoder(config, base.name)
-    set_dropout(config, dropout)
-    model, missing, unexpected = load_weights(
-        AutoModelForCausalLM,
-        base,
-        config,
-        trust_remote_code=trust_remote_code,
-        attn_implementation=attention_for(config),
-    )
-    require_all_weights(base, config, missing, unexpected)
-    name_backbone(model)
-    if adapter is not None:
-        load_adapter(model, source.name)
+    opened = open_decoder(path, dropout=dropout, trust_remote_code=trust_remote_code)
+    model = load_weights(opened.base, opened.config, trust_remote_code=trust_remote_code)
+    if opened.adapter is not None:
+        load_adapter(model, opened.adapter)
     return model
 
 
-def new_causal_lm(config: PreTrainedConfig, seed: int, *, dropout: float = 0.0) -> PreTrainedModel:
-    """A model with random weights, the same for the same seed; float32, in eval mode.
-
-    The config's dropout rates are overwritten; torch's global random state is left as it was.
-
-    Raises:
-        ModelError: the config is not a decoder's.
-    """
-    require_decoder(config, config.model_type)
-    set_dropout(config, dropout)
-    with torch.random.fork_rng(devices=[]), quiet():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attention_for(config)
-        )
-    name_backbone(model)
-    return model.eval()
-
-
-def name_backbone(model: PreTrainedModel) -> None:
-    """Correct a class's word for where its backbone is: Llama 4's text model names a module that
-    only its multimodal model has, so that `base_model` would be the whole model."""
-    if model.base_model_prefix not in model._modules and "model" in model._modules:
-        model.base_model_prefix = "model"
-
-
-def attention_for(config: PreTrainedConfig) -> str | None:
-    """ "eager" where attention logits are capped, else None: transformers chooses, sdpa first."""
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return "eager" if capped else None
-
-
-def set_dropout(config: PreTrainedConfig, rate: float) -> None:
-    """Set every dropout rate of a config, whatever its family calls it, in place.
-
-    Families say dropout, attention_dropout, resid_pdrop, hidden_dropout_prob and so on: every
-    number whose name has "drop" in it is a rate. LayerDrop is no dropout: it becomes 0, because a
-    layer that is now and then skipped is another policy; and so does noise on a router's input.
+def load_weights(
+    source: Located,
+    config: PreTrainedConfig,
+    *,
+    scalar: bool = False,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A model by transformers' from_pretrained: float32, in eval mode, from safetensors alone.
 
     Raises:
-        ModelError: the rate is not in [0, 1).
+        ModelError: pickled weights, damaged or truncated files, tensors of the wrong shape, NaN;
+            or the files lack a weight of the model, or have one that it does not know.
     """
-    if not 0.0 <= rate < 1.0:
-        raise ModelError(f"dropout must be in [0, 1); got {rate}. Use 0 to turn it off.")
-    for name, value in list(vars(config).items()):
-        if isinstance(value, PreTrainedConfig):
-            set_dropout(value, rate)
-        elif name in _NOISES and config.model_type not in _NOISES[name]:
-            if value:
-                setattr(config, name, 0.0)
-        elif "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool):
-            wanted = 0.0 if "layerdrop" in name else float(rate)
-            if value != wanted:  # some configs type a rate as int and refuse even 0.0
-                setattr(config, name, wanted)
-
-
-def require_decoder(config: PreTrainedConfig, name: str) -> None:
-    """Refuse what does not predict the next token from the tokens before it.
-
-    Raises:
-        ModelError: an encoder, an encoder-decoder, or a family without a causal language model.
-    """
-    family = config.model_type
-    if config.is_encoder_decoder:
-        found = "an encoder-decoder"
-    elif family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
-        found = "an encoder"
-    elif family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "AutoModelForCausalLM" not in (
-        getattr(config, "auto_map", None) or {}
-    ):
-        found = "no causal language model"
-    else:
-        return
-    raise ModelError(
-        f"model {name!r} must be a decoder; got family {family!r}, {found}. Choose a model such as "
-        "OPT, Llama, GPT-2, GPT-NeoX, Qwen, Mistral or Gemma."
-    )
-
-
-def require_all_weights(
-    source: Located, config: PreTrainedConfig, missing: set[str], unexpected: set[str]
-) -> None:
-    """Turn transformers' warnings about weights into an error.
-
-    Raises:
-        ModelError: the files lack a weight of the model, or have one that it does not know.
-    """
+    _refuse_pickle(source)
+    kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    stored = config.dtype  # from_pretrained writes the type that it is told into the config
+    try:
+        with quiet():
+            model, report = kind.from_pretrained(
+                source.name,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=attention_for(config),
+                use_safetensors=True,
+                output_loading_info=True,
+                trust_remote_code=trust_remote_code,
+                local_files_only=source.offline,
+            )
+    except Exception as error:  # a family's own code may raise anything for a wrong value
+        raise ModelError(
+            f"weights of {source.name!r} must be complete safetensors files that fit config.json; "
+            f"got: {one_line(error)}. Copy or save the model again."
+        ) from error
+    missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
+    check_finite(model, source.name)
     if missing or unexpected:
         raise ModelError(
             f"weights of {source.name!r} must be those of a {config.model_type} language model; "
@@ -197,6 +164,23 @@ def require_all_weights(
             f"architectures={config.architectures}). Give a causal language model's folder, or "
             "save it again."
         )
+    keep_saved_dtype(model, stored)
+    name_backbone(model)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def new_causal_lm(config: PreTrainedConfig, seed: int, *, dropout: float = 0.0) -> PreTrainedModel:
+    """A model with random weights, the same for the same seed; float32, in eval mode.
+
+    The config's dropout rates are overwritten; torch's random state stays as it was.
+
+    Raises:
+        ModelError: the config is not a decoder's.
+    """
+    require_decoder(config, config.model_type)
+    set_dropout(config, dropout)
+    return build_model(config, seed=seed)
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -220,6 +204,27 @@ def embedding_rows(model: PreTrainedModel) -> int:
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor)
     return weight.shape[0]
+
+
+def _refuse_pickle(source: Located) -> None:
+    """Refuse a local folder that has weights, but none in safetensors."""
+    if source.folder is None or any(source.folder.glob("*.safetensors")):
+        return
+    pickled = sorted(
+        p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in source.folder.glob(pattern)
+    )
+    if pickled:
+        raise ModelError(
+            f"model {source.name!r} must have safetensors weights; got {pickled[0]}, a pickle, "
+            'which can run code when it is read. If you trust it, convert it: python -c "from '
+            "transformers import AutoModelForCausalLM as M; M.from_pretrained("
+            f"{source.name!r}, use_safetensors=False).save_pretrained('NEW_FOLDER')\" and copy "
+            "the tokenizer's files there."
+        )
+    raise ModelError(
+        f"model {source.name!r} must hold *.safetensors files; got none. Give the folder that "
+        "save_pretrained wrote."
+    )
 
 
 def _some(names: set[str]) -> str:

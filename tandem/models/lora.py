@@ -1,10 +1,9 @@
 """Low-rank adapters, live: y = W x + b + (alpha / rank) B A x, never fused into W.
 
-An adapted layer takes the place of the linear layer and holds the very same weight and bias
-objects under the same names, so the state of the base model keeps Hugging Face's names and bits,
-and `lora_A.weight` (rank, in) and `lora_B.weight` (out, rank) stand beside them as in PEFT. The
-weight may be quantized (`frozen`), before or after. Adapters that are trained on keep a frozen copy
-of where they started, if asked (`keep_start`).
+An adapted layer replaces the linear layer and holds the same weight and bias objects under the same
+names, so that the base model's state keeps Hugging Face's names and bits; `lora_A.weight` (rank,
+in) and `lora_B.weight` (out, rank) are beside them, as in PEFT. The weight may be quantized
+(`frozen`) before or after. `keep_start` keeps a frozen copy of adapters that are trained further.
 Source: arXiv:2106.09685. Differs: A starts as torch's linear layers do (PEFT's choice), not normal.
 """
 
@@ -34,19 +33,18 @@ _PARTS = (".lora_A", ".lora_B", ".start_a", ".start_b")
 
 @dataclass(slots=True)
 class AdapterSwitch:
-    """Whether a layer adds its adapter's part as trained; one object for the layer and its twin's
-    copy."""
+    """Whether a layer adds its adapter's output; the layer and its twin share the object."""
 
     on: bool = True
 
 
 class LoraLayer(LinearLayer):
-    """What the two adapted layers share: A, B, the scale and the switch.
+    """The code of both adapted layers: A, B, the scale and the switch.
 
     Attributes:
-        switch: whether forward adds the adapter's part as trained.
+        switch: whether forward adds the adapter's output as trained.
         rank, alpha: the update is scaled by alpha / rank.
-        start_a, start_b: what is added where the switch is off; None where nothing is.
+        start_a, start_b: the adapter that is added while the switch is off; None: nothing.
     """
 
     start_a: nn.Linear | None
@@ -56,7 +54,7 @@ class LoraLayer(LinearLayer):
         """Take over the base layer's parameters, freeze them, add A (zeros) and B (zeros)."""
         self.take_over(base)
         inputs, outputs = _shape(base)
-        # Over a base without memory (stream) too: adapters are small, and may be loaded at once.
+        # With memory even if the base has none yet (meta_init): adapters may be loaded at once.
         device = self.weight.device
         with torch.device("cpu" if device.type == "meta" else device):
             self.lora_A = nn.Linear(inputs, rank, bias=False, dtype=torch.float32)
@@ -69,7 +67,7 @@ class LoraLayer(LinearLayer):
         self.train(base.training)
 
     def adapted(self, x: Tensor, output: Tensor) -> Tensor:
-        """Add the adapter's part to the base layer's output (..., out), as trained or started."""
+        """Add the adapter's output to the base layer's (..., out), as trained or as it started."""
         down, up = self.lora_A, self.lora_B
         if not self.switch.on:
             if self.start_a is None or self.start_b is None:
@@ -84,12 +82,12 @@ class LoraLayer(LinearLayer):
         return self.adapted(x, self.product(x))
 
     def merged_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A new tensor: the weight with the adapter in it, in the weight's layout.
+        """A new tensor: the weight with the adapter merged in, in the weight's layout.
 
         A quantized weight is dequantized first, and the sum is not quantized again.
 
         Args:
-            dtype: of the sum, which is made in float32; None: the weight's.
+            dtype: of the result, which is summed in float32; None: the weight's.
         """
         down, up = self.lora_A.weight.float(), self.lora_B.weight.float()
         update: Tensor = (up @ down) * (self.alpha / self.rank)
@@ -133,10 +131,10 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]
 def start_adapters(
     model: nn.Module, seed: int, put: Callable[[Tensor, Tensor], object] = Tensor.copy_
 ) -> None:
-    """Give A its start, drawn from `seed`, and B its zeros.
+    """Initialize A from `seed`, and B to zeros.
 
     Args:
-        put: copies a whole tensor into a parameter, wherever that lies.
+        put: copies a whole tensor into a parameter, which may be sharded.
     """
     generator = torch.Generator().manual_seed(seed)
     for _, layer in lora_layers(model):
@@ -183,9 +181,9 @@ def train_adapters(model: PreTrainedModel) -> None:
 
 
 def keep_start(model: PreTrainedModel) -> None:
-    """Keep a frozen copy of the adapters as they are, to be used where they are off; in place.
+    """Keep a frozen copy of the adapters, which is used while they are off; in place.
 
-    For adapters that are trained on: the reference is the policy as it started, not the base.
+    For adapters that are trained further: the reference is the policy at the start, not the base.
     """
     for _, layer in lora_layers(model):
         layer.start_a, layer.start_b = (
@@ -194,10 +192,10 @@ def keep_start(model: PreTrainedModel) -> None:
 
 
 def match_targets(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """Names of the linear layers that `targets` (`all-linear` or endings of names) mean.
+    """Names of the linear layers that `targets` (`all-linear` or endings of names) match.
 
-    The vocabulary head and the scalar head are never among them. Experts that a family keeps as
-    stacked tensors are no linear layers and stay as they are, as in PEFT.
+    The vocabulary head and the scalar head are never among them. Experts in stacked tensors are
+    not linear layers and stay as they are, as in PEFT.
 
     Raises:
         ModelError: a target that matches no linear layer, with the endings that exist.
@@ -259,9 +257,9 @@ def lora_parameters(model: nn.Module) -> list[nn.Parameter]:
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Within: the model as it started, bit for bit: the base, or with the adapters of `keep_start`.
 
-    This is the reference, at no extra memory but for those. Nests, and restores on errors. A scalar
+    This is the reference, without extra memory for a model. Nests, and restores on errors. A scalar
     head stays the trained one. Do not leave it between a gradient-checkpointed forward and its
-    backward, which runs the forward again.
+    backward, which recomputes the forward.
     """
     layers = [layer for _, layer in lora_layers(model)]
     before = [layer.switch.on for layer in layers]
@@ -272,25 +270,6 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, was_on in zip(layers, before, strict=True):
             layer.switch.on = was_on
-
-
-@torch.no_grad()
-def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state of the model with its adapters merged, under the unadapted model's names.
-
-    Adapted weights are new tensors, and so are quantized ones, which are dequantized: the folder
-    that they make has full weights. All others are the model's own; the model is not changed.
-    """
-    state = model.state_dict()
-    for name, layer in model.named_modules():
-        if not isinstance(layer, LinearLayer):
-            continue
-        for ending in (*(f"{part}.weight" for part in _PARTS), ".weight.packed", ".weight.scales"):
-            state.pop(name + ending, None)
-        state[f"{name}.weight"] = (
-            layer.merged_weight() if isinstance(layer, LoraLayer) else layer.plain_weight()
-        )
-    return dict(state)
 
 
 def _shape(base: nn.Linear | Conv1D) -> tuple[int, int]:

@@ -1,45 +1,38 @@
 """Weights straight from safetensors into where they belong: no rank ever holds a whole model.
 
-A model is made without weights (its parameters on the meta device, its buffers real), adapted,
-quantized, split over the ranks, and filled: of every weight a rank reads its own rows from the
-files and nothing else, and quantizes those.
+Every run loads its models like this. A model is made without weights (parameters on the meta
+device, buffers real), adapted, quantized, sharded and then filled: of every weight a rank reads its
+own rows from the files and nothing else, and quantizes those. Where files and model do not match
+one to one (a family that stores its experts otherwise, weights that are missing or left over),
+`load` loads it whole through transformers, or says what is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import re
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
 
 from tandem.models.adapter import load_adapter
+from tandem.models.build import build_model
 from tandem.models.checkpoint_ref import CheckpointRef
-from tandem.models.classifiers import require_classifier
+from tandem.models.classifiers import one_output, take_backbone
 from tandem.models.folder import incomplete, read_headers, read_index
 from tandem.models.hf_logging import quiet
-from tandem.models.load import attention_for, name_backbone, require_decoder, set_dropout
+from tandem.models.load import open_decoder
 from tandem.models.lora import SCALAR_HEAD, scalar_head
 from tandem.models.quantized import PackedWeight, Pieces
-from tandem.models.scalar import one_output, take_backbone
-from tandem.models.source import (
-    Located,
-    keep_saved_dtype,
-    load_config,
-    locate,
-    read_adapter_config,
-)
+from tandem.models.scalar import has_scalar_head
+from tandem.models.source import Located, keep_saved_dtype
+from tandem.models.validate_checkpoint import is_finite
 
 _HEAD = f"{SCALAR_HEAD}."
 
@@ -48,14 +41,14 @@ class WeightFiles:
     """The safetensors files of a model folder, read row by row."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads names and shapes alone.
+        """Reads only names and shapes.
 
         Raises:
-            ModelError: the files are not whole, or not those of the index.
+            ModelError: the files are damaged, or not those of the index.
         """
         headers = {(tensor.file.name, tensor.name): tensor for tensor in read_headers(folder)}
         index = read_index(folder)
-        # Without an index a name that stands in several files is the last one's.
+        # Without an index, a name that is in several files is read from the last.
         listed = index or {name: file for file, name in headers}
         if missing := [name for name, file in listed.items() if (file, name) not in headers]:
             raise incomplete(folder, f"no {missing[0]!r:.100} in {listed[missing[0]]!r}")
@@ -70,7 +63,7 @@ class WeightFiles:
 
 
 class MetaModel:
-    """A model without weights, and what is needed to fill it.
+    """A model without weights, and the files to fill it from.
 
     Attributes:
         model: parameters on the meta device, buffers real; float32, in eval mode.
@@ -80,10 +73,10 @@ class MetaModel:
     def __init__(
         self, model: PreTrainedModel, files: WeightFiles, *, trust_remote_code: bool = False
     ) -> None:
-        """`model`'s names are matched with the files'.
+        """Matches the model's names with those of the files.
 
         Raises:
-            KeyError: they cannot be matched one to one.
+            KeyError: they do not match one to one.
         """
         self.model = model
         self._files = files
@@ -95,28 +88,29 @@ class MetaModel:
         without: list[str] = []
         for name, shape in shapes.items():
             names = [name, name.removeprefix(prefix)]
-            found = [key for key in names if files.shapes.get(key) == shape]
+            found = [key for key in names if files.shapes.get(key) == shape and shape]
             if found:
                 self._keys[name] = found[0]
             elif name.startswith(_HEAD):
                 self.missing.append(name)
             else:
                 without.append(name)
+        left = _left_over(model, files.shapes.keys() - self._keys.values(), prefix)
         # Some families' files call the vocabulary head by another name (GPT-NeoX: embed_out).
-        left = [
-            key
-            for key in files.shapes.keys() - self._keys.values()
-            if without and files.shapes[key] == shapes[without[0]]
-        ]
-        if len(without) == len(left) == 1:
-            self._keys[without[0]] = left[0]
+        if len(without) == len(left) == 1 and files.shapes[left[0]] == shapes[without[0]]:
+            self._keys[without[0]] = left.pop()
         elif without:
             raise KeyError(without[0])
+        rows = model.config.get_text_config().vocab_size
+        if scalar_head(model) is not None and self.missing:  # a language model's vocabulary head
+            left = [key for key in left if files.shapes[key][:1] != (rows,)]
+        if left:
+            raise KeyError(left[0])
 
     def adapt(self, start: CheckpointRef) -> None:
         """Put the adapter that the model starts from on it, live, with memory of its own.
 
-        A scalar model's adapter brings its head; a language model's on a scalar model does not.
+        A scalar model's adapter brings its head; a language model's adapter does not.
 
         Raises:
             ModelError: as `adapter.load_adapter`.
@@ -125,7 +119,7 @@ class MetaModel:
         head = scalar_head(self.model)
         if head is not None and not start.classifies:
             config, remote = self.model.config, self._trust_remote_code
-            adapted = _without_weights(AutoModelForCausalLM, config, remote)
+            adapted = build_model(config, on_meta=True, trust_remote_code=remote)
             load_adapter(adapted, start.adapter)
             take_backbone(self.model, adapted)
             return
@@ -140,14 +134,14 @@ class MetaModel:
         """Read the parameters, which have memory by now, from the files.
 
         Args:
-            pieces: of a parameter, the memory that lies on this rank and its first row.
+            pieces: gives the part of a parameter that is on this rank, and its first row.
         Returns:
-            the name of a weight to quantize that is not finite, as far as it lies here; or none.
+            the name of a weight that is not finite, in what this rank has read; or none.
         """
         parameters = dict(self.model.named_parameters())
         unsound = ""
         for name, key in self._keys.items():
-            # An adapter keeps the base layer's names (lora), integers stand below them (frozen).
+            # An adapted layer keeps the names (lora), a quantized one has them below it (frozen).
             if name not in parameters:
                 weight = self.model.get_submodule(name)
                 assert isinstance(weight, PackedWeight), name
@@ -156,59 +150,72 @@ class MetaModel:
                 continue
             piece, first = pieces(parameters[name])
             if piece.numel():
-                piece.copy_(self._files.rows(key, first, first + piece.shape[0]))
+                rows = self._files.rows(key, first, first + piece.shape[0])
+                piece.copy_(rows)
+                if not is_finite(rows):
+                    unsound = name
         return unsound
 
 
 def empty_causal_lm(
     path: str | Path, *, dropout: float = 0.0, trust_remote_code: bool = False
 ) -> MetaModel | None:
-    """As `load.load_causal_lm`, without its weights; None where files and model do not match one to
-    one (an adapter's folder, a family whose weights are stored otherwise).
+    """As `load.load_causal_lm`, without its weights; None if files and model do not match one to
+    one, or it is an adapter's folder.
 
     Raises:
         ModelError: not a decoder, or damaged files.
     """
-    return _empty(path, AutoModelForCausalLM, dropout, trust_remote_code)
+    return _empty(path, False, dropout, trust_remote_code)
 
 
 def empty_scalar_model(
     path: str | Path, *, dropout: float = 0.0, trust_remote_code: bool = False
 ) -> MetaModel | None:
-    """As `scalar.load_scalar_model`, without its weights; a head that the files lack is `missing`.
+    """As `empty_causal_lm`, with a scalar head; one that the files lack is `missing`.
 
     Raises:
         ModelError: not a decoder, or damaged files.
     """
-    return _empty(path, AutoModelForSequenceClassification, dropout, trust_remote_code)
+    return _empty(path, True, dropout, trust_remote_code)
 
 
 def _empty(
-    path: str | Path, kind: type, dropout: float, trust_remote_code: bool
+    path: str | Path, scalar: bool, dropout: float, trust_remote_code: bool
 ) -> MetaModel | None:
-    source = locate(path)
-    if read_adapter_config(source) is not None:
+    opened = open_decoder(path, scalar=scalar, dropout=dropout, trust_remote_code=trust_remote_code)
+    source, config = opened.base, opened.config
+    if opened.adapter is not None:
         return None
-    config = load_config(source, trust_remote_code=trust_remote_code)
-    require_decoder(config, source.name)
-    if kind is AutoModelForSequenceClassification:
-        require_classifier(config, source.name)
-    set_dropout(config, dropout)
     files = WeightFiles(_folder(source))
     stored = config.dtype
-    model = _without_weights(kind, config, trust_remote_code)
+    if scalar and config.num_labels != 1:
+        one_output(config)
+    model = build_model(config, scalar=scalar, on_meta=True, trust_remote_code=trust_remote_code)
     model.name_or_path = source.name
     keep_saved_dtype(model, stored)
-    if kind is AutoModelForCausalLM:
+    if not scalar:
         _take_generation_config(model, source)
     try:
-        return MetaModel(model, files, trust_remote_code=trust_remote_code)
+        empty = MetaModel(model, files, trust_remote_code=trust_remote_code)
     except KeyError:
         return None
+    return None if empty.missing and has_scalar_head(source, opened.config) else empty
+
+
+def _left_over(model: PreTrainedModel, keys: Iterable[str], prefix: str) -> list[str]:
+    """Keys of files that the model neither has nor ignores as from_pretrained does: second names
+    of tied weights, and what its class names."""
+    ignored = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied |= {name.removeprefix(prefix) for name in tied}
+    return sorted(
+        key for key in keys if key not in tied and not any(p.search(key) for p in ignored)
+    )
 
 
 def _take_generation_config(model: PreTrainedModel, source: Located) -> None:
-    """What from_pretrained does too: stop tokens and the like come from a file of their own."""
+    """As from_pretrained does: stop tokens and the like come from a file of their own."""
     with quiet(), suppress(OSError):  # a folder need not have one
         model.generation_config = GenerationConfig.from_pretrained(
             source.name, local_files_only=source.offline
@@ -222,41 +229,3 @@ def _folder(source: Located) -> Path:
     return Path(
         snapshot_download(source.name, allow_patterns=patterns, local_files_only=source.offline)
     )
-
-
-def _without_weights(
-    kind: type, config: PreTrainedConfig, trust_remote_code: bool
-) -> PreTrainedModel:
-    if kind is AutoModelForSequenceClassification and config.num_labels != 1:
-        one_output(config)
-    with _parameters_on_meta(), quiet(), torch.random.fork_rng(devices=[]):
-        model = kind.from_config(  # type: ignore[attr-defined]
-            config,
-            dtype=torch.float32,
-            attn_implementation=attention_for(config),
-            trust_remote_code=trust_remote_code,
-        )
-    assert isinstance(model, PreTrainedModel)
-    name_backbone(model)
-    return model.eval()
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Within: parameters lose their memory as they are registered; buffers keep theirs.
-
-    Buffers that no file holds (rotation tables) are computed when a module is made, so a model made
-    wholly on the meta device would lack them.
-    """
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]

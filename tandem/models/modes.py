@@ -1,4 +1,4 @@
-"""A model's mode for a while."""
+"""Evaluation mode in a `with` block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Within: eval mode, without dropout; the mode before returns after."""
+    """Within: eval mode, without dropout; the earlier mode is restored after."""
     was_training = model.training
     model.eval()
     try:

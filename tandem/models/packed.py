@@ -1,7 +1,7 @@
-"""Forwards over the real tokens of a batch alone, side by side: no work on padding.
+"""Forwards over packed sequences: only the real tokens of a batch, so no work on padding.
 
-N is the number of real tokens, in the order of the batch's rows. Families whose attention cannot
-be reached (`twin.supports_packing`) run padded, and the real tokens are picked afterwards.
+N is the number of real tokens, in the order of the batch's rows. Families that
+cannot be packed (`twin.supports_packing`) run padded, and the real tokens are picked afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def hidden_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     Positions count from 0 in every row; a token sees its own row up to itself.
     """
     if not supports_packing(model):
-        # No mask: a causal model's token sees nothing to its right, where all padding is.
+        # No mask: a token of a causal model sees nothing to its right, where all padding is.
         padded = model.base_model(input_ids=batch.token_ids, use_cache=False).last_hidden_state
         return padded[batch.attention_mask]
     lengths = batch.lengths()
@@ -41,9 +41,9 @@ def real_positions(batch: TokenBatch) -> Tensor:
 
 
 def predictor_positions(batch: TokenBatch) -> Tensor:
-    """For each response token, in the order of the mask: where among the N its predictor stands.
+    """For each response token, in the order of the mask: the index among the N of its predictor.
 
-    A model's output at a token speaks of the next one; this is the one place that knows.
+    A model's output at a token predicts the next one. This is the only place that shifts by one.
 
     Raises:
         ShapeError: the mask holds at index 0, which nothing precedes.
@@ -57,5 +57,5 @@ def predictor_positions(batch: TokenBatch) -> Tensor:
 
 
 def last_positions(batch: TokenBatch) -> Tensor:
-    """(B,) int64: where among the N each row's last real token stands."""
+    """(B,) int64: the index among the N of each row's last real token."""
     return batch.lengths().cumsum(0) - 1

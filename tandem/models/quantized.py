@@ -1,7 +1,7 @@
-"""A frozen weight as packed integers, which a forward unpacks, multiplies by and forgets.
+"""A frozen weight as packed integers, which a forward unpacks, multiplies by and discards.
 
-A frozen weight is only ever multiplied by, so nothing else is kept: the backward unpacks it again
-for the gradient to the input. One layer's weight is unpacked at a time.
+Nothing but the integers is kept: the backward unpacks them again for the gradient to the input.
+One layer's weight is unpacked at a time.
 Source: QLoRA, arXiv:2305.14314. Differs: scales are not quantized again.
 """
 
@@ -32,7 +32,7 @@ class PackedParameter(nn.Parameter):
     """Integers of a quantized weight, which cannot be trained."""
 
     def requires_grad_(self, requires_grad: bool = True) -> PackedParameter:
-        """As torch's, but for a message that says what to do.
+        """As torch's, with a message that says what to do.
 
         Raises:
             ModelError: gradients are asked for.
@@ -59,7 +59,7 @@ class Layout:
         return blockwise.dequantize(packed, floats, count, code, dtype).view(self.shape)
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes of the codes, and of the scales."""
+        """Bytes of the codes and of the scales."""
         code, runs = _CODES[self.kind], [self.shape.numel()]
         return code.num_bytes(runs), code.num_scales(runs) * code.scale_dtype.itemsize
 
@@ -97,19 +97,19 @@ class _PackedProduct(torch.autograd.Function):
 
 
 class PackedWeight(nn.Module):
-    """A weight as integers: a module where a layer has its weight, so that names tell it.
+    """A weight as integers: a module in the place of the layer's weight.
 
     Attributes:
         packed: the codes of `ops.blockwise`, flat.
-        scales: their bytes, so that no cast (`.to`, FSDP2's mixed precision) rounds them, and every
-            backend of torch.distributed carries them.
+        scales: as bytes, so that no cast (`.to`, FSDP2's mixed precision) rounds them, and every
+            backend of torch.distributed can send them.
         layout: what they mean. shape, dtype: the weight's own.
     """
 
     def __init__(self, weight: Tensor, kind: str) -> None:
         """Quantizes `weight` (any shape, finite), which is not changed.
 
-        One on the meta device becomes integers there, to be given memory and then `filled`.
+        On the meta device the integers have no memory either; give them some and `fill` them.
         """
         super().__init__()
         self.layout = Layout(kind, weight.shape)
@@ -125,21 +125,21 @@ class PackedWeight(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the integers are."""
+        """The device of the integers."""
         return self.packed.device
 
     @torch.no_grad()
     def fill(self, rows: Rows, pieces: Pieces) -> bool:
-        """Write the integers of a weight that is read row by row, no more of it than lies here.
+        """Read this rank's part of a weight row by row and quantize it.
 
         Args:
             rows: rows first to last of the weight, as floats.
-            pieces: of a parameter, the memory that lies on this rank and where in it that begins.
+            pieces: gives the part of a parameter that is on this rank, and its first element.
         Returns:
-            whether every number that was read is finite.
+            whether every value that was read is finite.
         """
         code, count = _CODES[self.layout.kind], self.shape.numel()
-        # How many numbers a byte of the codes, and one of the scales, stands for.
+        # How many weights one byte of the codes, or of the scales, covers.
         parts = [
             (self.packed, code.per_byte),
             (self.scales, code.block // code.scale_dtype.itemsize),
@@ -148,7 +148,7 @@ class PackedWeight(nn.Module):
         here = [part for part in here if part[0].numel()]
         if not here:
             return True
-        # Whole blocks: codes and scale of one depend on all of its numbers.
+        # Whole blocks, because codes and scale depend on all values of a block.
         start = min(first * numbers for _, first, numbers in here) // code.block * code.block
         last = max((first + len(piece)) * numbers for piece, first, numbers in here)
         end = min(count, -(-last // code.block) * code.block)
@@ -164,19 +164,19 @@ class PackedWeight(nn.Module):
         return bool(torch.isfinite(read).all())
 
     def numel(self) -> int:
-        """Weights, as they were counted before."""
+        """The number of weights, as before quantization."""
         return self.shape.numel()
 
     def is_floating_point(self) -> bool:
-        """Never: what is kept are integers."""
+        """False: it consists of integers."""
         return False
 
     def product(self, x: Tensor, bias: Tensor | None, *, turned: bool, product: Product) -> Tensor:
         """product(x, W, bias), in x's dtype, with gradient to x (and bias).
 
         Args:
-            turned: the weight is kept (in, out), as Conv1D's.
-            product: the linear that computes it, and the gradient to x.
+            turned: the weight is stored (in, out), as Conv1D's.
+            product: the linear that computes the output, and the gradient to x.
         """
         cast = None if bias is None else bias.to(x.dtype)
         integers = self.packed, self.scales
@@ -185,9 +185,9 @@ class PackedWeight(nn.Module):
 
     @torch.no_grad()
     def dequantized(self) -> Tensor:
-        """The weight that the integers stand for: a new tensor in the weight's own dtype.
+        """The dequantized weight: a new tensor in the weight's own dtype.
 
-        If it lies in pieces over the ranks, all take part, and the result is in pieces again.
+        If it is sharded, all ranks take part, and the result is sharded too.
         """
         if not isinstance(self.packed, DTensor):
             return self.layout.unpacked(self.packed, self.scales, self.dtype)

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: keep each layer's input, compute the rest again in the backward pass."""
+"""Gradient checkpointing: keep each layer's input, recompute the rest in the backward pass."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tandem.errors import ModelError
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Turn it on, in place; it acts while the model is in train mode.
+    """Turn it on, in place; it has an effect in train mode.
 
-    The non-reentrant kind: the reentrant one gives no gradient where a layer's input needs none,
-    which is every first layer under LoRA with frozen embeddings. transformers also hooks the
-    embeddings to require gradients for its sake; that hook is taken off again.
+    Non-reentrant, because reentrant checkpointing gives no gradient if a layer's input needs none,
+    as in the first layer under LoRA with frozen embeddings. For that case transformers adds a hook
+    to the embeddings, which is removed again.
 
     Raises:
         ModelError: the family does not support it.

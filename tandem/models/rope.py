@@ -1,8 +1,8 @@
-"""Rotary positions that follow a sequence's length, for sequences that stand side by side.
+"""Rotary embeddings that depend on a sequence's length, for packed sequences.
 
-Hugging Face's modules look at the longest sequence of a forward: longrope (arXiv:2402.13753) turns
-every token by other frequencies once it has more tokens than the model was first trained on, and
-dynamic NTK scaling stretches them past the model's positions.
+Hugging Face's modules look at the longest sequence of a forward: longrope (arXiv:2402.13753) takes
+other frequencies for every token of a sequence that is longer than the model was first trained on,
+and dynamic NTK scaling changes them past the model's positions.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.errors import ShapeError
-from tandem.ops.attention_context import Decode, Recording, AttentionMetadata, current_step
+from tandem.ops.attention_context import AttentionMetadata, Decode, Recording, current_step
 
 
 def turning_point(module: nn.Module) -> int | None:
-    """Most tokens of a sequence with a module's short frequencies; None where it has one kind.
-
-    Also None where no sequence of the model's positions is longer.
-    """
+    """The longest sequence with a module's short frequencies; None if all sequences have the same,
+    or if the model's positions end there."""
     return longrope_border(module.config) if "longrope" in _kinds(module) else None
 
 
 def longrope_border(config: Any) -> int | None:
-    """As `turning_point`, of all that a text model's config says."""
+    """As `turning_point`, from a text model's config alone."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [part for part in parameters.values() if isinstance(part, dict)]
     borders = [
@@ -41,19 +39,15 @@ def longrope_border(config: Any) -> int | None:
     return None if positions is not None and positions <= border else int(border)
 
 
-def take_over_rope(module: nn.Module) -> None:
-    """Give a twin's rotary module the class below that keeps sequences apart, where it needs one.
-
-    A copy keeps the model's own attributes, and the forward of its own class computes.
-    """
+def packed_rope(module: Any, kind: type[nn.Module]) -> tuple[type[nn.Module], dict[str, Any]]:
+    """The class that computes a rotary module in a twin: one below, or its own, `kind`; and
+    attributes that its forward needs beside the module's."""
     border = turning_point(module)
     if border is not None:
-        module.__dict__.update(_own=type(module), _border=border)
-        module.__class__ = _TwoRopes
-    elif any("dynamic" in kind for kind in _kinds(module)):
-        limit = int(module.config.max_position_embeddings)  # type: ignore[union-attr, arg-type]
-        module.__dict__.update(_own=type(module), _limit=limit)
-        module.__class__ = _ShortRope
+        return _TwoRopes, {"_own": kind, "_border": border}
+    if any("dynamic" in name for name in _kinds(module)):
+        return _ShortRope, {"_own": kind, "_limit": int(module.config.max_position_embeddings)}
+    return kind, {}
 
 
 class _TwoRopes(nn.Module):
@@ -64,7 +58,7 @@ class _TwoRopes(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Positions (1, N) -> cos and sin (1, N, R)."""
         module: Any = self
-        # The module chooses by the largest position that it sees: it is asked twice.
+        # The module chooses by the largest position that it sees, so it is called twice.
         within = position_ids.clamp(max=module._border - 1)
         past = F.pad(position_ids, (0, 1), value=module._border)
         short = module._own.forward(self, x, within, *args, **kwargs)
@@ -78,7 +72,7 @@ class _TwoRopes(nn.Module):
 
 
 class _ShortRope(nn.Module):
-    """A rope that stays as it is while no sequence is longer than the model's positions."""
+    """The module's own rope, which is constant up to the model's positions; beyond, an error."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As the module's own."""

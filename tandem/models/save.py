@@ -29,7 +29,7 @@ ADAPTER_FOLDER = "adapter"
 
 
 def saved_bytes(model: PreTrainedModel, dtype: torch.dtype | None = None) -> int:
-    """What the weights of `save_model` will take, without the adapter's folder."""
+    """Bytes of the weights that `save_model` will write, without the adapter's folder."""
     return sum(unit.num_bytes for unit in model_units(model, dtype))
 
 
@@ -48,19 +48,19 @@ def save_model(
     A model with adapters is written twice: merged in `folder`, and the adapter in
     `folder/adapter`. The model is not changed.
 
-    A scalar model's config gets the tokenizer's pad token, but only if it is a token of its own:
+    A scalar model's config gets the tokenizer's pad token, but only if that is not the EOS token:
     Hugging Face's pooling skips every pad id, so with pad = EOS it would score the token before
     the EOS. Without a pad token it refuses batches of several rows instead.
 
     Args:
         base_path: the base model that the adapter names; by default where the model came from.
         dtype: of the weights in the folder; by default the model's own, float32.
-        max_file_bytes: weights of more come in several files, with an index.
-        writers: the ranks that write together, each its own files; this one alone if None.
+        max_file_bytes: larger models are saved in several files, with an index.
+        writers: the ranks that write together, each its own files. None: only this process.
     Raises:
         ModelError: adapters without a known base.
         NumericsError: a weight is not finite, or would not be in `dtype`; nothing is written.
-        OSError: the disk refused this rank, after it has taken its part with the others.
+        OSError: this rank could not write; it has still taken part in the gathering.
     """
     _require_finite(model, dtype)
     target = Path(folder)
@@ -89,7 +89,7 @@ def _write_settings(
 ) -> None:
     """Everything but weights."""
     config = copy.deepcopy(model.config)
-    # A split model's class is named for it.
+    # FSDP2 puts its name before the class's.
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.dtype = dtype or model.dtype
     if scalar_head(model) is not None:
@@ -105,7 +105,7 @@ def _write_settings(
 
 
 def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
-    """As its save_pretrained, but what the disk refuses is an OSError from its Rust part too."""
+    """As save_pretrained, but an error of the disk in its Rust code becomes an OSError too."""
     try:
         tokenizer.save_pretrained(target)
     except Exception as error:

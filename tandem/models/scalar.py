@@ -2,8 +2,8 @@
 
 Nothing is added to the class, so saving is save_pretrained and anyone's
 AutoModelForSequenceClassification loads it. Families for which transformers has no such class get
-one of the same make (`classifiers`), which Tandem alone loads. The mean and sd that the scores are
-normalized by are attributes of its config, `score_mean` and `score_std`, and so in config.json.
+one built alike (`classifiers`), which only Tandem loads. The mean and sd that normalize the scores
+are attributes of its config, `score_mean` and `score_std`, and so in config.json.
 """
 
 from __future__ import annotations
@@ -14,34 +14,17 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
 from tandem.models.adapter import load_adapter
-from tandem.models.classifiers import require_classifier
+from tandem.models.build import build_model, require_decoder, set_dropout
+from tandem.models.classifiers import one_output, require_classifier, take_backbone
 from tandem.models.folder import read_headers
-from tandem.models.hf_logging import quiet
-from tandem.models.load import (
-    attention_for,
-    load_causal_lm,
-    require_all_weights,
-    require_decoder,
-    set_dropout,
-)
+from tandem.models.load import load_causal_lm, load_weights, open_decoder
 from tandem.models.lora import SCALAR_HEAD, scalar_head
 from tandem.models.packed import hidden_states, last_positions, predictor_positions
-from tandem.models.source import (
-    Located,
-    adapter_base,
-    load_config,
-    load_weights,
-    locate,
-    read_adapter_config,
-)
+from tandem.models.source import Located
 from tandem.types import TokenBatch
 
 
@@ -61,17 +44,13 @@ def load_scalar_model(
 
     Args:
         from_causal_lm: True: start a new head in any case; False: the path must have one; None:
-            see what it is (config.architectures, else whether the files hold a head).
+            as config.architectures says, or else whether the files hold a head.
     Raises:
         ModelError: as `load_causal_lm`; also a family without a backbone to put a head on, a
-            head with more than one output, or no head where one was asked for.
+            head with more than one output, or no head although the caller needs one.
     """
-    source = locate(path)
-    adapter = read_adapter_config(source)
-    base = source if adapter is None else adapter_base(source, adapter)
-    config = load_config(base, trust_remote_code=trust_remote_code)
-    require_decoder(config, base.name)
-    require_classifier(config, base.name)
+    opened = open_decoder(path, scalar=True, dropout=dropout, trust_remote_code=trust_remote_code)
+    base, config = opened.base, opened.config
     has_head = has_scalar_head(base, config)
     if from_causal_lm is False and not has_head:
         raise ModelError(
@@ -79,13 +58,20 @@ def load_scalar_model(
             f"architectures={config.architectures}. Give a reward model, or start a new head."
         )
     if has_head:
-        model = _load_classifier(base, config, dropout, trust_remote_code)
+        if config.num_labels != 1:
+            raise ModelError(
+                f"model {base.name!r} must score with one number; got a head with "
+                f"{config.num_labels} outputs. Give a reward model, or a language model to start a "
+                "new head on."
+            )
+        model = load_weights(base, config, scalar=True, trust_remote_code=trust_remote_code)
     else:
         model = _on_language_model(base, dropout, trust_remote_code)
+    _require_head(model)
     if from_causal_lm or not has_head:
-        _start_head(_require_head(model), seed)
-    if adapter is not None:
-        load_adapter(model, source.name)
+        start_new_head(model, seed)
+    if opened.adapter is not None:
+        load_adapter(model, opened.adapter)
     return model
 
 
@@ -103,19 +89,15 @@ def new_scalar_model(
     require_classifier(config, config.model_type)
     one_output(config)
     set_dropout(config, dropout)
-    with torch.random.fork_rng(devices=[]), quiet():
-        torch.manual_seed(seed)
-        model = AutoModelForSequenceClassification.from_config(
-            config, dtype=torch.float32, attn_implementation=attention_for(config)
-        )
-    _start_head(_require_head(model), seed)
-    return model.eval()
+    model = build_model(config, scalar=True, seed=seed)
+    start_new_head(model, seed)
+    return model
 
 
 def has_scalar_head(source: Located, config: PreTrainedConfig) -> bool:
     """Whether a model is a sequence-classification model already.
 
-    Told by config.architectures; where those are absent, by a head's weight in the local files.
+    By config.architectures; if those are absent, by a head's weight in the local files.
 
     Raises:
         ModelError: a weights file cannot be read.
@@ -140,7 +122,7 @@ def token_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
 def sequence_scores(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Scores (B,) float32, raw: the head's output at each row's last real token, EOS included.
 
-    The last real token is told by the mask, never by its id: pad may equal EOS.
+    The mask says which token is the last, never its id: pad may equal EOS.
     """
     return _head_outputs(model, hidden_states(model, batch)[last_positions(batch)])
 
@@ -148,12 +130,12 @@ def sequence_scores(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
 def _head_outputs(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """(n, D) -> (n,) float32."""
     head = _require_head(model)
-    # Some families (Mamba) keep their residuals, and so these, in float32 beside half weights.
+    # Some families (Mamba) keep residuals, and so hidden states, in float32 beside half weights.
     return head(hidden.to(head.weight.dtype)).squeeze(-1).float()
 
 
 def normalization(model: PreTrainedModel) -> tuple[float, float]:
-    """Mean and sd that the model's scores are normalized by; (0, 1) if none were set."""
+    """Mean and sd that normalize the model's scores; (0, 1) if none were set."""
     config = model.config
     return float(getattr(config, "score_mean", 0.0)), float(getattr(config, "score_std", 1.0))
 
@@ -182,44 +164,18 @@ def _require_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def _load_classifier(
-    source: Located, config: PreTrainedConfig, dropout: float, trust_remote_code: bool
-) -> PreTrainedModel:
-    """A sequence-classification folder as it is."""
-    if config.num_labels != 1:
-        raise ModelError(
-            f"model {source.name!r} must score with one number; got a head with "
-            f"{config.num_labels} outputs. Give a reward model, or a language model to start a "
-            "new head on."
-        )
-    set_dropout(config, dropout)
-    model, missing, unexpected = load_weights(
-        AutoModelForSequenceClassification,
-        source,
-        config,
-        trust_remote_code=trust_remote_code,
-        attn_implementation=attention_for(config),
-    )
-    require_all_weights(source, config, missing, unexpected)
-    _require_head(model)
-    return model
-
-
 def _on_language_model(source: Located, dropout: float, trust_remote_code: bool) -> PreTrainedModel:
     """The backbone of a language model in its family's classification class; head unset.
 
-    The language model is loaded whole first, because only that accounts for every weight: some
-    families' files name the vocabulary head in a way that only its own class knows.
+    The language model is loaded first, because only its own class accounts for every weight: some
+    families' files have their own name for the vocabulary head.
     """
     language_model = load_causal_lm(
         source.name, dropout=dropout, trust_remote_code=trust_remote_code
     )
     config = language_model.config
     one_output(config)
-    with torch.device("meta"), quiet():
-        model = AutoModelForSequenceClassification.from_config(
-            config, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
+    model = build_model(config, scalar=True, on_meta=True, trust_remote_code=trust_remote_code)
     head = _require_head(model)
     take_backbone(model, language_model)
     model.config = config
@@ -227,43 +183,16 @@ def _on_language_model(source: Located, dropout: float, trust_remote_code: bool)
     return model.eval()
 
 
-def take_backbone(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """Give a scalar model the backbone of a language model, adapters included; in place.
-
-    Raises:
-        ModelError: the family's two classes have backbones of two kinds.
-    """
-    if type(model.base_model) is not type(other.base_model):
-        raise ModelError(
-            f"family {model.config.model_type!r} must have one backbone for both heads; got "
-            f"{type(other.base_model).__name__} and {type(model.base_model).__name__}. Choose "
-            "another family for the reward model and critic."
-        )
-    setattr(model, model.base_model_prefix, other.base_model)
-
-
-def one_output(config: PreTrainedConfig) -> None:
-    """Have a config score with one number, which Hugging Face calls regression; in place."""
-    config.num_labels = 1
-    config.problem_type = "regression"
-
-
+@torch.no_grad()
 def start_new_head(
     model: PreTrainedModel, seed: int, put: Callable[[Tensor, Tensor], object] = Tensor.copy_
 ) -> None:
-    """Start the scalar head of a model anew.
+    """Initialize a scalar head: small scores, of about the same size at any width.
 
     Args:
-        put: copies a whole tensor into a parameter, wherever that lies.
+        put: copies a whole tensor into a parameter, which may be sharded.
     """
-    _start_head(_require_head(model), seed, put)
-
-
-@torch.no_grad()
-def _start_head(
-    head: nn.Linear, seed: int, put: Callable[[Tensor, Tensor], object] = Tensor.copy_
-) -> None:
-    """Small scores at the start, of about the same size at any width."""
+    head = _require_head(model)
     generator = torch.Generator().manual_seed(seed)
     start = torch.empty(head.weight.shape).normal_(
         0.0, 1.0 / math.sqrt(head.in_features + 1), generator=generator

@@ -1,4 +1,4 @@
-"""What a twin must show before a run relies on it, on the very model in use."""
+"""The check of a twin against its model, before a run relies on it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tandem.models.twin import decodes, kv_shapes, twin_of
 from tandem.ops.attention_context import BLOCK_TOKENS, Decode, KVMemory, Packed, attending
 
 TRUSTED_GAP = 1e-5
-"""Mean |log-prob difference|, in nats, up to which the sampler's numbers stand for a forward's."""
+"""Mean |log-prob difference|, in nats, up to which the sampler's log-probs replace a forward's."""
 
-_LENGTHS = (23, 9)  # past a block of KV memory, and inside one
+_LENGTHS = (23, 9)  # longer and shorter than a block of KV memory
 
 
 class Decoder(Protocol):
-    """What draws answers: `generate.runner.Runner`, which lies above this room."""
+    """What computes answers: a `generation.runner.Runner`, which models may not import."""
 
     def prefill(self, token_ids: Tensor, lengths: Sequence[int], tables: Tensor) -> Tensor:
         """Logits (G, V) of the last token of each of G prompts."""
@@ -32,11 +32,11 @@ class Decoder(Protocol):
         """Logits (n, V) of one more token per row."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Free what it holds."""
 
 
 MakeDecoder = Callable[[PreTrainedModel, KVMemory, int], Decoder]
-"""Of a model, over a memory whose last block is to spare, for sequences of at most so many."""
+"""Takes a model, KV memory with one spare block at its end, and the longest sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Agreement:
     """How the twin's numbers compare on random tokens.
 
     bitwise: decoding token by token gave the packed forward's logits to the last bit, on these
-        few tokens and with this number of threads. With operations of `ops` alone that holds for
-        any; a family that keeps layers of its own may yet differ in a last bit in a large batch.
+        few tokens and with this number of threads. If all operations are those of `ops`, it does so
+        on any tokens; a family's own layers may still differ in a last bit in a large batch.
     gap: mean |log-prob difference| of decoding and the packed forward, in nats; infinite for a
         family that does not decode (`twin.decodes`).
     to_model: largest difference of packed logits and the model's own forward, relative to the
@@ -58,7 +58,7 @@ class Agreement:
 
     @property
     def trustworthy(self) -> bool:
-        """Whether what decoding says of a token may stand for what the training forward says."""
+        """Whether log-probs from decoding may replace those of the training forward."""
         return self.bitwise or self.gap < TRUSTED_GAP
 
 
@@ -74,14 +74,13 @@ def check_twin(
     """Compare the model's own forward, the twin's packed one and its decoding.
 
     Args:
-        own: what runs its own forward, where the model itself cannot now (`twin.plain_copy`).
-        trains_elsewhere: this twin only generates (it stands in, `twin.standing_in`): its decoding
-            is compared with the model's own forward, for the packed one here is not the trained.
-        make_decoder: what will draw the run's answers (`generation.runners.make_runner`), so that
-            it is what decodes here; None lets the twin's modules do it.
+        own: runs its own forward where the model itself cannot (`shared_copy.plain_copy`).
+        trains_elsewhere: this twin only generates (`twin.standing_in`), so that its decoding is
+            compared with the model's own forward instead of with its packed one.
+        make_decoder: what decodes in the run (`generation.runners.make_runner`); None: the twin's
+            modules.
     Raises:
-        ModelError: the twin's logits, or the tokens that are likeliest by them, are not the
-            model's.
+        ModelError: the twin's logits, or their likeliest tokens, differ from the model's.
     """
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or max(_LENGTHS)
@@ -123,7 +122,7 @@ def _decoded_logits(
     width = -(-max(len(row) for row in rows) // BLOCK_TOKENS)
     dtype = twin_of(model).dtype
     memory = KVMemory(kv_shapes(model), width * len(rows) + 1, dtype=dtype, device=device)
-    # Blocks in descending order: a table that is not read would be found out.
+    # Blocks in descending order, so that a decoder that ignores the table fails.
     tables = torch.arange(width * len(rows) - 1, -1, -1, dtype=torch.int32, device=device)
     tables = tables.view(len(rows), width)
     decoder = make_decoder(model, memory, width * BLOCK_TOKENS)
@@ -137,7 +136,7 @@ def _decoded_logits(
                 continue
             at = torch.full((len(live),), place, device=device)
             ids = torch.stack([rows[i][place] for i in live])
-            # A decoder may write its next logits in the same place.
+            # A decoder may write its next logits into the same tensor.
             logits = decoder.decode(ids, at, tables[live]).clone()
             for i, row_logits in zip(live, logits, strict=True):
                 parts[i].append(row_logits)
@@ -151,7 +150,7 @@ def _halves(rows: list[Tensor]) -> list[int]:
 
 
 def _decoded_places(rows: list[Tensor]) -> Tensor:
-    """Of the rows side by side, the tokens that decoding gives logits of."""
+    """The indices, in the packed rows, of the tokens whose logits decoding returns."""
     places, first = [], 0
     for row, half in zip(rows, _halves(rows), strict=True):
         places.append(torch.arange(first + half - 1, first + len(row), device=row.device))
@@ -179,7 +178,7 @@ class _Modules:
             return _logits(self._model, token_ids, positions)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to free."""
 
 
 def _logits(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor:
@@ -188,7 +187,7 @@ def _logits(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor:
 
 
 def _require_close(own: Tensor, ours: Tensor, family: str, road: str) -> float:
-    """Equal up to rounding, and the same likeliest token wherever that is not a near tie."""
+    """Equal up to rounding, and the same likeliest token except in near ties."""
     scale = max(1.0, float(own.float().abs().max()))
     tolerance = 4 * math.sqrt(torch.finfo(own.dtype).eps)
     apart = float((own.float() - ours.float()).abs().max()) / scale

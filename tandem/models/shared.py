@@ -1,15 +1,12 @@
 """One frozen base under several models: actor, critic, reference and reward model.
 
-Models that start from the same one differ in adapters and heads alone. `share_base` makes them
-hold its frozen weights once, as the very same parameter objects, quantized or not; every model
-stays a module tree of its own, and so do its twin, its optimizer and its saving. Models that are
-known to start from the same files need not even be read (`stream`).
+Models that start from the same one differ only in adapters and heads. `share_base` makes them hold
+its frozen weights once, as the same parameter objects, quantized or not. Each model keeps its own
+module tree, twin, optimizer and folder. A model that is known to start from the same files is not
+even read (`meta_init`).
 """
 
 from __future__ import annotations
-
-import copy
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -19,28 +16,26 @@ from transformers import PreTrainedModel
 from tandem.errors import ModelError
 from tandem.models.frozen import base_modules
 
-Model = TypeVar("Model", bound=PreTrainedModel)
 Slot = tuple[str, nn.Module, str]
-"""A place of a parameter: its whole name, the module that has it, its name there."""
+"""Where a parameter is: its full name, its module, its name in the module."""
 
 
 def share_base(owner: PreTrainedModel, *others: PreTrainedModel) -> int:
     """Make the others' frozen weights the owner's own parameter objects; in place.
 
-    Base model and vocabulary head, quantized or not, weights that adapters stand on included.
-    Adapters and scalar heads stay each model's own, trained or not, and so does a weight that the
-    other trains. All models are checked before the first is changed. Models are quantized before
-    they share, and split over ranks after: a split (ZeRO 1 to 3) gives each model pieces of its
-    own. `requires_grad_` on a shared weight speaks for every model. A weight of another model that
-    has no memory yet, on the meta device, is taken to have the owner's values.
+    That is base model and vocabulary head, also below adapters. Adapters, scalar heads and weights
+    that another model trains stay that model's own. All models are checked before the first is
+    changed. Quantize before sharing; shard (ZeRO 1 to 3) after it, which gives each model shards of
+    its own. `requires_grad_` on a shared weight is for every model. Another model's weight on the
+    meta device is assumed to have the owner's values.
 
     Args:
         owner: the model with the most heads, the actor.
     Returns:
-        bytes that are given back, once nothing else holds the others' own weights.
+        bytes that are freed once nothing else holds the others' own weights.
     Raises:
-        ModelError: a weight that another model has frozen is missing in the owner, trained there,
-            of other values or split over ranks, by its name; or another model has none frozen.
+        ModelError: a frozen weight of another model is missing in the owner, trained there, sharded
+            or of other values; or another model has no frozen weight.
     """
     mine = {name: module._parameters[key] for name, module, key in _base_slots(owner)}
     slots: list[Slot] = []
@@ -61,20 +56,8 @@ def share_base(owner: PreTrainedModel, *others: PreTrainedModel) -> int:
     return sum(weight.numel() * weight.element_size() for weight in freed)
 
 
-def copied_over_base(model: Model) -> Model:
-    """A copy of a model that has its frozen base weights, and all else of its own.
-
-    Adapters and heads are copied, frozen or not. What may be trained in the copy is the caller's
-    to say, but never its base.
-    """
-    slots = [_slot(slot) for slot in _base_slots(model)]
-    return copy.deepcopy(
-        model, {id(weight): weight for weight in slots if not weight.requires_grad}
-    )
-
-
 def _base_slots(model: PreTrainedModel) -> list[Slot]:
-    """Every place of a base parameter: its whole name, its module and its name there."""
+    """Where the base's parameters are."""
     return [
         (f"{name}.{key}", module, key)
         for name, module in base_modules(model)
@@ -90,14 +73,14 @@ def _slot(slot: Slot) -> nn.Parameter:
 
 
 def _require_same(slot: Slot, mine: nn.Parameter | None, number: int) -> None:
-    """Refuse a frozen weight of model `number` that the owner does not have, frozen and equal."""
+    """Refuse a frozen weight of model `number` that the owner does not have frozen and equal."""
     name, theirs = slot[0], _slot(slot)
     if mine is theirs:
         return
     if mine is None:
         found = "which the first model lacks"
     elif isinstance(theirs, DTensor) or isinstance(mine, DTensor):
-        found = "which is split over ranks already"
+        found = "which is sharded already"
     elif mine.requires_grad:
         found = "which the first model trains"
     elif (theirs.shape, theirs.dtype) != (mine.shape, mine.dtype) or (

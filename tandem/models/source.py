@@ -1,4 +1,4 @@
-"""From a folder or a hub name to a config and weights, every failure as a one-line ModelError."""
+"""From a folder or a hub name to a config; every failure is a one-line ModelError."""
 
 from __future__ import annotations
 
@@ -14,25 +14,21 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from tandem.errors import ModelError
 from tandem.models.folder import read_object
 from tandem.models.hf_logging import quiet
-from tandem.models.validate_checkpoint import (
-    check_finite,
-    check_folder,
-    check_weights,
-)
+from tandem.models.validate_checkpoint import check_folder, check_weights
 from tandem.text import one_line
 
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_TIMEOUT_SECONDS = 10.0
 _SAVED_DTYPE = "tandem_saved_dtype"
-"""Where a model keeps the type of the checkpoint that it comes from."""
+"""The attribute in which a model keeps the dtype of its checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A model that exists: what `from_pretrained` is told.
+    """A model that exists: the arguments of `from_pretrained`.
 
-    name: a folder or a hub name. offline: take it from the hub's cache, the hub does not answer.
-    commit: which state of a hub name that is; empty for a folder.
+    name: a folder or a hub name. offline: the hub does not answer, so its cache is used.
+    commit: the hub's commit; empty for a folder.
     """
 
     name: str
@@ -49,12 +45,12 @@ class Located:
 def locate(path: str | Path) -> Located:
     """Find a model folder or hub name before anything is loaded.
 
-    A name that looks like a path (absolute, with `.`, `~` or more than one `/`) is never asked of
-    the hub. A hub that does not answer is asked once, and its cache used where it has the model.
+    A name that looks like a path (absolute, with `.`, `~` or more than one `/`) is never looked
+    up in the hub. If the hub does not answer, its cache is used.
 
     Raises:
         ModelError: neither a folder nor a model that the hub or its cache has, or a folder whose
-            small files point elsewhere (see `claims.check_folder`).
+            small files point elsewhere (see `validate_checkpoint.check_folder`).
     """
     text = str(path)
     try:
@@ -81,7 +77,7 @@ def locate(path: str | Path) -> Located:
         )
     try:
         info = HfApi().model_info(text, timeout=_HUB_TIMEOUT_SECONDS)
-    except Exception as error:  # whichever error the client raises, the answer is the same
+    except Exception as error:  # the client raises many kinds of errors
         if cached := _in_cache(text):
             return Located(text, offline=True, commit=cached.parent.name)
         raise ModelError(
@@ -93,21 +89,21 @@ def locate(path: str | Path) -> Located:
 
 
 def _is_unicode(text: str) -> bool:
-    """A name's bytes that are not UTF-8 come as lone surrogates, which nothing can write down."""
+    """Whether a name can be encoded: bytes that are not UTF-8 arrive as lone surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _in_cache(name: str) -> Path | None:
-    """Where the hub's cache has a model's config.json: in a folder named by its commit."""
+    """The config.json of a model in the hub's cache, in a folder named by its commit."""
     try:
         found = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # no name that the hub could have
+    except ValueError:  # not a name that the hub could have
         return None
     return Path(found) if isinstance(found, str) else None
 
 
 def require_config(source: Located) -> None:
-    """Say of a folder that is no model that it is none.
+    """Refuse a folder that is not a model.
 
     Raises:
         ModelError: it has no config.json.
@@ -122,11 +118,11 @@ def require_config(source: Located) -> None:
 
 
 def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's config, held against the weights that lie beside it.
+    """The model's config, checked against the weights in its folder.
 
     Raises:
         ModelError: config.json is missing or broken, names a family that transformers does not
-            know, or needs remote code that was not allowed; or as `claims.check_weights`.
+            know, or needs remote code that was not allowed; or as `check_weights`.
     """
     require_config(source)
     try:
@@ -151,65 +147,26 @@ def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrain
 
 
 def keep_saved_dtype(model: PreTrainedModel, dtype: object) -> None:
-    """Note the type of the checkpoint that a model comes from; the first note stays.
+    """Remember the dtype of the checkpoint that a model comes from; the first call wins.
 
     Args:
-        dtype: float32 is noted where this is none, as where a config does not say.
+        dtype: anything but a floating-point dtype, as from a config without one, means float32.
     """
     known = dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
     model.__dict__.setdefault(_SAVED_DTYPE, known)
 
 
 def saved_dtype(model: PreTrainedModel) -> torch.dtype:
-    """The type of the checkpoint that the model comes from; its own where it comes from none."""
+    """The dtype of the checkpoint that the model comes from; its own if it comes from none."""
     found: torch.dtype = model.__dict__.get(_SAVED_DTYPE, model.dtype)
     return found
 
 
-def load_weights(
-    auto_class: Any,
-    source: Located,
-    config: PreTrainedConfig,
-    *,
-    trust_remote_code: bool = False,
-    **options: Any,
-) -> tuple[PreTrainedModel, set[str], set[str]]:
-    """Run `auto_class.from_pretrained` in float32, from safetensors alone.
-
-    Returns:
-        the model in eval mode, the names it has and the files lack, the names only the files have.
-    Raises:
-        ModelError: pickled weights, damaged or truncated files, tensors of the wrong shape, NaN.
-    """
-    _refuse_pickle(source)
-    stored = config.dtype  # from_pretrained writes the type that it is told into the config
-    try:
-        with quiet():
-            model, report = auto_class.from_pretrained(
-                source.name,
-                config=config,
-                dtype=torch.float32,
-                use_safetensors=True,
-                output_loading_info=True,
-                trust_remote_code=trust_remote_code,
-                local_files_only=source.offline,
-                **options,
-            )
-    except Exception as error:  # whatever a family's own code makes of a wrong value
-        raise ModelError(
-            f"weights of {source.name!r} must be complete safetensors files that fit config.json; "
-            f"got: {one_line(error)}. Copy or save the model again."
-        ) from error
-    check_finite(model, source.name)
-    keep_saved_dtype(model, stored)
-    return model.eval(), set(report["missing_keys"]), set(report["unexpected_keys"])
-
-
 def read_adapter_config(source: Located) -> dict[str, Any] | None:
-    """The PEFT adapter_config.json of a local folder; None where there is none.
+    """The PEFT adapter_config.json of a local folder; None if there is none.
 
     Raises:
-        ModelError: the file is no JSON object.
+        ModelError: the file is not a JSON object.
     """
     if source.folder is None or not (source.folder / ADAPTER_CONFIG).is_file():
         return None
@@ -236,24 +193,3 @@ def adapter_base(source: Located, adapter: dict[str, Any]) -> Located:
             "which has no config.json. Merge that adapter first."
         )
     return base
-
-
-def _refuse_pickle(source: Located) -> None:
-    """Refuse a local folder that has weights, but none in safetensors."""
-    if source.folder is None or any(source.folder.glob("*.safetensors")):
-        return
-    pickled = sorted(
-        p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in source.folder.glob(pattern)
-    )
-    if pickled:
-        raise ModelError(
-            f"model {source.name!r} must have safetensors weights; got {pickled[0]}, a pickle, "
-            'which can run code when it is read. If you trust it, convert it: python -c "from '
-            "transformers import AutoModelForCausalLM as M; M.from_pretrained("
-            f"{source.name!r}, use_safetensors=False).save_pretrained('NEW_FOLDER')\" and copy "
-            "the tokenizer's files there."
-        )
-    raise ModelError(
-        f"model {source.name!r} must hold *.safetensors files; got none. Give the folder that "
-        "save_pretrained wrote."
-    )

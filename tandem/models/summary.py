@@ -1,58 +1,14 @@
-"""What a model is, and how many floating-point operations a token costs."""
+"""How many floating-point operations a model's tokens cost."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TypedDict
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from tandem.models.load import embedding_rows
-from tandem.models.lora import scalar_head
 from tandem.models.quantized import PackedWeight
-
-
-class ModelSummary(TypedDict):
-    """A model in a few numbers.
-
-    family: Hugging Face's model_type. kind: "causal-lm" or "scalar". parameters and
-    trainable_parameters: each shared tensor counted once. vocabulary: rows of the embedding.
-    context: longest sequence in tokens, 0 where the family has no limit.
-    """
-
-    family: str
-    kind: str
-    parameters: int
-    trainable_parameters: int
-    layers: int
-    width: int
-    vocabulary: int
-    context: int
-
-
-def model_summary(model: PreTrainedModel) -> ModelSummary:
-    """Family, size and shape of a model."""
-    config = model.config.get_text_config()
-    return ModelSummary(
-        family=model.config.model_type,
-        kind="causal-lm" if scalar_head(model) is None else "scalar",
-        parameters=_num_weights(model),
-        trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        layers=int(config.num_hidden_layers),
-        width=int(config.hidden_size),
-        vocabulary=embedding_rows(model),
-        context=int(getattr(config, "max_position_embeddings", None) or 0),
-    )
-
-
-def _num_weights(model: PreTrainedModel) -> int:
-    """Weights, quantized ones as they were counted before."""
-    packed = [m for m in model.modules() if isinstance(m, PackedWeight)]
-    integers = {id(p) for weight in packed for p in weight.parameters()}
-    others = sum(p.numel() for p in model.parameters() if id(p) not in integers)
-    return others + sum(weight.numel() for weight in packed)
 
 
 def flops_per_token(
@@ -78,7 +34,7 @@ def sequence_flops(
 
     T: all tokens; L: those that go through the vocabulary head; N: parameters of the layers (no
     embeddings, no vocabulary head); A: heads times head width; c: the sequence's length, or a
-    layer's sliding window where that is shorter.
+    layer's sliding window if that is shorter.
     A causal query sees (c + 1) / 2 keys on average; the products with keys and with values take
     2 A operations per key each. The backward pass goes through every layer and also computes the
     gradients of those weights that are trained, which under LoRA are few.

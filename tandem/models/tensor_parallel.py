@@ -1,9 +1,9 @@
-"""A stand-in for a model's twin that holds a slice of its weights: tensor-parallel generation.
+"""Tensor-parallel generation: a twin that holds a slice of the model's weights.
 
-Column layers are sliced along their outputs (heads, inner width), row layers along their inputs,
-after which partial results are added up over the ranks that hold the other slices
-(arXiv:1909.08053). Which layers are which is a plan per architecture; that a plan is right is
-shown for the very model in use by its logits (`selfcheck`), before anything relies on it.
+Column layers are sliced along their outputs (heads, inner width), row layers along their inputs;
+their partial results are summed over the ranks that hold the other slices (arXiv:1909.08053). A
+plan per architecture says which layers are which. `selfcheck` compares the logits of the model in
+use before a run relies on its plan.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
 from tandem.models.lora import LoraLayer
-from tandem.models.twin import copied_tree
+from tandem.models.shared_copy import shared_copy
 from tandem.ops import dense
 
 SliceOf = Callable[[Tensor, int], Tensor]
@@ -26,9 +26,10 @@ SliceOf = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Endings of the names of column and row layers, and counts of heads that modules keep.
+    """How an architecture is sliced: endings of the names of column and row layers.
 
-    inner_width: the config's name for the width between the two linear layers of a block.
+    head_counts: attributes of its modules that count heads. inner_width: the config's name for the
+    width of the MLP's inner layer.
     """
 
     columns: tuple[str, ...]
@@ -57,7 +58,7 @@ _PLANS = {
 
 
 class _ColumnLinear(nn.Module):
-    """Some of a linear layer's outputs."""
+    """A linear layer with some of its outputs."""
 
     weight: Tensor
     bias: Tensor | None
@@ -68,7 +69,7 @@ class _ColumnLinear(nn.Module):
 
 
 class _RowLinear(nn.Module):
-    """A linear layer over some of its inputs, added up over all of them."""
+    """A linear layer with some of its inputs; the results are summed over all slices."""
 
     weight: Tensor
     bias: Tensor | None
@@ -81,7 +82,7 @@ class _RowLinear(nn.Module):
 
 
 def check_sliceable(config: PreTrainedConfig, parts: int) -> None:
-    """Refuse a model that cannot be cut into `parts` slices.
+    """Refuse a model that cannot be sliced into `parts`.
 
     Raises:
         ModelError: a family without a plan, or heads or widths that `parts` does not divide.
@@ -118,24 +119,27 @@ def sliced_twin(
     add_up: Callable[[Tensor], Tensor],
     dtype: torch.dtype | None,
 ) -> PreTrainedModel:
-    """A twin whose planned layers hold 1 / `parts` of their weights, all else whole.
+    """A twin whose planned layers hold 1 / `parts` of their weights; all others are whole.
 
-    Adapters are added into the slices, which are thrown away afterwards; the model's own weights
-    are not touched.
+    Adapters are merged into the slices, which are temporary; the model's own weights stay as they
+    are.
 
     Args:
         slice_of: this rank's slice of a weight along a dimension.
         whole: all of a weight.
-        add_up: adds partial results over the ranks that hold the other slices, in place.
-        dtype: of the slices; None leaves the weights'.
+        add_up: sums partial results over the ranks that hold the other slices, in place.
+        dtype: of the slices; None: the weights' own.
     """
     check_sliceable(model.config, parts)
     plan = _PLANS[model.config.get_text_config().model_type]
-    twin, originals = copied_tree(model)
+    copies = shared_copy(model)
+    originals = {copied: module for module, copied in copies.items()}
+    twin = copies[model]
+    assert isinstance(twin, PreTrainedModel)
     taken: dict[int, Tensor] = {}
 
     def kept(weight: Tensor) -> Tensor:
-        """Whole, once for weights that are tied."""
+        """The whole weight, gathered once if it is tied."""
         if id(weight) not in taken:
             taken[id(weight)] = nn.Parameter(_cast(whole(weight), dtype), requires_grad=False)
         return taken[id(weight)]
@@ -143,7 +147,7 @@ def sliced_twin(
     sliced: set[str] = set()
     for name, module in list(twin.named_modules()):
         if any(name.startswith(f"{done}.") for done in sliced):
-            continue  # an adapter inside a layer that is sliced with it
+            continue  # an adapter inside a sliced layer
         original = originals[module]
         is_column = name.endswith(plan.columns)
         if (is_column or name.endswith(plan.rows)) and hasattr(original, "weight"):
@@ -202,7 +206,7 @@ def _layer(
 
 
 def _index_of(slice_of: SliceOf, parts: int, device: torch.device) -> int:
-    """Which slice is this rank's."""
+    """The index of this rank's slice."""
     return int(slice_of(torch.arange(parts, device=device), 0)[0])
 
 

@@ -1,43 +1,50 @@
-"""The generation twin: a second module tree over the very same weights.
+"""The twin: a second module tree over the very same weights, which computes for a model.
 
-A model is trained, saved and read as the Hugging Face module that it is. What computes is its
-twin: copies of its module objects whose parameter and buffer tables are the originals' own, so
-that no weight exists twice and none can differ. In the twin, attention goes to
-`ops.attention.tandem_attention` and plain layers to the operations of `ops.dense`, packed
-sequences and KV memory included; hooks and flags of the original stay where they are.
+A model is loaded, trained, saved and shared with others as the Hugging Face module that it is, and
+nobody patches it or hooks into it. Its forwards in training, scoring and generation run on its
+twin, which `twin_of` makes when it is first needed. A twin consists of
+
+- a copy of every module object, with the model's own parameters and buffers: no weight exists
+  twice, and a weight that an optimizer changes, or that is replaced, changes in both
+  (`shared_copy`, the one file that reaches below torch's public interface, says how and why);
+- attention by `ops.attention`, over packed sequences and over KV memory alike, because the copies'
+  config names it;
+- linear layers, norms, MLPs and rotary embeddings by `ops.dense` where a family's code is known
+  (`fused`, `rope`), so that a token's numbers do not depend on the batch or on the mode.
+
+A twin follows its model: modes and adapter switches at every forward; it is made again when the
+module tree, a plain attribute or the config has changed (`config_snapshot`). A family whose
+attention does not go through transformers' attention interface has a twin that cannot compute
+(`supports_packing`); it runs through its own forward. `selfcheck` compares twin and model at the
+start of a run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tandem.models.config_snapshot import Attributes, Settings
-from tandem.models.fused import fuse
+from tandem.models.config_snapshot import Modules, steering, steers_as
 from tandem.models.rope import turning_point
-from tandem.models.shared_copy import Switch, copied, drop_hooks
-from tandem.models.shared_copy import copied_tree as copied_tree
-from tandem.models.shared_copy import plain_copy as plain_copy
+from tandem.models.shared_copy import Switch, shared_copy
 from tandem.ops.attention_context import LayerShape, Packed, Recording, attending
 
 
 @dataclass(slots=True)
 class _Twin:
-    """A twin, and by module, in the order of `modules()`: original, its attributes, copy."""
+    """A twin, and the state of its model that it was made from."""
 
     model: PreTrainedModel
-    kind: type[PreTrainedModel]
-    originals: list[ReferenceType[nn.Module]]
-    attributes: list[Attributes]
-    copies: list[nn.Module]
-    hooks: Switch
-    settings: Settings | None = None
+    modules: Modules | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    gathering: Switch = field(default_factory=Switch)
     shapes: tuple[LayerShape, ...] | None = None
     why_unpacked: str = ""
 
@@ -47,11 +54,10 @@ _stand_ins: WeakKeyDictionary[PreTrainedModel, _Twin] = WeakKeyDictionary()
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The model's twin, built once and kept in step with it: with the module tree, with plain
-    attributes such as dropout rates and sizes, and with the config.
+    """The model's twin, made once, and made again when the model has changed.
 
-    Its forward must run inside `ops.steps.attending`, on packed token ids (1, N) with their
-    positions (1, N). Gradients reach the model's own parameters.
+    Its forward must run inside `attending` (`ops.attention_context`), on packed token ids (1, N)
+    with their positions (1, N). Gradients reach the model's own parameters.
     """
     return _current(model).model
 
@@ -80,12 +86,13 @@ def kv_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
 
 
 def supports_packing(model: PreTrainedModel) -> bool:
-    """Whether the twin computes this family: its attention is reached through the interface."""
+    """Whether the twin can compute: the family's attention goes through the interface."""
     return bool(kv_shapes(model))
 
 
 def rope_border(model: PreTrainedModel) -> int | None:
-    """Tokens past which all tokens of a sequence turn otherwise (`rope`); None where none do."""
+    """The length past which a sequence's rotary embeddings all change (`rope`); None if they never
+    do."""
     borders = [turning_point(module) for module in model.modules()]
     return min((border for border in borders if border is not None), default=None)
 
@@ -96,7 +103,7 @@ def decodes(model: PreTrainedModel) -> bool:
 
 
 def why_unpacked(model: PreTrainedModel) -> str:
-    """Why `supports_packing` or `decodes` says no; empty where both say yes."""
+    """Why `supports_packing` or `decodes` is false; empty if both are true."""
     border = rope_border(model)
     if border is not None and supports_packing(model):
         return (
@@ -108,19 +115,19 @@ def why_unpacked(model: PreTrainedModel) -> str:
 
 @contextmanager
 def without_hooks(model: PreTrainedModel) -> Iterator[None]:
-    """Within: the twin of a model split over ranks gathers nothing; its weights must be whole."""
-    hooks = _current(model).hooks
-    before, hooks.on = hooks.on, False
+    """Within: a sharded model's twin gathers no weights; they must be whole already."""
+    gathering = _current(model).gathering
+    before, gathering.on = gathering.on, False
     try:
         yield
     finally:
-        hooks.on = before
+        gathering.on = before
 
 
 @contextmanager
 def standing_in(model: PreTrainedModel, twin: PreTrainedModel) -> Iterator[None]:
     """Within: `twin` computes in place of the model's own twin."""
-    _stand_ins[model] = _Twin(twin, type(model), [], [], [], Switch())
+    _stand_ins[model] = _Twin(twin)
     try:
         yield
     finally:
@@ -131,71 +138,30 @@ def _current(model: PreTrainedModel) -> _Twin:
     if model in _stand_ins:
         return _stand_ins[model]
     entry = _twins.get(model)
-    if entry is None or not _follow(model, entry):
-        entry = _twins[model] = _build(model)
-        _follow(model, entry)
-    if entry.settings is None:
-        entry.settings = Settings(model)
-    elif not entry.settings.hold(model):
-        # The tree is the same, and so is what its layers keep: no forward, which a model that is
-        # split would have to run on all ranks.
-        shapes, why = entry.shapes, entry.why_unpacked
-        entry = _twins[model] = _build(model)
-        _follow(model, entry)
-        entry.settings, entry.shapes, entry.why_unpacked = Settings(model), shapes, why
-    return entry
+    if entry is not None and entry.modules is not None and entry.modules.update(model):
+        if steers_as(model, entry.config):
+            return entry
+        # The tree is the same, and so is what its layers keep: no forward, which a sharded model
+        # would have to run on all ranks.
+        made = _make(model)
+        made.shapes, made.why_unpacked = entry.shapes, entry.why_unpacked
+    else:
+        made = _make(model)
+    _twins[model] = made
+    return made
 
 
-def _follow(model: PreTrainedModel, entry: _Twin) -> bool:
-    """Take over what may change on a module object; False if the tree or an attribute changed.
-
-    Every forward comes through here: a microsecond per module.
-    """
-    if type(model) is not entry.kind:  # it has been split over the ranks
-        return False
-    originals, attributes, copies = entry.originals, entry.attributes, entry.copies
-    count = 0
-    for module in model.modules():
-        if count == len(originals) or originals[count]() is not module:
-            return False
-        state, known, twin = module.__dict__, attributes[count], copies[count].__dict__
-        count += 1
-        try:
-            if known.read(state) != known.values:
-                return False
-        except KeyError:
-            return False
-        if twin["training"] is not state["training"]:
-            twin["training"] = state["training"]
-        if "gradient_checkpointing" in state:
-            twin["gradient_checkpointing"] = state["gradient_checkpointing"]
-    return count == len(originals)
-
-
-def _build(model: PreTrainedModel) -> _Twin:
-    made: dict[int, nn.Module] = {}
-    configs: dict[int, object] = {}
-    hooks = Switch()
-    root = copied(model, made, configs, hooks)
-    drop_hooks(root)  # the root's are run by the one call that a forward is (parallel.shard)
-    assert isinstance(root, PreTrainedModel)
-    modules = list(model.modules())
-    copies = [made[id(module)] for module in modules]
-    for twin in copies:
-        fuse(twin)
-    return _Twin(
-        root,
-        type(model),
-        [ref(module) for module in modules],
-        [Attributes.of(module) for module in modules],
-        copies,
-        hooks,
-    )
+def _make(model: PreTrainedModel) -> _Twin:
+    gathering = Switch()
+    copies = shared_copy(model, gathering=gathering)
+    twin = copies[model]
+    assert isinstance(twin, PreTrainedModel)
+    return _Twin(twin, Modules(copies), steering(model), gathering)
 
 
 @torch.no_grad()
 def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
-    """Run the twin on three tokens and see which layers ask for attention."""
+    """Run the twin on three tokens and see which layers ask for attention, and why some do not."""
     device = twin.device
     recording = Recording(Packed.of_lengths([3], device))
     ids = torch.zeros((1, 3), dtype=torch.long, device=device)
@@ -218,14 +184,14 @@ def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
     text = twin.config.get_text_config()
     layers = text.num_hidden_layers
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
-        # Told in the mask alone, which a packed forward has none of.
+        # The chunks are in the mask alone, and a packed forward has no mask.
         return (), f"family {family!r} attends in chunks of {text.attention_chunk_size} tokens"
     if sorted(recording.shapes) != list(range(layers)):
         return (), (
             f"{len(recording.shapes)} of {layers} layers of family {family!r} attend through "
             "transformers' attention interface"
         )
-    # The weights' own type may be another: pieces over the ranks are cast when they are gathered.
+    # Not the type of the weights: shards are cast when they are gathered.
     if hidden.dtype != begins[0]:
         return (), (
             f"family {family!r} computes in {_name(hidden.dtype)} and begins with embeddings in "

@@ -1,9 +1,9 @@
-"""What a model folder says of itself, checked before anything is built from it.
+"""Checks of a model folder before anything is built from it.
 
-A folder comes from anywhere. Its index may point out of it or into a pickle, its config may ask for
-a billion layers or a terabyte of vocabulary, and every library that reads it believes it. Here the
-claims are held against the safetensors headers, which hold what is really there: this reads a few
-kilobytes and makes the modules on the meta device, where they take no memory.
+A folder may come from anywhere. Its index may point outside of it or to a pickle, its config may
+ask for a billion layers or a terabyte of vocabulary, and the libraries that read it trust it. The
+checks compare it with the safetensors headers, which say what is really there. They read a few
+kilobytes and build the modules on the meta device, where they take no memory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -28,19 +29,19 @@ _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _MOST_LABELS = 2**16
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-# A classification folder lacks the vocabulary head, tied weights are stored once or twice; what
-# families compute for themselves (masks, rotations) is small beside the weights.
+# A classification folder lacks the vocabulary head, tied weights are stored once or twice, and
+# computed tables (masks, rotations) are small compared with the weights.
 _MOST_TIMES = 4
 _MOST_MORE = 2**20
 _MOST_BUFFER_BYTES = 2**32
-# What families call the number of modules that they build; the others are dimensions.
+# The config's counts of modules; its other numbers are dimensions.
 _LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"}
 _COUNTS = _LAYERS | {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What the weight files of a folder hold: tensors, their numbers, their largest dimension."""
+    """What the weight files of a folder hold: tensors, values, the largest dimension."""
 
     num_tensors: int
     num_values: int
@@ -48,17 +49,17 @@ class Stored:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether Rust code gave up (a tokenizer's regular expression, say): no `Exception`."""
+    """Whether Rust code panicked (in a tokenizer's regular expression, say): not an `Exception`."""
     return type(error).__module__ == "pyo3_runtime"
 
 
 def check_folder(folder: Path) -> None:
-    """Check what others read without a look: kinds of files, index, settings, numbers of labels.
+    """Check what libraries read unchecked: kinds of files, index, settings, numbers of labels.
 
     Raises:
         ModelError: something in the folder is neither a file nor a folder; the index names
-            anything but safetensors files of this folder; the stop tokens are no token ids or the
-            settings none; config.json names more than 65,536 labels.
+            anything but safetensors files of this folder; generation settings or stop tokens are
+            invalid; config.json names more than 65,536 labels.
     """
     for path in folder.iterdir():
         _require_readable(path)
@@ -77,7 +78,7 @@ def check_folder(folder: Path) -> None:
         try:
             with quiet():
                 GenerationConfig.from_dict(settings)
-        except Exception as error:  # whatever the library makes of a wrong value
+        except Exception as error:  # a wrong value may raise anything
             raise ModelError(
                 f"{str(folder / _GENERATION_CONFIG)!r} must be settings that transformers takes; "
                 f"got: {one_line(error)}. Correct or remove the file."
@@ -85,12 +86,11 @@ def check_folder(folder: Path) -> None:
 
 
 def check_weights(folder: Path, config: PreTrainedConfig, *, trust_remote_code: bool) -> None:
-    """Hold a config against what its folder's weight files hold.
+    """Compare a config with the weight files of its folder.
 
     Raises:
-        ModelError: quantized weights, weights that are no floating-point numbers, attention code
-            from the hub, or a config that describes another (and larger) model, or none that can
-            be built.
+        ModelError: quantized weights, weights that are not floating-point numbers, attention code
+            from the hub, or a config of a larger model, or of one that cannot be built.
     """
     attention = getattr(config, "_attn_implementation", None)
     if isinstance(attention, str) and "/" in attention:
@@ -106,7 +106,7 @@ def check_weights(folder: Path, config: PreTrainedConfig, *, trust_remote_code: 
         )
     stored = _stored(folder)
     if stored is None:
-        return  # no weights there: for the loader to say
+        return  # the loader reports that there are no weights
     for name, count in _counts(config.to_dict()):
         most = stored.num_tensors if name in _LAYERS else stored.num_tensors + stored.largest_dim
         if count > most:
@@ -120,23 +120,33 @@ def check_finite(model: torch.nn.Module, name: str) -> None:
     """Refuse weights that are NaN or infinite.
 
     Raises:
-        ModelError: naming the first.
+        ModelError: with the name of the first.
     """
     for key, weight in model.state_dict().items():
-        # The sum tells in one pass without a mask in memory; where it overflows, look closer.
-        if not math.isfinite(float(weight.sum())) and not bool(weight.isfinite().all()):
-            raise ModelError(
-                f"weights of {name!r} must be finite; got NaN or infinity in {key}. "
-                "Copy the model again, or take an earlier checkpoint."
-            )
+        if not is_finite(weight):
+            raise not_finite(name, key)
+
+
+def is_finite(weight: Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    # One pass without a mask in memory; only if the sum overflows, every value is looked at.
+    return math.isfinite(float(weight.sum())) or bool(weight.isfinite().all())
+
+
+def not_finite(name: str, weight: str) -> ModelError:
+    """The error for a model with a weight that is NaN or infinite."""
+    return ModelError(
+        f"weights of {name!r} must be finite; got NaN or infinity in {weight}. "
+        "Copy the model again, or take an earlier checkpoint."
+    )
 
 
 def _require_readable(path: Path) -> None:
-    """A pipe would be waited on for ever."""
+    """Refuse a pipe, for example: reading it would wait forever."""
     try:
         mode = path.stat().st_mode
     except OSError:
-        return  # a link into nothing is as good as no file
+        return  # a broken link counts as no file
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise ModelError(
             f"{str(path)!r} must be a regular file; got a pipe, a socket or a device. Remove it "
@@ -145,12 +155,12 @@ def _require_readable(path: Path) -> None:
 
 
 def _check_labels(file: Path) -> None:
-    """transformers makes a name for every label as it reads a config."""
+    """Limit the labels: transformers makes a name for each when it reads a config."""
     require_small(file)
     try:
         config = read_object(file)
     except ModelError:
-        return  # for the loader to say
+        return  # the loader reports it
     waiting = [config]
     while waiting:
         part = waiting.pop()
@@ -164,7 +174,7 @@ def _check_labels(file: Path) -> None:
 
 
 def _stored(folder: Path) -> Stored | None:
-    """None where there is no safetensors file; see `check_weights` for what it raises."""
+    """None if there is no safetensors file; raises as `check_weights`."""
     if not any(folder.glob("*.safetensors")):
         return None
     tensors = read_headers(folder)
@@ -183,7 +193,7 @@ def _stored(folder: Path) -> Stored | None:
 
 
 def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """The config's numbers of modules to build: layers and experts."""
+    """The config's counts of modules: layers and experts."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _counts(value)
@@ -197,7 +207,7 @@ def _check_sizes(
     try:
         with torch.device("meta"), quiet():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a family's own code makes of a wrong value
+    except Exception as error:  # a family's own code may raise anything
         raise ModelError(
             f"config.json of {str(folder)!r} must describe a model that can be built; got "
             f"{type(error).__name__}: {one_line(error)}. Copy or save the model again."
@@ -213,6 +223,6 @@ def _check_sizes(
 
 def _too_large(folder: Path, described: str, held: str) -> ModelError:
     return ModelError(
-        f"config.json of {str(folder)!r} must describe the weights that lie beside it; got "
+        f"config.json of {str(folder)!r} must describe the weights in its folder; got "
         f"{described} where the files hold {held}. Copy or save the model again."
     )

@@ -1,7 +1,7 @@
 """A model's weights into safetensors files, one at a time: no rank ever holds the whole model.
 
-Several ranks share the files between them. A weight in pieces comes whole to the rank that writes
-its file and to no other; it is written, and forgotten. Names and layout are Hugging Face's.
+Several ranks share the files. A sharded weight is gathered on the rank that writes its file,
+written and freed. Names and layout are Hugging Face's.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tandem.tensor_files import Spec, TensorFile
 
 _STEM = INDEX.split(".")[0]
 MAX_FILE_BYTES = 4 * 2**30
-"""A larger model has several files, and an index of what is where."""
+"""A larger model has several files and an index."""
 _MIN_SHARE_BYTES = 2**28
-"""Files are not cut smaller than this only to give every rank one."""
+"""Files do not get smaller than this only to give every rank one."""
 
 
 def _here(tensor: Tensor, rank: int) -> Tensor | None:
@@ -43,8 +43,8 @@ class Writers:
     """The ranks that write a folder together.
 
     rank: among them; -1 for one that only takes part in gathering.
-    gather: brings all of a weight to one rank (by its number), which gets it; called by every
-        rank for one weight after another. What other ranks get is not used.
+    gather: gathers a weight on one rank (by its number); called by every rank for one weight after
+        another. What it returns on other ranks is not used.
     """
 
     rank: int = 0
@@ -53,20 +53,20 @@ class Writers:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes what is not a weight."""
+        """Whether this rank writes the files that are not weights."""
         return self.rank == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor to write: what it is, and what makes it when its turn comes, on every rank."""
+    """A tensor to write: its spec, and the function that makes it on every rank when it is due."""
 
     spec: Spec
     make: Callable[[], Tensor]
 
     @classmethod
     def of(cls, tensor: Tensor) -> Weight:
-        """A tensor that is there already."""
+        """A tensor that exists already."""
         return cls(Spec.of(tensor), lambda: tensor)
 
 
@@ -74,8 +74,8 @@ class Weight:
 class Unit:
     """Weights that are written together.
 
-    weights: by our names. specs: what becomes of them, by the file's names.
-    convert: from the one to the other, on real tensors.
+    weights: by the model's names. specs: of the converted tensors, by the file's names.
+    convert: turns the former into the latter.
     """
 
     weights: Mapping[str, Weight]
@@ -84,7 +84,7 @@ class Unit:
 
     @property
     def num_bytes(self) -> int:
-        """Its size in a file."""
+        """The size in a file."""
         return sum(spec.num_bytes for spec in self.specs.values())
 
 
@@ -98,7 +98,7 @@ class WeightFile:
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """What it will hold."""
+        """Its tensors."""
         return {name: spec for unit in self.units for name, spec in unit.specs.items()}
 
 
@@ -120,7 +120,7 @@ def model_units(model: PreTrainedModel, dtype: torch.dtype | None) -> list[Unit]
         is_one_to_one = Counter(t.shape for t in found.values()) == Counter(
             t.shape for t in empty.values()
         )
-        # Families that stack experts take a block's weights apart together.
+        # Families with stacked experts convert a block's weights together.
         for part in [[name] for name in names] if is_one_to_one else [names]:
             named = {name: weights[name] for name in part}
             units.append(_unit(model, named, dtype))
@@ -128,7 +128,7 @@ def model_units(model: PreTrainedModel, dtype: torch.dtype | None) -> list[Unit]
 
 
 def model_files(units: Sequence[Unit], num_ranks: int, max_bytes: int) -> list[WeightFile]:
-    """The files that hold `units`, in their order: one if it is small enough."""
+    """The files for `units`, in order: one if they are small enough."""
     total = sum(unit.num_bytes for unit in units)
     share = max(_MIN_SHARE_BYTES, -(-total // num_ranks))
     limit = min(max_bytes, share) if num_ranks > 1 else max_bytes
@@ -148,7 +148,7 @@ def model_files(units: Sequence[Unit], num_ranks: int, max_bytes: int) -> list[W
 
 
 def write_index(folder: Path, files: Sequence[WeightFile]) -> None:
-    """Say what is where, where there are several files."""
+    """Write the index, if there are several files."""
     if len(files) == 1:
         return
     specs = [spec for file in files for spec in file.specs.values()]
@@ -163,22 +163,22 @@ def write_index(folder: Path, files: Sequence[WeightFile]) -> None:
 
 
 def write_files(folder: Path, files: Sequence[WeightFile], writers: Writers) -> None:
-    """Write the files, dealt to the ranks; every rank calls it.
+    """Write the files, distributed over the ranks; every rank calls it.
 
-    The ranks' turns alternate, so that all of them write at the same time.
+    The ranks take turns in gathering, so that all of them write at the same time.
 
     Raises:
-        OSError: the disk refused this rank; it has taken its part in the others' weights.
+        OSError: this rank could not write; it has still taken part in the gathering.
     """
     if writers.rank >= 0:
         folder.mkdir(parents=True, exist_ok=True)
-    dealt = [
+    tasks = [
         [(file, unit) for file in files[rank :: writers.size] for unit in file.units]
         for rank in range(writers.size)
     ]
     refused: OSError | None = None
     opened: tuple[WeightFile, TensorFile] | None = None
-    for turn in zip_longest(*dealt):
+    for turn in zip_longest(*tasks):
         for rank, task in enumerate(turn):
             if task is None:
                 continue
@@ -202,7 +202,7 @@ def write_files(folder: Path, files: Sequence[WeightFile], writers: Writers) -> 
 
 
 def remove_others(folder: Path, files: Sequence[WeightFile]) -> None:
-    """Remove what an earlier save left of weights under other names."""
+    """Remove weight files of an earlier save with other names."""
     index = {INDEX} if len(files) > 1 else set()
     for old in folder.glob(f"{_STEM}*.safetensors*"):
         if old.name not in {file.name for file in files} | index:
@@ -215,8 +215,8 @@ def plain_unit(weights: Mapping[str, Weight]) -> Unit:
 
 
 def _merged_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, Weight]:
-    """As `lora.merged_state_dict`, each made when it is needed; of tied ones the one that files
-    have."""
+    """Every weight under the unadapted model's name, adapters merged in and quantized ones
+    dequantized when they are due; a tied weight once."""
     state = model.state_dict()
     weights = {name: Weight.of(t) for name, t in state.items()}
     for name, layer in model.named_modules():
@@ -226,7 +226,7 @@ def _merged_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[s
         for inner in [n for n in weights if n.startswith(f"{name}.") and n not in own]:
             del weights[inner]
         shape, kept = tuple(layer.weight.shape), layer.weight.dtype
-        if isinstance(layer, LoraLayer):  # summed before it is rounded, once
+        if isinstance(layer, LoraLayer):  # rounded once, after the sum
             spec = Spec(dtype or kept, shape)
             make: Callable[[], Tensor] = partial(layer.merged_weight, dtype or kept)
         else:
@@ -239,7 +239,7 @@ def _merged_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[s
 
 
 def _repeated(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
-    """The names of tied weights that are in the files under another name."""
+    """The names of tied weights that the files have under another name."""
     owners = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     holders = Counter(owners[name] for name in names if name in owners)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -263,10 +263,10 @@ def _unit(model: PreTrainedModel, weights: dict[str, Weight], dtype: torch.dtype
 
 
 def _block_prefixes(model: PreTrainedModel) -> list[str]:
-    """The starts of the names of each block's weights."""
+    """The prefixes of the names of each block's weights."""
     try:
         blocks = {id(block) for block in decoder_blocks(model)}
-    except ModelError:  # a family that cannot be split is written as one
+    except ModelError:  # a family that cannot be sharded is one unit
         return []
     return [f"{name}." for name, module in model.named_modules() if id(module) in blocks]
 

@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 from tandem.ops import native
 from tandem.ops.attention_context import (
     BLOCK_TOKENS,
-    Decode,
     AttentionSpec,
+    Decode,
     KVMemory,
     LayerShape,
     Packed,

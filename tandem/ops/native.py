@@ -8,6 +8,7 @@ TANDEM_NATIVE=off uses the plain torch paths. TANDEM_MARCH names the processor t
 compiler's -march does, more flags behind it (`x86-64-v3`, `native -mno-avx512bf16`; default
 native): for a cache that different processors share, and to see another's arithmetic. Numbers are
 the same to the bit within one such instruction set, and equal to rounding between them.
+TANDEM_AMX=off keeps bfloat16 products off Intel's matrix unit.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ if sys.platform != "win32":
 
 SOURCES = Path(__file__).parent / "csrc"
 # The longest first. Only one of them reads torch's headers, which take longer than any code here.
-UNITS = ("torch_ops.cpp", "attention.cpp", "gemm.cpp", "threads.cpp")
+UNITS = ("torch_ops.cpp", "attention.cpp", "gemm.cpp", "tuning.cpp", "threads.cpp")
+# As Linux spells them: what decides how fast products are, on x86 and on ARM.
+INSTRUCTION_SETS = (
+    "avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16",
+)  # fmt: skip
 _CPU_SECONDS = 80  # of a build, roughly; the longest unit is half of it
 _COST = "plain torch runs instead: slower, and the same to rounding rather than to the bit"
 
@@ -99,6 +104,25 @@ def cache_folder() -> Path:
     if chosen:
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+
+
+def compiler() -> str | None:
+    """The C++ compiler that would build the operations, if there is one."""
+    return _compiler()
+
+
+def processor_name() -> str:
+    """The processor's own name, or the kind of machine where the system tells no name."""
+    for line in _processor().splitlines():
+        if line.lower().startswith("model name"):
+            return line.partition(":")[2].strip()
+    return _processor() if "\n" not in _processor() else platform.machine()
+
+
+def instruction_sets() -> list[str]:
+    """Which of the instruction sets that matter to the operations this processor has."""
+    found = set(_processor().split())
+    return [name for name in INSTRUCTION_SETS if name in found]
 
 
 def _compiler() -> str | None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import GenerationError
-from tandem.ops.attention_context import BLOCK_TOKENS, Decode, AttentionSpec, KVMemory
+from tandem.ops.attention_context import BLOCK_TOKENS, AttentionSpec, Decode, KVMemory
 
 try:
     import triton

@@ -1,1 +1,1 @@
-"""Many ranks: who is there, how weights lie over them, what travels between them."""
+"""Many ranks: the process group, models split over it, and what ranks send each other."""

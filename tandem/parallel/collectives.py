@@ -1,8 +1,8 @@
-"""Quantized collectives for FSDP2's own setters: weights and gradients travel in few bits.
+"""Quantized collectives for FSDP2: weights and gradients are sent in few bits.
 
-ZeRO++ (arXiv:2306.10209): `QuantizedAllGather` is its qwZ, `QuantizedReduceScatter` its qgZ.
-Both are what `set_custom_all_gather` and `set_custom_reduce_scatter` of a split module take; they
-work on the stream they are called on and return no handle. One object for each unit.
+ZeRO++ (arXiv:2306.10209): `QuantizedAllGather` is its qwZ, `QuantizedReduceScatter` its qgZ, for
+`set_custom_all_gather` and `set_custom_reduce_scatter` of a split module, one object per unit. They
+run on the current stream and return no handle.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tandem.errors import ConfigError, ShapeError
 from tandem.ops.blockwise import INT8, QUANTIZABLE, BlockCode
 from tandem.parallel.quantize import Message
 
-# torch 2.13's name; 2.11 knows the older one alone, which later ones warn of.
+# torch 2.13's name; 2.11 has only the older one, which later versions deprecate.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def node_groups(ranks_per_node: int) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """This rank's groups for the two hops: the ranks of its node; its like in the other nodes.
+    """This rank's groups for the two hops: its node, and the ranks of its place in every node.
 
-    A collective: every rank calls it. None where a group would be this rank alone.
+    A collective. None where a group would be this rank alone.
 
     Args:
         ranks_per_node: ranks r with equal r // ranks_per_node share a node.
@@ -58,10 +58,10 @@ class _Allocates:
 class QuantizedAllGather(_Allocates):
     """qwZ: a unit's weights are gathered as int8, codes and scales in one collective.
 
-    The own share goes through the codes as well, so every rank computes with the same bits, and
-    forward and backward do. What must stay exact does: gathers over a smaller group than all ranks
-    (hpZ's, of weights that came through the codes already) and buffers that are not float32,
-    bfloat16 or float16 (a unit of mixed dtypes comes as bytes) travel as they are.
+    A rank's own share is rounded too, so that all ranks compute with the same bits, forward and
+    backward. Not quantized are gathers over fewer than all ranks (hpZ's, of weights that were
+    rounded before) and buffers other than float32, bfloat16 and float16 (a unit of mixed dtypes
+    comes as bytes).
     """
 
     def __init__(self, numels: Sequence[int], ranks: int, code: BlockCode = INT8) -> None:
@@ -93,15 +93,13 @@ class QuantizedAllGather(_Allocates):
 class QuantizedReduceScatter(_Allocates):
     """qgZ: a unit's gradients are summed in two hops, inside a node and then between nodes.
 
-    A hop quantizes, sends every peer its part (all-to-all), reads what came and adds it up in
-    float32 in the order of the ranks. Only 1 / ranks_per_node of the gradient goes between nodes.
+    A hop quantizes, sends every peer its part (all-to-all) and adds up what it received, in float32
+    and in the order of the ranks. Only 1 / ranks_per_node of the gradient goes between nodes.
 
-    Error feedback (arXiv:1901.09847): what a hop's rounding left out is added to the next
-    gradient, so that the mean over steps is right. It is kept for hops of 4 bits: an int8 hop
-    errs by about 1 %, and the memory is better spent elsewhere. It costs 4 bytes for each number
-    that the hop sends: of the whole unit on the hop inside a node, of the unit / ranks_per_node on
-    the hop between nodes (`residual_bytes`). Where a gradient was not finite the residual starts
-    anew from 0.
+    Error feedback (arXiv:1901.09847): a hop's rounding error is added to the next gradient, so that
+    the mean over steps is right. Only hops of 4 bits keep it: an int8 hop errs by about 1 %. It
+    costs 4 bytes per number that the hop sends: the whole unit inside a node, the unit /
+    ranks_per_node between nodes. Where a gradient was not finite, the error starts from 0 again.
     """
 
     def __init__(
@@ -115,15 +113,15 @@ class QuantizedReduceScatter(_Allocates):
         block: int = 256,
         numels: Sequence[int] = (),
     ) -> None:
-        """Groups as `node_groups` gives them; a hop without a group is left out.
+        """Groups as `node_groups` returns them; a hop without a group is skipped.
 
         Args:
             bits_intra, bits_inter: 8 or 4, for the hop inside a node and between nodes.
             block: numbers that share a scale.
-            numels: `shard_numels` of the unit's trained parameters; without, or where FSDP2
-                reduces others (some got no gradient), blocks run over a share as a whole.
+            numels: `shard_numels` of the unit's trained parameters; without it, or where FSDP2
+                reduces others (some got no gradient), blocks span a share as a whole.
         Raises:
-            ConfigError: bits other than 8 and 4; a block that is not possible.
+            ConfigError: bits other than 8 and 4, or an impossible block.
         """
         self.numels = tuple(numels)
         self._hops = [
@@ -157,19 +155,14 @@ class QuantizedReduceScatter(_Allocates):
         output_tensor.copy_(total.view(-1))
 
     @property
-    def residual_bytes(self) -> int:
-        """Memory of the error feedback; 0 before the first gradient."""
-        return sum(r.numel() * r.element_size() for r in self.residuals.values())
-
-    @property
     def residuals(self) -> dict[str, Tensor]:
-        """What error feedback holds back, by hop: a part of a run's state."""
+        """The error feedback by hop: part of a run's state."""
         named = zip(("intra", "inter"), self._hops, strict=True)
         return {name: hop.residual for name, hop in named if hop.residual is not None}
 
     @property
     def residual_shapes(self) -> dict[str, tuple[int, int]]:
-        """Of the `residuals` to come, by hop, where every parameter of `numels` gets a gradient."""
+        """Shapes of `residuals` by hop, if every parameter of `numels` gets a gradient."""
         intra, inter = self._hops
         rows = {"intra": intra.size * inter.size, "inter": inter.size}
         return {
@@ -179,10 +172,8 @@ class QuantizedReduceScatter(_Allocates):
         }
 
     def restore(self, residuals: dict[str, Tensor]) -> None:
-        """Go on from `residuals` of an earlier run; from nothing, where it is empty.
-
-        Forget them too when the gradients' unit changes, as by another loss scale.
-        """
+        """Continue from `residuals` of an earlier run; an empty mapping starts again from zero, as
+        one must when the gradients' unit changes, by another loss scale say."""
         for name, hop in zip(("intra", "inter"), self._hops, strict=True):
             hop.residual = residuals.get(name)
 
@@ -210,7 +201,7 @@ class QuantizedReduceScatter(_Allocates):
 
 
 class _Hop:
-    """One all-to-all of quantized rows and the sum of what came."""
+    """One all-to-all of quantized rows, and the sum of those received."""
 
     def __init__(
         self, group: ProcessGroup | None, code: BlockCode, *, keeps_residual: bool
@@ -224,7 +215,7 @@ class _Hop:
         self.rank = 0 if group is None else group.rank()
 
     def sum(self, rows: Tensor, numels: tuple[int, ...]) -> Tensor:
-        """rows (R, peers, n), [:, p] for peer p -> (R, n) float32, the sum of what is for me."""
+        """rows (R, peers, n), [:, p] for peer p -> (R, n) float32, the sum of this rank's."""
         num_rows, peers, numel = rows.shape
         if self._group is None:
             return rows.view(num_rows, numel).float()

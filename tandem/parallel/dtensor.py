@@ -1,8 +1,8 @@
-"""Tensors of which a rank holds a piece (FSDP2's DTensors, split along dimension 0), and plain
+"""Tensors of which each rank holds a piece (FSDP2's DTensors, split along dimension 0), and plain
 ones, handled alike.
 
-A piece is torch.chunk's: ceil(rows / pieces) rows, fewer or none for the last ranks. Where a mesh
-has two dimensions (HSDP), pieces lie along the second and are replicated along the first.
+Pieces are torch.chunk's: ceil(rows / pieces) rows, fewer or none on the last ranks. A mesh of two
+dimensions (HSDP) has pieces along the second and replicates them along the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 class Saved(Protocol):
-    """A whole tensor that is not in memory, of which a rank takes what is to lie with it."""
+    """A whole tensor that is not in memory, from which a rank reads what it needs."""
 
     @property
     def shape(self) -> torch.Size:
@@ -30,7 +30,7 @@ class Saved(Protocol):
         """All of it."""
 
     def part(self, like: Tensor) -> Tensor:
-        """This rank's rows, where it lies over the ranks as `like` does; all for a plain tensor."""
+        """This rank's rows if it is split as `like` is; all for a plain tensor."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -39,17 +39,17 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it, on every rank; a collective for a tensor in pieces."""
+    """The whole tensor, on every rank; a collective for a tensor in pieces."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_of(full: Tensor | Saved) -> Tensor:
-    """A tensor that may be saved, in memory."""
+    """The tensor in memory, read if it is saved."""
     return full if isinstance(full, Tensor) else full.whole()
 
 
 def piece_ranks(tensor: DTensor) -> list[list[int]]:
-    """The ranks that hold the pieces in their order, once for each replica."""
+    """The ranks that hold the pieces, in order, once per replica."""
     if tensor.placements == (Shard(0),):
         return [tensor.device_mesh.mesh.tolist()]
     assert tensor.placements == (Replicate(), Shard(0)), tensor.placements
@@ -58,7 +58,7 @@ def piece_ranks(tensor: DTensor) -> list[list[int]]:
 
 
 def piece_group(tensor: DTensor) -> ProcessGroup:
-    """The ranks over which this rank's replica lies, in the order of the pieces."""
+    """The ranks that hold this rank's replica, in the order of the pieces."""
     return tensor.device_mesh.get_group(len(tensor.placements) - 1)
 
 
@@ -70,7 +70,7 @@ def piece_rows(num_rows: int, num_pieces: int, index: int) -> tuple[int, int]:
 
 @torch.no_grad()
 def gathered_to(tensor: Tensor, rank: int) -> Tensor | None:
-    """All of it on one rank, None on the others that have pieces too; a plain tensor as it is.
+    """The whole tensor on one rank, None on the others; a plain tensor as it is.
 
     A collective for a tensor in pieces. No other rank ever holds more than its piece.
 
@@ -93,24 +93,24 @@ def gathered_to(tensor: Tensor, rank: int) -> Tensor | None:
     if dist.get_rank() != rank:
         dist.gather(padded, None, dst=rank, group=group)
         return None
-    # Pieces follow one another, so that the padding is all at the end.
+    # Pieces are in order, so all padding is at the end.
     full = padded.new_empty(rows * len(replica), *tensor.shape[1:])
     dist.gather(padded, list(full.split(rows)), dst=rank, group=group)
     return full[: tensor.shape[0]]
 
 
 def piece_like(full: Tensor | Saved, like: Tensor) -> Tensor:
-    """`full` lying over the ranks as `like` does.
+    """`full` split as `like` is.
 
     Args:
-        full: the same whole tensor on every rank, on any device; or one that is saved.
+        full: the same whole tensor on every rank, on any device; or a saved one.
     """
     part = part_of(full, like).to(like.device)
     return as_piece(part.clone(), like) if isinstance(like, DTensor) else part
 
 
 def as_piece(piece: Tensor, like: Tensor) -> Tensor:
-    """This rank's piece of a tensor that lies over the ranks as `like` does."""
+    """A tensor split as `like` is, from this rank's piece."""
     if not isinstance(like, DTensor):
         return piece
     return DTensor.from_local(
@@ -132,12 +132,12 @@ def own_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def fill(target: Tensor, full: Tensor | Saved) -> None:
-    """Copy a whole tensor, the same on every rank or saved, into one that may lie in pieces."""
+    """Copy a whole tensor, the same on every rank or saved, into one that may be in pieces."""
     local(target).copy_(part_of(full, target))
 
 
 def part_of(full: Tensor | Saved, like: Tensor) -> Tensor:
-    """Of a whole tensor, what lies on this rank where it lies as `like` does; sharing memory."""
+    """This rank's part of a whole tensor split as `like` is; sharing memory."""
     if not isinstance(full, Tensor):
         return full.part(like)
     if not isinstance(like, DTensor):
@@ -147,7 +147,7 @@ def part_of(full: Tensor | Saved, like: Tensor) -> Tensor:
 
 
 def _own_range(num_rows: int, like: DTensor) -> tuple[int, int]:
-    """This rank's rows of as many, split as `like` is."""
+    """This rank's rows of `num_rows`, split as `like` is."""
     num_pieces = len(piece_ranks(like)[0])
     index = like.device_mesh.get_local_rank(len(like.placements) - 1)
     return piece_rows(num_rows, num_pieces, index)

@@ -1,4 +1,4 @@
-"""Frozen weights that rest on the host and visit the device while a model runs.
+"""Frozen weights kept in host memory and copied to the device block by block for a forward.
 
 The order of fetching, using and dropping is tested with a stand-in for the copy to a device; the
 CUDA calls themselves (`_streamed`, pinned memory) have not run on a GPU.
@@ -18,17 +18,15 @@ from tandem.errors import ModelError
 
 Waiting = Callable[[], object]
 ToDevice = Callable[[Sequence[Tensor]], tuple[list[Tensor], Waiting]]
-"""Begins to copy tensors to the device; the second result has what follows wait for them."""
+"""Starts copying tensors to the device; the second result makes later work wait for them."""
 
 
 class HostWeights:
-    """A frozen model whose weights rest on the host and visit the device while they are used.
+    """A frozen model whose weights stay on the host and are on the device only while used.
 
-    Entries of the modules' own tables are replaced in place, so that whatever shares the tables
-    (a twin) sees the same. Tied weights stay one tensor.
-
-    Attributes:
-        note: why nothing is done, for the user; empty where weights do travel.
+    Entries of the modules' own tables are replaced in place, so that a twin, which shares the
+    tables, sees the same. Tied weights stay one tensor. Where the device is the host, nothing is
+    copied.
     """
 
     def __init__(
@@ -43,9 +41,9 @@ class HostWeights:
 
         Args:
             blocks: modules of `model` in the order of its forward, one on the device at a time.
-            to_device: how tensors come to the device; None picks by `device`.
+            to_device: how tensors are copied to the device; None chooses by `device`.
         Raises:
-            ModelError: something of the model is trained.
+            ModelError: a weight of the model is trained.
         """
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         if trained:
@@ -53,9 +51,7 @@ class HostWeights:
                 f"weights that rest on the host must be frozen; got {len(trained)} trained ones, "
                 f"{trained[0]} first. Offload the optimizer of a model that is trained."
             )
-        self.note = ""
-        if to_device is None and device.type != "cuda":
-            self.note = "weights are not offloaded: the device is the host already"
+        self._copies = to_device is not None or device.type == "cuda"  # else the host computes
         self._to_device = to_device or partial(_streamed, device)
         self._blocks = list(blocks)
         inside = {id(module) for block in blocks for module in block.modules()}
@@ -69,13 +65,13 @@ class HostWeights:
     @contextmanager
     def onload(self, *runs: Sequence[nn.Module]) -> Iterator[None]:
         """Within: a forward without gradient finds each block's weights on the device, the next
-        block's on their way, and those outside the blocks there all the time; after: none.
+        block's being copied, and those outside the blocks always there. After: none of them.
 
         Args:
-            runs: blocks whose forwards run, in the same order as the model's own: those of its
-                twin, or several such lists. None given, the model's own.
+            runs: lists of blocks whose forwards run, in the order of the model's own: its twin's,
+                say. Without any, the model's own.
         """
-        if self.note:
+        if not self._copies:
             yield
             return
         handles = [
@@ -84,7 +80,7 @@ class HostWeights:
             for number, block in enumerate(blocks)
             for handle in (
                 block.register_forward_pre_hook(partial(self._enter, number)),
-                block.register_forward_hook(partial(self._leave, number)),
+                block.register_forward_hook(partial(self._drop, number)),
             )
         ]
         rest = len(self._blocks)
@@ -106,13 +102,10 @@ class HostWeights:
                 "Use torch.no_grad()."
             )
         for other in set(self._coming) - {number, len(self._blocks)}:
-            self._drop(other)  # blocks ran in another order than they were told to
+            self._drop(other)  # blocks ran in another order than given
         self._fetch(number)
         self._install(number)
         self._fetch(number + 1)
-
-    def _leave(self, number: int, *_: object) -> None:
-        self._drop(number)
 
     def _fetch(self, number: int) -> None:
         if number not in self._coming and number < len(self._places):
@@ -129,8 +122,8 @@ class HostWeights:
         for table, name, host in self._places[number]:
             table[name] = here[id(host)]
 
-    def _drop(self, number: int) -> None:
-        # A copy must have ended before its memory is given away.
+    def _drop(self, number: int, *_: object) -> None:
+        # A copy must have ended before its memory is reused.
         self._coming.pop(number)[1]()
         for table, name, host in self._places[number]:
             table[name] = host

@@ -1,4 +1,4 @@
-"""Copies between host and device that run beside the computation.
+"""Copies between host and device that overlap with the computation.
 
 They are tested with a stand-in that delays them; the CUDA calls themselves (`StreamLane._begin`,
 pinned memory) have not run on a GPU.
@@ -17,28 +17,29 @@ Waiting = Callable[[], object]
 
 
 class Lane:
-    """Copies between host and device, one way and in order; here both are the host."""
+    """Copies in order, one way, between host and device; in this class both are the host."""
 
     def down(self, source: Tensor, arrive: Callable[[Tensor], object]) -> None:
-        """Call `arrive` with a host copy of `source`, at the latest in `land`."""
+        """Call `arrive` with a host copy of `source`, in `land` at the latest."""
         arrive(source)
 
     def up(self, target: Tensor, source: Tensor) -> None:
-        """Copy a host tensor, cast there, into `target` by `land`; it may change at once."""
+        """Cast a host tensor and copy it into `target`, in `land` at the latest; `source` may
+        change at once."""
         target.copy_(source)
 
     def land(self) -> None:
-        """Wait on the host until everything has arrived."""
+        """Wait on the host until every copy has ended."""
 
 
 class StreamLane(Lane):
     """Copies on a stream beside a GPU's computation, through pinned buffers of bounded size."""
 
     def __init__(self, device: torch.device, max_bytes: int) -> None:
-        """At most `max_bytes` stay under way."""
+        """At most `max_bytes` are in flight."""
         self._device, self._max_bytes, self._bytes = device, max_bytes, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # Both ends are held until the copy is over: neither may be given out again before.
+        # Both ends are held until the copy ends: neither may be allocated again before.
         self._under_way: deque[tuple[Waiting, Waiting, tuple[Tensor, Tensor]]] = deque()
 
     def down(self, source: Tensor, arrive: Callable[[Tensor], object]) -> None:
@@ -67,7 +68,7 @@ class StreamLane(Lane):
             self._bytes -= target.nbytes
 
     def _begin(self, target: Tensor, source: Tensor) -> Waiting:
-        """Begin to copy after what the computation has queued; the result waits on the host."""
+        """Copy after the work that is queued now; the result waits on the host."""
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

@@ -1,13 +1,12 @@
-"""Float32 masters of weights that rest in the compute type, and the AdamW that updates them.
+"""Float32 masters of weights in the compute type, and the AdamW that updates them.
 
-Mixed precision (arXiv:1710.03740): what computes is bf16 or fp16 and stays at its address; the
-optimizer keeps float32 masters, adds gradients up in float32, and writes rounded weights back in
-place. The masters may rest on the host: ZeRO-Offload (arXiv:2101.06840).
+Mixed precision (arXiv:1710.03740): the model computes with bf16 or fp16 weights that stay at their
+addresses; the optimizer keeps float32 masters, sums gradients in float32, and writes rounded
+weights back in place. The masters may be on the host: ZeRO-Offload (arXiv:2101.06840).
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from tandem.errors import CheckpointError, ModelError
 from tandem.parallel.dtensor import local
 from tandem.parallel.lanes import Lane, StreamLane
-from tandem.parallel.scaling import Reduce
 
 _MASTERS = "tandem_masters"
 """Where a model keeps its masters until an optimizer takes them."""
@@ -29,14 +27,14 @@ _MASTERS = "tandem_masters"
 
 @torch.no_grad()
 def cast_weights(model: nn.Module, dtype: torch.dtype, *, splits: bool = False) -> None:
-    """Let the weights rest in the type that they compute in; in place, stable from then on.
+    """Cast a model's weights to the compute type, in place.
 
-    What is trained leaves its float32 values for the optimizer (`take_masters`). Integers and
-    buffers stay what they are. Weights without memory yet are cast only if they are frozen.
+    Float32 values of trained weights are kept for the optimizer (`take_masters`). Integers and
+    buffers are not cast, nor trained weights that have no memory yet.
 
     Args:
-        splits: the model will lie in pieces over the ranks. Trained pieces are the masters
-            themselves and stay float32: they are cast whenever they are gathered.
+        splits: the model will be split over the ranks. Trained pieces are their own masters and
+            stay float32; they are cast whenever they are gathered.
     """
     masters: dict[nn.Parameter, Tensor] = model.__dict__.setdefault(_MASTERS, {})
     for parameter in model.parameters():
@@ -57,15 +55,15 @@ def cast_weights(model: nn.Module, dtype: torch.dtype, *, splits: bool = False) 
 
 
 def take_masters(model: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """The float32 values that `cast_weights` rounded, which the model forgets."""
+    """The float32 values that `cast_weights` rounded; the model drops them."""
     taken: dict[nn.Parameter, Tensor] = model.__dict__.pop(_MASTERS, {})
     return taken
 
 
 @contextmanager
 def exactly(weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Within: parameters have these values and types, to be saved, and nothing may compute; after:
-    their own, at the addresses they had.
+    """Within: parameters have these values and types, for saving only; after: their own again, at
+    the same addresses.
 
     Args:
         weights: for plain parameters, on any device.
@@ -81,7 +79,7 @@ def exactly(weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
 
 
 class _Slice(NamedTuple):
-    """Some elements of one parameter's piece, seen flat."""
+    """Some elements of one parameter's piece, flattened."""
 
     entry: _Entry
     where: slice
@@ -90,9 +88,9 @@ class _Slice(NamedTuple):
 
 
 class _Entry(Mapping[str, Tensor]):
-    """What the optimizer keeps of one parameter; as a mapping, its state, split as it is.
+    """What the optimizer keeps for one parameter; as a mapping, its state, split as it is.
 
-    gradient: the sum so far, float32; None before the first. spare: memory to use for the next.
+    gradient: the float32 sum so far; None before the first. spare: memory for the next one.
     """
 
     def __init__(
@@ -100,16 +98,16 @@ class _Entry(Mapping[str, Tensor]):
     ) -> None:
         if not local(parameter).is_contiguous():
             raise ModelError(
-                "weights must be contiguous for an optimizer with masters of their own; got "
+                "weights must be contiguous for an optimizer with masters; got "
                 f"strides {parameter.stride()}. Use --dtype fp32 without --offload optimizer."
             )
         self.parameter = parameter
-        # Made from the parameter, so that a split one's state is split likewise.
+        # Made from the parameter, so that the state is split as it is.
         self.tensors = {
             name: torch.zeros_like(parameter.detach(), dtype=torch.float32, device=device)
             for name in ("exp_avg", "exp_avg_sq")
         }
-        # A master that is there already is kept rather than copied: there may be no room for two.
+        # An existing master is not copied: there may be no room for two.
         source = parameter.detach() if master is None else master
         copies = master is None
         self.tensors["master"] = source.to(device, torch.float32, copy=copies).contiguous()
@@ -138,20 +136,19 @@ class _Entry(Mapping[str, Tensor]):
 
 
 class MasterAdamW:
-    """AdamW on float32 masters of its own; the model keeps weights rounded to their type.
+    """AdamW on float32 masters; the model has weights rounded to their own type.
 
-    One process's float32 weights become those of torch.optim.AdamW(fused=True), bit for bit; bf16
-    or fp16 weights are what the float32 masters round to, at the addresses they always had. A step
-    runs bucket by bucket: with masters on the host, the weights of one bucket travel up while the
-    next is computed.
+    On one process float32 weights become those of torch.optim.AdamW(fused=True), bit for bit; bf16
+    or fp16 weights are the rounded masters, at unchanged addresses. A step runs bucket by bucket:
+    with masters on the host, one bucket's weights are copied up while the next is computed.
 
-    A plain weight's gradient is added up in float32 as soon as backward has made it, and none
-    stays in the weight's type. Those of split weights (FSDP2), a rank's share only, are read in
-    `collect`: in a hook torch 2.11 may hand them out too early.
+    A plain weight's gradient is added to a float32 sum as soon as backward has made it. Gradients
+    of split weights (FSDP2), a rank's share only, are read in `collect`: in a hook torch 2.11 may
+    return them too early.
 
     Memory: 12 bytes per weight (master, two moments), and 4 from the first gradient of a step to
-    its end. On the host the latter stay, and only the travelling buffers are pinned: locking all of
-    it would take it from everything else on the machine.
+    its end. On the host these 4 stay allocated, and only copy buffers are pinned, which leaves the
+    rest of the memory to other programs.
 
     Attributes:
         param_groups: as torch's; `lr` and `weight_decay` are read at every step.
@@ -171,17 +168,16 @@ class MasterAdamW:
         bucket_bytes: int = 2**26,
         lane: Callable[[torch.device, int], Lane] | None = None,
     ) -> None:
-        """Begin with the weights as they are.
-
+        """
         Args:
-            groups: `params`, `lr`, `weight_decay` and what else the caller keeps there.
-            device: where masters and moments rest; None: with the weights.
-            masters: float32 values that weights were rounded from, taken over as they are; others
-                start from the weights.
-            sums_on_device: gradients are added up where the weights are, wherever the masters rest,
-                because something must be done with them there, as summing them over ranks.
-            bucket_bytes: float32 bytes of one bucket, and what may travel at a time each way.
-            lane: makes what copies; None picks by the devices.
+            groups: `params`, `lr`, `weight_decay` and anything else the caller keeps there.
+            device: of masters and moments; None: the weights'.
+            masters: float32 values that weights were rounded from, not copied; other masters start
+                from the weights.
+            sums_on_device: sum gradients where the weights are, wherever the masters are, because
+                they must then be summed over ranks.
+            bucket_bytes: float32 bytes of one bucket, and at most in flight each way.
+            lane: makes what copies; None chooses by the devices.
         Raises:
             ModelError: a weight is not contiguous.
         """
@@ -197,7 +193,7 @@ class MasterAdamW:
         make = lane or (StreamLane if streams else lambda *_: Lane())
         self._down, self._up = make(here, bucket_bytes), make(here, bucket_bytes)
         self._sums_on_device = sums_on_device
-        # Multiples of a cache line: the kernel rounds the same elements as over the whole.
+        # Multiples of a cache line, so that the kernel rounds as over the whole.
         size = max(1, bucket_bytes // 4096) * 1024
         self._buckets = [
             (group, slices, _fused(slices, betas, eps))
@@ -207,20 +203,14 @@ class MasterAdamW:
         for parameter in [p for p in self.state if not isinstance(p, DTensor)]:
             parameter.register_post_accumulate_grad_hook(partial(_taken, weakref.ref(self)))
 
-    @torch.no_grad()
-    def read_weights(self) -> None:
-        """Set the masters to what the weights are now."""
-        for parameter, entry in self.state.items():
-            local(entry.tensors["master"]).copy_(local(parameter.detach()))
-
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:
-        """The float32 values of every weight that is trained."""
+        """The float32 values of every trained weight."""
         return {parameter: entry.tensors["master"] for parameter, entry in self.state.items()}
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> None:
-        """Add a gradient to the float32 sum of those before it, and leave none at the weight."""
+        """Move a weight's gradient to the float32 sum of those before it."""
         entry = self.state[parameter]
         assert parameter.grad is not None
         source = local(parameter.grad).reshape(-1)
@@ -244,17 +234,15 @@ class MasterAdamW:
             self._down.down(source[s.where], partial(add, target[s.where]))
 
     def collect(self) -> list[Tensor]:
-        """All gradients, this rank's pieces, float32; `step` uses these very tensors.
-
-        Parameters without one are left out. None is left at the weights afterwards.
-        """
+        """This rank's pieces of all gradients that there are, float32, moved from the weights;
+        `step` uses these very tensors."""
         for parameter in [p for p in self.state if p.grad is not None]:
             self.take(parameter)
         self._down.land()
         return [entry.gradient for entry in self.state.values() if entry.gradient is not None]
 
     def collect_all(self) -> list[Tensor]:
-        """As `collect`, one of every parameter: zeros where nothing came, as on another rank."""
+        """As `collect`, with zeros for parameters without a gradient on this rank."""
         self.collect()
         for entry in self.state.values():
             if entry.gradient is None:
@@ -265,31 +253,8 @@ class MasterAdamW:
         return self.collect()
 
     @torch.no_grad()
-    def clip_(self, max_norm: float, reduce: Reduce | None = None) -> float:
-        """Scale finite gradients of a larger norm down to `max_norm`, as torch's clip_grad_norm_.
-
-        Args:
-            reduce: adds a float64 scalar over the ranks in place, where weights are split; every
-                rank must then call this. None where gradients are whole.
-        Returns:
-            the norm before, the same number on every rank.
-        """
-        gradients = self.collect()
-        if reduce is None:
-            norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        else:
-            norms = torch._foreach_norm([g for g in gradients if g.numel()] or [torch.zeros(1)])
-            total = torch.stack(norms).double().square().sum()
-            reduce(total)
-            norm = math.sqrt(float(total))
-        scale = max_norm / (norm + 1e-6)
-        if scale < 1.0 and math.isfinite(norm):
-            torch._foreach_mul_(gradients, scale)
-        return norm
-
-    @torch.no_grad()
     def step(self) -> None:
-        """Update masters and weights with the gradients collected; a weight without one stays."""
+        """Update masters and weights with the collected gradients; a weight without one stays."""
         self.collect()
         for group, slices, optimizer in self._buckets:
             moving = []
@@ -306,27 +271,27 @@ class MasterAdamW:
         self._up.land()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, wherever they are; `set_to_none` is always so."""
+        """Drop all gradients; `set_to_none` has no effect."""
         self._down.land()
         for parameter, entry in self.state.items():
             if self._is_apart and entry.gradient is not None:
-                entry.spare = entry.gradient  # host memory is dear to allocate, and plenty
+                entry.spare = entry.gradient  # host memory is slow to allocate
             parameter.grad = entry.gradient = None
 
 
 def _taken(held: weakref.ref[MasterAdamW], parameter: nn.Parameter) -> None:
-    """Give a gradient to the optimizer, as long as there is one."""
+    """Give a gradient to the optimizer, if it still exists."""
     if (optimizer := held()) is not None:
         optimizer.take(parameter)
 
 
 def _bucketed(entries: Iterable[_Entry], size: int) -> Iterator[list[_Slice]]:
-    """Cut every entry into slices of at most `size` elements, and put them into such buckets."""
+    """Cut entries into slices, and group these into buckets, of at most `size` elements."""
     bucket: list[_Slice] = []
     filled = 0
     for entry in entries:
         master = local(entry["master"]).view(-1)
-        # A rank whose piece is empty counts its steps too.
+        # A rank with an empty piece counts its steps too.
         for begin in range(0, max(1, master.numel()), size):
             end = min(begin + size, master.numel())
             if filled + end - begin > size:
@@ -342,7 +307,7 @@ def _bucketed(entries: Iterable[_Entry], size: int) -> Iterator[list[_Slice]]:
 
 
 def _fused(slices: list[_Slice], betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    """torch's AdamW over slices of masters, its state being slices of ours."""
+    """torch's AdamW over slices of masters; its state is slices of ours."""
     optimizer = torch.optim.AdamW([s.master for s in slices], betas=betas, eps=eps, fused=True)
     for s in slices:
         optimizer.state[s.master]["step"] = s.step

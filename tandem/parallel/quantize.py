@@ -1,8 +1,8 @@
-"""The form in which quantized numbers travel: a rank's row of numbers as one row of bytes.
+"""The format of quantized numbers in collectives: a rank's row of numbers as one row of bytes.
 
     scales | codes | up to 3 zero bytes, so that the next row's scales are aligned
 
-Blocks never span two parameters, whose magnitudes differ: a row knows where each begins.
+Blocks never span two parameters, whose magnitudes differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tandem.ops.blockwise import INT8, BlockCode, dequantize_into, quantize_into
 
 
 class Message:
-    """Rows of numbers to rows of bytes and back; all rows alike."""
+    """Converts rows of numbers to rows of bytes and back."""
 
     def __init__(self, code: BlockCode, numels: Sequence[int]) -> None:
         """`numels`: the numbers of each parameter in a row, in order."""
@@ -37,7 +37,7 @@ class Message:
             ShapeError: the rows are not as long as the parameters.
         """
         message = rows.new_empty(rows.shape[0], self.row_bytes, dtype=torch.uint8)
-        message[:, self._end :] = 0  # what travels is a function of the numbers alone
+        message[:, self._end :] = 0  # the message depends on the numbers alone
         codes, scales = self._parts(message)
         quantize_into(rows, codes, scales, self.code, self.numels)
         return message
@@ -60,19 +60,15 @@ class Message:
 
 
 def shard_numels(parameters: Sequence[nn.Parameter], ranks: int) -> tuple[int, ...]:
-    """Numbers of each parameter in one rank's share, padding included, by FSDP2's rule.
-
-    The first dimension is dealt out in equal numbers of rows, rounded up.
-    """
+    """Numbers of each parameter in one rank's share, padding included, by FSDP2's rule: the rows
+    are divided evenly, rounded up."""
     return tuple(-(-p.shape[0] // ranks) * p.shape[1:].numel() for p in parameters)
 
 
 @torch.no_grad()
 def through_codes(model: nn.Module, ranks: int, code: BlockCode = INT8) -> None:
-    """Round whole weights as gathering them from `ranks` pieces through the codes would; in place.
-
-    Blocks begin anew in every rank's piece of every parameter, as `QuantizedAllGather` sends them.
-    """
+    """Round whole weights as `QuantizedAllGather` from `ranks` pieces would; in place. Every rank's
+    piece of every parameter starts a new block."""
     for parameter in model.parameters():
         if not parameter.is_floating_point() or parameter.dim() == 0 or not parameter.numel():
             continue
@@ -86,11 +82,8 @@ def through_codes(model: nn.Module, ranks: int, code: BlockCode = INT8) -> None:
 
 
 def unit_parameters(unit: nn.Module) -> list[nn.Parameter]:
-    """The parameters that FSDP2 gathers with a module, in the order in which it lays them out.
-
-    Children's before their parent's; without those of units inside, each once. `unit` and the
-    units inside it may be split already.
-    """
+    """The parameters that FSDP2 gathers with a module, in its order: children's before their
+    parent's, each once, without those of units inside. Units may be split already."""
     return list(dict.fromkeys(_owned(unit, set())))
 
 

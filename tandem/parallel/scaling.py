@@ -1,8 +1,8 @@
-"""Dynamic loss scaling: float16 gradients kept inside float16's range.
+"""Dynamic loss scaling, which keeps float16 gradients inside float16's range.
 
 A loss is multiplied by a scale before its backward, so that small gradients do not vanish below
-float16's 6e-8; the gradients are divided by it, in float32, before the update. A gradient that
-overflowed is not used: nobody takes that step, and the scale is halved.
+float16's 6e-8; the gradients are divided by it, in float32, before the update. When a gradient
+overflows, no model takes that step, and the scale is halved.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class LossScaler:
         if not overflow: scaler.unscale_(...), clip, step, for every model
         scaler.update(overflow)
 
-    Scales are powers of two where the first one is: scaling and unscaling then round nothing.
-    All ranks see the same overflows, so they hold the same numbers.
+    Scales are powers of two if the first is, so scaling and unscaling round nothing. All ranks see
+    the same overflows and have the same scale.
 
     Source: arXiv:1710.03740 section 3.2.
 
@@ -37,7 +37,7 @@ class LossScaler:
         scale: what losses are multiplied by.
         good_steps: steps without overflow since the scale last changed.
         skipped: steps that overflowed, in all.
-        skipped_in_a_row: those since the last good step. Many at scale 1 are no matter of scale.
+        skipped_in_a_row: those since the last good step.
     """
 
     def __init__(
@@ -72,12 +72,11 @@ class LossScaler:
         """Whether any gradient of any rank holds an inf or a NaN.
 
         Args:
-            gradients: what lies on this rank, plain tensors of any device; possibly none at all.
-            reduce: adds a tensor over all ranks in place; every rank must then call this. None
-                at one rank.
+            gradients: this rank's pieces, plain tensors on any device; possibly none.
+            reduce: sums over the ranks, all of which then call this; None on one rank.
         """
         present = [gradient for gradient in gradients if gradient.numel()]
-        # Of the largest magnitude alone: a sum of squares could overflow by itself.
+        # The largest magnitude only: a sum of squares could overflow by itself.
         peaks = torch._foreach_norm(present, torch.inf) if present else ()
         device = present[0].device if present else torch.device("cpu")
         bad = torch.zeros((), dtype=torch.float32, device=device)
@@ -93,7 +92,7 @@ class LossScaler:
         """Divide gradients by the scale, in place.
 
         Raises:
-            NumericsError: one is kept in less than float32, where it would vanish again.
+            NumericsError: one is not float32, and would vanish again.
         """
         for gradient in gradients:
             if gradient.dtype not in (torch.float32, torch.float64):
@@ -108,7 +107,7 @@ class LossScaler:
         """Count a step and set the scale of the next one.
 
         Args:
-            overflow: what `overflowed` said; the same on every rank.
+            overflow: the result of `overflowed`, the same on every rank.
         """
         if overflow:
             self.scale = max(self._floor, self.scale / 2)
@@ -131,7 +130,7 @@ class LossScaler:
         """Continue from `state_tensors`.
 
         Raises:
-            CheckpointError: a number is missing or no number that a scaler can hold.
+            CheckpointError: a number is missing or impossible.
         """
         missing = {"scale", *_COUNTERS} - set(tensors)
         scale = float("nan") if missing else float(tensors["scale"])
@@ -140,7 +139,7 @@ class LossScaler:
                 "the state of a loss scaler must hold a scale above 0 and its counters; got "
                 f"{sorted(tensors)} with scale {scale:g}. Use another checkpoint."
             )
-        # A scale of other limits comes within these.
+        # The saved scale may have had other limits.
         self.scale = min(self._ceiling, max(self._floor, scale))
         for name in _COUNTERS:
             setattr(self, name, int(tensors[name]))

@@ -1,14 +1,14 @@
 """One model over many ranks: ZeRO's stages on FSDP2 (arXiv:1910.02054).
 
 stage 0   whole weights everywhere; gradients are summed once per step
-stage 1   optimizer states and weights lie in pieces between steps; weights are gathered and
+stage 1   optimizer states and weights are in pieces between steps; weights are gathered and
           gradients reduced once per step
 stage 2   as 1, and gradients are reduced, and kept in pieces, after every micro-batch
-stage 3   as 2, and a block's weights are gathered when it runs and given back after
+stage 3   as 2, and a block's weights are gathered when it runs and freed after
 
-A model is split block by block in place: its parameters become pieces of which every rank has
-one. What computes on them goes through `Shards.forward`, or inside `Shards.gathered`, where all
-weights are whole and no hook is needed. At one rank nothing is wrapped.
+A model is split block by block in place: every rank has one piece of each parameter. Forwards go
+through `Shards.forward`, or run inside `Shards.gathered`, where all weights are whole and no hook
+is needed. On one rank nothing is wrapped.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from tandem.parallel.zeropp import QuantizedTraffic
 Result = TypeVar("Result")
 
 SHARDS = "tandem_shards"
-"""Where a model keeps how it lies over the ranks."""
+"""Where a model keeps its `Shards`."""
 SHARDED_CALL = "sharded_call"
-"""The method of a split model under whose hooks anything may run as its forward."""
+"""The method of a split model that runs any function under its forward hooks."""
 
 _BUCKET_ELEMENTS = 2**23
-"""Gradient elements that travel in one sum of stage 0: 32 MiB in float32."""
+"""Gradient elements per all-reduce at stage 0: 32 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """How one model is to lie over the ranks.
+    """How one model is split over the ranks.
 
-    stage: ZeRO stage, 0 to 3; from 1 on a model is split, at one rank too.
-    gather_dtype: what weights travel and compute in; None leaves them as they are kept.
+    stage: ZeRO stage, 0 to 3; from 1 on a model is split, on one rank too.
+    gather_dtype: type of gathered weights; None: that of the pieces.
     hpz: keep a second copy in pieces within each node from forward to backward (ZeRO++), so that
-        the backward's gathers stay inside it. For stage 3.
-    offload_params: the pieces live in host memory and come up block by block.
-    quantized_weights: whenever weights are gathered they travel as int8 (ZeRO++); the pieces
-        themselves stay exact. For stages 1 to 3.
-    replicas: copies of the pieces: so many times fewer ranks split the model, and gradients are
-        summed over the copies (HSDP, arXiv:2304.11277).
-    gradient_bits: gradients travel between nodes in so many bits, 8 or 4, inside a node in 8
-        (ZeRO++); 0: exactly. For stages 1 to 3.
+        the backward gathers inside it. For stage 3.
+    offload_params: the pieces are in host memory and are copied to the device block by block.
+    quantized_weights: weights are gathered as int8 (ZeRO++); the pieces stay exact. For stages 1
+        to 3.
+    gradient_bits: gradients are sent between nodes in 8 or 4 bits, inside a node in 8 (ZeRO++);
+        0: exactly. For stages 1 to 3.
+    replicas: copies of the pieces, each over ranks / replicas; gradients are summed over the copies
+        (HSDP, arXiv:2304.11277).
     """
 
     stage: int = 0
@@ -77,13 +77,13 @@ class ShardPlan:
 
 
 class Shards:
-    """How a model lies over the ranks, and what may be done with it."""
+    """A model split over the ranks, or whole, and the operations that depend on which."""
 
     def __init__(self, model: nn.Module, plan: ShardPlan, world: World) -> None:
-        """`model` is split already if the plan says so (see `shard`).
+        """Made by `shard`, after a model is split.
 
         Raises:
-            ConfigError: nodes of unequal size where gradients are to be quantized.
+            ConfigError: nodes of unequal size where gradients are quantized.
         """
         self.plan = plan
         self.world = world
@@ -92,7 +92,7 @@ class Shards:
         }
         self.units = list(named.values())
         self.quantized: QuantizedTraffic | None = None
-        """What travels in few bits; None where nothing does."""
+        """What is sent in few bits; None if nothing is."""
         if named and world.size > 1 and (plan.quantized_weights or plan.gradient_bits):
             self.quantized = QuantizedTraffic(
                 named, world, weights=plan.quantized_weights, gradient_bits=plan.gradient_bits
@@ -101,29 +101,27 @@ class Shards:
 
     @property
     def is_split(self) -> bool:
-        """Whether weights lie in pieces."""
+        """Whether weights are in pieces."""
         return bool(self.units)
 
     def forward(self, function: Callable[[], Result]) -> Result:
-        """Run `function`, which computes on the model, as the model's forward.
-
-        Every rank must call it as often as every other.
-        """
+        """Run `function`, which computes with the model, as its forward. All ranks call it equally
+        often."""
         return function() if self._call is None else self._call(function)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within: every weight whole on every rank, one collective per block; after: pieces again.
+        """Within: every weight is whole on every rank, by one collective per block.
 
-        The model's modules then hold plain parameters, in `gather_dtype`, with the very bits that
-        a training forward computes with. No rank waits for another inside.
+        The modules then have plain parameters, in `gather_dtype`, with the bits that a training
+        forward computes with. No rank waits for another inside.
         """
         if not self.units:
             yield
             return
         self.reshard()
         with torch.no_grad():
-            self.forward(lambda: None)  # the first call of all sets the streams up
+            self.forward(lambda: None)  # the first call sets up the streams
         handles = [unit.unshard(async_op=True) for unit in self.units]
         for handle in handles:
             if handle is not None:
@@ -134,12 +132,12 @@ class Shards:
             self.reshard()
 
     def reshard(self) -> None:
-        """Give gathered weights back: the model's parameters are pieces again."""
+        """Free gathered weights: the model's parameters are pieces again."""
         for unit in self.units:
             unit.reshard()
 
     def before_backward(self, *, last: bool) -> None:
-        """Say whether the next backward is the last of its optimizer step."""
+        """Prepare for a backward, the last of its optimizer step or not."""
         if not self.units:
             return
         for unit in self.units:
@@ -152,11 +150,11 @@ class Shards:
             unit.set_is_last_backward(last)
 
     def finish_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """After the last backward: what stage 0 has not summed yet; weights rest."""
+        """After the last backward: free gathered weights; sum gradients at stage 0."""
         self.reshard()
         if self.sums_gradients:
             for parameter in parameters:
-                if parameter.grad is None:  # as much as zero, beside another rank's
+                if parameter.grad is None:  # another rank may have one
                     parameter.grad = torch.zeros_like(parameter)
             self.sum_gradients([p.grad for p in parameters if p.grad is not None])
 
@@ -179,23 +177,19 @@ class Shards:
         _sum_bucket(bucket)
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
-        """Euclidean norm of the whole gradient, the same number on every rank.
-
-        Args:
-            gradients: what lies on this rank of it.
-        """
+        """Euclidean norm of the whole gradient, from this rank's pieces; the same on every rank."""
         if self.world.size == 1 or not self.units:
             return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        norms = torch._foreach_norm([g for g in gradients if g.numel()], dtype=torch.float32)
         total = torch.zeros((), device=self.world.device, dtype=torch.float64)
-        if norms:
+        if pieces := [g for g in gradients if g.numel()]:  # a rank may have none
+            norms = torch._foreach_norm(pieces, dtype=torch.float32)
             total += torch.stack(norms).double().square().sum().to(total.device)
         self.world.all_reduce_(total)
         return math.sqrt(float(total) / self.plan.replicas)
 
 
 def shards_of(model: nn.Module) -> Shards:
-    """How the model lies over the ranks; one that was never laid out is whole on one rank."""
+    """A model's `Shards`; a model that was never placed is whole on one rank."""
     found = model.__dict__.get(SHARDS)
     return found if isinstance(found, Shards) else Shards(model, ShardPlan(), World())
 
@@ -203,25 +197,25 @@ def shards_of(model: nn.Module) -> Shards:
 def shard(model: nn.Module, blocks: Sequence[nn.Module], plan: ShardPlan, world: World) -> Shards:
     """Split `model` over the ranks in place, block by block.
 
-    Every rank must hold the same weights. Parameter objects change: optimizers come after.
+    Every rank has the same weights before. Parameter objects change: make optimizers afterwards.
 
     Args:
-        blocks: the modules that are gathered one at a time; the rest of the model is one more
-            unit, which stays gathered from forward to backward.
+        blocks: modules that are gathered one at a time; the rest of the model is one more unit,
+            which stays gathered from forward to backward.
     """
     if plan.stage > 0:
         if world.size == 1 and not dist.is_initialized():
-            # FSDP2 wants a group even where nobody else is: offloaded weights come block by block.
+            # FSDP2 needs a group on one rank too, where offloaded weights are split.
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         _split(model, blocks, plan, world)
-    # On the model itself: a table elsewhere would keep it alive through its own method.
+    # On the model itself: a global table would keep it alive.
     model.__dict__[SHARDS] = Shards(model, plan, world)
     return shards_of(model)
 
 
 def give_memory(module: nn.Module, device: torch.device) -> None:
-    """Parameters on the meta device get memory of their own, its content undefined; tied ones stay
-    one. Split block by block, no more than a block is ever there whole."""
+    """Give parameters on the meta device memory of undefined content; tied ones stay tied. A model
+    that is split block by block thus never has more than one whole block."""
     made: dict[int, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
@@ -234,7 +228,7 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
 
 
 def _split(model: nn.Module, blocks: Sequence[nn.Module], plan: ShardPlan, world: World) -> None:
-    # Some families' blocks return views; none of them changes one in place.
+    # Blocks of some families return views; none changes one in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = _mesh(world, plan.replicas)
     offload: OffloadPolicy = OffloadPolicy()
@@ -269,7 +263,7 @@ def _split(model: nn.Module, blocks: Sequence[nn.Module], plan: ShardPlan, world
 
 @cache
 def _mesh(world: World, replicas: int) -> DeviceMesh:
-    """Replicas by pieces, made once for all models; of one dimension where there is one replica."""
+    """Replicas by pieces, made once for all models; of one dimension without replicas."""
     if replicas == 1:
         return init_device_mesh(world.device.type, (world.size,))
     shape = (replicas, world.size // replicas)
@@ -277,7 +271,7 @@ def _mesh(world: World, replicas: int) -> DeviceMesh:
 
 
 def _add_call(model: Any) -> None:
-    """Give the model a method under whose hooks any function may run as its forward."""
+    """Add `SHARDED_CALL` to the model."""
 
     def sharded_call(self: nn.Module, function: Callable[[], Any]) -> Any:
         return _without_views(function())
@@ -287,7 +281,7 @@ def _add_call(model: Any) -> None:
 
 
 def _without_views(output: Any) -> Any:
-    """FSDP2 hangs a hook on what a forward returns, which an in-place change of a view loses."""
+    """Copies of views: FSDP2 hooks a forward's output, and changing a view in place loses that."""
     if isinstance(output, tuple):
         return tuple(_without_views(part) for part in output)
     if isinstance(output, Tensor) and output._is_view():

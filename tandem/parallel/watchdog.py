@@ -1,11 +1,11 @@
-"""Where every rank is, so that when one is missing the others can say which, and where it was.
+"""Where every rank is, so that the others can name a missing one and say where it was.
 
-A thread looks once a second at what its rank's main thread is doing and leaves a note in the store
-that the ranks met in: the call of ours that runs, the collective it is inside, since when. Nothing
-is wrapped or counted, and a hung rank leaves notes as well as any other (a stopped one does not,
-which tells). The rank whose collective fails reads all notes and says who did not come.
+Once a second a thread looks at what its rank's main thread is doing and writes a note to the ranks'
+store: our running function, the collective it is in, since when. Nothing is wrapped or counted. A
+hung rank writes notes as any other; a stopped one does not. A rank whose collective fails reads all
+notes and reports which ranks were missing.
 
-Importing this costs no torch: the command line names its errors.
+It is imported without torch: the command line uses its errors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 _TORCH = os.sep + os.path.join("torch", "")
 _DISTRIBUTED = os.sep + os.path.join("torch", "distributed", "")
 _COLLECTIVES = os.path.join("distributed", "distributed_c10d.py")
-# Thin wrappers around collectives: their caller says more.
+# Thin wrappers around collectives: their caller is more useful.
 _THIN = (os.path.join(_PACKAGE, "parallel", ""), os.path.join(_PACKAGE, "launch", ""))
 _phase = ""
 
@@ -47,7 +47,7 @@ _phase = ""
 class Note:
     """What a rank was last seen doing.
 
-    beat: grows with every note; one that stands still is a rank that is stopped or dead.
+    beat: grows with every note, unless the rank is stopped or dead.
     state: running, lost (its collective failed), failed (by itself) or done.
     place: our innermost call, as `file:line (function)`; collective: "" outside of one.
     since: when it came there; written: when this was noted; both seconds since the epoch.
@@ -71,19 +71,19 @@ class Note:
 
 
 def note(phase: str) -> None:
-    """Say what this rank begins, like `ppo step 12`; shown when it goes missing. Costs nothing."""
+    """Record what this rank starts, like `ppo step 12`; shown if it goes missing."""
     global _phase
     _phase = phase
 
 
 @contextmanager
 def watching(rank: int, size: int, *, interval: float = INTERVAL_SECONDS) -> Iterator[None]:
-    """Leave notes while the body runs, in the store that the environment's ranks met in.
+    """Write notes while the body runs, to the store that the environment names.
 
     Args:
         interval: seconds between two notes.
     Raises:
-        RankError: a collective failed in the body; says for whom this rank waited.
+        RankError: a collective failed in the body; says for which rank this one waited.
     """
     if size == 1:
         yield
@@ -103,12 +103,12 @@ def watching(rank: int, size: int, *, interval: float = INTERVAL_SECONDS) -> Ite
 
 
 class Watch:
-    """One rank's notes, and what those of all say."""
+    """One rank's notes, and conclusions from those of all ranks."""
 
     def __init__(
         self, store: Store, rank: int, size: int, *, interval: float = INTERVAL_SECONDS
     ) -> None:
-        """Begins at once. `store` is this object's own: other threads must not use it."""
+        """Starts at once. No other thread may use `store`."""
         self._store = store
         self._size = size
         self._interval = interval
@@ -118,21 +118,21 @@ class Watch:
         self._thread.start()
 
     def end(self, state: str, line: str = "") -> None:
-        """Leave the last note: done, or failed with this line."""
+        """Write the last note: done, or failed with this line."""
         self._silence()
         self._post(replace(self._note, state=state, line=line))
 
     def explain(self, error: BaseException) -> str:
-        """Which ranks did not come to the collective that failed with `error`, in one line.
-
-        Waits two intervals, to see whose notes have stopped.
-        """
+        """Which ranks were missing in the collective that failed with `error`, in one line. Waits
+        two intervals, to see which ranks have stopped writing."""
         self._silence()
         place, collective = _place(_calls(traceback.walk_tb(error.__traceback__))[::-1])
         mine = replace(self._note, state="lost", place=place, collective=collective)
         self._post(mine)
         try:
-            before, after = self._read_twice()
+            before = read_notes(self._store, self._size)
+            time.sleep(2 * self._interval)
+            after = read_notes(self._store, self._size)
         except RuntimeError:
             return (
                 f"rank {mine.rank} waited in {mine.where()}, and the process that all ranks met "
@@ -144,11 +144,6 @@ class Watch:
         named = "; ".join(missing[:_NAMED_AT_MOST])
         more = f"; and {len(missing) - _NAMED_AT_MOST} more" if missing[_NAMED_AT_MOST:] else ""
         return f"rank {mine.rank} waited in {mine.where()} for {named}{more}"
-
-    def _read_twice(self) -> tuple[list[Note | None], list[Note | None]]:
-        before = read_notes(self._store, self._size)
-        time.sleep(2 * self._interval)
-        return before, read_notes(self._store, self._size)
 
     def _follow(self) -> None:
         main = threading.main_thread().ident
@@ -167,7 +162,7 @@ class Watch:
         self._note = replace(seen, beat=self._note.beat + 1, written=time.time())
         try:
             self._store.set(f"note-{seen.rank}", json.dumps(asdict(self._note)))
-        except RuntimeError:  # whoever kept the notes is gone, and with it all readers
+        except RuntimeError:  # the store is gone, and with it all readers
             return False
         return True
 
@@ -177,7 +172,7 @@ class Watch:
 
 
 def read_notes(store: Store, size: int) -> list[Note | None]:
-    """Every rank's last note; None for one that left none yet.
+    """Every rank's last note; None if there is none yet.
 
     Raises:
         RuntimeError: the store does not answer.
@@ -189,11 +184,11 @@ def read_notes(store: Store, size: int) -> list[Note | None]:
 def blame(
     before: Sequence[Note | None], after: Sequence[Note | None], mine: Note | None = None
 ) -> list[str]:
-    """Which ranks others wait for, the most certain kind alone: failed, else silent, else late.
+    """Which ranks the others wait for: those that failed, else the silent ones, else late ones.
 
     Args:
         before, after: notes of all ranks, read at least two intervals apart.
-        mine: the note of a rank that waited, which is not to blame; None if nobody asks.
+        mine: the note of the rank that waited and asks; None if the launcher asks.
     Returns:
         per rank a phrase that starts with its name.
     """
@@ -220,7 +215,7 @@ def blame(
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether an exception says that an exchange between ranks broke, not this rank's own work."""
+    """Whether an exception is of a broken exchange between ranks, not of this rank's own work."""
     if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
         return True
     if not isinstance(error, RuntimeError):
@@ -251,15 +246,13 @@ def _place(calls: Sequence[tuple[str, int, str]]) -> tuple[str, str]:
     if chosen is None:
         return "", collective
     file, line, name = chosen
-    if file.startswith(_PACKAGE):
-        file = os.path.relpath(file, os.path.dirname(_PACKAGE))
-    else:
-        file = os.path.basename(file)
+    is_ours = file.startswith(_PACKAGE)
+    file = os.path.relpath(file, os.path.dirname(_PACKAGE)) if is_ours else os.path.basename(file)
     return f"{file}:{line} ({name})", collective
 
 
 def _store_of_the_ranks() -> Store:
-    """A connection of our own to the store that the launcher's environment names."""
+    """A new connection to the store that the launcher's environment names."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(
@@ -273,5 +266,5 @@ def _store_of_the_ranks() -> Store:
 
 
 def watch_prefix(attempt: str) -> str:
-    """Under what the notes of one attempt lie in the store."""
+    """The prefix of one attempt's notes in the store."""
     return f"tandem/watch/{attempt}"

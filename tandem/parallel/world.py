@@ -1,8 +1,8 @@
-"""The ranks of a run: who I am, who else there is, and the few exchanges that are not weights.
+"""The ranks of a run, and the exchanges between them that are not weights.
 
-Every rank knows the whole batch and the whole experience; what is divided is the work and the
-weights. So the exchanges here are small: sums of partial results, rows of a rollout, agreement.
-At one rank everything is the identity and torch.distributed is never touched.
+Every rank knows the whole batch and the whole experience; only work and weights are divided. So
+these exchanges are small: sums of partial results, rows of a rollout, agreement. On one rank all
+of them are the identity, and torch.distributed is not used.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class World:
     """One rank's view of all.
 
     rank, size: this process among all. ranks_per_node: ranks that share a fast network; ranks
-    0 to ranks_per_node - 1 are the first node's. keepers: of each rank, the lowest that sees the
-    same output folder, which does there what is done once; empty where all see one.
+    0 to ranks_per_node - 1 are the first node's. keepers: for each rank, the lowest rank that sees
+    the same output folder and writes what is written there once; empty if all ranks see one folder.
     """
 
     rank: int = 0
@@ -39,7 +39,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes and speaks for all."""
+        """Whether this rank writes and prints for all."""
         return self.rank == 0
 
     @property
@@ -49,17 +49,17 @@ class World:
 
     @property
     def folders(self) -> list[int]:
-        """The keepers of the output folders, one for each file system."""
+        """The keepers of the output folders, one per file system."""
         return sorted(set(self.keepers)) or [0]
 
     @property
     def keeper(self) -> int:
-        """The rank that does once what is to be done in this rank's output folder."""
+        """The rank that writes once in this rank's output folder (see `keepers`)."""
         return self.keepers[self.rank] if self.keepers else 0
 
     @property
     def is_keeper(self) -> bool:
-        """Whether that is this rank."""
+        """Whether this rank is its own keeper."""
         return self.keeper == self.rank
 
     @property
@@ -74,7 +74,7 @@ class World:
         return [rank for rank, other in enumerate(self.keepers) if other == keeper]
 
     def share(self, items: Sequence[Item]) -> list[Item]:
-        """This rank's items, where the ranks that see one folder share them."""
+        """This rank's share of items, divided among the ranks that see its output folder."""
         here = self.here
         return list(items[here.index(self.rank) :: len(here)])
 
@@ -101,10 +101,6 @@ class World:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return [float(value) for value in tensor.tolist()]
 
-    def all_true(self, holds: bool) -> bool:
-        """Whether something holds on every rank."""
-        return self.all_reduce_max([0.0 if holds else 1.0])[0] == 0.0
-
     def all_gather_object(self, item: Item) -> list[Item]:
         """Every rank's small Python object, in the order of the ranks."""
         if self.size == 1:
@@ -114,7 +110,7 @@ class World:
         return items
 
     def gather_flat(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
-        """All ranks' 1-D tensors behind one another.
+        """All ranks' 1-D tensors, concatenated.
 
         Args:
             counts: elements of each rank's tensor, known everywhere.
@@ -129,13 +125,13 @@ class World:
         return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
     def barrier(self) -> None:
-        """Until every rank is here."""
+        """Wait for every rank."""
         if self.size > 1:
             dist.barrier()
 
 
 def join(device: torch.device, *, ranks_per_node: int = 0, timeout_minutes: float = 30.0) -> World:
-    """Meet the other ranks that the launcher's environment speaks of; alone without one.
+    """Join the other ranks that the launcher's environment names; alone without one.
 
     Args:
         device: cpu, or cuda, which becomes this rank's own GPU.
@@ -163,6 +159,6 @@ def join(device: torch.device, *, ranks_per_node: int = 0, timeout_minutes: floa
 
 
 def leave() -> None:
-    """Say goodbye to the other ranks; nothing where there are none."""
+    """Leave the process group, if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""ZeRO++ in a split model: which collectives its units use, and what error feedback holds back."""
+"""ZeRO++ in a split model: the quantized collectives of its units, and their error feedback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tandem.parallel.world import World
 
 
 class QuantizedTraffic:
-    """The quantized collectives of one model, an object for each of its units."""
+    """The quantized collectives of one model, one object per unit."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class QuantizedTraffic:
         weights: bool,
         gradient_bits: int,
     ) -> None:
-        """Give them to the units. A collective: every rank does so at the same time.
+        """Install them in the units; a collective.
 
         Args:
             units: the split modules by name, over all of `world`.
             weights: gather weights as int8.
-            gradient_bits: of gradients between nodes, 8 or 4; 0 leaves gradients as they are.
+            gradient_bits: of gradients between nodes, 8 or 4; 0 sends them exactly.
         Raises:
-            ConfigError: nodes of unequal size; bits that are not possible.
+            ConfigError: nodes of unequal size, or impossible bits.
         """
         self._world = world
         self._reducers: dict[str, QuantizedReduceScatter] = {}
@@ -53,7 +53,7 @@ class QuantizedTraffic:
                 self._reducers[name] = QuantizedReduceScatter(
                     intra,
                     inter,
-                    # Inside a node 8 bits cost little time; 4 would cost a residual of every
+                    # Inside a node 8 bits cost little time; 4 would need an error of every
                     # weight of the unit on every rank.
                     bits_intra=8 if inter is not None else gradient_bits,
                     bits_inter=gradient_bits,
@@ -64,10 +64,8 @@ class QuantizedTraffic:
                 self._meshes[name] = cast(DTensor, trained[0]).device_mesh
 
     def residuals(self) -> dict[str, Tensor]:
-        """What error feedback holds back, by unit and hop, each rank's rows being its piece.
-
-        A part of a run's state; empty before the first gradient and at 8 bits.
-        """
+        """Error feedback by unit and hop, part of a run's state; each rank's rows are its piece.
+        Empty before the first gradient and at 8 bits."""
         return {
             f"{name}.{hop}": self._piece(name, residual)
             for name, reducer in self._reducers.items()
@@ -78,10 +76,10 @@ class QuantizedTraffic:
         return DTensor.from_local(rows, self._meshes[name], [Shard(0)], run_check=False)
 
     def restore(self, residuals: Mapping[str, Tensor | Saved]) -> None:
-        """Go on from whole `residuals` of an earlier run of the same model.
+        """Continue from whole `residuals` of an earlier run of the same model.
 
-        Those of another number of ranks say nothing here, and are left out: the feedback then
-        starts from nothing, which costs one step's rounding.
+        Those of another number of ranks are ignored: the feedback then starts from zero, which
+        costs one step's rounding.
         """
         for name, reducer in self._reducers.items():
             own: dict[str, Tensor] = {}

@@ -1,1 +1,1 @@
-"""Before and beside a run: what it needs of memory, and sweeps over ways of laying it out."""
+"""What a run needs: its memory by formula, and sweeps that measure it."""

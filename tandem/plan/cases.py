@@ -1,7 +1,7 @@
-"""The cases of a sweep: which knobs each sets, and which are left out and why.
+"""The cases of a sweep: the knobs that each sets, and which are skipped and why.
 
-DeepSpeed-Chat's characterization sweep crosses ZeRO stage, hybrid engine, offload and LoRA in each
-step; here stages 0 and 1 and the variants of ZeRO++ (arXiv:2306.10209) and MixZ++ join it.
+Like DeepSpeed-Chat's characterization sweep (ZeRO stage x hybrid engine x offload x LoRA, for each
+stage of training), plus ZeRO stages 0 and 1 and variants of ZeRO++ (arXiv:2306.10209) and MixZ++.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from tandem.config.engine import engine_settings
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_of
 from tandem.errors import ConfigError
@@ -19,37 +20,37 @@ from tandem.plan.knobs import Knobs, with_knobs
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run of one step. name: its folder under the step's. knobs: what it sets."""
+    """One run of one stage. name: its folder below the stage's. knobs: what it sets."""
 
-    step: str
+    stage: str
     name: str
     knobs: Knobs
     ranks: int
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A case that is not run."""
+class Skipped:
+    """A case that is not run, and why."""
 
-    step: str
+    stage: str
     name: str
     reason: str
 
 
-def why_left_out(left_out: Sequence[LeftOut]) -> list[str]:
-    """One line per reason, with the cases that it concerns."""
+def skip_reasons(skipped: Sequence[Skipped]) -> list[str]:
+    """One line per reason, with its cases."""
     by_reason: dict[str, list[str]] = {}
-    for case in left_out:
-        by_reason.setdefault(case.reason, []).append(f"{case.step}/{case.name}")
+    for case in skipped:
+        by_reason.setdefault(case.reason, []).append(f"{case.stage}/{case.name}")
     return [
-        f"left out ({len(names)}): {' '.join(names)}: {reason}"
+        f"skipped ({len(names)}): {' '.join(names)}: {reason}"
         for reason, names in by_reason.items()
     ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """What is crossed. stages: ZeRO's, of actor and critic alike. lora: ranks of adapters."""
+    """The values to combine. stages: ZeRO stages of actor and critic. lora: ranks of adapters."""
 
     stages: tuple[int, ...] = (0, 1, 2, 3)
     lora: tuple[int, ...] = (0, 128)
@@ -58,14 +59,14 @@ class Axes:
     variants: bool = True
 
 
-def _stage(stage: int) -> dict[str, Any]:
+def _zero_stage(stage: int) -> dict[str, Any]:
     return {"parallel.actor_zero_stage": stage, "parallel.critic_zero_stage": stage}
 
 
 _QUANTIZED_WEIGHTS = {"parallel.zero_quantized_weights": True}
 _QUANTIZED_GRADIENTS = {"parallel.zero_quantized_gradients": True}
 _HPZ = {"parallel.zero_hpz": True}
-# Beside the crossed ones: name -> (knobs, whether it needs LoRA). All at stage 3.
+# Cases besides the combinations: name -> (knobs, whether it needs LoRA). All at ZeRO stage 3.
 _VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "qwz": (_QUANTIZED_WEIGHTS, False),
     "hpz": (_HPZ, False),
@@ -76,34 +77,30 @@ _VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "tp2": ({"parallel.inference_tp_size": 2}, False),
 }
 _GENERATING = ("tp2",)
-"""What is about generation alone."""
+"""Variants that only change generation."""
 
 
 def sweep_cases(
-    config: RunConfig, steps: Sequence[str], ranks: int, axes: Axes
-) -> tuple[list[Case], list[LeftOut]]:
-    """All cases of some steps that this configuration can run, in order, and the others.
-
-    Args:
-        config: what the cases have in common.
-    """
+    config: RunConfig, stages: Sequence[str], ranks: int, axes: Axes
+) -> tuple[list[Case], list[Skipped]]:
+    """All cases of some stages that this configuration can run, in order, and the skipped ones."""
     cases: list[Case] = []
-    left_out: list[LeftOut] = []
-    for step in steps:
-        for name, knobs in _combinations(step, axes):
-            reason = _why_not(config, step, knobs, ranks)
+    skipped: list[Skipped] = []
+    for stage in stages:
+        for name, knobs in _combinations(stage, axes):
+            reason = _why_not(config, stage, knobs, ranks)
             if reason:
-                left_out.append(LeftOut(step, name, reason))
+                skipped.append(Skipped(stage, name, reason))
             else:
-                cases.append(Case(step, name, knobs, ranks))
-    return cases, left_out
+                cases.append(Case(stage, name, knobs, ranks))
+    return cases, skipped
 
 
-def _combinations(step: str, axes: Axes) -> Iterator[tuple[str, dict[str, Any]]]:
-    generates = stage_of(step).family == "rl"
+def _combinations(stage: str, axes: Axes) -> Iterator[tuple[str, dict[str, Any]]]:
+    generates = stage_of(stage).family == "rl"
     hybrid = axes.hybrid if generates else (True,)
-    for stage, lora, offload, is_hybrid in product(axes.stages, axes.lora, axes.offload, hybrid):
-        name, knobs = f"zero{stage}", _stage(stage)
+    for zero, lora, offload, is_hybrid in product(axes.stages, axes.lora, axes.offload, hybrid):
+        name, knobs = f"zero{zero}", _zero_stage(zero)
         knobs["lora.rank"] = lora
         if lora:
             name += f"-lora{lora}"
@@ -120,14 +117,13 @@ def _combinations(step: str, axes: Axes) -> Iterator[tuple[str, dict[str, Any]]]
             continue
         adapters = {"lora.rank": rank if needs_lora else 0}
         ending = f"-lora{rank}" if needs_lora else ""
-        yield f"zero3-{name}{ending}", _stage(3) | adapters | variant
+        yield f"zero3-{name}{ending}", _zero_stage(3) | adapters | variant
 
 
-def _why_not(config: RunConfig, step: str, knobs: Knobs, ranks: int) -> str:
-    """Why a case cannot be run, or would be another case over again; empty if it is one."""
-    # torch comes with these, and the help must not wait for it.
-    from tandem.engine.frozen_base import check_base
-    from tandem.engine.placement import zero_plus_plus
+def _why_not(config: RunConfig, stage: str, knobs: Knobs, ranks: int) -> str:
+    """Why a case cannot run, or would repeat another one; empty if it can."""
+    # These import torch, which help must not wait for.
+    from tandem.engine.shard_plan import check_layout, zero_plus_plus
     from tandem.parallel.world import World
 
     tp = knobs.get("parallel.inference_tp_size", 1)
@@ -135,9 +131,9 @@ def _why_not(config: RunConfig, step: str, knobs: Knobs, ranks: int) -> str:
         return f"parallel.inference_tp_size {tp} must divide the ranks; got {ranks}"
     world = World(size=ranks, ranks_per_node=config.parallel.ranks_per_node or ranks)
     try:
-        case = with_knobs(config, {**knobs, "stages": [step]})
-        check_base(case, world)
-        switched_off = zero_plus_plus(case, world)[1]
+        settings = engine_settings(with_knobs(config, {**knobs, "stages": [stage]}))
+        check_layout(settings, world)
+        switched_off = zero_plus_plus(settings, world)[1]
     except ConfigError as error:
         return str(error)
     return switched_off if any(".zero_" in name for name in knobs) else ""

@@ -1,4 +1,4 @@
-"""`tandem sweep`: its own flags taken off, the rest read as those of `tandem train`."""
+"""`tandem sweep`: its own flags; the others are those of `tandem train`."""
 
 from __future__ import annotations
 
@@ -7,36 +7,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.config.flags import Parser, parse_run_flags
+from tandem.config.flags import parse_run_flags
+from tandem.config.pages import Parser
 from tandem.errors import ConfigError
-from tandem.plan.cases import Axes, why_left_out
+from tandem.plan.cases import Axes, skip_reasons
 from tandem.plan.sweep import Sweep, planned, run_sweep
-
-_USAGE = """usage: tandem sweep [CONFIG.yaml] --sweep-dir DIR [--num-gpus N] [flags of tandem train]
-
-One run per case, one after another, of each of the config's steps: ZeRO stage x LoRA x offload x
-hybrid engine, and variants of ZeRO++ and quantized frozen weights. The same command goes on where
-it was stopped. DIR gets a folder per case, table.txt, table.csv and report.html.
-"""
 
 
 def sweep_command(args: Sequence[str]) -> int:
     """Run `tandem sweep ARGS`; 0 if every case ran, 1 if one failed.
 
     Raises:
-        ConfigError: flags that cannot be, or no case at all.
+        ConfigError: wrong flags, or no case at all.
     """
-    if "--help" in args or "-h" in args:
-        print(_parser().format_help(), end="")
-        return 0
     sweep, dry = parse_sweep(args)
     if dry:
-        cases, left_out = planned(sweep)
+        cases, skipped = planned(sweep)
         for case in cases:
             knobs = " ".join(f"{name}={_shown(value)}" for name, value in case.knobs.items())
             ranks = "1 rank" if case.ranks == 1 else f"{case.ranks} ranks"
-            print(f"{case.step}/{case.name}: {knobs}, {ranks}")
-        for line in why_left_out(left_out):
+            print(f"{case.stage}/{case.name}: {knobs}, {ranks}")
+        for line in skip_reasons(skipped):
             print(line)
         return 0
     results = run_sweep(sweep)
@@ -44,10 +35,10 @@ def sweep_command(args: Sequence[str]) -> int:
 
 
 def parse_sweep(args: Sequence[str]) -> tuple[Sweep, bool]:
-    """The sweep that flags describe, and whether only to show it.
+    """The sweep that flags describe, and whether it is a dry run.
 
     Raises:
-        ConfigError: values that cannot be.
+        ConfigError: wrong values.
     """
     words = list(args)
     if words and not words[0].startswith("-"):
@@ -84,32 +75,34 @@ def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
-        prog="tandem sweep",
-        usage=argparse.SUPPRESS,
-        description=_USAGE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-        allow_abbrev=False,
+        "sweep",
+        "[CONFIG.yaml] --sweep-dir DIR [flags]",
+        "One run per case, one after another, of each of the config's stages: ZeRO stage x LoRA x "
+        "offload x hybrid engine, and variants of ZeRO++ and quantized frozen weights. The same "
+        "command continues a stopped sweep. The flags of tandem train apply to every case.",
+        "tandem sweep run.yaml --sweep-dir sweeps/first --num-gpus 8 --sweep-stages 2 3",
     )
-    add = parser.add_argument
-    add("--sweep-dir", metavar="DIR", default="", help="where everything goes; must be given")
-    add("--num-gpus", type=int, metavar="N", default=1, help="ranks of every case (1)")
-    numbers: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "N"}
-    add("--sweep-stages", **numbers, default=[0, 1, 2, 3], help="ZeRO stages (0 1 2 3)")
-    add("--sweep-lora", **numbers, default=[0, 128], help="ranks of LoRA; 0 is without (0 128)")
-    switch = argparse.BooleanOptionalAction
-    add("--sweep-offload", action=switch, default=True, help="cross with optimizer offload")
-    add("--sweep-variants", action=switch, default=True, help="ZeRO++ and the like at stage 3")
-    add(
-        "--sweep-only",
-        nargs="+",
-        default=[],
-        metavar="TEXT",
-        help="only cases with this in STEP/NAME",
-    )
-    add("--retry-failed", action="store_true", help="run failed cases again")
-    add("--keep-models", action="store_true", help="keep the weights that cases make")
-    add("--dry-run", action="store_true", help="show the cases and what is left out")
+    switch: dict[str, Any] = {"shown": "on", "action": argparse.BooleanOptionalAction}
+    folder = "Where everything goes: a folder per case, table.txt, table.csv, report.html."
+    offload = "Also with optimizer offload; --no-sweep-offload: only without."
+    variants = "Also variants at ZeRO stage 3; --no-sweep-variants: without them."
+    parser.section("sweep")
+    parser.flag("--sweep-dir DIR", folder, shown="required")
+    parser.flag("--num-gpus N", "Ranks of every case.", 1)
+    parser.section("cases")
+    parser.flag("--sweep-stages N ...", "ZeRO stages.", [0, 1, 2, 3])
+    parser.flag("--sweep-lora N ...", "LoRA ranks; 0 is without LoRA.", [0, 128])
+    parser.flag("--sweep-offload", offload, True, **switch)
+    parser.flag("--sweep-variants", variants, True, **switch)
+    only = "Only cases with one of these texts in STAGE/NAME."
+    parser.flag("--sweep-only TEXT ...", only, [], shown="all")
+    parser.section("running")
+    for name, about in (
+        ("--dry-run", "Show the cases, and those skipped and why; run nothing."),
+        ("--retry-failed", "Run failed cases again."),
+        ("--keep-models", "Keep the weights that cases produce."),
+    ):
+        parser.flag(name, about, False, shown="off", action="store_true")
     return parser

@@ -1,4 +1,4 @@
-"""A configuration made of knobs by dotted name."""
+"""Configurations from knobs by dotted name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.config.load import build_config, check_config, plain_values, set_kno
 from tandem.config.schema import RunConfig
 
 Knobs = Mapping[str, Any]
-"""Values as YAML has them, by dotted name: {"parallel.actor_zero_stage": 3, "lora.rank": 8}."""
+"""Values as in YAML, by dotted name: {"parallel.actor_zero_stage": 3, "lora.rank": 8}."""
 
 
 def nested(knobs: Knobs) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def with_knobs(config: RunConfig, knobs: Knobs) -> RunConfig:
     """The configuration with some knobs set.
 
     Raises:
-        ConfigError: an unknown knob, or values that cannot be, all of them.
+        ConfigError: all unknown knobs and wrong values.
     """
     values = plain_values(config)
     for name, value in knobs.items():

@@ -1,4 +1,4 @@
-"""One case's processes: started, watched for their peak memory, and ended with this one."""
+"""One case's processes: started, watched for peak memory, and stopped with this process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _PR_SET_PDEATHSIG = 1
 class Ended:
     """How a case's processes ended.
 
-    exit_code: the command's; negative is a signal's number. seconds: on the clock.
-    peak_bytes: the most resident memory of each rank, by rank; empty where it cannot be read.
-    error: one line of what went wrong; empty if nothing.
+    exit_code: the command's; negative for a signal. seconds: wall time.
+    peak_bytes: peak resident memory by rank; empty if it cannot be read.
+    error: what went wrong, in one line; empty on success.
     """
 
     exit_code: int
@@ -35,9 +35,9 @@ class Ended:
 
 
 def run_command(arguments: Sequence[str], log: Path) -> Ended:
-    """Run `tandem` with these arguments to its end, all it says going to `log`.
+    """Run `tandem` with these arguments to its end, with its output in `log`.
 
-    Ctrl-C here stops it, and it does not outlive this process.
+    Ctrl-C here stops it, and it ends with this process.
     """
     mark = uuid.uuid4().hex
     start = time.monotonic()
@@ -62,27 +62,27 @@ def run_command(arguments: Sequence[str], log: Path) -> Ended:
 
 
 def error_line(log: Path, code: int) -> str:
-    """What a failed command said last: Tandem's own line if there is one."""
+    """A failed command's last line: Tandem's own error if there is one."""
     lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines()]
     lines = [line for line in lines if line]
     ours = [line.removeprefix("tandem: ") for line in lines if line.startswith("tandem: ")]
     said = ours[-1:] or lines[-1:]
     if code < 0:
         return f"ended by {_signal_name(-code)}" + (f"; last: {said[0]}" if said else "")
-    return said[0] if said else f"exit code {code}, and nothing was said"
+    return said[0] if said else f"exit code {code}, without output"
 
 
 class PeakWatch:
-    """Reads the resident peak of a command's ranks while they run (Linux; elsewhere nothing).
+    """Records the peak resident memory of a command's ranks while they run (on Linux only).
 
-    A run resets its own peak from phase to phase, so it is read often and the largest kept.
+    A run resets its own peak in each phase, so it is polled and the largest value kept.
     """
 
     def __init__(self, mark: str, main: int) -> None:
         """
         Args:
-            mark: NAME=VALUE that the ranks' environment has and no other process's.
-            main: the process that is the only rank where none says its number.
+            mark: NAME=VALUE in the environment of the ranks and of no other process.
+            main: the only rank if no process has a rank number.
         """
         self.peaks: dict[int, int] = {}
         self._mark, self._main = mark.encode(), main
@@ -100,7 +100,7 @@ class PeakWatch:
         if self._thread.is_alive():
             self._thread.join()
         if len(self.peaks) > 1:
-            self.peaks.pop(-1, None)  # the launcher, which is no rank
+            self.peaks.pop(-1, None)  # the launcher, which is not a rank
         self.peaks = {max(rank, 0): peak for rank, peak in sorted(self.peaks.items())}
 
     def _watch(self) -> None:
@@ -113,7 +113,8 @@ class PeakWatch:
                 self.peaks[rank] = max(self.peaks.get(rank, 0), resident_peak(process))
 
     def _marked(self) -> dict[int, int]:
-        """Process to rank of every process of the command's that has one; -1 is the command's."""
+        """Process to rank of every process of the command that has one; -1 for the command's
+        own."""
         found: dict[int, int] = {self._main: -1}
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit():
@@ -139,7 +140,7 @@ def resident_peak(process: int) -> int:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask, wait, insist."""
+    """Terminate; kill after 20 seconds."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(timeout=20)
@@ -149,7 +150,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end_with_parent() -> None:
-    """In the child: be asked to stop when the sweep is gone, however it went."""
+    """In the child: get SIGTERM when the sweep's process ends, however it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -1,4 +1,4 @@
-"""What a case came to: read from its run's folder, written beside it, read again to go on."""
+"""A case's result: read from its run's folder, saved next to it, read again to resume."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ RESULT_FILE = "result.json"
 class Result:
     """One case's figures.
 
-    seconds, tokens_per_second: by phase, summed over the training steps and over them in the mean;
-    steps: how many. peak_bytes: resident memory by rank. device: cpu or cuda. device_bytes: of the
-    first rank's GPU, by phase; on a CPU its resident memory. outcome: the last step's loss, or in
-    step 3 its reward. digest: of the case's configuration.
+    seconds, tokens_per_second: by phase, the sum and the mean over the training steps; steps: how
+    many. peak_bytes: resident memory by rank. device: cpu or cuda. device_bytes: of the first
+    rank's GPU by phase; on a CPU its resident memory. outcome: the last step's loss, or in PPO its
+    reward. digest: of the case's configuration.
     """
 
-    step: str
+    stage: str
     name: str
     ranks: int
     knobs: dict[str, Any]
@@ -53,7 +53,7 @@ class Result:
 
     @property
     def gpu_peak(self) -> int:
-        """The first rank's GPU's bytes; 0 on a CPU."""
+        """Bytes on the first rank's GPU; 0 on a CPU."""
         return max(self.device_bytes.values(), default=0) if self.device == "cuda" else 0
 
     @property
@@ -63,17 +63,13 @@ class Result:
 
 
 def result_of(case: Case, digest: str, ended: Ended, run_folder: Path, device: str) -> Result:
-    """Put together how the processes ended and what the run logged.
-
-    Args:
-        device: what it ran on, cpu or cuda.
-    """
-    figures = _figures(case.step, run_folder) if run_folder.is_dir() else {}
+    """Combine how the processes ended with what the run logged; `device` is cpu or cuda."""
+    figures = _figures(case.stage, run_folder) if run_folder.is_dir() else {}
     peaks = dict(ended.peak_bytes)
-    if device == "cpu" and peaks:  # a short peak may fall between two looks from outside
+    if device == "cpu" and peaks:  # a short peak may fall between two polls
         peaks[0] = max([peaks.get(0, 0), *figures.get("device_bytes", {}).values()])
     return Result(
-        step=case.step,
+        stage=case.stage,
         name=case.name,
         ranks=case.ranks,
         knobs=dict(case.knobs),
@@ -87,31 +83,33 @@ def result_of(case: Case, digest: str, ended: Ended, run_folder: Path, device: s
     )
 
 
-def _figures(step: str, run_folder: Path) -> dict[str, Any]:
+def _figures(stage: str, run_folder: Path) -> dict[str, Any]:
     run = read_folder(run_folder)
     seconds: dict[str, float] = {}
     rates: dict[str, float] = {}
     device: dict[str, int] = {}
     for phase in PHASES:
-        # Step 0 only measures.
-        timed = {at: s for at, s in finite(run.series(step, f"seconds/{phase}")) if at > 0}
+        # Step 0 is an evaluation.
+        timed = {at: s for at, s in finite(run.series(stage, f"seconds/{phase}")) if at > 0}
         if timed:
             seconds[phase] = sum(timed.values())
         tokens: defaultdict[str, float] = defaultdict(float)
-        for at, rate in finite(run.series(step, f"tokens_per_second/{phase}")):
+        for at, rate in finite(run.series(stage, f"tokens_per_second/{phase}")):
             if at in timed:
                 tokens["count"] += rate * timed[at]
                 tokens["seconds"] += timed[at]
         if tokens["seconds"] > 0:
             rates[phase] = tokens["count"] / tokens["seconds"]
-        peaks = finite(run.series(step, f"peak_memory_bytes/{phase}"))
+        peaks = finite(run.series(stage, f"peak_memory_bytes/{phase}"))
         if peaks:
             device[phase] = int(max(value for _, value in peaks))
-    # None is of several steps, the case that the others start from.
-    outcome = [point for stage in in_order([step]) for point in run.series(step, stage.headline)]
+    # The case that the others start from has several stages, and no result.
+    outcome = [
+        point for record in in_order([stage]) for point in run.series(stage, record.headline)
+    ]
     last = outcome[-1][1] if outcome else math.nan
     return {
-        "steps": len([at for at, _ in run.series(step, "seconds/step") if at > 0]),
+        "steps": len([at for at, _ in run.series(stage, "seconds/step") if at > 0]),
         "seconds": seconds,
         "tokens_per_second": rates,
         "device_bytes": device,
@@ -120,13 +118,13 @@ def _figures(step: str, run_folder: Path) -> dict[str, Any]:
 
 
 def write_result(result: Result, folder: Path) -> None:
-    """Put a case's result.json in its folder, whole: from now on the case is finished."""
+    """Write a case's result.json, atomically: from now on the case is finished."""
     text = json.dumps(asdict(result), indent=1) + "\n"
     replace_file(folder / RESULT_FILE, text.encode("utf-8"))
 
 
 def read_result(folder: Path) -> Result | None:
-    """A finished case's result; None where there is none.
+    """A finished case's result; None if there is none.
 
     Raises:
         CheckpointError: the file is there and cannot be read.

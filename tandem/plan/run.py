@@ -1,4 +1,4 @@
-"""The memory of a run's step, read off its configuration."""
+"""The memory of a stage, from its run's configuration."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 
 from transformers import PreTrainedConfig
 
+from tandem.config.engine import engine_settings
 from tandem.config.schema import RunConfig
 from tandem.config.stages import Stage, stage_of
 from tandem.engine.devices import resolve_device, resolve_dtype
@@ -19,26 +20,26 @@ from tandem.ops import native
 
 def plan_memory(
     config: RunConfig,
-    step: str,
+    name: str,
     model: PreTrainedConfig,
     *,
     ranks: int = 1,
     critic: PreTrainedConfig | None = None,
     prompt_tokens: int | None = None,
 ) -> MemoryPlan:
-    """What a step of a run needs per rank.
+    """What a stage of a run needs per rank.
 
     Args:
-        model: the policy's config; where the step trains a reward model, that one's.
-        critic: config of critic and reward model in step 3; None takes the policy's.
-        prompt_tokens: of the longest prompt; None takes dataset.max_prompt_tokens.
+        model: the policy's config, or the reward model's in the stage that trains one.
+        critic: config of critic and reward model in PPO; None: as the policy's.
+        prompt_tokens: of the longest prompt; None: dataset.max_prompt_tokens.
     Raises:
-        ConfigError: there is no such step.
+        ConfigError: there is no such stage.
     """
-    stage, parallel = stage_of(step), config.parallel
+    stage, parallel = stage_of(name), config.parallel
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    layout = partial(layout_of, config, ranks, device=device, dtype=dtype)
+    layout = partial(layout_of, engine_settings(config), ranks, device=device, dtype=dtype)
     if stage.family == "rl":
         actor, value = shape_of(model), shape_of(critic or model, scalar=True)
         policy = layout(parallel.actor_zero_stage, average=config.ppo.ema)

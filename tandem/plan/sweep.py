@@ -1,11 +1,11 @@
 """The characterization sweep: one run per case, one after another, each in its own processes.
 
-    DIR/start/                          the steps before those that are swept, run once
+    DIR/start/                          the stages before the swept ones, run once
     DIR/STEP/CASE/config.yaml log.txt result.json run/
-    DIR/table.txt table.csv report.html over all, brought up to date after every case
+    DIR/table.txt table.csv report.html over all, updated after every case
 
-The same command goes on where it was stopped: a case with a result is not run again, one without
-begins anew.
+The same command continues a stopped sweep: cases with a result are not run again, others start
+over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import in_order, stage_of
 from tandem.errors import CheckpointError, ConfigError
-from tandem.plan.cases import Axes, Case, LeftOut, sweep_cases, why_left_out
+from tandem.plan.cases import Axes, Case, Skipped, skip_reasons, sweep_cases
 from tandem.plan.knobs import with_knobs
 from tandem.plan.processes import run_command
 from tandem.plan.results import Result, read_result, result_of, write_result
@@ -33,9 +33,9 @@ START = "start"
 class Sweep:
     """What to sweep.
 
-    config: what the cases have in common; its `steps` are swept. ranks: of every case.
-    only: run cases alone whose STEP/NAME holds one of these texts; empty runs all.
-    keep_models: leave the cases' weights in their folders.
+    config: what the cases have in common; its stages are swept. ranks: of every case.
+    only: run only cases with one of these texts in STAGE/NAME; empty: all.
+    keep_models: keep the cases' weights in their folders.
     """
 
     config: RunConfig
@@ -47,71 +47,71 @@ class Sweep:
     keep_models: bool = False
 
 
-def planned(sweep: Sweep) -> tuple[list[Case], list[LeftOut]]:
-    """The cases to run, in order, and those left out with their reasons."""
-    cases, left_out = sweep_cases(sweep.config, sweep.config.stages, sweep.ranks, sweep.axes)
+def planned(sweep: Sweep) -> tuple[list[Case], list[Skipped]]:
+    """The cases to run, in order, and those skipped with their reasons."""
+    cases, skipped = sweep_cases(sweep.config, sweep.config.stages, sweep.ranks, sweep.axes)
 
-    def wanted(case: Case | LeftOut) -> bool:
-        where = f"{case.step}/{case.name}"
+    def wanted(case: Case | Skipped) -> bool:
+        where = f"{case.stage}/{case.name}"
         return not sweep.only or any(text in where for text in sweep.only)
 
-    return [c for c in cases if wanted(c)], [c for c in left_out if wanted(c)]
+    return [c for c in cases if wanted(c)], [c for c in skipped if wanted(c)]
 
 
 def run_sweep(sweep: Sweep, print_line: Callable[[str], None] = print) -> list[Result]:
     """Run every case that has no result yet, and write the tables.
 
-    A failing case is noted with its error, and the next begins.
+    A failed case is recorded with its error, and the sweep continues.
 
     Returns:
-        the results of all cases, earlier ones included, in order.
+        the results of all cases in order, earlier ones included.
     Raises:
-        ConfigError: nothing to run, or --output-dir's folder cannot be written.
-        CheckpointError: the folder holds results of other knobs.
+        ConfigError: nothing to run, or the stages before the sweep failed.
+        CheckpointError: the folder has results of other knobs.
     """
-    cases, left_out = planned(sweep)
-    for line in why_left_out(left_out):
+    cases, skipped = planned(sweep)
+    for line in skip_reasons(skipped):
         print_line(line)
     if not cases:
         raise ConfigError(
             "a sweep must have at least one case; got none. See the reasons above, --sweep-only "
-            "and --steps."
+            "and --stages."
         )
     sweep.folder.mkdir(parents=True, exist_ok=True)
-    for case in cases:  # before hours go into the first ones
+    for case in cases:  # refuse results of other knobs before anything runs
         _finished(sweep, case)
     base = _after_start(sweep, cases, print_line)
     results: list[Result] = []
     for number, case in enumerate(cases, start=1):
-        where = f"{case.step}/{case.name} ({number} of {len(cases)})"
+        where = f"{case.stage}/{case.name} ({number} of {len(cases)})"
         result = _finished(sweep, case)
         if result is not None and not (result.exit_code and sweep.retry_failed):
-            print_line(f"{where}: done before: {summary_line(result)}")
+            print_line(f"{where}: already done: {summary_line(result)}")
         else:
-            print_line(f"{where}: begins")
+            print_line(f"{where}: running")
             try:
                 result = _run(sweep, case, base)
             except KeyboardInterrupt:
-                print_line(f"{where}: stopped; the same command starts it again")
+                print_line(f"{where}: stopped; the same command runs it again")
                 raise
             print_line(f"{where}: {summary_line(result)}")
         results.append(result)
-        write_tables(results, left_out, sweep.folder)
+        write_tables(results, skipped, sweep.folder)
     print_line(f"table: {sweep.folder / 'table.txt'}   report: {sweep.folder / 'report.html'}")
     return results
 
 
 def _case_config(sweep: Sweep, case: Case, base: dict[str, str]) -> RunConfig:
-    """base: models by the name of the step that made them; the case takes those it starts from."""
+    """base: models by the stage that made them; the case uses those that it starts from."""
     common = {
-        "stages": [case.step],
+        "stages": [case.stage],
         "output_dir": str(_folder(sweep, case) / "run"),
         "save_every": 0,
         "log.tensorboard": False,
         "log.wandb": "",
     }
     given: dict[str, object] = {}
-    for name in stage_of(case.step).after:
+    for name in stage_of(case.stage).after:
         if name in base:
             given.setdefault(stage_of(name).given, base[name])
     return with_knobs(sweep.config, {**given, **common, **case.knobs})
@@ -123,23 +123,23 @@ def _run(sweep: Sweep, case: Case, base: dict[str, str]) -> Result:
     folder.mkdir(parents=True)
     config = folder / "config.yaml"
     config.write_text(dump_config(_case_config(sweep, case, base)), encoding="utf-8")
-    ended = run_command(_arguments(case.step, config, case.ranks), folder / "log.txt")
+    ended = run_command(_arguments(case.stage, config, case.ranks), folder / "log.txt")
     result = result_of(case, _digest(sweep, case), ended, folder / "run", _device(sweep))
     if not sweep.keep_models:
-        shutil.rmtree(folder / "run" / case.step, ignore_errors=True)
+        shutil.rmtree(folder / "run" / case.stage, ignore_errors=True)
         shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
     write_result(result, folder)
     return result
 
 
 def _finished(sweep: Sweep, case: Case) -> Result | None:
-    """The case's earlier result; refuses one that was made with other knobs."""
+    """The case's earlier result; refuses one of other knobs."""
     folder = _folder(sweep, case)
     result = read_result(folder)
     if result is not None and result.digest != _digest(sweep, case):
         raise CheckpointError(
-            f"{folder} must be of these knobs; got a result of others. Use another --sweep-dir, or "
-            "remove that folder."
+            f"{folder} must have a result of the same knobs; got others. Use another --sweep-dir "
+            "or remove that folder."
         )
     return result
 
@@ -147,12 +147,8 @@ def _finished(sweep: Sweep, case: Case) -> Result | None:
 def _after_start(
     sweep: Sweep, cases: Sequence[Case], print_line: Callable[[str], None]
 ) -> dict[str, str]:
-    """Run once, as configured, the steps that the swept ones start from.
-
-    Returns:
-        where the model of each is.
-    """
-    taken = {name for case in cases for name in stage_of(case.step).after}
+    """Run once, as configured, the stages that the swept ones start from; returns their models."""
+    taken = {name for case in cases for name in stage_of(case.stage).after}
     stages = in_order(taken & set(sweep.config.stages))
     needed = [stage.name for stage in stages]
     if not needed:
@@ -163,11 +159,11 @@ def _after_start(
     result = read_result(folder)
     config = with_knobs(
         sweep.config,
-        {"steps": needed, "output_dir": str(made), "log.tensorboard": False, "log.wandb": ""},
+        {"stages": needed, "output_dir": str(made), "log.tensorboard": False, "log.wandb": ""},
     )
     digest = _digest_of(config, sweep.ranks)
     if result is None or result.exit_code or result.digest != digest:
-        print_line(f"start: {' '.join(needed)}, which the swept steps start from")
+        print_line(f"start: {' '.join(needed)}, which the swept stages start from")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         arguments = _arguments("train", folder / "config.yaml", sweep.ranks)
@@ -175,7 +171,7 @@ def _after_start(
         if ended.exit_code:
             why = ended.error.rstrip(".")
             raise ConfigError(
-                f"the steps that the sweep starts from must run; got: {why}. See "
+                f"the stages that the sweep starts from must run; got: {why}. See "
                 f"{folder / 'log.txt'}."
             )
         write_result(result_of(case, digest, ended, made, _device(sweep)), folder)
@@ -187,11 +183,11 @@ def _arguments(command: str, config: Path, ranks: int) -> list[str]:
 
 
 def _folder(sweep: Sweep, case: Case) -> Path:
-    return sweep.folder / case.step / case.name
+    return sweep.folder / case.stage / case.name
 
 
 def _device(sweep: Sweep) -> str:
-    from tandem.engine.devices import resolve_device  # torch, which the help must not wait for
+    from tandem.engine.devices import resolve_device  # imports torch
 
     return resolve_device(sweep.config.device).type
 
@@ -201,6 +197,6 @@ def _digest(sweep: Sweep, case: Case) -> str:
 
 
 def _digest_of(config: RunConfig, ranks: int) -> str:
-    """Of the knobs and ranks, wherever the folder is."""
+    """The digest of knobs and ranks, without the folder."""
     text = dump_config(with_knobs(config, {"output_dir": "run"}))
     return hashlib.sha256(f"{ranks} ranks\n{text}".encode()).hexdigest()

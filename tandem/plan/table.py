@@ -13,12 +13,12 @@ from tandem.config.stages import stage_of
 from tandem.files import replace as replace_file
 from tandem.metrics.metric import PHASES
 from tandem.metrics.text import duration, short_number, with_unit
-from tandem.plan.cases import LeftOut, why_left_out
+from tandem.plan.cases import Skipped, skip_reasons
 from tandem.plan.results import Result
 from tandem.text import visible_lines
 
 _COLUMNS: dict[str, Callable[[Result], str]] = {
-    "step": lambda r: r.step,
+    "stage": lambda r: r.stage,
     "case": lambda r: r.name,
     "ranks": lambda r: str(r.ranks),
     "s/step": lambda r: _number(r.seconds_per_step),
@@ -30,7 +30,7 @@ _COLUMNS: dict[str, Callable[[Result], str]] = {
     "wall": lambda r: duration(r.wall_seconds),
     "error": lambda r: visible_lines(r.error),
 }
-_LEFT_ALIGNED = ("step", "case", "error")
+_LEFT_ALIGNED = ("stage", "case", "error")
 
 _BARS: dict[str, tuple[str, Callable[[Result], float | None]]] = {
     "Peak of the first rank's GPU memory": ("bytes", lambda r: float(r.gpu_peak) or None),
@@ -67,22 +67,22 @@ def summary_line(result: Result) -> str:
     if result.peak:
         parts.append(f"peak {with_unit(result.peak, 'bytes')} a rank")
     if result.outcome is not None:
-        parts.append(f"{stage_of(result.step).headline} {_number(result.outcome)}")
+        parts.append(f"{stage_of(result.stage).headline} {_number(result.outcome)}")
     return ", ".join(parts)
 
 
-def write_tables(results: Sequence[Result], left_out: Sequence[LeftOut], folder: Path) -> None:
+def write_tables(results: Sequence[Result], skipped: Sequence[Skipped], folder: Path) -> None:
     """Write table.txt, table.csv and report.html of the results so far."""
     for name, text in (
-        ("table.txt", text_table(results, left_out)),
+        ("table.txt", text_table(results, skipped)),
         ("table.csv", csv_table(results)),
-        ("report.html", page(results, left_out, folder.resolve().name)),
+        ("report.html", page(results, skipped, folder.resolve().name)),
     ):
         replace_file(folder / name, text.encode("utf-8"))
 
 
-def text_table(results: Sequence[Result], left_out: Sequence[LeftOut]) -> str:
-    """Columns of even width; under them what was left out and why."""
+def text_table(results: Sequence[Result], skipped: Sequence[Skipped]) -> str:
+    """Aligned columns, then what was skipped and why."""
     names, *cells = _rows(results)
     widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
     lines = [
@@ -92,65 +92,62 @@ def text_table(results: Sequence[Result], left_out: Sequence[LeftOut]) -> str:
         ).rstrip()
         for row in (names, *cells)
     ]
-    lines += [visible_lines(line) for line in why_left_out(left_out)]
+    lines += [visible_lines(line) for line in skip_reasons(skipped)]
     return "\n".join(lines) + "\n"
 
 
 def _rows(results: Sequence[Result]) -> list[list[str]]:
-    """The columns' names, then a row a case; a column that is empty in all of them is left out."""
+    """The columns' names, then one row per case; columns that are always empty are omitted."""
     columns = {name: [cell(r) for r in results] for name, cell in _COLUMNS.items()}
     filled = {name: cells for name, cells in columns.items() if any(cells)}
     return [list(filled), *map(list, zip(*filled.values(), strict=True))]
 
 
 def csv_table(results: Sequence[Result]) -> str:
-    """Every figure in plain numbers: seconds, tokens/s, bytes; a column per phase and rank."""
+    """All figures as plain numbers: seconds, tokens/s, bytes; one column per phase and rank."""
     phases = [p for p in PHASES if any(p in r.seconds for r in results)]
     ranks = sorted({rank for r in results for rank in r.peak_bytes}, key=int)
     knobs = list(dict.fromkeys(name for r in results for name in r.knobs))
+    by_phase = ("seconds", "tokens_per_second", "device_bytes")
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
-        ["step", "case", "ranks", *knobs, "exit_code", "error", "wall_seconds", "steps", "outcome"]
-        + [f"seconds/{p}" for p in phases]
-        + [f"tokens_per_second/{p}" for p in phases]
-        + [f"device_bytes/{p}" for p in phases]
+        ["stage", "case", "ranks", *knobs, "exit_code", "error", "wall_seconds", "steps", "outcome"]
+        + [f"{figure}/{p}" for figure in by_phase for p in phases]
         + [f"peak_bytes/rank{rank}" for rank in ranks]
     )
     for r in results:
         writer.writerow(
-            [r.step, r.name, r.ranks]
+            [r.stage, r.name, r.ranks]
             + [_plain(r.knobs.get(name, "")) for name in knobs]
             + [r.exit_code, visible_lines(r.error), r.wall_seconds, r.steps, r.outcome]
-            + [r.seconds.get(p) for p in phases]
-            + [r.tokens_per_second.get(p) for p in phases]
-            + [r.device_bytes.get(p) for p in phases]
+            + [getattr(r, figure).get(p) for figure in by_phase for p in phases]
             + [r.peak_bytes.get(rank) for rank in ranks]
         )
     return out.getvalue()
 
 
-def page(results: Sequence[Result], left_out: Sequence[LeftOut], name: str) -> str:
-    """The same as one HTML page, bars over all cases of a step; no script, no network."""
+def page(results: Sequence[Result], skipped: Sequence[Skipped], name: str) -> str:
+    """One HTML page with bars over all cases of a stage; no script, no network."""
     parts = []
-    for step in dict.fromkeys(r.step for r in results):
-        of_step = [r for r in results if r.step == step]
-        parts.append(Markup("<h2>{}</h2>").format(step))
+    for stage in dict.fromkeys(r.stage for r in results):
+        of_stage = [r for r in results if r.stage == stage]
+        parts.append(Markup("<h2>{}</h2>").format(stage))
         for title, (unit, figure) in _BARS.items():
-            values = [(r.name, figure(r)) for r in of_step]
+            values = [(r.name, figure(r)) for r in of_stage]
             known = [(label, value) for label, value in values if value is not None]
             if known:
                 parts.append(Markup("<h3>{}</h3>{}").format(title, bars(title, unit, known)))
-        parts.append(_html_table(of_step))
-    reasons = [line.removeprefix("left out ") for line in why_left_out(left_out)]
+        parts.append(_html_table(of_stage))
+    reasons = [line.removeprefix("skipped ") for line in skip_reasons(skipped)]
     items = [Markup("<li>{}</li>").format(visible_lines(line)) for line in reasons]
     if items:
-        parts.append(Markup("<h2>Left out</h2><ul>{}</ul>").format(Markup("").join(items)))
+        parts.append(Markup("<h2>Skipped</h2><ul>{}</ul>").format(Markup("").join(items)))
     return str(_PAGE.format(name=visible_lines(name), body=Markup("").join(parts)))
 
 
 def bars(title: str, unit: str, values: Sequence[tuple[str, float]]) -> Markup:
-    """One horizontal bar a case, from zero, as inline SVG."""
+    """One horizontal bar per case, as inline SVG."""
     most = max(value for _, value in values) or 1.0
     room = _WIDTH - _LABEL - _VALUE
     rows = [

@@ -29,17 +29,17 @@ from tandem.types import Message
 
 HELP = """\
 /retry           another answer to the last message
-/undo            take the last exchange back
-/clear           begin a new conversation
-/system TEXT     set the system prompt (nothing: none)
+/undo            remove the last message and its answer
+/clear           start a new conversation
+/system TEXT     set the system prompt (without TEXT: none)
 /set NAME VALUE  temperature, top_p, top_k, max_new_tokens or seed
 /save FILE       append the conversation as a row of training data (JSONL, `messages`)
-/quit            leave (so does Ctrl-D; Ctrl-C stops an answer)"""
+/quit            quit (or Ctrl-D; Ctrl-C stops an answer)"""
 
 
 @dataclass
 class Conversation:
-    """A model, how it is sampled, and what was said."""
+    """A model, its sampling, and the turns so far."""
 
     model: PreTrainedModel
     renderer: Renderer
@@ -50,10 +50,10 @@ class Conversation:
     num_answers: int = 0
 
     def answer(self) -> Iterator[str]:
-        """Stream an answer to the last turn, text by text, and keep it as the next turn.
+        """Stream an answer to the last turn, and keep it as the next turn, also if interrupted.
 
-        What was said before an interruption is kept too. Randomness follows (seed, number of
-        answers), so the same conversation goes the same way again.
+        Randomness depends on (seed, number of answers), so a repeated conversation gives the same
+        answers.
         """
         prompt = self.renderer.prompt(self.messages())
         said = AnswerText(
@@ -76,13 +76,13 @@ class Conversation:
             self.turns.append(Message("assistant", said.text))
 
     def messages(self) -> list[Message]:
-        """The conversation so far, its system prompt first."""
+        """The conversation so far, system prompt first."""
         return ([Message("system", self.system)] if self.system else []) + self.turns
 
 
 def find_model(path: str, which: str) -> str:
-    """The model that `path` and `which` name: the folder itself, or of a run the actor of its last
-    step (`ema`, its moving average, only where it is asked for).
+    """The model that `path` and `which` name: the folder itself, or for a run the actor of its last
+    stage (`ema`, its moving average, only on request).
 
     Raises:
         ModelError: a run's folder without such a model.
@@ -91,8 +91,8 @@ def find_model(path: str, which: str) -> str:
     if not (folder / "config.yaml").exists():
         if which:
             raise ModelError(
-                f"--model must go with a run's folder; got {visible(path)}, which is none. Remove "
-                "--model."
+                f"--model must go with a run's folder; got {visible(path)}, which is not one. "
+                "Remove --model."
             )
         return path
     if which == "base":
@@ -105,13 +105,13 @@ def find_model(path: str, which: str) -> str:
         if (folder / places[name] / "config.json").exists():
             return str(folder / places[name])
     raise ModelError(
-        f"{visible(path)} must hold a finished {which or listed(policy_stages())} step; got none. "
+        f"{visible(path)} must have a finished {which or listed(policy_stages())} stage; got none. "
         "Run the same tandem train command again to finish it."
     )
 
 
 def _models_of(path: str) -> dict[str, str]:
-    """Where the models of a run's folder are, by the names of --model; none of any other folder."""
+    """The models of a run's folder by the names of --model; none for any other folder."""
     run = Path(path)
     if not (run / "config.yaml").exists():
         return {}
@@ -138,7 +138,7 @@ def chat(
 
     Args:
         path, which: see `find_model`.
-        read, write: the terminal, or what stands for it in a test.
+        read, write: the terminal, or a replacement in tests.
     """
     source = find_model(path, which)
     for folder in model_folders(source):
@@ -147,13 +147,13 @@ def chat(
     model = load_causal_lm(source, trust_remote_code=trust_remote_code).eval()
     renderer = Renderer(tokenizer, load_stop_ids(source))
     if problem := _unusable(system):
-        raise ModelError(f"--system must be text that can be written down; got {problem}.")
+        raise ModelError(f"--system must be UTF-8 text without NUL; got {problem}.")
     talk = Conversation(model, renderer, sampling, seed=seed, system=system)
     if sys.stdin.isatty():
         import readline  # noqa: F401  (gives `input` history and line editing)
     others = [name for name, place in _models_of(path).items() if place != source]
-    choice = f" (--model takes {', '.join([*others, 'base'])} too)" if others else ""
-    write(f"talking to {visible(source)}{choice}. /help lists the commands, /quit leaves.\n")
+    choice = f" (other models: --model {listed([*others, 'base'])})" if others else ""
+    write(f"talking to {visible(source)}{choice}. /help lists the commands, /quit quits.\n")
     while True:
         try:
             line = read("\nyou> ").strip()
@@ -163,10 +163,10 @@ def chat(
         except KeyboardInterrupt:
             continue
         except UnicodeDecodeError:
-            write("that is not UTF-8; type it again.\n")
+            write("not UTF-8; type it again.\n")
             continue
         if problem := _unusable(line):
-            write(f"a message must be text that can be written down; got {problem}.\n")
+            write(f"a message must be UTF-8 text without NUL; got {problem}.\n")
             continue
         if line in ("/quit", "/exit"):
             return 0
@@ -175,20 +175,20 @@ def chat(
 
 
 def _unusable(text: str) -> str:
-    """What in `text` no file and no tokenizer takes; "" if there is nothing."""
+    """What in `text` files and tokenizers refuse; "" if nothing."""
     if any("\ud800" <= char <= "\udfff" for char in text):
         return "bytes that are not UTF-8"
     return "a NUL character" if "\0" in text else ""
 
 
 def _turn(talk: Conversation, line: str, write: Callable[[str], None]) -> None:
-    """One line of the user's: a command or a message."""
+    """One line from the user: a command or a message."""
     name, _, rest = line.partition(" ")
     if name == "/help":
         write(HELP + "\n")
     elif name == "/clear":
         talk.turns.clear()
-        write("a new conversation begins.\n")
+        write("new conversation.\n")
     elif name == "/undo":
         write(_undo(talk))
     elif name == "/system":
@@ -204,7 +204,7 @@ def _turn(talk: Conversation, line: str, write: Callable[[str], None]) -> None:
         if talk.turns:
             _print_line(talk, write)
         else:
-            write("there is no message to answer again.\n")
+            write("there is no message to answer.\n")
     elif name.startswith("/"):
         write(f"{visible(name)} is not a command; /help lists them.\n")
     else:
@@ -213,13 +213,13 @@ def _turn(talk: Conversation, line: str, write: Callable[[str], None]) -> None:
 
 
 def _undo(talk: Conversation) -> str:
-    """Take the last exchange back, and say which."""
+    """Remove the last message and its answer, and say which."""
     if not talk.turns:
-        return "there is nothing to take back.\n"
+        return "there is nothing to undo.\n"
     asked = next(turn.content for turn in reversed(talk.turns) if turn.role == "user")
     del talk.turns[-2:]
     line = asked.splitlines()[0]
-    return f"taken back: {visible(line if len(line) <= 60 else line[:60] + '…')}\n"
+    return f"removed: {visible(line if len(line) <= 60 else line[:60] + '…')}\n"
 
 
 def _print_line(talk: Conversation, write: Callable[[str], None]) -> None:
@@ -230,7 +230,7 @@ def _print_line(talk: Conversation, write: Callable[[str], None]) -> None:
         write("\n")
     except KeyboardInterrupt:
         write(" [stopped]\n")
-    except TandemError as error:  # what the user typed cannot be answered; the rest still can
+    except TandemError as error:  # only this message cannot be answered
         while talk.turns and talk.turns.pop().role != "user":
             pass
         write(f"{visible(str(error))}\n")

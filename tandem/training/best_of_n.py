@@ -7,7 +7,7 @@ log n - (n - 1) / n nats of KL) is what PPO and its kin are held to.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from rich.text import Text
 from torch import Tensor
 
 from tandem.config.stages import of_family, stage_names
-from tandem.engine.loading import place_policy
 from tandem.errors import ConfigError
 from tandem.text import visible
 from tandem.training.compare import answer, policies, rewarding
@@ -67,9 +66,7 @@ def measure_best_of(run: Run, rows: StepRows, num_samples: int) -> dict[str, lis
     Raises:
         ConfigError: the run has nothing that scores, or no held-out prompt.
     """
-    config = replace(
-        run.config, sampling=replace(run.config.sampling, samples_per_prompt=num_samples)
-    )
+    config = run.config
     scorer, function = rewarding(run)
     prompts = rows.heldout_prompts[: config.ppo.eval_prompts]
     if num_samples < 2 or not prompts or (scorer is None and function is None):
@@ -85,8 +82,8 @@ def measure_best_of(run: Run, rows: StepRows, num_samples: int) -> dict[str, lis
     for label, source in policies(run):
         if label in trained:
             continue
-        model = place_policy(source, config, run.world, trained=False)
-        rollout = answer(model, prompts, rows, config)
+        model = run.placement.policy(source, trained=False)
+        rollout = answer(model, prompts, rows, run.settings, num_samples)
         scored = score_answers(rollout, scorer, rows.renderer, config.ppo, function, run.world)
         scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).view(-1, num_samples)
         scores = scores[~scores.isnan().any(dim=1)]

@@ -1,26 +1,24 @@
-"""The run's models side by side: perplexity, rewards, and their answers to held-out prompts."""
+"""A comparison of the run's models: perplexity, rewards, and answers to held-out prompts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from tandem.config.engine import EngineSettings
 from tandem.config.load import config_knobs
 from tandem.config.schema import RunConfig
 from tandem.config.stages import of_family, policy_folders
-from tandem.engine.loading import place_policy
-from tandem.engine.rollouts import answered
+from tandem.engine.rollouts import rollout_of
 from tandem.engine.scoring import RewardScorer, place_scorer
 from tandem.generation.generator import Stops
 from tandem.metrics.folder import EVALUATION_FILE, finished_stages
 from tandem.models.load import load_tokenizer
-from tandem.parallel.shard import shards_of
-from tandem.parallel.tensor import tensor_group
 from tandem.training.calibration import reliability
 from tandem.training.evaluate import (
     answer_metrics,
@@ -36,14 +34,14 @@ from tandem.types import PromptRow, Rollout
 
 NUM_SHOWN = 8
 _MEASURING = (
-    *("actor_model", "reward_model", "data", "steps", "seed", "dtype", "hybrid_engine"),
+    *("actor_model", "reward_model", "data", "stages", "seed", "dtype", "hybrid_engine"),
     *("sampling.", "sft.loss_on", "ppo.eval_prompts", "ppo.reward_"),
 )
-"""The knobs that a comparison's figures depend on, by the beginnings of their names."""
+"""Prefixes of the names of the knobs that a comparison depends on."""
 
 
 def policies(run: Run) -> Iterator[tuple[str, str]]:
-    """(label, folder or hub name) of every policy that the run has, in the order made."""
+    """(label, folder or hub name) of every policy of the run, in the order of training."""
     if run.config.actor_model:
         yield "base", run.config.actor_model
     for label, folder in policy_folders().items():
@@ -52,8 +50,8 @@ def policies(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def is_compared(run: Run) -> bool:
-    """Whether evaluation.json is of the models that the run has now, measured as it would be now;
-    the same on every rank."""
+    """Whether evaluation.json was made from the models and knobs that the run has now; the same on
+    every rank."""
     try:
         evaluation = json.loads((run.path / EVALUATION_FILE).read_text(encoding="utf-8"))
         known = evaluation["made_from"]
@@ -63,16 +61,16 @@ def is_compared(run: Run) -> bool:
 
 
 def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
-    """Measure every policy and the reward model on held-out rows; `save` writes evaluation.json.
+    """Evaluate every policy and the reward model on held-out rows; `save` writes evaluation.json.
 
     All policies answer the same prompts with the same random numbers.
 
     Returns:
         {"models": {label: {metric: value}}, "answers": [{"prompt", "answers": {label: {"text",
-        "score"}}}], "made_from": what the figures depend on}, as written; with a reward model
-        "reliability" (`calibration.Reliability`) too.
+        "score"}}}], "made_from": what the metrics depend on}, as written; with a reward model
+        also "reliability" (`calibration.Reliability`).
     Raises:
-        CheckpointError: a finished step's folder is damaged.
+        CheckpointError: a finished stage's folder is damaged.
     """
     config = run.config
     made_from = _made_from(run)
@@ -83,12 +81,12 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
         {"prompt": prompt.messages[-1].content, "answers": {}} for prompt in prompts[:NUM_SHOWN]
     ]
     for label, source in policies(run):
-        model = place_policy(source, config, run.world, trained=False)
+        model = run.placement.policy(source, trained=False)
         models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
         if prompts:
-            rollout = answer(model, prompts, rows, config)
+            rollout = answer(model, prompts, rows, run.settings)
             scored = score_answers(rollout, scorer, rows.renderer, config.ppo, function, run.world)
-            # Without penalties and clips; NaN where nothing scores.
+            # Without penalties and clips; NaN without a score.
             scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).cpu()
             models[label] |= answer_metrics(rollout, scored)
             for shown, text, score in zip(
@@ -115,13 +113,13 @@ def rewarding(run: Run) -> tuple[RewardScorer | None, RewardFunction | None]:
 
 
 def _made_from(run: Run) -> dict[str, Any]:
-    """What a comparison's figures depend on: models, knobs and rows, as JSON gives them back."""
-    steps = finished_stages(run.path)
-    for step in steps:
-        run.verify(step)
+    """What a comparison depends on: models, knobs and rows, as JSON returns them."""
+    finished = finished_stages(run.path)
+    for stage in finished:
+        run.verify(stage)
     identity = run.identity
     made_from: dict[str, Any] = {
-        "steps": steps,
+        "stages": finished,
         "knobs": identity.knobs(name for name, _ in config_knobs() if name.startswith(_MEASURING)),
         "rows": identity.fingerprints,
     }
@@ -133,11 +131,16 @@ def _made_from(run: Run) -> dict[str, Any]:
 
 
 def answer(
-    model: PreTrainedModel, prompts: Sequence[PromptRow], rows: StepRows, config: RunConfig
+    model: PreTrainedModel,
+    prompts: Sequence[PromptRow],
+    rows: StepRows,
+    settings: EngineSettings,
+    samples: int = 1,
 ) -> Rollout:
-    """One sampled answer per prompt, the same random numbers for every policy."""
-    group = tensor_group(shards_of(model).world, config.parallel.inference_tp_size)
-    return answered(model, prompts, config, Stops.of(rows.renderer), step=0, group=group)
+    """Sampled answers, `samples` per prompt, with the same random numbers for every policy."""
+    sampling = replace(settings.sampling, samples_per_prompt=samples)
+    settings = replace(settings, sampling=sampling)
+    return rollout_of(model, prompts, settings, Stops.of(rows.renderer), step=0)
 
 
 def _uses_function(config: RunConfig) -> bool:
@@ -151,4 +154,4 @@ def _scorer(run: Run) -> RewardScorer | None:
     if rl and run.config.ppo.reward_model_weight == 0:
         return None
     tokenizer = load_tokenizer(source, trust_remote_code=run.config.trust_remote_code)
-    return place_scorer(source, tokenizer, run.config, run.world)
+    return place_scorer(run.placement, source, tokenizer)

@@ -30,10 +30,10 @@ from tandem.types import PairRow, PromptRow
 
 
 def demo(output_dir: str, console: Console | None = None) -> dict[str, dict[str, float]]:
-    """Run the demo in `output_dir`, judge its models, and show them talking.
+    """Run the demo in `output_dir`, judge its models, and show some of their answers.
 
     Returns:
-        what the rule says of each model: {label: {"form", "content", "manner", "score"}}, shares
+        the rule's verdict on each model: {label: {"form", "content", "manner", "score"}}, shares
         and means over held-out prompts.
     """
     console = console or Console()
@@ -57,7 +57,7 @@ def demo(output_dir: str, console: Console | None = None) -> dict[str, dict[str,
 
 
 def _add_to_report(run: Run, judged: dict[str, dict[str, float]], agreement: float) -> None:
-    """Put the rule's verdict beside the figures that training could see."""
+    """Add the rule's verdict to the report."""
     path = run.path / "evaluation.json"
     evaluation = json.loads(path.read_text(encoding="utf-8"))
     for label, verdict in judged.items():
@@ -71,7 +71,7 @@ def judge_policies(run: Run, rows: StepRows) -> dict[str, dict[str, float]]:
     """The hidden rule on every policy's sampled answers to all held-out prompts."""
     judged = {}
     for label, source in policies(run):
-        rollout = answer(load_causal_lm(source), rows.heldout_prompts, rows, run.config)
+        rollout = answer(load_causal_lm(source), rows.heldout_prompts, rows, run.settings)
         verdicts = [
             judge(prompt.messages[-1].content, response)
             for prompt, response in zip(rollout.prompts, rollout.responses, strict=True)
@@ -87,7 +87,7 @@ def rule_agreement(run: Run, rows: StepRows) -> float:
     """Share of held-out pairs that the reward model ranks as the rule does."""
     source = run.reward_source()
     assert source is not None  # the demo trains one
-    scorer = place_scorer(source, load_tokenizer(source), run.config, run.world)
+    scorer = place_scorer(run.placement, source, load_tokenizer(source))
     chosen, rejected = (scorer.raw_rows(side) for side in _sides(rows.heldout_pairs))
     return float((chosen > rejected).float().mean())
 
@@ -100,10 +100,10 @@ def _talk(config: RunConfig, run: Run, rows: StepRows) -> list[Table]:
     """A few held-out prompts with the answers of the model that was trained last."""
     prompts: list[PromptRow] = rows.heldout_prompts[:4]
     models = dict(policies(run))
-    trained = [policy.label for step in config.stages for policy in stage_of(step).policies[:1]]
+    trained = [policy.label for stage in config.stages for policy in stage_of(stage).policies[:1]]
     chosen = {label: models[label] for label in ("base", *trained) if label in models}
     answers = {
-        label: answer(load_causal_lm(source), prompts, rows, config).responses
+        label: answer(load_causal_lm(source), prompts, rows, run.settings).responses
         for label, source in chosen.items()
     }
     tables = []

@@ -1,4 +1,4 @@
-"""Preference optimization on pairs: steps 2 and 3 in one, without a reward model.
+"""Preference optimization on pairs, in place of reward model and PPO.
 
 DPO and its relatives by name (`dpo.loss`). The reference, where the loss needs one, is the policy
 as it starts: with LoRA the model with its adapters off, else a frozen copy. Log-probs are summed
@@ -15,7 +15,6 @@ from tandem.config.preferences import DPOConfig
 from tandem.objectives.preferences import AnswerLogprobs, PairLoss, pair_loss
 from tandem.training.reference import ReferencedPolicy, halves, place_referenced
 from tandem.training.run_folder import Run
-from tandem.training.saving import save_policy
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob
 from tandem.training.supervised import SupervisedTrainer, objective_of_pairs
@@ -24,7 +23,7 @@ from tandem.types import PairRow
 
 def prepare(run: Run, rows: StepRows) -> StageJob:
     """DPO, ready to run; it leaves `RUN/dpo`, a folder that from_pretrained opens."""
-    config, settings = run.config, run.config.dpo
+    settings = run.config.dpo
     run.print_line(f"dpo: {describe_loss(settings)}")
     policy = place_referenced(run, rows, "dpo", has_reference=settings.needs_reference)
 
@@ -39,10 +38,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     trainer = SupervisedTrainer(
         run, "dpo", policy.model, settings, rows.dpo_pairs, objective, evaluate
     )
-    masters = trainer.learner.masters
-    return trainer.job(
-        lambda folder: save_policy(policy.model, rows, folder, masters, config.save_dtype)
-    )
+    return trainer.policy_job(rows)
 
 
 def describe_loss(settings: DPOConfig) -> str:

@@ -1,4 +1,4 @@
-"""Showing a comparison of models in the terminal: figures, then answers side by side."""
+"""A comparison of models in the terminal: metrics, then answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from rich.text import Text
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError
 from tandem.metrics.folder import EVALUATION_FILE
+from tandem.metrics.names import metric_or_unknown, title_of
 from tandem.metrics.report import write_report
+from tandem.metrics.text import with_unit
 from tandem.text import visible, visible_lines
 from tandem.training.best_of_n import frontier_table, measure_best_of
 from tandem.training.calibration import reliability_table
@@ -25,12 +27,12 @@ from tandem.training.stage_data import prepare_rows
 
 
 def evaluate_run(path: str, num_prompts: int, best_of: int = 0) -> dict[str, Any]:
-    """Measure a run's models anew and show the outcome.
+    """Evaluate a run's models again and print the results.
 
     Args:
-        num_prompts: held-out prompts to answer, just to look; 0 takes the run's own number and
-            brings its evaluation.json and report up to date.
-        best_of: samples per prompt for the best-of-n frontier; 0 leaves it out.
+        num_prompts: held-out prompts to answer, without writing anything; 0: the run's own number,
+            and evaluation.json and the report are updated.
+        best_of: samples per prompt for the best-of-n frontier; 0: no frontier.
     Raises:
         CheckpointError: `path` is not a run's folder.
     """
@@ -55,7 +57,7 @@ def evaluate_run(path: str, num_prompts: int, best_of: int = 0) -> dict[str, Any
 
 
 def show_comparison(evaluation: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the figures of every model, then the answers to some prompts with their scores."""
+    """Print the metrics of every model, then the answers to some prompts with their scores."""
     console = console or Console()
     console.print(figures_table(evaluation["models"]))
     if evaluation.get("reliability"):
@@ -68,16 +70,17 @@ def show_comparison(evaluation: Mapping[str, Any], console: Console | None = Non
 
 
 def figures_table(models: Mapping[str, Mapping[str, float]]) -> Table:
-    """One row a metric, one column a model."""
+    """One row per metric, one column per model."""
     table = Table(title="On held-out rows", title_justify="left")
-    table.add_column("metric", overflow="fold")  # a data set is told by the end of its name
+    table.add_column("metric", overflow="fold")  # a data set's name is at the end
     for label in models:
         table.add_column(label, justify="right")
     names: Sequence[str] = list(dict.fromkeys(name for m in models.values() for name in m))
     for name in names:
-        values = [model.get(name) for model in models.values()]
-        cells = ["" if value is None else f"{value:.4g}" for value in values]
-        table.add_row(Text(visible(name)), *cells)
+        metric, values = metric_or_unknown(name), [model.get(name) for model in models.values()]
+        cells = ["" if n is None else with_unit(n, metric.unit, digits=4) for n in values]
+        unit = "" if metric.unit in ("", "share", "ratio") else f" ({metric.unit})"
+        table.add_row(Text(visible(title_of(name) + unit)), *cells)
     return table
 
 

@@ -1,4 +1,4 @@
-"""Measuring on held-out rows: loss and perplexity, preferences, and a policy's own answers."""
+"""Evaluation on held-out rows: loss and perplexity, preferences, and a policy's own answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def language_model_metrics(
             losses[name] -= float(logprob)
             counts[name] += sum(row.response_mask)
     means = {name: losses[name] / counts[name] for name in losses if counts[name]}
-    if len(means) == 2:  # one data set: its own figure is the whole
+    if len(means) == 2:  # with one data set, its own value is that of all
         means.pop(next(name for name in means if name))
     return {f"heldout_loss{name}": loss for name, loss in means.items()} | {
         f"heldout_perplexity{name}": math.exp(min(loss, 700.0)) for name, loss in means.items()
@@ -97,7 +97,7 @@ def _margin_metrics(margins: Tensor, suffix: str) -> dict[str, float]:
 
 
 def answer_metrics(rollout: Rollout, answers: ScoredAnswers) -> dict[str, float]:
-    """EOS rate, length and, where something scores, mean score of a policy's answers; without
+    """EOS rate, length and, if there are scores, the mean score of a policy's answers; without
     penalties and clips."""
     metrics = {
         "heldout_eos_rate": float(rollout.finished.float().mean()),
@@ -114,10 +114,9 @@ def policy_metrics(
     config: RunConfig,
     reward_function: RewardFunction | None,
 ) -> dict[str, float]:
-    """Held-out reward, KL, EOS rate and length of the actor as it is, and of its average.
+    """Held-out reward, KL, EOS rate and length of the actor, and the reward of its EMA.
 
-    The same random numbers, those of step 0, are used every time, so that a difference is the
-    policy's.
+    Every call uses the random numbers of step 0, so that differences come from the policy alone.
     """
     if not prompts:
         return {}

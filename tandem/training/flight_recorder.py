@@ -1,4 +1,4 @@
-"""A step as the flight recorder keeps it, and as it is written down."""
+"""A step as the flight recorder keeps it in memory, and as it writes it to a file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Recorded:
     values: Mapping[str, float] | None = None
 
     def lines(self) -> list[Any]:
-        """The rows as JSON can say them; of PPO, the answers rather than the prompts alone."""
+        """The rows for JSON; for PPO with the answers."""
         return [_plain(row) for row in self.rows] if self.made is None else rows_of(self.made.batch)
 
 
 def rows_of(batch: TokenBatch) -> list[dict[str, Any]]:
-    """A batch's rows as what is written down of them: ids, and the spans [begin, end) of them that
-    the policy wrote, one per turn."""
+    """A batch's rows for JSON: token ids, and the spans [begin, end) that the policy generated, one
+    per turn."""
     return [
         {"token_ids": ids[mask].tolist(), "responses": _spans(response.tolist())}
         for ids, mask, response in zip(

@@ -19,7 +19,6 @@ from tandem.models.modes import evaluating
 from tandem.objectives.preferences import AnswerLogprobs, KTOLoss, kto_baseline, kto_loss
 from tandem.training.reference import ReferencedPolicy, place_referenced
 from tandem.training.run_folder import Run
-from tandem.training.saving import save_policy
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob
 from tandem.training.supervised import Loss, Objective, SupervisedTrainer
@@ -35,7 +34,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     Raises:
         DataError: there are no good or no bad answers, or all rows have the same prompt.
     """
-    config, settings = run.config, run.config.kto
+    settings = run.config.kto
     _check_rows(rows.labelled)
     if line := imbalance(rows.labelled, settings):
         run.print_line(f"kto: {line}")
@@ -75,10 +74,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     trainer = SupervisedTrainer(
         run, "kto", policy.model, settings, rows.labelled, objective, evaluate
     )
-    masters = trainer.learner.masters
-    return trainer.job(
-        lambda folder: save_policy(policy.model, rows, folder, masters, config.save_dtype)
-    )
+    return trainer.policy_job(rows)
 
 
 def imbalance(rows: Sequence[LabelledRow], settings: KTOConfig) -> str:
@@ -179,7 +175,7 @@ def _check_rows(rows: Sequence[LabelledRow]) -> None:
     good = sum(row.is_desirable for row in rows)
     if not rows or good in (0, len(rows)):
         raise DataError(
-            "step kto must have good and bad answers to train on; got "
+            "stage kto must have good and bad answers to train on; got "
             f"{good} good and {len(rows) - good} bad. Give rows of prompt, completion and label, "
             "or pairs, and look at the drops above."
         )
@@ -187,7 +183,7 @@ def _check_rows(rows: Sequence[LabelledRow]) -> None:
     prompt = first.token_ids[: _prompt_length(first)]
     if all(row.answer.token_ids[: _prompt_length(row.answer)] == prompt for row in rows):
         raise DataError(
-            "step kto must have answers to two prompts at least (the baseline is measured on "
+            "stage kto must have answers to two prompts at least (the baseline is measured on "
             "answers to other prompts); got one prompt. Give more rows."
         )
 

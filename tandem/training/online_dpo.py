@@ -62,7 +62,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     """
     config, prompts = run.config, rows.prompts
     if not prompts:
-        raise DataError("step online-dpo must have at least one prompt; got none. See the drops.")
+        raise DataError("stage online-dpo must have at least one prompt; got none. See the drops.")
     order = BatchOrder(
         num_rows=len(prompts),
         batch_size=config.ppo.prompts_per_step,
@@ -71,9 +71,9 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         max_steps=config.ppo.steps or -(-len(prompts) // config.ppo.prompts_per_step),
     )
     engine = RLHFEngine(
-        actor=run.policy_source("online-dpo"),
+        run.settings,
+        run.policy_source("online-dpo"),
         reward_model=reward_source(run, "online-dpo"),
-        config=config,
         has_critic=False,
         has_reference=config.dpo.needs_reference,
         world=run.world,
@@ -88,7 +88,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         prompts,
         order,
         config.ppo.eval_every,
-        save=partial(save_engine, engine, rows),
+        save=partial(save_engine, engine, rows, dtype=config.save_dtype),
         complete=lambda evaluation: {**evaluation, "steps": order.num_steps},
     )
 
@@ -113,11 +113,11 @@ class OnlineDPO:
         self.engine = engine
         self.phases = Phases()
         self.thresholds: Mapping[str, float] = {}
-        self._config = engine.config
+        self._config = run.config
         self._rows = rows
         self._function = reward_function
         self._source = source or SingleTurn(engine)
-        self._budget = MicroBatchBudget(engine.config, engine.world, run.print_line)
+        self._budget = MicroBatchBudget(engine.settings, engine.world, run.print_line)
         updates = -(-self._config.ppo.prompts_per_step // self._pairs_per_update)
         engine.actor_learner.schedule(num_steps * self._config.ppo.epochs * updates)
 

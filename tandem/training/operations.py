@@ -22,8 +22,8 @@ def generation_flops(engine: RLHFEngine, rollout: Rollout) -> float:
     actor, batch = engine.actor, rollout.batch
     lengths = batch.lengths()
     flops = sequence_flops(actor, (lengths - 1).tolist(), batch.num_response_tokens)
-    if engine.config.hybrid_engine and decodes(actor):
-        samples = engine.config.sampling.samples_per_prompt
+    if engine.settings.hybrid_engine and decodes(actor):
+        samples = engine.settings.sampling.samples_per_prompt
         prompts = (lengths - batch.response_mask.sum(dim=1)).tolist()
         again = [length for i, length in enumerate(prompts) if i % samples]
         flops -= sequence_flops(actor, again, len(again))

@@ -34,7 +34,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     """
     ppo, prompts = run.config.ppo, rows.prompts
     if not prompts:
-        raise DataError("step ppo must have at least one prompt; got none. See the drops above.")
+        raise DataError("stage ppo must have at least one prompt; got none. See the drops above.")
     order = BatchOrder(
         num_rows=len(prompts),
         batch_size=ppo.prompts_per_step,
@@ -48,7 +48,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         prompts,
         order,
         ppo.eval_every,
-        save=partial(save_engine, stage.trainer.engine, rows),
+        save=partial(save_engine, stage.trainer.engine, rows, dtype=run.config.save_dtype),
         complete=lambda evaluation: {**evaluation, "steps": order.num_steps},
     )
 
@@ -113,9 +113,9 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
     """The engine with its roles loaded, and what trains it."""
     config, ppo = run.config, run.config.ppo
     engine = RLHFEngine(
-        actor=run.policy_source("ppo"),
+        run.settings,
+        run.policy_source("ppo"),
         reward_model=reward_source(run, "ppo"),
-        config=config,
         world=run.world,
     )
     run.print_line(f"ppo: {engine.describe()}")
@@ -146,7 +146,7 @@ def reward_source(run: Run, stage: str) -> str | None:
     source = run.reward_source(stage)
     if source is None and not run.config.ppo.reward_function:
         raise ConfigError(
-            f"step {stage} must have a reward: --reward-model or --ppo.reward-function; got "
+            f"stage {stage} must have a reward: --reward-model or --ppo.reward-function; got "
             f"neither, and {run.path} has no finished reward step."
         )
     return source
@@ -164,9 +164,8 @@ def first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
     return first.messages[-1].content, answers
 
 
-def save_engine(engine: RLHFEngine, rows: StepRows, folder: Path) -> None:
-    """Save the engine's trained models below `folder`: actor, critic and average."""
-    dtype = engine.config.save_dtype
+def save_engine(engine: RLHFEngine, rows: StepRows, folder: Path, *, dtype: str) -> None:
+    """Save the engine's trained models in subfolders of `folder`: actor, critic and average."""
     save_policy(engine.actor, rows, folder / "actor", engine.actor_learner.masters, dtype)
     if engine.critic is not None and engine.critic_learner is not None:
         tokenizer, masters = engine.tokenizer, engine.critic_learner.masters

@@ -100,7 +100,7 @@ class PPOTrainer:
         self.reward_function = reward_function
         self.ptx_rows = ptx_rows
         self.phases = phases or Phases()
-        self.budget = MicroBatchBudget(config, engine.world, print_line)
+        self.budget = MicroBatchBudget(engine.settings, engine.world, print_line)
         self.kl_coef = config.ppo.kl_coef
         if num_steps := num_steps or config.ppo.steps:
             actor_steps = max(1, num_steps - config.ppo.critic_warmup_steps)

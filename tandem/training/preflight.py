@@ -1,15 +1,15 @@
-"""What can be known to fail before the first step, so that it does not cost two others."""
+"""Checks before the first stage of what would fail only in a later one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 
+from tandem.config.engine import engine_settings
 from tandem.config.schema import RunConfig
 from tandem.config.stages import in_order, leaving, of_family
-from tandem.engine.frozen_base import check_base
-from tandem.engine.placement import check_replicas
+from tandem.engine.shard_plan import check_layout
 from tandem.errors import ConfigError
-from tandem.models.checkpoint_ref import same_base, checkpoint_ref_of
+from tandem.models.checkpoint_ref import checkpoint_ref_of, same_base
 from tandem.models.rope import longrope_border
 from tandem.models.source import load_config, locate
 from tandem.models.tensor_parallel import check_sliceable
@@ -20,20 +20,20 @@ from tandem.training.stage_data import StepRows, positions
 
 
 def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> None:
-    """Every configured step has rows, every row fits its model's positions, and a reward function
-    can be called with the rows' columns.
+    """Check that every stage has rows, that every row fits its model's positions, and that a reward
+    function can be called with the rows' columns.
 
     Args:
-        policy, reward: where the models come from.
+        policy, reward: the models to load.
     Raises:
-        ConfigError: some do not; all that is wrong at once.
+        ConfigError: all that is wrong, at once.
     """
     problems = list(_empty_steps(config, rows))
     limit = positions(policy, config)
     longest_answer = config.sampling.max_new_tokens
     for stage in of_family(config.stages, "supervised", "pairs"):
         room = limit if stage.leaves == "policy" else positions(reward, config)
-        problems += _too_long(f"rows of step {stage.name}", rows.of(stage), room)
+        problems += _too_long(f"rows of stage {stage.name}", rows.of(stage), room)
     problems += _too_long("rows of ppo.ptx_data", rows.ptx, limit)
     scores, rl = leaving(config.stages, "reward model"), of_family(config.stages, "rl")
     scored = min(config.reward.normalize_prompts, len(rows.prompts))
@@ -68,15 +68,14 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
 
 
 def check_parallel(config: RunConfig, world: World, policy: str) -> None:
-    """How models are to lie over the ranks, as far as it shows before any is loaded.
+    """Check how models will be placed on the ranks, before any is loaded.
 
     Args:
-        policy: where the actor comes from.
+        policy: the actor to load.
     Raises:
-        ConfigError, ModelError: PPO would be refused, after steps that cost their time.
+        ConfigError, ModelError: PPO would be refused after the stages before it.
     """
-    check_base(config, world)
-    check_replicas(config, world)
+    check_layout(engine_settings(config), world)
     parts = config.parallel.inference_tp_size
     if parts > 1:
         check_divides(world, parts)
@@ -95,7 +94,7 @@ def check_parallel(config: RunConfig, world: World, policy: str) -> None:
 
 
 def idle_ranks(config: RunConfig, world: World) -> list[str]:
-    """A line for each step that has fewer rows at a time than there are ranks to compute them."""
+    """A line for each stage whose batches have fewer rows than there are ranks."""
     groups = world.size // config.parallel.inference_tp_size
     batches = [
         (stage.name, f"{stage.section}.{knob}", getattr(config, stage.section), knob, ranks)
@@ -107,17 +106,17 @@ def idle_ranks(config: RunConfig, world: World) -> list[str]:
         )
     ]
     return [
-        f"{step}: {knob} {rows} leaves {ranks - rows} of {ranks} "
+        f"{stage}: {knob} {rows} leaves {ranks - rows} of {ranks} "
         f"{'ranks' if ranks == world.size else 'groups of ranks'} without a row at a time: they "
         f"wait for the others. Raise {knob} to a multiple of {ranks}, or use fewer ranks."
-        for step, knob, section, name, ranks in batches
+        for stage, knob, section, name, ranks in batches
         if (rows := getattr(section, name)) < ranks
     ]
 
 
 def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:
     return [
-        f"step {stage.name} must have at least one row; got none. See the data account above, "
+        f"stage {stage.name} must have at least one row; got none. See the data account above, "
         "--data-split, and the lengths"
         for stage in in_order(config.stages)
         if not rows.of(stage)

@@ -1,4 +1,4 @@
-"""What a step's outcome depends on, so that one made from something else is not taken for it."""
+"""What a stage depends on, so that one made from something else is not reused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tandem.models.source import locate
 from tandem.parallel.world import World
 from tandem.training.reward_function import source_files
 
-# What every step's outcome depends on, beside its section and what its record names.
+# What every stage depends on, beside its section and the knobs in its record.
 _SHARED = (
     "seed",
     "dtype",
@@ -37,16 +37,15 @@ _SHARED = (
     "guards",
     "parallel.frozen_weights",
 )
-# These change what is measured or shown on the way, never what comes out.
+# These change metrics on the way, never the trained model.
 _HARMLESS = ("eval_every", "eval_prompts", "max_skipped")
 
 
 class Identity:
-    """The knobs, rows, models and code that the steps of a run are made from.
+    """The knobs, rows, models and code that the stages of a run are made from.
 
     Attributes:
-        fingerprints: of the rows by kind (`data`, `sft_data`, `ptx_data`), once they have been
-            read.
+        fingerprints: of the rows by kind (`data`, `sft_data`, `ptx_data`), once they are read.
     """
 
     def __init__(self, config: RunConfig, path: Path, world: World) -> None:
@@ -57,12 +56,12 @@ class Identity:
         self.fingerprints: dict[str, list[str]] = {}
         self._digests: dict[str, dict[str, str]] = {}
 
-    def made_from(self, step: str) -> dict[str, Any]:
-        """What the step's outcome depends on: knobs by dotted name, and digests of the rows, the
-        models' files, the earlier steps and the reward function's code."""
-        stage = stage_of(step)
+    def made_from(self, stage_name: str) -> dict[str, Any]:
+        """What the stage depends on: knobs by dotted name, and digests of the rows, the models'
+        files, the earlier stages and the reward function's code."""
+        stage = stage_of(stage_name)
         depends_on = {*_SHARED, *stage.knobs, stage.section}
-        if stage.after:  # it may carry on adapters that share their base
+        if stage.after:  # it may train adapters further that share their base
             depends_on.add("parallel.shared_base")
         made_from = self.knobs(
             name
@@ -71,14 +70,14 @@ class Identity:
             and name.split(".")[-1] not in _HARMLESS
             and (_knob_value(self.config, name) or not name.startswith("parallel."))
         )
-        # Every step takes the policy's tokenizer from the given model, and no weights from it that
-        # an earlier step has trained on.
+        # Every stage takes the policy's tokenizer from the given model, but its weights only if no
+        # earlier stage has trained them.
         given = {"actor_model"} | ({"reward_model"} & made_from.keys())
         for name in stage.after:
             manifest = self.path / name / MANIFEST
             if manifest.exists():
                 entries = read_manifest(self.path / name).entries
-                made_from[f"the {name} step"] = {n: entry.sha256 for n, entry in entries.items()}
+                made_from[f"the {name} stage"] = {n: entry.sha256 for n, entry in entries.items()}
             else:
                 given.add(stage_of(name).given)
         for knob in sorted(given):
@@ -96,15 +95,15 @@ class Identity:
         return {name: _json_value(_knob_value(self.config, name)) for name in names}
 
     def files_of(self, knob: str) -> dict[str, str]:
-        """What the model that `actor_model` or `reward_model` names is loaded from: the SHA-256 of
-        each of its files, those of an adapter's base too, or a hub name's commit."""
+        """The digests of the model that `actor_model` or `reward_model` names: the SHA-256 of each
+        of its files, with those of an adapter's base, or the commit of a hub name."""
         model = str(_knob_value(self.config, knob))
         if model and model not in self._digests:
             self._digests[model] = self._digests_of(model)
         return self._digests[model] if model else {}
 
     def reward_function(self) -> dict[str, str]:
-        """The SHA-256 of each source file of the reward function's."""
+        """The SHA-256 of each source file of the reward function."""
         files = source_files(self.config.ppo.reward_function)
         return {path.name: sha256(path) for path in files}
 
@@ -112,7 +111,7 @@ class Identity:
         folders = model_folders(model)
         if not folders:
             return {"commit": locate(model).commit}
-        # Named as in the folder; of an adapter's base, under that.
+        # By the names in the folder; files of an adapter's base are under `base/`.
         files = {
             ("" if i == 0 else "base/") + path.relative_to(folder).as_posix(): path
             for i, folder in enumerate(folders)
@@ -132,51 +131,59 @@ class Identity:
             )
         return dict(sorted(by_node[0].items()))
 
-    def require_same(self, step: str, where: Path, before: Mapping[str, Any]) -> None:
-        """Refuse what was made from something else.
+    def require_same(self, stage: str, where: Path, before: Mapping[str, Any]) -> None:
+        """Refuse a folder that was made from something else.
 
         Args:
-            where: the folder, to name it. before: what its `made_from` said, perhaps with knobs
-                under their earlier names.
+            where: the folder, for the message. before: its `made_from`, perhaps with knobs under
+                earlier names.
         Raises:
-            CheckpointError: naming what changed.
+            CheckpointError: with what has changed.
         """
-        now = self.made_from(step)
-        before = {RENAMED.get(name, name): value for name, value in before.items()}
+        now = self.made_from(stage)
+        before = {_new_name(name): value for name, value in before.items()}
         changed = [
             _changed(name, before.get(name), now.get(name))
             for name in sorted(before.keys() | now.keys())
             if before.get(name) != now.get(name)
-            # Rows are compared once they have been read.
+            # Rows are compared only after they are read.
             and not (name.startswith("the rows of") and name not in now)
-            # This run's shares are those of the steps that it runs.
-            and not (name == "dataset.split" and step not in self.config.stages)
+            # This run's split is that of the stages that it runs.
+            and not (name == "dataset.split" and stage not in self.config.stages)
         ]
         if changed:
             raise CheckpointError(
                 f"{where} was made with other knobs, rows or models than these; changed: "
-                f"{', '.join(changed)}. To redo this step alone, remove {where}; to keep it, use "
-                f"another --output-dir.{_longer(step, where, changed)}"
+                f"{', '.join(changed)}. To redo this stage alone, remove {where}; to keep it, use "
+                f"another --output-dir.{_longer(stage, where, changed)}"
             )
 
 
-def _longer(step: str, where: Path, changed: list[str]) -> str:
-    """What to do where a finished step was only to go on for longer."""
-    stage = stage_of(step)
-    lengths = {f"{stage.section}.{name}" for name in ("steps", "max_steps", "epochs")}
+def _new_name(recorded: str) -> str:
+    """What a fact's name in an earlier version is called now."""
+    if recorded.startswith("the ") and recorded.endswith(" step"):
+        return f"{recorded.removesuffix('step')}stage"
+    return RENAMED.get(recorded, recorded)
+
+
+def _longer(name: str, where: Path, changed: list[str]) -> str:
+    """What to do if the user only wanted to train a finished stage for longer."""
+    stage = stage_of(name)
+    lengths = {f"{stage.section}.{knob}" for knob in ("steps", "max_steps", "epochs")}
     if {text.split(" ")[0] for text in changed} - lengths or not (where / MANIFEST).exists():
         return ""
     flag = f"--{stage.given.replace('_', '-')}"
     model = where.parent / stage.model_folder
     note = ", its KL measured from there" if stage.family == "rl" else ""
     return (
-        " A finished step cannot be made longer: its schedule has ended and its optimizer is gone. "
+        " A finished stage cannot be made longer: its schedule has ended and its optimizer is "
+        "gone. "
         f"To train its model on, give {flag} {model} in another --output-dir{note}."
     )
 
 
 def origin(config: RunConfig, world: World) -> dict[str, Any]:
-    """What made a folder, for whoever finds it."""
+    """What wrote a folder: configuration, versions, ranks."""
     told = environment()
     return {
         "config_sha256": hashlib.sha256(dump_config(config).encode()).hexdigest(),
@@ -212,7 +219,7 @@ def _json_value(value: Any) -> Any:
 
 
 def _changed(name: str, before: Any, now: Any) -> str:
-    """What differs: both values of a knob, or the names of files."""
+    """The difference: both values of a knob, or the names of files."""
     if not isinstance(before, dict) and not isinstance(now, dict):
         return f"{name} {_short(before)} -> {_short(now)}"
     before, now = before or {}, now or {}

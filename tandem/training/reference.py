@@ -11,24 +11,24 @@ from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig
 from tandem.data.render import Renderer
+from tandem.engine.checks import check_same_start
 from tandem.engine.forward import response_logprobs
-from tandem.engine.loading import check_policy, place_policy
-from tandem.engine.same_start import check_same_start
-from tandem.models.load import check_vocabulary
+from tandem.engine.placement import onload
 from tandem.models.lora import adapters_off
 from tandem.objectives.preferences import AnswerLogprobs
 from tandem.training.evaluate import row_logprobs
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
+from tandem.training.supervised import policy_to_train
 from tandem.types import TokenBatch, TokenRow
 
 
 @dataclass(frozen=True, slots=True)
 class ReferencedPolicy:
-    """The policy, and what it is compared with.
+    """The policy, and the reference that the loss compares it with.
 
-    frozen: a copy of the policy as it started; None where that is the policy with its adapters off.
-    has_reference: False where the loss needs none; then nothing is loaded and nothing scored.
+    frozen: a copy of the policy as it started; None if that is the policy with its adapters off.
+    has_reference: False if the loss needs none; no reference is then loaded or scored.
     """
 
     model: PreTrainedModel
@@ -40,11 +40,11 @@ class ReferencedPolicy:
 
     @property
     def models(self) -> list[PreTrainedModel]:
-        """The models that log-probs come from."""
+        """The models that compute log-probs."""
         return [self.model] if self.frozen is None else [self.model, self.frozen]
 
     def logprobs(self, rows: Sequence[TokenRow]) -> AnswerLogprobs:
-        """Of the answers of some rows, with gradient (the reference's without)."""
+        """Log-probs of the answers of some rows; only the policy's have a gradient."""
         batch = TokenBatch.from_rows(rows, self.renderer.pad_token_id).to(self.device)
         reference = self.reference_sums(batch) if self.has_reference else None
         total = response_logprobs(self.model, batch)[0].sum(dim=1)
@@ -54,12 +54,13 @@ class ReferencedPolicy:
         """(B,) nats, the reference's log-probs summed over each answer; no gradient."""
         with torch.no_grad():
             if self.frozen is not None:
-                return response_logprobs(self.frozen, batch)[0].sum(dim=1)
+                with onload(self.frozen):
+                    return response_logprobs(self.frozen, batch)[0].sum(dim=1)
             with adapters_off(self.model):
                 return response_logprobs(self.model, batch)[0].sum(dim=1)
 
     def heldout(self, rows: Sequence[TokenRow]) -> Callable[[], AnswerLogprobs]:
-        """What measures the policy on rows, on the CPU; the reference is scored now and once."""
+        """Returns what scores rows by the policy, on the CPU; the reference scores them here, once."""
         renderer, config = self.renderer, self.config
         reference = None
         if self.frozen is not None:
@@ -80,23 +81,20 @@ class ReferencedPolicy:
 def place_referenced(
     run: Run, rows: StepRows, stage: str, *, has_reference: bool = True
 ) -> ReferencedPolicy:
-    """The policy that a stage starts from, laid over the ranks, with its reference."""
-    config, source = run.config, run.policy_source(stage)
-    model = place_policy(
-        source, config, run.world, trained=True, seed=config.seed, keeps_start=True
-    )
-    check_vocabulary(model, rows.tokenizer)
-    check_policy(model, config, None)
+    """The policy that a stage starts from, placed on the ranks, with its reference."""
+    config = run.config
+    model = policy_to_train(run, rows, stage, keeps_start=True)
     frozen = None
     if has_reference and config.lora.rank == 0:
-        frozen = place_policy(source, config, run.world, trained=False)
+        on_host = "reference" in config.parallel.offload
+        frozen = run.placement.policy(run.policy_source(stage), trained=False, on_host=on_host)
     if has_reference:
         check_same_start(model, frozen)
     return ReferencedPolicy(model, frozen, rows.renderer, config, run.device, has_reference)
 
 
 def halves(both: AnswerLogprobs) -> tuple[AnswerLogprobs, AnswerLogprobs]:
-    """The first and the second half of 2 B answers: the chosen and the rejected ones of B pairs."""
+    """Splits 2 B answers into the first half and the second: chosen and rejected of B pairs."""
     reference: Sequence[Tensor | None] = (None, None)
     if both.reference is not None:
         reference = both.reference.chunk(2)

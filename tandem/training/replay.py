@@ -1,7 +1,7 @@
-"""`tandem replay`: one step of a run again, alone, without touching the run; its tokens in a table.
+"""`tandem replay`: repeat one step of a run without changing the run; show its tokens in a table.
 
-A step follows from the checkpoint before it, its rows and the seed, so it comes out as it was: on a
-CPU to the last bit, which is checked against the run's own record.
+A step depends only on the checkpoint before it, its rows and the seed, so the repeated one gives
+the same metrics, on a CPU to the last bit. They are compared with the run's own record.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from tandem.types import Experience, TokenRow
 _WIDTH = 100
 _NOT_COMPARED = (
     *("seconds", "tokens_per_", "samples_per_", "tflops", "peak_memory", "rank_"),
-    "skipped",  # a count since the run's beginning
+    "skipped",  # counted since the beginning of the run
 )
 
 
 def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
-    """Run a step again and print its metrics and tokens; 0 if it came out as recorded, else 1.
+    """Repeat a step and print its metrics and tokens; 0 if the metrics are as recorded, else 1.
 
     Args:
         folder: the run's.
-        stage: sft, reward, dpo or ppo; empty takes the last that has recorded the step.
+        stage: sft, reward, dpo or ppo; empty: the last that has recorded the step.
         rows: how many sequences to show.
     Raises:
-        CheckpointError: the folder is no run's.
+        CheckpointError: the folder is not a run's.
         ConfigError: there is no such step, or `rows` is negative.
     """
     if rows < 0:
@@ -54,7 +54,7 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
     if step < 1 or not stages or stages[0] not in config.stages:
         raise ConfigError(
             f"--step must be a step that {folder} has recorded, from 1 on; got {step}"
-            f"{f' of {stage}' if stage else ''}. Its steps: {', '.join(config.stages)}."
+            f"{f' of {stage}' if stage else ''}. Its stages: {', '.join(config.stages)}."
         )
     run = Run(config, print_line=print, writes=False)
     data = prepare_rows(config, *tokenizer_sources(run))
@@ -62,7 +62,7 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
     reached = run_stage(run, stages[0], prepared(stages[0], run, data), until=step)
     assert reached is not None
     console = Console()
-    if console.width < _WIDTH:  # a line a token, whatever the terminal does with it
+    if console.width < _WIDTH:  # one line per token, even if the terminal wraps it
         console = Console(width=_WIDTH)
     console.print(f"{stages[0]} step {step}, again", style="bold")
     is_same = _show_metrics(console, reached, recorded.get(stages[0]))
@@ -71,7 +71,7 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
 
 
 def _show_metrics(console: Console, now: Recorded, then: Record | None) -> bool:
-    """Every metric now and as recorded; whether they are equal, but for those of the clock."""
+    """Print every metric now and as recorded; whether they are equal, except for timings."""
     table = Table("metric", "now", "recorded", "", box=box.SIMPLE)
     is_same = True
     values, recorded = now.values or {}, {} if then is None else then.values
@@ -103,7 +103,7 @@ def _show_rows(console: Console, recorded: Recorded, data: StepRows, rows: int) 
 
 
 def _answer_table(made: Experience, row: int, data: StepRows) -> Table:
-    """One answer, token by token: log-probs and KL in nats, the rest in reward units."""
+    """One answer by token: log-probs and KL in nats, the rest in reward units."""
     source = made.rollout.prompts[row].source if len(made.rollout) == len(made) else None
     title = f"answer {row + 1}, score {float(made.scores[row]):.4g}"
     if source is not None:
@@ -130,7 +130,7 @@ def _answer_table(made: Experience, row: int, data: StepRows) -> Table:
 
 
 def _learned(row: TokenRow, data: StepRows) -> Text:
-    """A row's text, what is learned of it in bold."""
+    """A row's text, with the learned tokens in bold."""
     text = Text(f"{row.source}  ")
     for token, is_learned in zip(row.token_ids, row.response_mask, strict=True):
         shown = repr(data.tokenizer.decode([token]))[1:-1]

@@ -5,7 +5,7 @@ micro-batch, count as one row together, and each answer goes through the model o
 arXiv:2203.02155 section 3.5). A row's margin is taken off the difference (Llama 2).
 
 Afterwards its scores are given a scale: mean 0 and sd 1 on the SFT policy's own answers, so that
-step 3's knobs (KL coefficient, clips) mean the same for every reward model.
+PPO's knobs (KL coefficient, clips) mean the same for every reward model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from tandem.engine.forward import sequence_scores
-from tandem.engine.loading import place_policy, place_scalar
 from tandem.engine.scoring import RewardScorer
 from tandem.errors import ModelError
 from tandem.models.load import check_vocabulary
@@ -39,7 +38,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     opens."""
     config, device = run.config, run.device
     source = config.reward_model or run.policy_source("reward")
-    model = place_scalar(source, config, run.world, trained=True, seed=config.seed)
+    model = run.placement.scalar(source, trained=True)
     check_vocabulary(model, rows.reward_tokenizer)
     set_normalization(model, 0.0, 1.0)  # an earlier reward model's are not this one's
     scorer = RewardScorer(model, rows.reward_renderer, max_tokens=config.micro_batch_tokens)
@@ -124,7 +123,7 @@ def side_by_side(rows: Sequence[Comparison], pad_token_id: int) -> tuple[TokenBa
 
 
 def has_policy(run: Run) -> bool:
-    """Whether there is a policy: one that was given, or step 1's."""
+    """Whether there is a policy: one that was given, or SFT's."""
     return bool(run.config.actor_model or run.trained("policy"))
 
 
@@ -147,8 +146,8 @@ def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float
             "--actor-model names one)"
         )
         return {}
-    policy = place_policy(run.policy_source("reward"), config, run.world, trained=False)
-    rollout = answer(policy, prompts, rows, config)
+    policy = run.placement.policy(run.policy_source("reward"), trained=False)
+    rollout = answer(policy, prompts, rows, run.settings)
     raw = scorer.raw(rollout, rows.renderer)
     mean, std = float(raw.mean()), float(raw.std(correction=0))
     if len(raw) < 2 or std < 1e-6:

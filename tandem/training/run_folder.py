@@ -1,8 +1,8 @@
-"""One run's folder: what is finished, what it was made from, where everything goes.
+"""One run's folder: finished stages, what they were made from, and all other files.
 
 RUN/config.yaml command.txt environment.json data.json metrics.jsonl samples.jsonl ...
-RUN/sft/  reward/  dpo/  ppo/{actor,critic,ema}/ ...  finished steps, Hugging Face folders
-RUN/checkpoints/STEP/step-N/                          to continue an unfinished step from
+RUN/sft/  reward/  dpo/  ppo/{actor,critic,ema}/ ...  finished stages, Hugging Face folders
+RUN/checkpoints/STAGE/step-N/                         to continue an unfinished stage from
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import shutil
 import socket
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,16 +32,19 @@ from tandem.checkpoint.state import (
     load_state_before,
     newest_numbers,
 )
+from tandem.config.engine import EngineSettings, engine_settings
 from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import Leaves, sources, stage_names
 from tandem.engine.devices import resolve_device
+from tandem.engine.placement import Placement
 from tandem.errors import CheckpointError, ConfigError, DataError, Stopped
 from tandem.files import lock
 from tandem.files import replace as replace_file
 from tandem.metrics.log import MetricLog, MutedLog
 from tandem.metrics.records import ALARMS_FILE, METRICS_FILE, SAMPLES_FILE
 from tandem.parallel.world import World
+from tandem.text import ignore_line
 from tandem.training.provenance import Identity, environment, origin
 from tandem.training.signals import StopSignals
 from tandem.training.stage_data import StepRows
@@ -50,7 +53,7 @@ SAVE_NOW = "save-now"
 """A file of this name in the run's folder asks for a checkpoint after the running step."""
 _CHECKPOINTS = "checkpoints"
 COMMAND_FILE = "command.txt"
-"""What makes a folder a run's: the first file that is written into it."""
+"""The first file that is written into a run's folder; it identifies one."""
 _LOCK_FILE = ".lock"
 
 
@@ -58,7 +61,7 @@ class Run:
     """The run's folder and configuration.
 
     Attributes:
-        writes: whether it leaves anything in its folder; one that is only looked at does not.
+        writes: whether it writes into its folder; `tandem replay` does not.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Run:
         *,
         writes: bool = True,
     ) -> None:
-        """`print_line` shows a line to the user, on the first rank of `world` (alone if None)."""
+        """`print_line` shows the user a line, on the first rank of `world` (None: one process)."""
         self.writes = writes
         self.config = config
         self.world = world or World(device=resolve_device(config.device))
@@ -78,20 +81,43 @@ class Run:
         self.path = Path(config.output_dir)
         self.identity = Identity(config, self.path, self.world)
         self.stops = StopSignals(self.print_line)
-        self._verified: set[str] = set()  # hashing a large model once a run is enough
+        self._verified: set[str] = set()  # a large model is hashed only once per run
         self._savers: dict[str, Saver] = {}
         self._lock: BinaryIO | None = None
 
-    def require_own_folder(self) -> None:
-        """Refuse a folder that is somebody's and no run's, before anything is written there.
+    @cached_property
+    def settings(self) -> EngineSettings:
+        """What the engine reads of the configuration."""
+        return engine_settings(self.config)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Places the run's models.
 
         Raises:
-            CheckpointError: it holds other things; the message names one.
+            ConfigError: knobs that contradict each other, or that these ranks cannot satisfy.
         """
-        if not self.path.is_dir() or (self.path / COMMAND_FILE).exists():
+        return Placement(self.settings, self.world)
+
+    def require_own_folder(self) -> None:
+        """Refuse a folder that is not a run's, before anything is written there.
+
+        Raises:
+            CheckpointError: it is inside another run's folder, or holds other things; the message
+                names one.
+        """
+        if (self.path / COMMAND_FILE).exists():
             return
-        # Before a run is, the launcher keeps its ranks' logs there and the demo its base model;
-        # steps are checked by themselves.
+        for outer in self.path.resolve().parents:
+            if (outer / COMMAND_FILE).exists() and (outer / "config.yaml").exists():
+                raise CheckpointError(
+                    f"--output-dir must not be inside another run's folder; got {self.path}, which "
+                    f"is inside {outer}. Give {outer} to continue that run, or another folder."
+                )
+        if not self.path.is_dir():
+            return
+        # Before the run, the launcher writes the ranks' logs there and the demo its base model.
+        # Stages are checked elsewhere.
         own = {"logs", "base", SAVE_NOW, _CHECKPOINTS, *stage_names()}
         others = sorted(
             path.name
@@ -106,7 +132,7 @@ class Run:
             )
 
     def open(self, command: str) -> None:
-        """Make the folder and write down what is about to run.
+        """Create the folder, and record the command and configuration.
 
         Raises:
             CheckpointError: the folder cannot be written, or another run is writing in it.
@@ -130,9 +156,9 @@ class Run:
             if self.world.is_first:
                 replace_file(self.path / "config.yaml", dump_config(self.config).encode())
                 self.write_json("environment.json", environment())
-            for step in self.config.stages:  # a kill may come before a finished step's are removed
-                if (self.folder(step) / MANIFEST).exists():
-                    shutil.rmtree(self._checkpoints(step), ignore_errors=True)
+            for stage in self.config.stages:  # the run may have been killed before it removed them
+                if (self.folder(stage) / MANIFEST).exists():
+                    shutil.rmtree(self._checkpoints(stage), ignore_errors=True)
         except OSError as error:
             raise CheckpointError(
                 f"--output-dir must be a folder that can be written; got {self.path} "
@@ -140,16 +166,16 @@ class Run:
             ) from None
 
     def close(self) -> None:
-        """Let others write in the folder."""
+        """Release the folder to other runs."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def note_data(self, rows: StepRows) -> None:
-        """From now on a step counts as finished only if it was made from these rows.
+        """From now on a stage counts as finished only if it was made from these rows.
 
         Raises:
-            DataError: ranks have read others.
+            DataError: the ranks have read different rows.
         """
         digests = [account.fingerprint for account in rows.ledger.datasets.values()]
         num_data, num_sft = len(self.config.data), len(self.config.sft_data)
@@ -167,122 +193,122 @@ class Run:
             )
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write one of the run's JSON files, replacing it whole; the first rank does."""
+        """Write one of the run's JSON files atomically, on the first rank."""
         if not self.world.is_first or not self.writes:
             return
         text = json.dumps(value, indent=1, ensure_ascii=False)
         replace_file(self.path / name, text.encode())
 
     def bring_finished(self) -> None:
-        """Bring finished steps to the nodes that lack them, where they share no file system.
+        """Copy finished stages to the nodes that lack them, if nodes share no file system.
 
         Raises:
-            CheckpointError: nodes have different ones, or a disk refuses.
+            CheckpointError: nodes have different ones, or a disk fails.
         """
-        for step in stage_names():
-            together(partial(require_own, self.folder(step)), self.path, self.world)
-            if copy_folder(self.folder(step), self.world):
-                self.print_line(f"{step}: finished before, copied to the nodes that lacked it")
+        for stage in stage_names():
+            together(partial(require_own, self.folder(stage)), self.path, self.world)
+            if copy_folder(self.folder(stage), self.world):
+                self.print_line(f"{stage}: finished before, copied to the nodes that lacked it")
 
-    def folder(self, step: str) -> Path:
-        """Where a finished step's model is."""
-        return self.path / step
+    def folder(self, stage: str) -> Path:
+        """The folder of a finished stage."""
+        return self.path / stage
 
-    def is_finished(self, step: str) -> bool:
-        """Whether the step was finished, with the knobs and inputs that it would have now.
+    def is_finished(self, stage: str) -> bool:
+        """Whether the stage was finished, with the same knobs and inputs as now.
 
         Raises:
             CheckpointError: it was finished with others, or its folder is damaged.
         """
-        require_own(self.folder(step))
-        if not (self.folder(step) / MANIFEST).exists():
+        require_own(self.folder(stage))
+        if not (self.folder(stage) / MANIFEST).exists():
             return False
-        facts = self.verify(step)
-        self.identity.require_same(step, self.folder(step), facts["made_from"])
+        facts = self.verify(stage)
+        self.identity.require_same(stage, self.folder(stage), facts["made_from"])
         return True
 
-    def verify(self, step: str) -> dict[str, Any]:
-        """The facts of a finished step, whose files are read and verified once a run.
+    def verify(self, stage: str) -> dict[str, Any]:
+        """The facts of a finished stage, whose files are verified once per run.
 
         Raises:
             CheckpointError: its folder is damaged.
         """
-        verify = step not in self._verified
-        facts = read_facts(self.folder(step), verify=verify, world=self.world)
-        self._verified.add(step)
+        verify = stage not in self._verified
+        facts = read_facts(self.folder(stage), verify=verify, world=self.world)
+        self._verified.add(stage)
         return facts
 
-    def require_continuable(self, step: str) -> None:
-        """Refuse, before anything is written, to continue checkpoints of other knobs or rows.
+    def require_continuable(self, stage: str) -> None:
+        """Refuse to continue checkpoints of other knobs or rows, before anything is written.
 
         Raises:
             CheckpointError: the newest was made with others.
         """
-        numbers = newest_numbers(self._checkpoints(step), self.world)
+        numbers = newest_numbers(self._checkpoints(stage), self.world)
         if numbers is not None:
-            self.identity.require_same(step, self._checkpoints(step), numbers["made_from"])
+            self.identity.require_same(stage, self._checkpoints(stage), numbers["made_from"])
 
-    def finish(self, step: str, fill: Callable[[Path], None], facts: Mapping[str, float]) -> None:
-        """Write the step's outcome, whole or not at all, and drop its checkpoints.
+    def finish(self, stage: str, fill: Callable[[Path], None], facts: Mapping[str, float]) -> None:
+        """Write the stage's folder atomically, and remove its checkpoints.
 
         Args:
-            fill: writes into the folder it is given; every rank calls it, the first writes.
+            fill: writes into the folder that it is given; every rank calls it.
         """
-        saver = self._savers.pop(step, None)
+        saver = self._savers.pop(stage, None)
         try:
             if saver is not None:
                 saver.wait()
         except CheckpointError as error:
-            self.print_line(f"{step}: {error}")  # the outcome itself is about to be written
+            self.print_line(f"{stage}: {error}")  # the stage's own folder is about to be written
         known = {
             **finite(facts),
             **origin(self.config, self.world),
-            "made_from": self.identity.made_from(step),
+            "made_from": self.identity.made_from(stage),
         }
-        write_folder(self.folder(step), fill, known, world=self.world)
+        write_folder(self.folder(stage), fill, known, world=self.world)
         if self.world.is_keeper:
-            shutil.rmtree(self._checkpoints(step), ignore_errors=True)
+            shutil.rmtree(self._checkpoints(stage), ignore_errors=True)
 
-    def save(self, step: str, state: State) -> None:
-        """Keep a checkpoint of an unfinished step, written beside the training that goes on.
+    def save(self, stage: str, state: State) -> None:
+        """Save a checkpoint of an unfinished stage, in the background.
 
         Raises:
-            CheckpointError: the disk refused the one before, or has no room; that is intact.
+            CheckpointError: the previous one failed, or the disk is full; older ones are intact.
             NumericsError: a value in it is not finite.
         """
         if not self.writes:
             return
-        if step not in self._savers:
-            self._savers[step] = Saver(
-                self._checkpoints(step),
+        if stage not in self._savers:
+            self._savers[stage] = Saver(
+                self._checkpoints(stage),
                 keep=self.config.keep_checkpoints,
                 world=self.world,
                 beside=self.config.save_async,
             )
-        numbers = {**state.numbers, "made_from": self.identity.made_from(step)}
-        # A line of a step that is in the checkpoint is written once, so it must be on the disk.
+        numbers = {**state.numbers, "made_from": self.identity.made_from(stage)}
+        # Lines of steps before the checkpoint are not written again, so they must be on disk.
         logs = [self.path / name for name in (METRICS_FILE, SAMPLES_FILE, ALARMS_FILE)]
         state = State(state.step, state.tensors, numbers)
-        self._savers[step].save(state, origin(self.config, self.world), synced=logs)
+        self._savers[stage].save(state, origin(self.config, self.world), synced=logs)
 
-    def finish_saving(self, step: str) -> None:
-        """Until the checkpoint that is under way, if one is, is on the disk.
+    def finish_saving(self, stage: str) -> None:
+        """Wait until a checkpoint that is being written is on disk.
 
         Raises:
-            CheckpointError: the disk refused it; older ones are intact.
+            CheckpointError: the disk failed; older checkpoints are intact.
         """
-        if step in self._savers:
-            self._savers[step].wait()
+        if stage in self._savers:
+            self._savers[stage].wait()
 
-    def load(self, step: str, before: int | None = None) -> SavedState | None:
-        """The newest whole checkpoint of an unfinished step.
+    def load(self, stage: str, before: int | None = None) -> SavedState | None:
+        """The newest complete checkpoint of an unfinished stage.
 
         Args:
-            before: of those from before this optimizer step, to do that one again.
+            before: only checkpoints from before this optimizer step, to repeat it.
         Raises:
             CheckpointError: it was made with other knobs or inputs.
         """
-        folder = self._checkpoints(step)
+        folder = self._checkpoints(stage)
         if before is None:
             state, notes = load_newest_state(folder, self.world)
         else:
@@ -293,18 +319,18 @@ class Run:
             done = 0 if state is None else state.step
             source = "the beginning" if state is None else f"the checkpoint after {done}"
             again = f", steps {done + 1} to {before - 1} again first" if done + 1 < before else ""
-            self.print_line(f"{step}: from {source}{again}")
+            self.print_line(f"{stage}: from {source}{again}")
             return state
         if state is not None:
-            self.identity.require_same(step, self._checkpoints(step), state.numbers["made_from"])
-            self.print_line(f"{step}: continuing after step {state.step} (checkpoint verified)")
+            self.identity.require_same(stage, self._checkpoints(stage), state.numbers["made_from"])
+            self.print_line(f"{stage}: continuing after step {state.step} (checkpoint verified)")
         return state
 
     def stop_if_asked(self, where: str) -> None:
-        """Between two of the run's steps: stop if a signal came, else let the next end at once.
+        """Between two stages: stop if a signal came; from now on the next signal stops at once.
 
         Raises:
-            Stopped: it came; on every rank if on any.
+            Stopped: on every rank, if a signal came on any.
         """
         number = int(self.world.all_reduce_max([self.stops.requested])[0])
         if number:
@@ -312,14 +338,14 @@ class Run:
         self.stops.deferring = False
 
     def metric_log(
-        self, step: str, num_steps: int, start: int, thresholds: Mapping[str, float] | None = None
+        self, stage: str, num_steps: int, start: int, thresholds: Mapping[str, float] | None = None
     ) -> MetricLog | MutedLog:
-        """Where the step's metrics go; `start` steps are done. See MetricLog for thresholds."""
+        """The log of the stage's metrics; `start` steps are done. See MetricLog for thresholds."""
         if not self.world.is_first or not self.writes:
             return MutedLog()
         return MetricLog(
             self.path,
-            step,
+            stage,
             num_steps,
             tensorboard=self.config.log.tensorboard,
             wandb=self.config.log.wandb,
@@ -327,50 +353,46 @@ class Run:
             thresholds=thresholds,
         )
 
-    def policy_source(self, step: str = "") -> str:
-        """The model that a step starts from: that of the first finished step before it (`after` in
-        its record) that leaves a policy, else the given.
+    def policy_source(self, stage: str = "") -> str:
+        """The policy that a stage starts from: that of the first finished stage in its record's
+        `after`, else `actor_model`.
 
         Args:
-            step: whose start; empty: that of whichever step starts from another.
+            stage: its name; empty: any stage that starts from another.
         Raises:
             ConfigError: there is neither.
         """
-        if trained := self.trained("policy", step):
+        if trained := self.trained("policy", stage):
             return trained
         if not self.config.actor_model:
-            none = " or ".join(stage.name for stage in sources("policy", step))
+            none = " or ".join(source.name for source in sources("policy", stage))
             raise ConfigError(
-                f"--actor-model must name a model, for {self.path} has no finished {none} step; "
+                f"--actor-model must name a model, for {self.path} has no finished {none} stage; "
                 "got nothing. Give a folder or a hub name."
             )
         return self.config.actor_model
 
-    def reward_source(self, step: str = "") -> str | None:
-        """The reward model for a step (empty: any): that of the step before it which trains one,
-        if that is finished, else the given, else None."""
-        return self.trained("reward model", step) or self.config.reward_model or None
+    def reward_source(self, stage: str = "") -> str | None:
+        """The reward model for a stage (empty: any): that of a finished stage before it, else
+        `reward_model`, else None."""
+        return self.trained("reward model", stage) or self.config.reward_model or None
 
-    def trained(self, what: Leaves, step: str = "") -> str | None:
-        """The folder of the policy or reward model that a finished step of this run has left for
-        `step` (empty: for any); None where no such step is finished.
+    def trained(self, what: Leaves, stage: str = "") -> str | None:
+        """The folder of the policy or reward model that a finished stage of this run has left for
+        `stage` (empty: for any); None if no such stage is finished.
 
         Raises:
-            CheckpointError: a step was finished with other knobs, or its folder is damaged.
+            CheckpointError: a stage was finished with other knobs, or its folder is damaged.
         """
-        for stage in sources(what, step):
-            if self.is_finished(stage.name):
-                return str(self.path / stage.model_folder)
+        for source in sources(what, stage):
+            if self.is_finished(source.name):
+                return str(self.path / source.model_folder)
         return None
 
-    def _checkpoints(self, step: str) -> Path:
-        return self.path / _CHECKPOINTS / step
+    def _checkpoints(self, stage: str) -> Path:
+        return self.path / _CHECKPOINTS / stage
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float]:
-    """Those that JSON can say."""
+    """Those that JSON can represent."""
     return {name: value for name, value in figures.items() if math.isfinite(value)}
-
-
-def ignore_line(line: str) -> None:
-    """What the other ranks say."""

@@ -1,4 +1,4 @@
-"""All steps of a run, one after another; finished ones are not repeated."""
+"""All stages of a run in order; finished ones are not repeated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.config.stages import in_order, leaving, of_family, sources, stage_of
 from tandem.data.ledger import USES
 from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.devices import resolve_device
-from tandem.engine.placement import zero_plus_plus
+from tandem.engine.shard_plan import zero_plus_plus
 from tandem.errors import ConfigError
 from tandem.metrics.report import write_report
 from tandem.models.checkpoint_ref import model_folders
@@ -42,19 +42,18 @@ def train(
     print_line: Callable[[str], None] = print,
     world: World | None = None,
 ) -> Run:
-    """Run the configured steps in `config.output_dir`, then compare the models and report.
+    """Run the configured stages in `config.output_dir`, then compare the models and report.
 
     Args:
-        command: how to do the same again, for the report; by default the run's config.yaml, which
-            describes it whole.
+        command: the command that repeats the run, for the report; by default with its config.yaml.
         print_line: shows a line to the user, on the first rank.
-        world: the ranks that run this together; alone if None.
+        world: the ranks that run this together. None: one process.
     Returns:
         the run, whose folder holds everything.
     Raises:
-        ConfigError: the configuration is wrong, all of it at once.
-        Stopped: SIGINT, SIGTERM, SIGHUP or SIGUSR1 asked for it; the step it came in is saved. A
-            second one ends the process.
+        ConfigError: the configuration is wrong; all complaints at once.
+        Stopped: on SIGINT, SIGTERM, SIGHUP or SIGUSR1; the running step is saved. A second signal
+            ends the process.
     """
     check_config(config)
     keep_freed_memory()
@@ -76,7 +75,7 @@ def _train(run: Run, command: str) -> None:
         print_line(line)
     run.bring_finished()
     _check_inputs(run)
-    _, switched_off = zero_plus_plus(config, run.world)
+    _, switched_off = zero_plus_plus(run.settings, run.world)
     if switched_off:
         print_line(f"ZeRO++: {switched_off}")
     print_line(f"reading {', '.join((*config.data, *config.sft_data))}")
@@ -84,7 +83,7 @@ def _train(run: Run, command: str) -> None:
     run.note_data(rows)
     for line in ledger_lines(rows):
         print_line(line)
-    unfinished = [step for step in config.stages if not run.is_finished(step)]
+    unfinished = [stage for stage in config.stages if not run.is_finished(stage)]
     if unfinished:
         check_parallel(config, run.world, tokenizer_sources(run)[0])
         check_rows(config, rows, *tokenizer_sources(run))
@@ -92,24 +91,26 @@ def _train(run: Run, command: str) -> None:
         for line in idle_ranks(replace(config, stages=tuple(unfinished)), run.world):
             print_line(line)
     run.require_own_folder()
-    run.world.barrier()  # every rank has seen what was there before the first changes it
+    run.world.barrier()  # no rank changes the folder before every rank has looked at it
     run.open(command)
     run.write_json("data.json", json.loads(rows.ledger.to_json()))
-    for step in config.stages:
-        if step not in unfinished:
-            print_line(f"{step}: finished before, in {run.folder(step)}")
+    for stage in config.stages:
+        if stage not in unfinished:
+            print_line(f"{stage}: finished before, in {run.folder(stage)}")
             continue
         start = time.monotonic()
-        print_line(f"{step}: begins")
-        note(step)  # models load before the first step is noted
-        run_stage(run, step, prepared(step, run, rows))
-        print_line(f"{step}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(step)}")
+        print_line(f"{stage}: begins")
+        note(stage)  # for the watchdog, while models load
+        run_stage(run, stage, prepared(stage, run, rows))
+        print_line(
+            f"{stage}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(stage)}"
+        )
         if config.parallel.frozen_weights:
             print_line(
-                f"{step}: serve that folder itself; its adapter was trained on "
+                f"{stage}: serve that folder itself; its adapter was trained on "
                 f"{config.parallel.frozen_weights} weights and is another policy on full ones"
             )
-        run.stop_if_asked(f"after {step}, which is finished")
+        run.stop_if_asked(f"after {stage}, which is finished")
     if not is_compared(run):
         compare(run, rows)
     if run.world.is_first:
@@ -118,7 +119,7 @@ def _train(run: Run, command: str) -> None:
 
 
 def prepared(stage: str, run: Run, rows: StepRows) -> StageJob:
-    """A stage, ready to run, by the function that its record names."""
+    """A stage, ready to run: calls the function that its record names."""
     return _function_of(stage)(run, rows)
 
 
@@ -129,7 +130,7 @@ def _function_of(stage: str) -> Callable[[Run, StepRows], StageJob]:
 
 
 def ledger_lines(rows: StepRows) -> list[str]:
-    """One line per data set: rows read, used per step, unused and dropped by reason."""
+    """One line per data set: rows read, used per stage, unused and dropped by reason."""
     lines = []
     for account in rows.ledger.datasets.values():
         used = ", ".join(f"{s} {account.used[s]}" for s in USES if account.used[s])
@@ -148,11 +149,11 @@ def ledger_lines(rows: StepRows) -> list[str]:
 
 
 def _check_inputs(run: Run) -> None:
-    """What can be known to be missing before anything is loaded."""
+    """Report missing inputs before anything is loaded."""
     config = run.config
     resolve_device(config.device)
-    for step in config.stages:
-        _function_of(step)  # what cannot be imported must not cost the steps before it
+    for stage in config.stages:
+        _function_of(stage)  # an import error must not cost the stages before it
     problems = []
     stages = in_order(config.stages)
     only_scores = all(stage.leaves == "reward model" for stage in stages)
@@ -168,21 +169,21 @@ def _check_inputs(run: Run) -> None:
     if rl and not (scores or config.ppo.reward_function or run.reward_source(rl[0].name)):
         makers = " or ".join(stage.name for stage in sources("reward model", rl[0].name))
         problems.append(
-            f"step {rl[0].name} must have a reward; got none. Add step {makers}, --reward-model or "
-            "--ppo.reward-function"
+            f"stage {rl[0].name} must have a reward; got none. Add stage {makers}, --reward-model "
+            "or --ppo.reward-function"
         )
     if problems:
         raise ConfigError("; ".join(problems))
     if rl and config.ppo.reward_function:
-        load_reward_function(config.ppo.reward_function)  # a typo must not cost two steps
+        load_reward_function(config.ppo.reward_function)  # a typo must not cost two stages
     for model in dict.fromkeys((config.actor_model, config.reward_model)):
         for folder in model_folders(model) if model else ():
             verify_beside(folder, world=run.world)
 
 
 def tokenizer_sources(run: Run) -> tuple[str, str]:
-    """Where the policy's and the reward model's tokenizers are before any step has run."""
-    if not has_policy(run):  # step 2 alone: its own model reads the rows
+    """The models whose tokenizers policy and reward model use, before any stage has run."""
+    if not has_policy(run):  # the reward model's stage alone: its own tokenizer
         return run.config.reward_model, run.config.reward_model
     policy = run.config.actor_model or run.policy_source()
     return policy, run.config.reward_model or policy

@@ -1,4 +1,4 @@
-"""Models to folders that anyone opens, wherever their weights lie."""
+"""Models, sharded or not, to folders that from_pretrained opens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tandem.training.stage_data import StepRows
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, renderer: Renderer) -> Any:
-    """The tokenizer with the chat template in use, where it brought none."""
+    """The tokenizer, with the chat template in use if it has none of its own."""
     if not tokenizer.chat_template:
         tokenizer.chat_template = renderer.chat_template
     return tokenizer
@@ -35,8 +35,8 @@ def save_policy(
     masters: Mapping[nn.Parameter, Tensor] | None = None,
     save_dtype: str = "auto",
 ) -> None:
-    """Save a policy so that anyone's `generate` stops where it was taught to stop, with the chat
-    template that it was taught."""
+    """Save a policy with the EOS tokens and the chat template that it was trained with, so that any
+    `generate` stops there."""
     tokenizer = with_template(rows.tokenizer, rows.renderer)
     if model.generation_config is not None:
         model.generation_config.eos_token_id = list(rows.renderer.stop_token_ids)
@@ -51,13 +51,13 @@ def save_anywhere(
     masters: Mapping[nn.Parameter, Tensor] | None = None,
     save_dtype: str = "auto",
 ) -> None:
-    """`models.save.save_model`, wherever the weights lie: all ranks call it and share the files.
+    """`models.save.save_model` for sharded weights too: all ranks call it and share the files.
 
     Args:
-        masters: float32 values of weights that rest in a smaller type; these are saved.
-        save_dtype: the knob; auto is the type of the checkpoint that the model came from.
+        masters: float32 values of weights in a smaller dtype; these are saved.
+        save_dtype: the knob; auto is the dtype of the checkpoint that the model came from.
     Raises:
-        CheckpointError: the disk refused a rank, or has no room.
+        CheckpointError: a rank could not write, or the disk is full.
     """
     shards = shards_of(model)
     shards.reshard()

@@ -12,24 +12,19 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tandem.engine.forward import response_logprobs
-from tandem.engine.loading import check_policy, place_policy
-from tandem.models.load import check_vocabulary
 from tandem.objectives.losses import sft_loss
 from tandem.training.evaluate import language_model_metrics
 from tandem.training.run_folder import Run
-from tandem.training.saving import save_policy
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob
-from tandem.training.supervised import Objective, SupervisedTrainer
+from tandem.training.supervised import Objective, SupervisedTrainer, policy_to_train
 from tandem.types import TokenBatch, TokenRow
 
 
 def prepare(run: Run, rows: StepRows) -> StageJob:
     """Step 1, ready to run; it leaves `RUN/sft`, a folder that from_pretrained opens."""
     config, device = run.config, run.device
-    model = place_policy(config.actor_model, config, run.world, trained=True, seed=config.seed)
-    check_vocabulary(model, rows.tokenizer)
-    check_policy(model, config, None)
+    model = policy_to_train(run, rows, "sft")
 
     def loss(part: Sequence[TokenRow]) -> tuple[Tensor, dict[str, Tensor]]:
         batch = TokenBatch.from_rows(part, rows.renderer.pad_token_id).to(device)
@@ -47,5 +42,4 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         return language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
 
     trainer = SupervisedTrainer(run, "sft", model, config.sft, rows.sft, objective, evaluate)
-    masters = trainer.learner.masters
-    return trainer.job(lambda folder: save_policy(model, rows, folder, masters, config.save_dtype))
+    return trainer.policy_job(rows)

@@ -1,8 +1,8 @@
-"""How a run's rows are dealt to its steps: as configured, as its folder was begun, or to all of
-the steps that run.
+"""How a run's rows are split over its stages: as configured, as in its folder, or over the stages
+that run.
 
-The shares that a step was made with are in its manifest and in its checkpoints (`made_from`), so
-that is where the folder's are read. The run's configuration then spells them out.
+The split that a stage was made with is in its manifest and its checkpoints (`made_from`), where the
+folder's is read from. The run's configuration then contains it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _KNOB = "dataset.split"
 
 
 def settle_shares(config: RunConfig, world: World) -> tuple[RunConfig, str]:
-    """The configuration with its shares spelled out, and a line to say of them ("" if none).
+    """The configuration with its split filled in, and a line about it for the user, or "".
 
     Raises:
-        ConfigError: the steps of the folder were dealt shares that leave a step of this run none.
+        ConfigError: the split of the folder's stages leaves no rows to a stage of this run.
     """
-    # Only the first rank is sure to see the run's folder.
-    before = world.all_gather_object(_dealt(Path(config.output_dir)))[0]
-    running = {share_of(step) for step in config.stages}
-    others = {step: dealt for step, dealt in before.items() if step not in config.stages}
+    # Only the first rank surely sees the run's folder.
+    before = world.all_gather_object(_splits(Path(config.output_dir)))[0]
+    running = {share_of(stage) for stage in config.stages}
+    others = {stage: split for stage, split in before.items() if stage not in config.stages}
     if config.dataset.split:
         return config, _overlaps(config, config.dataset.split, running, others)
     if not before:
@@ -44,7 +44,7 @@ def settle_shares(config: RunConfig, world: World) -> tuple[RunConfig, str]:
         shares = _kept(config, before, running)
         names = " and ".join(others)
         said = (
-            f"rows: dealt by the shares {_text(shares)} that {names} of {config.output_dir} was "
+            f"rows: split by the shares {_text(shares)} that {names} of {config.output_dir} was "
             "made with; --data-split gives others"
             if others
             else ""
@@ -52,45 +52,45 @@ def settle_shares(config: RunConfig, world: World) -> tuple[RunConfig, str]:
     return replace(config, dataset=replace(config.dataset, split=shares)), said
 
 
-def _dealt(folder: Path) -> dict[str, Shares]:
-    """The shares that each step in the folder was made with, finished or not, the latest last."""
+def _splits(folder: Path) -> dict[str, Shares]:
+    """The split that each stage in the folder was made with, finished or not; the latest last."""
     found: dict[str, Shares] = {}
-    for step in stage_names():
-        facts = newest_numbers(folder / "checkpoints" / step) or {}
-        if (folder / step / MANIFEST).exists():
+    for stage in stage_names():
+        facts = newest_numbers(folder / "checkpoints" / stage) or {}
+        if (folder / stage / MANIFEST).exists():
             try:
-                facts = read_manifest(folder / step).facts
+                facts = read_manifest(folder / stage).facts
             except CheckpointError:
-                continue  # told where the step itself is looked at
+                continue  # reported when the stage itself is read
         shares = (facts.get("made_from") or {}).get(_KNOB)
         if isinstance(shares, list) and len(shares) == len(SHARES):
-            found[step] = tuple(map(float, shares))
+            found[stage] = tuple(map(float, shares))
     return found
 
 
 def _kept(config: RunConfig, before: dict[str, Shares], running: set[Share]) -> Shares:
-    """The folder's shares: its latest step's that leave every step of this run some."""
+    """The folder's split: that of its latest stage which leaves every stage of this run rows."""
     for shares in reversed(before.values()):
         if all(shares[SHARES.index(share)] > 0 for share in running):
             return shares
-    dealt = before[next(reversed(before))]
-    none = [step for step in config.stages if not dealt[SHARES.index(share_of(step))]]
+    split = before[next(reversed(before))]
+    none = [stage for stage in config.stages if not split[SHARES.index(share_of(stage))]]
     done = " and ".join(before)
-    command = none[0] if len(none) == 1 else f"train --steps {' '.join(none)}"
+    command = none[0] if len(none) == 1 else f"train --stages {' '.join(none)}"
     raise ConfigError(
-        f"step {none[0]} must have a share of the rows; got none, for {done} of "
-        f"{config.output_dir} took them all ({_text(dealt)}). To train on the rows of {done} too, "
-        f"run tandem {command} with --data-split {_text(shares_among(none))}; to part them, begin "
-        f"anew with --data-split {_text(DEFAULT_SHARES)} in another --output-dir."
+        f"stage {none[0]} must have a share of the rows; got none, because {done} of "
+        f"{config.output_dir} used them all ({_text(split)}). To train on the rows of {done} too, "
+        f"run tandem {command} with --data-split {_text(shares_among(none))}; to keep them apart, "
+        f"start again with --data-split {_text(DEFAULT_SHARES)} in another --output-dir."
     )
 
 
 def _alone(config: RunConfig, running: set[Share]) -> str:
-    """That steps which do not run have no share, where they could run later in this folder."""
+    """A line that says which stages could run later in this folder, but have no rows."""
     last = max(SHARES.index(share) for share in running)
     run = in_order(config.stages)
     free = [s for s in stages.STAGES if not any(are_apart(s, running) for running in run)]
-    takers = {stage.share: stage.name for stage in reversed(free)}  # the first of each share
+    takers = {stage.share: stage.name for stage in reversed(free)}  # the first stage of each share
     later = [takers[share] for share in SHARES[last + 1 :] if share in takers]
     if not later:
         return ""
@@ -103,24 +103,24 @@ def _alone(config: RunConfig, running: set[Share]) -> str:
 def _overlaps(
     config: RunConfig, shares: Shares, running: set[Share], others: dict[str, Shares]
 ) -> str:
-    """That steps of this run train on rows that others of the folder were dealt."""
+    """A line that says which of the folder's stages trained on rows of this run's stages."""
     mine = [_range(shares, share) for share in running]
     shared = [
-        step
-        for step, dealt in others.items()
-        for low, high in [_range(dealt, share_of(step))]
+        stage
+        for stage, split in others.items()
+        for low, high in [_range(split, share_of(stage))]
         if any(max(low, a) < min(high, b) for a, b in mine)
     ]
     if not shared:
         return ""
     return (
-        f"rows: {' and '.join(config.stages)}, dealt by {_text(shares)}, trains on rows that "
-        f"{' and '.join(shared)} of {config.output_dir} was dealt too"
+        f"rows: {' and '.join(config.stages)}, with the split {_text(shares)}, trains on rows that "
+        f"{' and '.join(shared)} of {config.output_dir} trained on too"
     )
 
 
 def _range(shares: Shares, share: Share) -> tuple[float, float]:
-    """The part of [0, 1) that the share's prompts are drawn into."""
+    """The part of [0, 1) to which the share's prompts are hashed."""
     bounds = [0.0, *(bound / sum(shares) for bound in accumulate(shares))]
     place = SHARES.index(share)
     return bounds[place], bounds[place + 1]

@@ -1,6 +1,6 @@
-"""Samples made into token rows for every step, before any training: bad data is found at once.
+"""Samples rendered to token rows for every stage before any training, so that bad data is found.
 
-Every row that does not fit its step's length is entered in the ledger.
+Every row that is too long for its stage is entered in the ledger.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Row = TypeVar("Row", TokenRow, PairRow, RankedRow, LabelledRow, PromptRow)
 Comparison = PairRow | RankedRow
 """What a reward model learns from: a pair, or a ranking of several answers."""
 
-_SHUFFLE = 2**63  # an epoch number that no training order has
+_SHUFFLE = 2**63  # an epoch number that no training order uses
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """What each step of a run trains and measures on, rendered.
+    """The rendered rows that each stage of a run trains and evaluates on.
 
-    sft, pairs, dpo_pairs, prompts, ptx: to train on. heldout_*: to measure on; no step trains on
-    them. renderer: the policy's. reward_renderer: the reward model's, whose tokens `pairs` are in;
-    `dpo_pairs` and `labelled` (which has pairs taken apart too) are in the policy's. Prompts come
-    shuffled, so that the first few stand for all data sets.
+    sft, pairs, dpo_pairs, labelled, prompts, ptx: to train on. heldout_*: to evaluate on; no stage
+    trains on them. renderer, reward_renderer: the policy's and the reward model's; `pairs` are in
+    the tokens of the latter, `dpo_pairs` and `labelled` (which also has each pair as two answers)
+    of the former. Prompts are shuffled, so that the first few are from all data sets.
     """
 
     renderer: Renderer
@@ -60,7 +60,7 @@ class StepRows:
     heldout_ptx: list[TokenRow]
 
     def of(self, stage: Stage) -> Sequence[TokenRow | Comparison | LabelledRow | PromptRow]:
-        """What a stage trains on."""
+        """The rows that a stage trains on."""
         if stage.labelled:
             return self.labelled
         if stage.share == "pairs":
@@ -71,32 +71,32 @@ class StepRows:
 def load_renderer(
     source: str, *, trust_remote_code: bool
 ) -> tuple[PreTrainedTokenizerBase, Renderer]:
-    """A model's tokenizer, and the renderer that stops where the model's own settings say."""
+    """A model's tokenizer, and a renderer with the model's own EOS tokens."""
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     return tokenizer, Renderer(tokenizer, load_stop_ids(source))
 
 
 def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
-    """Read the data sets and render them for the configured steps.
+    """Read the data sets and render them for the configured stages.
 
     Args:
-        policy, reward: where the policy's and the reward model's tokenizers are.
+        policy, reward: the models whose tokenizers policy and reward model use.
     Raises:
-        DataError: a file or row cannot be used, and the configuration says to stop then.
+        DataError: a file or row cannot be used, and the configuration makes that an error.
     """
     tokenizer, renderer = load_renderer(policy, trust_remote_code=config.trust_remote_code)
     reward_tokenizer, reward_renderer = load_renderer(
         reward, trust_remote_code=config.trust_remote_code
     )
     data = load_data(
-        config.dataset, config.data, config.sft_data, seed=config.seed, steps=config.stages
+        config.dataset, config.data, config.sft_data, seed=config.seed, stages=config.stages
     )
     render = _Rendering(config, data.ledger)
     room, reward_room = positions(policy, config), positions(reward, config)
     prompt_room = None if room is None else room - config.sampling.max_new_tokens
     stages = in_order(config.stages)
     shares = {stage.share for stage in stages}
-    # Who reads the pairs: a reward model by its own tokenizer, a policy by its.
+    # A reward model reads pairs with its own tokenizer, a policy (DPO, KTO) with its own.
     readers = {
         "labels" if stage.labelled else stage.leaves for stage in stages if stage.share == "pairs"
     }
@@ -107,7 +107,7 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
     prompts: list[PromptRow] = []
     if "prompts" in shares:
         prompts = render.prompts(data.prompts, renderer, "prompts")
-    elif "reward model" in readers:  # it normalizes its scores on some: step 3's, or its own
+    elif "reward model" in readers:  # prompts to normalize the scores on: PPO's, or the pairs' own
         prompts = render.prompts(data.prompts or data.pairs, renderer, None, prompt_room)
     return StepRows(
         renderer=renderer,
@@ -137,13 +137,13 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
 
 
 def positions(path: str, config: RunConfig) -> int | None:
-    """Tokens that the model's longest sequence can have; None where it has no such limit."""
+    """The most tokens of a sequence of the model; None if it has no limit."""
     found = load_config(locate(path), trust_remote_code=config.trust_remote_code)
     return getattr(found.get_text_config(), "max_position_embeddings", None)
 
 
 def shuffled(rows: list[Row], seed: int) -> list[Row]:
-    """The rows in an order of the seed's own."""
+    """The rows in an order that depends on the seed."""
     return [rows[i] for i in permutation(len(rows), seed, _SHUFFLE)] if rows else rows
 
 
@@ -155,9 +155,9 @@ def _answers(renderer: Renderer, sample: Sample, answers: Sequence[str]) -> tupl
 
 
 class _Rendering:
-    """Renders samples, entering those that do not fit under the use they were for (None: those
-    that are only measured on are noted, not dropped: another measure may have room for them).
-    `room` is what the model that they are measured with has, in tokens, beside any answer."""
+    """Renders samples. Those that do not fit are entered in the ledger under their use; without a
+    use (held-out rows) they are only noted, since another metric may have room for them. `room` is
+    the most tokens of a row that the evaluated model can take."""
 
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
         self.config = config
@@ -171,7 +171,7 @@ class _Rendering:
         use: str | None,
         room: int | None = None,
     ) -> list[TokenRow]:
-        """Whole conversations and documents, learned as `sft.loss_on` says."""
+        """Whole conversations and documents, with the loss on what `sft.loss_on` says."""
 
         def render(sample: Sample) -> TokenRow:
             if sample.text is not None:
@@ -195,7 +195,7 @@ class _Rendering:
         use: str | None,
         room: int | None = None,
     ) -> list[PairRow]:
-        """Preferred and rejected answers, their masks on the last answer alone."""
+        """Preferred and rejected answers, with the mask on the last answer only."""
 
         def render(sample: Sample) -> PairRow:
             chosen, rejected = _answers(
@@ -284,7 +284,7 @@ class _Rendering:
             try:
                 rendered = render(sample)
             except DataError:
-                # What the tokenizer or template cannot take is a bad row like any other.
+                # A row that tokenizer or template reject is a bad row like any other.
                 if self.dataset.on_bad_row == "error":
                     raise
                 fitted = Fitted(None, "dropped", "the tokenizer or its template cannot take it")

@@ -1,13 +1,14 @@
 """The trainer that SFT, the reward model and DPO share: rows in order, one optimizer step each.
 
-A stage brings its rows and an Objective: how many units (tokens or pairs) a row counts for, and
-the loss of some rows as a sum. Everything else, the denominator included, is here.
+A stage supplies its rows and an Objective: how many units (tokens or pairs) a row counts for, and
+the loss of some rows as a sum. Everything else, also the denominator, is here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from tandem.checkpoint.state import SavedState
 from tandem.config.optimizer import SupervisedConfig
 from tandem.data.loader import BatchOrder
-from tandem.engine.devices import resolve_dtype
+from tandem.engine.checks import check_policy
 from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
 from tandem.engine.update import (
@@ -32,9 +33,12 @@ from tandem.engine.update import (
 )
 from tandem.errors import DataError
 from tandem.metrics.timing import Phases
+from tandem.models.load import check_vocabulary
 from tandem.models.summary import sequence_flops
 from tandem.parallel.scaling import LossScaler
 from tandem.training.run_folder import Run
+from tandem.training.saving import save_policy
+from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob, StepLoop
 from tandem.types import PairRow, TokenRow
 
@@ -55,10 +59,10 @@ class Objective(Generic[Row]):
     sequences: what it puts through the model; a micro-batch holds fewer rows of several.
     loss: of one micro-batch.
     scoring_passes: forwards beside the trained one (DPO's reference), for TFLOP/s.
-    derived: more metrics, from a step's means.
-    per_step: makes the loss of one optimizer step from all of its rows, and metrics beside it,
-        where `loss` needs a number of the whole step (KTO's baseline); `loss` is then rehearsed
-        alone. Called once a step on every rank, without gradient.
+    derived: more metrics, computed from a step's means.
+    per_step: makes the loss of one optimizer step, and metrics, from all of its rows, if `loss`
+        needs a number of the whole step (KTO's baseline); `rehearse` then uses `loss` alone. Called
+        once per step on every rank, without gradient.
     """
 
     units: Callable[[Row], int]
@@ -74,7 +78,7 @@ class Objective(Generic[Row]):
 
 
 def objective_of_pairs(loss: Loss[PairRow], scoring_passes: int = 0) -> Objective[PairRow]:
-    """What is learned from pairs: both answers of each go through the model, and it counts once."""
+    """An objective for pairs: both answers go through the model, and the pair counts once."""
     return Objective(
         units=lambda pair: 1,
         sequences=lambda pair: pair.sequences,
@@ -83,8 +87,22 @@ def objective_of_pairs(loss: Loss[PairRow], scoring_passes: int = 0) -> Objectiv
     )
 
 
+def policy_to_train(
+    run: Run, rows: StepRows, stage: str, *, keeps_start: bool = False
+) -> PreTrainedModel:
+    """The policy that a stage starts from, placed for training, its forwards and tokens checked.
+
+    Args:
+        keeps_start: keep adapters that it came with as they are too, for `adapters_off`.
+    """
+    model = run.placement.policy(run.policy_source(stage), trained=True, keeps_start=keeps_start)
+    check_vocabulary(model, rows.tokenizer)
+    check_policy(model)
+    return model
+
+
 class SupervisedTrainer(Generic[Row]):
-    """Takes an optimizer step per batch of rows (a `StageTrainer`)."""
+    """Takes one optimizer step per batch of rows (a `StageTrainer`)."""
 
     def __init__(
         self,
@@ -106,7 +124,7 @@ class SupervisedTrainer(Generic[Row]):
         """
         if not rows:
             raise DataError(
-                f"step {stage} must have at least one row to train on; got none. "
+                f"stage {stage} must have at least one row to train on; got none. "
                 "Look at the drops above, at --dataset.split and at the lengths."
             )
         config = run.config
@@ -120,12 +138,12 @@ class SupervisedTrainer(Generic[Row]):
         self.phases = Phases()
         self.thresholds: Mapping[str, float] = {}
         self.evaluate = evaluate
-        self._settings = settings
+        self._config, self._settings = config, settings
         self._model = model
         self._rows = rows
         self._objective = objective
-        self._budget = MicroBatchBudget(config, run.world, run.print_line)
-        dtype = resolve_dtype(config.dtype, run.device)
+        self._budget = MicroBatchBudget(run.settings, run.world, run.print_line)
+        dtype = run.placement.dtype
         self.learner = Learner(
             stage,
             model,
@@ -145,6 +163,18 @@ class SupervisedTrainer(Generic[Row]):
         """The stage's work: these rows, this trainer; see `StageJob` for the arguments."""
         every = self._settings.eval_every
         return StageJob(self, self._rows, self.order, every, save, complete)
+
+    def policy_job(self, rows: StepRows) -> StageJob:
+        """The work of a stage that trains a policy and leaves it in a folder that from_pretrained
+        opens."""
+        save = partial(
+            save_policy,
+            self._model,
+            rows,
+            masters=self.learner.masters,
+            save_dtype=self._config.save_dtype,
+        )
+        return self.job(save)
 
     def step(self, step: int, rows: Sequence[Row], loop: StepLoop) -> dict[str, float]:
         """One optimizer step; means of every sum over the whole batch."""
@@ -167,7 +197,7 @@ class SupervisedTrainer(Generic[Row]):
             )
             with training_mode(model), Update(self._budget) as update:
                 (means,) = update.learn(self.learner, [term])
-        norms = list(update.grad_norms.values())  # none where an fp16 step overflowed
+        norms = list(update.grad_norms.values())  # none if an fp16 step overflowed
         return {
             **means,
             **of_step,
@@ -179,10 +209,10 @@ class SupervisedTrainer(Generic[Row]):
         }
 
     def rehearse(self) -> None:
-        """The largest micro-batch that can come, forward and backward, for nothing."""
+        """Forward and backward of the largest possible micro-batch, to see whether it fits."""
         longest = sorted(self._rows, key=self._objective.tokens, reverse=True)
         width = self._objective.tokens(longest[0])
-        # No rank is given more of a batch than this.
+        # No rank gets more rows of a batch than this.
         share = -(-self._settings.batch_size // self.learner.shards.world.size)
 
         def loss(max_tokens: int) -> Tensor:
@@ -192,7 +222,7 @@ class SupervisedTrainer(Generic[Row]):
             rehearse(self._budget, self.learner, loss)
 
     def state(self) -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
-        """What a checkpoint holds: tensors by part; no numbers."""
+        """The content of a checkpoint: tensors by part; no numbers."""
         return training_state({"model": self.learner}), {}
 
     def restore(self, state: SavedState) -> None:

@@ -19,10 +19,11 @@ from pathlib import Path
 
 import torch
 
-from tandem.checkpoint.folder import is_whole, read_facts, write_folder
+from tandem.checkpoint.folder import read_facts, write_folder
 from tandem.checkpoint.saver import Saver
 from tandem.checkpoint.state import State, load_newest_state
 from tandem.errors import CheckpointError
+from tests.whole import is_whole
 
 SAVED, SAVED_ANYWAY, REFUSED, FAILED = 0, 10, 11, 12
 Save = Callable[[Path], None]

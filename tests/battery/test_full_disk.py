@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tandem.checkpoint import saver as saver_module
-from tandem.checkpoint.folder import is_whole, write_folder
+from tandem.checkpoint.folder import write_folder
 from tandem.checkpoint.saver import Saver
 from tandem.checkpoint.state import State, load_newest_state
 from tandem.cli import main
@@ -28,6 +28,7 @@ from tests.battery.figures import record
 from tests.models.families import tiny_model, tokenizer
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
 from tests.training.runs import assert_equal_runs, ran
+from tests.whole import is_whole
 
 KIB = 1024
 

@@ -14,7 +14,6 @@ from random import Random
 
 import pytest
 
-from tandem.checkpoint.folder import is_whole
 from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tandem.parallel.world import World
@@ -22,6 +21,7 @@ from tests.battery.figures import record
 from tests.ranks import on_ranks
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
 from tests.training.runs import assert_equal_runs, ran
+from tests.whole import is_whole
 
 SEED = 11
 _HANGS = 240.0

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from tandem.checkpoint import shard_files as checkpoint_pieces
-from tandem.checkpoint.folder import MANIFEST, is_whole, read_facts, read_manifest, write_folder
+from tandem.checkpoint.folder import MANIFEST, read_facts, read_manifest, write_folder
 from tandem.checkpoint.saver import Saver
 from tandem.checkpoint.state import LATEST, State, load_newest_state, newest_numbers
 from tandem.errors import CheckpointError, NumericsError
 from tandem.files import sync
+from tests.whole import is_whole
 
 
 def state(step: int, value: float) -> State:

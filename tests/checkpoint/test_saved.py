@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tandem.checkpoint.layout import LAYOUT, Layout, Stored, read_layout
-from tandem.checkpoint.saved import PieceFiles, SavedTensors
+from tandem.checkpoint.saved import PieceFiles
 from tandem.checkpoint.shard_files import Piece, write_pieces
 from tandem.errors import CheckpointError
 from tandem.parallel.dtensor import fill, piece_rows
@@ -66,7 +66,7 @@ def read(folder: Path, size: int, replicas: int, rank: int) -> tuple[int, int, i
     files = PieceFiles(
         read_layout(folder), World(rank, size), lambda writer: (0,), lambda writer: folder
     )
-    saved = SavedTensors(files, "model")
+    saved = files.tensors("model")
     own = 0
     for name, tensor in tensors().items():
         if tensor.dim() == 0:
@@ -125,11 +125,11 @@ def test_files_that_are_not_of_one_save_are_refused(tmp_path: Path) -> None:
     files = PieceFiles(
         Layout.from_json(text), World(), lambda writer: (0,), lambda writer: tmp_path
     )
-    assert torch.equal(SavedTensors(files, "model")["odd"].whole(), tensors()["odd"])
+    assert torch.equal(files.tensors("model")["odd"].whole(), tensors()["odd"])
     (tmp_path / LAYOUT).write_text(text.replace("[4099, 8]", "[4099, 4]"))
     files = PieceFiles(read_layout(tmp_path), World(), lambda writer: (0,), lambda writer: tmp_path)
     with pytest.raises(CheckpointError, match="not of one save"):
-        SavedTensors(files, "model")["odd"].whole()
+        files.tensors("model")["odd"].whole()
     (tmp_path / LAYOUT).write_text(text[:-9])
     with pytest.raises(CheckpointError, match=r"must hold layout\.json"):
         read_layout(tmp_path)

@@ -1,4 +1,4 @@
-"""Knobs in and out of YAML and flags; every complaint, all at once, with the nearest name."""
+"""Knobs in and out of YAML and flags; every problem, all at once, with the nearest name."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_all_problems_of_a_file_are_named_at_once(tmp_path: Path) -> None:
     ("text", "part"),
     [("a: [", "line 1"), ("\x00", "must be YAML")],
 )
-def test_a_file_that_is_no_yaml(tmp_path: Path, text: str, part: str) -> None:
+def test_a_file_that_is_not_yaml(tmp_path: Path, text: str, part: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=part):
@@ -131,7 +131,7 @@ def test_wrong_flags_get_one_line(flags: str, part: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_a_single_step_is_asked_about_its_own_knobs() -> None:
+def test_a_single_stage_gets_advice_on_its_own_knobs() -> None:
     with pytest.raises(ConfigError, match=r"Did you mean --sft\.learning-rate\?$"):
         parse_run_flags(["--lr", "1e-4"], "sft")
     with pytest.raises(ConfigError, match=r"ppo\.actor\.learning-rate or --ppo\.critic\.learn"):
@@ -182,13 +182,13 @@ def test_every_mistake_of_flags_and_file_is_named_at_once(tmp_path: Path) -> Non
         ({"ppo": {"ema_decay": 0.9}}, "ppo.ema_decay must go with ppo.ema"),
         ({"ppo": {"kl_coef": -1.0}}, "ppo.kl_coef must be >= 0; got -1.0"),
         ({"ppo": {"gamma": 1.5}}, "ppo.gamma must be >= 0 and <= 1; got 1.5"),
-        ({"stages": []}, "steps must name at least one step"),
-        ({"stages": ["sft", "sft"]}, "steps must name each step once"),
+        ({"stages": []}, "stages must name at least one stage"),
+        ({"stages": ["sft", "sft"]}, "stages must name each stage once"),
         ({"dataset": {"split": [1, 2]}}, "dataset.split must be three shares"),
         ({"dataset": {"split": [0, 0, 0]}}, "dataset.split must have a share above 0"),
-        ({"stages": ["ppo", "sft"]}, "steps must be in the order sft reward ppo"),
+        ({"stages": ["ppo", "sft"]}, "stages must be in the order sft reward ppo"),
         ({"stages": ["sft", "dpo", "ppo"]}, "dpo and ppo both start from sft"),
-        ({"dropout": 0.1}, "dropout and lora.dropout must be 0 where ppo"),
+        ({"dropout": 0.1}, "dropout and lora.dropout must be 0 if ppo"),
         ({"sft": {"learning_rate": float("inf")}}, "sft.learning_rate must be finite; got inf"),
         ({"seed": 2**60}, "seed must be >= 0 and <= "),
         ({"sft": {"betas": [0.9, 1.0]}}, "betas must be within [0, 1)"),
@@ -234,7 +234,7 @@ def test_help_names_common_knobs_and_all_of_them() -> None:
     assert all(f"--{name.replace('_', '-')} " in everything for name in knob_types())
 
 
-def test_a_steps_help_shows_what_that_step_reads() -> None:
+def test_a_stages_help_shows_the_knobs_it_reads() -> None:
     pages = {
         step: help_page(step, "Summary.", everything=False)
         for step in ("sft", "reward", "dpo", "ppo")
@@ -244,7 +244,7 @@ def test_a_steps_help_shows_what_that_step_reads() -> None:
             assert f"--{step}.{knob} " in pages[step]
         assert "--ppo" not in pages[step]
         assert "--kl-coef" not in pages[step]
-        assert "--steps" not in pages[step]
+        assert "--stages" not in pages[step]
     for flag in ("--ppo.actor.learning-rate", "--kl-coef", "--ppo.minibatch-size", "--ppo-steps"):
         assert f"{flag} " in pages["ppo"]
     assert "--sft." not in pages["ppo"]
@@ -284,7 +284,7 @@ def test_these_knobs_are_paths() -> None:
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_a_home_folder_is_put_in_once_wherever_a_path_comes_from(
+def test_the_home_folder_is_expanded_once_wherever_a_path_comes_from(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -304,13 +304,13 @@ def test_a_home_folder_is_put_in_once_wherever_a_path_comes_from(
     assert (getattr(made, knob)) == whole
 
 
-def test_a_home_folder_that_nobody_has_is_refused() -> None:
+def test_an_unknown_home_folder_is_refused() -> None:
     for path in ("~no_such_user_here/x", "./~x"):
-        with pytest.raises(ConfigError, match="output_dir must begin with a home folder"):
+        with pytest.raises(ConfigError, match="output_dir must begin with an existing home folder"):
             check_config(RunConfig(output_dir=path))
 
 
-def test_a_section_is_no_mapping_in_python() -> None:
+def test_a_section_must_be_its_dataclass_in_python() -> None:
     with pytest.raises(
         ConfigError, match=r"RunConfig\.ppo must be a PPOConfig; got \{'steps': 3\}"
     ):
@@ -325,6 +325,6 @@ def test_types_are_checked_in_python_too() -> None:
         ConfigError, match=r"seed must be a whole number; got 'x'.*; data must be a"
     ):
         check_config(RunConfig(seed="x", data="a.jsonl"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"steps must be a tuple.* Write \('sft', 'reward'\)"):
-        check_config(RunConfig(steps=["sft", "reward"]))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"stages must be a tuple.* Write \('sft', 'reward'\)"):
+        check_config(RunConfig(stages=["sft", "reward"]))  # type: ignore[arg-type]
     check_config(RunConfig(data=("a.jsonl",), ppo=PPOConfig(kl_coef=1)))

@@ -151,9 +151,9 @@ def test_a_flag_with_another_meaning_is_answered_with_the_right_one(
         ({"sft": {"save_steps": 1}}, "sft.save_steps is not a knob. Did you mean save_every?"),
         ({"warmup_ratio": 0.1}, "Did you mean sft.warmup, reward.warmup, dpo.warmup, kto.warmup"),
         ({"num_generations": 4, "sampling": {"samples_per_prompt": 2}},
-         "num_generations must not be given beside sampling.samples_per_prompt, the same knob"),
-        ({"epsilon": 0.1, "cliprange": 0.2}, "cliprange must not be given beside ppo.clip_ratio"),
-        ({"ppo": {"target_kl": 0.1, "early_stop_kl": 0.2}}, "ppo.target_kl must not be given besi"),
+         "num_generations must not be given with sampling.samples_per_prompt, the same knob"),
+        ({"epsilon": 0.1, "cliprange": 0.2}, "cliprange must not be given with ppo.clip_ratio"),
+        ({"ppo": {"target_kl": 0.1, "early_stop_kl": 0.2}}, "ppo.target_kl must not be given with"),
         ({"num_generations": 4, "sampling": 3}, "sampling must be a mapping of knobs; got 3"),
         ({"num_generations": "x"}, "sampling.samples_per_prompt must be a whole number; got 'x'"),
     ],
@@ -170,7 +170,10 @@ def test_a_configuration_saved_under_earlier_names_is_read_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = plain_values(RunConfig())
+    values["steps"] = values.pop("stages")
     for old, new in RENAMED.items():
+        if "." not in new:
+            continue
         section, _, knob = new.rpartition(".")
         values[section][old.rpartition(".")[2]] = values[section].pop(knob) + 0.5
     file = tmp_path / "config.yaml"
@@ -179,7 +182,7 @@ def test_a_configuration_saved_under_earlier_names_is_read_with_one_line(
     assert (config.ppo.kl_coef_target, config.ppo.early_stop_kl) == (0.5, 0.6)
     assert capsys.readouterr().err == (
         f"note: {file}: ppo.kl_target is now ppo.kl_coef_target; "
-        "ppo.target_kl is now ppo.early_stop_kl\n"
+        "ppo.target_kl is now ppo.early_stop_kl; steps is now stages\n"
     )
     monkeypatch.setenv("RANK", "1")  # the first rank has said it
     load_config(file)

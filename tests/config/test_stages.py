@@ -57,7 +57,7 @@ def test_the_table_holds_together() -> None:
         assert set(stage.excludes) <= set(names)
         assert hasattr(sections, stage.section)
         assert (stage.leaves == "policy") == bool(stage.policies)
-    check_config(RunConfig(steps=stages.DEFAULT))
+    check_config(RunConfig(stages=stages.DEFAULT))
 
 
 @pytest.fixture
@@ -95,11 +95,11 @@ def test_a_further_stage_is_a_command_and_a_step_with_help_and_advice(
     four: tuple[Stage, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(
-        ConfigError, match=r"steps must be one of sft, reward, dpo, ppo; got \['polish'\]"
+        ConfigError, match=r"stages must be one of sft, reward, dpo, ppo; got \['polish'\]"
     ):
         build_config({"stages": ["polish"]})
     monkeypatch.setattr(stages, "STAGES", (*four, polish()))
-    assert build_config({"stages": ["sft", "polish"]}).steps == ("sft", "polish")
+    assert build_config({"stages": ["sft", "polish"]}).stages == ("sft", "polish")
     with pytest.raises(ConfigError, match=r"did you mean polish\?"):
         build_config({"stages": ["polsh"]})
     assert main(["--help"]) == 0
@@ -113,15 +113,15 @@ def test_a_further_stage_is_a_command_and_a_step_with_help_and_advice(
 
 @pytest.mark.usefixtures("four")
 @pytest.mark.parametrize(
-    ("steps", "problem"),
+    ("names", "problem"),
     [
         (("reward", "sft"), "in the order sft reward ppo, or sft dpo; got reward sft"),
         (("sft", "dpo", "ppo"), "dpo and ppo both start from sft: run them in two folders"),
     ],
 )
-def test_steps_that_cannot_be_in_one_run_are_refused(steps: tuple[str, ...], problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"^steps must be .*{problem}$"):
-        check_config(RunConfig(steps=steps))
+def test_stages_that_cannot_be_in_one_run_are_refused(names: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"^stages must be .*{problem}$"):
+        check_config(RunConfig(stages=names))
 
 
 def polish(after: tuple[str, ...] = ("sft",)) -> Stage:

@@ -67,7 +67,7 @@ def test_what_a_step_alone_would_get(tmp_path: Path) -> None:
     data = write(tmp_path / "a.jsonl", ROWS)
     for steps, num_used in ((["sft"], 20), (["sft", "reward", "ppo"], 20), (["dpo"], 20)):
         text = run([data], steps=steps)[1]
-        assert f"used: by a run of {' '.join(steps)} (one step alone" in text
+        assert f"used: in a run of {' '.join(steps)} (one stage alone" in text
         row = next(line for line in text.splitlines() if line.startswith("│ a "))
         read, *used, unused, dropped = (int(cell) for cell in row.strip("│").split("│")[1:])
         assert (read, sum(used), unused, dropped) == (20, num_used, 0, 0)

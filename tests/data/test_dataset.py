@@ -126,7 +126,7 @@ def test_sft_data_goes_to_sft_but_follows_prompts_of_other_steps(tmp_path: Path)
     elsewhere = {s.prompt for s in alone.pairs + alone.prompts}
     shared = [f"Question {i}?" for i in range(50, 100)]
     moved = sum((Message("user", text),) in elsewhere for text in shared)
-    assert account.unused["prompt belongs to step 2"] > 0
+    assert account.unused["prompt belongs to stage 2"] > 0
     assert account.unused.total() == moved
     heldout = openings(only.heldout)
     assert (
@@ -144,11 +144,11 @@ def test_what_a_step_cannot_use_is_counted(tmp_path: Path) -> None:
     dataset = load_data(DataConfig(heldout=0), [data], seed=1)
     unused = dataset.ledger.datasets["a"].unused
     assert set(unused) == {
-        "no answer to learn: not for step 1",
-        "no answer to learn: not for step 2",
-        "no rejected answer: not for step 2",
-        "plain text: not for step 2",
-        "plain text: not for step 3",
+        "no answer to learn: not for stage 1",
+        "no answer to learn: not for stage 2",
+        "no rejected answer: not for stage 2",
+        "plain text: not for stage 2",
+        "plain text: not for stage 3",
     }
     assert not dataset.pairs
     assert len(dataset.ledger.datasets["a"].shapes) == 3
@@ -158,7 +158,7 @@ def test_an_answer_labelled_bad_is_not_learned(tmp_path: Path) -> None:
     rows = [pair(i, "answer") | {"label": i % 2 == 0} for i in range(100)]
     dataset = load_data(DataConfig(heldout=0), [], [write(tmp_path / "a.jsonl", rows)], seed=1)
     assert len(dataset.texts) == 50
-    assert dataset.ledger.datasets["a"].unused == {"no answer to learn: not for step 1": 50}
+    assert dataset.ledger.datasets["a"].unused == {"no answer to learn: not for stage 1": 50}
 
 
 def test_weights_repeat_rows_and_leave_others_out(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_weights_repeat_rows_and_leave_others_out(tmp_path: Path) -> None:
         assert set(counts.values()) == {2, 3}
         assert {s.source.line for s in lists(half)[share]} < set(counts)
     assert half.heldout == once.heldout == more.heldout
-    left = half.ledger.datasets["a"].unused["left out by the weight 0.5"]
+    left = half.ledger.datasets["a"].unused["skipped by the weight 0.5"]
     assert 140 < left < 240
     assert half.ledger.datasets["a"].balances()
 
@@ -228,7 +228,7 @@ def test_column_maps_general_and_own(tmp_path: Path) -> None:
 
 def test_a_general_map_that_nothing_has_is_refused(tmp_path: Path) -> None:
     plain = write(tmp_path / "plain.jsonl", [pair(0)])
-    with pytest.raises(DataError, match=r"columns that some data set has; got qestion, in none"):
+    with pytest.raises(DataError, match=r"columns of the data sets; got qestion, which no"):
         load_data(DataConfig(columns=("prompt=qestion",)), [plain], seed=0)
     with pytest.raises(ConfigError, match=r"dataset.columns must map one of"):
         load_data(DataConfig(columns=("promt=q",)), [plain], seed=0)
@@ -306,7 +306,7 @@ def test_text_weights_and_a_shared_ledger(tmp_path: Path) -> None:
     account = dataset.ledger.datasets["a-2"]
     assert len(text.train) == account.used["ptx"] + account.extra_copies["ptx"]
     assert set(Counter(s.source.line for s in text.train).values()) == {1, 2}
-    assert half.ledger.datasets["a"].unused["left out by the weight 0.5"] > 20
+    assert half.ledger.datasets["a"].unused["skipped by the weight 0.5"] > 20
     assert half.heldout == load_text([data], DataConfig(), seed=0).heldout
 
 
@@ -386,7 +386,7 @@ def test_a_data_set_of_which_nothing_can_be_used_is_left_early(
 ) -> None:
     monkeypatch.setattr(dataset_module, "_HOPELESS", 20)
     bad = [{"question": "q"}] * 40
-    with pytest.raises(DataError, match=r"got 20 of which none can. .*b.jsonl:20: row must have"):
+    with pytest.raises(DataError, match=r"got none in the first 20. .*b.jsonl:20: row must have"):
         load_data(DROP, [write(tmp_path / "b.jsonl", bad)], seed=1)
     some = [*bad[:19], pair(1), *bad]
     ledger = load_data(DROP, [write(tmp_path / "c.jsonl", some)], seed=1).ledger

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import Counter
 from itertools import pairwise
@@ -18,10 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from tandem.config.load import check_config
 from tandem.data.dataset import load_data
 from tandem.data.embedded import build_tokenizer, demo_config, judge, model_config, rows
-from tandem.data.embedded.facts import CATEGORIES, OPPOSITES, PREAMBLES
-from tandem.data.embedded.kinds import WEIGHTS
-from tandem.data.embedded.rule import read_prompt
-from tandem.data.embedded.task import Task
+from tandem.data.embedded.rule import PREAMBLES, read_prompt
+from tandem.data.embedded.tasks import CATEGORIES, OPPOSITES, TASKS, Task
 from tandem.data.render import Renderer
 from tandem.data.split import opening
 from tandem.errors import DataError
@@ -106,6 +106,18 @@ def test_rows_are_the_same_for_a_seed_and_others_for_another() -> None:
     assert next(rows(1, seed=3)).keys() == {"prompt", "chosen", "rejected"}
 
 
+@pytest.mark.parametrize(
+    ("num", "seed", "digest"),
+    [
+        (24_000, 0, "db8bc7a569d8e5a086945709cb3b572eb0972bc5667afe883afd644f257368d0"),
+        (3000, 7, "afc18fbc13b66457629043ba3abfb90a126bfce662ba07410083329ace4d510e"),
+    ],
+)
+def test_rows_are_byte_identical_to_the_published_ones(num: int, seed: int, digest: str) -> None:
+    lines = (json.dumps(row) + "\n" for row in rows(num, seed))
+    assert hashlib.sha256("".join(lines).encode()).hexdigest() == digest
+
+
 def test_every_chosen_answer_beats_its_rejected_one(some_rows: list[dict[str, str]]) -> None:
     for row in some_rows[:1000]:
         chosen, rejected = (judge(row["prompt"], row[side]) for side in ("chosen", "rejected"))
@@ -134,7 +146,9 @@ def test_rejected_answers_are_worse_in_every_way(some_rows: list[dict[str, str]]
     assert ways["both"] > 0.03 * len(some_rows)
 
 
-def test_rejected_answers_hold_what_a_policy_could_game(some_rows: list[dict[str, str]]) -> None:
+def test_rejected_answers_include_what_a_policy_could_exploit(
+    some_rows: list[dict[str, str]],
+) -> None:
     rejected = [row["rejected"] for row in some_rows]
     assert sum(not answer.endswith((".", "!")) for answer in rejected) > 40, "no full stop"
     assert sum(bool(re.match(r"(\w[\w ]+!) \1", answer)) for answer in rejected) > 20, "repeated"
@@ -156,8 +170,8 @@ def test_prompts_vary(some_rows: list[dict[str, str]]) -> None:
     assert min(kinds.values()) > 100
 
 
-def test_no_answer_serves_without_reading_the_prompt(some_rows: list[dict[str, str]]) -> None:
-    """Held-out prompts are hard in that the commonest answers to others are wrong for them."""
+def test_no_answer_is_right_without_reading_the_prompt(some_rows: list[dict[str, str]]) -> None:
+    """The most common answers to other prompts are wrong for held-out ones."""
     common = Counter(row["chosen"] for row in some_rows[2000:]).most_common(50)
     held_out = some_rows[:300]
     for answer, _ in common:
@@ -186,18 +200,18 @@ def test_degenerate_answers_score_below_a_plain_right_one(answer: str) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from([SUM, LIST, COUNT, PLACE]), st.text())
-def test_rule_takes_any_answer(prompt: str, answer: str) -> None:
+def test_rule_accepts_any_answer(prompt: str, answer: str) -> None:
     assert 0 <= judge(prompt, answer).score <= 1
 
 
 @pytest.mark.parametrize("prompt", ["", "Hello!", "What is 3 plus 4", "Tell me a joke."])
-def test_rule_refuses_prompts_that_it_cannot_judge(prompt: str) -> None:
+def test_rule_refuses_unknown_prompts(prompt: str) -> None:
     with pytest.raises(DataError, match=r"prompt must be one that .*rows writes; got .*Judge"):
         judge(prompt, "Of course!")
 
 
-@pytest.mark.parametrize("task", WEIGHTS, ids=lambda task: type(task).__name__)
-def test_every_phrasing_is_read_as_what_it_was_written_from(task: Task) -> None:
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
+def test_every_phrasing_is_parsed_back(task: Task) -> None:
     rng = Random(5)
     for phrasing in task.phrasings:
         for preamble in PREAMBLES:
@@ -205,7 +219,7 @@ def test_every_phrasing_is_read_as_what_it_was_written_from(task: Task) -> None:
             assert read_prompt(preamble + phrasing.format(**fields)) == (task, fields)
 
 
-@pytest.mark.parametrize("task", WEIGHTS, ids=lambda task: type(task).__name__)
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
 def test_right_and_wrong_answers_are_well_formed_and_graded_so(task: Task) -> None:
     rng = Random(7)
     for _ in range(300):
@@ -280,7 +294,7 @@ def test_chat_template_writes_turns(tokenizer: PreTrainedTokenizerFast) -> None:
     assert whole.endswith("<|assistant|>Hello.<|end|>")
 
 
-def test_chat_template_refuses_a_role_that_it_has_no_token_for(
+def test_chat_template_refuses_a_role_without_a_token(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     with pytest.raises(TemplateError, match="roles must be system, user or assistant; got tool"):

@@ -200,7 +200,7 @@ def test_parquet_rows_that_python_cannot_take(tmp_path: Path) -> None:
     for row, found in ((second, "UnicodeDecodeError"), (third, "OverflowError")):
         assert isinstance(row, BadRow)
         assert row.found.startswith(found)
-        assert row.expected == "hold values that Python can take"
+        assert row.expected == "have values that Python can hold"
 
 
 def test_a_parquet_file_that_unpacks_to_far_more_is_left_early(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
 )
 def test_another_separator_is_named(tmp_path: Path, mark: str, name: str) -> None:
     content = f"prompt{mark}completion\n1,5{mark}x\n".encode()
-    with pytest.raises(DataError, match=f"must be parted by commas; got .* parted by {name}"):
+    with pytest.raises(DataError, match=f"must be separated by commas; got .* separated by {name}"):
         csv(tmp_path, content)
 
 

@@ -97,7 +97,7 @@ def test_a_prompt_loses_its_oldest_turns_but_no_system_turn() -> None:
         assert fitted.row == best
         assert fitted.outcome == ("truncated" if best else "dropped")
         assert fitted.reason == (
-            "oldest turns left out for max_prompt_tokens"
+            "oldest turns removed for max_prompt_tokens"
             if best
             else "last turns alone longer than max_prompt_tokens"
         )

@@ -131,6 +131,6 @@ def test_what_never_ends_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "gone").symlink_to("nowhere")
-    for name, found in (("pipe", "a pipe"), ("zero", "a pipe or a dev"), ("gone", "a link")):
+    for name, found in (("pipe", "a pipe"), ("zero", "a pipe or a dev"), ("gone", "a broken link")):
         with pytest.raises(DataError, match=f"must be a file; got {found}"):
             list(read_lines(tmp_path / name))

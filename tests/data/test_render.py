@@ -360,7 +360,7 @@ def test_a_template_that_rewrites_history() -> None:
     answer = row.token_ids[len(renderer.prompt(TURNS)) :]
     assert tokenizer.decode(answer) == "<think>\n\n</think>\n\nthree<|im_end|>"
     assert renderer.decode(answer) == "three"
-    with pytest.raises(ModelError, match=r"must leave earlier turns as .* turn 2 in rows.jsonl:3"):
+    with pytest.raises(ModelError, match=r"must render earlier turns as .* turn 2 in rows.jsonl:3"):
         renderer.conversation(list(TURNS), "three", SOURCE)
 
 

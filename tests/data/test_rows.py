@@ -13,7 +13,7 @@ def test_the_message_has_place_field_rule_found_and_advice() -> None:
     assert isinstance(row.error(), DataError)
     assert str(row.error()) == (
         "f.jsonl:7: field messages.role must be one of x, y; found 'asst' in turn 3. Try x. "
-        "Correct the row, or leave such rows out, counted, with --on-bad-row drop."
+        "Fix the row, or drop and count such rows with --on-bad-row drop."
     )
     assert row.reason == "messages.role must be one of x, y"
     assert str(problem) == "messages.role must be one of x, y; found 'asst' in turn 3. Try x."
@@ -21,5 +21,5 @@ def test_the_message_has_place_field_rule_found_and_advice() -> None:
 
 def test_a_whole_row() -> None:
     row = BadRow(Source("a", "f", 1), "", "a list of 2", "be one JSON object")
-    assert str(row.error()).startswith("f:1: the row must be one JSON object; found a list of 2. C")
+    assert str(row.error()).startswith("f:1: the row must be one JSON object; found a list of 2. F")
     assert row.reason == "row must be one JSON object"

@@ -254,7 +254,7 @@ def test_a_mapped_column_that_is_null_counts_as_absent() -> None:
 
 def test_turns_after_the_last_answer_are_noted() -> None:
     row = {"messages": [user("2+2?"), bot("4"), user("Thanks")]}
-    assert to_sample(row, HERE).note == "turns after the last assistant turn left out"
+    assert to_sample(row, HERE).note == "turns after the last assistant turn skipped"
     assert to_sample({"messages": [user("2+2?"), bot("4")]}, HERE).note == ""
 
 
@@ -277,9 +277,9 @@ HH = "\n\nHuman: 2+2?\n\nAssistant: "
             {"prompt": "p", "chosen": [user("q"), bot("x")], "rejected": [bot("y")]},
             "chosen",
             "another dialog, which begins 'q'",
-            "go on from the prompt",
+            "continue the prompt",
         ),
-        ({"chosen": "a", "rejected": "b"}, "prompt", "columns chosen, rejected", "be there, or"),
+        ({"chosen": "a", "rejected": "b"}, "prompt", "columns chosen, rejected", "exist, or"),
         ({"chosen": HH + "4", "rejected": "5"}, "rejected", "'5'", "begin with a Human: turn"),
         ({"chosen": HH, "rejected": HH + "5"}, "chosen", "''", "not be blank"),
         ({"chosen": HH + "4", "rejected": HH}, "rejected", "''", "not be blank"),
@@ -314,7 +314,7 @@ HH = "\n\nHuman: 2+2?\n\nAssistant: "
             "assistant last",
             "end with a user turn before the answer",
         ),
-        ({"messages": [bot("x")]}, "messages", "no turn of the user", "begin with a user turn"),
+        ({"messages": [bot("x")]}, "messages", "no user turn", "begin with a user turn"),
         ({"messages": [user("a"), bot("")]}, "messages", "''", "not be blank"),
         ({"instruction": "", "output": "x"}, "instruction", "''", "not be blank"),
         ({"instruction": "i", "input": 4, "output": "x"}, "input", "the number 4", "be text"),
@@ -326,7 +326,7 @@ HH = "\n\nHuman: 2+2?\n\nAssistant: "
             {"messages": [{"role": "system", "content": "s"}, user("a")], "system": "t"},
             "system",
             "'t'",
-            "not come beside a system turn",
+            "not be given together with a system turn",
         ),
         ({"foo": 1, "bar": 2}, "", "columns foo, bar", "have the columns of a known shape"),
         ({}, "", "no columns", "have the columns of a known shape"),
@@ -341,7 +341,7 @@ def test_odd_rows_have_reasons(row: dict[str, Any], field: str, found: str, expe
 
 
 def test_a_map_to_a_missing_column() -> None:
-    with pytest.raises(RowProblem, match="qestion must be there, mapped to the role prompt"):
+    with pytest.raises(RowProblem, match="qestion must exist, mapped to the role prompt"):
         sample({"question": "q"}, prompt="qestion")
     with pytest.raises(RowProblem, match="with prompt, text mapped"):
         sample({"a": "q", "b": "c"}, prompt="a", text="b")

@@ -91,7 +91,7 @@ def test_column_maps_are_checked(items: list[str], message: str) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no.jsonl must be a file or folder that exists"):
+    with pytest.raises(DataError, match=r"no.jsonl must be an existing file or folder"):
         list(read_rows(parse_spec(str(tmp_path / "no.jsonl"))))
 
 
@@ -359,7 +359,7 @@ def test_links_and_pipes_of_a_folder_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "loop").symlink_to(".")
     (tmp_path / "b.jsonl").symlink_to("nowhere")
-    with pytest.raises(DataError, match=r"b.jsonl must be a file; got a link to nothing"):
+    with pytest.raises(DataError, match=r"b.jsonl must be a file; got a broken link"):
         list(read_rows(parse_spec(str(tmp_path))))
 
 

@@ -63,7 +63,7 @@ def test_what_a_normalizer_makes_is_spelled_out_and_the_template_kept() -> None:
 
 def test_a_character_that_only_a_control_token_can_write() -> None:
     tokenizer = sentencepiece(unknown=2)
-    with pytest.raises(DataError, match=r"^a.jsonl:7: text must be .* got '%', .*Take the char"):
+    with pytest.raises(DataError, match=r"^a.jsonl:7: text must be .* got '%', .*Remove the char"):
         pieces_of(tokenizer).encode("yes % hello", MARK, "", "a.jsonl:7")
 
 

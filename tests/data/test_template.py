@@ -107,7 +107,7 @@ def test_named_templates_give_their_default() -> None:
         ("{% include '/etc/passwd' %}", "TypeError"),
         ("{{ cycler.__init__.__globals__.os }}", "unsafe"),
         ("{% for i in range(1000000) %}{% endfor %}", "OverflowError"),
-        ("{{ 'a' * 5000000 }}", "5000000 characters where"),
+        ("{{ 'a' * 5000000 }}", "5000000 characters, more than"),
     ],
 )
 def test_a_template_is_a_program_that_can_fail(template: str, found: str) -> None:
@@ -217,14 +217,14 @@ def test_long_conversations_are_cut_as_short_ones(
 
 def test_rendering_takes_time_linear_in_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = 0
-    call = ChatTemplate._call
+    call = ChatTemplate._called
 
     def counting(self: ChatTemplate, messages: tuple[Message, ...], prompt: bool) -> str:
         nonlocal rendered
         rendered += len(messages)
         return call(self, messages, prompt)
 
-    monkeypatch.setattr(ChatTemplate, "_call", counting)
+    monkeypatch.setattr(ChatTemplate, "_called", counting)
     renderer = Renderer(byte_level())
     counts = []
     for answers in (200, 400):

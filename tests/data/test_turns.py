@@ -62,7 +62,7 @@ def test_blank_system_turns_are_none() -> None:
         ("words", "m", "'words'", "be a list of messages"),
         ({"role": "user"}, "m", "an object with columns role", "be a list of messages"),
         ([], "m", "a list of 0", "hold at least one message"),
-        (["hi"], "m", "'hi' as turn 1", "hold objects only"),
+        (["hi"], "m", "'hi' as turn 1", "have only objects"),
         ([{"role": "user"}], "m", "columns role in turn 1", "have role and content"),
         ([{"role": 3, "content": "x"}], "m.role", "the number 3 in turn 1", "be one of system"),
         ([{"role": "user", "content": None}], "m.content", "null in turn 1", "be text, or text p"),
@@ -149,8 +149,8 @@ def test_prompt_columns() -> None:
 @pytest.mark.parametrize(
     ("turns", "found", "expected"),
     [
-        ((), "no turn of the user", "begin with a user turn"),
-        ((Message("system", "s"),), "no turn of the user", "begin with a user turn"),
+        ((), "no user turn", "begin with a user turn"),
+        ((Message("system", "s"),), "no user turn", "begin with a user turn"),
         ((BOT, USER), "assistant first", "begin with a user turn"),
         ((USER, BOT), "assistant last", "end with a user turn"),
         ((USER, Message("assistant", " "), USER), "a blank assistant turn 2", "no blank turn"),

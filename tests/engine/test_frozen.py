@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tandem.config.engine import engine_settings
 from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig, SamplingConfig
 from tandem.engine.forward import rank_micro_batches_of, token_values
 from tandem.engine.hybrid import RLHFEngine
-from tandem.engine.loading import place_policy
-from tandem.errors import ModelError, NumericsError
+from tandem.engine.placement import Placement
+from tandem.errors import ModelError
 from tandem.models.frozen import freeze_quantized
 from tandem.models.load import load_causal_lm
 from tandem.models.lora import adapters_off, add_lora, lora_parameters
@@ -24,6 +25,7 @@ from tandem.models.save import save_model
 from tandem.models.scalar import load_scalar_model, set_normalization
 from tandem.parallel.dtensor import local, whole
 from tandem.parallel.world import World
+from tandem.training.make_engine import make_engine
 from tandem.types import PromptRow, Source
 from tests.models.families import saved
 from tests.models.families import tiny_model as a_model
@@ -83,7 +85,7 @@ def engine_of(world: World, starts: Starts, config: RunConfig) -> RLHFEngine:
     if not (config.parallel.frozen_weights or config.parallel.shared_base):
         # What those load of themselves, instead of merged weights.
         policy, reward = f"{policy}/adapter", f"{reward}/adapter"
-    return RLHFEngine(actor=policy, reward_model=reward, config=config, world=world)
+    return make_engine(actor=policy, reward_model=reward, config=config, world=world)
 
 
 def a_step(world: World, starts: Starts, config: RunConfig) -> list[Tensor]:
@@ -173,7 +175,9 @@ def test_the_reference_is_the_policy_as_it_started(starts: Starts) -> None:
     base, policy, _ = starts
     start = load_causal_lm(f"{policy}/adapter").requires_grad_(False)
     freeze_quantized(start, "nf4")
-    actor = place_policy(policy, configured("nf4"), World(), trained=True, keeps_start=True)
+    actor = Placement(engine_settings(configured("nf4")), World()).policy(
+        policy, trained=True, keeps_start=True
+    )
     ids = torch.arange(4, 14)[None]
     with torch.no_grad():
         expected = start(ids).logits
@@ -201,7 +205,9 @@ def pieces(world: World, folder: str, kind: str) -> tuple[dict[str, Tensor], int
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WeightFiles, "rows", watched)
-        model = place_policy(folder, configured(kind, stage=3), world, trained=True)
+        model = Placement(engine_settings(configured(kind, stage=3)), world).policy(
+            folder, trained=True, seed=0
+        )
     here = sum(local(p).numel() * p.element_size() for p in model.parameters())
     return {n: whole(p.detach()).clone() for n, p in model.named_parameters()}, most[0], here
 
@@ -224,8 +230,8 @@ def test_each_rank_reads_and_quantizes_its_own_rows(tmp_path: Path, family: str,
 
 
 def unsound(world: World, folder: str) -> str:
-    with pytest.raises(NumericsError) as raised:
-        place_policy(folder, configured("int8", stage=3), world, trained=True)
+    with pytest.raises(ModelError) as raised:
+        Placement(engine_settings(configured("int8", stage=3)), world).policy(folder, trained=True)
     return str(raised.value)
 
 
@@ -235,8 +241,8 @@ def test_every_rank_stops_at_a_weight_that_is_not_finite(tmp_path: Path) -> None
         model.get_submodule("model.layers.1.mlp.down_proj").weight[-1, -1] = torch.inf
     model.save_pretrained(tmp_path)
     first, second = on_ranks(2, unsound, str(tmp_path))
-    assert "must be finite; got one on another rank" in first
-    assert "must be finite; got model.layers.1.mlp.down_proj.weight" in second
+    assert "must be finite; got NaN or infinity in a weight on another rank" in first
+    assert "must be finite; got NaN or infinity in model.layers.1.mlp.down_proj.weight" in second
 
 
 @pytest.mark.parametrize("name", ["params", "optimizer"])
@@ -262,11 +268,11 @@ def test_models_on_other_bases_share_none(starts: Starts, tmp_path: Path) -> Non
     other = save_tiny_model(tmp_path / "other", seed=1)
     config = configured("", shared=True)
     with pytest.raises(ModelError, match=rf"one model under actor.*got '{base}' under '{reward}'"):
-        RLHFEngine(actor=other, reward_model=reward, config=config)
+        make_engine(actor=other, reward_model=reward, config=config)
     actor, tokenizer = load_causal_lm(other), tiny_tokenizer()
     with pytest.raises(ModelError, match=r"whose values differ.*Leave --shared-base off"):
-        RLHFEngine(actor=actor, tokenizer=tokenizer, reward_model=reward, config=config)
-    engine = RLHFEngine(
+        make_engine(actor=actor, tokenizer=tokenizer, reward_model=reward, config=config)
+    engine = make_engine(
         actor=load_causal_lm(base),
         tokenizer=tokenizer,
         reward_model=reward,

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+from tandem.config.engine import engine_settings
 from tandem.config.schema import OptimizerConfig, ParallelConfig, RunConfig, SamplingConfig
-from tandem.engine import same_start
+from tandem.engine import checks
+from tandem.engine.checks import check_same_start
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import rank_micro_batches_of, response_logprobs
-from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.learner import Learner, step_learners
-from tandem.engine.loading import place_policy
-from tandem.engine.same_start import check_same_start
+from tandem.engine.placement import Placement
 from tandem.errors import NumericsError
 from tandem.generation import session
 from tandem.generation.runner import new_memory
@@ -28,6 +28,7 @@ from tandem.ops.logits import BUDGET_BYTES
 from tandem.parallel.dtensor import whole
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.world import World
+from tandem.training.make_engine import make_engine
 from tandem.training.saving import save_anywhere
 from tests.generation.cuda_stand_ins import stand_in
 from tests.generation.gpu_sessions import (
@@ -63,7 +64,7 @@ def policy(
     """A policy in its place, from a folder or of so many tokens."""
     if not isinstance(source, str):
         source = tiny_model("llama", **({} if source is None else {"vocab_size": source}))
-    return place_policy(source, config, world, trained=trained, seed=5)
+    return Placement(engine_settings(config), world).policy(source, trained=trained, seed=5)
 
 
 def trainee_of(model: PreTrainedModel, config: RunConfig) -> Learner:
@@ -174,7 +175,7 @@ def test_another_reference_is_refused_by_its_first_layer() -> None:
         other.model.layers[1].mlp.down_proj.weight[0, 0] += 0.5
     with pytest.raises(NumericsError, match=r"at most 0 nats.*the output of layer 1 differs first"):
         check_same_start(actor, other)
-    assert same_start.TOLERANCE["cpu"] == 0.0
+    assert checks.TOLERANCE["cpu"] == 0.0
 
 
 @pytest.mark.parametrize("offload", [(), ("optimizer",)])
@@ -231,7 +232,7 @@ def test_a_module_in_memory_is_trained_like_a_folder(
     config = config_of(compute)
     weights: list[dict[str, Tensor]] = []
     for source in (given, str(tmp_path / "model")):
-        model = place_policy(source, config, World(), trained=True)
+        model = Placement(engine_settings(config), World()).policy(source, trained=True)
         settings = replace(SETTINGS, learning_rate=1e-5)
         learner = Learner("actor", model, settings, 5, dtype=TYPES[compute])
         start = {name: w.clone() for name, w in learner.weights().items()}
@@ -254,7 +255,9 @@ def test_a_model_is_saved_from_its_masters_in_the_type_asked_for(
 ) -> None:
     tiny_model("llama").to(TYPES[stored]).save_pretrained(tmp_path / "model")
     config = config_of("bf16")
-    model = place_policy(str(tmp_path / "model"), config, World(), trained=True)
+    model = Placement(engine_settings(config), World()).policy(
+        str(tmp_path / "model"), trained=True
+    )
     learner = trainee_of(model, config)
     step(learner, World(), 0)
     save_anywhere(model, tokenizer(), tmp_path / "saved", learner.masters, asked)
@@ -270,7 +273,7 @@ def test_a_rollout_after_an_update_replays_what_was_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stand-ins replay CUDA graphs on a CPU, over bf16 weights that AdamW writes in place."""
-    roles = RLHFEngine(
+    roles = make_engine(
         actor=tiny_model("llama"),
         reward_model=tiny_scalar("llama"),
         config=replace(

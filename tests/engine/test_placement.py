@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.config.engine import EngineSettings, engine_settings
 from tandem.config.schema import (
     LoraConfig,
     OptimizerConfig,
@@ -29,12 +30,13 @@ from tandem.engine.forward import (
     whole_weights,
 )
 from tandem.engine.learner import Learner
-from tandem.engine.loading import prepare_for_training
-from tandem.engine.placement import plan_for, spread
+from tandem.engine.placement import prepare_for_training, shard_model
 from tandem.engine.rollouts import shared_rollout
+from tandem.engine.shard_plan import shard_plan
 from tandem.generation.generator import Stops
 from tandem.models.twin import shares_every_tensor
 from tandem.parallel.dtensor import local, whole
+from tandem.parallel.shard import ShardPlan
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Rollout, Source, TokenBatch
 from tests.models.families import EOS, PAD, ragged_batch, tiny_model, tiny_scalar
@@ -58,9 +60,9 @@ def trained(
     """Losses, gradient norms, weights and average of three steps."""
     config = RunConfig(lora=LoraConfig(rank=rank), parallel=ParallelConfig(replicas=replicas))
     model = tiny_model(family) if role == "actor" else tiny_scalar(family)
-    prepare_for_training(model, config, seed=5)
+    prepare_for_training(model, engine_settings(config), seed=5)
     model.eval()  # some families bring dropout
-    spread(model, plan_for(stage, config, world, trained=True), world)
+    shard_model(model, shard_plan(stage, engine_settings(config), world, trained=True), world)
     with torch.no_grad():  # leaves weights whole, which must not be taken for the trained ones
         model(torch.ones(1, 3, dtype=torch.long))
     learner = Learner(role, model, replace(SETTINGS, lora_learning_rate=1e-2), num_steps=3)
@@ -141,7 +143,9 @@ def scores(world: World, stage: int) -> Tensor:
     model = tiny_model("llama")
     if stage == 3:
         model.requires_grad_(False)
-    spread(model, plan_for(stage, RunConfig(), world, trained=stage < 3), world)
+    shard_model(
+        model, shard_plan(stage, engine_settings(RunConfig()), world, trained=stage < 3), world
+    )
     batch = ragged_batch(LENGTHS)
 
     def forward(part: TokenBatch) -> tuple[Tensor, ...]:
@@ -164,14 +168,18 @@ def prompts(lengths: tuple[int, ...]) -> list[PromptRow]:
     ]
 
 
+def sampled(sampling: SamplingConfig) -> EngineSettings:
+    return replace(engine_settings(RunConfig(seed=1)), sampling=sampling)
+
+
 def rolled(world: World, stage: int, lengths: tuple[int, ...]) -> tuple[list[object], bool, int]:
     model = tiny_model("llama").eval()
-    spread(model, plan_for(stage, RunConfig(), world, trained=True), world)
+    shard_model(model, shard_plan(stage, engine_settings(RunConfig()), world, trained=True), world)
     sampling = SamplingConfig(max_new_tokens=12, samples_per_prompt=2)
     stops = Stops((EOS,), PAD, lambda ids: " ".join(map(str, ids)))
     with torch.no_grad(), whole_weights(model):
         shares = shares_every_tensor(model)
-        rollout = shared_rollout(model, prompts(lengths), sampling, stops, world, seed=1, step=2)
+        rollout = shared_rollout(model, prompts(lengths), sampled(sampling), stops, step=2)
     held = sum(local(p).untyped_storage().size() for p in model.parameters())
     kept = [
         rollout.batch.token_ids,
@@ -212,10 +220,10 @@ def rolled_by_a_straggler(world: World) -> tuple[float, ...]:
 
         rollouts.generate = slow
     model = tiny_model("llama").eval()
-    spread(model, plan_for(0, RunConfig(), world, trained=True), world)
+    shard_model(model, shard_plan(0, engine_settings(RunConfig()), world, trained=True), world)
     sampling, stops = SamplingConfig(max_new_tokens=2), Stops((EOS,), PAD, str)
     with torch.no_grad():
-        rollout = shared_rollout(model, prompts((3, 4)), sampling, stops, world, seed=1, step=2)
+        rollout = shared_rollout(model, prompts((3, 4)), sampled(sampling), stops, step=2)
     return rollout.rank_seconds
 
 
@@ -278,13 +286,13 @@ def test_a_rollout_is_dealt_once_however_many_the_ranks(
         size=parts, batches=World(1000 // parts, 1024 // parts), lowest=lambda number: number
     )
     start = time.process_time()
+    model = tiny_model("llama")
+    shard_model(model, ShardPlan(), world)
     shared_rollout(
-        tiny_model("llama"),
+        model,
         rows,
-        SamplingConfig(max_new_tokens=5),
+        sampled(SamplingConfig(max_new_tokens=5)),
         Stops((EOS,), PAD, str),
-        world,
-        seed=1,
         step=2,
         group=group if parts > 1 else None,
     )

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.config.engine import engine_settings
 from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig, SamplingConfig
 from tandem.engine.forward import generation_weights, response_logprobs, scored
-from tandem.engine.loading import prepare_for_training
-from tandem.engine.placement import plan_for, spread
+from tandem.engine.placement import prepare_for_training, shard_model
 from tandem.engine.rollouts import shared_rollout
+from tandem.engine.shard_plan import shard_plan
 from tandem.errors import ConfigError, ModelError
 from tandem.generation.generator import Stops
 from tandem.models import tensor_parallel
@@ -42,18 +43,17 @@ def generated(
 ) -> tuple[Tensor, Tensor, Agreement, int, Tensor]:
     config = RunConfig(lora=LoraConfig(rank=rank), parallel=ParallelConfig(replicas=replicas))
     model = tiny_model(family).eval()
-    prepare_for_training(model, config, 0)
+    prepare_for_training(model, engine_settings(config), 0)
     for _, layer in lora_layers(model):
         with torch.no_grad():
             layer.lora_B.weight.copy_(torch.ones_like(layer.lora_B.weight) * 0.03)
-    spread(model, plan_for(stage, config, world, trained=True), world)
+    shard_model(model, shard_plan(stage, engine_settings(config), world, trained=True), world)
     group = tensor_group(world, parts)
     before = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
     with torch.no_grad(), generation_weights(model, group):
         agreement = check_twin(model, trains_elsewhere=group is not None)
-        rollout = shared_rollout(
-            model, prompts(), SAMPLING, STOPS, world, seed=1, step=2, group=group
-        )
+        settings = replace(engine_settings(config), sampling=SAMPLING, seed=1)
+        rollout = shared_rollout(model, prompts(), settings, STOPS, step=2, group=group)
         numbers = sum(p.numel() for p in twin_of(model).parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(whole(parameter.detach()), before[name]), name
@@ -107,7 +107,7 @@ def wrongly_planned(world: World) -> str:
     plan = tensor_parallel._PLANS["opt"]
     tensor_parallel._PLANS["opt"] = replace(plan, head_counts=())  # what torch's own plan forgets
     model = tiny_model("opt").eval()
-    spread(model, plan_for(3, RunConfig(), world, trained=True), world)
+    shard_model(model, shard_plan(3, engine_settings(RunConfig()), world, trained=True), world)
     try:
         with torch.no_grad(), generation_weights(model, tensor_group(world, 2)):
             check_twin(model, trains_elsewhere=True)

@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bench.traffic import Total, Traffic, counting_traffic
+from tandem.config.engine import engine_settings
 from tandem.config.schema import LoraConfig, OptimizerConfig, ParallelConfig, RunConfig
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import rank_micro_batches_of, response_logprobs, whole_weights
 from tandem.engine.learner import Learner, step_learners
-from tandem.engine.loading import place_policy
-from tandem.engine.placement import ZeroPlusPlus, zero_plus_plus
+from tandem.engine.placement import Placement
+from tandem.engine.shard_plan import ZeroPlusPlus, check_layout, zero_plus_plus
 from tandem.errors import ConfigError
 from tandem.ops.blockwise import INT8, dequantize, quantize
 from tandem.parallel.dtensor import local, whole
@@ -74,7 +75,9 @@ class Training:
 
 
 def training(world: World, config: RunConfig, **changes: Any) -> Training:
-    model = place_policy(tiny_model("llama", **changes), config, world, trained=True, seed=5)
+    model = Placement(engine_settings(config), world).policy(
+        tiny_model("llama", **changes), trained=True, seed=5
+    )
     learner = Learner(
         "actor",
         model,
@@ -402,7 +405,7 @@ def nodes(ranks: int, per_node: int) -> World:
 def test_what_is_of_no_use_is_switched_off_and_said(
     world: World, parallel: ParallelConfig, settings: ZeroPlusPlus, parts: tuple[str, ...]
 ) -> None:
-    found, line = zero_plus_plus(RunConfig(parallel=parallel), world)
+    found, line = zero_plus_plus(engine_settings(RunConfig(parallel=parallel)), world)
     assert found == settings
     assert bool(line) == bool(parts)
     assert "\n" not in line
@@ -412,10 +415,16 @@ def test_what_is_of_no_use_is_switched_off_and_said(
 
 def test_the_stages_that_count_are_those_of_the_steps_that_run() -> None:
     parallel = replace(ALL, actor_zero_stage=3, critic_zero_stage=0)
-    assert zero_plus_plus(RunConfig(stages=("reward",), parallel=parallel), nodes(4, 2))[1]
-    assert not zero_plus_plus(RunConfig(stages=("sft",), parallel=parallel), nodes(4, 2))[1]
+    assert zero_plus_plus(
+        engine_settings(RunConfig(stages=("reward",), parallel=parallel)), nodes(4, 2)
+    )[1]
+    assert not zero_plus_plus(
+        engine_settings(RunConfig(stages=("sft",), parallel=parallel)), nodes(4, 2)
+    )[1]
     on_host = replace(parallel, offload=("params",))  # offloaded weights lie in pieces always
-    assert not zero_plus_plus(RunConfig(stages=("reward",), parallel=on_host), nodes(4, 2))[1]
+    assert not zero_plus_plus(
+        engine_settings(RunConfig(stages=("reward",), parallel=on_host)), nodes(4, 2)
+    )[1]
 
 
 @pytest.mark.parametrize(
@@ -427,7 +436,7 @@ def test_the_stages_that_count_are_those_of_the_steps_that_run() -> None:
 )
 def test_knobs_that_do_not_go_together_are_refused(parallel: ParallelConfig, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        zero_plus_plus(RunConfig(parallel=parallel), nodes(4, 2))
+        check_layout(engine_settings(RunConfig(parallel=parallel)), nodes(4, 2))
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -14,6 +14,7 @@ from tandem.engine.hybrid import RLHFEngine
 from tandem.models.twin import shares_every_tensor
 from tandem.parallel.shard import shards_of
 from tandem.parallel.world import World
+from tandem.training.make_engine import make_engine
 from tandem.types import PromptRow, Source, TokenBatch
 from tests.models.families import tiny_model, tiny_scalar, tokenizer
 from tests.ranks import on_ranks
@@ -38,7 +39,7 @@ def prompts() -> list[PromptRow]:
 
 
 def engine(world: World, config: RunConfig) -> RLHFEngine:
-    return RLHFEngine(
+    return make_engine(
         actor=tiny_model("llama"),
         reward_model=tiny_scalar("llama"),
         config=config,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tandem.checkpoint.folder import is_whole
 from tandem.errors import ConfigError
 from tandem.launch.flags import LaunchOptions
 from tandem.launch.run import launch
@@ -26,6 +25,7 @@ from tests.launch.programs import (
     wait_for,
 )
 from tests.tiny import save_tiny_model
+from tests.whole import is_whole
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_nobody_at_the_meeting_place_is_one_line(tmp_path: Path) -> None:
             join_seconds=1,
             print_line=said.append,
         )
-    assert said[-1] == "2 nodes meet at 192.0.2.1:9; waits 1 s for them"
+    assert said[-1] == "2 nodes meet at 192.0.2.1:9; waiting 1 s for them"
 
 
 @pytest.mark.slow

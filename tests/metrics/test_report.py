@@ -121,7 +121,7 @@ def test_the_page_shows_what_the_folder_holds(run):
         "SFT model: held-out perplexity 8 250 before training",
         "Reward model: held-out accuracy 87.5 %",
         "PPO model: held-out reward 1 0 before training",
-        "Total time of all steps 1 m 20 s",
+        "Total time of all stages 1 m 20 s",
         "Held-out reward -1 1.25",
         "kl-high ppo step 4 Raise it. 30; the threshold is 25",
         "Supervised fine-tuning 40 steps",

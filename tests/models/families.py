@@ -18,7 +18,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tandem.models.frozen import LinearLayer
 from tandem.models.load import new_causal_lm
+from tandem.models.lora import LoraLayer
 from tandem.models.save import save_model
 from tandem.models.scalar import new_scalar_model
 from tandem.types import Source, TokenBatch, TokenRow
@@ -149,3 +151,29 @@ def ragged_batch(lengths: Sequence[int] = (9, 5, 12, 1), seed: int = 0) -> Token
 def scaled(left: torch.Tensor, right: torch.Tensor, tolerance: float = 1e-5) -> bool:
     """Equal to `tolerance` of the largest absolute number."""
     return bool((left - right).abs().max() <= tolerance * right.abs().max().clamp_min(1.0))
+
+
+@torch.no_grad()
+def merged_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state of the model with its adapters merged, under the unadapted model's names.
+
+    Adapted weights are new tensors, and so are quantized ones, which are dequantized: the folder
+    that they make has full weights. All others are the model's own; the model is not changed.
+    """
+    state = model.state_dict()
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LinearLayer):
+            continue
+        for ending in (
+            ".lora_A.weight",
+            ".lora_B.weight",
+            ".start_a.weight",
+            ".start_b.weight",
+            ".weight.packed",
+            ".weight.scales",
+        ):
+            state.pop(name + ending, None)
+        state[f"{name}.weight"] = (
+            layer.merged_weight() if isinstance(layer, LoraLayer) else layer.plain_weight()
+        )
+    return dict(state)

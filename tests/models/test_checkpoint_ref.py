@@ -8,7 +8,7 @@ import pytest
 
 from tandem.config.schema import LoraConfig
 from tandem.errors import ModelError
-from tandem.models.checkpoint_ref import CheckpointRef, same_base, checkpoint_ref_of
+from tandem.models.checkpoint_ref import CheckpointRef, checkpoint_ref_of, same_base
 from tandem.models.load import load_causal_lm
 from tandem.models.lora import add_lora
 from tandem.models.save import save_model

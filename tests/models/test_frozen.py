@@ -26,7 +26,6 @@ from tandem.models.lora import (
     add_lora,
     lora_layers,
     lora_parameters,
-    merged_state_dict,
 )
 from tandem.models.quantized import KINDS, PackedWeight
 from tandem.models.save import save_model
@@ -35,7 +34,7 @@ from tandem.models.twin import shares_every_tensor, supports_packing, twin_of
 from tandem.ops import native
 from tandem.types import PromptRow, Source
 
-from .families import FAMILIES, ragged_batch, tiny_model, tiny_scalar, tokenizer
+from .families import FAMILIES, merged_state_dict, ragged_batch, tiny_model, tiny_scalar, tokenizer
 
 CONFIG = LoraConfig(rank=3, alpha=6.0)
 BYTES = {"int8": 1 + 4 / 256, "nf4": 0.5 + 2 / 64}

@@ -12,14 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from tandem.config.schema import LoraConfig
 from tandem.errors import ModelError
-from tandem.models.load import (
-    attention_for,
-    check_vocabulary,
-    load_causal_lm,
-    load_tokenizer,
-    new_causal_lm,
-    set_dropout,
-)
+from tandem.models.build import attention_for, set_dropout
+from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer, new_causal_lm
 from tandem.models.lora import add_lora, is_adapted, lora_parameters
 from tandem.models.save import save_model
 

@@ -23,11 +23,10 @@ from tandem.models.lora import (
     lora_layers,
     lora_parameters,
     match_targets,
-    merged_state_dict,
     train_adapters,
 )
 
-from .families import ragged_batch, scaled, tiny_model, tiny_scalar
+from .families import merged_state_dict, ragged_batch, scaled, tiny_model, tiny_scalar
 
 CONFIG = LoraConfig(rank=3, alpha=6.0)
 

@@ -89,6 +89,43 @@ def test_what_does_not_match_is_left_to_the_ordinary_road(tmp_path: Path) -> Non
     assert empty_causal_lm(tmp_path / "adapter") is None
 
 
+def test_weights_that_are_left_over_are_left_to_the_ordinary_road(tmp_path: Path) -> None:
+    folder = saved(tiny_model("llama"), tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"extra": torch.zeros(3)}, folder / "model.safetensors")
+    assert empty_causal_lm(folder) is None
+    assert empty_scalar_model(folder) is None
+
+
+def test_a_tied_weight_may_be_in_the_files_twice(tmp_path: Path) -> None:
+    model = tiny_model("qwen2")
+    folder = saved(model, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors")
+    assert empty_causal_lm(folder) is not None
+
+
+def test_a_classifier_without_the_head_that_it_names_gets_no_new_one(tmp_path: Path) -> None:
+    folder = saved(tiny_scalar("llama"), tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, folder / "model.safetensors")
+    assert empty_scalar_model(folder) is None
+
+
+def test_a_value_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_submodule("model.norm").weight[3] = torch.nan  # type: ignore[index, operator]
+    model.save_pretrained(tmp_path)
+    empty = empty_causal_lm(tmp_path)
+    assert empty is not None
+    give_memory(empty.model, torch.device("cpu"))
+    assert empty.fill(own_rows) == "model.norm.weight"
+
+
 def test_damaged_files_are_told(tmp_path: Path) -> None:
     folder = saved(tiny_model("llama"), tmp_path)
     file = folder / "model.safetensors"

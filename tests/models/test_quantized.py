@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tandem.config.engine import engine_settings
 from tandem.config.schema import (
     LoraConfig,
     OptimizerConfig,
@@ -20,12 +21,13 @@ from tandem.config.schema import (
 )
 from tandem.engine.forward import response_logprobs, whole_weights
 from tandem.engine.learner import Learner
-from tandem.engine.placement import plan_for, spread
+from tandem.engine.placement import shard_model
+from tandem.engine.shard_plan import shard_plan
 from tandem.errors import ModelError
 from tandem.generation.generator import Stops, generate
 from tandem.models import frozen
 from tandem.models.frozen import freeze_quantized
-from tandem.models.lora import add_lora, lora_parameters, merged_state_dict
+from tandem.models.lora import add_lora, lora_parameters
 from tandem.models.quantized import PackedWeight
 from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.shared import share_base
@@ -36,7 +38,7 @@ from tandem.parallel.world import World
 from tandem.types import PromptRow, Source
 
 from ..ranks import on_ranks
-from .families import ragged_batch, scaled, tiny_model
+from .families import merged_state_dict, ragged_batch, scaled, tiny_model
 from .test_frozen import all_equal, kinds, logprobs, own_logits, packed_weights, pair
 
 BYTES = {"int8": 1 + 4 / 256, "nf4": 0.5 + 2 / 64}
@@ -164,7 +166,7 @@ def trained_on_ranks(
     total = sum(p.numel() for w in packed_weights(quantized) for p in w.parameters())
     name = "bf16" if dtype == torch.bfloat16 else "fp32"
     config = RunConfig(dtype=name, parallel=ParallelConfig(zero_hpz=hpz))
-    spread(quantized, plan_for(3, config, world, trained=True), world)
+    shard_model(quantized, shard_plan(3, engine_settings(config), world, trained=True), world)
     settings = OptimizerConfig(learning_rate=1e-2, lora_learning_rate=1e-2, warmup=0)
     learner = Learner("actor", quantized, settings, num_steps=2, dtype=dtype)
     losses = []
@@ -203,7 +205,11 @@ def generated_on_ranks(world: World, kind: str) -> tuple[Tensor, Tensor, list[st
     """Tokens and log-probs of a split model whose weights are whole, and what it refuses."""
     quantized, full = pair(tiny_model("llama"), kind)
     for model in (quantized, full):
-        spread(model, plan_for(3, RunConfig(dtype="fp32"), world, trained=True), world)
+        shard_model(
+            model,
+            shard_plan(3, engine_settings(RunConfig(dtype="fp32")), world, trained=True),
+            world,
+        )
     rows = [PromptRow(tuple(range(4, 4 + n)), (), {}, Source("x", "x", n)) for n in (5, 9)]
     stops = Stops((2,), 0, lambda ids: " ".join(map(str, ids)))
     with whole_weights(quantized):
@@ -223,7 +229,7 @@ def test_gathered_integers_generate_as_one_process() -> None:
         assert torch.equal(theirs, tokens)
         assert torch.equal(theirs_logprobs, logprobs)
         assert "which is split over ranks. Quantize it before" in refusals[0]
-        assert "which is split over ranks already" in refusals[1]
+        assert "which is sharded already" in refusals[1]
 
 
 @kinds

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertCon
 
 from tandem.config.schema import LoraConfig
 from tandem.errors import ModelError
-from tandem.models.load import attention_for, load_causal_lm
+from tandem.models.build import attention_for
+from tandem.models.load import load_causal_lm
 from tandem.models.lora import add_lora, lora_parameters
 from tandem.models.save import save_model
 from tandem.models.scalar import (

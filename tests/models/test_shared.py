@@ -19,16 +19,13 @@ from tandem.models.frozen import freeze_quantized
 from tandem.models.lora import (
     adapters_off,
     add_lora,
-    lora_layers,
     lora_parameters,
-    merged_state_dict,
-    train_adapters,
 )
-from tandem.models.shared import copied_over_base, share_base
+from tandem.models.shared import share_base
 from tandem.models.twin import shares_every_tensor
 from tandem.types import PromptRow, Source
 
-from .families import FAMILIES, ragged_batch, tiny_model, tiny_scalar
+from .families import FAMILIES, merged_state_dict, ragged_batch, tiny_model, tiny_scalar
 
 STOPS = Stops((2,), 0, lambda ids: " ".join(map(str, ids)))
 ROWS = [PromptRow(tuple(range(4, 4 + n)), (), {}, Source("test", "test", n)) for n in (5, 9)]
@@ -136,36 +133,6 @@ def test_four_roles_on_one_base(family: str, kind: str | None) -> None:
         assert state.keys() == reference.keys()
         assert all(torch.equal(state[n], reference[n]) for n in reference)
     assert share_base(actor, critic, reward_model) == 0
-
-
-@pytest.mark.parametrize("kind", [None, "int8"])
-def test_a_copy_over_the_same_base(kind: str | None) -> None:
-    reward_model = separate_roles("llama", kind)["reward_model"]
-    expected = sequence_scores(reward_model, ragged_batch())
-    critic = copied_over_base(reward_model)
-    assert frozen_bytes(critic, reward_model) == frozen_bytes(reward_model)
-    assert torch.equal(sequence_scores(critic, ragged_batch()), expected)
-    train_adapters(critic)
-    assert lora_layers(critic)[0][1].switch is not lora_layers(reward_model)[0][1].switch
-    trained = [p for p in critic.parameters() if p.requires_grad]
-    assert len(trained) == len(lora_parameters(critic)) + 1
-    sequence_scores(critic, ragged_batch()).sum().backward()
-    torch.optim.AdamW(trained, lr=0.1).step()
-    assert torch.equal(sequence_scores(reward_model, ragged_batch()), expected)
-    assert not torch.equal(sequence_scores(critic, ragged_batch()), expected)
-    assert not any(p.requires_grad for p in reward_model.parameters())
-
-
-def test_a_reference_with_adapters_of_its_own() -> None:
-    actor = separate_roles("llama", "nf4")["actor"]
-    reference = copied_over_base(actor).requires_grad_(False)
-    assert all(p.requires_grad for p in lora_parameters(actor))
-    start = response_logprobs(actor, ragged_batch())[0].detach()
-    with torch.no_grad():
-        for parameter in lora_parameters(actor):
-            parameter += 0.1
-    assert torch.equal(response_logprobs(reference, ragged_batch())[0], start)
-    assert frozen_bytes(actor, reference) == frozen_bytes(actor)
 
 
 def test_casts_and_moves_keep_it_one() -> None:

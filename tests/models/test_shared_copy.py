@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tandem.errors import ModelError
 from tandem.models import shared_copy
-from tandem.models.shared_copy import Switch, copied
+from tandem.models.shared_copy import shared_copy as copies_of
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +31,8 @@ def test_a_split_module_is_copied_as_what_it_was() -> None:
         pass
 
     for kind in (nn.Linear, Own):
-        twin = copied(split(FSDPModule, kind), {}, None, Switch(on=False))
-        assert type(twin) is kind
+        module = split(FSDPModule, kind)
+        assert type(copies_of(module, own_forward=True)[module]) is kind
 
 
 def test_another_way_to_split_is_named() -> None:
@@ -42,11 +42,11 @@ def test_another_way_to_split_is_named() -> None:
     class Also(nn.Linear):
         pass
 
-    with pytest.raises(ModelError, match="must be of a class made of FSDPModule and its own; got"):
-        copied(split(FSDPModule, More, Also), {}, None, Switch(on=False))
+    with pytest.raises(ModelError, match="must have a class made of FSDPModule and its own; got"):
+        copies_of(split(FSDPModule, More, Also))
 
 
 def test_another_place_of_hooks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_copy, "_HOOKS", shared_copy._HOOKS[1:])
     with pytest.raises(ModelError, match=r"must keep their hooks in .*; got .*_forward_hooks"):
-        copied(split(FSDPModule, nn.Linear), {}, None, Switch(on=False))
+        copies_of(split(FSDPModule, nn.Linear))

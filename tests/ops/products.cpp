@@ -33,6 +33,7 @@ EXPORTED int64_t packed_floats(bool half, int64_t N, int64_t K) {
   return half ? packed_size<bf16>(N, K) : packed_size<float>(N, K);
 }
 EXPORTED bool in_pairs() { return kPairs; }
+EXPORTED bool uses_amx() { return why_no_amx().empty(); }
 EXPORTED void product(bool half, const void* x, int64_t M, const void* w, const void* bias,
                       int64_t N, int64_t K, void* y, float* packed, bool ahead) {
   const auto run = [&](auto tag) {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.ops import attention
 from tandem.ops.attention import paged_attention, store_kv, varlen_attention
-from tandem.ops.attention_context import Decode, AttentionSpec, KVMemory, LayerShape, Packed
+from tandem.ops.attention_context import AttentionSpec, Decode, KVMemory, LayerShape, Packed
 
 KINDS = [
     AttentionSpec(0.3),

@@ -36,6 +36,10 @@ def runs_here() -> list[str]:
     return ["native", *(march for march, needed in LEVELS.items() if needed <= words)]
 
 
+# The code for Intel's matrix unit with the unit written out: it needs the pairs of AVX512_BF16.
+EMULATED_AMX = "native -DTANDEM_EMULATE_AMX"
+
+
 def variants() -> list[ParameterSet]:
     """One is quick enough for every run: 10 s of compiling, once; the default is tested anyway."""
     quick = "x86-64-v3"
@@ -80,7 +84,7 @@ def products(march: str) -> ctypes.CDLL:
         made = library.with_suffix(f".{os.getpid()}")
         sources = [
             str(HARNESS),
-            *(str(native.SOURCES / f"{name}.cpp") for name in ("gemm", "threads")),
+            *(str(native.SOURCES / f"{name}.cpp") for name in ("gemm", "tuning", "threads")),
         ]
         compile_with(march, *sources, "-shared", "-o", str(made), *native._link_flags())
         os.replace(made, library)
@@ -120,6 +124,30 @@ def threads() -> Iterator[Callable[[int], None]]:
 def test_a_row_is_the_same_however_it_is_computed(
     march: str, dtype: torch.dtype, threads: Callable[[int], None]
 ) -> None:
+    check_rows(march, dtype, threads)
+
+
+def test_a_row_is_the_same_on_the_matrix_unit(threads: Callable[[int], None]) -> None:
+    if "avx512_bf16" not in native._processor().split():
+        pytest.skip("no AVX512_BF16, whose layout of pairs the unit reads")
+    assert uses_amx(EMULATED_AMX)
+    check_rows(EMULATED_AMX, torch.bfloat16, threads)
+
+
+def test_without_a_matrix_unit_products_do_not_use_one() -> None:
+    if "amx_bf16" in native._processor().split():
+        pytest.skip("this processor has one")
+    assert not uses_amx("native")
+
+
+def uses_amx(march: str) -> bool:
+    answer = products(march).uses_amx
+    answer.restype = ctypes.c_bool
+    return bool(answer())
+
+
+def check_rows(march: str, dtype: torch.dtype, threads: Callable[[int], None]) -> None:
+    """Rows alone and together, first and last, packed ahead or not, on one thread or two."""
     for outputs, inputs in ((130, 64), (65, 33), (40, 2201), (1, 7), (300, 96)):
         x, weight, bias = operands(outputs, inputs, dtype)
         threads(1)
@@ -134,6 +162,19 @@ def test_a_row_is_the_same_however_it_is_computed(
                     for ahead in (False, True):
                         got = product(march, x[part], weight, bias, ahead=ahead)
                         assert torch.equal(got, whole[part]), (outputs, inputs, rows, ahead, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("march", variants())
+def test_every_way_to_cut_a_product_gives_the_same_bits(march: str, dtype: torch.dtype) -> None:
+    # More calls than are needed to try each way; the last ones take the fastest.
+    for outputs, inputs, rows in ((200, 300, 70), (130, 2500, 70), (70, 1201, 20)):
+        x, weight, bias = operands(outputs, inputs, dtype)
+        first = product(march, x[:rows], weight, bias, ahead=False)
+        for _ in range(40):
+            for ahead in (False, True):
+                got = product(march, x[:rows], weight, bias, ahead=ahead)
+                assert torch.equal(got, first), (outputs, inputs, rows, ahead)
 
 
 @pytest.mark.parametrize("march", variants())
@@ -155,7 +196,7 @@ def test_processors_with_amx_share_the_layout_of_packed_weights() -> None:
     if "avx2" not in native._processor().split():
         pytest.skip("not an x86 processor")
     compile_with("sapphirerapids", "-DEXPECT_AMX", "-fsyntax-only", str(HARNESS))
-    compile_with("sapphirerapids", "-fsyntax-only", str(native.SOURCES / "gemm.cpp"))
+    compile_with("sapphirerapids", "-c", str(native.SOURCES / "gemm.cpp"), "-o", os.devnull)
 
 
 BITWISE = (

@@ -9,20 +9,20 @@ import pytest
 from tandem.config.load import build_config
 from tandem.config.schema import RunConfig
 from tandem.errors import ConfigError
-from tandem.plan.cases import Axes, LeftOut, sweep_cases, why_left_out
+from tandem.plan.cases import Axes, Skipped, skip_reasons, sweep_cases
 from tandem.plan.knobs import nested, with_knobs
 
 STEPS = ("sft", "reward", "ppo")
 
 
 def test_stages_lora_offload_and_hybrid_engine_are_crossed() -> None:
-    cases, left_out = sweep_cases(_config(), STEPS, 2, Axes(variants=False))
-    assert left_out == []
-    count = {step: sum(case.step == step for case in cases) for step in STEPS}
+    cases, skipped = sweep_cases(_config(), STEPS, 2, Axes(variants=False))
+    assert skipped == []
+    count = {step: sum(case.stage == step for case in cases) for step in STEPS}
     assert count == {"sft": 16, "reward": 16, "ppo": 32}
-    assert len({(case.step, case.name) for case in cases}) == 64
+    assert len({(case.stage, case.name) for case in cases}) == 64
     last = next(case for case in cases if case.name == "zero3-lora128-offload-plain")
-    assert last.step == "ppo"
+    assert last.stage == "ppo"
     assert dict(last.knobs) == {
         "parallel.actor_zero_stage": 3,
         "parallel.critic_zero_stage": 3,
@@ -33,16 +33,16 @@ def test_stages_lora_offload_and_hybrid_engine_are_crossed() -> None:
 
 
 def test_zero_plus_plus_needs_nodes_and_says_so() -> None:
-    one_node, left_out = sweep_cases(_config(), ("sft",), 4, Axes(lora=(0,)))
+    one_node, skipped = sweep_cases(_config(), ("sft",), 4, Axes(lora=(0,)))
     assert not _variants(one_node)
-    lines = why_left_out(left_out)
+    lines = skip_reasons(skipped)
     assert any(
-        line.startswith("left out (1): sft/zero3-hpz: ") and "share one node" in line
+        line.startswith("skipped (1): sft/zero3-hpz: ") and "share one node" in line
         for line in lines
     )
-    two_nodes, left_out = sweep_cases(_config(ranks_per_node=2), ("sft",), 4, Axes(lora=(0,)))
+    two_nodes, skipped = sweep_cases(_config(ranks_per_node=2), ("sft",), 4, Axes(lora=(0,)))
     assert _variants(two_nodes) == {"qwz", "hpz", "qgz", "zero++"}
-    assert left_out == []
+    assert skipped == []
     forced, _ = sweep_cases(_config(zero_forced=True), ("sft",), 4, Axes(lora=(0,)))
     assert _variants(forced) == {"qwz", "qgz"}  # a second copy on one node would be the first
 
@@ -56,24 +56,24 @@ def test_quantized_bases_need_adapters() -> None:
 
 
 def test_slices_must_fit_the_ranks() -> None:
-    _, left_out = sweep_cases(_config(), ("ppo",), 3, Axes(lora=(0,)))
+    _, skipped = sweep_cases(_config(), ("ppo",), 3, Axes(lora=(0,)))
     assert (
-        LeftOut("ppo", "zero3-tp2", "parallel.inference_tp_size 2 must divide the ranks; got 3")
-        in left_out
+        Skipped("ppo", "zero3-tp2", "parallel.inference_tp_size 2 must divide the ranks; got 3")
+        in skipped
     )
 
 
-def test_what_the_configuration_refuses_is_left_out() -> None:
+def test_what_the_configuration_refuses_is_skipped() -> None:
     config = _config(inference_tp_size=2)
-    _, left_out = sweep_cases(config, ("ppo",), 2, Axes(stages=(3,), lora=(0, 8)))
-    reasons = {case.name: case.reason for case in left_out}
+    _, skipped = sweep_cases(config, ("ppo",), 2, Axes(stages=(3,), lora=(0, 8)))
+    reasons = {case.name: case.reason for case in skipped}
     assert "must go without tensor-parallel generation" in reasons["zero3-nf4-base-lora8"]
     assert "zero3-lora8" not in reasons
 
 
 def test_one_line_per_reason() -> None:
-    left_out = [LeftOut("sft", "a", "no"), LeftOut("ppo", "b", "never"), LeftOut("ppo", "c", "no")]
-    assert why_left_out(left_out) == ["left out (2): sft/a ppo/c: no", "left out (1): ppo/b: never"]
+    skipped = [Skipped("sft", "a", "no"), Skipped("ppo", "b", "never"), Skipped("ppo", "c", "no")]
+    assert skip_reasons(skipped) == ["skipped (2): sft/a ppo/c: no", "skipped (1): ppo/b: never"]
 
 
 def test_knobs_by_dotted_name() -> None:

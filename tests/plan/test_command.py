@@ -62,7 +62,7 @@ def test_a_dry_run_shows_cases_and_reasons(
     assert first == (
         "sft/zero3: parallel.actor_zero_stage=3 parallel.critic_zero_stage=3 lora.rank=0, 1 rank"
     )
-    assert any(line.startswith("left out (1): sft/zero3-hpz: ") for line in others)
+    assert any(line.startswith("skipped (1): sft/zero3-hpz: ") for line in others)
     assert not out.exists()
 
 

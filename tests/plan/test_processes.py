@@ -36,7 +36,7 @@ def test_a_command_that_fails_is_known_by_its_own_line(tmp_path: Path) -> None:
     [
         ("step 1\ntandem: data must be.\nTraceback\n", 2, "data must be."),
         ("one\n\nValueError: two\n", 1, "ValueError: two"),
-        ("", 3, "exit code 3, and nothing was said"),
+        ("", 3, "exit code 3, without output"),
         ("begins\n", -9, "ended by SIGKILL; last: begins"),
         ("", -200, "ended by signal 200"),
     ],
@@ -47,7 +47,7 @@ def test_the_line_of_an_error(tmp_path: Path, text: str, code: int, line: str) -
 
 
 @_linux
-def test_the_peak_of_every_rank_is_seen_and_the_launcher_left_out() -> None:
+def test_the_peak_of_every_rank_is_seen_and_the_launcher_skipped() -> None:
     sizes = {0: 40 * 2**20, 1: 80 * 2**20}
     main = subprocess.Popen([sys.executable, "-c", _HOLD.format(size=2**28) + "time.sleep(60)"])
     ranks = [

@@ -35,13 +35,13 @@ class Runs:
         self.calls.append(where)
         config = load_config(arguments[arguments.index("--config") + 1])
         made = Path(config.output_dir)
-        for step in config.stages:
-            (made / step).mkdir(parents=True)
-            (made / step / "model.safetensors").write_bytes(b"weights")
-        step = config.stages[-1]
-        outcome = {"reward": 0.5} if step == "ppo" else {"loss": 2.5}
+        for stage in config.stages:
+            (made / stage).mkdir(parents=True)
+            (made / stage / "model.safetensors").write_bytes(b"weights")
+        stage = config.stages[-1]
+        outcome = {"reward": 0.5} if stage == "ppo" else {"loss": 2.5}
         lines = [
-            metrics_line(step, at, **{"seconds/step": 9.0 if at == 0 else at, **outcome})
+            metrics_line(stage, at, **{"seconds/step": 9.0 if at == 0 else at, **outcome})
             for at in range(3)
         ]
         lines[1]["values"] |= {"seconds/train": 1.0, "tokens_per_second/train": 300.0}
@@ -84,7 +84,7 @@ def test_every_case_has_a_folder_and_a_line_in_the_tables(sweep: Sweep, runs: Ru
     assert (result.peak, result.outcome, result.steps) == (9 * 2**20, 2.5, 2)
     assert read_result(sweep.folder / "sft" / "zero3") == result
     head, *lines = (sweep.folder / "table.txt").read_text().splitlines()
-    assert head.split("  ")[0] == "step"
+    assert head.split("  ")[0] == "stage"
     assert [line.split()[1] for line in lines] == ["zero0", "zero3"]
     assert lines[0].endswith("1 m 05 s")
     rows = list(csv.DictReader(io.StringIO((sweep.folder / "table.csv").read_text())))
@@ -113,17 +113,17 @@ def test_the_same_command_goes_on_after_an_interruption(sweep: Sweep, runs: Runs
     stopped: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         run_sweep(sweep, stopped.append)
-    assert stopped[-1] == "sft/zero3 (2 of 2): stopped; the same command starts it again"
+    assert stopped[-1] == "sft/zero3 (2 of 2): stopped; the same command runs it again"
     assert "zero3" not in (sweep.folder / "table.txt").read_text()
     runs.interrupted = ""
     said: list[str] = []
     results = run_sweep(sweep, said.append)
     assert runs.calls == ["sft/zero0", "sft/zero3", "sft/zero3"]
     assert len(results) == 2
-    assert said[0].startswith("sft/zero0 (1 of 2): done before: 1 m 05 s")
+    assert said[0].startswith("sft/zero0 (1 of 2): already done: 1 m 05 s")
 
 
-def test_a_failing_case_shows_its_line_and_the_next_begins(sweep: Sweep, runs: Runs) -> None:
+def test_a_failing_case_shows_its_line_and_the_sweep_continues(sweep: Sweep, runs: Runs) -> None:
     runs.failing = {"sft/zero0"}
     said: list[str] = []
     results = run_sweep(sweep, said.append)
@@ -147,16 +147,16 @@ def test_results_of_other_knobs_are_refused_before_anything_runs(sweep: Sweep, r
     run_sweep(sweep, _silent)
     other = build_config({"data": ["embedded"], "stages": ["sft"], "seed": 7}, where="")
     for changed in (replace(sweep, config=other), replace(sweep, ranks=4)):
-        with pytest.raises(CheckpointError, match="must be of these knobs; got a result of others"):
+        with pytest.raises(CheckpointError, match="have a result of the same knobs; got others"):
             run_sweep(changed, _silent)
     assert len(runs.calls) == 2
     result = sweep.folder / "sft" / "zero0" / "result.json"
-    result.write_text(json.dumps({"step": "sft"}))
+    result.write_text(json.dumps({"stage": "sft"}))
     with pytest.raises(CheckpointError, match="must be a case's result; got"):
         run_sweep(sweep, _silent)
 
 
-def test_what_the_swept_steps_start_from_is_made_once(sweep: Sweep, runs: Runs) -> None:
+def test_what_the_swept_stages_start_from_is_made_once(sweep: Sweep, runs: Runs) -> None:
     config = build_config({"data": ["embedded"], "actor_model": "base"}, where="")
     whole = replace(sweep, config=config, only=("zero3",))
     run_sweep(whole, _silent)
@@ -185,7 +185,7 @@ def test_what_the_swept_steps_start_from_is_made_once(sweep: Sweep, runs: Runs) 
 def test_a_start_that_fails_ends_the_sweep(sweep: Sweep, runs: Runs) -> None:
     runs.failing = {"sweep/start"}
     config = build_config({"data": ["embedded"], "stages": ["sft", "dpo"]}, where="")
-    with pytest.raises(ConfigError, match="the steps that the sweep starts from must run; got: lo"):
+    with pytest.raises(ConfigError, match="the stages that the sweep starts from must run; got:"):
         run_sweep(replace(sweep, config=config), _silent)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from tandem.plan.cases import LeftOut
+from tandem.plan.cases import Skipped
 from tandem.plan.results import Result
 from tandem.plan.table import bars, csv_table, page, summary_line, text_table
 
 RESULT = Result(
-    step="ppo",
+    stage="ppo",
     name="zero3",
     ranks=2,
     knobs={"parallel.offload": ["optimizer", "params"]},
@@ -37,12 +37,12 @@ def test_a_line_of_a_finished_case() -> None:
     assert summary_line(FAILED) == "failed with exit code 2: no\\x1b[31m"
 
 
-def test_columns_are_even_and_empty_ones_left_out() -> None:
-    table = text_table([RESULT, replace(RESULT, name="zero3-offload")], [LeftOut("ppo", "x", "y")])
-    head, first, second, left_out = table.splitlines()
+def test_columns_are_even_and_empty_ones_skipped() -> None:
+    table = text_table([RESULT, replace(RESULT, name="zero3-offload")], [Skipped("ppo", "x", "y")])
+    head, first, second, skipped = table.splitlines()
     assert head.index("case") == first.index("zero3") == second.index("zero3-offload")
     assert len(head) == len(first) == len(second)
-    assert left_out == "left out (1): ppo/x: y"
+    assert skipped == "skipped (1): ppo/x: y"
     assert "error" not in head
     assert "GPU" not in head
     assert "error" in text_table([RESULT, FAILED], []).splitlines()[0]
@@ -72,7 +72,7 @@ def test_bars_are_in_proportion() -> None:
 
 
 def test_the_page_shows_everything_and_runs_nothing() -> None:
-    html = page([RESULT, FAILED], [LeftOut("ppo", "<i>", "why & how")], "<script>")
+    html = page([RESULT, FAILED], [Skipped("ppo", "<i>", "why & how")], "<script>")
     assert not any(text in html for text in ("<script>", "<i>", "\x1b"))
     assert "default-src 'none'" in html
     assert "(1): ppo/&lt;i&gt;: why &amp; how" in html

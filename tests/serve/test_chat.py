@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tandem.checkpoint.folder import write_folder
-from tandem.config.nearest import listed
 from tandem.config.schema import SamplingConfig
+from tandem.config.spellings import listed
 from tandem.config.stages import policy_stages
 from tandem.errors import CheckpointError, ModelError
 from tandem.serve.chat import Conversation, chat, find_model
@@ -64,8 +64,8 @@ def test_commands(model: str, tmp_path: Path) -> None:
     )  # fmt: skip
     for part in ("/retry", "saved 2 turns", "temperature = 0.1", "write e.g. /set temperature",
                  "seed = 4", "/wat is not a command", "write e.g. /save", "system prompt: be brief",
-                 "taken back: hello", "there is no message to answer again",
-                 "a new conversation begins"):  # fmt: skip
+                 "removed: hello", "there is no message to answer",
+                 "new conversation"):  # fmt: skip
         assert part in out
     row = json.loads(file.read_text())
     assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant"]
@@ -92,7 +92,7 @@ def test_which_model_of_a_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "sft").mkdir(parents=True)
     (run / "config.yaml").write_text("actor_model: some/base\n")
-    with pytest.raises(ModelError, match=f"must hold a finished {listed(policy_stages())} step"):
+    with pytest.raises(ModelError, match=f"must have a finished {listed(policy_stages())} stage"):
         find_model(str(run), "")
     (run / "sft" / "config.json").write_text("{}")
     assert find_model(str(run), "") == str(run / "sft")
@@ -119,7 +119,9 @@ def test_a_chat_says_which_model_it_took_and_which_others_there_are(
     assert talk(model, "/quit").startswith(f"talking to {model}. /help")
     (tmp_path / "config.yaml").write_text("actor_model: some/base\n")
     out = talk(str(tmp_path), "/quit")
-    assert out.startswith(f"talking to {tmp_path}/ppo/actor (--model takes sft, ema, base too).")
+    assert out.startswith(
+        f"talking to {tmp_path}/ppo/actor (other models: --model sft, ema or base)."
+    )
 
 
 def test_a_model_that_changed_since_it_was_saved_is_refused(model: str, tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ def test_a_model_that_changed_since_it_was_saved_is_refused(model: str, tmp_path
 @pytest.mark.parametrize("line", ["bad \udcff byte", "/system \udcff", "/save a\0b", "a\0b"])
 def test_a_line_that_cannot_be_written_down_is_refused(model: str, line: str) -> None:
     out = talk(model, line, "hello")
-    assert "must be text that can be written down; got" in out
+    assert "must be UTF-8 text without NUL; got" in out
     assert out.count("assistant> ") == 1
     out.encode()
 

@@ -11,12 +11,12 @@ import pytest
 from torch import Tensor
 
 from tandem.data.render import Renderer
-from tandem.engine.hybrid import RLHFEngine
 from tandem.generation import session
 from tandem.generation.runner import TwinRunner
 from tandem.metrics.timing import Phase, Phases
 from tandem.models.load import load_tokenizer
 from tandem.ops import dense
+from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Message, Source, TokenRow
 from tests.tiny import tiny_config
@@ -69,7 +69,7 @@ def test_a_ppo_step_counts_what_it_computes(
         | {"old_logprobs": old_logprobs},
         sampling={"max_new_tokens": 9, "samples_per_prompt": 2},
     )
-    engine = RLHFEngine(actor=tiny_model, config=config)
+    engine = make_engine(actor=tiny_model, config=config)
     source = Source("texts", "texts", 1)
     texts = [TokenRow((5, 6, 7, 8, 9), (False, True, True, True, True), source)] * 3
     trainer = PPOTrainer(

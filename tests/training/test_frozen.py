@@ -20,9 +20,9 @@ from tandem.metrics.log import MetricLog
 from tandem.models.adapter import load_adapter
 from tandem.models.frozen import freeze_quantized
 from tandem.models.load import load_causal_lm
-from tandem.models.lora import merged_state_dict
 from tandem.parallel.world import World
 from tandem.training.run_stages import train
+from tests.models.families import merged_state_dict
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import MambaConfig
+from transformers import MambaConfig, PreTrainedModel
 
-from tandem.config.schema import LoraConfig, RunConfig
+from tandem.config.engine import engine_settings
+from tandem.config.schema import LoraConfig, OptimizerConfig, RunConfig
 from tandem.engine import learner
+from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget, is_out_of_memory
 from tandem.errors import OutOfMemoryError
 from tandem.models.load import new_causal_lm
@@ -123,14 +125,18 @@ def test_a_rehearsal_leaves_no_trace(
             assert torch.equal(ours[name], weight)
 
 
+def sft_learner(model: PreTrainedModel) -> Learner:
+    return Learner("sft", model, OptimizerConfig())
+
+
 def test_other_errors_are_not_taken_for_it() -> None:
-    budget = MicroBatchBudget(RunConfig(), World(), print)
+    budget = MicroBatchBudget(engine_settings(RunConfig()), World(), print)
 
     def work() -> None:
         raise RuntimeError("a shape is wrong")
 
     with pytest.raises(RuntimeError, match="a shape is wrong"):
-        budget.retry_on_oom("sft", tiny_llama(50), work, lambda: None)
+        budget.retry_on_oom(sft_learner(tiny_llama(50)), work)
     assert budget.tokens == RunConfig().micro_batch_tokens
 
 
@@ -157,7 +163,9 @@ def test_the_advice_is_what_frees_most(changes: dict[str, Any], knob: str) -> No
         raise MemoryError
 
     with pytest.raises(OutOfMemoryError, match=f"{knob} frees about"):
-        MicroBatchBudget(config, World(), print).retry_on_oom("sft", model, work, lambda: None)
+        MicroBatchBudget(engine_settings(config), World(), print).retry_on_oom(
+            sft_learner(model), work
+        )
 
 
 def test_what_torch_says_where_the_host_has_no_memory_left() -> None:
@@ -177,12 +185,14 @@ def test_the_advice_says_what_the_memory_formula_says() -> None:
     def work() -> None:
         raise MemoryError
 
-    budget = MicroBatchBudget(replace(config, micro_batch_tokens=2**20), World(), print)
+    budget = MicroBatchBudget(
+        engine_settings(replace(config, micro_batch_tokens=2**20)), World(), print
+    )
     freed = f"{(peaks[0] - peaks[1]) / 2**30:.2g}"
     with pytest.raises(
         OutOfMemoryError, match=f"--micro-batch-tokens {2**19} frees about {freed} GiB"
     ):
-        budget.retry_on_oom("sft", model, work, lambda: None)
+        budget.retry_on_oom(sft_learner(model), work)
 
 
 def test_a_model_without_attention_gets_advice_too() -> None:
@@ -192,6 +202,6 @@ def test_a_model_without_attention_gets_advice_too() -> None:
         raise MemoryError
 
     with pytest.raises(OutOfMemoryError, match="frees about"):
-        MicroBatchBudget(RunConfig(), World(), print).retry_on_oom(
-            "sft", new_causal_lm(config, seed=0), work, lambda: None
+        MicroBatchBudget(engine_settings(RunConfig()), World(), print).retry_on_oom(
+            sft_learner(new_causal_lm(config, seed=0)), work
         )

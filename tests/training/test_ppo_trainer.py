@@ -10,10 +10,10 @@ import torch
 
 from tandem.config.schema import RunConfig, num_updates
 from tandem.data.render import Renderer
-from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import NumericsError
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.ops import native
+from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Experience, Message, PromptRow
 from tests.tiny import tiny_config
@@ -29,7 +29,7 @@ def early_letters(
 def make(model: str, folder: Path, **changes: object) -> tuple[PPOTrainer, list[PromptRow]]:
     torch.manual_seed(0)
     config: RunConfig = tiny_config(folder, model, "unused", **changes)
-    engine = RLHFEngine(actor=model, config=config)
+    engine = make_engine(actor=model, config=config)
     renderer = Renderer(load_tokenizer(model))
     prompts = [
         renderer.prompt([Message("user", f"Say the word {word}.")])
@@ -266,7 +266,7 @@ def make_learner(model: str, folder: Path, seed: int) -> tuple[PPOTrainer, list[
         ),
         sampling=replace(config.sampling, samples_per_prompt=8),
     )
-    engine = RLHFEngine(actor=model, config=config)
+    engine = make_engine(actor=model, config=config)
     renderer = Renderer(load_tokenizer(model))
     prompts = [renderer.prompt([Message("user", f"Say {n}.")]) for n in range(8)]
     return PPOTrainer(engine, config, num_steps=25, reward_function=early_letters), prompts

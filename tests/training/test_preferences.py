@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from tandem.cli import main
 from tandem.config.load import check_config
 from tandem.config.preferences import KTOConfig
 from tandem.config.schema import RunConfig
+from tandem.engine.placement import Model, Placement
 from tandem.errors import ConfigError, DataError
 from tandem.parallel.world import World
 from tandem.plan.run import plan_memory
-from tandem.training import reference
 from tandem.training.best_of_n import best_of_n
 from tandem.training.calibration import calibration_error, reliability
 from tandem.training.kto import imbalance, mismatched
@@ -96,13 +97,13 @@ def test_a_loss_by_name_trains_and_a_reference_is_loaded_only_where_it_is_read(
     tmp_path: Path, tiny_model: str, preferences: str, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed: list[bool] = []
-    place = reference.place_policy
+    place = Placement.policy
 
-    def counting(*args: object, trained: bool, **others: object) -> object:
+    def counting(self: Placement, source: Model, *, trained: bool, **others: Any) -> Any:
         placed.append(trained)
-        return place(*args, trained=trained, **others)  # type: ignore[arg-type]
+        return place(self, source, trained=trained, **others)
 
-    monkeypatch.setattr(reference, "place_policy", counting)
+    monkeypatch.setattr(Placement, "policy", counting)
     config = config_of(tmp_path / "run", tiny_model, preferences, "dpo", dpo__loss=loss)
     lines: list[str] = []
     ran(config, lines=lines)
@@ -168,7 +169,7 @@ def test_kto_is_stopped_and_continued_and_tells_of_unequal_labels(
 def test_labelled_rows_are_unused_where_no_stage_reads_labels(
     tmp_path: Path, tiny_model: str, labelled: str
 ) -> None:
-    with pytest.raises(ConfigError, match="step dpo must have at least one row; got none"):
+    with pytest.raises(ConfigError, match="stage dpo must have at least one row; got none"):
         ran(config_of(tmp_path / "run", tiny_model, labelled, "dpo"))
 
 
@@ -257,7 +258,7 @@ def test_online_dpo_learns_resumes_and_is_evaluated(
 
 
 def test_online_dpo_needs_two_answers_a_prompt() -> None:
-    with pytest.raises(ConfigError, match=r"samples_per_prompt must be at least 2 where online-d"):
+    with pytest.raises(ConfigError, match=r"samples_per_prompt must be at least 2 if online-d"):
         check_config(RunConfig(stages=("online-dpo",)))
 
 

@@ -184,7 +184,7 @@ def test_only_rows_of_steps_that_run_must_fit_the_model(tmp_path: Path, tiny_mod
     for step in ("sft", "reward", "dpo"):
         config = replace(config, steps=(step,), dataset=replace(config.dataset, split=()))
         prepared = prepare_rows(config, tiny_model, tiny_model)
-        with pytest.raises(ConfigError, match=f"rows of step {step} must fit the model's 256"):
+        with pytest.raises(ConfigError, match=f"rows of stage {step} must fit the model's 256"):
             check_rows(config, prepared, tiny_model, tiny_model)
     config = replace(config, stages=("ppo",))
     prepared = prepare_rows(config, tiny_model, tiny_model)

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tandem.config.engine import engine_settings
 from tandem.config.schema import ParallelConfig, RunConfig
-from tandem.engine.loading import place_policy
+from tandem.engine.placement import Placement
 from tandem.errors import TandemError
 from tandem.models.save import save_model
 from tandem.parallel.shard import shards_of
@@ -94,7 +95,7 @@ def growth_of_saving(world: World, folder: Path, rank: int) -> int:
     config = replace(tiny_config(folder, "", ""), **values)
     if rank:
         config = replace(config, lora=replace(config.lora, rank=rank))
-    model = place_policy(str(folder / "model"), config, world, trained=True)
+    model = Placement(engine_settings(config), world).policy(str(folder / "model"), trained=True)
     shards_of(model).reshard()
     save_anywhere(model, tokenizer(), folder / "warm")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -139,7 +140,7 @@ def said(world: World, folder: Path) -> str:
     import tandem.models.save as module
 
     config = replace(tiny_config(folder, "", ""), parallel=stages(3, 3))
-    model = place_policy(str(folder / "model"), config, world, trained=True)
+    model = Placement(engine_settings(config), world).policy(str(folder / "model"), trained=True)
 
     def refuse(*arguments: object) -> None:
         write(*arguments)

@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.engine.forward import response_logprobs
 from tandem.engine.hybrid import RLHFEngine
 from tandem.training.flight_recorder import rows_of
+from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Message, PromptRow, Rollout, TokenBatch
 from tests.tiny import tiny_config
@@ -61,7 +62,7 @@ class Echo:
 @pytest.fixture
 def trainer(tiny_model: str, tmp_path: Path) -> PPOTrainer:
     config = tiny_config(tmp_path, tiny_model, "unused")
-    engine = RLHFEngine(actor=tiny_model, config=config)
+    engine = make_engine(actor=tiny_model, config=config)
     return PPOTrainer(
         engine, config, num_steps=3, reward_function=early_letters, source=Echo(engine)
     )

@@ -224,7 +224,7 @@ def test_rows_beyond_the_models_positions_stop_before_the_first_step(
     with pytest.raises(ConfigError, match="must fit the model's 256 positions; got"):
         quiet(config)
     config = tiny_config(tmp_path / "run", tiny_model, preferences, dataset__split=[1, 0, 1])
-    with pytest.raises(ConfigError, match="step reward must have at least one row; got none"):
+    with pytest.raises(ConfigError, match="stage reward must have at least one row; got none"):
         quiet(config)
     assert not (tmp_path / "run").exists()
 
@@ -454,7 +454,7 @@ def test_what_is_missing_is_said_at_once(tmp_path: Path, tiny_model: str, prefer
     with pytest.raises(ConfigError, match="actor_model must name a model"):
         quiet(replace(config, data=()))
     config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["ppo"])
-    with pytest.raises(ConfigError, match="step ppo must have a reward"):
+    with pytest.raises(ConfigError, match="stage ppo must have a reward"):
         quiet(config)
     assert not (tmp_path / "run").exists()
     bad = tmp_path / "bad.jsonl"

@@ -72,8 +72,8 @@ def test_rows_kept_for_a_step_that_does_not_run_are_not_used(
     settled, _ = settle_shares(alone(config, "sft", split=(2, 4, 4)), World())
     (account,) = prepare_rows(settled, tiny_model, tiny_model).ledger.datasets.values()
     assert set(account.unused) == {
-        "kept for step 2 (reward), which does not run",
-        "kept for step 3 (ppo), which does not run",
+        "kept for stage 2 (reward), which does not run",
+        "kept for stage 3 (ppo), which does not run",
     }
     assert account.used["texts"] < ROWS / 2
     assert not account.used["pairs"] + account.used["prompts"]
@@ -105,7 +105,7 @@ def test_steps_run_one_by_one_with_shares_stay_apart(config: RunConfig) -> None:
         lines.clear()
         ran(alone(config, step), lines=lines)
         (line,) = [line for line in lines if line.startswith("rows: ")]
-        assert "dealt by the shares 1,1,1 that sft" in line
+        assert "split by the shares 1,1,1 that sft" in line
         assert set(used(folder)) == {share, "heldout"}
         counts |= used(folder)
         assert load_config(folder / "config.yaml").dataset.split == (1, 1, 1)
@@ -124,7 +124,7 @@ def test_a_step_whose_rows_others_took_is_refused_before_it_begins(config: RunCo
     assert "all but the held-out ones are for sft; to keep some for reward and ppo" in line
     assert "--data-split 2,4,4" in line
     before = (folder / "config.yaml").read_bytes()
-    with pytest.raises(ConfigError, match=r"step reward must have a share of the rows") as raised:
+    with pytest.raises(ConfigError, match=r"stage reward must have a share of the rows") as raised:
         ran(alone(config, "reward"))
     assert "run tandem reward with --data-split 0,4,0" in str(raised.value)
     with pytest.raises(ConfigError, match=r"tandem train --stages reward ppo with .* 0,4,4"):
@@ -134,7 +134,7 @@ def test_a_step_whose_rows_others_took_is_refused_before_it_begins(config: RunCo
     assert (folder / "config.yaml").read_bytes() == before
     lines.clear()
     ran(alone(config, "reward", split=(0, 4, 0)), lines=lines)  # as the message says
-    assert any("reward, dealt by 0,4,0, trains on rows that sft of" in line for line in lines)
+    assert any("reward, with the split 0,4,0, trains on rows that sft of" in line for line in lines)
     assert used(folder)["pairs"] > ROWS * 0.7
 
 

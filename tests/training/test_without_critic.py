@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tandem.config.schema import RunConfig
-from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import ConfigError, ModelError
 from tandem.objectives.advantages import leave_one_out, over_tokens
+from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Experience
 from tests.tiny import tiny_config
@@ -34,7 +34,7 @@ def config_of(folder: Path, model: str, kl_coef: float = 0.0) -> RunConfig:
 
 def test_a_policy_learns_without_critic_and_reference(tiny_model: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_model)
-    engine = RLHFEngine(actor=tiny_model, config=config, has_critic=False, has_reference=False)
+    engine = make_engine(actor=tiny_model, config=config, has_critic=False, has_reference=False)
     assert list(engine.learners) == ["actor"]
     assert (engine.critic, engine.reference, engine.critic_learner) == (None, None, None)
     trainer = PPOTrainer(
@@ -59,7 +59,7 @@ def test_a_policy_learns_without_critic_and_reference(tiny_model: str, tmp_path:
 
 def test_a_reference_alone_penalizes_without_a_critic(tiny_model: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_model, kl_coef=0.1)
-    engine = RLHFEngine(actor=tiny_model, config=config, has_critic=False)
+    engine = make_engine(actor=tiny_model, config=config, has_critic=False)
     trainer = PPOTrainer(
         engine, config, num_steps=2, reward_function=early_letters, advantages_of=rloo
     )
@@ -72,7 +72,7 @@ def test_a_reference_alone_penalizes_without_a_critic(tiny_model: str, tmp_path:
 
 def test_what_is_missing_is_said(tiny_model: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_model, kl_coef=0.1)
-    engine = RLHFEngine(actor=tiny_model, config=config, has_critic=False, has_reference=False)
+    engine = make_engine(actor=tiny_model, config=config, has_critic=False, has_reference=False)
     with pytest.raises(ConfigError, match="must have a critic for its advantages"):
         PPOTrainer(engine, config, reward_function=early_letters)
     with pytest.raises(ConfigError, match=r"ppo.kl_coef must be 0 without a reference; got 0.1"):

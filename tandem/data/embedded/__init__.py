@@ -1,20 +1,35 @@
 """The embedded default: a data set, a tokenizer and a model that need no file and no network.
 
 Short instructions of ten kinds, each with a preferred and a rejected answer, written by a seeded
-generator. A hidden rule, which training never sees, judges any answer; so the three steps can be
-measured by something other than the reward model that they train.
+generator. A hidden rule, which training never sees, judges any answer, so that the three stages can
+be measured by something other than the reward model that they train.
 
-    rows             the data set
+    rows             the data set (its words and phrases: world.yaml)
     judge            the hidden rule
     build_tokenizer  a byte-level BPE tokenizer with a chat template
     model_config     a small Llama
-    demo_config      the knobs of a run on two cores
+    demo_config      the knobs of a run on two cores (demo.yaml)
 """
 
+from pathlib import Path
+
+import yaml
+
+from tandem.config.load import build_config
+from tandem.config.schema import RunConfig
 from tandem.data.embedded.generator import rows
-from tandem.data.embedded.model import model_config
 from tandem.data.embedded.rule import Judgement, judge
-from tandem.data.embedded.settings import demo_config
-from tandem.data.embedded.tokenizer import build_tokenizer
+from tandem.data.embedded.tokenizer import build_tokenizer, model_config
 
 __all__ = ["Judgement", "build_tokenizer", "demo_config", "judge", "model_config", "rows"]
+
+
+def demo_config(output_dir: str, actor_model: str = "") -> RunConfig:
+    """The configuration of `tandem demo`.
+
+    Args:
+        actor_model: folder of a model with new weights, made with `model_config` and
+            `build_tokenizer`.
+    """
+    knobs = yaml.safe_load(Path(__file__).with_name("demo.yaml").read_text("utf-8"))
+    return build_config({**knobs, "output_dir": output_dir, "actor_model": actor_model})

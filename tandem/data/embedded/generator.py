@@ -4,50 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from random import Random
-from typing import TypeVar
 
-from tandem.data.embedded.facts import CLOSERS, OPENERS, PREAMBLES, RUDE
-from tandem.data.embedded.kinds import WEIGHTS
-from tandem.data.embedded.rule import judge_as
-from tandem.data.embedded.task import Fields, Task
-
-Choice = TypeVar("Choice")
+from tandem.data.embedded.rule import CLOSERS, OPENERS, PREAMBLES, RUDE, judge_as
+from tandem.data.embedded.tasks import TASKS, WORLD, Fields, Task
 
 NUM_ROWS = 24_000
-"""How many rows `rows` writes unless told otherwise."""
-
+"""Rows in the data set."""
 WRONG = 0.08
 """Share of the preferred answers whose content is wrong: people make mistakes too."""
-
 ABSURD = 0.6
-"""Share of the wrong contents that have nothing to do with the question; the others are near it."""
-
-MANNERS: dict[str, float] = {
-    "opener": 0.45,
-    "plain": 0.25,
-    "closer": 0.12,
-    "both": 0.10,
-    "rude": 0.08,
-}
-"""How preferred answers are put. Fewer than half have the manner that the rule wants: an imitator
-learns the form, and PPO has something left to learn."""
-
-DEFECTS: dict[str, float] = {
-    "manner": 0.61,
-    "content": 0.09,
-    "manner and content": 0.06,
-    "other question": 0.04,
-    "repeated remark": 0.06,
-    "repeated sentence": 0.05,
-    "no stop": 0.03,
-    "run-on": 0.03,
-    "remarks alone": 0.03,
-}
-"""What is wrong with rejected answers. The later ones are rare in demonstrations and are what a
-policy finds that is pushed along a reward model's gaps."""
-
+"""Share of the wrong contents that have nothing to do with the question; the others are close."""
 _MARGIN = 0.03
-"""A rejected answer scores lower than the preferred one by at least this."""
+"""A rejected answer scores at least this much lower than the preferred one."""
 
 
 def rows(num: int = NUM_ROWS, seed: int = 0) -> Iterator[dict[str, str]]:
@@ -63,23 +31,28 @@ def rows(num: int = NUM_ROWS, seed: int = 0) -> Iterator[dict[str, str]]:
 
 
 def _row(rng: Random) -> dict[str, str]:
-    task = _pick(WEIGHTS, rng)
+    task = _pick_task(rng)
     fields = task.draw(rng)
     prompt = rng.choice(PREAMBLES) + rng.choice(task.phrasings).format(**fields)
     score = 0.0
     while score < _MARGIN:
-        said = _sentence(task, fields, rng, wrong=rng.random() < WRONG)
-        manner = _pick(MANNERS, rng)
-        chosen = _put(said, manner, rng)
+        sentence = _sentence(task, fields, rng, wrong=rng.random() < WRONG)
+        manner = _pick(WORLD["manners"], rng)
+        chosen = _with_remarks(sentence, manner, rng)
         score = judge_as(task, fields, chosen).score
     while True:
-        rejected = _spoil(_pick(DEFECTS, rng), task, fields, said, manner, rng)
+        defect = _pick(WORLD["defects"], rng)
+        rejected = _spoil(defect, task, fields, sentence, manner, rng)
         if judge_as(task, fields, rejected).score <= score - _MARGIN:
             return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def _pick(shares: Mapping[Choice, float], rng: Random) -> Choice:
+def _pick(shares: Mapping[str, float], rng: Random) -> str:
     return rng.choices(tuple(shares), tuple(shares.values()))[0]
+
+
+def _pick_task(rng: Random) -> Task:
+    return rng.choices(TASKS, [task.weight for task in TASKS])[0]
 
 
 def _sentence(task: Task, fields: Fields, rng: Random, wrong: bool) -> str:
@@ -88,8 +61,8 @@ def _sentence(task: Task, fields: Fields, rng: Random, wrong: bool) -> str:
     return task.say(fields, task.absurd(rng) if rng.random() < ABSURD else task.wrong(fields, rng))
 
 
-def _put(sentence: str, manner: str, rng: Random) -> str:
-    """The answer that gives `sentence` in one of MANNERS."""
+def _with_remarks(sentence: str, manner: str, rng: Random) -> str:
+    """The answer that gives `sentence` in one of the manners."""
     opener, closer, rude = rng.choice(OPENERS), rng.choice(CLOSERS), rng.choice(RUDE)
     return {
         "opener": f"{opener} {sentence}",
@@ -100,31 +73,33 @@ def _put(sentence: str, manner: str, rng: Random) -> str:
     }[manner]
 
 
-def _spoil(defect: str, task: Task, fields: Fields, said: str, manner: str, rng: Random) -> str:
-    """An answer with one of DEFECTS, otherwise like one that says `said` in `manner`."""
-    another = _pick(MANNERS, rng)
-    if defect == "manner":
-        return _put(said, another, rng)
-    if defect == "content":
-        return _put(_sentence(task, fields, rng, wrong=True), manner, rng)
-    if defect == "manner and content":
-        return _put(_sentence(task, fields, rng, wrong=True), another, rng)
-    if defect == "other question":
-        other = _pick(WEIGHTS, rng)
-        return _put(_sentence(other, other.draw(rng), rng, wrong=False), manner, rng)
-    if defect == "repeated remark":
-        return _repeat_remark(said, rng)
-    if defect == "repeated sentence":
-        return _put(" ".join([said] * rng.randint(2, 3)), manner, rng)
-    if defect == "no stop":
-        return _put(said, rng.choice(("plain", "opener")), rng).removesuffix(".")
-    if defect == "run-on":
-        return _put(" and ".join([said.removesuffix(".")] * rng.randint(2, 3)) + ".", manner, rng)
+def _spoil(defect: str, task: Task, fields: Fields, sentence: str, manner: str, rng: Random) -> str:
+    """An answer with one of the defects, otherwise like one that gives `sentence` in `manner`."""
+    another = _pick(WORLD["manners"], rng)
+    stem = sentence.removesuffix(".")
+    match defect:
+        case "manner":
+            return _with_remarks(sentence, another, rng)
+        case "content":
+            return _with_remarks(_sentence(task, fields, rng, wrong=True), manner, rng)
+        case "manner and content":
+            return _with_remarks(_sentence(task, fields, rng, wrong=True), another, rng)
+        case "other question":
+            other = _pick_task(rng)
+            return _with_remarks(_sentence(other, other.draw(rng), rng, wrong=False), manner, rng)
+        case "repeated remark":
+            return _repeat_remark(sentence, rng)
+        case "repeated sentence":
+            return _with_remarks(" ".join([sentence] * rng.randint(2, 3)), manner, rng)
+        case "no stop":
+            return _with_remarks(sentence, rng.choice(("plain", "opener")), rng).removesuffix(".")
+        case "run-on":
+            return _with_remarks(" and ".join([stem] * rng.randint(2, 3)) + ".", manner, rng)
     return " ".join(rng.sample((*OPENERS, *CLOSERS), rng.randint(1, 2)))
 
 
-def _repeat_remark(said: str, rng: Random) -> str:
+def _repeat_remark(sentence: str, rng: Random) -> str:
     times = rng.randint(2, 3)
     remarks = rng.choice((OPENERS, CLOSERS))
     repeated = rng.choice(([rng.choice(remarks)] * times, rng.choices(remarks, k=times)))
-    return " ".join([*repeated, said] if remarks is OPENERS else [said, *repeated])
+    return " ".join([*repeated, sentence] if remarks is OPENERS else [sentence, *repeated])

@@ -1,11 +1,11 @@
-"""The embedded data set's own tokenizer, trained on its text."""
+"""The embedded default's tokenizer, trained on its text, and the small model that goes with it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tandem.data.embedded.generator import rows
 
@@ -28,14 +28,14 @@ def build_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with a chat template, the same for the same arguments.
 
-    It encodes any text without loss. EOS is <|end|>, which ends every turn; padding has a token
-    of its own; there is no BOS.
+    It encodes any text without loss. EOS is <|end|>, which ends every turn; padding has its own
+    token; there is no BOS.
 
     Args:
-        vocab_size: tokens in all: 5 control tokens, 256 bytes, the rest merges.
+        vocab_size: 5 control tokens, 256 bytes, the rest merges.
         num_rows: rows of the data set that the merges are learned from.
         seed: the data set's seed.
-        model_max_length: the context of the model that it is for, in tokens.
+        model_max_length: the model's context, in tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,6 +57,33 @@ def build_tokenizer(
     )
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
+
+
+def model_config(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    hidden_size: int = 128,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    context: int = 256,
+) -> LlamaConfig:
+    """A Llama of about 0.4 million parameters for `tokenizer`: tied embeddings, grouped queries
+    (two heads per key and value head) and a context of `context` tokens."""
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=5 * hidden_size // 2,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        # With Llama's 0.02 such a narrow model needs far more steps to learn right answers.
+        initializer_range=0.06,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
 
 
 def _texts(num_rows: int, seed: int) -> Iterable[str]:

@@ -18,6 +18,7 @@
 #include "rows.h"
 #include "sample.h"
 #include "threads.h"
+#include "tuning.h"
 
 namespace tandem {
 namespace {
@@ -639,6 +640,8 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("geglu_tanh(Tensor gate, Tensor up) -> Tensor");
   m.def("token_logprobs(Tensor logits, Tensor targets, float temperature, bool with_entropy,"
         " bool keep_logits) -> (Tensor, Tensor)");
+  m.def("product_choices() -> str", &choices);
+  m.def("why_no_amx() -> str", &why_no_amx);
   m.def("sample(Tensor logits, Tensor keys, Tensor token_numbers, float temperature)"
         " -> (Tensor, Tensor, Tensor)");
 }

@@ -4,12 +4,21 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
+#include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <new>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include <c10/util/FunctionRef.h>
+
+#include "amx.h"
 #include "gemm.h"
 #include "threads.h"
+#include "tuning.h"
 
 namespace tandem {
 namespace {
@@ -35,7 +44,7 @@ constexpr int kWide = sizeof(wide) / sizeof(float);
 typedef float word __attribute__((may_alias, aligned(2)));
 
 // Memory of one thread that grows and is kept: one per purpose, so that uses do not meet.
-enum class Use { weights, rows, panel, tile, count };
+enum class Use { weights, rows, panel, tile, sums, count };
 
 float* scratch(Use use, int64_t floats) {
   struct Memory {
@@ -63,13 +72,20 @@ TANDEM_INLINE void finish(T* y, v16 sums, const T* bias, const T* residual, int 
   store_lanes(y, sums, lanes);
 }
 
+// Memory that will soon be read: an address per k, `step` words apart.
+struct Ahead {
+  const word* data = nullptr;
+  int64_t step = 0, part = 0;  // `part`: from what one tile fetches to what the next one does
+};
+
 // ---- the tile: R rows by C vectors of sums in registers ----
 
 template <class T>
 struct TileWork {
   const word* rows;  // R rows `row_stride` words apart, their words `row_step` apart
   int64_t row_stride, row_step;
-  const word* panel;    // (words, 16 C)
+  const word* panel;  // (words, 16 C), `panel_step` words from k to k + 1
+  int64_t panel_step;
   int64_t words;
   const float* before;  // sums so far (R, kPanel), or null: start at 0
   float* raw;           // where sums go as they are (R, kPanel), or null: finish them into y
@@ -77,8 +93,7 @@ struct TileWork {
   int64_t y_stride;
   int64_t width;  // columns of y, at most 16 C
   Epilogue<T> epilogue;
-  const word* ahead = nullptr;  // fetched meanwhile, `ahead_step` words per k, or null
-  int64_t ahead_step = 0;
+  Ahead ahead;  // fetched meanwhile
 };
 
 template <class T, class V>
@@ -137,10 +152,10 @@ void tile(const TileWork<T>& work) {
   }
   const word* row = work.rows;
   const word* panel = work.panel;
-  const int64_t stride = work.row_stride, step = work.row_step;
-  const word* ahead = work.ahead ? work.ahead : panel;
-  const int64_t ahead_step = work.ahead_step;
-  for (int64_t k = 0; k < work.words; ++k, row += step, panel += kLanes * vectors) {
+  const int64_t stride = work.row_stride, step = work.row_step, panel_step = work.panel_step;
+  const word* ahead = work.ahead.data ? work.ahead.data : panel;
+  const int64_t ahead_step = work.ahead.step;
+  for (int64_t k = 0; k < work.words; ++k, row += step, panel += panel_step) {
     __builtin_prefetch(ahead, 0, 2);
     ahead += ahead_step;
     wide b[C];
@@ -197,41 +212,46 @@ TileFunction<T> tile_for(int C, int R) {
   }
 }
 
-// `count` rows (at most kGroup) by one panel: tiles of nearly equal heights, k in blocks that leave
-// room in the second cache. Sums go to `raw` (count, kPanel) if given, else finished into y.
+// `count` rows (at most kGroup) by one panel of `lanes` columns in memory: tiles of nearly equal
+// heights, cut as `cut` says. Sums start at `before` (count, kPanel) if given, and go to `raw`
+// (count, kPanel) if given, else finished into y.
 constexpr int64_t kGroup = 48;
-constexpr int64_t kBlockWords = 1024;
 
 template <class T>
-void multiply_group(TileWork<T> work, int64_t count, int vectors, float* raw) {
-  const int64_t most = kMostRows[vectors], tiles = (count + most - 1) / most;
-  const int64_t words = work.words;
-  const word *rows = work.rows, *panel = work.panel;
+void multiply_group(const TileWork<T>& work, int64_t count, int64_t lanes, const float* before,
+                    float* raw, const Cut& cut) {
+  const int64_t words = work.words, piece = std::min<int64_t>(cut.columns, kPanel);
   float* partial = raw;
-  if (!raw && words > kBlockWords) partial = scratch(Use::tile, kGroup * kPanel);
-  for (int64_t k = 0; k < words; k += kBlockWords) {
-    const bool last = k + kBlockWords >= words;
-    work.words = last ? words - k : kBlockWords;
-    work.panel = panel + k * vectors * kLanes;
-    for (int64_t i = 0, m = 0; i < tiles; ++i) {
-      const int64_t height = count / tiles + (i < count % tiles);
-      TileWork<T> one = work;
-      one.rows = rows + m * work.row_stride + k * work.row_step;
-      one.before = k ? partial + m * kPanel : nullptr;
-      one.raw = last && !raw ? nullptr : partial + m * kPanel;
-      one.y = work.y + m * work.y_stride;
-      one.epilogue = work.epilogue.at(m, 0);
-      if (raw) {  // the rows are the weight's: those of the next tile
-        one.ahead = one.rows + height * work.row_stride;
-        one.ahead_step = height;
-      } else if (work.ahead && i < vectors) {  // a quarter of the next panel
-        one.ahead = work.ahead + (i * words + k) * kLanes;
-        one.ahead_step = kLanes;
-      } else {
-        one.ahead = nullptr;
+  if (!raw && words > cut.words) partial = scratch(Use::tile, kGroup * kPanel);
+  for (int64_t k = 0; k < words; k += cut.words) {
+    const bool last = k + cut.words >= words;
+    const float* from = k ? partial : before;
+    TileWork<T> one = work;
+    one.words = last ? words - k : cut.words;
+    one.panel_step = lanes;
+    int64_t done = 0;  // tiles so far
+    for (int64_t c = 0; c < lanes; c += piece) {
+      const int vectors = static_cast<int>(std::min(piece, lanes - c) / kLanes);
+      const int64_t most = kMostRows[vectors], tiles = (count + most - 1) / most;
+      one.panel = work.panel + k * lanes + c;
+      one.width = std::min(work.width - c, vectors * int64_t{kLanes});
+      for (int64_t i = 0, m = 0; i < tiles; ++i, ++done) {
+        const int64_t height = count / tiles + (i < count % tiles);
+        one.rows = work.rows + m * work.row_stride + k * work.row_step;
+        one.before = from ? from + m * kPanel + c : nullptr;
+        one.raw = last && !raw ? nullptr : partial + m * kPanel + c;
+        one.y = work.y + m * work.y_stride + c;
+        one.epilogue = work.epilogue.at(m, c);
+        if (work.ahead.data && done < kPanel / kLanes)  // its share of the next panel
+          one.ahead = {work.ahead.data + done * work.ahead.part + k * work.ahead.step,
+                       work.ahead.step};
+        else if (cut.fetches_rows && work.row_step == 1)  // the next tile's rows
+          one.ahead = {one.rows + height * work.row_stride, height};
+        else
+          one.ahead = {};
+        tile_for<T>(vectors, static_cast<int>(height))(one);
+        m += height;
       }
-      tile_for<T>(vectors, static_cast<int>(height))(one);
-      m += height;
     }
   }
 }
@@ -352,13 +372,22 @@ TANDEM_INLINE v16 column_words(const Matrix<T>& m, int64_t first, int64_t count,
 template <class T>
 void pack_panel(const Matrix<T>& m, int64_t first, int64_t width, int64_t K, float* out) {
   const int64_t words = words_of<T>(K), lanes = round_up(width, kLanes);
+  if (m.column_stride != 1) {
+    // What follows in memory is read together; the next columns are far, so they are fetched ahead.
+    constexpr int64_t kColumns = 12;
+    for (int64_t k = 0; k < words; ++k) {
+      const T* soon = m.data + first * m.row_stride + (k + kColumns) * kPerWord<T> * m.column_stride;
+      for (int64_t n = 0; n < width; n += kLanes) {
+        __builtin_prefetch(soon + n);
+        if constexpr (kPerWord<T> == 2) __builtin_prefetch(soon + n + m.column_stride);
+        store(out + k * lanes + n,
+              column_words(m, first + n, std::min<int64_t>(kLanes, width - n), k, K));
+      }
+    }
+    return;
+  }
   for (int64_t n = 0; n < width; n += kLanes) {
     const int64_t count = std::min<int64_t>(kLanes, width - n);
-    if (m.column_stride != 1) {
-      for (int64_t k = 0; k < words; ++k)
-        store(out + k * lanes + n, column_words(m, first + n, count, k, K));
-      continue;
-    }
     for (int64_t k = 0; k < words; k += kLanes) {
       v16 x[16];
       load_turned(m, first + n, count, k, K, x);
@@ -393,18 +422,34 @@ Words words_of_rows(const T* x, int64_t x_stride, int64_t M, int64_t K) {
   }
 }
 
-// Rows m0 to m1 by one panel of `width` columns; y, bias and residual point at row 0 and the
-// panel's first column.
+// Where the sums of a panel's rows come from and go to, (rows, kPanel) each; null: from 0, into y.
+struct Sums {
+  const float* before = nullptr;
+  float* after = nullptr;
+};
+
+// Rows m0 to m1 by `words` words of one panel of `width` columns; y, bias and residual point at
+// row 0 and the panel's first column.
 template <class T>
 void multiply_panel(const Words& x, int64_t m0, int64_t m1, const word* panel, int64_t width,
-                    int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue,
-                    const word* ahead = nullptr) {
-  const int vectors = static_cast<int>((width + kLanes - 1) / kLanes);
+                    int64_t words, T* y, int64_t y_stride, const Epilogue<T>& epilogue,
+                    const Cut& cut, const Ahead& ahead = {}, const Sums& sums = {}) {
   for (int64_t m = m0; m < m1; m += kGroup) {
-    TileWork<T> work{x.data + m * x.stride, x.stride, x.step, panel, words_of<T>(K), nullptr,
-                     nullptr, y + m * y_stride, y_stride, width, epilogue.at(m, 0)};
+    TileWork<T> work{};
+    work.rows = x.data + m * x.stride;
+    work.row_stride = x.stride;
+    work.row_step = x.step;
+    work.panel = panel;
+    work.words = words;
+    work.y = y + m * y_stride;
+    work.y_stride = y_stride;
+    work.width = width;
+    work.epilogue = epilogue.at(m, 0);
     if (m == m0) work.ahead = ahead;
-    multiply_group(work, std::min(kGroup, m1 - m), vectors, nullptr);
+    const int64_t sum = (m - m0) * kPanel;
+    multiply_group(work, std::min(kGroup, m1 - m), round_up(width, kLanes),
+                   sums.before ? sums.before + sum : nullptr,
+                   sums.after ? sums.after + sum : nullptr, cut);
   }
 }
 
@@ -414,25 +459,100 @@ constexpr int64_t kGrain = 1 << 17;
 // Floats of a packed weight that stays in the second cache while rows pass by.
 constexpr int64_t kSmall = 1 << 18;
 
+// By a packed weight.
+template <class T>
+void multiply_cut(const T* x, int64_t x_stride, int64_t M, const float* packed, int64_t N,
+                  int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue,
+                  const Cut& cut) {
+  const Words rows = words_of_rows(x, x_stride, M, K);
+  const int64_t words = words_of<T>(K), panels = (N + kPanel - 1) / kPanel;
+  const bool small = packed_size<T>(N, K) <= kSmall;
+  const bool fetches = !small && M >= 16;  // fewer rows take no longer than the next panel
+  const auto one = [&](int64_t m, int64_t count, int64_t p) {
+    const int64_t n = p * kPanel;
+    Ahead ahead;
+    if (fetches && n + kPanel < N)
+      ahead = {reinterpret_cast<const word*>(packed + (n + kPanel) * words), kLanes,
+               kLanes * words};
+    multiply_panel(rows, m, m + count, reinterpret_cast<const word*>(packed + n * words),
+                   std::min(kPanel, N - n), words, y + n, y_stride, epilogue.at(0, n), cut, ahead);
+  };
+  const int64_t chunk = small || panels < 2 * num_threads() ? kGroup : M;
+  const int64_t chunks = (M + chunk - 1) / chunk;
+  const int64_t grain = kGrain / std::max<int64_t>(1, words * kPanel * std::min(M, chunk)) + 1;
+  parallel_for(0, panels * chunks, grain, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) {
+      const int64_t m = (small ? i / panels : i % chunks) * chunk;
+      one(m, std::min(chunk, M - m), small ? i % panels : i / chunks);
+    }
+  });
+}
+
+// What packing panel `first` reads from word `k` on, shared between the tiles before it.
+template <class T>
+Ahead source_ahead(const Matrix<T>& m, int64_t first, int64_t k, int64_t words) {
+  const auto in_words = [](int64_t values) { return values * int64_t{sizeof(T)} / 4; };
+  const word* data = reinterpret_cast<const word*>(m.data + first * m.row_stride +
+                                                   k * kPerWord<T> * m.column_stride);
+  if (m.column_stride != 1)
+    return {data, in_words(kPerWord<T> * m.column_stride), in_words(kLanes)};
+  const int64_t part = in_words(kLanes * m.row_stride);
+  return {data, part / words, part};
+}
+
+// Words of a panel beyond which it is packed and multiplied in parts, so that it stays in the second
+// cache and the weight is read once, from first to last.
+constexpr int64_t kDeep = 1024;
+
+template <class T>
+void multiply_deep(const Words& rows, int64_t M, const Matrix<T>& weight, int64_t N, int64_t K,
+                   T* y, int64_t y_stride, const Epilogue<T>& epilogue, const Cut& cut) {
+  const int64_t words = words_of<T>(K), panels = (N + kPanel - 1) / kPanel;
+  float* sums = scratch(Use::sums, panels * M * kPanel);
+  for (int64_t k = 0; k < words; k += kDeep) {
+    const int64_t part = std::min(kDeep, words - k), column = k * kPerWord<T>;
+    const Matrix<T> matrix{weight.data + column * weight.column_stride, weight.row_stride,
+                           weight.column_stride};
+    const Words some{rows.data + k * rows.step, rows.stride, rows.step};
+    parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
+      float* panel = scratch(Use::panel, kPanel * kDeep);
+      for (int64_t p = from; p < to; ++p) {
+        const int64_t n = p * kPanel, width = std::min(kPanel, N - n);
+        float* all = sums + n * M;
+        pack_panel(matrix, n, width, std::min(kDeep * kPerWord<T>, K - column), panel);
+        multiply_panel(some, 0, M, reinterpret_cast<const word*>(panel), width, part, y + n,
+                       y_stride, epilogue.at(0, n), cut, {},
+                       {k ? all : nullptr, k + part < words ? all : nullptr});
+      }
+    });
+  }
+}
+
 // By a weight as it lies, each panel packed when its turn comes.
 template <class T>
 void multiply_packing(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
-                      int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
+                      int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue,
+                      const Cut& cut) {
   if (packed_size<T>(N, K) <= kSmall) {
     float* packed = scratch(Use::weights, packed_size<T>(N, K));
     pack(weight, N, K, packed);
-    multiply_packed(x, x_stride, M, packed, N, K, y, y_stride, epilogue);
+    multiply_cut(x, x_stride, M, packed, N, K, y, y_stride, epilogue, cut);
     return;
   }
   const Words rows = words_of_rows(x, x_stride, M, K);
-  const int64_t panels = (N + kPanel - 1) / kPanel;
+  const int64_t panels = (N + kPanel - 1) / kPanel, words = words_of<T>(K);
+  if (words > kDeep) {
+    multiply_deep(rows, M, weight, N, K, y, y_stride, epilogue, cut);
+    return;
+  }
   parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
-    float* panel = scratch(Use::panel, kPanel * words_of<T>(K));
+    float* panel = scratch(Use::panel, kPanel * words);
     for (int64_t p = from; p < to; ++p) {
       const int64_t n = p * kPanel, width = std::min(kPanel, N - n);
       pack_panel(weight, n, width, K, panel);
-      multiply_panel(rows, 0, M, reinterpret_cast<const word*>(panel), width, K, y + n, y_stride,
-                     epilogue.at(0, n));
+      multiply_panel(rows, 0, M, reinterpret_cast<const word*>(panel), width, words, y + n,
+                     y_stride, epilogue.at(0, n), cut,
+                     p + 1 < to ? source_ahead(weight, n + kPanel, 0, words) : Ahead{});
     }
   });
 }
@@ -441,7 +561,8 @@ void multiply_packing(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& 
 // where they lie, so each of its words is read once per panel and nothing of it is copied.
 template <class T>
 void multiply_across(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
-                     int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
+                     int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue,
+                     const Cut& cut) {
   const int64_t words = words_of<T>(K), panels = (M + kPanel - 1) / kPanel;
   float* packed = scratch(Use::rows, packed_size<T>(M, K));
   pack(Matrix<T>{x, x_stride, 1}, M, K, packed);
@@ -460,7 +581,8 @@ void multiply_across(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& w
       work.row_step = 1;
       work.panel = reinterpret_cast<const word*>(packed + m * words);
       work.words = words;
-      multiply_group(work, count, static_cast<int>((width + kLanes - 1) / kLanes), raw);
+      work.width = width;
+      multiply_group(work, count, round_up(width, kLanes), nullptr, raw, cut);
       for (int64_t c = 0; c < count; c += kLanes) {
         const int lanes = static_cast<int>(std::min<int64_t>(kLanes, count - c));
         const T* bias = epilogue.bias ? epilogue.bias + n + c : nullptr;
@@ -526,21 +648,119 @@ void multiply_few(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weig
   });
 }
 
-// Which of the two ways costs less, in cycles per 16 by 16 weights: multiply-adds, then moving
-// words about. The bits do not depend on it.
+// Whether the weight's rows are words that `multiply_across` can broadcast.
 template <class T>
-bool lanes_over_rows(int64_t M, int64_t N, int64_t K, const Matrix<T>& weight) {
+bool can_cross(const Matrix<T>& weight, int64_t K) {
   constexpr bool own_words = std::is_same_v<T, float> || kPairs;
-  if (!own_words || weight.column_stride != 1 || K % kPerWord<T> || weight.row_stride % kPerWord<T>)
-    return false;
-  const double words = static_cast<double>(words_of<T>(K));
-  const double rows = static_cast<double>(round_up(M, kLanes));
-  const double packing = 8.0 * M + 40;
-  const double across = rows * (8 + 40.0 / N + 60.0 / words);
-  return across < packing;
+  return own_words && weight.column_stride == 1 && K % kPerWord<T> == 0 &&
+         weight.row_stride % kPerWord<T> == 0;
+}
+
+// ---- the matrix unit ----
+
+#if defined(TANDEM_AMX)
+
+// By a weight that is packed, or by one whose panels are packed in turn (`packed` is null).
+void multiply_amx(const bf16* x, int64_t x_stride, int64_t M, const float* packed,
+                  const Matrix<bf16>& weight, int64_t N, int64_t K, bf16* y, int64_t y_stride,
+                  const Epilogue<bf16>& epilogue) {
+  const int64_t words = words_of<bf16>(K), panels = (N + kPanel - 1) / kPanel;
+  float* rows = scratch(Use::rows, amx::padded_rows(M) * amx::padded_words(words));
+  amx::pad_rows(x, x_stride, M, K, rows);
+  parallel_for(0, panels, kGrain / (words * kPanel * M) + 1, [&](int64_t from, int64_t to) {
+    const amx::Session session;
+    for (int64_t p = from; p < to; ++p) {
+      const int64_t n = p * kPanel, width = std::min(kPanel, N - n);
+      const float* panel = packed ? packed + n * words : nullptr;
+      if (!panel) {
+        float* own = scratch(Use::panel, kPanel * words);
+        pack_panel(weight, n, width, K, own);
+        panel = own;
+      }
+      amx::multiply_panel(reinterpret_cast<const amx::word*>(rows), M,
+                          reinterpret_cast<const amx::word*>(panel), round_up(width, kLanes), width,
+                          words, [&](int64_t m, int64_t c, v16 sums, int lanes) {
+                            const Epilogue<bf16> e = epilogue.at(m, n + c);
+                            finish(y + m * y_stride + n + c, sums, e.bias, e.residual, lanes);
+                          });
+    }
+  });
+}
+
+double seconds_of(c10::function_ref<void()> body) {
+  double best = 1e9;
+  for (int i = 0; i < 5; ++i) {
+    const auto began = std::chrono::steady_clock::now();
+    body();
+    best = std::min(
+        best, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
+  }
+  return best;
+}
+
+// Why the unit is not used, or nothing: rows must be the same alone, in any company and place.
+std::string why_not_amx() {
+  const char* const asked = std::getenv("TANDEM_AMX");
+  if (asked && std::string(asked) == "off") return "TANDEM_AMX is off";
+  if (!amx::permitted()) return "the system does not give its registers to this process";
+  constexpr int64_t M = 70, N = 200, K = 330;
+  std::vector<bf16> x(M * K), w(N * K), whole(M * N), part(M * N);
+  uint32_t state = 1;
+  for (auto* numbers : {&x, &w})
+    for (bf16& number : *numbers) {
+      state = state * 1664525u + 1013904223u;
+      number = static_cast<float>(state >> 8) / (1 << 23) - 1.0f;
+    }
+  const Matrix<bf16> weight{w.data(), K, 1};
+  const auto run = [&](int64_t first, int64_t count, bf16* y) {
+    multiply_amx(x.data() + first * K, K, count, nullptr, weight, N, K, y, N, {});
+  };
+  run(0, M, whole.data());
+  for (const int64_t count : {1, 2, 15, 16, 17, 31, 33, 48, 69})
+    for (const int64_t first : {int64_t{0}, M - count}) {
+      run(first, count, part.data());
+      if (std::memcmp(part.data(), whole.data() + first * N, count * N * sizeof(bf16)))
+        return "a row's bits depend on the rows beside it";
+    }
+  std::vector<float> packed(packed_size<bf16>(N, K));
+  pack(weight, N, K, packed.data());
+  multiply_cut<bf16>(x.data(), K, M, packed.data(), N, K, part.data(), N, {}, kCuts[0]);
+  for (int64_t i = 0; i < M * N; ++i) {  // sums of 330 products of numbers below 1, in two orders
+    const float one = whole[i], other = part[i];
+    if (!(std::abs(one - other) <= 0.01f * std::abs(other) + 1e-3f))
+      return "its numbers are not those of vectors";
+  }
+#if !defined(TANDEM_EMULATE_AMX)
+  constexpr int64_t side = 512;
+  std::vector<bf16> a(side * side), b(side * side), c(side * side);
+  packed.resize(packed_size<bf16>(side, side));
+  pack(Matrix<bf16>{b.data(), side, 1}, side, side, packed.data());
+  const double unit = seconds_of([&] {
+    multiply_amx(a.data(), side, side, packed.data(), {}, side, side, c.data(), side, {});
+  });
+  const double vectors = seconds_of([&] {
+    multiply_cut<bf16>(a.data(), side, side, packed.data(), side, side, c.data(), side, {}, kCuts[0]);
+  });
+  if (unit * 1.5 > vectors) return "it is not 1.5 times as fast as vectors here";
+#endif
+  return "";
+}
+
+#else
+
+std::string why_not_amx() { return "this processor has none"; }
+
+#endif
+
+// Once per process. Elsewhere than in bfloat16 the unit has no part.
+const std::string& amx_refusal() {
+  static const std::string reason = why_not_amx();
+  return reason;
 }
 
 }  // namespace
+
+std::string why_no_amx() { return amx_refusal(); }
 
 // ---- what gemm.h declares ----
 
@@ -558,38 +778,40 @@ void pack(const Matrix<T>& m, int64_t N, int64_t K, float* out) {
 template <class T>
 void multiply_packed(const T* x, int64_t x_stride, int64_t M, const float* packed, int64_t N,
                      int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
-  const Words rows = words_of_rows(x, x_stride, M, K);
-  const int64_t words = words_of<T>(K), panels = (N + kPanel - 1) / kPanel;
-  const bool small = packed_size<T>(N, K) <= kSmall;
-  const bool fetches = !small && M >= 16;  // fewer rows take no longer than the next panel
-  const auto one = [&](int64_t m, int64_t count, int64_t p) {
-    const int64_t n = p * kPanel;
-    multiply_panel(rows, m, m + count, reinterpret_cast<const word*>(packed + n * words),
-                   std::min(kPanel, N - n), K, y + n, y_stride, epilogue.at(0, n),
-                   fetches && n + kPanel < N
-                       ? reinterpret_cast<const word*>(packed + (n + kPanel) * words)
-                       : nullptr);
-  };
-  const int64_t chunk = small || panels < 2 * num_threads() ? kGroup : M;
-  const int64_t chunks = (M + chunk - 1) / chunk;
-  const int64_t grain = kGrain / std::max<int64_t>(1, words * kPanel * std::min(M, chunk)) + 1;
-  parallel_for(0, panels * chunks, grain, [&](int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; ++i) {
-      const int64_t m = (small ? i / panels : i % chunks) * chunk;
-      one(m, std::min(chunk, M - m), small ? i % panels : i / chunks);
+#if defined(TANDEM_AMX)
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (amx_refusal().empty()) {
+      multiply_amx(x, x_stride, M, packed, {}, N, K, y, y_stride, epilogue);
+      return;
     }
-  });
+  }
+#endif
+  const Trial trial(Product::packed, std::is_same_v<T, bf16>, M, N, K, kCuts, kNumCuts);
+  multiply_cut(x, x_stride, M, packed, N, K, y, y_stride, epilogue, trial.cut());
 }
 
 template <class T>
 void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
               int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
+#if defined(TANDEM_AMX)
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (amx_refusal().empty()) {
+      multiply_amx(x, x_stride, M, nullptr, weight, N, K, y, y_stride, epilogue);
+      return;
+    }
+  }
+#endif
   if (M <= kFew && weight.column_stride == 1) {
     multiply_few(x, x_stride, M, weight, N, K, y, y_stride, epilogue);
-  } else if (lanes_over_rows(M, N, K, weight)) {
-    multiply_across(x, x_stride, M, weight, N, K, y, y_stride, epilogue);
+    return;
+  }
+  const bool crosses = M <= kMostCrossing && can_cross(weight, K);
+  const Trial trial(weight.column_stride == 1 ? Product::forward : Product::backward,
+                    std::is_same_v<T, bf16>, M, N, K, kCuts, crosses ? kNumCrossing : kNumCuts);
+  if (trial.cut().across) {
+    multiply_across(x, x_stride, M, weight, N, K, y, y_stride, epilogue, trial.cut());
   } else {
-    multiply_packing(x, x_stride, M, weight, N, K, y, y_stride, epilogue);
+    multiply_packing(x, x_stride, M, weight, N, K, y, y_stride, epilogue, trial.cut());
   }
 }
 
@@ -601,6 +823,7 @@ void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b
   const int64_t right = (K + kPanel - 1) / kPanel, longest = std::min(M, kRun);
   float* columns = scratch(Use::weights, packed_size<float>(K, longest));
   float* slab = scratch(Use::rows, packed_size<float>(std::min(N, kSlab), longest));
+  const Trial trial(Product::gradient, false, M, N, K, kCuts, kNumCuts);
   for (int64_t m = 0; m < M; m += kRun) {
     const int64_t run = std::min(kRun, M - m);
     const Epilogue<float> all{nullptr, m || adds ? y : nullptr, y_stride};
@@ -616,7 +839,7 @@ void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b
           const Words turned{slab + n * run, 1, round_up(rows, kLanes)};
           multiply_panel(turned, 0, rows, reinterpret_cast<const word*>(columns + k * run),
                          std::min(kPanel, K - k), run, y + (first + n) * y_stride + k, y_stride,
-                         all.at(first + n, k));
+                         all.at(first + n, k), trial.cut());
         }
       });
     }

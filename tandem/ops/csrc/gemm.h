@@ -8,8 +8,9 @@
 //                                  has no fused multiply-add, s = s + x[k] * w[k], both rounded.
 //   bfloat16, AVX512_BF16          s = vdpbf16ps(s, x[2 j .. 2 j + 1], w[2 j .. 2 j + 1]), j from
 //                                  first to last: two products a step, denormals flushed. An odd K
-//                                  ends in a pair whose second numbers are 0. Processors with AMX
-//                                  have these instructions too, and use them.
+//                                  ends in a pair whose second numbers are 0.
+//   bfloat16, AMX (amx.h)          the unit's own order, 16 pairs at a time from first to last, where
+//                                  it passes its self-test; the vectors above where it does not.
 //   bfloat16, all others           widened to float32, then as float32: a product is exact.
 //
 // Because the order is fixed per element, how the work is cut is free, and chosen for speed
@@ -18,6 +19,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <type_traits>
 
 #include "lanes.h"
@@ -85,5 +87,8 @@ void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, 
 // y (N, K) = a (M, N) turned, by b (M, K), or that added to y: what a weight's gradient is.
 void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t M,
                      int64_t N, int64_t K, float* y, int64_t y_stride, bool adds);
+
+// Why bfloat16 products do not use the processor's matrix unit (AMX); empty where they do.
+std::string why_no_amx();
 
 }  // namespace tandem

@@ -1,4 +1,4 @@
-"""Frozen bases: knobs that do not go together, and adapters that cannot be carried on."""
+"""Layouts that cannot be, and adapters that cannot be trained on."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tandem.config.engine import engine_settings
 from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig
-from tandem.engine.frozen_base import check_base
-from tandem.engine.loading import place_policy, place_scalar
+from tandem.engine.placement import Placement
+from tandem.engine.shard_plan import check_layout
 from tandem.errors import ConfigError, ModelError
 from tandem.models.load import load_causal_lm
 from tandem.models.lora import add_lora, lora_layers
@@ -47,21 +48,20 @@ def test_knobs_that_do_not_go_together(policy: str) -> None:
         (configured("int8", rank=0), r"frozen_weights must go with LoRA.*lora.rank 0.*--lora-rank"),
         (configured("", shared=True, rank=0), r"shared_base must go with LoRA.*got lora.rank 0"),
     ):
-        for place in (place_policy, place_scalar):
-            with pytest.raises(ConfigError, match=message):
-                place(policy, config, World(), trained=True, seed=0)
+        with pytest.raises(ConfigError, match=message):
+            Placement(engine_settings(config), World())
     sliced = configured("int8")
     sliced = replace(sliced, parallel=replace(sliced.parallel, inference_tp_size=2))
     with pytest.raises(ConfigError, match=r"without tensor-parallel generation.*inference_tp_size"):
-        check_base(sliced, World())
+        check_layout(engine_settings(sliced), World())
     with pytest.raises(ConfigError, match=r"ZeRO stage 0 over several ranks.*got stages 2 and 2"):
-        check_base(configured("", shared=True, stage=2), World(0, 2))
-    check_base(configured("", shared=True, stage=2), World())
+        check_layout(engine_settings(configured("", shared=True, stage=2)), World(0, 2))
+    check_layout(engine_settings(configured("", shared=True, stage=2)), World())
     offloaded = configured("", shared=True)
     for what in ("params", "reward"):
         parallel = replace(offloaded.parallel, offload=(what,))  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=f"must stay where.*got parallel.offload {what}"):
-            check_base(replace(offloaded, parallel=parallel), World())
+            check_layout(engine_settings(replace(offloaded, parallel=parallel)), World())
 
 
 def test_adapters_that_are_carried_on_are_those_that_are_configured(policy: str) -> None:
@@ -71,8 +71,10 @@ def test_adapters_that_are_carried_on_are_those_that_are_configured(policy: str)
         (replace(LORA, targets=("q_proj",)), r"got q_proj, which differs at model.layers.0.mlp"),
     ):
         with pytest.raises(ModelError, match=message):
-            place_policy(policy, replace(configured("int8"), lora=lora), World(), trained=True)
-    carried = place_policy(policy, configured("int8"), World(), trained=True)
+            Placement(engine_settings(replace(configured("int8"), lora=lora)), World()).policy(
+                policy, trained=True
+            )
+    carried = Placement(engine_settings(configured("int8")), World()).policy(policy, trained=True)
     assert all(layer.start_a is None for _, layer in lora_layers(carried))
 
 
@@ -83,4 +85,6 @@ def test_a_base_that_is_gone(tmp_path: Path) -> None:
     save_model(model, tiny_tokenizer(), tmp_path / "sft")
     (tmp_path / "base").rename(tmp_path / "elsewhere")
     with pytest.raises(ModelError, match=r"no such folder.*base of the adapter '.*/sft/adapter'"):
-        place_policy(str(tmp_path / "sft"), configured("int8"), World(), trained=True)
+        Placement(engine_settings(configured("int8")), World()).policy(
+            str(tmp_path / "sft"), trained=True
+        )

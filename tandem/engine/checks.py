@@ -1,35 +1,61 @@
-"""The policy and its reference must be one model before the first update, or KL is noise."""
+"""Checks of placed models before training: a policy against its own forward and its reference."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tandem.engine.forward import response_logprobs
+from tandem.engine.forward import generation_weights, response_logprobs
 from tandem.engine.placement import onload
 from tandem.errors import NumericsError
+from tandem.generation.runners import make_runner
 from tandem.models.blocks import decoder_blocks
+from tandem.models.lm_head import check_head
 from tandem.models.lora import adapters_off
 from tandem.models.modes import evaluating
-from tandem.models.twin import supports_packing, twin_of
+from tandem.models.selfcheck import Agreement, check_twin
+from tandem.models.shared_copy import plain_copy
+from tandem.models.twin import decodes, supports_packing, twin_of
 from tandem.parallel.shard import shards_of
+from tandem.parallel.tensor import TensorGroup
 from tandem.types import TokenBatch
 
 TOLERANCE = {"cpu": 0.0}
-"""Largest difference of log-probs in nats, by kind of device: on a CPU none."""
+"""Largest difference of log-probs allowed, in nats, by kind of device."""
 _ELSEWHERE = 1e-3
 _LENGTHS = (13, 6)
 
 
 @torch.no_grad()
+def check_policy(model: PreTrainedModel, group: TensorGroup | None = None) -> Agreement | None:
+    """Check a placed language model's head and twin against its own forward; all ranks together.
+
+    Args:
+        group: the ranks that hold slices of it while it generates.
+    Returns:
+        how decoding compares with the training forward; None without a twin.
+    Raises:
+        ModelError: the model is not supported, or the plan of its slices is wrong.
+    """
+    with generation_weights(model, group):
+        # Slices stand in for the twin; the model's own forward gathers for itself.
+        is_whole_here = group is None and shards_of(model).is_split
+        own = plain_copy(model) if is_whole_here else model
+        check_head(model, own)
+        if not decodes(model):
+            return None
+        return check_twin(model, own, trains_elsewhere=group is not None, make_decoder=make_runner)
+
+
+@torch.no_grad()
 def check_same_start(actor: PreTrainedModel, reference: PreTrainedModel | None) -> float:
-    """Compare the two on random tokens before anything is trained; all ranks together.
+    """Compare policy and reference on random tokens, before training; all ranks together. If they
+    are not the same model before the first update, the KL divergence is noise.
 
     Args:
         reference: None where it is the actor with its adapters off.
@@ -51,8 +77,8 @@ def check_same_start(actor: PreTrainedModel, reference: PreTrainedModel | None) 
     tolerance = TOLERANCE.get(device.type, _ELSEWHERE)
     if gap <= tolerance:
         return gap
-    differing = (i for i, pair in enumerate(zip(layers, others, strict=True)) if _differ(*pair))
-    first = next(differing, None)
+    pairs = enumerate(zip(layers, others, strict=True))
+    first = next((i for i, (left, right) in pairs if not torch.equal(left, right)), None)
     where = "the vocabulary head" if first is None else f"the output of layer {first}"
     raise NumericsError(
         "the policy and its reference must give the same log-probs before the first update (at "
@@ -61,12 +87,8 @@ def check_same_start(actor: PreTrainedModel, reference: PreTrainedModel | None) 
     )
 
 
-def _differ(left: Tensor, right: Tensor) -> bool:
-    return not torch.equal(left, right)
-
-
 def _random_tokens(model: PreTrainedModel) -> TokenBatch:
-    """Two rows of unequal length; all tokens but the first of each are answers."""
+    """Two rows of different lengths; all tokens but the first of each are response tokens."""
     device = shards_of(model).world.device
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -77,8 +99,8 @@ def _random_tokens(model: PreTrainedModel) -> TokenBatch:
 
 
 def _traced(model: PreTrainedModel, batch: TokenBatch) -> tuple[Tensor, list[Tensor]]:
-    """Log-probs, and what each block gave out on the way."""
-    # As a forward, for which weights in pieces are gathered.
+    """Log-probs, and each block's output."""
+    # As a forward, for which split weights are gathered.
     packs = shards_of(model).forward(lambda: supports_packing(model))
     computing = twin_of(model) if packs else model
     outputs: list[Tensor] = []
@@ -92,10 +114,10 @@ def _traced(model: PreTrainedModel, batch: TokenBatch) -> tuple[Tensor, list[Ten
 
 @contextmanager
 def _recorded(blocks: Any, outputs: list[Tensor]) -> Iterator[None]:
-    def keep(into: list[Tensor], module: nn.Module, given: Any, output: Any) -> None:
-        into.append((output[0] if isinstance(output, tuple) else output).detach().clone())
+    def keep(module: nn.Module, given: Any, output: Any) -> None:
+        outputs.append((output[0] if isinstance(output, tuple) else output).detach().clone())
 
-    handles = [block.register_forward_hook(partial(keep, outputs)) for block in blocks]
+    handles = [block.register_forward_hook(keep) for block in blocks]
     try:
         yield
     finally:

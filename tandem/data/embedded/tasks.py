@@ -1,38 +1,89 @@
-"""The kinds of instruction in the embedded data set."""
+"""The kinds of instruction: how each is asked, answered and graded. Their texts: world.yaml."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from random import Random
+from typing import Any
 
-from tandem.data.embedded.facts import (
-    CATEGORIES,
-    CATEGORY_OF,
-    COUNTS,
-    DAYS,
-    OPPOSITES,
-    WORDS,
-)
-from tandem.data.embedded.task import NUMBER, STRAYS, Fields, Task
+import yaml
+
+Fields = dict[str, str]
+"""The blanks of a phrasing and what fills them, such as {"word": "hot"}."""
+
+WORLD: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("world.yaml").read_text("utf-8"))
+CATEGORIES: dict[str, list[str]] = WORLD["categories"]
+CATEGORY_OF = {word: name for name, words in CATEGORIES.items() for word in words}
+COUNTS: dict[str, int] = WORLD["counts"]
+DAYS: list[str] = WORLD["days"]
+OPPOSITES: dict[str, str] = {
+    word: WORLD["opposites"][i ^ 1] for i, word in enumerate(WORLD["opposites"])
+}
+STRAYS: list[str] = WORLD["strays"]
+WORDS = tuple(CATEGORY_OF)
 
 
-def _another(options: tuple[str, ...], not_this: str, rng: Random) -> str:
-    return rng.choice([option for option in options if option != not_this])
+class Task:
+    """One kind of instruction. Its methods are about the text that fills `{answer}`.
+
+    This class fits kinds with one right answer, one word long; others override what differs.
+
+    Example: opposites are asked for by "What is the opposite of {word}?" and given by
+    "The opposite of {word} is {answer}."; right({"word": "hot"}, rng) is "cold".
+    """
+
+    def __init__(self) -> None:
+        texts = WORLD["tasks"][type(self).__name__]
+        lists = {**WORLD, "words": WORDS}
+        self.weight: float = texts["weight"]
+        self.phrasings: list[str] = texts["phrasings"]
+        self.sentence: str = texts["sentence"]
+        self._answer_form: str = texts.get("answer", "[A-Za-z]+")
+        self._blanks = {name: list(lists[key]) for name, key in texts.get("blanks", {}).items()}
+        self._wrong = list(lists[texts["wrong"]]) if "wrong" in texts else []
+
+    def draw(self, rng: Random) -> Fields:
+        """Blanks for a new prompt."""
+        return {name: rng.choice(options) for name, options in self._blanks.items()}
+
+    def right(self, fields: Fields, rng: Random) -> str:
+        """A right answer."""
+        raise NotImplementedError
+
+    def wrong(self, fields: Fields, rng: Random) -> str:
+        """A well-formed answer that is wrong, though often nearly right."""
+        return _another(self._wrong, self.right(fields, rng), rng)
+
+    def absurd(self, rng: Random) -> str:
+        """A well-formed answer that has nothing to do with any question of this kind."""
+        return rng.choice(STRAYS)
+
+    def grade(self, fields: Fields, answer: str) -> float:
+        """How right `answer` is, in [0, 1]."""
+        return float(answer == self.right(fields, Random(0)))
+
+    def say(self, fields: Fields, answer: str) -> str:
+        """The sentence that gives `answer`."""
+        return self.sentence.format(answer=answer, **fields)
+
+    def read_prompt(self, prompt: str) -> Fields | None:
+        """The blanks of a prompt of this kind (without preamble); None if it is another kind."""
+        for phrasing in self.phrasings:
+            if match := _pattern(phrasing).fullmatch(prompt):
+                return match.groupdict()
+        return None
+
+    def read_answer(self, sentence: str) -> Fields | None:
+        """The blanks of a sentence of this kind, `answer` included; None if it is another kind."""
+        match = _pattern(self.sentence, self._answer_form).fullmatch(sentence)
+        return match.groupdict() if match else None
 
 
 class Name(Task):
     """Some members of a category; graded by the share that are members, each counted once."""
-
-    phrasings = (
-        "Name {count} {category}s.",
-        "Tell me {count} {category}s.",
-        "Can you list {count} {category}s?",
-        "I need the names of {count} {category}s.",
-    )
-    sentence = "Here are {count} {category}s: {answer}."
-    answer_form = r"[a-z]+(?:, [a-z]+)*"
-
-    def draw(self, rng: Random) -> Fields:
-        return {"count": rng.choice(tuple(COUNTS)), "category": rng.choice(tuple(CATEGORIES))}
 
     def right(self, fields: Fields, rng: Random) -> str:
         return ", ".join(rng.sample(CATEGORIES[fields["category"]], COUNTS[fields["count"]]))
@@ -61,15 +112,7 @@ class Name(Task):
 
 
 class Count(Task):
-    """The numbers from one to another; graded by the share in its right place."""
-
-    phrasings = (
-        "Count from {low} to {high}.",
-        "Write the numbers from {low} to {high}.",
-        "What numbers go from {low} to {high}?",
-    )
-    sentence = "The numbers are {answer}."
-    answer_form = r"\d+(?:, \d+)*"
+    """The numbers from one to another; graded by the share in the right place."""
 
     def draw(self, rng: Random) -> Fields:
         low = rng.randint(1, 12)
@@ -102,18 +145,6 @@ class Count(Task):
 class Spell(Task):
     """A word's letters with dashes between them."""
 
-    phrasings = (
-        "Spell the word {word}.",
-        "How do you spell {word}?",
-        "Spell {word} with dashes.",
-        "Give me the letters of {word}.",
-    )
-    sentence = "The word {word} is spelled {answer}."
-    answer_form = r"[a-z](?:-[a-z])*"
-
-    def draw(self, rng: Random) -> Fields:
-        return {"word": rng.choice(WORDS)}
-
     def right(self, fields: Fields, rng: Random) -> str:
         return "-".join(fields["word"])
 
@@ -122,7 +153,7 @@ class Spell(Task):
         options = (
             word[:place] + word[place + 1 :],
             word[:place] + word[place] + word[place:],
-            word[:place] + _another(tuple("aeiourstl"), word[place], rng) + word[place + 1 :],
+            word[:place] + _another("aeiourstl", word[place], rng) + word[place + 1 :],
             _another(WORDS, word, rng),
         )
         return "-".join(rng.choice(options))
@@ -134,38 +165,12 @@ class Spell(Task):
 class Opposite(Task):
     """The opposite of a word."""
 
-    phrasings = (
-        "What is the opposite of {word}?",
-        "Give me the opposite of {word}.",
-        "I want the opposite of {word}.",
-        "Which word means the opposite of {word}?",
-    )
-    sentence = "The opposite of {word} is {answer}."
-
-    def draw(self, rng: Random) -> Fields:
-        return {"word": rng.choice(tuple(OPPOSITES))}
-
     def right(self, fields: Fields, rng: Random) -> str:
         return OPPOSITES[fields["word"]]
-
-    def wrong(self, fields: Fields, rng: Random) -> str:
-        return _another(tuple(OPPOSITES), self.right(fields, rng), rng)
 
 
 class Add(Task):
     """The sum of two digits."""
-
-    phrasings = (
-        "What is {a} plus {b}?",
-        "Add {a} and {b}.",
-        "How much is {a} and {b} together?",
-        "Tell me the sum of {a} and {b}.",
-    )
-    sentence = "The sum of {a} and {b} is {answer}."
-    answer_form = NUMBER
-
-    def draw(self, rng: Random) -> Fields:
-        return {"a": str(rng.randint(1, 9)), "b": str(rng.randint(1, 9))}
 
     def right(self, fields: Fields, rng: Random) -> str:
         return str(int(fields["a"]) + int(fields["b"]))
@@ -178,19 +183,7 @@ class Add(Task):
 
 
 class Repeat(Task):
-    """A word, several times; graded by how near the number of times is."""
-
-    phrasings = (
-        "Say {word} {count} times.",
-        "Repeat the word {word} {count} times.",
-        "Write {word} {count} times.",
-        "Please say the word {word} {count} times.",
-    )
-    sentence = "Here it is: {answer}."
-    answer_form = r"[a-z]+(?: [a-z]+)*"
-
-    def draw(self, rng: Random) -> Fields:
-        return {"word": rng.choice(WORDS), "count": rng.choice(tuple(COUNTS))}
+    """A word, several times; graded by how close the number of repetitions is."""
 
     def right(self, fields: Fields, rng: Random) -> str:
         return " ".join([fields["word"]] * COUNTS[fields["count"]])
@@ -205,20 +198,12 @@ class Repeat(Task):
         return " ".join(rng.choices(STRAYS, k=rng.randint(2, 4)))
 
     def grade(self, fields: Fields, answer: str) -> float:
-        said, count = answer.split(" "), COUNTS[fields["count"]]
-        hits = min(said.count(fields["word"]), count)
-        return hits / max(len(said), count)
+        given, count = answer.split(" "), COUNTS[fields["count"]]
+        return min(given.count(fields["word"]), count) / max(len(given), count)
 
 
 class Place(Task):
     """The first or the last of three words."""
-
-    phrasings = (
-        "What is the {place} word of this list: {items}?",
-        "Give me the {place} word: {items}.",
-        "Which word is {place}: {items}?",
-    )
-    sentence = "The {place} word is {answer}."
 
     def draw(self, rng: Random) -> Fields:
         items = rng.sample(WORDS, 3)
@@ -233,15 +218,7 @@ class Place(Task):
 
 
 class Reverse(Task):
-    """Two words the other way round."""
-
-    phrasings = (
-        "Write {first} and {second} in reverse order.",
-        "Swap the words {first} and {second}.",
-        "Turn {first} and {second} around.",
-    )
-    sentence = "In reverse order: {answer}."
-    answer_form = "[a-z]+ and [a-z]+"
+    """Two words in reverse order."""
 
     def draw(self, rng: Random) -> Fields:
         first, second = rng.sample(WORDS, 2)
@@ -253,9 +230,8 @@ class Reverse(Task):
     def wrong(self, fields: Fields, rng: Random) -> str:
         first, second = fields["first"], fields["second"]
         other = rng.choice([word for word in WORDS if word not in (first, second)])
-        return rng.choice(
-            (f"{first} and {second}", f"{other} and {first}", f"{second} and {other}")
-        )
+        pairs = (f"{first} and {second}", f"{other} and {first}", f"{second} and {other}")
+        return rng.choice(pairs)
 
     def absurd(self, rng: Random) -> str:
         return " and ".join(rng.choices(STRAYS, k=2))
@@ -264,54 +240,35 @@ class Reverse(Task):
 class Category(Task):
     """The category that a word belongs to."""
 
-    phrasings = (
-        "What kind of thing is {word}?",
-        "Which group does {word} belong to?",
-        "What does the word {word} name?",
-    )
-    sentence = "The word {word} names a {answer}."
-
-    def draw(self, rng: Random) -> Fields:
-        return {"word": rng.choice(WORDS)}
-
     def right(self, fields: Fields, rng: Random) -> str:
         return CATEGORY_OF[fields["word"]]
-
-    def wrong(self, fields: Fields, rng: Random) -> str:
-        return _another(tuple(CATEGORIES), self.right(fields, rng), rng)
 
 
 class NextDay(Task):
     """The day after or before a day."""
 
-    phrasings = (
-        "Which day comes {side} {day}?",
-        "Tell me the day {side} {day}.",
-        "What day is the one {side} {day}?",
-    )
-    sentence = "The day {side} {day} is {answer}."
-
-    def draw(self, rng: Random) -> Fields:
-        return {"side": rng.choice(("after", "before")), "day": rng.choice(DAYS)}
-
     def right(self, fields: Fields, rng: Random) -> str:
         step = 1 if fields["side"] == "after" else -1
         return DAYS[(DAYS.index(fields["day"]) + step) % len(DAYS)]
 
-    def wrong(self, fields: Fields, rng: Random) -> str:
-        return _another(DAYS, self.right(fields, rng), rng)
+
+TASKS: tuple[Task, ...] = (
+    Name(), Count(), Spell(), Opposite(), Add(),
+    Repeat(), Place(), Reverse(), Category(), NextDay(),
+)  # fmt: skip
+"""Every kind. The rows depend on this order."""
 
 
-WEIGHTS: dict[Task, float] = {
-    Name(): 1,
-    Count(): 1,
-    Spell(): 1,
-    Opposite(): 1,
-    Add(): 1.5,
-    Repeat(): 1,
-    Place(): 1.2,
-    Reverse(): 1.2,
-    Category(): 0.7,
-    NextDay(): 0.5,
-}
-"""Every kind and how often it is asked, the ones with more different prompts more often."""
+def _another(options: Sequence[str], not_this: str, rng: Random) -> str:
+    return rng.choice([option for option in options if option != not_this])
+
+
+@cache
+def _pattern(template: str, answer_form: str = "") -> re.Pattern[str]:
+    """The regular expression that reads what `template.format` writes."""
+    parts = re.split(r"\{(\w+)\}", template)
+    pattern = re.escape(parts[0])
+    for blank, text in zip(parts[1::2], parts[2::2], strict=True):
+        form = answer_form if blank == "answer" else "[A-Za-z0-9, ]+?"
+        pattern += f"(?P<{blank}>{form})" + re.escape(text)
+    return re.compile(pattern)

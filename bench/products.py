@@ -1,0 +1,54 @@
+"""Matrix products: Tandem's beside torch's, forward alone and with both gradients.
+
+    taskset -c 0 python bench/products.py [--dtype bf16] [--json products.json]
+
+GFLOP per CPU second of each side's quickest call; the sides take turns. The weight's gradient is
+added to the one before, as over micro-batches.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+# The benches are no part of the installed package: they are run from the repository.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.models import DTYPES
+from bench.report import Report, parser
+from tandem.ops.rates import product_rate
+from tandem.plan.doctor import rates_table
+
+SHAPES = (
+    (1536, 128, 128),
+    (1536, 128, 352),
+    (1536, 128, 512),
+    (64, 128, 352),
+    (64, 512, 1376),
+    (768, 512, 1376),
+    (384, 288, 768),
+    (384, 288, 32000),
+    (768, 576, 1536),
+    (64, 576, 49152),
+)
+"""Rows, inputs and outputs of layers and heads: 1M, 15M, 22M and 135M weights."""
+
+
+def main() -> dict[str, Any]:
+    """Measure every shape; the table, and JSON where --json names a file."""
+    options = parser(__doc__, "threads dtype default-allocator").parse_args()
+    report = Report(options)
+    shapes = ((16, 32, 48),) if options.tiny else SHAPES
+    seconds = 0.01 if options.tiny else 0.5
+    rates = []
+    for shape in shapes:
+        rates.append(product_rate(*shape, DTYPES[options.dtype], seconds))
+        report.result["products"] = [asdict(rate) for rate in rates]
+    report.console.print(rates_table(rates))
+    return report.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What the engine reads of a run's configuration. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.config.optimizer import OptimizerConfig
+from tandem.config.parallel import ParallelConfig
+from tandem.config.schema import LoraConfig, RunConfig, SamplingConfig
+from tandem.config.stages import in_order, of_family, stage_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How models are placed, trained and sampled from; made by `engine_settings`.
+
+    Fields mean what the knobs of their names mean, and besides:
+
+    trained_roles: "actor", "critic": what any stage of the run trains.
+    optimizers: of each role that reinforcement learning trains.
+    spike_sigma: `guards.spike_sigma`.
+    ema_decay: of the actor's moving average; 0 keeps none.
+    """
+
+    seed: int
+    device: str
+    dtype: str
+    lora: LoraConfig
+    parallel: ParallelConfig
+    sampling: SamplingConfig
+    dropout: float
+    gradient_checkpointing: bool
+    trust_remote_code: bool
+    micro_batch_tokens: int
+    halve_micro_batches: bool
+    hybrid_engine: bool
+    generation_batch_size: int
+    spike_sigma: float
+    trained_roles: frozenset[str]
+    optimizers: Mapping[str, OptimizerConfig]
+    ema_decay: float
+    old_logprobs: Literal["auto", "sampler", "forward"]
+
+    @property
+    def carries_adapters(self) -> bool:
+        """Whether a stage loads an earlier stage's adapters on their base, not merged weights.
+
+        Merged weights quantized again would lose the adapters, and are no base to share.
+        """
+        return bool(self.parallel.frozen_weights) or self.parallel.shared_base
+
+
+def engine_settings(config: RunConfig) -> EngineSettings:
+    """The settings of a run's engine; optimizers and average are of the run's stage of
+    reinforcement learning, or of the first such stage if the run has none."""
+    stage = (of_family(config.stages, "rl") or of_family(stage_names(), "rl"))[0]
+    section = getattr(config, stage.section)
+    return EngineSettings(
+        seed=config.seed,
+        device=config.device,
+        dtype=config.dtype,
+        lora=config.lora,
+        parallel=config.parallel,
+        sampling=config.sampling,
+        dropout=config.dropout,
+        gradient_checkpointing=config.gradient_checkpointing,
+        trust_remote_code=config.trust_remote_code,
+        micro_batch_tokens=config.micro_batch_tokens,
+        halve_micro_batches=config.halve_micro_batches,
+        hybrid_engine=config.hybrid_engine,
+        generation_batch_size=config.generation_batch_size,
+        spike_sigma=config.guards.spike_sigma,
+        trained_roles=frozenset(role for s in in_order(config.stages) for role in s.trains),
+        optimizers={role: getattr(section, role) for role in stage.trains},
+        ema_decay=section.ema_decay if section.ema else 0.0,
+        old_logprobs=section.old_logprobs,
+    )

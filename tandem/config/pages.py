@@ -1,0 +1,76 @@
+"""Help pages of all commands: one layout, and a parser that writes it for the small ones."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from typing import Any, NoReturn
+
+from tandem.errors import ConfigError
+
+_WIDTH = 92
+
+
+def flag_lines(flag: str, about: str, default: str) -> list[str]:
+    """A flag's lines on a help page: `flag` with its value's name, what it does, its default."""
+    text = f"{about} [{default}]" if default else about
+    return [f"  {flag}", *paragraph(text)]
+
+
+def paragraph(text: str) -> list[str]:
+    """An indented paragraph of a help page."""
+    return textwrap.wrap(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line and whose help looks like that of the run commands.
+
+    Example:
+        parser = Parser("report", "RUN", "Rewrite a run's HTML report.", "tandem report runs/first")
+        parser.section("run").flag("RUN", "A run's folder.")
+        options = parser.parse_args(args)
+    """
+
+    def __init__(self, command: str, usage: str, summary: str, example: str) -> None:
+        super().__init__(prog=f"tandem {command}", add_help=False, allow_abbrev=False)
+        self._page = [f"usage: {self.prog} {usage}", "", *textwrap.wrap(summary, _WIDTH)]
+        self._example = example
+        self.add_argument("-h", "--help", action="help")
+
+    def section(self, title: str) -> Parser:
+        """Begin a group of flags on the help page."""
+        self._page += ["", f"{title}:"]
+        return self
+
+    def flag(
+        self, spec: str, about: str, default: Any = "", *, shown: str = "", **settings: Any
+    ) -> Parser:
+        """Add a flag, `--name WORD`, or an argument, `WORD`; its type is that of its default, and
+        a list takes several words.
+
+        Args:
+            shown: its default on the page, where that is not `default`.
+            settings: as for `add_argument`.
+        """
+        name, _, word = spec.partition(" ")
+        if not spec.startswith("-"):
+            name, word = name.lower(), name
+        item = type(default[0]) if isinstance(default, list) and default else str
+        known = (
+            {"nargs": "+" if default else "*", "type": item}
+            if isinstance(default, list)
+            else {"type": type(default)}
+        )
+        if "action" not in settings:
+            settings = {"metavar": word.removesuffix(" ..."), **known, **settings}
+        self.add_argument(name, default=default, **settings)
+        value = " ".join(map(str, default)) if isinstance(default, list) else str(default)
+        self._page += flag_lines(spec, about, shown or value)
+        return self
+
+    def format_help(self) -> str:
+        """The page."""
+        return "\n".join([*self._page, "", f"Example: {self._example}", ""])
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")

@@ -1,0 +1,55 @@
+// Ways to cut a product that give the same bits, and which of them is fastest on this processor.
+//
+// The choice is made on the products of the run itself. The first calls of a shape take the cuts in
+// turn, each several times, and from then on the one whose quickest call cost least per row is
+// taken. Nothing is computed only to be timed, nothing is kept after the process, and as every cut
+// sums in the same order, a choice never changes a number.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+namespace tandem {
+
+struct Cut {
+  int64_t words;    // of k at a time: whether a panel's part stays in the first cache
+  int64_t columns;  // of a tile: 64 (by 6 rows), 48 (by 8) or 32 (by 12)
+  bool fetches_rows = false;  // whether a tile fetches the rows of the next one meanwhile
+  bool across = false;        // lanes over the rows of x instead of the weight's (gemm.cpp)
+};
+
+// What a processor with AVX-512 tries; the last one only for `multiply` with few rows.
+constexpr Cut kCuts[] = {{1024, 64}, {128, 64},        {1024, 32},
+                         {256, 32},  {1024, 64, true}, {1024, 64, true, true}};
+constexpr int kNumCuts = 5, kNumCrossing = 6;
+constexpr int64_t kMostCrossing = 256;  // rows; beyond, packing a weight costs little
+
+enum class Product { forward, backward, packed, gradient };
+
+struct Tried;  // what is known of one shape
+
+// One call of a product: which cut it takes, timed from construction to destruction while that is
+// still open.
+class Trial {
+ public:
+  Trial(Product product, bool half, int64_t M, int64_t N, int64_t K, const Cut* cuts, int count);
+  ~Trial();
+  Trial(const Trial&) = delete;
+  Trial& operator=(const Trial&) = delete;
+
+  const Cut& cut() const { return *cut_; }
+
+ private:
+  const Cut* cut_;
+  Tried* shape_ = nullptr;  // null: nothing to find out
+  int index_ = 0;
+  int64_t rows_;
+  std::chrono::steady_clock::time_point began_;
+};
+
+// A line per shape: kind, type, most rows, N, K, then the cut (words, columns, fetches_rows,
+// across), or "measuring".
+std::string choices();
+
+}  // namespace tandem

@@ -1,0 +1,181 @@
+"""`tandem doctor`: what this machine is, what Tandem uses of it, how fast, and what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tandem.config.pages import Parser
+from tandem.generation.blocks import free_bytes
+from tandem.ops import native
+from tandem.ops.rates import ProductRate, memory_rate, product_rate
+
+_SHAPES = ((768, 128, 352), (64, 512, 1376), (768, 512, 1376), (768, 576, 1536))
+"""Rows, inputs, outputs: layers of models of 1M, 22M (decoding, training) and 135M weights."""
+_DTYPES = (torch.float32, torch.bfloat16)
+
+_NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "tensorboard")
+_OPTIONAL = {
+    "datasets": "pip install datasets, to read data sets of the hub",
+    "pyarrow": "pip install pyarrow, to read Parquet files",
+    "wandb": "pip install wandb, to log to Weights & Biases",
+}
+
+
+def doctor_command(args: Sequence[str]) -> int:
+    """Run `tandem doctor ARGS`; 0, or 1 where a needed package is missing."""
+    parser = Parser(
+        "doctor",
+        "[flags]",
+        "This machine: processor, C++ operations, speed, GPUs, versions, and what is missing.",
+        "tandem doctor --no-speed",
+    )
+    off = "Do not measure products and memory, which takes about 15 s."
+    parser.section("output")
+    parser.flag("--json", "Print the same facts as JSON.", False, shown="off", action="store_true")
+    parser.flag("--no-speed", off, True, shown="measured", action="store_false", dest="speed")
+    options = parser.parse_args(args)
+    facts = examine(speed=options.speed)
+    if options.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _show(facts)
+    return int(any(facts["versions"][name] is None for name in _NEEDED))
+
+
+def examine(*, speed: bool) -> dict[str, Any]:
+    """Everything that the command shows, as JSON has it."""
+    cache = native.cache_folder()
+    rates = [product_rate(*shape, dtype) for dtype in _DTYPES for shape in _SHAPES] if speed else []
+    return {
+        "processor": native.processor_name(),
+        "cores": _cores(),
+        "threads": torch.get_num_threads(),
+        "instruction_sets": native.instruction_sets(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "native": {
+            "available": native.available(),
+            "why_not": native.why_not(),
+            "why_no_amx": torch.ops.tandem.why_no_amx() if native.available() else None,
+            "compiler": native.compiler(),
+            "cache_folder": str(cache),
+        },
+        "products": [dataclasses.asdict(rate) for rate in rates],
+        "memory_bytes_per_second": memory_rate() if speed else None,
+        "gpus": _gpus(),
+        "versions": {name: _version(name) for name in (*_NEEDED, *_OPTIONAL, "tandem-rlhf")},
+        "free_memory_bytes": free_bytes(torch.device("cpu")),
+        "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
+        "free_cache_disk_bytes": shutil.disk_usage(_existing(cache)).free,
+        "missing": _missing(),
+    }
+
+
+def _missing() -> list[str]:
+    """What is not here, and how to get it."""
+    missing = []
+    if not native.available():
+        missing.append(f"C++ operations: {native.why_not()}.")
+    if native.compiler() is None:
+        missing.append("C++ compiler: apt install g++, or set CXX.")
+    missing += [f"{name}: pip install {name}." for name in _NEEDED if _version(name) is None]
+    missing += [f"{name} (optional): {how}." for name, how in _OPTIONAL.items()
+                if _version(name) is None]  # fmt: skip
+    return missing
+
+
+def _gpus() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for number in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(number)
+        found.append({"name": gpu.name, "memory_bytes": gpu.total_memory,
+                      "capability": f"{gpu.major}.{gpu.minor}"})  # fmt: skip
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the closest folder above it that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    console = Console(highlight=False)
+    built = facts["native"]
+    gpus = ", ".join(
+        f"{gpu['name']} ({gpu['memory_bytes'] / 2**30:.0f} GiB)" for gpu in facts["gpus"]
+    )
+    cores = f"{facts['cores']} cores, {facts['threads']} torch threads"
+    rows = {
+        "processor": f"{facts['processor']}, {cores}",
+        "instructions": ", ".join(facts["instruction_sets"]) or "not listed by this system",
+        "C++ operations": "built" if built["available"] else f"not built: {built['why_not']}",
+        "matrix unit": {"": "AMX, for bf16", None: "not used"}.get(
+            built["why_no_amx"], f"AMX not used: {built['why_no_amx']}"
+        ),
+        "compiler": built["compiler"] or "none found",
+        "GPUs": gpus or "none",
+        "versions": ", ".join(
+            f"{name} {version}" for name, version in facts["versions"].items() if version
+        ),
+        "system": f"Python {facts['python']}, {facts['system']}",
+        "free": f"{facts['free_memory_bytes'] / 2**30:.1f} GiB of memory, "
+        f"{facts['free_disk_bytes'] / 2**30:.0f} GiB of disk here, "
+        f"{facts['free_cache_disk_bytes'] / 2**30:.0f} GiB for the cache",
+        "cache folder": built["cache_folder"],
+    }
+    if facts["memory_bytes_per_second"]:
+        rows["memory"] = (
+            f"copies {facts['memory_bytes_per_second'] / 1e9:.1f} GB/s, read and written"
+        )
+    for name, text in rows.items():
+        console.print(f"{name:15} {text}", markup=False, soft_wrap=True)
+    if facts["products"]:
+        console.print(rates_table([ProductRate(**rate) for rate in facts["products"]]))
+    for line in facts["missing"] or ["nothing"]:
+        console.print(f"{'missing':15} {line}", markup=False, soft_wrap=True)
+
+
+def rates_table(rates: Sequence[ProductRate]) -> Table:
+    """A row per product: GFLOP/s of Tandem's and torch's, forward alone and with both gradients."""
+    table = Table(title="Products, GFLOP per CPU second", title_justify="left", box=None)
+    for heading in ("rows x in x out", "type"):
+        table.add_column(heading)
+    for heading in ("forward", "torch", "with backward", "torch"):
+        table.add_column(heading, justify="right")
+    table.add_column("cut", no_wrap=True)
+    for rate in rates:
+        figures = (rate.forward, rate.torch_forward, rate.training, rate.torch_training)
+        table.add_row(
+            f"{rate.rows}x{rate.inputs}x{rate.outputs}",
+            rate.dtype,
+            *(f"{figure:.0f}" for figure in figures),
+            rate.cut or "-",
+        )
+    return table

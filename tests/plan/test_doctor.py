@@ -1,0 +1,76 @@
+"""`tandem doctor`: one screen, JSON, and a machine without a compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.cli import main
+from tandem.errors import ConfigError
+from tandem.ops import native
+from tandem.ops.rates import ProductRate
+from tandem.plan import doctor
+from tandem.plan.doctor import doctor_command, examine
+
+RATE = ProductRate(768, 128, 352, "fp32", 90.0, 80.0, 70.0, 60.0, "6x64, 1024")
+
+
+def test_the_screen_names_processor_packages_and_speed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "product_rate", lambda *shape: RATE)
+    monkeypatch.setattr(doctor, "memory_rate", lambda: 2e10)
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    for part in (native.processor_name(), "torch ", "20.0 GB/s", "768x128x352", "6x64, 1024"):
+        assert part in shown
+    assert len(shown.splitlines()) <= 40
+
+
+def test_json_has_what_the_screen_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor_command(["--json", "--no-speed"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["products"] == []
+    assert facts["memory_bytes_per_second"] is None
+    assert facts["native"]["available"] == native.available()
+    assert facts["free_disk_bytes"] > 0
+    assert facts["versions"]["torch"]
+
+
+def test_without_a_compiler_it_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(native, "_compiler", lambda: None)
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "not" / "there"))
+    facts = examine(speed=False)
+    assert "C++ compiler: apt install g++, or set CXX." in facts["missing"]
+    assert facts["free_cache_disk_bytes"] > 0
+
+
+def test_a_needed_package_that_is_missing_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = doctor._version
+    monkeypatch.setattr(
+        doctor, "_version", lambda name: None if name == "tensorboard" else found(name)
+    )
+    assert doctor_command(["--no-speed"]) == 1
+    assert "tensorboard: pip install tensorboard." in capsys.readouterr().out
+
+
+def test_a_mistake_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="--sped"):
+        doctor_command(["--sped"])
+
+
+def test_it_runs_without_the_cpp_operations() -> None:
+    environment = dict(os.environ, TANDEM_NATIVE="off")
+    command = [sys.executable, "-m", "tandem", "doctor", "--no-speed"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "not built: TANDEM_NATIVE is off" in done.stdout
