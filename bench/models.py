@@ -72,11 +72,12 @@ SHAPES: Mapping[str, Shape] = {
     "llama-2.2m": llama(192, 512, 4, 6, 2048),
     "llama-22m": llama(512, 1408, 6, 8, 8192, kv_heads=4),
     "llama-7b": llama(4096, 11008, 32, 32, 32000, tied=False),
+    "smollm2": llama(576, 1536, 30, 9, 49152, kv_heads=3),
     "opt-125m": _opt(768, 12, 12),
     "opt-350m": _opt(1024, 24, 16, embedding=512),
     "opt-1.3b": _opt(2048, 24, 32),
 }
-"""a: Llama of 0.94M parameters. b: of 15.2M, the shape of stories15M."""
+"""a: Llama of 0.94M parameters. b: of 15.2M, the shape of stories15M. smollm2: SmolLM2-135M."""
 
 
 def tiny(shape: Shape) -> Shape:

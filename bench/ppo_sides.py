@@ -57,6 +57,7 @@ class Work:
     critic_shape: Shape | None = None
     mode: Literal["forced", "ragged"] = "forced"
     num_prompts: int = 64
+    samples_per_prompt: int = 1
     prompt_tokens: tuple[int, ...] = (32,)
     max_new_tokens: int = 64
     epochs: int = 1
@@ -69,6 +70,11 @@ class Work:
     device: Literal["cpu", "cuda"] = "cpu"
     seed: int = 1
     knobs: Mapping[str, Any] | None = None
+
+    @property
+    def num_answers(self) -> int:
+        """Answers per step, those to one prompt side by side."""
+        return self.num_prompts * self.samples_per_prompt
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ class PlainSide(Side):
     ) -> None:
         """`lengths`: tokens of each answer (`held_lengths`); `copies`: as of `TandemSide`."""
         self.begin, self.watch = begin, Stopwatch()
-        self.lengths = torch.tensor(lengths)
+        self.lengths, self.samples = torch.tensor(lengths), work.samples_per_prompt
         self.loop = PlainPPO(
             copied(begin.actor, work.device) if copies else begin.actor,
             copied(begin.reward_model, work.device),
@@ -173,7 +179,8 @@ class PlainSide(Side):
     def run(self, number: int) -> Done:
         """One PPO step."""
         with self.watch("generate"):
-            made = self.loop.generate([row.token_ids for row in self.begin.prompts], self.lengths)
+            prompts = [row.token_ids for row in self.begin.prompts for _ in range(self.samples)]
+            made = self.loop.generate(prompts, self.lengths)
         with self.watch("score"):
             experience = self.loop.score(made)
         with self.watch("train"):
@@ -212,7 +219,8 @@ def run_config(work: Work) -> RunConfig:
         "device": work.device,
         "dtype": work.dtype,
         "micro_batch_tokens": work.tandem_micro_batch_tokens or work.micro_batch_tokens,
-        "generation_batch_size": work.num_prompts,
+        "generation_batch_size": work.num_answers,
+        "sampling.samples_per_prompt": work.samples_per_prompt,
         "sampling.max_new_tokens": work.max_new_tokens,
         "sampling.min_new_tokens": work.max_new_tokens if work.mode == "forced" else 0,
         "ppo.prompts_per_step": work.num_prompts,
@@ -266,7 +274,7 @@ def require_same_work(work: Work, tandem: Done, plain: Done) -> None:
         "optimizer steps of the work": (updates, plain.metrics["updates"]),
     }
     if work.mode == "forced":
-        asked = (work.max_new_tokens,) * work.num_prompts
+        asked = (work.max_new_tokens,) * work.num_answers
         pairs["forced lengths"] = (asked, tandem.lengths)
     for name, (left, right) in pairs.items():
         if left != right:
@@ -288,7 +296,7 @@ def agreement(work: Work) -> dict[str, float]:
         actor_learning_rate=CHECK_LEARNING_RATE,
         critic_learning_rate=CHECK_LEARNING_RATE,
         epochs=2,
-        minibatch_size=work.num_prompts,  # the order of rows does not matter then
+        minibatch_size=work.num_answers,  # the order of rows does not matter then
     )
     begin = start(work)
     tandem = TandemSide(work, begin)
@@ -296,7 +304,7 @@ def agreement(work: Work) -> dict[str, float]:
     _move(tandem.engine.actor)
     _move(plain.loop.actor)
     made = tandem.make()
-    scored = plain.loop.score(padded_left(made, begin))
+    scored = plain.loop.score(padded_left(made))
     mask, plain_mask = made.batch.response_mask, scored.sequences.response_mask
     distances = {
         name: apart([getattr(made, name)[mask]], [getattr(scored, name)[plain_mask]])
@@ -319,10 +327,11 @@ def agreement(work: Work) -> dict[str, float]:
     return distances
 
 
-def padded_left(made: Experience, begin: Start) -> Sequences:
+def padded_left(made: Experience) -> Sequences:
     """Tandem's right-padded rollout as the plain loop lays it out: every answer from one column."""
-    shifts = [max(map(len, begin.prompts)) - len(row) for row in begin.prompts]
     batch = made.batch
+    lengths = (batch.attention_mask & ~batch.response_mask).sum(dim=1).tolist()
+    shifts = [max(lengths) - length for length in lengths]
     return Sequences(
         *(
             torch.stack(

@@ -36,12 +36,20 @@ from tandem.engine.allocator import keep_freed_memory
 
 PHASES = ("generate", "score", "train", "total")
 
-MICRO_BATCH_TOKENS = {"a": 1536, "b": 768}
+MICRO_BATCH_TOKENS = {"a": 1536, "b": 768, "smollm2": 768}
 """Padded tokens per forward: what the plain loop is fastest with, 16 and 8 rows."""
 
-TANDEM_MICRO_BATCH_TOKENS = {"a": 1536, "b": 384}
+TANDEM_MICRO_BATCH_TOKENS = {"a": 1536, "b": 384, "smollm2": 768}
 """Tokens per forward of Tandem's: fewer where the logits of that many rows are what memory goes to;
 it is a little faster with 768, as the plain loop."""
+
+SIZES: dict[str, dict[str, Any]] = {
+    "smollm2": {"num_prompts": 8, "prompt_tokens": (64,), "max_new_tokens": 32}
+}
+"""Where a shape's step has other sizes than `Work`."""
+
+SAMPLES = {"smollm2": 4}
+"""Answers to each prompt; 1 for other shapes."""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -49,9 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = _options(arguments)
     report = Report(options)
     work = work_of(options)
-    report.print_line("checking that both sides compute the same ...")
-    distances = agreement(work)
-    report.print_line(f"they do: at most {max(distances.values()):.1e} apart")
+    distances: dict[str, float] = {}
+    if options.check:
+        report.print_line("checking that both sides compute the same ...")
+        distances = agreement(work)
+        report.print_line(f"they do: at most {max(distances.values()):.1e} apart")
     lengths, costs = alternating(work, options.rounds)
     answer_tokens = [min(n, work.max_new_tokens) for n in lengths]
     found = summary(work, answer_tokens, costs)
@@ -65,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     report.console.print(
         sides_table(
             f"one PPO step: Llama {options.shape}, {work.mode}, {work.dtype}, "
-            f"{work.num_prompts} answers of {statistics.mean(answer_tokens):.1f} tokens",
+            f"{work.num_answers} answers of {statistics.mean(answer_tokens):.1f} tokens",
             f"{options.rounds} round(s)",
             found,
             "phase",
@@ -94,8 +104,10 @@ def work_of(options: argparse.Namespace) -> Work:
         minibatch_size=options.minibatch_size,
         micro_batch_tokens=tokens or MICRO_BATCH_TOKENS[name],
         tandem_micro_batch_tokens=tokens or TANDEM_MICRO_BATCH_TOKENS[name],
+        samples_per_prompt=options.samples_per_prompt or SAMPLES.get(name, 1),
         dtype=options.dtype,
         device=options.device,
+        **SIZES.get(name, {}),
     )
     if options.tiny:
         small: dict[str, Any] = {"num_prompts": 8, "prompt_tokens": (8, 4), "max_new_tokens": 8}
@@ -126,12 +138,13 @@ def summary(work: Work, answer_tokens: Sequence[int], costs: Rounds) -> dict[str
     """
     sampled = sum(answer_tokens)
     prompts = work.prompt_tokens
-    whole = sampled + sum(prompts[i % len(prompts)] for i in range(work.num_prompts))
+    read = sum(prompts[i % len(prompts)] for i in range(work.num_prompts))
+    whole = sampled + read * work.samples_per_prompt
     tokens = {"generate": sampled, "score": whole, "train": whole * work.epochs, "total": sampled}
     table = {phase: compare(costs, tokens[phase], phase) for phase in PHASES}
     for row in table.values():
         for of in row.values():
-            of["samples_per_second"] = work.num_prompts / of["wall_seconds"]
+            of["samples_per_second"] = work.num_answers / of["wall_seconds"]
     return table
 
 
@@ -161,7 +174,11 @@ def peak_memory(
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags = parser(__doc__, "rounds threads dtype device micro-batch-tokens default-allocator")
     add = flags.add_argument
-    add("--shape", choices=("a", "b"), default="a", help="a: 0.94M, b: 15.2M parameters")
+    add(
+        "--shape", choices=tuple(MICRO_BATCH_TOKENS), default="a", help="0.94M, 15.2M, 135M weights"
+    )
+    add("--samples-per-prompt", type=count, help="answers to each prompt (1; smollm2: 4)")
+    add("--no-check", dest="check", action="store_false", help="do not compare the sides' numbers")
     add("--mode", choices=("forced", "ragged"), default="forced", help="lengths of the answers")
     add("--epochs", type=count, default=1, help="passes over the rollout")
     add("--minibatch-size", type=count, default=64, help="answers per optimizer step")

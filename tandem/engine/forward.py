@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,9 +21,9 @@ from tandem.engine.allocator import give_back_memory
 from tandem.engine.placement import onload
 from tandem.models import scalar
 from tandem.models.lm_head import vocabulary_head
-from tandem.models.packed import hidden_states, predictor_positions
+from tandem.models.packed import PromptGroup, drops_now, predictor_states, prompt_groups
 from tandem.models.tensor_parallel import sliced_twin
-from tandem.models.twin import standing_in, without_hooks
+from tandem.models.twin import decodes, standing_in, without_hooks
 from tandem.objectives.logprobs import scatter_to_tokens, token_logprobs
 from tandem.parallel.dtensor import whole
 from tandem.parallel.shard import shards_of
@@ -93,7 +94,7 @@ def response_logprobs(
     """
 
     def forward() -> tuple[Tensor, Tensor]:
-        selected = hidden_states(model, batch)[predictor_positions(batch)]
+        selected = predictor_states(model, batch)
         head = vocabulary_head(model)
         logprobs, entropy = token_logprobs(
             head,
@@ -150,23 +151,34 @@ def balanced(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     return rows_of
 
 
-def rank_micro_batches(lengths: Sequence[int], max_tokens: int, world: World) -> list[MicroBatch]:
+def rank_micro_batches(
+    lengths: Sequence[int],
+    max_tokens: int,
+    world: World,
+    groups: Sequence[PromptGroup] = (),
+) -> list[MicroBatch]:
     """This rank's micro-batches of a batch that every rank knows; all ranks get equally many.
 
-    Rows are `balanced` over the ranks; a rank's rows are grouped by length, at most `max_tokens`
-    together.
+    Rows are `balanced` over the ranks; a rank's rows are grouped by length, at most
+    `max_tokens` together. Rows of a prompt group stay together as far as those tokens and the
+    balance allow it, and their prompt counts once.
 
     Args:
         lengths: tokens of each row.
+        groups: all rows by prompt, where rows share their prompts; empty where none do.
     """
     if not lengths:
         return []
-    groups = [
-        [[rows[i] for i in group] for group in microbatches([lengths[i] for i in rows], max_tokens)]
-        for rows in balanced(lengths, world.size)
+    units, shares = _balanced_units(lengths, max_tokens, world.size, groups)
+    parts_of = [
+        [
+            [row for i in part for row in units[mine[i]].rows]
+            for part in microbatches([units[i].tokens for i in mine], max_tokens)
+        ]
+        for mine in shares
     ]
-    count = max(map(len, groups))
-    mine = groups[world.rank]
+    count = max(map(len, parts_of))
+    mine = parts_of[world.rank]
     filler = [min(range(len(lengths)), key=lambda row: lengths[row])]
     wasted = 1 / (count * world.size)
     parts = [MicroBatch(rows, 1.0, is_last=False) for rows in mine]
@@ -174,14 +186,91 @@ def rank_micro_batches(lengths: Sequence[int], max_tokens: int, world: World) ->
     return [*parts[:-1], replace(parts[-1], is_last=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Rows that stay together, and the tokens that they cost: a shared prompt counts once."""
+
+    rows: list[int]
+    tokens: int
+
+
+def _balanced_units(
+    lengths: Sequence[int], max_tokens: int, num_ranks: int, groups: Sequence[PromptGroup]
+) -> tuple[list[_Unit], list[list[int]]]:
+    """What stays together, and which of it each rank gets.
+
+    Large groups leave ranks with less work than others and small ones repeat prompts: of a few
+    sizes, the one whose busiest rank has the fewest tokens.
+    """
+    alone = [_Unit([row], length) for row, length in enumerate(lengths)]
+    choices = [alone]
+    if any(len(group.rows) > 1 for group in groups):
+        units = _units(lengths, groups, max_tokens)
+        share = -(-sum(unit.tokens for unit in units) // num_ranks)
+        choices = [units]
+        if num_ranks > 1:
+            choices += [_units(lengths, groups, min(max_tokens, share // n)) for n in (1, 2, 4)]
+            choices.append(alone)
+    best: tuple[int, list[_Unit], list[list[int]]] | None = None
+    for units in choices:
+        shares = balanced([unit.tokens for unit in units], num_ranks)
+        busiest = max(sum(units[i].tokens for i in mine) for mine in shares)
+        if best is None or busiest < best[0]:
+            best = busiest, units, shares
+    assert best is not None
+    return best[1], best[2]
+
+
+def _units(lengths: Sequence[int], groups: Sequence[PromptGroup], max_tokens: int) -> list[_Unit]:
+    """Groups cut so that each part has at most `max_tokens`, or one row."""
+    units: list[_Unit] = []
+    for group in groups:
+        room, shared = 0, group.prompt_tokens
+        for row in group.rows:
+            own = lengths[row] - shared
+            if row == group.rows[0] or own > room:
+                units.append(_Unit([], shared))
+                room = max_tokens - shared
+            part = units[-1]
+            units[-1] = _Unit([*part.rows, row], part.tokens + own)
+            room -= own
+    return units
+
+
+_continued: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def groups_of(batch: TokenBatch, models: Sequence[PreTrainedModel]) -> list[PromptGroup]:
+    """The rows of a batch by prompt if all these models run a shared prompt once, else none.
+
+    Every rank must call it as often as every other.
+    """
+    return prompt_groups(batch) if all(map(_shares_prompts, models)) else []
+
+
+def _shares_prompts(model: PreTrainedModel) -> bool:
+    """`models.packed.shares_prompts`, wherever the weights lie."""
+    if model not in _continued:
+        shards = shards_of(model)
+        with torch.no_grad():
+            _continued[model] = shards.forward(lambda: decodes(model))
+        shards.reshard()
+    return _continued[model] and not drops_now(model)
+
+
 def rank_micro_batches_of(
-    batch: TokenBatch, max_tokens: int, world: World
+    batch: TokenBatch, max_tokens: int, world: World, models: Sequence[PreTrainedModel] = ()
 ) -> list[tuple[Tensor, MicroBatch]]:
-    """`rank_micro_batches` with the rows' numbers as a tensor on the batch's device."""
+    """As `rank_micro_batches`, with the rows' numbers as a tensor on the batch's device.
+
+    Args:
+        models: those that will run them; without any, rows count as if none shared a prompt.
+    """
     device = batch.token_ids.device
+    groups = groups_of(batch, models) if models else []
     return [
         (torch.tensor(part.rows, device=device), part)
-        for part in rank_micro_batches(batch.lengths().tolist(), max_tokens, world)
+        for part in rank_micro_batches(batch.lengths().tolist(), max_tokens, world, groups)
     ]
 
 
@@ -206,7 +295,7 @@ def scored(
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(onload(model))
-        for rows, part in rank_micro_batches_of(batch, max_tokens, world):
+        for rows, part in rank_micro_batches_of(batch, max_tokens, world, models):
             for i, output in enumerate(forward(batch.select(rows))):
                 if i == len(results):
                     shape = batch.token_ids.shape[: output.dim()]

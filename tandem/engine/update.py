@@ -14,16 +14,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.checkpoint.state import SavedState
-from tandem.engine.forward import rank_micro_batches
+from tandem.engine.forward import groups_of, rank_micro_batches
 from tandem.engine.learner import Learner, step_learners
 from tandem.engine.oom import MicroBatchBudget
 from tandem.errors import BadStepError, NumericsError
+from tandem.types import TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,14 @@ class LossTerm:
     lengths: tokens of each row, to balance micro-batches.
     units: the count that sums are divided by, over all rows and ranks.
     loss: rows, by number, to their sums.
+    batch: the rows themselves, where those of one prompt are to stay together.
     """
 
     lengths: Sequence[int]
     units: float
     loss: Callable[[list[int]], MicroBatchLoss]
     coefficient: float = 1.0
+    batch: TokenBatch | None = None
 
 
 class Update:
@@ -184,7 +187,10 @@ def _accumulated(
     world = learner.shards.world
     idle = 0.0
     added: list[tuple[float, MicroBatchLoss]] = []
-    for part in rank_micro_batches(term.lengths, max_tokens, world):
+    groups = []
+    if term.batch is not None:
+        groups = groups_of(term.batch, [cast(PreTrainedModel, learner.model)])
+    for part in rank_micro_batches(term.lengths, max_tokens, world, groups):
         found = term.loss(part.rows)
         loss = found.loss if term.coefficient == 1.0 else term.coefficient * found.loss
         learner.backward(loss, term.units, weight=part.weight, is_last=part.is_last and is_last)

@@ -23,7 +23,7 @@ from tandem.models.classifiers import one_output, require_classifier, take_backb
 from tandem.models.folder import read_headers
 from tandem.models.load import load_causal_lm, load_weights, open_decoder
 from tandem.models.lora import SCALAR_HEAD, scalar_head
-from tandem.models.packed import hidden_states, last_positions, predictor_positions
+from tandem.models.packed import last_states, predictor_states
 from tandem.models.source import Located
 from tandem.types import TokenBatch
 
@@ -113,8 +113,7 @@ def token_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
 
     A response token's value is the head's output at the token before it.
     """
-    hidden = hidden_states(model, batch)[predictor_positions(batch)]
-    values = _head_outputs(model, hidden)
+    values = _head_outputs(model, predictor_states(model, batch))
     placed = torch.zeros(batch.token_ids.shape, dtype=torch.float32, device=values.device)
     return placed.masked_scatter(batch.response_mask, values)
 
@@ -124,7 +123,7 @@ def sequence_scores(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
 
     The mask says which token is the last, never its id: pad may equal EOS.
     """
-    return _head_outputs(model, hidden_states(model, batch)[last_positions(batch)])
+    return _head_outputs(model, last_states(model, batch))
 
 
 def _head_outputs(model: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -81,11 +81,19 @@ def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> 
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: AttentionSpec) -> Tensor:
-    """Causal attention inside each of the packed sequences, with gradient."""
+    """Causal attention inside each of the packed sequences, with gradient.
+
+    Only the C++ operations share the keys of a prefix; elsewhere its sequences are written out.
+    """
     if q.device.type == "cpu" and kind.dropout == 0 and _native(q.dtype):
         return torch.ops.tandem.varlen_attention(
-            q, k, v, step.cu_seqlens, kind.scale, kind.window, kind.softcap, kind.sinks
-        )
+            q, k, v, step.cu_seqlens, kind.scale, kind.window, kind.softcap, kind.sinks,
+            step.prefixes,
+        )  # fmt: skip
+    if step.prefixes is not None:
+        whole = step.whole()
+        q, k, v = q[whole.tokens], k[whole.tokens], v[whole.tokens]
+        return varlen_attention(q, k, v, whole.packed, kind)[whole.back]
     if q.device.type == "cuda" and _varlen_kernel_fits(q, v, kind):
         return _varlen_on_gpu(q, k, v, step, kind)
     bounds = step.cu_seqlens.tolist()

@@ -84,22 +84,82 @@ class KVMemory:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """B whole sequences side by side, N tokens: training, scoring and prefill.
+    """B segments side by side, N tokens: training, scoring and prefill.
 
-    cu_seqlens: (B + 1,) int32, where each begins. max_length: of the longest, in tokens.
-    memory, block_tables: where prefill keeps keys and values, (B, max_blocks) int32.
+    A segment is a whole sequence, or it continues a whole sequence that several may share, as
+    responses share their prompt: its tokens attend to that sequence and to their own segment.
+
+    cu_seqlens: (B + 1,) int32, where each begins. max_length: of the longest sequence, in tokens.
+    prefixes: (B,) int32, the whole sequence that a segment continues, -1 where it is whole itself;
+        None: all are whole. Continuations stand directly after the sequence that they continue.
+    memory, block_tables: where prefill keeps keys and values of whole sequences, (B, max_blocks)
+        int32.
     """
 
     cu_seqlens: Tensor
     max_length: int
     memory: KVMemory | None = None
     block_tables: Tensor | None = None
+    prefixes: Tensor | None = None
+    _whole: list[WholeSequences] = field(default_factory=list, repr=False, compare=False)
 
     @staticmethod
-    def of_lengths(lengths: Sequence[int], device: torch.device) -> Packed:
-        """Sequences of these lengths, in this order."""
+    def of_lengths(
+        lengths: Sequence[int], device: torch.device, prefixes: Sequence[int] | None = None
+    ) -> Packed:
+        """Segments of these lengths, in this order; `prefixes` as above."""
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return Packed(ends.to(device), max(lengths, default=0))
+        if prefixes is None:
+            return Packed(ends.to(device), max(lengths, default=0))
+        longest = max(
+            (
+                length + (lengths[prefix] if prefix >= 0 else 0)
+                for length, prefix in zip(lengths, prefixes, strict=True)
+            ),
+            default=0,
+        )
+        found = torch.tensor(prefixes, dtype=torch.int32, device=device)
+        return Packed(ends.to(device), longest, prefixes=found)
+
+    def whole(self) -> WholeSequences:
+        """The same sequences without shared prefixes, for attention that knows of none."""
+        if not self._whole:
+            self._whole.append(_whole_sequences(self))
+        return self._whole[0]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeSequences:
+    """Segments and what they continue, written out as M tokens of whole sequences.
+
+    packed: the sequences. tokens: (M,) int64, which of the N tokens each is. back: (N,) int64,
+    where among the M each of the N stands.
+    """
+
+    packed: Packed
+    tokens: Tensor
+    back: Tensor
+
+
+def _whole_sequences(step: Packed) -> WholeSequences:
+    assert step.prefixes is not None
+    device, bounds = step.cu_seqlens.device, step.cu_seqlens.tolist()
+    lengths: list[int] = []
+    tokens: list[Tensor] = []
+    back: list[Tensor] = []
+    total = 0
+    for segment, prefix in enumerate(step.prefixes.tolist()):
+        own = torch.arange(bounds[segment], bounds[segment + 1], device=device)
+        before = 0
+        if prefix >= 0:
+            tokens.append(torch.arange(bounds[prefix], bounds[prefix + 1], device=device))
+            before = len(tokens[-1])
+        tokens.append(own)
+        back.append(torch.arange(len(own), device=device) + (total + before))
+        lengths.append(before + len(own))
+        total += lengths[-1]
+    packed = Packed.of_lengths(lengths, device)
+    return WholeSequences(packed, torch.cat(tokens), torch.cat(back))
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,6 +199,9 @@ class PPOTrainer:
             response = torch.zeros((rows, length), dtype=torch.bool, device=device)
             response[:, length - answer :] = True
             ids = torch.full((rows, length), engine.renderer.pad_token_id, device=device)
+            # No two rows share their prompt: the most that a micro-batch can take.
+            vocabulary = engine.actor.config.get_text_config().vocab_size
+            ids[:, 0] = torch.arange(rows, device=device) % vocabulary
             return TokenBatch(ids, torch.ones_like(response), response)
 
         def actor_loss(max_tokens: int) -> Tensor:
@@ -218,11 +221,13 @@ class PPOTrainer:
         return num_updates(self.config, 1) // self.config.ppo.epochs
 
     def _minibatches(self, experience: Experience, step: int) -> Iterator[tuple[int, Tensor]]:
-        """Every update's number within the step and its rows, shuffled anew each epoch by (seed,
-        step, epoch)."""
+        """Every update's number within the step and its rows. Prompts are shuffled each epoch by
+        (seed, step, epoch); the answers to one stay together, so that they can share it."""
+        found, group = experience.group.unique(return_inverse=True)
         for epoch in range(self.config.ppo.epochs):
             key = sequence_key(self.config.seed, step, epoch, 0)
-            order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(key))
+            places = torch.randperm(len(found), generator=torch.Generator().manual_seed(key))
+            order = places.argsort().to(group.device)[group].argsort(stable=True)
             minibatches = order.to(self.engine.device).split(self.config.ppo.minibatch_size)
             for number, rows in enumerate(minibatches):
                 yield epoch * self._updates_per_epoch + number, rows
@@ -237,6 +242,7 @@ class PPOTrainer:
                 minibatch.batch.lengths().tolist(),
                 minibatch.batch.num_response_tokens,
                 lambda rows: self._actor_loss(minibatch.select(self._rows(rows))),
+                batch=minibatch.batch,
             )
         ]
         if self._has_ptx:
@@ -310,7 +316,8 @@ class PPOTrainer:
             return MicroBatchLoss(found.loss, sums)
 
         batch = minibatch.batch
-        term = LossTerm(batch.lengths().tolist(), batch.num_response_tokens, loss)
+        lengths, count = batch.lengths().tolist(), batch.num_response_tokens
+        term = LossTerm(lengths, count, loss, batch=batch)
         learning_rate = learner.learning_rate
         (means,) = update.learn(learner, [term])
         for name in ("value_loss", "value_clip_fraction", "rank_idle"):

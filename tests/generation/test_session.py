@@ -21,7 +21,7 @@ from tandem.generation.sampler import Sampler, sequence_key
 from tandem.generation.scheduler import Request
 from tandem.generation.session import Record, Session
 from tandem.models.lm_head import vocabulary_logits
-from tandem.models.packed import hidden_states, predictor_positions
+from tandem.models.packed import predictor_states
 from tandem.ops import dense, native
 from tandem.ops.attention_context import KVMemory
 from tandem.types import Rollout
@@ -122,7 +122,7 @@ def test_the_numbers_are_the_training_forwards_to_the_bit(family: str, dtype: to
     model = wide(family, dtype)
     rollout = rollout_of(model, LENGTHS, sampling={"temperature": 0.8}, batch_size=5)
     batch = rollout.batch
-    states = hidden_states(model, batch)[predictor_positions(batch)]
+    states = predictor_states(model, batch)
     logits = vocabulary_logits(model, states)
     logprobs, entropy = dense.token_logprobs(logits, batch.token_ids[batch.response_mask], 0.8)
     assert torch.equal(rollout.rollout_logprobs[batch.response_mask], logprobs)
@@ -150,7 +150,7 @@ def test_a_callers_autocast_changes_nothing(
 
     def both() -> tuple[Rollout, Tensor]:
         rollout = rollout_of(model, LENGTHS)
-        states = hidden_states(model, rollout.batch)[predictor_positions(rollout.batch)]
+        states = predictor_states(model, rollout.batch)
         return rollout, vocabulary_logits(model, states)
 
     rollout, logits = both()

@@ -8,8 +8,8 @@ import torch
 from tandem.errors import ShapeError
 from tandem.models.packed import (
     hidden_states,
-    last_positions,
-    predictor_positions,
+    last_states,
+    predictor_states,
     real_positions,
 )
 from tandem.models.recompute import enable_gradient_checkpointing
@@ -59,18 +59,20 @@ def test_gradients_are_those_of_the_padded_forward(family: str, checkpointing: b
         assert apart <= 1e-5 * expected[name].norm() + 1e-7 * largest, name
 
 
-def test_positions_point_at_the_tokens_they_speak_of() -> None:
+def test_states_are_those_of_the_tokens_they_speak_of() -> None:
+    model = tiny_model("llama")
     ids = torch.tensor([[5, 6, 7, 8], [1, 2, 0, 0]])
     real = torch.tensor([[True] * 4, [True, True, False, False]])
     answered = torch.tensor([[False, False, True, True], [False, True, False, False]])
     batch = TokenBatch(ids, real, answered)
-    packed = ids[real]
-    assert packed[predictor_positions(batch)].tolist() == [6, 7, 1]
-    assert packed[last_positions(batch)].tolist() == [8, 2]
-    assert packed[real_positions(batch)[answered]].tolist() == [7, 8, 2]
+    with torch.no_grad():
+        states = hidden_states(model, batch)
+        assert torch.equal(predictor_states(model, batch), states[[1, 2, 4]])
+        assert torch.equal(last_states(model, batch), states[[3, 5]])
+    assert ids[real][real_positions(batch)[answered]].tolist() == [7, 8, 2]
 
 
 def test_a_response_that_nothing_precedes() -> None:
     mask = torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ShapeError, match="must not hold at index 0"):
-        predictor_positions(TokenBatch(torch.ones(1, 2).long(), mask, mask))
+        predictor_states(tiny_model("llama"), TokenBatch(torch.ones(1, 2).long(), mask, mask))

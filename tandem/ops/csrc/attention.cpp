@@ -317,7 +317,9 @@ TANDEM_INLINE void soften(float* s, int64_t stride, int64_t blocks, int64_t firs
 // ---- weighted sums of rows ----
 
 // What a tile adds up: weights (Q rows, `stride` apart) of the rows in `blocks` blocks, the last
-// with `last_count` rows, to `out` (Q rows, out_stride apart).
+// with `last_count` rows, to `out` (Q rows, out_stride apart). A sum may be cut between two blocks:
+// the first call leaves its chains in `chains` (Q rows, chains_stride apart) instead of adding them
+// to `out`, and the second goes on from there.
 template <class T>
 struct Sum {
   const float* weights;
@@ -326,7 +328,22 @@ struct Sum {
   int64_t blocks, last_count, width;
   float* out;
   int64_t out_stride;
+  float* chains = nullptr;
+  int64_t chains_stride = 0;
+  bool goes_on = false, stops = false;
+
+  float* chain(int64_t row, int64_t chain, int64_t column, int64_t wide) const {
+    return chains + row * chains_stride + chain * wide + column;
+  }
 };
+
+// The inverse of `interleave`.
+TANDEM_INLINE void separate(v16& a, v16& b) {
+  const v16 even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26,
+                                           28, 30);
+  b = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  a = even;
+}
 
 // NC vectors from column d on; NP chains of `chains` at a time. Vectors of bfloat16 are widened two
 // by two, which leaves the even and the odd columns apart until the end.
@@ -335,8 +352,24 @@ TANDEM_INLINE void add_columns(const Sum<T>& work, int64_t d, int64_t chains) {
   const int64_t stride = work.stride, width = work.width, blocks = work.blocks;
   const T* const* rows = work.rows;
   constexpr bool paired = std::is_same_v<T, bf16> && NC % 2 == 0;
+  const int64_t wide = work.chains_stride / chains;
   for (int64_t chain = 0; chain < chains; chain += NP) {
     v16 sums[Q][NC][NP] = {};
+    if (work.goes_on) {
+#pragma GCC unroll 4
+      for (int r = 0; r < Q; ++r) {
+#pragma GCC unroll 8
+        for (int i = 0; i < NP; ++i) {
+#pragma GCC unroll 8
+          for (int c = 0; c < NC; ++c)
+            sums[r][c][i] = load(work.chain(r, chain + i, d + c * kLanes, wide));
+          if constexpr (paired) {
+#pragma GCC unroll 4
+            for (int c = 0; c < NC; c += 2) separate(sums[r][c][i], sums[r][c + 1][i]);
+          }
+        }
+      }
+    }
     int64_t ahead = 0;  // how far from a row the one to fetch is
     const auto add = [&](const T* row, const float* weight, int i) __attribute__((always_inline)) {
       if constexpr (Fetches) {
@@ -388,6 +421,18 @@ TANDEM_INLINE void add_columns(const Sum<T>& work, int64_t d, int64_t chains) {
         }
       }
     }
+    if (work.stops) {
+#pragma GCC unroll 4
+      for (int r = 0; r < Q; ++r) {
+#pragma GCC unroll 8
+        for (int c = 0; c < NC; ++c) {
+#pragma GCC unroll 8
+          for (int i = 0; i < NP; ++i)
+            store(work.chain(r, chain + i, d + c * kLanes, wide), sums[r][c][i]);
+        }
+      }
+      continue;
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < Q; ++r) {
 #pragma GCC unroll 8
@@ -422,6 +467,13 @@ void add_vectors(const Sum<T>& work, int64_t d, int64_t chains) {
 template <int Q, class T>
 void add_pairs(const Sum<T>& work) {
   v16 sums[Q][4] = {};
+  if (work.goes_on) {
+#pragma GCC unroll 4
+    for (int r = 0; r < Q; ++r) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) sums[r][i] = load(work.chain(r, 0, i * kLanes, 0));
+    }
+  }
   const auto add = [&](const T* row, const v16 (&weights)[Q], auto pair, bool both)
                        __attribute__((always_inline)) {
     constexpr int i = decltype(pair)::value, a = 2 * i, b = 2 * i + 1;
@@ -453,6 +505,14 @@ void add_pairs(const Sum<T>& work) {
         if (first < count) add(row, weights, pair, first + 1 < count);
       });
     }
+  }
+  if (work.stops) {
+#pragma GCC unroll 4
+    for (int r = 0; r < Q; ++r) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) store(work.chain(r, 0, i * kLanes, 0), sums[r][i]);
+    }
+    return;
   }
 #pragma GCC unroll 4
   for (int r = 0; r < Q; ++r) {
@@ -526,27 +586,70 @@ void attend(const Tile<T>& tile, int64_t queries, const Kind& kind, float* out,
 
 // ---- packed sequences, forward ----
 
-// Queries [begin, end) of one sequence under one key head.
-struct Piece {
-  int64_t start, head, begin, end;
-  int64_t cost() const { return end * end - begin * begin; }
+// Rows [start, start + count) of the input: positions [first, first + count) of their sequence.
+struct Segment {
+  int64_t start, first, count;
+  int64_t end() const { return first + count; }
 };
 
-// One piece per sequence and head, or more where threads would stand idle; the costliest first.
-std::vector<Piece> pieces_of(const int32_t* bounds, int64_t count, int64_t heads, bool divisible) {
-  const int64_t threads = num_threads();
+// Queries at positions [begin, end) of the segments [from, to), under one key head; `root` is the
+// beginning that the segments continue, or the first of them itself.
+struct Piece {
+  const Segment* root;
+  const Segment *from, *to;
+  int64_t head, begin, end;
+
+  int64_t longest() const {
+    int64_t length = 0;
+    for (const Segment* s = from; s < to; ++s) length = std::max(length, std::min(end, s->end()));
+    return length;
+  }
+  int64_t cost() const {
+    int64_t sum = 0;
+    for (const Segment* s = from; s < to; ++s) {
+      const int64_t last = std::min(end, s->end()), first = std::max(begin, s->first);
+      sum += last * last - first * first;
+    }
+    return sum;
+  }
+};
+
+std::vector<Segment> segments_of(const Segments& of) {
+  std::vector<Segment> found(of.count);
+  for (int64_t b = 0; b < of.count; ++b) {
+    const int64_t first = of.continues(b) ? found[of.prefixes[b]].count : 0;
+    found[b] = {of.bounds[b], first, of.bounds[b + 1] - of.bounds[b]};
+  }
+  return found;
+}
+
+// One piece per head and sequence with its continuations, or more where threads would stand idle;
+// the costliest first.
+std::vector<Piece> pieces_of(const std::vector<Segment>& segments, const Segments& of,
+                             int64_t heads, bool divisible) {
+  const int64_t threads = num_threads(), count = of.count;
   const int64_t parts =
       threads > 1 && divisible ? (2 * threads + count * heads - 1) / (count * heads) : 1;
+  const bool together = threads <= 1 || !divisible;
   std::vector<Piece> pieces;
   pieces.reserve(count * heads * parts);
-  for (int64_t b = 0; b < count; ++b) {
-    const int64_t start = bounds[b], length = bounds[b + 1] - start;
+  const Segment* root = nullptr;
+  for (int64_t b = 0, next; b < count; b = next) {
+    const Segment* segment = &segments[b];
+    if (!of.continues(b)) root = segment;
+    next = b + 1;
+    while (together && next < count && of.continues(next)) ++next;
+    const Segment* const to = segments.data() + next;
     // A piece prepares all keys before it, so it should have work enough to pay for that.
-    const int64_t part = blocks_of((length + parts - 1) / parts) * kBlock;
-    const int64_t size = parts > 1 ? std::max<int64_t>(128, part) : length;
+    const int64_t part = blocks_of((segment->count + parts - 1) / parts) * kBlock;
+    const int64_t size = parts > 1 ? std::max<int64_t>(128, part) : INT64_MAX / 2;
     for (int64_t h = 0; h < heads; ++h) {
-      for (int64_t t = 0; t < length; t += size) {
-        pieces.push_back({start, h, t, std::min(t + size, length)});
+      if (together) {
+        pieces.push_back({root, segment, to, h, 0, INT64_MAX});
+        continue;
+      }
+      for (int64_t t = segment->first; t < segment->end(); t += size) {
+        pieces.push_back({root, segment, to, h, t, std::min(t + size, segment->end())});
       }
     }
   }
@@ -557,67 +660,144 @@ std::vector<Piece> pieces_of(const int32_t* bounds, int64_t count, int64_t heads
   return pieces;
 }
 
-// The keys of tokens [start, start + tokens) as float blocks (width, 16), and pointers to them.
+// Blocks of transposed rows, floats (width, 16): those of a sequence's beginning, and behind them
+// those of one continuation after the other. Positions count from block `skipped` on.
 template <class T>
-const float* const* transposed(const T* rows, int64_t stride, int64_t tokens, int64_t width,
-                               Buffer<float>& memory, Buffer<const void*>& pointers) {
-  const int64_t blocks = blocks_of(tokens);
-  float* to = memory.take(blocks * width * kLanes);
-  const float** at = reinterpret_cast<const float**>(pointers.take(blocks));
-  for (int64_t b = 0; b < blocks; ++b) {
-    at[b] = to + b * width * kLanes;
-    transpose_block(rows + b * kBlock * stride, stride, std::min(kBlock, tokens - b * kBlock),
-                    width, to + b * width * kLanes);
+class Columns {
+ public:
+  Columns(const Rows<const T>& rows, int64_t head, int64_t width, int64_t skipped, int64_t longest,
+          Buffer<float>& memory, Buffer<const void*>& pointers)
+      : rows_(rows), head_(head), width_(width), skipped_(skipped) {
+    const int64_t blocks = blocks_of(longest) - skipped;
+    to_ = memory.take(blocks * width * kLanes);
+    at_ = reinterpret_cast<const float**>(pointers.take(blocks));
+    for (int64_t b = 0; b < blocks; ++b) at_[b] = to_ + b * width * kLanes;
   }
-  return at;
-}
 
-// The rows of these tokens as floats, row_width apart, in blocks filled up with 0, and pointers.
+  // The rows of a segment up to position `end`, after those of `root`, which are there already.
+  void put(const Segment& root, const Segment& segment, int64_t end) {
+    end = std::min(end, segment.end());
+    int64_t t = std::max(segment.first / kBlock, skipped_) * kBlock;
+    if (t < segment.first) {  // a block of both
+      T mixed[kBlock * kWidest];
+      const int64_t last = std::min(end, t + kBlock), wide = std::min(width_, kWidest);
+      for (int64_t d = 0; d < width_; d += wide) {
+        const int64_t some = std::min(wide, width_ - d);
+        for (int64_t j = t; j < last; ++j) {
+          const T* row = j < segment.first ? rows_.at(root.start + j, head_)
+                                           : rows_.at(segment.start + j - segment.first, head_);
+          std::copy_n(row + d, some, mixed + (j - t) * some);
+        }
+        transpose_block(mixed, some, last - t, some, block(t) + d * kLanes);
+      }
+      t += kBlock;
+    }
+    for (; t < end; t += kBlock) {
+      transpose_block(rows_.at(segment.start + t - segment.first, head_), rows_.token,
+                      std::min(kBlock, end - t), width_, block(t));
+    }
+  }
+
+  const float* const* from(int64_t block) const { return at_ + (block - skipped_); }
+
+ private:
+  static constexpr int64_t kWidest = 128;
+  float* block(int64_t t) { return to_ + (t / kBlock - skipped_) * width_ * kLanes; }
+
+  Rows<const T> rows_;
+  int64_t head_, width_, skipped_;
+  float* to_;
+  const float** at_;
+};
+
+// The same of rows as they are, as floats, row_width apart; the last block is filled up with 0.
 template <class T>
-const float* const* copied(const T* rows, int64_t stride, int64_t tokens, int64_t width,
-                           Buffer<float>& memory, Buffer<const void*>& pointers) {
-  const int64_t blocks = blocks_of(tokens), wide = row_width(width);
-  float* to = memory.take(blocks * kBlock * wide);
-  const float** at = reinterpret_cast<const float**>(pointers.take(blocks));
-  for (int64_t b = 0; b < blocks; ++b) at[b] = to + b * kBlock * wide;
-  for (int64_t t = 0; t < tokens; ++t) copy_row(rows + t * stride, width, 1.0f, to + t * wide);
-  std::fill(to + tokens * wide, to + blocks * kBlock * wide, 0.0f);
-  return at;
+class Copies {
+ public:
+  Copies(const Rows<const T>& rows, int64_t head, int64_t width, int64_t skipped, int64_t longest,
+         Buffer<float>& memory, Buffer<const void*>& pointers)
+      : rows_(rows), head_(head), width_(width), wide_(row_width(width)), skipped_(skipped) {
+    const int64_t blocks = blocks_of(longest) - skipped;
+    to_ = memory.take(blocks * kBlock * wide_);
+    at_ = reinterpret_cast<const float**>(pointers.take(blocks));
+    for (int64_t b = 0; b < blocks; ++b) at_[b] = to_ + b * kBlock * wide_;
+  }
+
+  void put(const Segment&, const Segment& segment, int64_t end) {
+    end = std::min(end, segment.end());
+    int64_t t = std::max(segment.first, skipped_ * kBlock);
+    float* to = to_ + (t - skipped_ * kBlock) * wide_;
+    for (; t < end; ++t, to += wide_) {
+      copy_row(rows_.at(segment.start + t - segment.first, head_), width_, 1.0f, to);
+    }
+    std::fill(to, to_ + (blocks_of(t) - skipped_) * kBlock * wide_, 0.0f);
+  }
+
+  const float* const* from(int64_t block) const { return at_ + (block - skipped_); }
+
+ private:
+  Rows<const T> rows_;
+  int64_t head_, width_, wide_, skipped_;
+  float* to_;
+  const float** at_;
+};
+
+// Queries of a segment from position t on, up to `most`, none of them past a multiple of `most`.
+int64_t tile_of(int64_t t, int64_t end, int64_t most) { return std::min(most - t % most, end - t); }
+
+template <class T>
+void forward_segment(const Packed<T>& in, const Piece& piece, const Segment& segment,
+                     const Columns<T>& keys, const Copies<T>& values) {
+  const Sizes& size = in.sizes;
+  const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
+  Scratch& mine = scratch();
+  float* queries = mine.queries.take(kTile * key_width);
+  float* out = mine.outputs.take(kTile * value_width);
+  Normaliser norms[kTile];
+  const int64_t begin = std::max(piece.begin, segment.first);
+  const int64_t end = std::min(piece.end, segment.end());
+  for (int64_t g = 0; g < size.groups; ++g) {
+    const int64_t head = piece.head * size.groups + g;
+    for (int64_t t = begin, count; t < end; t += count) {
+      count = tile_of(t, end, kTile);
+      const int64_t row = segment.start + t - segment.first;
+      for (int64_t r = 0; r < count; ++r) {
+        copy_row(in.q.at(row + r, head), size.key_width, in.kind.scale, queries + r * key_width);
+      }
+      const int64_t first = in.kind.first_key(t) / kBlock;
+      const Tile<float> tile{queries, key_width, keys.from(first), values.from(first), value_width,
+                             t / kBlock - first + 1, first, t, head, size.key_width,
+                             size.value_width};
+      attend(tile, count, in.kind, out, norms);
+      for (int64_t r = 0; r < count; ++r) {
+        const int64_t at = (row + r) * size.query_heads + head;
+        write_row(out + r * value_width, size.value_width, norms[r].inverse,
+                  in.out + at * size.value_width);
+        if (in.lse) in.lse[at] = norms[r].lse();
+      }
+    }
+  }
 }
 
 template <class T>
 void forward_piece(const Packed<T>& in, const Piece& piece) {
   const Sizes& size = in.sizes;
-  const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
   Scratch& mine = scratch();
-  const int64_t skipped = in.kind.first_key(piece.begin) / kBlock, from = skipped * kBlock;
-  const auto keys = transposed(in.k.at(piece.start + from, piece.head), in.k.token,
-                               piece.end - from, size.key_width, mine.keys, mine.key_blocks);
-  const auto values = copied(in.v.at(piece.start + from, piece.head), in.v.token,
-                             piece.end - from, size.value_width, mine.values, mine.value_blocks);
-  float* queries = mine.queries.take(kTile * key_width);
-  float* out = mine.outputs.take(kTile * value_width);
-  Normaliser norms[kTile];
-  for (int64_t g = 0; g < size.groups; ++g) {
-    const int64_t head = piece.head * size.groups + g;
-    for (int64_t t = piece.begin; t < piece.end; t += kTile) {
-      const int64_t count = std::min(kTile, piece.end - t);
-      for (int64_t r = 0; r < count; ++r) {
-        copy_row(in.q.at(piece.start + t + r, head), size.key_width, in.kind.scale,
-                 queries + r * key_width);
-      }
-      const int64_t first = in.kind.first_key(t) / kBlock;
-      const Tile<float> tile{queries, key_width, keys + (first - skipped),
-                             values + (first - skipped), value_width, t / kBlock - first + 1,
-                             first, t, head, size.key_width, size.value_width};
-      attend(tile, count, in.kind, out, norms);
-      for (int64_t r = 0; r < count; ++r) {
-        const int64_t row = (piece.start + t + r) * size.query_heads + head;
-        write_row(out + r * value_width, size.value_width, norms[r].inverse,
-                  in.out + row * size.value_width);
-        if (in.lse) in.lse[row] = norms[r].lse();
-      }
-    }
+  const int64_t longest = piece.longest();
+  const int64_t skipped =
+      in.kind.first_key(std::max(piece.begin, piece.from->first)) / kBlock;
+  if (longest <= skipped * kBlock) return;
+  Columns<T> keys(in.k, piece.head, size.key_width, skipped, longest, mine.keys, mine.key_blocks);
+  Copies<T> values(in.v, piece.head, size.value_width, skipped, longest, mine.values,
+                   mine.value_blocks);
+  const auto put = [&](const Segment& segment) {
+    keys.put(*piece.root, segment, piece.end);
+    values.put(*piece.root, segment, piece.end);
+  };
+  if (piece.root != piece.from) put(*piece.root);
+  for (const Segment* segment = piece.from; segment < piece.to; ++segment) {
+    put(*segment);
+    forward_segment(in, piece, *segment, keys, values);
   }
 }
 
@@ -765,20 +945,42 @@ float dot(const float* a, const float* b, int64_t width) {
   return sum(total);
 }
 
-// The gradients that the rows of `from` (transposed blocks where rows are 8 wide) hold, as T.
-template <class T>
-void write_grads(const float* from, int64_t tokens, int64_t width, T* to, int64_t stride) {
-  if (width != 8) {
-    for (int64_t t = 0; t < tokens; ++t) {
-      write_row(from + t * row_width(width), width, 1.0f, to + t * stride);
+// Gradients of the rows of one head, added up by position: as rows, row_width apart, or as
+// transposed blocks where rows are 8 wide.
+class Sums {
+ public:
+  Sums(Buffer<float>& memory, int64_t longest, int64_t width)
+      : to_(memory.take(blocks_of(longest) * kBlock * row_width(width))), width_(width) {}
+
+  // Positions [begin, end), and those behind them in the last block, become 0.
+  void clear(int64_t begin, int64_t end) {
+    const int64_t wide = row_width(width_), last = blocks_of(end) * kBlock;
+    if (width_ != 8) return std::fill(to_ + begin * wide, to_ + last * wide, 0.0f);
+    for (; begin < last && begin % kBlock; ++begin) {
+      for (int64_t d = 0; d < 8; ++d) at(begin)[d * kLanes] = 0.0f;
     }
-    return;
+    std::fill(at(begin), at(last), 0.0f);
   }
-  for (int64_t t = 0; t < tokens; ++t) {
-    const float* block = from + t / kBlock * 8 * kLanes + t % kBlock;
-    for (int64_t d = 0; d < 8; ++d) to[t * stride + d] = static_cast<T>(block[d * kLanes]);
+
+  float* block(int64_t index) { return to_ + index * kBlock * row_width(width_); }
+
+  // The segment's, as T, `stride` apart.
+  template <class T>
+  void write(const Segment& segment, T* to, int64_t stride) {
+    for (int64_t t = segment.first; t < segment.end(); ++t, to += stride) {
+      if (width_ != 8) {
+        write_row(to_ + t * row_width(width_), width_, 1.0f, to);
+      } else {
+        for (int64_t d = 0; d < 8; ++d) to[d] = static_cast<T>(at(t)[d * kLanes]);
+      }
+    }
   }
-}
+
+ private:
+  float* at(int64_t t) { return to_ + t / kBlock * 8 * kLanes + t % kBlock; }  // rows of 8 alone
+  float* to_;
+  int64_t width_;
+};
 
 // `count` queries of one head from token `row` on: what a tile needs of them. Fills in their delta.
 template <class T>
@@ -799,35 +1001,26 @@ void load_tile(const Gradients<T>& work, int64_t row, int64_t count, int64_t hea
 }
 
 template <class T>
-void backward_piece(const Gradients<T>& work, const Piece& piece) {
+void backward_segment(const Gradients<T>& work, const Piece& piece, const Segment& segment,
+                      const Columns<T>& keys, const Columns<T>& values, const Copies<T>& rows,
+                      Sums& grad_keys, Sums& grad_values) {
   const Packed<T>& in = work.in;
   const Sizes& size = in.sizes;
   const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
-  const int64_t length = piece.end, padded = blocks_of(length) * kBlock;
   Scratch& mine = scratch();
-  const T* key = in.k.at(piece.start, piece.head);
-  const T* value = in.v.at(piece.start, piece.head);
-  const auto keys =
-      transposed(key, in.k.token, length, size.key_width, mine.keys, mine.key_blocks);
-  const auto values =
-      transposed(value, in.v.token, length, size.value_width, mine.values, mine.value_blocks);
-  const auto rows = copied(key, in.k.token, length, size.key_width, mine.key_rows, mine.row_blocks);
-  float* grad_keys = mine.grad_keys.take(padded * key_width);
-  float* grad_values = mine.grad_values.take(padded * value_width);
-  std::fill(grad_keys, grad_keys + padded * key_width, 0.0f);
-  std::fill(grad_values, grad_values + padded * value_width, 0.0f);
   float* queries = mine.queries.take(2 * kBackTile * key_width);
   float* grad_queries = queries + kBackTile * key_width;
   float* grads = mine.grad_outputs.take(kBackTile * value_width);
   float lse[kBackTile], delta[kBackTile];
   for (int64_t g = 0; g < size.groups; ++g) {
     const int64_t head = piece.head * size.groups + g;
-    for (int64_t t = 0; t < length; t += kBackTile) {
-      const int64_t count = std::min(kBackTile, length - t), row = piece.start + t;
+    for (int64_t t = segment.first, count; t < segment.end(); t += count) {
+      count = tile_of(t, segment.end(), kBackTile);
+      const int64_t row = segment.start + t - segment.first;
       load_tile(work, row, count, head, queries, grads, lse, delta);
       const int64_t first = in.kind.first_key(t) / kBlock, blocks = t / kBlock - first + 1;
       const BackTile tile{queries, grads, lse, delta, t, count, blocks, first,
-                          keys + first, values + first, rows + first,
+                          keys.from(first), values.from(first), rows.from(first),
                           mine.scores.take(kBackTile * blocks * kLanes),
                           mine.grad_scores.take(kBackTile * blocks * kLanes)};
       backward_tile(tile, size, in.kind, grad_queries);
@@ -837,16 +1030,40 @@ void backward_piece(const Gradients<T>& work, const Piece& piece) {
       }
       const int64_t stride = blocks * kLanes, diagonal = t - first * kBlock;
       add_outer(tile.scores, stride, grads, value_width, count, stride, diagonal,
-                grad_values + first * kBlock * value_width);
+                grad_values.block(first));
       add_outer(tile.grad_scores, stride, queries, key_width, count, stride, diagonal,
-                grad_keys + first * kBlock * key_width);
+                grad_keys.block(first));
     }
   }
-  const int64_t at = piece.start * size.heads + piece.head;
-  write_grads(grad_keys, length, size.key_width, work.k + at * size.key_width,
-              size.heads * size.key_width);
-  write_grads(grad_values, length, size.value_width, work.v + at * size.value_width,
-              size.heads * size.value_width);
+}
+
+template <class T>
+void backward_piece(const Gradients<T>& work, const Piece& piece) {
+  const Packed<T>& in = work.in;
+  const Sizes& size = in.sizes;
+  const int64_t longest = piece.longest();
+  Scratch& mine = scratch();
+  Columns<T> keys(in.k, piece.head, size.key_width, 0, longest, mine.keys, mine.key_blocks);
+  Columns<T> values(in.v, piece.head, size.value_width, 0, longest, mine.values,
+                    mine.value_blocks);
+  Copies<T> rows(in.k, piece.head, size.key_width, 0, longest, mine.key_rows, mine.row_blocks);
+  Sums grad_keys(mine.grad_keys, longest, size.key_width);
+  Sums grad_values(mine.grad_values, longest, size.value_width);
+  const auto write = [&](const Segment& segment) {
+    const int64_t at = segment.start * size.heads + piece.head;
+    grad_keys.write(segment, work.k + at * size.key_width, size.heads * size.key_width);
+    grad_values.write(segment, work.v + at * size.value_width, size.heads * size.value_width);
+  };
+  for (const Segment* segment = piece.from; segment < piece.to; ++segment) {
+    keys.put(*piece.root, *segment, piece.end);
+    values.put(*piece.root, *segment, piece.end);
+    rows.put(*piece.root, *segment, piece.end);
+    grad_keys.clear(segment->first, segment->end());
+    grad_values.clear(segment->first, segment->end());
+    backward_segment(work, piece, *segment, keys, values, rows, grad_keys, grad_values);
+    if (segment != piece.root) write(*segment);
+  }
+  write(*piece.root);  // what its continuations add is in it now
 }
 
 // ---- one new token per row, on KV memory ----
@@ -861,33 +1078,53 @@ void keep_token(const Paged<T>& in, int64_t row, int64_t head) {
               in.value_block(row, head, block) + place * in.sizes.value_width);
 }
 
-// One row and key head: the blocks in sight, and its part of the scratch.
+// Rows whose first `shared` blocks of KV memory are the same, under one key head: samples of one
+// prompt. What those blocks hold is read once for up to 4 queries of any of the rows.
+struct Company {
+  const int64_t* rows;
+  int64_t count, head, shared;
+};
+
+// One row and key head: the blocks in sight behind the shared ones, and its part of the scratch.
 template <class T, class V>
 struct Item {
-  int64_t row, head, query, first, blocks;
+  int64_t row, query, own;
   const T** keys;
   const V** values;  // rows v_stride apart
-  float *queries, *scores, *out;
+};
+
+// A company, the blocks that its rows share, and its part of the scratch: `queries`, `scores`,
+// `out`, `chains` and `norms` for each of its rows' queries in turn.
+template <class T, class V>
+struct Decoded {
+  Item<T, V> items[kTogether];
+  int64_t count, head, shared, first;
+  const T** keys;
+  const V** values;
+  float *queries, *scores, *out, *chains;
+  int64_t stride;  // of scores
   Normaliser* norms;
 };
 
-// The values of an item's tokens, as floats, where their width is no whole number of vectors.
+// The values of `blocks` blocks of a row as floats, where their width is no whole number of vectors.
 template <class T>
-void copy_values(const Paged<T>& in, const Item<T, float>& item, float* to) {
+float* copy_values(const Paged<T>& in, int64_t row, int64_t head, int64_t first, int64_t blocks,
+                   const float** values, float* to) {
   const int64_t width = in.sizes.value_width, wide = row_width(width);
-  for (int64_t b = 0; b < item.blocks; ++b, to += kBlock * wide) {
-    const T* from = in.value_block(item.row, item.head, item.first + b);
-    const int64_t count = std::min(kBlock, item.query + 1 - (item.first + b) * kBlock);
-    item.values[b] = to;
+  for (int64_t b = 0; b < blocks; ++b, to += kBlock * wide) {
+    const T* from = in.value_block(row, head, first + b);
+    const int64_t count = std::min(kBlock, in.positions[row] + 1 - (first + b) * kBlock);
+    values[b] = to;
     for (int64_t j = 0; j < count; ++j) copy_row(from + j * width, width, 1.0f, to + j * wide);
   }
+  return to;
 }
 
-// f(first query head, how many as a constant): the query heads of one key head, up to 4 at a time.
+// f(first query, how many as a constant): `count` queries, up to 4 at a time.
 template <class F>
-TANDEM_INLINE void by_tiles(int64_t groups, const F& f) {
-  for (int64_t done = 0, now; done < groups; done += now) {
-    now = share(groups - done, kTile);
+TANDEM_INLINE void by_tiles(int64_t count, const F& f) {
+  for (int64_t done = 0, now; done < count; done += now) {
+    now = share(count - done, kTile);
     switch (now) {
       case 1: f(done, std::integral_constant<int, 1>{}); break;
       case 2: f(done, std::integral_constant<int, 2>{}); break;
@@ -897,112 +1134,221 @@ TANDEM_INLINE void by_tiles(int64_t groups, const F& f) {
   }
 }
 
-// Several items, stage by stage: one's softmax is a chain of waits that another's can fill.
 template <class T, class V>
-void decode_items(const Paged<T>& in, const Item<T, V>* items, int64_t count, int64_t v_stride) {
+void decode_scores(const Paged<T>& in, const Decoded<T, V>& x) {
   const Sizes& size = in.sizes;
-  const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
-  for (int64_t i = 0; i < count; ++i) {
-    const Item<T, V>& x = items[i];
-    const int64_t stride = x.blocks * kLanes;
-    for (int64_t g = 0; g < size.groups; ++g) {
-      copy_row(in.q.at(x.row, x.head * size.groups + g), size.key_width, in.kind.scale,
-               x.queries + g * key_width);
+  const int64_t key_width = row_width(size.key_width), groups = size.groups;
+  const auto score = [&](int64_t q, int64_t count, const T* const* keys, int64_t skip,
+                         int64_t blocks) {
+    by_tiles(count, [&](int64_t g, auto tile) {
+      score_keys<decltype(tile)::value, true>(
+          x.queries + (q + g) * key_width, key_width, keys, blocks, size.key_width,
+          x.scores + (q + g) * x.stride + skip * kLanes, x.stride);
+    });
+  };
+  for (int64_t i = 0; i < x.count; ++i) {
+    for (int64_t g = 0; g < groups; ++g) {
+      copy_row(in.q.at(x.items[i].row, x.head * groups + g), size.key_width, in.kind.scale,
+               x.queries + (i * groups + g) * key_width);
     }
-    by_tiles(size.groups, [&](int64_t g, auto tile) {
-      score_keys<decltype(tile)::value, true>(x.queries + g * key_width, key_width, x.keys,
-                                              x.blocks, size.key_width, x.scores + g * stride,
-                                              stride);
-    });
   }
-  for (int64_t i = 0; i < count; ++i) {
-    const Item<T, V>& x = items[i];
-    const int64_t stride = x.blocks * kLanes;
-    const float* sinks = in.kind.sinks ? in.kind.sinks + x.head * size.groups : nullptr;
-    by_tiles(size.groups, [&](int64_t g, auto tile) {
-      soften<decltype(tile)::value>(x.scores + g * stride, stride, x.blocks, x.first, x.query, 0,
-                                    sinks ? sinks + g : nullptr, 1, in.kind, x.norms + g);
-    });
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    const Item<T, V>& x = items[i];
-    const int64_t stride = x.blocks * kLanes;
-    by_tiles(size.groups, [&](int64_t g, auto tile) {
-      add_rows<decltype(tile)::value, true>(
-          Sum<V>{x.scores + g * stride, stride, x.values, x.blocks, x.query % kBlock + 1, v_stride,
-                 x.out + g * value_width, value_width},
-          size.value_width);
-    });
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    const Item<T, V>& x = items[i];
-    for (int64_t g = 0; g < size.groups; ++g) {
-      write_row(x.out + g * value_width, size.value_width, x.norms[g].inverse,
-                in.out + (x.row * size.query_heads + x.head * size.groups + g) * size.value_width);
-    }
+  if (x.shared) score(0, x.count * groups, x.keys, 0, x.shared);
+  for (int64_t i = 0; i < x.count; ++i) {
+    score(i * groups, groups, x.items[i].keys, x.shared, x.items[i].own);
   }
 }
 
-// Items [begin, end) of rows by key heads, whose queries see `blocks` blocks in all. Copies: values
-// cannot be read as they lie.
+template <class T, class V>
+void decode_weights(const Paged<T>& in, const Decoded<T, V>& x) {
+  const int64_t groups = in.sizes.groups;
+  const float* sinks = in.kind.sinks ? in.kind.sinks + x.head * groups : nullptr;
+  for (int64_t i = 0; i < x.count; ++i) {
+    by_tiles(groups, [&](int64_t g, auto tile) {
+      const int64_t q = i * groups + g;
+      soften<decltype(tile)::value>(x.scores + q * x.stride, x.stride, x.shared + x.items[i].own,
+                                    x.first, x.items[i].query, 0, sinks ? sinks + g : nullptr, 1,
+                                    in.kind, x.norms + q);
+    });
+  }
+}
+
+template <class T, class V>
+void decode_values(const Paged<T>& in, const Decoded<T, V>& x, int64_t v_stride) {
+  const Sizes& size = in.sizes;
+  const int64_t value_width = row_width(size.value_width), groups = size.groups;
+  const int64_t chains = value_chains(size.value_width) * value_width;
+  const auto add = [&](int64_t q, int64_t count, const V* const* values, int64_t skip,
+                       int64_t blocks, int64_t last_count, bool stops) {
+    by_tiles(count, [&](int64_t g, auto tile) {
+      add_rows<decltype(tile)::value, true>(
+          Sum<V>{x.scores + (q + g) * x.stride + skip * kLanes, x.stride, values, blocks,
+                 last_count, v_stride, x.out + (q + g) * value_width, value_width,
+                 x.chains + (q + g) * chains, chains, skip > 0, stops},
+          size.value_width);
+    });
+  };
+  if (x.shared) add(0, x.count * groups, x.values, 0, x.shared, kBlock, true);
+  for (int64_t i = 0; i < x.count; ++i) {
+    const Item<T, V>& item = x.items[i];
+    add(i * groups, groups, item.values, x.shared, item.own, item.query % kBlock + 1, false);
+  }
+}
+
+template <class T, class V>
+void decode_write(const Paged<T>& in, const Decoded<T, V>& x) {
+  const Sizes& size = in.sizes;
+  const int64_t value_width = row_width(size.value_width);
+  for (int64_t q = 0; q < x.count * size.groups; ++q) {
+    const int64_t head = x.head * size.groups + q % size.groups;
+    write_row(x.out + q * value_width, size.value_width, x.norms[q].inverse,
+              in.out + (x.items[q / size.groups].row * size.query_heads + head) * size.value_width);
+  }
+}
+
+// How much of the scratch some companies take.
+struct Demand {
+  int64_t items = 0, blocks = 0, scores = 0;
+
+  template <class T>
+  void add(const Paged<T>& in, const Company& company) {
+    int64_t longest = 0;
+    for (int64_t i = 0; i < company.count; ++i) {
+      const int64_t query = in.positions[company.rows[i]];
+      const int64_t seen = query / kBlock - in.kind.first_key(query) / kBlock + 1;
+      blocks += seen - company.shared;
+      longest = std::max(longest, seen);
+    }
+    items += company.count;
+    blocks += company.shared;
+    scores += company.count * in.sizes.groups * longest * kLanes;
+  }
+};
+
+// Several companies, stage by stage: one's softmax is a chain of waits that another's can fill.
+// Copies: values cannot be read as they lie.
 template <bool Copies, class T>
-void decode_range(const Paged<T>& in, int64_t begin, int64_t end, int64_t blocks) {
+void decode_range(const Paged<T>& in, const Company* companies, int64_t count,
+                  const Demand& demand) {
   using V = std::conditional_t<Copies, float, T>;
   const Sizes& size = in.sizes;
   const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
-  const int64_t count = end - begin, rows = count * size.groups;
+  const int64_t queries = demand.items * size.groups, blocks = demand.blocks;
+  const int64_t chains = value_chains(size.value_width) * value_width;
   Scratch& mine = scratch();
   // Both lists go on for as many blocks as are fetched ahead.
   const T** keys = reinterpret_cast<const T**>(mine.key_blocks.take(blocks + kAhead));
   const V** values = reinterpret_cast<const V**>(mine.value_blocks.take(blocks + kAhead));
-  float* queries = mine.queries.take(rows * key_width);
-  float* out = mine.outputs.take(rows * value_width);
-  float* scores = mine.scores.take(blocks * kLanes * size.groups);
-  Normaliser* norms = mine.norms.take(rows);
+  float* query = mine.queries.take(queries * key_width);
+  float* out = mine.outputs.take(queries * (value_width + chains));
+  float* scores = mine.scores.take(demand.scores);
+  Normaliser* norms = mine.norms.take(queries);
   float* copied = Copies ? mine.values.take(blocks * kBlock * value_width) : nullptr;
-  Item<T, V> items[kTogether];
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t row = (begin + i) / size.heads, head = (begin + i) % size.heads;
-    const int64_t query = in.positions[row], first = in.kind.first_key(query) / kBlock;
-    Item<T, V>& x = items[i] = {row, head, query, first, query / kBlock - first + 1, keys, values,
-                                queries, scores, out, norms};
-    for (int64_t b = 0; b < x.blocks; ++b) keys[b] = in.key_block(row, head, first + b);
+  const auto list = [&](int64_t row, int64_t head, int64_t first, int64_t some) {
+    for (int64_t b = 0; b < some; ++b) keys[b] = in.key_block(row, head, first + b);
     if constexpr (Copies) {
-      copy_values(in, x, copied);
-      copied += x.blocks * kBlock * value_width;
+      copied = copy_values(in, row, head, first, some, values, copied);
     } else {
-      for (int64_t b = 0; b < x.blocks; ++b) values[b] = in.value_block(row, head, first + b);
+      for (int64_t b = 0; b < some; ++b) values[b] = in.value_block(row, head, first + b);
     }
-    keys += x.blocks, values += x.blocks, norms += size.groups;
-    queries += size.groups * key_width, out += size.groups * value_width;
-    scores += x.blocks * kLanes * size.groups;
+    keys += some, values += some;
+  };
+  Decoded<T, V> all[kTogether];
+  for (int64_t c = 0; c < count; ++c) {
+    const Company& company = companies[c];
+    Decoded<T, V>& x = all[c];
+    const int64_t shared = company.shared;
+    x.count = company.count, x.head = company.head, x.shared = shared;
+    x.keys = keys, x.values = values;
+    list(company.rows[0], company.head, 0, shared);
+    int64_t longest = 0;
+    for (int64_t i = 0; i < company.count; ++i) {
+      const int64_t row = company.rows[i], at = in.positions[row];
+      x.first = in.kind.first_key(at) / kBlock;  // 0 wherever blocks are shared
+      const int64_t own = at / kBlock - x.first + 1 - shared;
+      x.items[i] = {row, at, own, keys, values};
+      list(row, company.head, x.first + shared, own);
+      longest = std::max(longest, shared + own);
+    }
+    x.stride = longest * kLanes;
+    const int64_t some = company.count * size.groups;
+    x.queries = query, x.scores = scores, x.norms = norms;
+    x.out = out, x.chains = out + some * value_width;
+    query += some * key_width, scores += some * x.stride, norms += some;
+    out += some * (value_width + chains);
   }
   const void** after_keys = reinterpret_cast<const void**>(keys);
   for (int64_t i = 0; i < kAhead; ++i) {
     after_keys[i] = values[std::min(i, blocks - 1) - blocks];  // the first ones that come next
     values[i] = values[-1];
   }
-  decode_items<T, V>(in, items, count, Copies ? value_width : size.value_width);
+  const int64_t v_stride = Copies ? value_width : size.value_width;
+  for (int64_t c = 0; c < count; ++c) decode_scores(in, all[c]);
+  for (int64_t c = 0; c < count; ++c) decode_weights(in, all[c]);
+  for (int64_t c = 0; c < count; ++c) decode_values(in, all[c], v_stride);
+  for (int64_t c = 0; c < count; ++c) decode_write(in, all[c]);
 }
 
+// Companies of up to kTogether rows by key heads.
 template <class T>
-void decode(const Paged<T>& in, int64_t begin, int64_t end) {
+void decode(const Paged<T>& in, const Company* companies, int64_t count) {
   const Sizes& size = in.sizes;
   // Keys just stored one number at a time cannot be loaded as vectors at once: stored well before.
-  for (int64_t i = begin; i < end; ++i) keep_token(in, i / size.heads, i % size.heads);
-  while (begin < end) {
-    int64_t next = begin, blocks = 0;
-    do {
-      const int64_t query = in.positions[next++ / size.heads];
-      blocks += query / kBlock - in.kind.first_key(query) / kBlock + 1;
-    } while (next < end && blocks * kLanes * size.groups < kTogetherScores);
-    if (size.value_width % kLanes == 0 || size.value_width == 8) {
-      decode_range<false>(in, begin, next, blocks);
-    } else {
-      decode_range<true>(in, begin, next, blocks);
+  for (int64_t c = 0; c < count; ++c) {
+    for (int64_t i = 0; i < companies[c].count; ++i) {
+      keep_token(in, companies[c].rows[i], companies[c].head);
     }
-    begin = next;
   }
+  while (count > 0) {
+    Demand demand;
+    int64_t some = 0;
+    do {
+      demand.add(in, companies[some++]);
+    } while (some < count && demand.scores < kTogetherScores);
+    if (size.value_width % kLanes == 0 || size.value_width == 8) {
+      decode_range<false>(in, companies, some, demand);
+    } else {
+      decode_range<true>(in, companies, some, demand);
+    }
+    companies += some, count -= some;
+  }
+}
+
+// Blocks at the beginning of two rows' tables that are the same, of those that both have filled.
+template <class T>
+int64_t common_blocks(const Paged<T>& in, int64_t a, int64_t b) {
+  const int32_t *left = in.tables + a * in.table_stride, *right = in.tables + b * in.table_stride;
+  const int64_t most = std::min(in.positions[a], in.positions[b]) / kBlock;
+  return std::mismatch(left, left + most, right).first - left;
+}
+
+// All rows under all heads. Rows of one prompt keep company where they see it from its beginning;
+// `order` is where the companies' rows are listed.
+template <class T>
+std::vector<Company> companies_of(const Paged<T>& in, int64_t rows, std::vector<int64_t>& order) {
+  order.resize(rows);
+  for (int64_t i = 0; i < rows; ++i) order[i] = i;
+  const auto first_block = [&](int64_t row) { return in.tables[row * in.table_stride]; };
+  const auto sees_all = [&](int64_t row) { return in.kind.first_key(in.positions[row]) == 0; };
+  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return first_block(a) != first_block(b) ? first_block(a) < first_block(b) : a < b;
+  });
+  std::vector<Company> companies;
+  companies.reserve(rows * in.sizes.heads);
+  for (int64_t i = 0, count; i < rows; i += count) {
+    int64_t shared = 0;
+    count = 1;
+    while (i + count < rows && count < kTogether && sees_all(order[i])) {
+      const int64_t next = order[i + count];
+      const int64_t common = sees_all(next) ? common_blocks(in, order[i], next) : 0;
+      if (common == 0) break;
+      shared = count == 1 ? common : std::min(shared, common);
+      ++count;
+    }
+    for (int64_t h = 0; h < in.sizes.heads; ++h) {
+      companies.push_back({order.data() + i, count, h, shared});
+    }
+  }
+  return companies;
 }
 
 }  // namespace
@@ -1010,23 +1356,36 @@ void decode(const Paged<T>& in, int64_t begin, int64_t end) {
 // ---- what attention.h declares ----
 
 template <class T>
-void attend_packed(const Packed<T>& in, const int32_t* bounds, int64_t count) {
-  const auto pieces = pieces_of(bounds, count, in.sizes.heads, true);
+void attend_packed(const Packed<T>& in, const Segments& of) {
+  const auto segments = segments_of(of);
+  const auto pieces = pieces_of(segments, of, in.sizes.heads, true);
   share_out(pieces.size(), num_threads(), [&](int64_t i) { forward_piece(in, pieces[i]); });
 }
 
 template <class T>
-void attend_packed_backward(const Gradients<T>& work, const int32_t* bounds, int64_t count) {
-  const auto pieces = pieces_of(bounds, count, work.in.sizes.heads, false);
+void attend_packed_backward(const Gradients<T>& work, const Segments& of) {
+  const auto segments = segments_of(of);
+  const auto pieces = pieces_of(segments, of, work.in.sizes.heads, false);
   share_out(pieces.size(), num_threads(),
             [&](int64_t i) { backward_piece(work, pieces[i]); });
 }
 
 template <class T>
 void attend_paged(const Paged<T>& in, int64_t rows, int64_t threads) {
-  const int64_t items = rows * in.sizes.heads;
-  share_out((items + kTogether - 1) / kTogether, threads, [&](int64_t i) {
-    decode(in, i * kTogether, std::min(items, (i + 1) * kTogether));
+  std::vector<int64_t> order;
+  const auto companies = companies_of(in, rows, order);
+  std::vector<int64_t> begins;  // of shares of up to kTogether items
+  int64_t items = kTogether;
+  for (size_t c = 0; c < companies.size(); ++c) {
+    if (items + companies[c].count > kTogether) {
+      begins.push_back(c);
+      items = 0;
+    }
+    items += companies[c].count;
+  }
+  begins.push_back(companies.size());
+  share_out(begins.size() - 1, threads, [&](int64_t i) {
+    decode(in, companies.data() + begins[i], begins[i + 1] - begins[i]);
   });
 }
 
@@ -1055,8 +1414,8 @@ void keep_packed(const Rows<const T>& keys, const Rows<const T>& values, T* k_me
 }
 
 #define TANDEM_ATTENTION(T)                                                                     \
-  template void attend_packed(const Packed<T>&, const int32_t*, int64_t);                       \
-  template void attend_packed_backward(const Gradients<T>&, const int32_t*, int64_t);           \
+  template void attend_packed(const Packed<T>&, const Segments&);                               \
+  template void attend_packed_backward(const Gradients<T>&, const Segments&);                   \
   template void attend_paged(const Paged<T>&, int64_t, int64_t);                                \
   template void keep_packed(const Rows<const T>&, const Rows<const T>&, T*, T*, const int32_t*, \
                             int64_t, const int32_t*, int64_t, const Sizes&);

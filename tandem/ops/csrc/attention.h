@@ -9,7 +9,8 @@
 //   values   key j adds to chain j mod C, first to last; the chains are added in order. C depends
 //            on the width of a value alone (`value_chains`).
 // A key that a query must not see has weight exactly 0. Tiles of up to 4 queries share loaded keys
-// and values; that and the split over threads change who computes, never what.
+// and values, and sequences that begin alike share the keys of their beginning; that and the split
+// over threads change who computes, never what.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +47,18 @@ struct Sizes {
   int64_t query_heads, heads, groups, key_width, value_width;
 };
 
-// B whole sequences side by side; sequence b is tokens bounds[b] to bounds[b + 1].
+// Segments of tokens side by side: segment b is tokens bounds[b] to bounds[b + 1]. With prefixes[b]
+// < 0 it is a whole sequence. Otherwise it continues the whole sequence prefixes[b], which several
+// may share: its positions and the keys in sight begin with those of that sequence. Continuations
+// stand directly after the sequence that they continue.
+struct Segments {
+  const int32_t* bounds;
+  const int32_t* prefixes;  // null: all are whole sequences
+  int64_t count;
+
+  bool continues(int64_t b) const { return prefixes && prefixes[b] >= 0; }
+};
+
 template <class T>
 struct Packed {
   Rows<const T> q, k, v;
@@ -85,11 +97,11 @@ struct Paged {
   }
 };
 
-// Each writes what its argument points at. `bounds` are `count` + 1 numbers.
+// Each writes what its argument points at.
 template <class T>
-void attend_packed(const Packed<T>& in, const int32_t* bounds, int64_t count);
+void attend_packed(const Packed<T>& in, const Segments& segments);
 template <class T>
-void attend_packed_backward(const Gradients<T>& work, const int32_t* bounds, int64_t count);
+void attend_packed_backward(const Gradients<T>& work, const Segments& segments);
 template <class T>
 void attend_paged(const Paged<T>& in, int64_t rows, int64_t threads);
 

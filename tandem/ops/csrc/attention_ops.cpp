@@ -63,6 +63,29 @@ void check_bounds(const Tensor& bounds, int64_t tokens, const char* where) {
               at[0], " to ", at[count], ".");
 }
 
+// Which whole sequence each segment continues, if any (see Segments).
+std::optional<Tensor> checked_prefixes(const std::optional<Tensor>& prefixes, int64_t segments) {
+  if (!prefixes || !prefixes->defined()) return std::nullopt;
+  TORCH_CHECK(prefixes->dim() == 1 && prefixes->size(0) == segments &&
+                  prefixes->scalar_type() == at::kInt && prefixes->is_contiguous(),
+              "varlen_attention must get prefixes (", segments, ") int32; got ", prefixes->sizes(),
+              " of ", prefixes->scalar_type(), ".");
+  const int32_t* at = prefixes->const_data_ptr<int32_t>();
+  int64_t whole = -1;
+  for (int64_t b = 0; b < segments; ++b) {
+    if (at[b] < 0) whole = b;
+    TORCH_CHECK(at[b] < 0 || at[b] == whole,
+                "a continuation must stand directly after its sequence; got prefix ", at[b],
+                " of segment ", b, ", and ", whole, " as the last whole sequence.");
+  }
+  return prefixes;
+}
+
+Segments segments_of(const Tensor& bounds, const std::optional<Tensor>& prefixes) {
+  return {bounds.const_data_ptr<int32_t>(),
+          prefixes ? prefixes->const_data_ptr<int32_t>() : nullptr, bounds.size(0) - 1};
+}
+
 Tensor dense_rows(const Tensor& x) {
   return x.stride(2) == 1 || x.size(2) <= 1 ? x : x.contiguous();
 }
@@ -82,9 +105,11 @@ Kind kind_of(double scale, int64_t window, double softcap, const std::optional<T
 
 Tensor run_forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& bounds,
                    double scale, int64_t window, double softcap,
-                   const std::optional<Tensor>& sinks_, Tensor* lse) {
+                   const std::optional<Tensor>& sinks_, const std::optional<Tensor>& prefixes_,
+                   Tensor* lse) {
   check_rows(q_, k_, v_, "varlen_attention");
   check_bounds(bounds, q_.size(0), "varlen_attention");
+  const auto prefixes = checked_prefixes(prefixes_, bounds.size(0) - 1);
   const Tensor q = dense_rows(q_), k = dense_rows(k_), v = dense_rows(v_);
   const Sizes size = sizes_of(q, k, v);
   const auto sinks = float_sinks(sinks_, size.query_heads);
@@ -96,7 +121,7 @@ Tensor run_forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const T
     const Packed<T> in{rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
                        static_cast<T*>(out.data_ptr()), lse ? lse->data_ptr<float>() : nullptr,
                        size, kind_of(scale, window, softcap, sinks)};
-    attend_packed(in, bounds.const_data_ptr<int32_t>(), bounds.size(0) - 1);
+    attend_packed(in, segments_of(bounds, prefixes));
   });
   return out;
 }
@@ -112,8 +137,9 @@ struct Grads {
 };
 
 Grads run_backward(const Tensor& grad_, const Tensor& q_, const Tensor& k_, const Tensor& v_,
-                   const Tensor& bounds, const std::optional<Tensor>& sinks_, const Tensor& out,
-                   const Tensor& lse, double scale, int64_t window, double softcap) {
+                   const Tensor& bounds, const std::optional<Tensor>& prefixes,
+                   const std::optional<Tensor>& sinks_, const Tensor& out, const Tensor& lse,
+                   double scale, int64_t window, double softcap) {
   const Tensor q = dense_rows(q_), k = dense_rows(k_), v = dense_rows(v_);
   const Tensor grad = dense_rows(grad_.to(q.scalar_type()));
   const Sizes size = sizes_of(q, k, v);
@@ -131,7 +157,7 @@ Grads run_backward(const Tensor& grad_, const Tensor& q_, const Tensor& k_, cons
           rows_of<const T>(grad), static_cast<T*>(grads.q.data_ptr()),
           static_cast<T*>(grads.k.data_ptr()), static_cast<T*>(grads.v.data_ptr()),
           delta.data_ptr<float>()};
-      attend_packed_backward(work, bounds.const_data_ptr<int32_t>(), bounds.size(0) - 1);
+      attend_packed_backward(work, segments_of(bounds, prefixes));
     });
   }
   if (sinks) grads.sinks = sink_gradient(*sinks_, lse, delta);
@@ -140,20 +166,21 @@ Grads run_backward(const Tensor& grad_, const Tensor& q_, const Tensor& k_, cons
 
 Tensor varlen_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens,
                         double scale, int64_t window, double softcap,
-                        const std::optional<Tensor>& sinks) {
-  return run_forward(q, k, v, cu_seqlens, scale, window, softcap, sinks, nullptr);
+                        const std::optional<Tensor>& sinks, const std::optional<Tensor>& prefixes) {
+  return run_forward(q, k, v, cu_seqlens, scale, window, softcap, sinks, prefixes, nullptr);
 }
 
 class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& q, const Tensor& k,
                         const Tensor& v, const Tensor& cu_seqlens, double scale, int64_t window,
-                        double softcap, const std::optional<Tensor>& sinks) {
+                        double softcap, const std::optional<Tensor>& sinks,
+                        const std::optional<Tensor>& prefixes) {
     at::AutoDispatchBelowADInplaceOrView below;
     Tensor lse;
-    Tensor out = run_forward(q, k, v, cu_seqlens, scale, window, softcap, sinks, &lse);
-    ctx->save_for_backward(
-        {q, k, v, cu_seqlens, sinks ? *sinks : Tensor(), saved_output(out), lse});
+    Tensor out = run_forward(q, k, v, cu_seqlens, scale, window, softcap, sinks, prefixes, &lse);
+    ctx->save_for_backward({q, k, v, cu_seqlens, sinks ? *sinks : Tensor(), saved_output(out), lse,
+                            prefixes ? *prefixes : Tensor()});
     ctx->saved_data["scale"] = scale;
     ctx->saved_data["window"] = window;
     ctx->saved_data["softcap"] = softcap;
@@ -167,24 +194,28 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
     const auto saved = ctx->get_saved_variables();
     const std::optional<Tensor> sinks =
         saved[4].defined() ? std::optional<Tensor>(saved[4]) : std::nullopt;
+    const std::optional<Tensor> prefixes =
+        saved[7].defined() ? std::optional<Tensor>(saved[7]) : std::nullopt;
     const Grads done =
-        run_backward(grads[0], saved[0], saved[1], saved[2], saved[3], sinks, saved[5], saved[6],
-                     ctx->saved_data["scale"].toDouble(), ctx->saved_data["window"].toInt(),
-                     ctx->saved_data["softcap"].toDouble());
-    return {done.q, done.k, done.v, Tensor(), Tensor(), Tensor(), Tensor(), done.sinks};
+        run_backward(grads[0], saved[0], saved[1], saved[2], saved[3], prefixes, sinks, saved[5],
+                     saved[6], ctx->saved_data["scale"].toDouble(),
+                     ctx->saved_data["window"].toInt(), ctx->saved_data["softcap"].toDouble());
+    return {done.q,   done.k,   done.v,   Tensor(),   Tensor(),
+            Tensor(), Tensor(), done.sinks, Tensor()};
   }
 };
 
 Tensor varlen_attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
                                  const Tensor& cu_seqlens, double scale, int64_t window,
-                                 double softcap, const std::optional<Tensor>& sinks) {
+                                 double softcap, const std::optional<Tensor>& sinks,
+                                 const std::optional<Tensor>& prefixes) {
   const bool learned = q.requires_grad() || k.requires_grad() || v.requires_grad() ||
                        (sinks && sinks->requires_grad());
   if (at::GradMode::is_enabled() && learned) {
-    return VarlenAttention::apply(q, k, v, cu_seqlens, scale, window, softcap, sinks);
+    return VarlenAttention::apply(q, k, v, cu_seqlens, scale, window, softcap, sinks, prefixes);
   }
   at::AutoDispatchBelowADInplaceOrView below;
-  return varlen_attention(q, k, v, cu_seqlens, scale, window, softcap, sinks);
+  return varlen_attention(q, k, v, cu_seqlens, scale, window, softcap, sinks, prefixes);
 }
 
 void check_memory(const Tensor& k, const Tensor& v, const Tensor& k_memory, const Tensor& v_memory,
@@ -281,7 +312,7 @@ void store_kv(const Tensor& k_, const Tensor& v_, Tensor& k_memory, Tensor& v_me
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def(
       "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float scale, int window, "
-      "float softcap, Tensor? sinks) -> Tensor");
+      "float softcap, Tensor? sinks, Tensor? prefixes=None) -> Tensor");
   m.def(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_memory, Tensor(b!) v_memory, "
       "Tensor block_tables, Tensor positions, float scale, int window, float softcap, "

@@ -1,0 +1,181 @@
+"""Rows that begin with the same prompt run it once, and compute what each row computes alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.config.schema import LoraConfig
+from tandem.engine.forward import response_logprobs, sequence_scores, token_values
+from tandem.models import packed
+from tandem.models.lora import add_lora
+from tandem.models.packed import packed_rows, predictor_states, prompt_groups, shares_prompts
+from tandem.models.recompute import enable_gradient_checkpointing
+from tandem.ops import attention, native
+from tandem.types import TokenBatch
+
+from .families import VOCABULARY, tiny_model, tiny_scalar
+
+GROUPS = {
+    "one": ((7, (3,)),),
+    "pair": ((16, (1, 5)), (5, (2,))),
+    "ragged": ((13, (9, 1, 17, 4)), (3, (6,)), (33, (2, 2, 5)), (1, (4, 12))),
+    "nine": ((18, (1, 2, 3, 4, 5, 6, 7, 8, 9)),),
+}
+"""Per group of rows: tokens of the prompt, and of each response."""
+
+
+def grouped_batch(groups: Sequence[tuple[int, Sequence[int]]], seed: int = 0) -> TokenBatch:
+    """Rows of random tokens, the rows of all groups mixed with each other."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> Tensor:
+        return torch.randint(3, VOCABULARY, (count,), generator=generator)
+
+    parts = [[(prompt, ids(n)) for n in answers] for prompt, answers in
+             ((ids(length), answers) for length, answers in groups)]  # fmt: skip
+    rows = [row for turn in itertools.zip_longest(*parts) for row in turn if row is not None]
+    width = max(len(prompt) + len(answer) for prompt, answer in rows)
+    token_ids = torch.zeros((len(rows), width), dtype=torch.long)
+    real, answered = (torch.zeros_like(token_ids, dtype=torch.bool) for _ in range(2))
+    for i, (prompt, answer) in enumerate(rows):
+        end = len(prompt) + len(answer)
+        token_ids[i, :end] = torch.cat([prompt, answer])
+        real[i, :end] = True
+        answered[i, len(prompt) : end] = True
+    return TokenBatch(token_ids, real, answered)
+
+
+def unshared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "shares_prompts", lambda model: False)
+
+
+def gradients(
+    model: PreTrainedModel, forward: Callable[[], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The outputs, and the gradient of their sum with other weights each."""
+    model.zero_grad()
+    found = forward()
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    (found * weights).sum().backward()
+    return found.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def require_same(
+    model: PreTrainedModel,
+    forward: Callable[[], Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    within: float = 1e-6,
+) -> None:
+    """The outputs to the last bit (with the C++ operations), the gradients within rounding."""
+    shared, ours = gradients(model, forward)
+    unshared(monkeypatch)
+    alone, theirs = gradients(model, forward)
+    if native.available() and attention._native(torch.float32):
+        assert torch.equal(shared, alone)
+    assert torch.allclose(shared, alone, atol=1e-5)
+    assert ours.keys() == theirs.keys()
+    assert ours
+    # A gradient that is zero by the formula (OPT's key biases) is rounding of the others' size.
+    largest = max(float(gradient.norm()) for gradient in theirs.values())
+    for name, gradient in ours.items():
+        apart = float((gradient - theirs[name]).norm())
+        assert apart <= within * float(theirs[name].norm()) + 1e-7 * largest, name
+
+
+def test_tokens_stand_once() -> None:
+    batch = TokenBatch(
+        torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0], [5, 6, 8, 9], [5, 6, 7, 0]]),
+        torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]).bool(),
+        torch.tensor([[0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]]).bool(),
+    )
+    assert [(group.rows, group.prompt_tokens) for group in prompt_groups(batch)] == [
+        ([0, 2], 2),
+        ([1], 1),
+        ([3], 0),
+    ]
+    rows = packed_rows(batch)
+    assert rows.token_ids.tolist() == [5, 6, 7, 8, 9, 8, 9, 5, 6, 7]
+    assert rows.positions.tolist() == [0, 1, 2, 2, 3, 0, 1, 0, 1, 2]
+    assert rows.step.cu_seqlens.tolist() == [0, 2, 3, 5, 7, 10]
+    assert rows.step.prefixes is not None
+    assert rows.step.prefixes.tolist() == [-1, 0, 0, -1, -1]
+    assert rows.step.max_length == 4
+    picked = rows.token_ids[rows.index[batch.attention_mask]]
+    assert torch.equal(picked, batch.token_ids[batch.attention_mask])
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_logprobs_and_gradients(family: str, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_model(family), grouped_batch(GROUPS[groups])
+    assert shares_prompts(model)
+    require_same(model, lambda: response_logprobs(model, batch)[0], monkeypatch)
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_every_number_of_answers(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    batch = grouped_batch([(21, range(1, count + 1)), (4, range(count, 0, -1))])
+    assert (packed_rows(batch).step.prefixes is None) == (count == 1)
+    require_same(model, lambda: response_logprobs(model, batch)[0], monkeypatch)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gemma2"])
+@pytest.mark.parametrize("function", [token_values, sequence_scores])
+def test_values_and_scores(
+    family: str,
+    function: Callable[[PreTrainedModel, TokenBatch], Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batch = tiny_scalar(family), grouped_batch(GROUPS["ragged"])
+    require_same(model, lambda: function(model, batch), monkeypatch)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_plain_torch_writes_the_sequences_out(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_native", lambda dtype: False)
+    model, batch = tiny_model(family), grouped_batch(GROUPS["ragged"])
+    # torch's own kernels add up in another order for other shapes.
+    require_same(model, lambda: response_logprobs(model, batch)[0], monkeypatch, within=4e-6)
+
+
+def test_gradient_checkpointing_and_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_model("llama").train(), grouped_batch(GROUPS["ragged"])
+    add_lora(model, LoraConfig(rank=2), seed=1)
+    enable_gradient_checkpointing(model)
+    require_same(model, lambda: response_logprobs(model, batch)[0], monkeypatch)
+
+
+def test_bfloat16_forward_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_model("llama").bfloat16(), grouped_batch(GROUPS["ragged"])
+    with torch.no_grad():
+        shared = predictor_states(model, batch)
+        unshared(monkeypatch)
+        assert torch.equal(shared, predictor_states(model, batch))
+
+
+def test_dropout_draws_for_every_row() -> None:
+    model = tiny_model("llama", attention_dropout=0.1)
+    assert shares_prompts(model)
+    model.config.attention_dropout = 0.1
+    assert shares_prompts(model.eval())
+    assert not shares_prompts(model.train())
+
+
+def test_a_rope_that_follows_the_length_shares_nothing() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 8,
+    }
+    model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=64)
+    assert not shares_prompts(model)
