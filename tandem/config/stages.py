@@ -52,6 +52,7 @@ class Stage:
         folder itself, under the stage's name.
     trains: roles whose ZeRO stage applies to it (parallel.ROLE_zero_stage).
     freezes: frozen models that it also needs, by their names in parallel.offload.
+    unread: knobs and groups of its section that it does not read; setting one is refused.
     labelled: it trains on single answers labelled good or bad, and splits pairs into two of them.
     compares_answers: it learns from the better and the worse of its own answers to a prompt.
     headline: the metric that sums up its result.
@@ -73,6 +74,7 @@ class Stage:
     policies: tuple[Policy, ...] = ()
     trains: tuple[Literal["actor", "critic"], ...] = ("actor",)
     freezes: tuple[Literal["reference", "reward"], ...] = ()
+    unread: tuple[str, ...] = ()
     labelled: bool = False
     compares_answers: bool = False
     headline: str = "loss"
@@ -103,9 +105,12 @@ class Stage:
         return frozenset({self.family, *self.trains})
 
     def reads(self, knob: str) -> bool:
-        """Whether a knob, by its dotted name, is in its section, in none, or one of `knobs`."""
-        section = knob.split(".")[0]
-        return section == self.section or section not in sections() or knob in self.knobs
+        """Whether a knob, by its dotted name, is in its section (but not in `unread`), in none, or
+        one of `knobs`."""
+        section, _, name = knob.partition(".")
+        if section == self.section:
+            return name.split(".")[0] not in self.unread
+        return section not in sections() or knob in self.knobs
 
 
 STAGES: tuple[Stage, ...] = (
@@ -192,6 +197,11 @@ STAGES: tuple[Stage, ...] = (
         excludes=("dpo", "kto", "ppo"),
         policies=(Policy("online-dpo", "actor"), Policy("online-dpo-ema", "ema")),
         freezes=("reference", "reward"),
+        unread=(
+            *("critic", "critic_warmup_steps", "value_clip", "gamma", "lam", "whiten_advantages"),
+            *("kl_coef", "kl_in", "kl_coef_target", "kl_horizon", "clip_ratio", "entropy_coef"),
+            *("early_stop_kl", "ratio_tolerance", "ptx_data", "ptx_coef", "ptx_batch_size"),
+        ),
         compares_answers=True,
         headline="reward",
     ),

@@ -60,7 +60,7 @@ class ReferencedPolicy:
                 return response_logprobs(self.model, batch)[0].sum(dim=1)
 
     def heldout(self, rows: Sequence[TokenRow]) -> Callable[[], AnswerLogprobs]:
-        """Returns what scores rows by the policy, on the CPU; the reference scores them here, once."""
+        """A function that scores rows, on the CPU. The reference scores them only once, here."""
         renderer, config = self.renderer, self.config
         reference = None
         if self.frozen is not None:

@@ -14,16 +14,19 @@ import pytest
 import torch
 
 from tandem.cli import main
-from tandem.config.load import check_config
+from tandem.config.load import build_config, check_config
 from tandem.config.preferences import KTOConfig
+from tandem.config.rules import rule_problems
 from tandem.config.schema import RunConfig
 from tandem.engine.placement import Model, Placement
 from tandem.errors import ConfigError, DataError
 from tandem.parallel.world import World
 from tandem.plan.run import plan_memory
+from tandem.training import dpo
 from tandem.training.best_of_n import best_of_n
 from tandem.training.calibration import calibration_error, reliability
 from tandem.training.kto import imbalance, mismatched
+from tandem.training.reference import ReferencedPolicy
 from tandem.training.reward_model import side_by_side
 from tandem.types import LabelledRow, PairRow, RankedRow, Source, TokenRow
 from tests.ranks import on_ranks
@@ -42,7 +45,7 @@ def row(prompt: tuple[int, ...], answer: tuple[int, ...]) -> TokenRow:
 def config_of(folder: Path, model: str, data: str, stage: str, **changes: object) -> RunConfig:
     made = {"dpo": dict(SHORT), "kto": dict(SHORT), "save_async": False, "dtype": "fp32", **changes}
     config = tiny_config(
-        folder, model, data, steps=[stage], dataset__split=[], ppo__eval_prompts=2, **made
+        folder, model, data, stages=[stage], dataset__split=[], ppo__eval_prompts=2, **made
     )
     check_config(config)
     return config
@@ -97,18 +100,23 @@ def test_a_loss_by_name_trains_and_a_reference_is_loaded_only_where_it_is_read(
     tmp_path: Path, tiny_model: str, preferences: str, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed: list[bool] = []
-    place = Placement.policy
+    one, both = Placement.policy, dpo.place_referenced
 
     def counting(self: Placement, source: Model, *, trained: bool, **others: Any) -> Any:
         placed.append(trained)
-        return place(self, source, trained=trained, **others)
+        return one(self, source, trained=trained, **others)
 
-    monkeypatch.setattr(Placement, "policy", counting)
+    def counted(*args: Any, **others: Any) -> ReferencedPolicy:
+        with monkeypatch.context() as patch:
+            patch.setattr(Placement, "policy", counting)
+            return both(*args, **others)
+
+    monkeypatch.setattr(dpo, "place_referenced", counted)
     config = config_of(tmp_path / "run", tiny_model, preferences, "dpo", dpo__loss=loss)
     lines: list[str] = []
     ran(config, lines=lines)
     free = loss in ("simpo", "orpo")
-    assert placed == [True] if free else placed == [True, False]
+    assert placed == ([True] if free else [True, False])
     beta = "2" if loss == "simpo" else "0.1"
     (told,) = [line for line in lines if line.startswith("dpo: loss")]
     assert told.startswith(f"dpo: loss {loss}, beta {beta} (its paper's)")
@@ -231,6 +239,8 @@ def test_online_dpo_learns_resumes_and_is_evaluated(
         sampling__samples_per_prompt=4,
         ppo__reward_function=f"{rewards}:few",
         ppo__missing_eos_penalty=0.0,
+        ppo__steps=2,
+        sampling__max_new_tokens=6,
         save_every=1,
     )
     straight = ran(config)
@@ -260,6 +270,23 @@ def test_online_dpo_learns_resumes_and_is_evaluated(
 def test_online_dpo_needs_two_answers_a_prompt() -> None:
     with pytest.raises(ConfigError, match=r"samples_per_prompt must be at least 2 if online-d"):
         check_config(RunConfig(stages=("online-dpo",)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"kl_coef": 0.2}, "ppo.kl_coef must keep its default in online-dpo, .*; got 0.2"),
+        ({"critic": {"learning_rate": 1e-3}}, "ppo.critic must .*; got learning_rate 0.001"),
+        ({"clip_ratio": 0.1, "gamma": 0.9}, "ppo.gamma must .*; ppo.clip_ratio must keep its"),
+    ],
+)
+def test_online_dpo_refuses_knobs_of_ppo_that_it_does_not_read(
+    changes: dict[str, object], told: str
+) -> None:
+    values = {"stages": ["online-dpo"], "sampling": {"samples_per_prompt": 2}, "ppo": changes}
+    with pytest.raises(ConfigError, match=told):
+        check_config(build_config(values))
+    assert not [p for p in rule_problems(build_config({"ppo": changes})) if "keep its" in p]
 
 
 def test_a_knob_that_the_loss_does_not_read_is_refused(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def config(tmp_path: Path, tiny_model: str, preferences: str) -> RunConfig:
 
 
 def alone(config: RunConfig, *steps: str, split: tuple[float, ...] = ()) -> RunConfig:
-    return replace(config, steps=steps, dataset=replace(config.dataset, split=split))
+    return replace(config, stages=steps, dataset=replace(config.dataset, split=split))
 
 
 def used(folder: Path) -> dict[str, int]:
@@ -157,7 +157,7 @@ def test_a_stopped_step_continues_with_its_rows(
 
 def test_no_opening_is_in_two_steps_of_a_run_of_all(config: RunConfig) -> None:
     settled, _ = settle_shares(config, World())
-    data = load_data(settled.dataset, settled.data, seed=settled.seed, steps=settled.stages)
+    data = load_data(settled.dataset, settled.data, seed=settled.seed, stages=settled.stages)
     sides = [
         {opening(s) for s in side} for side in (data.texts, data.pairs, data.prompts, data.heldout)
     ]
