@@ -22,13 +22,14 @@ from tandem.engine.placement import Model, Placement
 from tandem.errors import ConfigError, DataError
 from tandem.parallel.world import World
 from tandem.plan.run import plan_memory
-from tandem.training import dpo
+from tandem.training import compare, dpo
 from tandem.training.best_of_n import best_of_n
 from tandem.training.calibration import calibration_error, reliability
+from tandem.training.experience import ScoredAnswers
 from tandem.training.kto import imbalance, mismatched
 from tandem.training.reference import ReferencedPolicy
 from tandem.training.reward_model import side_by_side
-from tandem.types import LabelledRow, PairRow, RankedRow, Source, TokenRow
+from tandem.types import LabelledRow, PairRow, RankedRow, Rollout, Source, TokenRow
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config, tiny_llama
 from tests.training.runs import assert_equal_runs, ran, ran_with_stops, records
@@ -224,7 +225,11 @@ def test_side_by_side_has_each_answer_once_and_every_pair() -> None:
 
 
 def test_online_dpo_learns_resumes_and_is_evaluated(
-    tmp_path: Path, tiny_model: str, preferences: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    tiny_model: str,
+    preferences: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
@@ -255,7 +260,16 @@ def test_online_dpo_learns_resumes_and_is_evaluated(
     assert fmean(r["values"]["preference_margin"] for r in later) > 0
     plan = plan_memory(config, "online-dpo", tiny_llama(64).config)
     assert not any("critic" in name for name in (*plan.resting, *plan.phases))
+    compared: list[int] = []
+    score = compare.score_answers
+
+    def counting(rollout: Rollout, *args: Any) -> ScoredAnswers:
+        compared.append(len(rollout))
+        return score(rollout, *args)
+
+    monkeypatch.setattr(compare, "score_answers", counting)
     assert main(["eval", str(straight), "--best-of", "4"]) == 0
+    assert compared == [2, 2]  # one answer per prompt, though training samples four
     assert "Best of n samples" in capsys.readouterr().out
     frontier = json.loads((straight / "evaluation.json").read_text())["best_of_n"]
     assert list(frontier) == ["base"]
