@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import ParallelConfig
-from tandem.config.schema import LoraConfig, OptimizerConfig, RunConfig, SamplingConfig
+from tandem.config.schema import LoraConfig, RunConfig, SamplingConfig
 from tandem.config.stages import in_order, of_family, stage_names
 
 

@@ -32,7 +32,7 @@ from tandem.config.nearest import SHORT_NAMES, advice
 from tandem.config.pages import flag_lines
 from tandem.config.schema import RunConfig
 from tandem.config.spellings import knob_meant, note_of
-from tandem.config.stages import DEFAULT, sections, stage_names, stage_of
+from tandem.config.stages import DEFAULT, stage_names, stage_of
 from tandem.errors import ConfigError
 
 
@@ -118,12 +118,11 @@ def help_page(command: str, summary: str, *, everything: bool) -> str:
 
 def _is_common(name: str, knob: dataclasses.Field[Any], command: str) -> bool:
     """Whether a knob is on a command's first help page: it is common there, and is read there."""
-    section, common = name.split(".")[0], knob.metadata["common"]
+    common = knob.metadata["common"]
     if command == "train":
         return command in common
     stage = stage_of(command)
-    own = section == stage.section or section not in sections()
-    return own and not stage.commons.isdisjoint(common)
+    return stage.reads(name) and not stage.commons.isdisjoint(common)
 
 
 def knob_types() -> dict[str, Any]:

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import frozen_base_problems
-from tandem.config.schema import OptimizerConfig, PPOConfig, RunConfig
+from tandem.config.preferences import preference_problems
+from tandem.config.schema import PPOConfig, RunConfig
 from tandem.config.stages import are_apart, in_order, of_family, ways
 
 
@@ -74,6 +76,9 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
             "are normalized among the answers to one prompt); got 1"
         )
     yield from _unread(ppo)
+    yield from preference_problems(config.dpo)
+    yield from _answers_problems(config)
+    yield from _unread_by_stages(config)
     if rl and ppo.reward_model_weight == 0 and not ppo.reward_function:
         yield "ppo.reward_model_weight must be > 0 without a ppo.reward_function; got 0"
 
@@ -105,6 +110,18 @@ def _parallel_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _answers_problems(config: RunConfig) -> Iterator[str]:
+    """A stage that compares the policy's own answers needs two or more per prompt."""
+    samples = config.sampling.samples_per_prompt
+    comparing = [s for s in of_family(config.stages, "rl") if s.compares_answers]
+    if comparing and samples < 2:
+        yield (
+            f"sampling.samples_per_prompt must be at least 2 if {comparing[0].name} is among "
+            f"the stages (it compares answers to one prompt); got {samples}. "
+            "Give --sampling.samples-per-prompt 2"
+        )
+
+
 _READ_WITH = {
     "ptx_coef": "ptx_data",
     "ptx_batch_size": "ptx_data",
@@ -124,6 +141,31 @@ def _unread(ppo: PPOConfig) -> Iterator[str]:
                 f"ppo.{name} must go with ppo.{needed}, without which nothing reads it; got "
                 f"{getattr(ppo, name):g}. Set ppo.{needed}, or remove ppo.{name}"
             )
+
+
+def _unread_by_stages(config: RunConfig) -> Iterator[str]:
+    """Knobs that are set although the run's stages, which share their section, do not read them."""
+    stages = in_order(config.stages)
+    for stage in stages:
+        section = getattr(config, stage.section)
+        defaults = type(section)()
+        for name in stage.unread:
+            read = any(s.reads(f"{stage.section}.{name}") for s in stages)
+            if not read and getattr(section, name) != getattr(defaults, name):
+                yield (
+                    f"{stage.section}.{name} must keep its default in {stage.name}, which does not "
+                    f"read it; got {_changed(getattr(section, name), getattr(defaults, name))}. "
+                    f"Remove {stage.section}.{name}"
+                )
+
+
+def _changed(value: Any, default: Any) -> str:
+    """A value for a message; of a group of knobs, those that are not the defaults."""
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    names = [f.name for f in dataclasses.fields(value)]
+    changed = [name for name in names if getattr(value, name) != getattr(default, name)]
+    return ", ".join(f"{name} {getattr(value, name)!r}" for name in changed)
 
 
 def _is_path(text: str) -> bool:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tandem.config.knob import RL, STEPS, SUPERVISED, at_home, knob, require_sections
+from tandem.config.optimizer import OptimizerConfig, SupervisedConfig
 from tandem.config.parallel import ParallelConfig
+from tandem.config.preferences import DPOConfig, KTOConfig
 from tandem.config.scoring import ScoringConfig
 from tandem.config.stages import DEFAULT, stage_names
 from tandem.errors import ConfigError
@@ -29,14 +31,14 @@ class DataConfig:
     """Share of the prompts that no stage trains on, for evaluation."""
     columns: tuple[str, ...] = knob(())
     """Column map for files of other shapes, as `role=column` (roles: prompt, chosen, rejected,
-    completion, messages, text, system). A map after a data set's name, as in
-    `file.jsonl::prompt=question,completion=answer`, applies to that data set only."""
+    completion, messages, text, system, label, margin, ranking, answers, ranks). A map after a data
+    set's name, as in `file.jsonl::prompt=question,completion=answer`, applies to that set only."""
     on_bad_row: Literal["error", "drop"] = knob("error", common=True)
     """A row that cannot be used: stop with its file and line, or drop it and count it by reason."""
     max_tokens: int = knob(512, ge=8, common=("train", *SUPERVISED))
-    """Longest sequence (prompt and answer) in SFT, reward model and DPO training, in tokens."""
+    """Longest sequence (prompt and answer) in SFT, reward model, DPO and KTO, in tokens."""
     max_prompt_tokens: int = knob(256, ge=1, common=RL)
-    """Longest prompt in PPO, in tokens."""
+    """Longest prompt in PPO and online DPO, in tokens."""
     on_long_row: Literal["drop", "truncate", "error"] = knob("drop")
     """A row over the limit: drop it (counted), truncate the end of its answer or the oldest turns
     of its prompt (counted; a row that would lose its whole answer is dropped), or stop."""
@@ -61,40 +63,6 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW and its schedule for one model."""
-
-    learning_rate: float = knob(1e-5, gt=0, common=STEPS)
-    """Peak learning rate of full weights."""
-    lora_learning_rate: float = knob(2e-4, gt=0, common=SUPERVISED)
-    """Peak learning rate of adapters, which need 10 to 20 times that of full weights."""
-    weight_decay: float = knob(0.0, ge=0)
-    """AdamW's decoupled weight decay, on matrices only (not on norms and biases)."""
-    betas: tuple[float, float] = knob((0.9, 0.95))
-    """AdamW's betas; 0.95 forgets the old policy faster than 0.999 (DeepSpeed-Chat's values)."""
-    schedule: Literal["cosine", "linear", "constant"] = knob("cosine")
-    """Learning rate after warm-up: cosine or linear decay to 10 % of the peak, or constant."""
-    warmup: float = knob(0.03, ge=0, le=1)
-    """Share of the optimizer steps over which the learning rate rises from zero."""
-    max_grad_norm: float = knob(1.0, gt=0)
-    """Gradients are clipped to this global norm."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SupervisedConfig(OptimizerConfig):
-    """What SFT, reward model and DPO have in common."""
-
-    epochs: float = knob(1.0, gt=0, common=SUPERVISED)
-    """Passes over the stage's share of the data; may be a fraction."""
-    max_steps: int = knob(0, ge=0, common=SUPERVISED)
-    """Stop after this many optimizer steps; 0: no limit but the epochs."""
-    batch_size: int = knob(32, ge=1, common=SUPERVISED)
-    """Sequences (or pairs) per optimizer step, over all micro-batches and ranks."""
-    eval_every: int = knob(50, ge=0, common=SUPERVISED)
-    """Evaluate on held-out rows every N optimizer steps and at the end; 0: only at the end."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SFTConfig(SupervisedConfig):
     """Stage 1, supervised fine-tuning."""
 
@@ -116,17 +84,6 @@ class RewardConfig(SupervisedConfig):
     normalize_prompts: int = knob(128, ge=0)
     """Scores are normalized to mean 0 and sd 1 on the SFT policy's answers to this many of PPO's
     prompts (of its own prompts if PPO has no share); 0 keeps them raw."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPOConfig(SupervisedConfig):
-    """Direct preference optimization (arXiv:2305.18290), in place of stages 2 and 3."""
-
-    learning_rate: float = knob(1e-6, gt=0, common=STEPS)
-    beta: float = knob(0.1, gt=0, common=("pairs",))
-    """Strength of the pull towards the reference (the paper's value)."""
-    label_smoothing: float = knob(0.0, ge=0, lt=0.5)
-    """Assumed share of wrong labels (conservative DPO)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,6 +326,7 @@ class RunConfig:
     sft: SFTConfig = field(default_factory=SFTConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
+    kto: KTOConfig = field(default_factory=KTOConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

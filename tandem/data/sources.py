@@ -32,7 +32,10 @@ from tandem.types import Source
 
 __all__ = ["ROLES", "BadRow", "DataSpec", "RawRow", "parse_columns", "parse_spec", "read_rows"]
 
-ROLES = ("prompt", "chosen", "rejected", "completion", "messages", "text", "system")
+ROLES = (
+    *("prompt", "chosen", "rejected", "completion", "messages", "text", "system"),
+    *("label", "margin", "ranking", "answers", "ranks"),
+)
 """The roles of a column map."""
 
 _READERS: dict[str, Callable[[Path, str, OnBlank], Rows]] = {

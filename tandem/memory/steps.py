@@ -27,7 +27,8 @@ class PPOWork:
     rows: answers generated in parallel. prompt, new: tokens of each. tokens: of the largest
     micro-batch, of which `answered` are response tokens. packs: decoding reads a second, packed
     copy. slices: ranks that hold slices of the actor while it generates. has_reward_model: a model
-    scores, not only a function. hosted: frozen models (`reference`, `reward`) in host memory.
+    scores, not only a function. has_critic, has_reference: the step has those roles. hosted: frozen
+    models (`reference`, `reward`) in host memory.
     """
 
     rows: int
@@ -38,6 +39,8 @@ class PPOWork:
     packs: bool = False
     slices: int = 1
     has_reward_model: bool = True
+    has_critic: bool = True
+    has_reference: bool = True
     hosted: tuple[str, ...] = ()
 
 
@@ -72,7 +75,7 @@ def supervised_memory(
 def ppo_memory(
     actor: Shape, critic: Shape, policy: Layout, value: Layout, work: PPOWork
 ) -> MemoryPlan:
-    """PPO: actor, critic, reference and reward model.
+    """PPO: actor, and those of critic, reference and reward model that the work has.
 
     Under LoRA the reference is the actor with its adapters off. Actor and critic never have
     gradients at the same time.
@@ -86,14 +89,16 @@ def ppo_memory(
         "reference": (actor, _frozen(policy, "reference" in work.hosted)),
         "reward model": (critic, _frozen(value, "reward" in work.hosted)),
     }
-    if policy.lora_rank:
+    if policy.lora_rank or not work.has_reference:
         del layouts["reference"]
     if not work.has_reward_model:
         del layouts["reward model"]
+    if not work.has_critic:
+        del layouts["critic"]
     roles = {name: role_memory(*laid) for name, laid in layouts.items()}
     # The sampler's own log-probs serve as the actor's, which runs only as the reference.
-    asked = "actor" if policy.lora_rank else "reference"
-    scoring = [layouts[asked], layouts["critic"]]
+    asked = "reference" if "reference" in layouts else "actor"
+    scoring = [name for name in (asked, "critic") if name in layouts]
     tokens, answered = work.tokens, work.answered
     generating = generation_bytes(
         actor,
@@ -104,22 +109,24 @@ def ppo_memory(
         packs=work.packs,
         slices=work.slices,
     )
+    train = {"train actor": _training(actor, policy, roles["actor"], tokens, answered)}
+    if work.has_critic:
+        train["train critic"] = _training(critic, value, roles["critic"], tokens, answered)
     return MemoryPlan(
         resting=_named(roles, "resting"),
         phases={
             "generate": generating,
             "score": {
                 f"{name}: {part}": size
-                for name in (asked, "critic")
+                for name in scoring
                 for part, size in working_bytes(*layouts[name]).items()
             }
             | {
                 "activations": forward_bytes(actor, tokens, policy),
-                "weights in flight": _in_flight_of(scoring),
+                "weights in flight": _in_flight_of([layouts[name] for name in scoring]),
                 "logits": logits_bytes(actor, answered, policy, backward=False),
             },
-            "train actor": _training(actor, policy, roles["actor"], tokens, answered),
-            "train critic": _training(critic, value, roles["critic"], tokens, answered),
+            **train,
         },
         loading=_loading(layouts, roles),
         host=_named(roles, "host"),

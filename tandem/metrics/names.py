@@ -35,9 +35,10 @@ def _and_by_dataset(metric: Metric) -> tuple[Metric, Metric]:
 # fmt: off
 METRICS: tuple[Metric, ...] = (
     Metric("loss", "nats", _BOTH, "lower",
-        "Mean loss of the batch before its update: cross-entropy per trained token, or -log "
-        "sigmoid per pair (the reward model's centering term included).",
-        "falls, then levels off; pairs start near 0.693", chart="Loss", column="loss"),
+        "Mean loss of the batch before its update: cross-entropy per trained token, or the "
+        "preference loss per pair, per ranking (of a reward model, its centering term included) or "
+        "per labelled answer (KTO).", "falls, then levels off; -log sigmoid starts near 0.693, KTO "
+        "near half its weights", chart="Loss", column="loss"),
     *_and_by_dataset(Metric("heldout_loss", "nats", _BOTH, "lower",
         "`loss` on rows that no stage trains on.", "falls with the loss", chart="Loss",
         column="loss")),
@@ -50,7 +51,8 @@ METRICS: tuple[Metric, ...] = (
         "counts half.", "0.65 to 0.95; 1.00 on training pairs alone is memorization",
         chart="Accuracy on pairs", column="acc"),
     *_and_by_dataset(Metric("heldout_accuracy", "share", _PAIRS, "higher",
-        "`accuracy` on held-out pairs.", "above 0.55; noisy human labels rarely allow more than "
+        "`accuracy` on held-out pairs (KTO: over every good and every bad held-out answer, by "
+        "implicit reward).", "above 0.55; noisy human labels rarely allow more than "
         "0.75", chart="Accuracy on pairs", column="acc", card=True)),
     Metric("margin", "reward units", _PAIRS, "higher",
         "Mean of chosen minus rejected score, raw units (reward models).", "grows from 0",
@@ -62,12 +64,25 @@ METRICS: tuple[Metric, ...] = (
         "implicit_reward_chosen minus implicit_reward_rejected.", "grows from 0",
         source="arXiv:2305.18290", chart="Margin", column="margin"),
     Metric("implicit_reward_chosen", "reward units", _PAIRS, "",
-        "DPO: mean of beta * log(policy / reference) over the chosen answers.",
+        "Mean of beta * log(policy / reference) over the chosen (KTO: good) answers; ipo takes "
+        "the log-ratio per token, simpo and orpo beta times the mean log-prob of a token.",
         "near or above 0; a steep fall means that good answers become unlikely too",
         source="arXiv:2305.18290", chart="Implicit rewards", line="chosen", column="chosen"),
     Metric("implicit_reward_rejected", "reward units", _PAIRS, "",
-        "DPO: mean of beta * log(policy / reference) over the rejected answers.", "falls",
-        source="arXiv:2305.18290", chart="Implicit rewards", line="rejected"),
+        "The same over the rejected (KTO: bad) answers.", "falls", source="arXiv:2305.18290",
+        chart="Implicit rewards", line="rejected"),
+    Metric("logprob_chosen", "nats per token", _PAIRS, "higher",
+        "Log-prob of a token of the chosen answers: the mean of each answer, then over answers.",
+        "level; a steep fall is unlearning", chart="Log-probs of answers", line="chosen"),
+    Metric("logprob_rejected", "nats per token", _PAIRS, "",
+        "The same of the rejected answers.", "falls", chart="Log-probs of answers",
+        line="rejected"),
+    Metric("kto_baseline", "nats per answer", _PAIRS, "",
+        "KTO's z: mean log(policy / reference) of answers behind prompts of other rows of the "
+        "step, at least 0.", "0 at step 1, then small and positive",
+        source="arXiv:2402.01306 section 4.1", chart="KTO baseline"),
+    Metric("desirable_share", "share", _PAIRS, "",
+        "Good answers among the step's (KTO).", "near that of the whole data"),
     Metric("score_chosen", "reward units", _PAIRS, "",
         "Mean raw score of the chosen answers (reward models).", title="Score, chosen",
         chart="Scores", line="chosen"),
@@ -201,6 +216,25 @@ METRICS: tuple[Metric, ...] = (
             "Clipped surrogate loss, mean per response token and over the step's updates.",
             "small and negative; its size means little", source="arXiv:1707.06347 eq. 7",
             chart="Policy loss"),
+        Metric("preference_loss", "nats", _RL, "lower",
+            "Loss on the better and the worse answer to a prompt, mean per pair and over the "
+            "step's updates (online DPO).", "starts near 0.693 (sigmoid) and falls slowly",
+            chart="Preference loss"),
+        Metric("preference_accuracy", "share", _RL, "higher",
+            "Pairs of the policy's own answers that its implicit reward puts in the order of their "
+            "scores; a tie counts half (online DPO).", "0.5 at first, then above",
+            chart="Preference accuracy"),
+        Metric("preference_margin", "reward units", _RL, "higher",
+            "Implicit reward of the better answer minus that of the worse, mean per pair and over "
+            "the step's updates (online DPO).", "above 0", chart="Preference margin"),
+        Metric("preference_pairs", "pairs", _RL, "",
+            "Pairs of the step's answers (online DPO).", "all prompts less the tied ones"),
+        Metric("tied_prompts", "share", _RL, "lower",
+            "Prompts whose answers all have one score, or of which fewer than two have any; they "
+            "teach nothing and are skipped (online DPO).", "below 0.5", chart="Tied prompts"),
+        Metric("score_gap", "normalized reward", _RL, "",
+            "Mean difference between the scores of the better and the worse answer of a pair "
+            "(online DPO).", "above 0"),
         Metric("value_loss", "reward units squared", _RL, "lower",
             "Half the (clipped) squared error of the critic, mean per response token.",
             "falls, then follows the policy", chart="Value loss"),

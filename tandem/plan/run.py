@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from transformers import PreTrainedConfig
 
 from tandem.config.engine import engine_settings
 from tandem.config.schema import RunConfig
-from tandem.config.stages import stage_of
+from tandem.config.stages import Stage, stage_of
 from tandem.engine.devices import resolve_device, resolve_dtype
 from tandem.generation.native_runner import FAMILIES
 from tandem.memory.model import MemoryPlan, layout_of
@@ -51,6 +52,11 @@ def plan_memory(
             and native.available()
         )
         work = _ppo_work(config, prompt_tokens or config.dataset.max_prompt_tokens, ranks, packs)
+        work = replace(
+            work,
+            has_critic="critic" in stage.trains,
+            has_reference=_has_reference(config, stage),
+        )
         return ppo_memory(actor, value, policy, layout(parallel.critic_zero_stage), work)
     scalar = stage.leaves == "reward model"
     zero = parallel.critic_zero_stage if "critic" in stage.trains else parallel.actor_zero_stage
@@ -59,9 +65,16 @@ def plan_memory(
         layout(zero),
         tokens=config.micro_batch_tokens,
         answered=config.micro_batch_tokens,
-        reference="reference" in stage.freezes,
+        reference=_has_reference(config, stage),
         reference_on_host="reference" in parallel.offload,
     )
+
+
+def _has_reference(config: RunConfig, stage: Stage) -> bool:
+    """Whether a stage loads a reference: its record says so, and no loss that it reads goes without
+    one."""
+    goes_without = stage.reads("dpo.loss") and not config.dpo.needs_reference
+    return "reference" in stage.freezes and not goes_without
 
 
 def _ppo_work(config: RunConfig, prompt: int, ranks: int, packs: bool) -> PPOWork:

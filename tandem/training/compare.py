@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,14 @@ from tandem.engine.scoring import RewardScorer, place_scorer
 from tandem.generation.generator import Stops
 from tandem.metrics.folder import EVALUATION_FILE, finished_stages
 from tandem.models.load import load_tokenizer
-from tandem.training.evaluate import answer_metrics, language_model_metrics, preference_metrics
+from tandem.rewards.scoring import RewardFunctions
+from tandem.training.calibration import reliability
+from tandem.training.evaluate import (
+    answer_metrics,
+    language_model_metrics,
+    metrics_of_margins,
+    pair_margins,
+)
 from tandem.training.experience import score_answers
 from tandem.training.reward_function import rewards_of
 from tandem.training.run_folder import Run
@@ -60,15 +68,14 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
 
     Returns:
         {"models": {label: {metric: value}}, "answers": [{"prompt", "answers": {label: {"text",
-        "score"}}}], "made_from": what the metrics depend on}, as written.
+        "score"}}}], "made_from": what the metrics depend on}, as written; with a reward model
+        also "reliability" (`calibration.Reliability`).
     Raises:
         CheckpointError: a finished stage's folder is damaged.
     """
     config = run.config
     made_from = _made_from(run)
-    scorer = _scorer(run)
-    named = config.ppo.reward_function if _uses_function(config) else None
-    rewards = rewards_of(named, config.scoring, run.print_line)
+    scorer, rewards = rewarding(run)
     prompts = rows.heldout_prompts[: config.ppo.eval_prompts]
     models: dict[str, dict[str, float]] = {}
     answers: list[dict[str, Any]] = [
@@ -90,13 +97,21 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
                 shown["answers"][label] = {"text": text, "score": value}
     if rewards is not None:
         rewards.close()
-    if scorer is not None and rows.heldout_pairs:
-        models["reward model"] = preference_metrics(scorer, rows.heldout_pairs)
     shown_answers = [shown for shown in answers if shown["answers"]]
     evaluation = {"models": models, "answers": shown_answers, "made_from": made_from}
+    if scorer is not None and rows.heldout_pairs:
+        margins = pair_margins(scorer, rows.heldout_pairs)
+        models["reward model"] = metrics_of_margins(margins, rows.heldout_pairs)
+        evaluation["reliability"] = [asdict(row) for row in reliability(margins)]
     if save:
         run.write_json(EVALUATION_FILE, evaluation)
     return evaluation
+
+
+def rewarding(run: Run) -> tuple[RewardScorer | None, RewardFunctions | None]:
+    """What scores answers in a run: its reward model, its reward functions, both or neither."""
+    named = run.config.ppo.reward_function if _uses_function(run.config) else None
+    return _scorer(run), rewards_of(named, run.config.scoring, run.print_line)
 
 
 def _made_from(run: Run) -> dict[str, Any]:
@@ -118,9 +133,15 @@ def _made_from(run: Run) -> dict[str, Any]:
 
 
 def answer(
-    model: PreTrainedModel, prompts: Sequence[PromptRow], rows: StepRows, settings: EngineSettings
+    model: PreTrainedModel,
+    prompts: Sequence[PromptRow],
+    rows: StepRows,
+    settings: EngineSettings,
+    samples: int = 1,
 ) -> Rollout:
-    """One sampled answer per prompt, with the same random numbers for every policy."""
+    """Sampled answers, `samples` per prompt, with the same random numbers for every policy."""
+    sampling = replace(settings.sampling, samples_per_prompt=samples)
+    settings = replace(settings, sampling=sampling)
     return rollout_of(model, prompts, settings, Stops.of(rows.renderer), step=0)
 
 

@@ -47,7 +47,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         prompts,
         order,
         ppo.eval_every,
-        save=partial(_save, stage.trainer, rows),
+        save=partial(save_engine, stage.trainer.engine, rows, dtype=run.config.save_dtype),
         complete=lambda evaluation: {**evaluation, "steps": order.num_steps},
     )
 
@@ -72,7 +72,7 @@ class PPOStage:
         )
         every = self.trainer.config.log.print_samples_every
         if every and step % every == 0:
-            loop.sample(*_first_answers(experience))
+            loop.sample(*first_answers(experience))
         return values
 
     def evaluate(self) -> dict[str, float]:
@@ -114,7 +114,7 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
     engine = RLHFEngine(
         run.settings,
         run.policy_source("ppo"),
-        reward_model=_reward_source(run),
+        reward_model=reward_source(run, "ppo"),
         world=run.world,
     )
     run.print_line(f"ppo: {engine.describe()}")
@@ -134,19 +134,24 @@ def _trainer(run: Run, rows: StepRows, num_steps: int) -> PPOTrainer:
     )
 
 
-def _reward_source(run: Run) -> str | None:
+def reward_source(run: Run, stage: str) -> str | None:
+    """Where a stage's reward model is; None where a function alone rewards.
+
+    Raises:
+        ConfigError: there is neither.
+    """
     if run.config.ppo.reward_model_weight == 0:
         return None
-    source = run.reward_source("ppo")
+    source = run.reward_source(stage)
     if source is None and not run.config.ppo.reward_function:
         raise ConfigError(
-            "stage ppo must have a reward: --reward-model or --ppo.reward-function; got neither, "
-            f"and {run.path} has no finished reward step."
+            f"stage {stage} must have a reward: --reward-model or --ppo.reward-function; got "
+            f"neither, and {run.path} has no finished reward step."
         )
     return source
 
 
-def _first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
+def first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
     """A step's first prompt, and its answers with their scores."""
     rollout = experience.rollout
     first = rollout.prompts[0]
@@ -158,8 +163,8 @@ def _first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
     return first.messages[-1].content, answers
 
 
-def _save(trainer: PPOTrainer, rows: StepRows, folder: Path) -> None:
-    engine, dtype = trainer.engine, trainer.config.save_dtype
+def save_engine(engine: RLHFEngine, rows: StepRows, folder: Path, *, dtype: str) -> None:
+    """Save the engine's trained models in subfolders of `folder`: actor, critic and average."""
     save_policy(engine.actor, rows, folder / "actor", engine.actor_learner.masters, dtype)
     if engine.critic is not None and engine.critic_learner is not None:
         tokenizer, masters = engine.tokenizer, engine.critic_learner.masters

@@ -74,6 +74,22 @@ def test_what_a_step_alone_would_get(tmp_path: Path) -> None:
         assert sum(count > 0 for count in used[:3]) == (3 if len(stages) == 3 else 1)
 
 
+def test_labels_and_rankings_are_counted_and_labels_used_where_a_stage_reads_them(
+    tmp_path: Path,
+) -> None:
+    rows = [{"prompt": f"Q{i}?", "completion": "a", "label": i % 4 > 0} for i in range(20)]
+    rows += [{"prompt": f"R{i}?", "ranking": ["a", "b", "c"]} for i in range(5)]
+    data = [write(tmp_path / "a.jsonl", rows)]
+    code, text = run(data, stages=["kto"])
+    assert code == 0
+    assert "Labels: 15 good and 5 bad answers (75.0% good), which a stage on labelled" in text
+    assert "Rankings: 5 of 3 answers." in text
+    assert "a was read as: completion (20), ranking (5)" in text
+    assert "no rejected answer" not in text
+    _, of_pairs = run(data, stages=["dpo"])
+    assert "no rejected answer" in of_pairs
+
+
 def test_shared_prompts_are_shown(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", ROWS)
     b = write(tmp_path / "b.jsonl", [{"prompt": " question  3? "}, {"prompt": "New?"}])

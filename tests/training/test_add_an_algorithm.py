@@ -105,7 +105,7 @@ def test_a_stage_of_the_page_follows_others_and_is_swept_and_planned(
     changed = ["--dpo.beta", "0.2"]  # a knob of its section, read from its record
     assert main(["train", *both, *changed]) == 2
     assert f"both/{NAME} was made with other knobs" in (err := capsys.readouterr().err)
-    assert "dpo.beta 0.1 -> 0.2" in err
+    assert "dpo.beta 0.0 -> 0.2" in err
     assert main(["train", *both, "--steps", NAME, "ppo"]) == 2
     assert "in two folders" in capsys.readouterr().err
 
