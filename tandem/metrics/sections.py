@@ -20,7 +20,8 @@ from tandem.metrics.folder import (
     number_or_none,
 )
 from tandem.metrics.metric import PHASES, Metric
-from tandem.metrics.names import METRICS, metric_or_unknown, title_of
+from tandem.metrics.names import metric_or_unknown, title_of
+from tandem.metrics.table import METRICS
 from tandem.metrics.text import duration, short_number, trimmed, with_unit
 
 Row = Mapping[str, Any]
