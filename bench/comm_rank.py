@@ -25,7 +25,7 @@ from bench.ppo_sides import TandemSide, Work, start
 from bench.traffic import counting_traffic
 from tandem.config.engine import engine_settings
 from tandem.config.load import build_config
-from tandem.config.schema import OptimizerConfig
+from tandem.config.optimizer import OptimizerConfig
 from tandem.engine.forward import rank_micro_batches_of, response_logprobs
 from tandem.engine.learner import Learner
 from tandem.engine.placement import Placement

@@ -17,7 +17,8 @@ from bench.harness import Side, Stopwatch
 from bench.models import PAD, Shape, copied, model_config, ragged_rows, random_model, reset
 from bench.plain_hf_supervised import IGNORED, Settings, Step, train_reward, train_sft
 from tandem.config.load import build_config
-from tandem.config.schema import RunConfig, SupervisedConfig
+from tandem.config.optimizer import SupervisedConfig
+from tandem.config.schema import RunConfig
 from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.data.loader import BatchOrder
 from tandem.engine.forward import response_logprobs

@@ -249,15 +249,17 @@ def _chat(args: list[str]) -> int:
 
 
 def _eval(args: list[str]) -> int:
-    parser = _run_parser("eval", "[--prompts N]", " --prompts 100")
+    parser = _run_parser("eval", "[--prompts N] [--best-of N]", " --prompts 100")
     about = "Held-out prompts to answer. With it, evaluation.json and the report stay as they are."
     parser.flag("--prompts N", about, 0, shown="the run's ppo.eval_prompts")
+    about = "Also the best of n = 1, 2, 4 ... N samples per prompt by the reward, against its KL."
+    parser.flag("--best-of N", about, 0, shown="none")
     options = parser.parse_args(args)
     if options.prompts < 0:
         raise ConfigError(f"--prompts must be >= 0; got {options.prompts}.")
     from tandem.training.eval_command import evaluate_run
 
-    evaluate_run(options.run, options.prompts)
+    evaluate_run(options.run, options.prompts, options.best_of)
     return 0
 
 

@@ -51,7 +51,10 @@ class Sample:
 
     A dialog row has `prompt` (all turns before the answer, ending with the user's) and, if the row
     has them, the answer to learn or prefer (`chosen`) and the worse one (`rejected`).
-    A text row has only `text`. Columns that Tandem does not read are kept for reward functions.
+    A text row has only `text`. `label` is set if the row labels its only answer as good (`chosen`)
+    or bad (`rejected`), `margin` if it tells how much better `chosen` is. `ranking` is set if it
+    ranks several answers, as (rank, answer) with 1 the best; `chosen` is then the best of them and
+    `rejected` the worst. Columns that Tandem does not read are kept for reward functions.
 
     Example: the row {"prompt": "2+2?", "chosen": "4", "rejected": "5", "level": "easy"} is
     Sample(prompt=(Message("user", "2+2?"),), chosen="4", rejected="5", columns={"level": "easy"}).
@@ -63,6 +66,9 @@ class Sample:
     rejected: str | None = None
     text: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    label: bool | None = None
+    margin: float = 0.0
+    ranking: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +89,65 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class PairRow:
-    """A prompt's preferred and rejected answer, each a whole rendered sequence."""
+    """A prompt's preferred and rejected answer, each a whole rendered sequence.
+
+    margin: how much better the row calls the preferred one, in reward-model units.
+    """
 
     chosen: TokenRow
     rejected: TokenRow
+    margin: float = 0.0
 
     def __len__(self) -> int:
         return max(len(self.chosen), len(self.rejected))
+
+    @property
+    def sequences(self) -> tuple[TokenRow, ...]:
+        """Both, the preferred one first."""
+        return self.chosen, self.rejected
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(better, worse) places in `sequences`."""
+        return ((0, 1),)
+
+
+@dataclass(frozen=True, slots=True)
+class RankedRow:
+    """A prompt's answers in order of preference, each a whole rendered sequence.
+
+    ranks: of each, 1 is the best; equal ones are not compared. At least two differ.
+    Example: ranks (1, 2, 2) compares the first answer with each of the others.
+    """
+
+    sequences: tuple[TokenRow, ...]
+    ranks: tuple[int, ...]
+    margin: float = 0.0
+
+    def __len__(self) -> int:
+        return max(map(len, self.sequences))
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(better, worse) places in `sequences` of every two answers that are compared."""
+        places = range(len(self.ranks))
+        return tuple((i, j) for i in places for j in places if self.ranks[i] < self.ranks[j])
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledRow:
+    """One answer that its row calls good or bad, a whole rendered sequence."""
+
+    answer: TokenRow
+    is_desirable: bool
+
+    def __len__(self) -> int:
+        return len(self.answer)
+
+    @property
+    def sequences(self) -> tuple[TokenRow, ...]:
+        """The one sequence."""
+        return (self.answer,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ LAYERS = (
     ("config", "files", "stopping"),
     ("ops", "tensor_files"),
     ("data", "models", "parallel", "objectives", "metrics"),
-    ("generation", "checkpoint"),
+    ("generation", "checkpoint", "rewards"),
     ("memory",),
     ("engine",),
     ("training", "serve", "plan", "launch"),
@@ -37,6 +37,7 @@ FORBIDDEN = {
     "objectives": {"types", "config"},
     "serve": {"engine", "objectives"},
     "generation": {"objectives"},
+    "rewards": {"types", "ops", "models", "parallel", "objectives", "metrics"},
     "checkpoint": {"config", "data", "models", "objectives", "metrics", "types"},
 }
 

@@ -20,14 +20,14 @@ class DataConfig:
     """Share of the prompts that no stage trains on, for evaluation."""
     columns: tuple[str, ...] = knob(())
     """Column map for files of other shapes, as `role=column` (roles: prompt, chosen, rejected,
-    completion, messages, text, system). A map after a data set's name, as in
-    `file.jsonl::prompt=question,completion=answer`, applies to that data set only."""
+    completion, messages, text, system, label, margin, ranking, answers, ranks). A map after a data
+    set's name, as in `file.jsonl::prompt=question,completion=answer`, applies to that set only."""
     on_bad_row: Literal["error", "drop"] = knob("error", common=True)
     """A row that cannot be used: stop with its file and line, or drop it and count it by reason."""
     max_tokens: int = knob(512, ge=8, common=("train", *SUPERVISED))
-    """Longest sequence (prompt and answer) in SFT, reward model and DPO training, in tokens."""
+    """Longest sequence (prompt and answer) in SFT, reward model, DPO and KTO, in tokens."""
     max_prompt_tokens: int = knob(256, ge=1, common=RL)
-    """Longest prompt in PPO and GRPO, in tokens."""
+    """Longest prompt in PPO, GRPO and online DPO, in tokens."""
     on_long_row: Literal["drop", "truncate", "error"] = knob("drop")
     """A row over the limit: drop it (counted), truncate the end of its answer or the oldest turns
     of its prompt (counted; a row that would lose its whole answer is dropped), or stop."""

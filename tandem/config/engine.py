@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import ParallelConfig
-from tandem.config.schema import LoraConfig, OptimizerConfig, RunConfig, SamplingConfig, rl_section
+from tandem.config.schema import LoraConfig, RunConfig, SamplingConfig, rl_section
 from tandem.config.stages import in_order, rl_stage
 
 

@@ -134,8 +134,7 @@ def _is_common(name: str, knob: dataclasses.Field[Any], command: str) -> bool:
         shown = {stage_of(name).section for name in DEFAULT}
         return command in common and (section in shown or section not in sections())
     stage = stage_of(command)
-    own = section == stage.section or section not in sections()
-    return own and not stage.commons.isdisjoint(common)
+    return stage.reads(name) and not stage.commons.isdisjoint(common)
 
 
 def knob_types() -> dict[str, Any]:

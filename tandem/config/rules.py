@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import frozen_base_problems
-from tandem.config.schema import GRPOConfig, OptimizerConfig, RLConfig, RunConfig
+from tandem.config.preferences import preference_problems
+from tandem.config.schema import GRPOConfig, RLConfig, RunConfig
 from tandem.config.stages import are_apart, in_order, of_family, ways
 
 
@@ -53,11 +55,6 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
         section = getattr(config, stage.section)
         if isinstance(section, GRPOConfig):
             yield from _critic_free_problems(section, config.sampling.samples_per_prompt)
-    for stage in rl:
-        yield from _rollout_problems(config, stage.section)
-        section = getattr(config, stage.section)
-        if isinstance(section, GRPOConfig):
-            yield from _critic_free_problems(section, config.sampling.samples_per_prompt)
     if ppo.kl_in == "loss" and ppo.kl_estimator == "k1":
         yield (
             "ppo.kl_estimator must be k2 or k3 when ppo.kl_in is loss; got k1, whose gradient "
@@ -69,6 +66,14 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
             "sampling.min_new_tokens must be at most sampling.max_new_tokens "
             f"({config.sampling.max_new_tokens}); got {config.sampling.min_new_tokens}"
         )
+    if config.scoring.combine == "group" and config.sampling.samples_per_prompt < 2:
+        yield (
+            "sampling.samples_per_prompt must be above 1 where scoring.combine is group (rewards "
+            "are normalized among the answers to one prompt); got 1"
+        )
+    yield from preference_problems(config.dpo)
+    yield from _answers_problems(config)
+    yield from _unread_by_stages(config)
 
 
 def _rollout_problems(config: RunConfig, section: str) -> Iterator[str]:
@@ -169,6 +174,18 @@ def _parallel_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _answers_problems(config: RunConfig) -> Iterator[str]:
+    """A stage that compares the policy's own answers needs two or more per prompt."""
+    samples = config.sampling.samples_per_prompt
+    comparing = [s for s in of_family(config.stages, "rl") if s.compares_answers]
+    if comparing and samples < 2:
+        yield (
+            f"sampling.samples_per_prompt must be at least 2 if {comparing[0].name} is among "
+            f"the stages (it compares answers to one prompt); got {samples}. "
+            "Give --sampling.samples-per-prompt 2"
+        )
+
+
 _READ_WITH = {
     "ptx_coef": "ptx_data",
     "ptx_batch_size": "ptx_data",
@@ -189,6 +206,31 @@ def _unread(rl: RLConfig, section: str) -> Iterator[str]:
                 f"it; got {getattr(rl, name):g}. Set {section}.{needed}, or remove "
                 f"{section}.{name}"
             )
+
+
+def _unread_by_stages(config: RunConfig) -> Iterator[str]:
+    """Knobs that are set although the run's stages, which share their section, do not read them."""
+    stages = in_order(config.stages)
+    for stage in stages:
+        section = getattr(config, stage.section)
+        defaults = type(section)()
+        for name in stage.unread:
+            read = any(s.reads(f"{stage.section}.{name}") for s in stages)
+            if not read and getattr(section, name) != getattr(defaults, name):
+                yield (
+                    f"{stage.section}.{name} must keep its default in {stage.name}, which does not "
+                    f"read it; got {_changed(getattr(section, name), getattr(defaults, name))}. "
+                    f"Remove {stage.section}.{name}"
+                )
+
+
+def _changed(value: Any, default: Any) -> str:
+    """A value for a message; of a group of knobs, those that are not the defaults."""
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    names = [f.name for f in dataclasses.fields(value)]
+    changed = [name for name in names if getattr(value, name) != getattr(default, name)]
+    return ", ".join(f"{name} {getattr(value, name)!r}" for name in changed)
 
 
 def _is_path(text: str) -> bool:

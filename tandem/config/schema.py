@@ -13,8 +13,11 @@ from typing import Literal
 from tandem.config.dataset import DataConfig
 from tandem.config.grpo import CriticFreeConfig
 from tandem.config.guards import GuardConfig, LogConfig
-from tandem.config.knob import RL, STEPS, SUPERVISED, UNSET, at_home, knob, require_sections
+from tandem.config.knob import RL, STEPS, UNSET, at_home, knob, require_sections
+from tandem.config.optimizer import OptimizerConfig, SupervisedConfig
 from tandem.config.parallel import ParallelConfig
+from tandem.config.preferences import DPOConfig, KTOConfig
+from tandem.config.scoring import ScoringConfig
 from tandem.config.stages import DEFAULT, rl_stage, stage_names
 from tandem.errors import ConfigError
 
@@ -33,40 +36,6 @@ class LoraConfig:
     targets: tuple[str, ...] = knob(("all-linear",))
     """Which linear layers: `all-linear` (except the vocabulary head), or endings of module
     names."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW and its schedule for one model."""
-
-    learning_rate: float = knob(1e-5, gt=0, common=STEPS)
-    """Peak learning rate of full weights."""
-    lora_learning_rate: float = knob(2e-4, gt=0, common=SUPERVISED)
-    """Peak learning rate of adapters, which need 10 to 20 times that of full weights."""
-    weight_decay: float = knob(0.0, ge=0)
-    """AdamW's decoupled weight decay, on matrices only (not on norms and biases)."""
-    betas: tuple[float, float] = knob((0.9, 0.95))
-    """AdamW's betas; 0.95 forgets the old policy faster than 0.999 (DeepSpeed-Chat's values)."""
-    schedule: Literal["cosine", "linear", "constant"] = knob("cosine")
-    """Learning rate after warm-up: cosine or linear decay to 10 % of the peak, or constant."""
-    warmup: float = knob(0.03, ge=0, le=1)
-    """Share of the optimizer steps over which the learning rate rises from zero."""
-    max_grad_norm: float = knob(1.0, gt=0)
-    """Gradients are clipped to this global norm."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SupervisedConfig(OptimizerConfig):
-    """What SFT, reward model and DPO have in common."""
-
-    epochs: float = knob(1.0, gt=0, common=SUPERVISED)
-    """Passes over the stage's share of the data; may be a fraction."""
-    max_steps: int = knob(0, ge=0, common=SUPERVISED)
-    """Stop after this many optimizer steps; 0: no limit but the epochs."""
-    batch_size: int = knob(32, ge=1, common=SUPERVISED)
-    """Sequences (or pairs) per optimizer step, over all micro-batches and ranks."""
-    eval_every: int = knob(50, ge=0, common=SUPERVISED)
-    """Evaluate on held-out rows every N optimizer steps and at the end; 0: only at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +60,6 @@ class RewardConfig(SupervisedConfig):
     normalize_prompts: int = knob(128, ge=0)
     """Scores are normalized to mean 0 and sd 1 on the SFT policy's answers to this many of PPO's
     prompts (of its own prompts if PPO has no share); 0 keeps them raw."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPOConfig(SupervisedConfig):
-    """Direct preference optimization (arXiv:2305.18290), in place of stages 2 and 3."""
-
-    learning_rate: float = knob(1e-6, gt=0, common=STEPS)
-    beta: float = knob(0.1, gt=0, common=("pairs",))
-    """Strength of the pull towards the reference (the paper's value)."""
-    label_smoothing: float = knob(0.0, ge=0, lt=0.5)
-    """Assumed share of wrong labels (conservative DPO)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,12 +162,11 @@ class RLConfig:
     per token, exceeds this; 0 is off."""
     reward_model_weight: float = knob(1.0, ge=0)
     """Weight of the reward model's normalized score."""
-    reward_function: str = knob("", common=RL, path=True)
-    """A Python function, `file.py:name` or `package.module:name`, called as
-    f(prompts, completions, **columns) -> list[float | None]; instead of the reward model or with
-    it."""
+    reward_function: tuple[str, ...] = knob((), common=RL, path=True)
+    """Reward functions as `file.py:name`, `module:name` or `tandem:name`, `:weight` behind each,
+    called as f(prompts, completions, **columns) -> list[float | None]; docs/reward_function.md."""
     reward_function_weight: float = knob(1.0)
-    """Weight of the reward function's score."""
+    """Weight of the reward functions' weighted sum, added to the reward model's."""
     ema: bool = knob(False, common=RL)
     """Keep an fp32 moving average of the actor, save it and evaluate it next to the actor."""
     ema_decay: float = knob(0.992, gt=0, lt=1)
@@ -235,6 +192,9 @@ class RLConfig:
 
     def __post_init__(self) -> None:
         require_sections(self)
+        if isinstance(self.reward_function, str):  # one function, as the knob took it before
+            one = (self.reward_function,) if self.reward_function else ()
+            object.__setattr__(self, "reward_function", one)
         at_home(self)
 
     @property
@@ -362,8 +322,10 @@ class RunConfig:
     sft: SFTConfig = field(default_factory=SFTConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
+    kto: KTOConfig = field(default_factory=KTOConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     guards: GuardConfig = field(default_factory=GuardConfig)

@@ -52,6 +52,9 @@ class Stage:
         folder itself, under the stage's name.
     trains: roles whose ZeRO stage applies to it (parallel.ROLE_zero_stage).
     freezes: frozen models that it also needs, by their names in parallel.offload.
+    unread: knobs and groups of its section that it does not read; setting one is refused.
+    labelled: it trains on single answers labelled good or bad, and splits pairs into two of them.
+    compares_answers: it learns from the better and the worse of its own answers to a prompt.
     headline: the metric that sums up its result.
     defaults: other defaults of shared knobs, by dotted name, in a run with this stage.
     """
@@ -72,6 +75,9 @@ class Stage:
     policies: tuple[Policy, ...] = ()
     trains: tuple[Literal["actor", "critic"], ...] = ("actor",)
     freezes: tuple[Literal["reference", "reward"], ...] = ()
+    unread: tuple[str, ...] = ()
+    labelled: bool = False
+    compares_answers: bool = False
     headline: str = "loss"
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -99,6 +105,14 @@ class Stage:
     def commons(self) -> frozenset[str]:
         """What a knob's `common` may say to be on its help page."""
         return frozenset({self.family, *self.trains})
+
+    def reads(self, knob: str) -> bool:
+        """Whether a knob, by its dotted name, is in its section (but not in `unread`), in none, or
+        one of `knobs`."""
+        section, _, name = knob.partition(".")
+        if section == self.section:
+            return name.split(".")[0] not in self.unread
+        return section not in sections() or knob in self.knobs
 
 
 STAGES: tuple[Stage, ...] = (
@@ -146,7 +160,7 @@ STAGES: tuple[Stage, ...] = (
         prepare="tandem.training.ppo:prepare",
         family="rl",
         share="prompts",
-        knobs=("sampling", "hybrid_engine"),
+        knobs=("sampling", "scoring", "hybrid_engine"),
         data=("data", "ptx_data"),
         after=("sft", "reward"),
         policies=(Policy("ppo", "actor"), Policy("ema", "ema")),
@@ -162,7 +176,7 @@ STAGES: tuple[Stage, ...] = (
         prepare="tandem.training.grpo:prepare",
         family="rl",
         share="prompts",
-        knobs=("sampling", "hybrid_engine"),
+        knobs=("sampling", "scoring", "hybrid_engine"),
         data=("data", "ptx_data"),
         after=("sft", "reward"),
         excludes=("ppo",),
@@ -170,6 +184,46 @@ STAGES: tuple[Stage, ...] = (
         freezes=("reference", "reward"),
         headline="reward",
         defaults={"sampling.samples_per_prompt": 8},
+    ),
+    Stage(
+        name="kto",
+        title="Kahneman-Tversky optimization",
+        short="KTO",
+        help="KTO of --actor-model on answers labelled good or bad; no reward model.",
+        prepare="tandem.training.kto:prepare",
+        family="pairs",
+        share="pairs",
+        after=("sft",),
+        excludes=("dpo", "ppo", "grpo"),
+        freezes=("reference",),
+        labelled=True,
+    ),
+    Stage(
+        name="online-dpo",
+        title="Online DPO",
+        short="Online DPO",
+        help="DPO of --actor-model on its own answers, which --reward-model or "
+        "--reward-function ranks.",
+        prepare="tandem.training.online_dpo:prepare",
+        family="rl",
+        share="prompts",
+        section="ppo",
+        knobs=(
+            *("sampling", "scoring", "hybrid_engine"),
+            *("dpo.loss", "dpo.beta", "dpo.label_smoothing"),
+            *("dpo.simpo_gamma", "dpo.ipo_logprobs"),
+        ),
+        after=("sft", "reward"),
+        excludes=("dpo", "kto", "ppo", "grpo"),
+        policies=(Policy("online-dpo", "actor"), Policy("online-dpo-ema", "ema")),
+        freezes=("reference", "reward"),
+        unread=(
+            *("critic", "critic_warmup_steps", "value_clip", "gamma", "lam", "whiten_advantages"),
+            *("kl_coef", "kl_in", "kl_coef_target", "kl_horizon", "clip_ratio", "entropy_coef"),
+            *("early_stop_kl", "ratio_tolerance", "ptx_data", "ptx_coef", "ptx_batch_size"),
+        ),
+        compares_answers=True,
+        headline="reward",
     ),
 )
 """In the order in which they run."""

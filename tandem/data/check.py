@@ -85,6 +85,7 @@ def check(
         for row in _first_rows(read, rows):
             _print_sample(console, row.sample)
     _print_bias(console, read)
+    _print_labels(console, read)
     _print_shared(console, read)
     return 1 if ledger.num_dropped or refused else 0
 
@@ -134,6 +135,23 @@ def _print_bias(console: Console, read: Sequence[ReadRow]) -> None:
         equal = sum(chosen == rejected for chosen, rejected in pairs) / len(pairs)
         line = f"chosen is longer in {longer:.1%} of {len(pairs)} pairs (equal in {equal:.1%})"
         console.print(Text(f"Length bias: {line}."))
+
+
+def _print_labels(console: Console, read: Sequence[ReadRow]) -> None:
+    """How many single answers are called good and bad, and how long the rankings are."""
+    labels = Counter(row.sample.label for row in read)
+    if labels[True] or labels[False]:
+        both = labels[True] + labels[False]
+        console.print(
+            Text(
+                f"Labels: {labels[True]} good and {labels[False]} bad answers "
+                f"({labels[True] / both:.1%} good), which a stage on labelled answers trains on."
+            )
+        )
+    rankings = Counter(len(row.sample.ranking) for row in read if row.sample.ranking)
+    if rankings:
+        sizes = ", ".join(f"{count} of {size} answers" for size, count in sorted(rankings.items()))
+        console.print(Text(f"Rankings: {sizes}."))
 
 
 def _print_shared(console: Console, read: Sequence[ReadRow]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem.config.dataset import DataConfig
-from tandem.config.stages import DEFAULT
+from tandem.config.stages import DEFAULT, in_order
 from tandem.data.ledger import DatasetLedger, Ledger
 from tandem.data.rows import BadRow, RowProblem
 from tandem.data.shapes import Shaped, to_sample
@@ -167,6 +167,8 @@ def read_all(
             content = content_key(sample)
             digest.update(content)
             digest.update(repr(sample.columns).encode(errors="surrogatepass"))
+            if sample.label is not None or sample.ranking:
+                digest.update(repr((sample.label, sample.ranking)).encode(errors="surrogatepass"))
             account.duplicates += content in seen
             seen.add(content)
             key = split_key(sample, seed)
@@ -185,6 +187,7 @@ def assign(
 ) -> Dataset:
     """Give each row to its stage, or count why it has none. `stages`: those that run."""
     running = set(map(share_of, stages))
+    labelled = any(stage.labelled for stage in in_order(stages))
     dataset = Dataset(ledger=ledger)
     shared = {row.key for row in rows if not row.sft_only}
     for row in rows:
@@ -195,7 +198,7 @@ def assign(
                 account.leave(f"prompt belongs to stage {_NUMBERS[place]}")
                 continue
             place = "texts"
-        if reason := _unfit(row.sample, place):
+        if reason := _unfit(row.sample, place, labelled=labelled):
             account.leave(reason)
             continue
         times = 1 if place == "heldout" else copies(row.spec.weight, row.content, seed)
@@ -261,8 +264,11 @@ def _with_system(sample: Sample, system_prompt: str) -> Sample:
     return replace(sample, prompt=(Message("system", system_prompt), *sample.prompt))
 
 
-def _unfit(sample: Sample, place: Place) -> str:
-    """Why `sample` cannot be used in `place`; "" if it can."""
+def _unfit(sample: Sample, place: Place, *, labelled: bool) -> str:
+    """Why `sample` cannot be used in `place`; "" if it can. `labelled`: a stage that runs trains on
+    single answers that are called good or bad."""
+    if labelled and place == "pairs" and sample.label is not None:
+        return ""
     if place == "heldout":
         return ""
     number = f"not for stage {_NUMBERS[place]}"

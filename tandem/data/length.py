@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Literal, NoReturn, TypeVar
 
 from tandem.data.render import Renderer
 from tandem.errors import DataError
 from tandem.text import visible
-from tandem.types import Message, PairRow, PromptRow, Source, TokenRow
+from tandem.types import (
+    LabelledRow,
+    Message,
+    PairRow,
+    PromptRow,
+    RankedRow,
+    Source,
+    TokenRow,
+)
 
 LongRowPolicy = Literal["drop", "truncate", "error"]
-Row = TypeVar("Row", TokenRow, PairRow, PromptRow)
+Row = TypeVar("Row", TokenRow, PairRow, RankedRow, LabelledRow, PromptRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,37 @@ def fit_pair(pair: PairRow, max_tokens: int, policy: LongRowPolicy) -> Fitted[Pa
         return Fitted(pair, "kept")
     if chosen.token_ids == rejected.token_ids:
         return Fitted(None, "dropped", "both answers equal within max_tokens")
-    return Fitted(PairRow(chosen, rejected), "truncated", cut[0].reason)
+    return Fitted(replace(pair, chosen=chosen, rejected=rejected), "truncated", cut[0].reason)
+
+
+def fit_labelled(row: LabelledRow, max_tokens: int, policy: LongRowPolicy) -> Fitted[LabelledRow]:
+    """Hold a labelled answer to `max_tokens`, as `fit` does.
+
+    Raises:
+        DataError: it is too long and the policy is "error".
+    """
+    fitted = fit(row.answer, max_tokens, policy)
+    kept = None if fitted.row is None else replace(row, answer=fitted.row)
+    return Fitted(kept, fitted.outcome, fitted.reason)
+
+
+def fit_ranked(row: RankedRow, max_tokens: int, policy: LongRowPolicy) -> Fitted[RankedRow]:
+    """Hold every answer of a ranking to `max_tokens`; one that does not fit drops the row, for the
+    ranking without it is another, and so do two that truncation makes equal.
+
+    Raises:
+        DataError: an answer is too long and the policy is "error".
+    """
+    fitted = [fit(answer, max_tokens, policy) for answer in row.sequences]
+    kept = tuple(each.row for each in fitted if each.row is not None)
+    if len(kept) < len(fitted):
+        return Fitted(None, "dropped", next(each.reason for each in fitted if each.row is None))
+    cut = [each for each in fitted if each.outcome == "truncated"]
+    if not cut:
+        return Fitted(row, "kept")
+    if len({answer.token_ids for answer in kept}) < len(kept):
+        return Fitted(None, "dropped", "two answers equal within max_tokens")
+    return Fitted(replace(row, sequences=kept), "truncated", cut[0].reason)
 
 
 def fit_prompt(

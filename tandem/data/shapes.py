@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import isfinite, nan
 from typing import Any
 
 from tandem.data.excerpt import describe, excerpt, names
@@ -77,9 +78,11 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
             f"have the columns of a known shape ({'; '.join(_needs())})",
             "Map its columns, as in FILE::prompt=question,completion=answer.",
         )
+    if "label" in columns:
+        renamed["label"] = _label(renamed["label"])
     sample = shape.read(renamed, source)
-    read = {columns.get(role, role) for role in shape.needs + shape.may} - {"answer"}
-    if not _is_label(row):
+    read = {columns.get(role, role) for role in shape.needs + shape.may} - {"answer", "margin"}
+    if not _is_label(renamed):
         read.discard("label")
     extra = {name: value for name, value in row.items() if name not in read}
     note = _note(renamed, shape)
@@ -96,7 +99,8 @@ def preference(row: Row, source: Source) -> Sample:
     if row.get("rejected") is None:
         prompt, answer = _last_answer(chosen, "chosen", "prompt")
         return Sample(source, prompt, answer)
-    return _pair(chosen, _dialog(prompt, row["rejected"], "rejected"), source, "prompt")
+    pair = _pair(chosen, _dialog(prompt, row["rejected"], "rejected"), source, "prompt")
+    return replace(pair, margin=_margin(row))
 
 
 def dialog_preference(row: Row, source: Source) -> Sample:
@@ -112,7 +116,39 @@ def dialog_preference(row: Row, source: Source) -> Sample:
         dialogs = [transcript_turns(text_of(row[f], f), f) for f in ("chosen", "rejected")]
     else:
         dialogs = [turns_of(row[f], f) for f in ("chosen", "rejected")]
-    return _pair(_with_system(dialogs[0], row), _with_system(dialogs[1], row), source, "chosen")
+    pair = _pair(_with_system(dialogs[0], row), _with_system(dialogs[1], row), source, "chosen")
+    return replace(pair, margin=_margin(row))
+
+
+def ranking(row: Row, source: Source) -> Sample:
+    """prompt and ranking: its answers, best first; or answers with ranks, 1 the best.
+
+    Equal ranks are answers that are not compared; at least two must differ.
+    """
+    prompt = check_prompt(_with_system(prompt_turns(row["prompt"], "prompt"), row), "prompt")
+    field = "ranking" if row.get("ranking") is not None else "answers"
+    answers = row[field]
+    if not isinstance(answers, list | tuple) or len(answers) < 2:
+        raise RowProblem(field, describe(answers), "be a list of two answers or more")
+    texts = [text_of(answer, field) for answer in answers]
+    if len({text.strip() for text in texts}) < len(texts):
+        raise RowProblem(field, "the same answer twice", "hold each answer once")
+    ranks = list(range(1, len(texts) + 1)) if field == "ranking" else row["ranks"]
+    if field == "answers":
+        _check_ranks(ranks, len(texts))
+    ranked = tuple(sorted(zip(ranks, texts, strict=True), key=lambda each: each[0]))
+    best, worst = ranked[0][1], ranked[-1][1]
+    return Sample(source, prompt, best, worst, ranking=ranked)
+
+
+def _check_ranks(ranks: Any, count: int) -> None:
+    if not isinstance(ranks, list | tuple) or len(ranks) != count:
+        raise RowProblem("ranks", describe(ranks), f"be a list of {count} ranks, one an answer")
+    wrong = next((rank for rank in ranks if type(rank) is not int or rank < 1), None)
+    if wrong is not None:
+        raise RowProblem("ranks", describe(wrong), "hold whole numbers from 1, the best, on")
+    if len(set(ranks)) == 1:
+        raise RowProblem("ranks", f"{ranks[0]} for all answers", "differ for two answers at least")
 
 
 def prompt_completion(row: Row, source: Source) -> Sample:
@@ -166,14 +202,16 @@ def prompt_only(row: Row, source: Source) -> Sample:
 
 # The first that fits is used: the most specific columns come first.
 SHAPES = (
-    Shape("preference", ("prompt", "chosen"), ("rejected", "system"), preference),
-    Shape("dialog preference", ("chosen", "rejected"), ("system",), dialog_preference),
+    Shape("preference", ("prompt", "chosen"), ("rejected", "system", "margin"), preference),
+    Shape("dialog preference", ("chosen", "rejected"), ("system", "margin"), dialog_preference),
     Shape("completion", ("prompt", "completion"), ("system", "label"), prompt_completion),
     Shape("messages", ("messages",), ("system", "label"), messages),
-    Shape("sharegpt", ("conversations",), ("system",), sharegpt),
+    Shape("sharegpt", ("conversations",), ("system", "label"), sharegpt),
     Shape("alpaca", ("instruction", "output"), ("input", "system", "history"), alpaca),
     Shape("text", ("text",), (), plain_text),
     Shape("question", ("question", "answer"), ("system",), question_answer),
+    Shape("ranking", ("prompt", "ranking"), ("system",), ranking),
+    Shape("ranked answers", ("prompt", "answers", "ranks"), ("system",), ranking),
     Shape("prompt", ("prompt",), ("system",), prompt_only),
 )
 
@@ -272,15 +310,42 @@ def _is_label(row: Row) -> bool:
     return isinstance(row.get("label"), bool)
 
 
+def _label(value: Any) -> bool:
+    """What a column that is mapped to the role label says: a bool, 1 or 0, or the same as text."""
+    words = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    label = words.get(str(value).strip().lower())
+    if label is None:
+        raise RowProblem("label", describe(value), "be true or false, or 1 or 0")
+    return label
+
+
 def _labelled(sample: Sample, row: Row) -> Sample:
     """An answer labelled as bad (KTO's `label` false) becomes a rejected one."""
-    if _is_label(row) and not row["label"]:
-        return replace(sample, chosen=None, rejected=sample.chosen)
-    return sample
+    if not _is_label(row):
+        return sample
+    if row["label"]:
+        return replace(sample, label=True)
+    return replace(sample, chosen=None, rejected=sample.chosen, label=False)
+
+
+def _margin(row: Row) -> float:
+    """How much better the chosen answer is, where the row has a column `margin`."""
+    margin = row.get("margin")
+    if margin is None or margin == "":
+        return 0.0
+    try:
+        value = float("nan" if isinstance(margin, bool) else margin)
+    except (TypeError, ValueError):
+        value = nan
+    if not isfinite(value):
+        raise RowProblem("margin", describe(margin), "be a finite number")
+    return value
 
 
 def _note(row: Row, shape: Shape) -> str:
-    """What was skipped in a row that is used."""
+    """What was skipped in a row that is used, or what else it has."""
+    if "margin" in shape.may and _margin(row):
+        return "with a margin, which the reward model's loss reads"
     if shape.read in (messages, sharegpt):
         turns = turns_of(row[shape.needs[0]], shape.needs[0])
         roles = [turn.role for turn in turns]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
+from tandem.data import gym
 from tandem.data.excerpt import excerpt
 from tandem.data.formats import (
     OnBlank,
@@ -31,7 +32,10 @@ from tandem.types import Source
 
 __all__ = ["ROLES", "BadRow", "DataSpec", "RawRow", "parse_columns", "parse_spec", "read_rows"]
 
-ROLES = ("prompt", "chosen", "rejected", "completion", "messages", "text", "system")
+ROLES = (
+    *("prompt", "chosen", "rejected", "completion", "messages", "text", "system"),
+    *("label", "margin", "ranking", "answers", "ranks"),
+)
 """The roles of a column map."""
 
 _READERS: dict[str, Callable[[Path, str, OnBlank], Rows]] = {
@@ -140,8 +144,9 @@ def parse_columns(items: Iterable[str], where: str) -> dict[str, str]:
 def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[RawRow | BadRow]:
     """Every row of a data set, in order; `on_blank` is called for each blank line skipped.
 
-    `embedded` is the built-in data set (write ./embedded for a folder of that name). A path that
-    does not exist and looks like a hub name is loaded from the hub.
+    `embedded` is the built-in data set (write ./embedded for a folder of that name), and
+    `reasoning-gym:TASK?size=N&seed=N` is made by the package of that name. A path that does not
+    exist and looks like a hub name is loaded from the hub.
 
     Raises:
         DataError: it does not exist, has an unknown format or no rows, or is damaged.
@@ -149,6 +154,8 @@ def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[R
     path = _local(spec.path)
     if spec.path == "embedded":
         rows = _embedded(spec)
+    elif spec.path.startswith(gym.PREFIX):
+        rows = _generated(spec)
     elif _is_saved_dataset(path):
         rows = rows_through_datasets(spec.name, spec.path, path)
     elif path.is_dir():
@@ -187,6 +194,8 @@ def _local(path: str) -> Path:
 
 
 def _short_name(path: str) -> str:
+    if path.startswith(gym.PREFIX):
+        return path.removeprefix(gym.PREFIX).partition("?")[0]
     if _looks_like_hub_name(path) and not os.path.exists(path):
         return path
     # Both separators on every machine, so that a shared config gives the same names.
@@ -250,6 +259,11 @@ def _folder(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
         )
     for file in files:
         yield from _file(file, dataset, on_blank)
+
+
+def _generated(spec: DataSpec) -> Rows:
+    for number, row in enumerate(gym.rows(spec.path.removeprefix(gym.PREFIX)), 1):
+        yield RawRow(row, Source(spec.name, spec.path, number))
 
 
 def _embedded(spec: DataSpec) -> Rows:

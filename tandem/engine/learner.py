@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.config.schema import OptimizerConfig
+from tandem.config.optimizer import OptimizerConfig
 from tandem.engine.grad_norm_guard import SpikeGuard
 from tandem.errors import BadStepError, CheckpointError, ModelError, NumericsError
 from tandem.parallel.dtensor import Saved, fill, local, piece_like, whole_of

@@ -27,7 +27,7 @@ class PPOWork:
     rows: answers generated in parallel. prompt, new: tokens of each. tokens: of the largest
     micro-batch, of which `answered` are response tokens. packs: decoding reads a second, packed
     copy. slices: ranks that hold slices of the actor while it generates. has_reward_model: a model
-    scores, not only a function. has_critic, has_reference: the algorithm has them. hosted: frozen
+    scores, not only a function. has_critic, has_reference: the step has those roles. hosted: frozen
     models (`reference`, `reward`) in host memory.
     """
 

@@ -19,8 +19,8 @@ from rich.progress import (
 from rich.text import Text
 
 from tandem.config.stages import Family, stage_of
-from tandem.metrics.names import METRICS
 from tandem.metrics.records import Answer
+from tandem.metrics.table import METRICS
 from tandem.metrics.text import duration, short_number, shorten
 from tandem.text import visible_lines
 

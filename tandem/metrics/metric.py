@@ -10,6 +10,9 @@ from tandem.config.stages import Family
 PHASES = ("generate", "score", "train", "evaluate", "save", "step")
 """The timed parts of a step; `step` is the whole step and contains the others."""
 
+REASONS = ("exception", "timeout", "memory", "died", "processes", "result")
+"""Why a reward function has no score of an answer (tandem/rewards/calling.py)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from tandem.config.stages import FAMILIES, Family, stage_names, stage_of
 from tandem.metrics.alarms import ALARMS, Rule
 from tandem.metrics.metric import Metric
-from tandem.metrics.names import METRICS
+from tandem.metrics.table import METRICS
 from tandem.metrics.text import short_number, trimmed
 
 _INTRO = """\

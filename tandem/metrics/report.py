@@ -75,6 +75,7 @@ def _context(folder: RunFolder) -> dict[str, Any]:
         "notices": folder.notices,
         "cards": sections.result_cards(folder),
         "table": sections.result_table(folder),
+        "reward_tables": sections.reward_tables(folder),
         "alarms": sections.alarm_rows(folder),
         "curves": sections.stage_curves(folder),
         "answers": sections.final_answers(folder),
@@ -87,7 +88,7 @@ def _context(folder: RunFolder) -> dict[str, Any]:
         "environment": list(folder.environment.items()),
     }
     parts_of = {
-        ("result", "Result"): ("cards", "evaluated"),
+        ("result", "Result"): ("cards", "evaluated", "reward_tables"),
         ("alarms", "Alarms"): ("alarms", "curves"),
         ("curves", "Curves"): ("curves",),
         ("answers", "Answers"): ("answers", "samples"),

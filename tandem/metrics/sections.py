@@ -20,7 +20,8 @@ from tandem.metrics.folder import (
     number_or_none,
 )
 from tandem.metrics.metric import PHASES, Metric
-from tandem.metrics.names import METRICS, metric_or_unknown, title_of
+from tandem.metrics.names import metric_or_unknown, title_of
+from tandem.metrics.table import METRICS
 from tandem.metrics.text import duration, short_number, trimmed, with_unit
 
 Row = Mapping[str, Any]
@@ -93,6 +94,38 @@ def result_table(folder: RunFolder) -> Row:
             }
         )
     return {"labels": list(map(str, models)), "rows": rows}
+
+
+def reward_tables(folder: RunFolder) -> list[Row]:
+    """The reward model's reliability and the best of n samples, where they were measured."""
+    bins = list(map(mapping_or_empty, list_or_empty(folder.evaluation.get("reliability"))))
+    names = ("pairs", "confidence", "accuracy")
+    labels = ("pairs", "mean sigmoid(margin)", "share right")
+    tables: list[tuple[str, Sequence[str], list[list[Any]]]] = [
+        ("Reward model by confidence", labels, [[b.get(n) for n in names] for b in bins])
+    ]
+    found = mapping_or_empty(folder.evaluation.get("best_of_n"))
+    points = {
+        str(label): list(map(mapping_or_empty, list_or_empty(of_policy)))
+        for label, of_policy in found.items()
+    }
+    rows = [
+        [across[0].get("n"), across[0].get("kl"), *(point.get("mean_reward") for point in across)]
+        for across in zip(*points.values(), strict=False)
+    ]
+    columns = ("n", "KL, nats", *(f"reward of {label}" for label in points))
+    tables.append(("Best of n samples, by the reward", columns, rows))
+    return [
+        {
+            "title": title,
+            "labels": labels,
+            "rows": [
+                [_number_text(number_or_none(cell), digits=3) for cell in row] for row in rows
+            ],
+        }
+        for title, labels, rows in tables
+        if rows
+    ]
 
 
 def _keys(values: Any) -> Iterable[Any]:

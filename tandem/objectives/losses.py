@@ -31,22 +31,37 @@ class PairwiseLoss:
     center_penalty: Tensor
 
 
-def pairwise_loss(chosen: Tensor, rejected: Tensor, *, center_coef: float = 0.0) -> PairwiseLoss:
-    """Bradley-Terry loss of a reward model. Denominator: pairs.
+def pairwise_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    *,
+    center_coef: float = 0.0,
+    margins: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> PairwiseLoss:
+    """Bradley-Terry loss of a reward model. Denominator: pairs, or the sum of their weights.
 
-        -log sigmoid(chosen - rejected) + center_coef (chosen + rejected)^2
+        -log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2
 
     Args:
         chosen, rejected: (B,) scores at the last real token, reward-model units.
-    A tie counts as half a win.
-    Source: arXiv:2203.02155 eq. 1; centering: arXiv:2312.09244 section 4.2.
+        margins: (B,) how much better the chosen answer was called; None: 0.
+        weights: (B,) of each pair, in every sum: 1 / C(K, 2) for the pairs of a ranking of K
+            answers; None: 1.
+    A tie counts as half a win. The margin is the loss's alone, not the metrics'.
+    Source: arXiv:2203.02155 eq. 1; margin: arXiv:2307.09288 eq. 2; centering: arXiv:2312.09244
+    section 4.2.
     """
     require_same_shape(chosen=chosen, rejected=rejected)
+    weights = torch.ones_like(chosen, dtype=torch.float32) if weights is None else weights
     margin = chosen.float() - rejected.float()
-    penalty = (chosen.float() + rejected.float()).square().sum()
-    loss = -F.logsigmoid(margin).sum() + center_coef * penalty
+    penalty = (weights * (chosen.float() + rejected.float()).square()).sum()
+    asked = margin if margins is None else margin - margins
+    loss = -(weights * F.logsigmoid(asked)).sum() + center_coef * penalty
     wins = (margin > 0).float() + 0.5 * (margin == 0).float()
-    return PairwiseLoss(loss, wins.sum(), margin.detach().sum(), penalty.detach())
+    return PairwiseLoss(
+        loss, (weights * wins).sum(), (weights * margin).detach().sum(), penalty.detach()
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -59,6 +61,54 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: float) -> Tens
 def normalized_scores(raw: Tensor, mean: float, std: float) -> Tensor:
     """Scores in units of the SFT policy's spread: (raw - mean) / std."""
     return (raw.float() - mean) / std
+
+
+def combined_scores(
+    rewards: Tensor, weights: Sequence[float], group: Tensor | None = None
+) -> Tensor:
+    """Several rewards of each answer made into one score: their weighted sum.
+
+    Args:
+        rewards: (B, K) one column per reward, each in its own units; NaN where it gives none.
+        weights: K numbers. A reward of weight 0 counts for nothing, also not as a score.
+        group: (B,) int64, equal for answers to one prompt. With it each reward is normalized in
+            its group first (`group_normalized`), so that none drowns the others by its width.
+    Returns:
+        (B,) float32; NaN where no reward of a weight other than 0 gives a number. A missing
+        reward beside others adds nothing.
+    Source: arXiv:2601.05242 eq. 4 to 6 (GDPO); the whitening over the batch that follows there is
+        the advantages' affair here.
+    """
+    counts = torch.tensor([weight != 0 for weight in weights], device=rewards.device)
+    is_scored = (~rewards.isnan() & counts).any(dim=1)
+    used = rewards.float() if group is None else group_normalized(rewards, group)
+    factors = torch.tensor(weights, dtype=torch.float32, device=rewards.device)
+    return (used.nan_to_num() * factors).sum(dim=1).masked_fill(~is_scored, torch.nan)
+
+
+def group_normalized(rewards: Tensor, group: Tensor, eps: float = 1e-4) -> Tensor:
+    """Each column of rewards less its mean in the group, over its standard deviation there.
+
+    Args:
+        rewards: (B, K); NaN where there is none, which counts in neither.
+        group: (B,) int64.
+    Returns:
+        (B, K) float32; NaN stays NaN. 0 where all of a group are equal, or only one is there.
+    """
+    values = rewards.float()
+    normalized = torch.zeros_like(values)
+    for index in group.unique():
+        rows = group == index
+        part = values[rows]
+        known = ~part.isnan()
+        count = known.sum(dim=0)
+        centered = (part - part.nansum(dim=0) / count).nan_to_num()
+        std = (centered.square().sum(dim=0) / (count - 1).clamp(min=1)).sqrt()
+        lowest = part.masked_fill(~known, torch.inf).amin(dim=0)
+        highest = part.masked_fill(~known, -torch.inf).amax(dim=0)
+        scale = torch.where(highest > lowest, 1 / (std + eps), 0.0)
+        normalized[rows] = (centered * scale).masked_fill(~known, torch.nan)
+    return normalized
 
 
 def clipped_scores(scores: Tensor, limit: float) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from tandem.config.engine import engine_settings
 from tandem.config.schema import RLConfig, RunConfig
-from tandem.config.stages import leaving, stage_of
+from tandem.config.stages import Stage, leaving, stage_of
 from tandem.engine.devices import resolve_device, resolve_dtype
 from tandem.generation.native_runner import FAMILIES
 from tandem.memory.model import MemoryPlan, layout_of
@@ -52,9 +52,8 @@ def plan_memory(
             and config.hybrid_engine
             and native.available()
         )
-        work = _ppo_work(
-            config, prompt_tokens or config.dataset.max_prompt_tokens, ranks, packs, rl
-        )
+        prompt = prompt_tokens or config.dataset.max_prompt_tokens
+        work = _rl_work(config, stage, prompt, ranks, packs)
         return ppo_memory(actor, value, policy, layout(parallel.critic_zero_stage), work)
     scalar = stage.leaves == "reward model"
     zero = parallel.critic_zero_stage if "critic" in stage.trains else parallel.actor_zero_stage
@@ -63,12 +62,23 @@ def plan_memory(
         layout(zero),
         tokens=config.micro_batch_tokens,
         answered=config.micro_batch_tokens,
-        reference="reference" in stage.freezes,
+        reference=_has_reference(config, stage),
         reference_on_host="reference" in parallel.offload,
     )
 
 
-def _ppo_work(config: RunConfig, prompt: int, ranks: int, packs: bool, rl: RLConfig) -> PPOWork:
+def _has_reference(config: RunConfig, stage: Stage) -> bool:
+    """Whether a stage loads a reference: its record says so, and its algorithm and the preference
+    loss that it reads need one."""
+    section = getattr(config, stage.section)
+    if isinstance(section, RLConfig) and not section.has_reference:
+        return False
+    goes_without = stage.reads("dpo.loss") and not config.dpo.needs_reference
+    return "reference" in stage.freezes and not goes_without
+
+
+def _rl_work(config: RunConfig, stage: Stage, prompt: int, ranks: int, packs: bool) -> PPOWork:
+    rl: RLConfig = getattr(config, stage.section)
     new = config.sampling.max_new_tokens
     answers = -(-rl.prompts_per_step * config.sampling.samples_per_prompt // ranks)
     dealt = -(-rl.minibatch_size // ranks) * (prompt + new)
@@ -83,8 +93,8 @@ def _ppo_work(config: RunConfig, prompt: int, ranks: int, packs: bool, rl: RLCon
         slices=config.parallel.inference_tp_size,
         hosted=tuple(set(config.parallel.offload) & {"reference", "reward"}),
         has_reward_model=rl.reward_model_weight > 0 and _may_score(config, rl),
-        has_critic=rl.has_critic,
-        has_reference=rl.has_reference,
+        has_critic="critic" in stage.trains,
+        has_reference=_has_reference(config, stage),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -18,9 +19,16 @@ from tandem.engine.scoring import RewardScorer, place_scorer
 from tandem.generation.generator import Stops
 from tandem.metrics.folder import EVALUATION_FILE, finished_stages
 from tandem.models.load import load_tokenizer
-from tandem.training.evaluate import answer_metrics, language_model_metrics, preference_metrics
+from tandem.rewards.scoring import RewardFunctions
+from tandem.training.calibration import reliability
+from tandem.training.evaluate import (
+    answer_metrics,
+    language_model_metrics,
+    metrics_of_margins,
+    pair_margins,
+)
 from tandem.training.experience import score_answers
-from tandem.training.reward_function import load_reward_function
+from tandem.training.reward_function import rewards_of
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
 from tandem.types import PromptRow, Rollout
@@ -28,8 +36,7 @@ from tandem.types import PromptRow, Rollout
 NUM_SHOWN = 8
 _MEASURING = (
     *("actor_model", "reward_model", "data", "stages", "seed", "dtype", "hybrid_engine"),
-    "sampling.",
-    "sft.loss_on",
+    *("sampling.", "scoring.", "sft.loss_on"),
 )
 """Prefixes of the names of the knobs that a comparison depends on, besides the RL stage's."""
 
@@ -61,15 +68,15 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
 
     Returns:
         {"models": {label: {metric: value}}, "answers": [{"prompt", "answers": {label: {"text",
-        "score"}}}], "made_from": what the metrics depend on}, as written.
+        "score"}}}], "made_from": what the metrics depend on}, as written; with a reward model
+        also "reliability" (`calibration.Reliability`).
     Raises:
         CheckpointError: a finished stage's folder is damaged.
     """
     config = run.config
     made_from = _made_from(run)
-    scorer = _scorer(run)
+    scorer, rewards = rewarding(run)
     rl = rl_section(config)
-    function = load_reward_function(rl.reward_function) if _uses_function(config) else None
     prompts = rows.heldout_prompts[: rl.eval_prompts]
     models: dict[str, dict[str, float]] = {}
     answers: list[dict[str, Any]] = [
@@ -80,7 +87,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
         models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
         if prompts:
             rollout = answer(model, prompts, rows, run.settings)
-            scored = score_answers(rollout, scorer, rows.renderer, rl, function, run.world)
+            scored = score_answers(rollout, scorer, rows.renderer, rl, rewards, run.world)
             # Without penalties and clips; NaN without a score.
             scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).cpu()
             models[label] |= answer_metrics(rollout, scored)
@@ -89,13 +96,23 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
             ):
                 value = None if score != score else score
                 shown["answers"][label] = {"text": text, "score": value}
-    if scorer is not None and rows.heldout_pairs:
-        models["reward model"] = preference_metrics(scorer, rows.heldout_pairs)
+    if rewards is not None:
+        rewards.close()
     shown_answers = [shown for shown in answers if shown["answers"]]
     evaluation = {"models": models, "answers": shown_answers, "made_from": made_from}
+    if scorer is not None and rows.heldout_pairs:
+        margins = pair_margins(scorer, rows.heldout_pairs)
+        models["reward model"] = metrics_of_margins(margins, rows.heldout_pairs)
+        evaluation["reliability"] = [asdict(row) for row in reliability(margins)]
     if save:
         run.write_json(EVALUATION_FILE, evaluation)
     return evaluation
+
+
+def rewarding(run: Run) -> tuple[RewardScorer | None, RewardFunctions | None]:
+    """What scores answers in a run: its reward model, its reward functions, both or neither."""
+    named = rl_section(run.config).reward_function if _uses_function(run.config) else None
+    return _scorer(run), rewards_of(named, run.config.scoring, run.print_line)
 
 
 def _made_from(run: Run) -> dict[str, Any]:
@@ -119,9 +136,15 @@ def _made_from(run: Run) -> dict[str, Any]:
 
 
 def answer(
-    model: PreTrainedModel, prompts: Sequence[PromptRow], rows: StepRows, settings: EngineSettings
+    model: PreTrainedModel,
+    prompts: Sequence[PromptRow],
+    rows: StepRows,
+    settings: EngineSettings,
+    samples: int = 1,
 ) -> Rollout:
-    """One sampled answer per prompt, with the same random numbers for every policy."""
+    """Sampled answers, `samples` per prompt, with the same random numbers for every policy."""
+    sampling = replace(settings.sampling, samples_per_prompt=samples)
+    settings = replace(settings, sampling=sampling)
     return rollout_of(model, prompts, settings, Stops.of(rows.renderer), step=0)
 
 

@@ -1,101 +1,106 @@
-"""Direct preference optimization: takes the place of reward model and PPO, without a reward model.
+"""Preference optimization on pairs, in place of reward model and PPO.
 
-The reference is the policy as it starts: with LoRA the model with its adapters off, else a frozen
-copy. Log-probs are summed over the answer, its EOS included.
+DPO and its relatives by name (`dpo.loss`). The reference, where the loss needs one, is the policy
+as it starts: with LoRA the model with its adapters off, else a frozen copy. Log-probs are summed
+over the answer, its EOS included; ipo, simpo and orpo divide them by its tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from tandem.config.schema import RunConfig
-from tandem.engine.checks import check_same_start
-from tandem.engine.forward import response_logprobs
-from tandem.engine.placement import onload
-from tandem.models.lora import adapters_off
-from tandem.objectives.losses import dpo_loss
-from tandem.training.evaluate import row_logprobs
+from tandem.config.preferences import DPOConfig
+from tandem.objectives.preferences import AnswerLogprobs, PairLoss, pair_loss
+from tandem.training.reference import ReferencedPolicy, halves, place_referenced
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob
-from tandem.training.supervised import SupervisedTrainer, objective_of_pairs, policy_to_train
-from tandem.types import PairRow, TokenBatch
+from tandem.training.supervised import SupervisedTrainer, objective_of_pairs
+from tandem.types import PairRow
 
 
 def prepare(run: Run, rows: StepRows) -> StageJob:
     """DPO, ready to run; it leaves `RUN/dpo`, a folder that from_pretrained opens."""
-    config, settings = run.config, run.config.dpo
-    model = policy_to_train(run, rows, "dpo", keeps_start=True)
-    frozen = None
-    if config.lora.rank == 0:
-        on_host = "reference" in config.parallel.offload
-        frozen = run.placement.policy(run.policy_source("dpo"), trained=False, on_host=on_host)
-    check_same_start(model, frozen)
-
-    def reference_of(batch: TokenBatch) -> Tensor:
-        with torch.no_grad():
-            if frozen is not None:
-                with onload(frozen):
-                    return response_logprobs(frozen, batch)[0].sum(dim=1)
-            with adapters_off(model):
-                return response_logprobs(model, batch)[0].sum(dim=1)
+    settings = run.config.dpo
+    run.print_line(f"dpo: {describe_loss(settings)}")
+    policy = place_referenced(run, rows, "dpo", has_reference=settings.needs_reference)
 
     def loss(part: Sequence[PairRow]) -> tuple[Tensor, dict[str, Tensor]]:
-        both = [pair.chosen for pair in part] + [pair.rejected for pair in part]
-        batch = TokenBatch.from_rows(both, rows.renderer.pad_token_id).to(run.device)
-        ref_chosen, ref_rejected = reference_of(batch).chunk(2)
-        chosen, rejected = response_logprobs(model, batch)[0].sum(dim=1).chunk(2)
-        result = dpo_loss(
-            chosen,
-            rejected,
-            ref_chosen,
-            ref_rejected,
-            beta=settings.beta,
-            label_smoothing=settings.label_smoothing,
-        )
-        return result.loss, {
-            "accuracy": result.accuracy,
-            "implicit_reward_chosen": result.chosen_reward,
-            "implicit_reward_rejected": result.rejected_reward,
-            "implicit_reward_margin": result.chosen_reward - result.rejected_reward,
-        }
+        sequences = [pair.chosen for pair in part] + [pair.rejected for pair in part]
+        chosen, rejected = halves(policy.logprobs(sequences))
+        result = loss_of_pairs(chosen, rejected, settings)
+        return result.loss, {**pair_sums(chosen, rejected, result), "accuracy": result.accuracy}
 
-    objective = objective_of_pairs(loss, scoring_passes=1)
-    evaluate = _evaluation(model, frozen, rows, config)
-    trainer = SupervisedTrainer(run, "dpo", model, settings, rows.dpo_pairs, objective, evaluate)
+    objective = objective_of_pairs(loss, scoring_passes=int(settings.needs_reference))
+    evaluate = _evaluation(policy, rows.heldout_dpo_pairs, settings)
+    trainer = SupervisedTrainer(
+        run, "dpo", policy.model, settings, rows.dpo_pairs, objective, evaluate
+    )
     return trainer.policy_job(rows)
 
 
+def describe_loss(settings: DPOConfig) -> str:
+    """The loss in one line, with the defaults that it was given."""
+    whose = "" if settings.beta else " (its paper's)"
+    parts = [f"loss {settings.loss}", f"beta {settings.effective_beta:g}{whose}"]
+    if settings.effective_smoothing:
+        parts.append(f"label smoothing {settings.effective_smoothing:g}")
+    if settings.loss == "simpo":
+        parts.append(f"gamma {settings.simpo_gamma:g}")
+    if settings.loss == "ipo":
+        parts.append(f"log-ratios {settings.ipo_logprobs} over the answer")
+    parts.append("against the reference" if settings.needs_reference else "no reference is loaded")
+    return ", ".join(parts)
+
+
+def loss_of_pairs(
+    chosen: AnswerLogprobs, rejected: AnswerLogprobs, settings: DPOConfig
+) -> PairLoss:
+    """The configured loss of some pairs, as sums."""
+    return pair_loss(
+        settings.loss,
+        chosen,
+        rejected,
+        beta=settings.effective_beta,
+        label_smoothing=settings.effective_smoothing,
+        gamma=settings.simpo_gamma,
+        average=settings.ipo_logprobs == "mean",
+    )
+
+
+def pair_sums(
+    chosen: AnswerLogprobs, rejected: AnswerLogprobs, result: PairLoss
+) -> Mapping[str, Tensor]:
+    """What a stage on pairs measures beside its loss and wins, as sums over pairs."""
+    return {
+        "implicit_reward_chosen": result.chosen_reward,
+        "implicit_reward_rejected": result.rejected_reward,
+        "implicit_reward_margin": result.chosen_reward - result.rejected_reward,
+        "logprob_chosen": chosen.mean.detach().sum(),
+        "logprob_rejected": rejected.mean.detach().sum(),
+    }
+
+
 def _evaluation(
-    model: PreTrainedModel, frozen: PreTrainedModel | None, rows: StepRows, config: RunConfig
+    policy: ReferencedPolicy, pairs: Sequence[PairRow], settings: DPOConfig
 ) -> Callable[[], dict[str, float]]:
-    """Held-out loss and accuracy of the implicit reward; the reference is scored only once."""
-    pairs = rows.heldout_dpo_pairs
-    sides = [[pair.chosen for pair in pairs], [pair.rejected for pair in pairs]]
-    if frozen is not None:
-        reference = [row_logprobs(frozen, side, rows.renderer, config) for side in sides]
-    else:
-        with adapters_off(model):
-            reference = [row_logprobs(model, side, rows.renderer, config) for side in sides]
+    """Held-out loss, accuracy and margin of the implicit reward."""
+    sides = [
+        policy.heldout([pair.chosen for pair in pairs]),
+        policy.heldout([pair.rejected for pair in pairs]),
+    ]
 
     def evaluate() -> dict[str, float]:
         if not pairs:
             return {}
-        chosen, rejected = (row_logprobs(model, side, rows.renderer, config) for side in sides)
-        result = dpo_loss(
-            chosen,
-            rejected,
-            *reference,
-            beta=config.dpo.beta,
-            label_smoothing=config.dpo.label_smoothing,
-        )
+        chosen, rejected = (measure() for measure in sides)
+        result = loss_of_pairs(chosen, rejected, settings)
         return {
             "heldout_loss": float(result.loss) / len(pairs),
             "heldout_accuracy": float(result.accuracy) / len(pairs),
+            "heldout_margin": float(result.chosen_reward - result.rejected_reward) / len(pairs),
         }
 
     return evaluate

@@ -15,22 +15,26 @@ from tandem.config.load import load_config
 from tandem.config.schema import rl_section
 from tandem.config.stages import rl_stage
 from tandem.errors import CheckpointError
+from tandem.metrics.folder import EVALUATION_FILE
 from tandem.metrics.names import metric_or_unknown, title_of
 from tandem.metrics.report import write_report
 from tandem.metrics.text import with_unit
 from tandem.text import visible, visible_lines
+from tandem.training.best_of_n import frontier_table, measure_best_of
+from tandem.training.calibration import reliability_table
 from tandem.training.compare import compare
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources
 from tandem.training.stage_data import prepare_rows
 
 
-def evaluate_run(path: str, num_prompts: int) -> dict[str, Any]:
+def evaluate_run(path: str, num_prompts: int, best_of: int = 0) -> dict[str, Any]:
     """Evaluate a run's models again and print the results.
 
     Args:
         num_prompts: held-out prompts to answer, without writing anything; 0: the run's own number,
             and evaluation.json and the report are updated.
+        best_of: samples per prompt for the best-of-n frontier; 0: no frontier.
     Raises:
         CheckpointError: `path` is not a run's folder.
     """
@@ -45,6 +49,10 @@ def evaluate_run(path: str, num_prompts: int) -> dict[str, Any]:
     rows = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(rows)
     evaluation = compare(run, rows, save=not num_prompts)
+    if best_of:
+        evaluation["best_of_n"] = measure_best_of(run, rows, best_of)
+        if not num_prompts:
+            run.write_json(EVALUATION_FILE, evaluation)
     show_comparison(evaluation)
     if not num_prompts:
         print(f"report: {write_report(folder)}")
@@ -55,6 +63,10 @@ def show_comparison(evaluation: Mapping[str, Any], console: Console | None = Non
     """Print the metrics of every model, then the answers to some prompts with their scores."""
     console = console or Console()
     console.print(figures_table(evaluation["models"]))
+    if evaluation.get("reliability"):
+        console.print(reliability_table(evaluation["reliability"]))
+    if evaluation.get("best_of_n"):
+        console.print(frontier_table(evaluation["best_of_n"]))
     for shown in evaluation["answers"]:
         if shown["answers"]:
             console.print(answers_table(shown))

@@ -18,8 +18,9 @@ from tandem.engine.scoring import RewardScorer
 from tandem.models.modes import evaluating
 from tandem.objectives.masked import masked_sum
 from tandem.parallel.shard import shards_of
+from tandem.rewards.scoring import RewardFunctions
+from tandem.training.calibration import calibration_error
 from tandem.training.experience import ScoredAnswers, score_answers
-from tandem.training.reward_function import RewardFunction
 from tandem.types import PairRow, PromptRow, Rollout, TokenBatch, TokenRow
 
 
@@ -60,12 +61,23 @@ def row_logprobs(
 
 def preference_metrics(scorer: RewardScorer, pairs: Sequence[PairRow]) -> dict[str, float]:
     """Accuracy, margin and calibration of a reward model on pairs, over all and per data set."""
+    return metrics_of_margins(pair_margins(scorer, pairs), pairs)
+
+
+def pair_margins(scorer: RewardScorer, pairs: Sequence[PairRow]) -> Tensor:
+    """(B,) chosen minus rejected score, raw reward-model units."""
     if not pairs:
-        return {}
+        return torch.zeros(0)
     scorer.model.eval()
-    margins = scorer.raw_rows([pair.chosen for pair in pairs]) - scorer.raw_rows(
+    return scorer.raw_rows([pair.chosen for pair in pairs]) - scorer.raw_rows(
         [pair.rejected for pair in pairs]
     )
+
+
+def metrics_of_margins(margins: Tensor, pairs: Sequence[PairRow]) -> dict[str, float]:
+    """`preference_metrics` of pairs whose margins are known."""
+    if not pairs:
+        return {}
     names = [pair.chosen.source.dataset for pair in pairs]
     metrics = _margin_metrics(margins, "")
     if len(set(names)) > 1:
@@ -84,24 +96,6 @@ def _margin_metrics(margins: Tensor, suffix: str) -> dict[str, float]:
     }
 
 
-def calibration_error(margins: Tensor, num_bins: int = 10) -> float:
-    """Expected calibration error of P(chosen wins) = sigmoid(margin).
-
-    Pairs are binned by the confidence in the favored answer, 0.5 to 1. Per bin, the mean confidence
-    is compared with the share of correct pairs; bins are weighted by their sizes.
-    Source: arXiv:1706.04599.
-    """
-    confidence = torch.sigmoid(margins.abs().double())
-    right = (margins > 0).double() + 0.5 * (margins == 0).double()
-    bins = ((confidence - 0.5) * 2 * num_bins).long().clamp(max=num_bins - 1)
-    error = 0.0
-    for index in bins.unique():
-        chosen = bins == index
-        gap = (confidence[chosen].mean() - right[chosen].mean()).abs()
-        error += float(gap) * float(chosen.double().mean())
-    return error
-
-
 def answer_metrics(rollout: Rollout, answers: ScoredAnswers) -> dict[str, float]:
     """EOS rate, length and, if there are scores, the mean score of a policy's answers; without
     penalties and clips."""
@@ -118,7 +112,7 @@ def policy_metrics(
     engine: RLHFEngine,
     prompts: Sequence[PromptRow],
     config: RunConfig,
-    reward_function: RewardFunction | None,
+    reward_function: RewardFunctions | None,
 ) -> dict[str, float]:
     """Held-out reward, KL, EOS rate and length of the actor, and the reward of its EMA.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,10 +17,16 @@ from tandem.objectives.advantages import has_signal
 from tandem.objectives.kl import token_kl
 from tandem.objectives.losses import explained_variance
 from tandem.objectives.masked import masked_mean, masked_std, masked_sum, whiten
-from tandem.objectives.rewards import clipped_scores, overlong_penalty, token_rewards
+from tandem.objectives.rewards import (
+    clipped_scores,
+    combined_scores,
+    overlong_penalty,
+    token_rewards,
+)
 from tandem.parallel.world import World
+from tandem.rewards.scoring import RewardFunctions
 from tandem.training.algorithm import AdvantagesOf, Algorithm
-from tandem.training.reward_function import RewardFunction, function_scores
+from tandem.training.reward_function import RewardColumns, function_scores, named_metrics
 from tandem.training.rollout_rows import selected
 from tandem.types import Experience, Rollout
 
@@ -43,8 +49,8 @@ def make_experience(
             that speak of answers.
         advantages_of: what is made of the rewards; None: the algorithm's.
 
-    Answers that nothing could score (a reward function's None, without a reward model) are left
-    out and counted in the metric `reward_unscored`.
+    Answers that nothing could score (a reward function's None, without a reward model) are counted
+    in the metric `reward_unscored`, and left out unless `scoring.on_none` makes them 0.
 
     Raises:
         BadStepError: a number that comes out is not finite.
@@ -53,21 +59,20 @@ def make_experience(
     if not bool(scored.is_scored.any()):
         raise DataError(
             "the reward function must score at least one answer of a rollout; got None for all "
-            f"{len(rollout)}. Look at the columns it reads."
+            f"{len(rollout)}{scored.failure()}. Look at the columns it reads."
         )
     metrics = scored.metrics(rollout)
     kept = scored.is_scored if kept is None else kept & scored.is_scored
+    scores = scored.scores
     if not bool(kept.all()):
         rows = kept.nonzero().flatten()
-        rollout, scored = selected(rollout, rows), scored.select(rows)
+        rollout, scores = selected(rollout, rows), scores[rows]
     batch, mask = rollout.batch, rollout.batch.response_mask
     numbers = engine.policy_numbers(rollout)
     kl = torch.zeros_like(numbers.logprobs)
     if numbers.ref_logprobs is not None:
         kl = token_kl(numbers.logprobs, numbers.ref_logprobs, algorithm.reward_kl or "k1")
-    rewards = token_rewards(
-        scored.scores, kl, mask, kl_coef=kl_coef if algorithm.reward_kl else 0.0
-    )
+    rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef if algorithm.reward_kl else 0.0)
     made = Experience(
         batch=batch,
         old_logprobs=numbers.logprobs,
@@ -75,7 +80,7 @@ def make_experience(
         values=numbers.values,
         rewards=rewards,
         advantages=torch.zeros_like(rewards),
-        scores=scored.scores,
+        scores=scores,
         group=rollout.group,
         rollout=rollout,
         metrics=metrics,
@@ -99,14 +104,20 @@ def make_experience(
     return replace(made, advantages=advantages, returns=returns, in_loss=in_loss)
 
 
+_PER_ANSWER = ("scores", "mixed", "is_scored", "was_clipped", "raw", "model", "function")
+"""The tensors of `ScoredAnswers`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScoredAnswers:
     """Where each answer's score came from; all (B,) float32 but the two bool masks.
 
     model, raw: the reward model's score, normalized and as it came (NaN without a model).
-    function: the reward function's (NaN without one, or where it said None).
-    mixed: both weighted and added. scores: mixed less the missing-EOS penalty, clipped. Both are
-        0 where is_scored is false.
+    function: the reward functions', weighted and added (NaN without one, or where all said None).
+    mixed: model and functions weighted and added, normalized in their groups before where
+        `scoring.combine` says so. scores: mixed less the missing-EOS penalty, clipped. Both are 0
+        where is_scored is false.
+    num_unscored: answers that nothing scored. columns: each function's scores.
     """
 
     scores: Tensor
@@ -116,17 +127,23 @@ class ScoredAnswers:
     raw: Tensor
     model: Tensor
     function: Tensor
+    num_unscored: int = 0
+    columns: RewardColumns | None = None
 
-    def select(self, rows: Tensor) -> ScoredAnswers:
-        """Those of the answers at `rows` (M,) int64."""
-        return ScoredAnswers(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+    def failure(self) -> str:
+        """What reward functions failed on, in parentheses; "" if on nothing."""
+        told = self.columns.failure() if self.columns is not None else ""
+        return f" ({told})" if told else ""
 
     @staticmethod
     def joined(parts: Sequence[ScoredAnswers]) -> ScoredAnswers:
         """All answers of several rollouts."""
-        names = [f.name for f in fields(ScoredAnswers)]
-        columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-        return ScoredAnswers(**columns)
+        columns = [part.columns for part in parts if part.columns is not None]
+        return ScoredAnswers(
+            **{name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_ANSWER},
+            num_unscored=sum(part.num_unscored for part in parts),
+            columns=RewardColumns.joined(columns) if columns else None,
+        )
 
     def without_overlong(self, rollout: Rollout, algorithm: Algorithm) -> ScoredAnswers:
         """The same with DAPO's soft overlong penalty taken from the scores, after their clip."""
@@ -152,7 +169,7 @@ class ScoredAnswers:
             "reward": float(chosen.mean()) if len(chosen) else 0.0,
             "reward_before_penalty": float(mixed.mean()) if len(mixed) else 0.0,
             "reward_std": float(chosen.std(correction=0)) if len(chosen) else 0.0,
-            "reward_unscored": float((~self.is_scored).sum()),
+            "reward_unscored": float(self.num_unscored),
             "reward_clipped": float(self.was_clipped.float().mean()),
             "response_tokens": float(lengths.mean()),
             "response_tokens_max": float(lengths.max()),
@@ -167,11 +184,16 @@ class ScoredAnswers:
             "reward_model_score": self.model,
             "reward_function_score": self.function,
         }
-        return values | {
+        values |= {
             name: float(part.nanmean())
             for name, part in parts.items()
             if not bool(part.isnan().all())
         }
+        if self.columns is not None:
+            values |= self.columns.metrics()
+            if not bool(self.model.isnan().all()):
+                values |= named_metrics("reward_model", self.model)
+        return values
 
 
 def score_answers(
@@ -179,13 +201,13 @@ def score_answers(
     scorer: RewardScorer | None,
     renderer: Renderer,
     config: RLConfig,
-    reward_function: RewardFunction | None,
+    rewards: RewardFunctions | None,
     world: World,
 ) -> ScoredAnswers:
-    """One score per answer, from the reward model, the reward function or both.
+    """One score per answer, from the reward model, reward functions or both.
 
     Args:
-        scorer: the reward model; None where a function alone rewards.
+        scorer: the reward model; None where functions alone reward.
         renderer: the policy's.
     """
     nothing = torch.full((len(rollout),), torch.nan, device=world.device)
@@ -193,13 +215,24 @@ def score_answers(
     if scorer is not None and config.reward_model_weight > 0:
         raw = scorer.raw(rollout, renderer)
         model = scorer.normalized(raw)
-    if reward_function is not None:
-        function = function_scores(reward_function, rollout, world)
+    columns = None
+    if rewards is not None:
+        columns = function_scores(rewards, rollout, world)
+        function = columns.total
     is_scored = ~(model.isnan() & function.isnan())
-    mixed = (
-        config.reward_model_weight * model.nan_to_num()
-        + config.reward_function_weight * function.nan_to_num()
-    )
+    num_unscored = int((~is_scored).sum())
+    if columns is not None and rewards is not None and rewards.config.combine == "group":
+        every = torch.cat([model[:, None], columns.values], dim=1)
+        weights = [config.reward_function_weight * weight for weight in columns.weights]
+        weights = [config.reward_model_weight, *weights]
+        mixed = combined_scores(every, weights, rollout.group.to(every.device)).nan_to_num()
+    else:
+        mixed = (
+            config.reward_model_weight * model.nan_to_num()
+            + config.reward_function_weight * function.nan_to_num()
+        )
+    if rewards is not None and rewards.config.on_none == "zero":
+        is_scored = torch.ones_like(is_scored)
     penalty = config.missing_eos_penalty * (~rollout.finished).float()
     scores, was_clipped = clipped_scores(mixed - penalty, config.reward_clip)
     return ScoredAnswers(
@@ -210,6 +243,8 @@ def score_answers(
         raw=raw,
         model=model,
         function=function,
+        num_unscored=num_unscored,
+        columns=columns,
     )
 
 

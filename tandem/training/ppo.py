@@ -20,7 +20,6 @@ from tandem.metrics.log import Answer
 from tandem.training.evaluate import language_model_metrics, policy_metrics
 from tandem.training.flight_recorder import rows_of
 from tandem.training.ppo_trainer import PPOTrainer
-from tandem.training.reward_function import load_reward_function
 from tandem.training.run_folder import Run
 from tandem.training.saving import save_anywhere, save_policy, with_template
 from tandem.training.stage_data import StepRows
@@ -65,7 +64,7 @@ def rl_job(run: Run, rows: StepRows, stage: str) -> StageJob:
         prompts,
         order,
         rl.eval_every,
-        save=partial(_save, trainer.trainer, rows),
+        save=partial(save_engine, trainer.trainer.engine, rows, dtype=run.config.save_dtype),
         complete=lambda evaluation: {**evaluation, "steps": order.num_steps},
     )
 
@@ -90,7 +89,7 @@ class PPOStage:
         )
         every = self.trainer.config.log.print_samples_every
         if every and step % every == 0:
-            loop.sample(*_first_answers(experience))
+            loop.sample(*first_answers(experience))
         return values
 
     def evaluate(self) -> dict[str, float]:
@@ -132,7 +131,7 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
     engine = RLHFEngine(
         run.settings,
         run.policy_source(stage),
-        reward_model=_reward_source(run, stage),
+        reward_model=reward_source(run, stage),
         has_critic=rl.has_critic,
         has_reference=rl.has_reference,
         world=run.world,
@@ -141,17 +140,17 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
     if isinstance(rl, GRPOConfig):
         samples = f"{config.sampling.samples_per_prompt} samples per prompt"
         run.print_line(f"{stage}: {rl.algorithm}: {samples}, {rl.effective()}")
-    function = load_reward_function(rl.reward_function) if rl.reward_function else None
-    if function is not None and rl.reward_clip:
+    if rl.reward_function and rl.reward_clip:
         run.print_line(
-            f"{stage}: scores beyond +-{rl.reward_clip:g} are clipped, {rl.reward_function}'s too "
+            f"{stage}: scores beyond +-{rl.reward_clip:g} are clipped, "
+            f"{', '.join(rl.reward_function)}'s too "
             f"(--{rl_stage(config.stages).section}.reward-clip 0: none)"
         )
     return PPOTrainer(
         engine,
         config,
         num_steps=num_steps,
-        reward_function=function,
+        reward_function=rl.reward_function,
         ptx_rows=rows.ptx,
         more_prompts=partial(more_prompts, rows.prompts, config.seed),
         print_line=run.print_line,
@@ -170,7 +169,12 @@ def more_prompts(
     return list(islice(left, count))
 
 
-def _reward_source(run: Run, stage: str) -> str | None:
+def reward_source(run: Run, stage: str) -> str | None:
+    """Where a stage's reward model is; None where a function alone rewards.
+
+    Raises:
+        ConfigError: there is neither.
+    """
     rl = rl_section(run.config)
     if rl.reward_model_weight == 0:
         return None
@@ -184,7 +188,7 @@ def _reward_source(run: Run, stage: str) -> str | None:
     return source
 
 
-def _first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
+def first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
     """A step's first prompt, and its answers with their scores."""
     rollout = experience.rollout
     first = rollout.prompts[0]
@@ -196,8 +200,8 @@ def _first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
     return first.messages[-1].content, answers
 
 
-def _save(trainer: PPOTrainer, rows: StepRows, folder: Path) -> None:
-    engine, dtype = trainer.engine, trainer.config.save_dtype
+def save_engine(engine: RLHFEngine, rows: StepRows, folder: Path, *, dtype: str) -> None:
+    """Save the engine's trained models in subfolders of `folder`: actor, critic and average."""
     save_policy(engine.actor, rows, folder / "actor", engine.actor_learner.masters, dtype)
     if engine.critic is not None and engine.critic_learner is not None:
         tokenizer, masters = engine.tokenizer, engine.critic_learner.masters

@@ -38,7 +38,7 @@ from tandem.training.operations import (
     update_flops,
 )
 from tandem.training.rehearsal import rehearse_updates
-from tandem.training.reward_function import RewardFunction
+from tandem.training.reward_function import GivenRewards, rewards_of
 from tandem.training.rollout_source import RolloutSource, SingleTurn
 from tandem.training.step_metrics import Means
 from tandem.types import Experience, PromptRow, TokenBatch, TokenRow
@@ -61,7 +61,7 @@ class PPOTrainer:
         config: RunConfig,
         *,
         num_steps: int | None = None,
-        reward_function: RewardFunction | None = None,
+        reward_function: GivenRewards | None = None,
         advantages_of: AdvantagesOf | None = None,
         source: RolloutSource | None = None,
         ptx_rows: Sequence[TokenRow] = (),
@@ -73,6 +73,7 @@ class PPOTrainer:
         Args:
             num_steps: rollouts that the learning rates' schedules last; None takes the stage's
                 `steps`, or leaves the rates at their peak where that is 0.
+            reward_function: one or several, by name or as they are; `scoring` says how they run.
             advantages_of: what is made of the rewards; None: what the stage's knobs say.
             source: where answers come from; None: one turn of the engine's policy.
             ptx_rows: rendered texts for mixture training.
@@ -86,7 +87,8 @@ class PPOTrainer:
         rl = rl_section(config)
         algorithm = algorithm_of(rl, config.sampling.max_new_tokens)
         has_model = engine.scorer is not None and rl.reward_model_weight > 0
-        if reward_function is None and not has_model:
+        self.reward_function = rewards_of(reward_function, config.scoring, print_line)
+        if self.reward_function is None and not has_model:
             raise ConfigError(
                 "PPOTrainer must have a reward; got no reward function and no reward model of a "
                 "weight above 0. Pass reward_function=, or RLHFEngine(reward_model=...)."
@@ -112,7 +114,6 @@ class PPOTrainer:
         self.algorithm = algorithm
         self.advantages_of = advantages_of
         self.source = source or SingleTurn(engine)
-        self.reward_function = reward_function
         self.ptx_rows = ptx_rows
         self.more_prompts = more_prompts
         self.phases = phases or Phases()

@@ -15,7 +15,8 @@ from tandem.models.source import load_config, locate
 from tandem.models.tensor_parallel import check_sliceable
 from tandem.parallel.tensor import check_divides
 from tandem.parallel.world import World
-from tandem.training.reward_function import columns_problem, load_reward_function
+from tandem.rewards.loading import columns_problem
+from tandem.rewards.scoring import named
 from tandem.training.stage_data import StepRows, positions
 
 
@@ -60,10 +61,13 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
             f"{longest} + {longest_answer}. Lower "
             "dataset.max_prompt_tokens or sampling.max_new_tokens"
         )
-    if rl and rl_section(config).reward_function:
-        function = load_reward_function(rl_section(config).reward_function)
-        if problem := columns_problem(function, [*rows.prompts, *rows.heldout_prompts]):
-            problems.append(problem)
+    functions = rl_section(config).reward_function
+    if rl and functions:
+        every = [*rows.prompts, *rows.heldout_prompts]
+        columns = sorted({name for prompt in every for name in prompt.columns})
+        for spec, function in named(functions):
+            if problem := columns_problem(function, columns, spec.label):
+                problems.append(problem)
     if problems:
         raise ConfigError("; ".join(problems))
 

@@ -23,7 +23,8 @@ from tandem.files import at_once, sha256, sha256_once
 from tandem.models.checkpoint_ref import model_files, model_folders
 from tandem.models.source import locate
 from tandem.parallel.world import World
-from tandem.training.reward_function import source_files
+from tandem.rewards.loading import source_files
+from tandem.rewards.scoring import named, text_of
 
 # What every stage depends on, beside its section and the knobs in its record.
 _SHARED = (
@@ -38,7 +39,7 @@ _SHARED = (
     "parallel.frozen_weights",
 )
 # These change metrics on the way, never the trained model.
-_HARMLESS = ("eval_every", "eval_prompts", "max_skipped")
+_HARMLESS = ("eval_every", "eval_prompts", "max_skipped", "workers", "self_test")
 
 
 class Identity:
@@ -103,9 +104,13 @@ class Identity:
         return self._digests[model] if model else {}
 
     def reward_function(self) -> dict[str, str]:
-        """The SHA-256 of each source file of the reward function."""
-        files = source_files(rl_section(self.config).reward_function)
-        return {path.name: sha256(path) for path in files}
+        """The SHA-256 of each source file of the reward functions."""
+        specs = [spec for spec, _ in named(rl_section(self.config).reward_function)]
+        files = sorted({path for spec in specs for path in source_files(text_of(spec))})
+        names = [path.name for path in files]
+        return {
+            path.name if names.count(path.name) == 1 else str(path): sha256(path) for path in files
+        }
 
     def _digests_of(self, model: str) -> dict[str, str]:
         folders = model_folders(model)
@@ -135,13 +140,13 @@ class Identity:
         """Refuse a folder that was made from something else.
 
         Args:
-            where: the folder, for the message. before: its `made_from`, perhaps with knobs under
-                earlier names.
+            where: the folder, for the message. before: its `made_from`, perhaps of an earlier
+                version: with knobs under earlier names, or without those added since.
         Raises:
             CheckpointError: with what has changed.
         """
         now = self.made_from(stage)
-        before = {_new_name(name): value for name, value in before.items()}
+        before = _as_recorded_now({_new_name(name): value for name, value in before.items()}, now)
         changed = [
             _changed(name, before.get(name), now.get(name))
             for name in sorted(before.keys() | now.keys())
@@ -164,6 +169,25 @@ def _new_name(recorded: str) -> str:
     if recorded.startswith("the ") and recorded.endswith(" step"):
         return f"{recorded.removesuffix('step')}stage"
     return RENAMED.get(recorded, recorded)
+
+
+def _as_recorded_now(before: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """A record as this version would have written it.
+
+    A knob that the record lacks did not exist then, and had the effect of its default. This does
+    not hold for `parallel.*`, whose knobs are recorded only when they are on. A text is a list's
+    only item where the knob takes a list now.
+    """
+    defaults = RunConfig()
+    known = {name for name, _ in config_knobs()}
+    for name, value in now.items():
+        if name not in known:
+            continue
+        if name not in before and not name.startswith("parallel."):
+            before[name] = _json_value(_knob_value(defaults, name))
+        elif isinstance(value, list) and isinstance(before.get(name), str):
+            before[name] = [before[name]] if before[name] else []
+    return before
 
 
 def _longer(name: str, where: Path, changed: list[str]) -> str:

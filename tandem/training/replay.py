@@ -23,7 +23,7 @@ from tandem.training.run_folder import Run
 from tandem.training.run_stages import prepared, tokenizer_sources
 from tandem.training.stage_data import StepRows, prepare_rows
 from tandem.training.stage_loop import run_stage
-from tandem.types import Experience, PairRow, TokenRow
+from tandem.types import Experience, TokenRow
 
 _WIDTH = 100
 _NOT_COMPARED = (
@@ -97,10 +97,9 @@ def _show_rows(console: Console, recorded: Recorded, data: StepRows, rows: int) 
             console.print(_answer_table(made, row, data))
         return
     for row in recorded.rows[:rows]:
-        parts = (row.chosen, row.rejected) if isinstance(row, PairRow) else (row,)
+        parts = (row,) if isinstance(row, TokenRow) else getattr(row, "sequences", ())
         for part in parts:
-            if isinstance(part, TokenRow):
-                console.print(_learned(part, data))
+            console.print(_learned(part, data))
 
 
 def _answer_table(made: Experience, row: int, data: StepRows) -> Table:

@@ -1,5 +1,9 @@
 """Step 2: the reward model, Bradley-Terry on the score at the last real token (its EOS included).
 
+It learns from pairs, and from rankings of several answers: all pairs of a ranking are in one
+micro-batch, count as one row together, and each answer goes through the model once (InstructGPT,
+arXiv:2203.02155 section 3.5). A row's margin is taken off the difference (Llama 2).
+
 Afterwards its scores are given a scale: mean 0 and sd 1 on the SFT policy's own answers, so that
 PPO's knobs (KL coefficient, clips) mean the same for every reward model.
 """
@@ -7,8 +11,10 @@ PPO's knobs (KL coefficient, clips) mean the same for every reward model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from tandem.engine.forward import sequence_scores
@@ -21,10 +27,10 @@ from tandem.training.compare import answer
 from tandem.training.evaluate import preference_metrics
 from tandem.training.run_folder import Run
 from tandem.training.saving import save_anywhere, with_template
-from tandem.training.stage_data import StepRows
+from tandem.training.stage_data import Comparison, StepRows
 from tandem.training.stage_loop import StageJob
-from tandem.training.supervised import SupervisedTrainer, objective_of_pairs
-from tandem.types import PairRow, TokenBatch
+from tandem.training.supervised import Objective, SupervisedTrainer
+from tandem.types import TokenBatch
 
 
 def prepare(run: Run, rows: StepRows) -> StageJob:
@@ -37,24 +43,34 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     set_normalization(model, 0.0, 1.0)  # an earlier reward model's are not this one's
     scorer = RewardScorer(model, rows.reward_renderer, max_tokens=config.micro_batch_tokens)
 
-    def loss(part: Sequence[PairRow]) -> tuple[Tensor, dict[str, Tensor]]:
-        both = [pair.chosen for pair in part] + [pair.rejected for pair in part]
-        batch = TokenBatch.from_rows(both, rows.reward_renderer.pad_token_id).to(device)
-        chosen, rejected = sequence_scores(model, batch).chunk(2)
-        result = pairwise_loss(chosen, rejected, center_coef=config.reward.center_coef)
+    def loss(part: Sequence[Comparison]) -> tuple[Tensor, dict[str, Tensor]]:
+        batch, compared = side_by_side(part, rows.reward_renderer.pad_token_id)
+        scores = sequence_scores(model, batch.to(device))
+        compared = compared.to(device)
+        chosen, rejected = scores[compared.better], scores[compared.worse]
+        result = pairwise_loss(
+            chosen,
+            rejected,
+            center_coef=config.reward.center_coef,
+            margins=compared.margins,
+            weights=compared.weights,
+        )
         return result.loss, {
             "accuracy": result.accuracy,
             "margin": result.margin,
             "center_penalty": result.center_penalty,
-            "score_chosen": chosen.sum(),
-            "score_rejected": rejected.sum(),
+            "score_chosen": (compared.weights * chosen).sum(),
+            "score_rejected": (compared.weights * rejected).sum(),
         }
 
     def evaluate() -> dict[str, float]:
         return preference_metrics(scorer, rows.heldout_pairs)
 
+    objective: Objective[Comparison] = Objective(
+        units=lambda row: 1, sequences=lambda row: row.sequences, loss=loss
+    )
     trainer = SupervisedTrainer(
-        run, "reward", model, config.reward, rows.pairs, objective_of_pairs(loss), evaluate
+        run, "reward", model, config.reward, rows.pairs, objective, evaluate
     )
     masters = trainer.learner.masters
 
@@ -63,6 +79,47 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         save_anywhere(model, tokenizer, folder, masters, config.save_dtype)
 
     return trainer.job(save, lambda evaluation: evaluation | normalize(run, scorer, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The pairs among the answers of a batch.
+
+    better, worse: (P,) int64 rows of the batch. margins: (P,) reward-model units. weights: (P,)
+    1 / pairs of the row that each comes from, so that a ranking counts as one row however long.
+    """
+
+    better: Tensor
+    worse: Tensor
+    margins: Tensor
+    weights: Tensor
+
+    def to(self, device: torch.device) -> Compared:
+        """The same on `device`."""
+        return Compared(
+            self.better.to(device),
+            self.worse.to(device),
+            self.margins.to(device),
+            self.weights.to(device),
+        )
+
+
+def side_by_side(rows: Sequence[Comparison], pad_token_id: int) -> tuple[TokenBatch, Compared]:
+    """The answers of some rows as one batch, each once, and the pairs among them.
+
+    The batch has the first answers of all rows, then the second ones, and so on.
+    """
+    most = max(len(row.sequences) for row in rows)
+    places = [(k, i) for k in range(most) for i, row in enumerate(rows) if k < len(row.sequences)]
+    place = {where: number for number, where in enumerate(places)}
+    batch = TokenBatch.from_rows([rows[i].sequences[k] for k, i in places], pad_token_id)
+    pairs = [(row, i, pair) for i, row in enumerate(rows) for pair in row.pairs]
+    return batch, Compared(
+        better=torch.tensor([place[better, i] for _, i, (better, _) in pairs]),
+        worse=torch.tensor([place[worse, i] for _, i, (_, worse) in pairs]),
+        margins=torch.tensor([row.margin for row, _, _ in pairs]),
+        weights=torch.tensor([1 / len(row.pairs) for row, _, _ in pairs]),
+    )
 
 
 def has_policy(run: Run) -> bool:

@@ -25,9 +25,10 @@ from tandem.metrics.report import write_report
 from tandem.models.checkpoint_ref import model_folders
 from tandem.parallel.watchdog import note
 from tandem.parallel.world import World
+from tandem.rewards.scoring import named
 from tandem.training.compare import compare, is_compared
 from tandem.training.preflight import check_parallel, check_rows, idle_ranks
-from tandem.training.reward_function import load_reward_function
+from tandem.training.reward_function import check_rewards
 from tandem.training.reward_model import has_policy
 from tandem.training.run_folder import Run
 from tandem.training.shares import settle_shares
@@ -88,6 +89,10 @@ def _train(run: Run, command: str) -> None:
         check_parallel(config, run.world, tokenizer_sources(run)[0])
         check_rows(config, rows, *tokenizer_sources(run))
         run.require_continuable(unfinished[0])
+        if of_family(unfinished, "rl"):
+            functions = rl_section(config).reward_function
+            for line in check_rewards(functions, config, rows.prompts, run.world):
+                print_line(line)
         for line in idle_ranks(replace(config, stages=tuple(unfinished)), run.world):
             print_line(line)
     run.require_own_folder()
@@ -176,7 +181,7 @@ def _check_inputs(run: Run) -> None:
     if problems:
         raise ConfigError("; ".join(problems))
     if rl and function:
-        load_reward_function(function)  # a typo must not cost two stages
+        named(function)  # a typo must not cost two stages
     for model in dict.fromkeys((config.actor_model, config.reward_model)):
         for folder in model_folders(model) if model else ():
             verify_beside(folder, world=run.world)

@@ -15,16 +15,18 @@ from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import Stage, in_order
 from tandem.data.dataset import Dataset, load_data, load_text
 from tandem.data.ledger import Ledger
-from tandem.data.length import Fitted, fit, fit_pair, fit_prompt
+from tandem.data.length import Fitted, fit, fit_labelled, fit_pair, fit_prompt, fit_ranked
 from tandem.data.loader import permutation
 from tandem.data.render import Renderer
 from tandem.errors import DataError
 from tandem.models.eos import load_stop_ids
 from tandem.models.load import load_tokenizer
 from tandem.models.source import load_config, locate
-from tandem.types import PairRow, PromptRow, Sample, TokenRow
+from tandem.types import LabelledRow, PairRow, PromptRow, RankedRow, Sample, TokenRow
 
-Row = TypeVar("Row", TokenRow, PairRow, PromptRow)
+Row = TypeVar("Row", TokenRow, PairRow, RankedRow, LabelledRow, PromptRow)
+Comparison = PairRow | RankedRow
+"""What a reward model learns from: a pair, or a ranking of several answers."""
 
 _SHUFFLE = 2**63  # an epoch number that no training order uses
 
@@ -33,10 +35,10 @@ _SHUFFLE = 2**63  # an epoch number that no training order uses
 class StepRows:
     """The rendered rows that each stage of a run trains and evaluates on.
 
-    sft, pairs, dpo_pairs, prompts, ptx: to train on. heldout_*: to evaluate on; no stage trains on
-    them. renderer, reward_renderer: the policy's and the reward model's; `pairs` are in the tokens
-    of the latter, `dpo_pairs` of the former. Prompts are shuffled, so that the first few are from
-    all data sets.
+    sft, pairs, dpo_pairs, labelled, prompts, ptx: to train on. heldout_*: to evaluate on; no stage
+    trains on them. renderer, reward_renderer: the policy's and the reward model's; `pairs` are in
+    the tokens of the latter, `dpo_pairs` and `labelled` (which also has each pair as two answers)
+    of the former. Prompts are shuffled, so that the first few are from all data sets.
     """
 
     renderer: Renderer
@@ -46,17 +48,21 @@ class StepRows:
     ledger: Ledger
     sft: list[TokenRow]
     heldout_sft: list[TokenRow]
-    pairs: list[PairRow]
+    pairs: list[Comparison]
     heldout_pairs: list[PairRow]
     dpo_pairs: list[PairRow]
     heldout_dpo_pairs: list[PairRow]
+    labelled: list[LabelledRow]
+    heldout_labelled: list[LabelledRow]
     prompts: list[PromptRow]
     heldout_prompts: list[PromptRow]
     ptx: list[TokenRow]
     heldout_ptx: list[TokenRow]
 
-    def of(self, stage: Stage) -> Sequence[TokenRow | PairRow | PromptRow]:
+    def of(self, stage: Stage) -> Sequence[TokenRow | Comparison | LabelledRow | PromptRow]:
         """The rows that a stage trains on."""
+        if stage.labelled:
+            return self.labelled
         if stage.share == "pairs":
             return self.pairs if stage.leaves == "reward model" else self.dpo_pairs
         return self.sft if stage.share == "texts" else self.prompts
@@ -90,8 +96,10 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
     prompt_room = None if room is None else room - config.sampling.max_new_tokens
     stages = in_order(config.stages)
     shares = {stage.share for stage in stages}
-    # A reward model reads pairs with its own tokenizer, a policy (DPO) with its own.
-    readers = {stage.leaves for stage in stages if stage.share == "pairs"}
+    # A reward model reads pairs with its own tokenizer, a policy (DPO, KTO) with its own.
+    readers = {
+        "labels" if stage.labelled else stage.leaves for stage in stages if stage.share == "pairs"
+    }
     ptx, ptx_data = Dataset(), rl_section(config).ptx_data
     if any("ptx_data" in stage.data for stage in stages) and ptx_data:
         text = load_text(ptx_data, config.dataset, seed=config.seed, ledger=data.ledger)
@@ -109,13 +117,15 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
         ledger=data.ledger,
         sft=render.texts(data.texts, renderer, "texts") if "texts" in shares else [],
         heldout_sft=render.texts(data.heldout, renderer, None, room),
-        pairs=render.pairs(data.pairs, reward_renderer, "pairs")
-        if "reward model" in readers
-        else [],
+        pairs=render.comparisons(data.pairs, reward_renderer) if "reward model" in readers else [],
         heldout_pairs=render.pairs(data.heldout, reward_renderer, None, reward_room),
         dpo_pairs=render.pairs(data.pairs, renderer, "pairs") if "policy" in readers else [],
         heldout_dpo_pairs=render.pairs(data.heldout, renderer, None, room)
         if "policy" in readers
+        else [],
+        labelled=render.labelled(data.pairs, renderer, "pairs") if "labels" in readers else [],
+        heldout_labelled=render.labelled(data.heldout, renderer, None, room)
+        if "labels" in readers
         else [],
         prompts=shuffled(prompts, config.seed),
         heldout_prompts=shuffled(
@@ -135,6 +145,13 @@ def positions(path: str, config: RunConfig) -> int | None:
 def shuffled(rows: list[Row], seed: int) -> list[Row]:
     """The rows in an order that depends on the seed."""
     return [rows[i] for i in permutation(len(rows), seed, _SHUFFLE)] if rows else rows
+
+
+def _answers(renderer: Renderer, sample: Sample, answers: Sequence[str]) -> tuple[TokenRow, ...]:
+    """Answers to a sample's prompt, their masks on the answer alone."""
+    return tuple(
+        renderer.conversation(sample.prompt, answer, sample.source, True) for answer in answers
+    )
 
 
 class _Rendering:
@@ -181,17 +198,58 @@ class _Rendering:
         """Preferred and rejected answers, with the mask on the last answer only."""
 
         def render(sample: Sample) -> PairRow:
-            sides = [
-                renderer.conversation(sample.prompt, answer or "", sample.source, True)
-                for answer in (sample.chosen, sample.rejected)
-            ]
-            return PairRow(*sides)
+            chosen, rejected = _answers(
+                renderer, sample, [sample.chosen or "", sample.rejected or ""]
+            )
+            return PairRow(chosen, rejected, sample.margin)
 
         def shorten(pair: PairRow) -> Fitted[PairRow]:
             return fit_pair(pair, self.dataset.max_tokens, self.dataset.on_long_row)
 
         able = [s for s in samples if s.chosen is not None and s.rejected is not None]
         return self._render(able, use, render, shorten, room)
+
+    def comparisons(self, samples: Sequence[Sample], renderer: Renderer) -> list[Comparison]:
+        """Pairs, and rankings whole, in the samples' order; to train on."""
+
+        def render(sample: Sample) -> RankedRow:
+            answers = _answers(renderer, sample, [answer for _, answer in sample.ranking])
+            return RankedRow(answers, tuple(rank for rank, _ in sample.ranking))
+
+        def shorten(row: RankedRow) -> Fitted[RankedRow]:
+            return fit_ranked(row, self.dataset.max_tokens, self.dataset.on_long_row)
+
+        found: list[Comparison] = []
+        for sample in samples:
+            if len(sample.ranking) > 2:
+                found += self._render([sample], "pairs", render, shorten, None)
+            else:
+                found += self.pairs([sample], renderer, "pairs")
+        return found
+
+    def labelled(
+        self,
+        samples: Sequence[Sample],
+        renderer: Renderer,
+        use: str | None,
+        room: int | None = None,
+    ) -> list[LabelledRow]:
+        """Answers that are called good or bad, and pairs as one of each."""
+
+        def render(sample: Sample) -> LabelledRow:
+            answer = sample.chosen if sample.label else sample.rejected
+            return LabelledRow(_answers(renderer, sample, [answer or ""])[0], bool(sample.label))
+
+        def shorten(row: LabelledRow) -> Fitted[LabelledRow]:
+            return fit_labelled(row, self.dataset.max_tokens, self.dataset.on_long_row)
+
+        found: list[LabelledRow] = []
+        for sample in samples:
+            if sample.label is not None:
+                found += self._render([sample], use, render, shorten, room)
+            for pair in self.pairs([sample], renderer, use, room):
+                found += [LabelledRow(pair.chosen, True), LabelledRow(pair.rejected, False)]
+        return found
 
     def prompts(
         self,

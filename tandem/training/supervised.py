@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.checkpoint.state import SavedState
-from tandem.config.schema import SupervisedConfig
+from tandem.config.optimizer import SupervisedConfig
 from tandem.data.loader import BatchOrder
 from tandem.engine.checks import check_policy
 from tandem.engine.learner import Learner
@@ -43,6 +43,8 @@ from tandem.training.stage_loop import StageJob, StepLoop
 from tandem.types import PairRow, TokenRow
 
 Row = TypeVar("Row", bound=Sized)
+Loss = Callable[[Sequence[Row]], tuple[Tensor, Mapping[str, Tensor]]]
+"""Rows of one micro-batch to the loss as a sum, and other sums by metric name."""
 
 
 def _nothing(means: Mapping[str, float]) -> dict[str, float]:
@@ -54,31 +56,33 @@ class Objective(Generic[Row]):
     """What a stage learns from its rows.
 
     units: what a row adds to the denominator of the loss (tokens or pairs).
-    sequences: what it puts through the model, for throughput.
-    loss: rows of one micro-batch to (the loss as a sum, other sums by metric name).
-    sequences_per_row: 2 for pairs, so that a micro-batch holds half as many.
+    sequences: what it puts through the model; a micro-batch holds fewer rows of several.
+    loss: of one micro-batch.
     scoring_passes: forwards beside the trained one (DPO's reference), for TFLOP/s.
     derived: more metrics, computed from a step's means.
+    per_step: makes the loss of one optimizer step, and metrics, from all of its rows, if `loss`
+        needs a number of the whole step (KTO's baseline); `rehearse` then uses `loss` alone. Called
+        once per step on every rank, without gradient.
     """
 
     units: Callable[[Row], int]
     sequences: Callable[[Row], Sequence[TokenRow]]
-    loss: Callable[[Sequence[Row]], tuple[Tensor, Mapping[str, Tensor]]]
-    sequences_per_row: int = 1
+    loss: Loss[Row]
     scoring_passes: int = 0
     derived: Callable[[Mapping[str, float]], Mapping[str, float]] = field(default=_nothing)
+    per_step: Callable[[Sequence[Row]], tuple[Loss[Row], Mapping[str, float]]] | None = None
+
+    def tokens(self, row: Row) -> int:
+        """What a row takes of a micro-batch: its sequences, as long as the longest."""
+        return len(self.sequences(row)) * len(row)
 
 
-def objective_of_pairs(
-    loss: Callable[[Sequence[PairRow]], tuple[Tensor, Mapping[str, Tensor]]],
-    scoring_passes: int = 0,
-) -> Objective[PairRow]:
+def objective_of_pairs(loss: Loss[PairRow], scoring_passes: int = 0) -> Objective[PairRow]:
     """An objective for pairs: both answers go through the model, and the pair counts once."""
     return Objective(
         units=lambda pair: 1,
-        sequences=lambda pair: (pair.chosen, pair.rejected),
+        sequences=lambda pair: pair.sequences,
         loss=loss,
-        sequences_per_row=2,
         scoring_passes=scoring_passes,
     )
 
@@ -120,7 +124,7 @@ class SupervisedTrainer(Generic[Row]):
         """
         if not rows:
             raise DataError(
-                f"step {stage} must have at least one row to train on; got none. "
+                f"stage {stage} must have at least one row to train on; got none. "
                 "Look at the drops above, at --dataset.split and at the lengths."
             )
         config = run.config
@@ -180,21 +184,23 @@ class SupervisedTrainer(Generic[Row]):
         num_logits = sum(sum(sequence.response_mask) for sequence in sequences)
         flops = sequence_flops(model, lengths, num_logits, backward=True)
         flops += objective.scoring_passes * sequence_flops(model, lengths, num_logits)
-        term = LossTerm(
-            lengths=[objective.sequences_per_row * len(row) for row in rows],
-            units=sum(objective.units(row) for row in rows),
-            loss=lambda numbers: MicroBatchLoss(*objective.loss([rows[i] for i in numbers])),
-        )
         learning_rate = self.learner.learning_rate
-        with (
-            self.phases("train", tokens=sum(lengths), samples=len(rows), flops=flops),
-            training_mode(model),
-            Update(self._budget) as update,
-        ):
-            (means,) = update.learn(self.learner, [term])
+        with self.phases("train", tokens=sum(lengths), samples=len(rows), flops=flops):
+            loss = objective.loss
+            of_step: Mapping[str, float] = {}
+            if objective.per_step is not None:
+                loss, of_step = objective.per_step(rows)
+            term = LossTerm(
+                lengths=[objective.tokens(row) for row in rows],
+                units=sum(objective.units(row) for row in rows),
+                loss=lambda numbers: MicroBatchLoss(*loss([rows[i] for i in numbers])),
+            )
+            with training_mode(model), Update(self._budget) as update:
+                (means,) = update.learn(self.learner, [term])
         norms = list(update.grad_norms.values())  # none if an fp16 step overflowed
         return {
             **means,
+            **of_step,
             **objective.derived(means),
             **({"grad_norm": norms[0]} if norms else {}),
             **update.scaling,
@@ -204,8 +210,8 @@ class SupervisedTrainer(Generic[Row]):
 
     def rehearse(self) -> None:
         """Forward and backward of the largest possible micro-batch, to see whether it fits."""
-        longest = sorted(self._rows, key=len, reverse=True)
-        width = self._objective.sequences_per_row * len(longest[0])
+        longest = sorted(self._rows, key=self._objective.tokens, reverse=True)
+        width = self._objective.tokens(longest[0])
         # No rank gets more rows of a batch than this.
         share = -(-self._settings.batch_size // self.learner.shards.world.size)
 

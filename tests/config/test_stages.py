@@ -27,7 +27,7 @@ OTHERWISE = {
     "memory/steps.py": ({"reward"}, "a role"),
     "training/experience.py": ({"reward"}, "a metric, and ppo.kl_in"),
     "training/replay.py": ({"reward"}, "a column: a token's reward"),
-    "metrics/names.py": ({"reward"}, "a metric, a group and a column"),
+    "metrics/table.py": ({"reward"}, "a metric, a group and a column"),
 }
 
 

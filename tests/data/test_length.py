@@ -6,10 +6,18 @@ from typing import Any
 
 import pytest
 
-from tandem.data.length import fit, fit_pair, fit_prompt
+from tandem.data.length import fit, fit_labelled, fit_pair, fit_prompt, fit_ranked
 from tandem.data.render import Renderer
 from tandem.errors import DataError
-from tandem.types import Message, PairRow, PromptRow, Source, TokenRow
+from tandem.types import (
+    LabelledRow,
+    Message,
+    PairRow,
+    PromptRow,
+    RankedRow,
+    Source,
+    TokenRow,
+)
 from tests.data.built_tokenizers import byte_level
 
 SOURCE = Source("set", "rows.jsonl", 3)
@@ -119,3 +127,35 @@ def test_the_error_policy_stops() -> None:
         fit(row_of("00111"), 4, "error")
     with pytest.raises(DataError, match=r"max_prompt_tokens\); got \d+. Raise dataset.max_prompt"):
         fit_prompt(prompt_of(("user", "hello there")), 4, "error", RENDERER)
+
+
+def test_a_labelled_answer_is_held_to_the_limit_like_any() -> None:
+    row = LabelledRow(row_of("00111"), False)
+    assert fit_labelled(row, 5, "drop").row is not None
+    cut = fit_labelled(row, 4, "truncate").row
+    assert cut is not None
+    assert (len(cut), cut.is_desirable) == (4, False)
+    assert fit_labelled(row, 4, "drop").row is None
+    with pytest.raises(DataError, match="a sequence must have at most 4 tokens"):
+        fit_labelled(row, 4, "error")
+
+
+def test_a_ranking_is_dropped_whole_or_keeps_every_answer() -> None:
+    answers = (row_of("0011"), row_of("00111"), row_of("001", 7))
+    ranking = RankedRow(answers, (1, 2, 3))
+    assert fit_ranked(ranking, 5, "drop").row is ranking
+    assert fit_ranked(ranking, 4, "drop").reason == "longer than max_tokens"
+    # Its first four tokens are the first answer's.
+    fitted = fit_ranked(ranking, 4, "truncate")
+    assert (fitted.row, fitted.reason) == (None, "two answers equal within max_tokens")
+    other = RankedRow((row_of("0011", 9), *answers[1:]), (1, 2, 3))
+    cut = fit_ranked(other, 4, "truncate")
+    assert cut.row is not None
+    assert (cut.outcome, [len(a) for a in cut.row.sequences]) == ("truncated", [4, 4, 3])
+
+
+def test_a_pair_keeps_its_margin_where_it_is_cut() -> None:
+    pair = PairRow(row_of("00111"), row_of("00111", 7), margin=0.5)
+    cut = fit_pair(pair, 4, "truncate").row
+    assert cut is not None
+    assert (len(cut), cut.margin) == (4, 0.5)

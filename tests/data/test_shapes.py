@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,11 +88,25 @@ TURNS = (USER, Message("assistant", "4"), Message("user", "And 3+3?"))
         ),
         ("completion", {"prompt": "2+2?", "completion": "4"}, ANSWER),
         ("completion", {"prompt": [user("2+2?")], "completion": [bot("4")]}, ANSWER),
-        ("completion", {"prompt": "2+2?", "completion": "4", "label": True}, ANSWER),
+        (
+            "completion",
+            {"prompt": "2+2?", "completion": "4", "label": True},
+            replace(ANSWER, label=True),
+        ),
+        (
+            "ranking",
+            {"prompt": "2+2?", "ranking": ["4", "5", "no"]},
+            Sample(HERE, (USER,), "4", "no", ranking=((1, "4"), (2, "5"), (3, "no"))),
+        ),
+        (
+            "ranked answers",
+            {"prompt": "2+2?", "answers": ["no", "4", "5"], "ranks": [2, 1, 2]},
+            Sample(HERE, (USER,), "4", "5", ranking=((1, "4"), (2, "no"), (2, "5"))),
+        ),
         (
             "completion",
             {"prompt": "2+2?", "completion": "5", "label": False},
-            Sample(HERE, (USER,), None, "5"),
+            Sample(HERE, (USER,), None, "5", label=False),
         ),
         ("messages", {"messages": [user("2+2?"), bot("4")]}, ANSWER),
         ("messages", {"messages": [*DIALOG, bot("6")]}, Sample(HERE, TURNS, "6")),
@@ -100,7 +115,7 @@ TURNS = (USER, Message("assistant", "4"), Message("user", "And 3+3?"))
         (
             "messages",
             {"messages": [user("2+2?"), bot("5")], "label": False},
-            Sample(HERE, (USER,), None, "5"),
+            Sample(HERE, (USER,), None, "5", label=False),
         ),
         (
             "sharegpt",
@@ -154,6 +169,50 @@ def test_columns_that_no_shape_reads_are_kept() -> None:
     assert sample({"prompt": "2+2?", "answer": "4"}).columns == {"answer": "4"}
     assert sample({"question": "2+2?", "answer": "4"}).columns == {"answer": "4"}
     assert sample({"question": "2+2?", "answer": "4"}).chosen == "4"
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"ranking": ["4"]}, "ranking must be a list of two answers or more; found a list of 1"),
+        ({"ranking": "4"}, "ranking must be a list of two answers or more; found '4'"),
+        ({"ranking": ["4", " 4"]}, "ranking must hold each answer once; found the same answer"),
+        ({"ranking": ["4", ""]}, "ranking must not be blank"),
+        ({"answers": ["4", "5"], "ranks": [1]}, "ranks must be a list of 2 ranks, one an answer"),
+        ({"answers": ["4", "5"], "ranks": [1, 0]}, "ranks must hold whole numbers from 1"),
+        (
+            {"answers": ["4", "5"], "ranks": [1, True]},
+            "hold whole numbers from 1, the best, on; ",
+        ),
+        ({"answers": ["4", "5"], "ranks": [3, 3]}, "differ for two answers at least; found 3 for"),
+        ({"chosen": "4", "rejected": "5", "margin": "much"}, "margin must be a finite number; fou"),
+        ({"chosen": "4", "rejected": "5", "margin": True}, "margin must be a finite number; found"),
+    ],
+)
+def test_rankings_and_margins_that_cannot_be_used(row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RowProblem) as raised:
+        to_sample({"prompt": "2+2?", **row}, HERE)
+    assert problem in str(raised.value)
+
+
+def test_a_margin_is_read_and_stays_a_column() -> None:
+    found = to_sample({"prompt": "2+2?", "chosen": "4", "rejected": "5", "margin": "1.5"}, HERE)
+    assert found.sample.margin == 1.5
+    assert found.sample.columns == {"margin": "1.5"}
+    assert found.note == "with a margin, which the reward model's loss reads"
+    assert sample({"prompt": "2+2?", "chosen": "4", "rejected": "5", "margin": None}).margin == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "label"), [(1, True), ("0", False), ("True", True), (False, False), (1.0, True)]
+)
+def test_a_column_that_is_mapped_to_label_is_a_verdict(value: Any, label: bool) -> None:
+    row = {"prompt": "2+2?", "completion": "4", "good": value}
+    found = to_sample(row, HERE, {"label": "good"}).sample
+    assert (found.label, found.columns) == (label, {})
+    assert (found.chosen, found.rejected) == (("4", None) if label else (None, "4"))
+    with pytest.raises(RowProblem, match="label must be true or false, or 1 or 0; found 'maybe'"):
+        to_sample({**row, "good": "maybe"}, HERE, {"label": "good"})
 
 
 def test_a_label_that_is_no_verdict_is_a_column() -> None:

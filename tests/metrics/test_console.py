@@ -7,7 +7,8 @@ from rich.console import Console
 
 from tandem.config.stages import FAMILIES, STAGES
 from tandem.metrics.console import _SPEED, StageConsole
-from tandem.metrics.names import METRICS, find_metric
+from tandem.metrics.names import find_metric
+from tandem.metrics.table import METRICS
 from tandem.metrics.text import short_number
 
 

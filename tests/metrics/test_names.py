@@ -3,7 +3,8 @@ import pytest
 from tandem.config.stages import FAMILIES, stage_of
 from tandem.errors import ConfigError
 from tandem.metrics.metric import PHASES
-from tandem.metrics.names import METRIC, METRICS, find_metric, title_of
+from tandem.metrics.names import METRIC, find_metric, title_of
+from tandem.metrics.table import METRICS
 
 
 def test_one_name_has_one_meaning():

@@ -1,8 +1,8 @@
 from pathlib import Path
 
 from tandem.metrics.alarms import ALARMS
-from tandem.metrics.names import METRICS
 from tandem.metrics.reference import markdown
+from tandem.metrics.table import METRICS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 

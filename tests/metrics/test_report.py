@@ -17,7 +17,7 @@ ALLOWED = {
     *("div", "span", "p", "b", "br", "h1", "h2", "h3", "ul", "li", "nav", "a", "article"),
     *("pre", "wbr", "code"),
     *("table", "thead", "tbody", "tr", "th", "td", "figure", "figcaption", "details", "summary"),
-    *("svg", "path", "circle", "rect", "line", "text"),
+    *("caption", "svg", "path", "circle", "rect", "line", "text"),
 }
 VOID = {"meta", "br", "wbr"}
 
@@ -240,6 +240,21 @@ def test_any_one_file_is_enough(run, left):
     assert page.tags.count("section") >= 1
 
 
+def test_reliability_and_the_best_of_n_have_their_tables(run):
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    _, before = report(run)
+    evaluation["reliability"] = [{"confidence": 0.6, "accuracy": 0.5, "pairs": 4}]
+    points = [{"n": n, "kl": kl, "mean_reward": n / 4} for n, kl in ((1, 0.0), (2, 0.193))]
+    evaluation["best_of_n"] = {"base": points, EVIL: points}
+    (run / "evaluation.json").write_text(json.dumps(evaluation))
+    _, page = report(run)
+    assert "Best of n" not in before.text
+    assert "by confidence" not in before.text
+    assert "share right 4 0.6 0.5" in page.text
+    assert "1 0 0.25 0.25 2 0.193 0.5 0.5" in page.text
+    assert set(page.tags) <= ALLOWED
+
+
 def test_a_run_stopped_early_names_what_has_not_run(run):
     write_lines(run / "metrics.jsonl", [metrics_line("sft", 3, loss=1.0)])
     with (run / "metrics.jsonl").open("a") as file:
@@ -254,6 +269,7 @@ def test_a_run_stopped_early_names_what_has_not_run(run):
 def test_files_of_an_unexpected_shape_do_no_harm(tmp_path, strange):
     (tmp_path / "data.json").write_text(json.dumps({"datasets": strange}))
     evaluation = {"models": {"a": strange}, "answers": [{"prompt": strange, "answers": strange}]}
+    evaluation |= {"reliability": strange, "best_of_n": {"a": strange, "b": [strange]}}
     (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
     write_lines(tmp_path / "samples.jsonl", [{"answers": {"a": strange}}])
     write_lines(tmp_path / "alarms.jsonl", [{"alarm": strange, "value": strange}])

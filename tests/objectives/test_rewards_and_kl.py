@@ -11,6 +11,8 @@ from tandem.errors import ShapeError
 from tandem.objectives.kl import adapted_kl_coef, token_kl
 from tandem.objectives.rewards import (
     clipped_scores,
+    combined_scores,
+    group_normalized,
     last_response_token,
     normalized_scores,
     token_rewards,
@@ -91,3 +93,29 @@ def test_scores_are_normalized_then_clipped_and_counted() -> None:
     assert clipped.tolist() == [0.0, 2.0, -3.0]
     assert was_clipped.tolist() == [False, False, True]
     assert clipped_scores(scores, 0.0)[0].tolist() == scores.tolist()
+
+
+def test_several_rewards_are_a_weighted_sum_and_a_missing_one_adds_nothing() -> None:
+    nan = torch.nan
+    rewards = torch.tensor([[1.0, 10.0, 5.0], [2.0, nan, nan], [nan, nan, 7.0], [nan, 4.0, nan]])
+    found = combined_scores(rewards, [1.0, 0.5, 0.0])
+    assert found[[0, 1, 3]].tolist() == [6.0, 2.0, 2.0]
+    assert found[2].isnan(), "the only reward that it has weighs nothing"
+
+
+def test_rewards_are_normalized_in_their_groups() -> None:
+    """By hand: 0, 1, 0, 1 has mean 1/2 and unbiased sd 1/sqrt(3); of two known, 1/sqrt(2)."""
+    nan = torch.nan
+    rewards = torch.tensor(
+        [[0.0, 3.0], [1.0, nan], [0.0, 5.0], [1.0, nan], [7.0, 0.1], [7.0, nan], [7.0, nan]]
+    )
+    group = torch.tensor([0, 0, 0, 0, 9, 9, 9])
+    found = group_normalized(rewards, group, eps=0.0)
+    half = 3**0.5 / 2
+    assert found[:4, 0].tolist() == pytest.approx([-half, half, -half, half])
+    assert found[[0, 2], 1].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+    assert found[4:, 0].tolist() == [0.0] * 3, "all equal: exactly 0"
+    assert found[4, 1] == 0.0, "one alone"
+    assert found[[1, 3, 5, 6], 1].isnan().all()
+    moved = group_normalized(rewards * 1000 + 3, group, eps=0.0)
+    torch.testing.assert_close(moved, found, equal_nan=True, atol=1e-4, rtol=1e-4)

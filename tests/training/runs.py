@@ -17,7 +17,15 @@ from tandem.parallel.world import World
 from tandem.training.run_stages import train
 
 # What depends on the clock and on the machine.
-CLOCK = ("seconds", "tokens_per", "samples_per", "tflops", "peak_memory", "rank_wait")
+CLOCK = (
+    "seconds",
+    "reward_seconds",
+    "tokens_per",
+    "samples_per",
+    "tflops",
+    "peak_memory",
+    "rank_wait",
+)
 
 
 class StopError(Exception):

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,8 @@ from tandem.config.spellings import RENAMED
 from tandem.errors import CheckpointError
 from tandem.models import source
 from tandem.parallel.world import World
+from tandem.rewards.loading import source_files
 from tandem.training.provenance import Identity
-from tandem.training.reward_function import source_files
 from tests.tiny import tiny_config, write_preferences
 from tests.training.runs import StopError, ran, stop_at
 
@@ -117,11 +117,40 @@ def test_a_run_saved_under_earlier_names_is_the_same(stopped: StoppedRun) -> Non
     identity = Identity(stopped.config, stopped.given / "run", World())
     before = identity.made_from("ppo")
     for old, new in RENAMED.items():
-        before[old] = before.pop(new)
+        if new in before:
+            before[old] = before.pop(new)
+    for name in [name for name in before if name.endswith(" stage")]:
+        before[f"{name.removesuffix('stage')}step"] = before.pop(name)
+    assert {"ppo.kl_target", "ppo.target_kl"} <= before.keys()
     identity.require_same("ppo", stopped.given / "run", before)
     before["ppo.target_kl"] = 0.3
     with pytest.raises(CheckpointError, match=r"changed: ppo\.early_stop_kl 0\.3 -> 0\.1\. "):
         identity.require_same("ppo", stopped.given / "run", before)
+
+
+def test_knobs_added_since_a_run_was_saved_count_as_their_defaults(stopped: StoppedRun) -> None:
+    run = stopped.given / "run"
+    before = Identity(stopped.config, run, World()).made_from("ppo")
+    before = {k: v for k, v in before.items() if not k.startswith("scoring.")}
+    before["ppo.reward_function"] = "identity_rewards.rule:reward"  # one text, before it was a list
+    Identity(stopped.config, run, World()).require_same("ppo", run, before)
+    scoring = replace(stopped.config.scoring, combine="group", deadline_seconds=1)
+    other = replace(stopped.config, scoring=scoring)
+    changed = r'changed: scoring\.combine "sum" -> "group", scoring\.deadline_seconds 5\.0 -> 1\. '
+    with pytest.raises(CheckpointError, match=changed):
+        Identity(other, run, World()).require_same("ppo", run, before)
+    before["ppo.reward_function"] = "identity_rewards.rule:other"
+    with pytest.raises(CheckpointError, match=r"changed: ppo\.reward_function \["):
+        Identity(stopped.config, run, World()).require_same("ppo", run, before)
+
+
+def test_a_parallel_knob_that_a_record_lacks_was_off(stopped: StoppedRun) -> None:
+    run = stopped.given / "run"
+    before = Identity(stopped.config, run, World()).made_from("ppo")
+    parallel = replace(stopped.config.parallel, shared_base=True)
+    other = Identity(replace(stopped.config, parallel=parallel), run, World())
+    with pytest.raises(CheckpointError, match=r"changed: parallel\.shared_base null -> true\. "):
+        other.require_same("ppo", run, before)
 
 
 def test_what_nobody_reads_may_change(stopped: StoppedRun) -> None:
@@ -143,7 +172,7 @@ def test_columns_that_a_reward_function_reads_are_of_the_rows(
         "    return [float(a in c) for a, c in zip(answer, completions)]\n"
     )
     config = tiny_config(
-        tmp_path / "run", tiny_model, str(data), steps=["ppo"],
+        tmp_path / "run", tiny_model, str(data), stages=["ppo"],
         ppo__reward_function=f"{rewards}:right", dataset__split=[0, 0, 1],
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cli import main
-from tandem.training.reward_function import load_reward_function
+from tandem.rewards.loading import load_reward_function
 from tests.training.runs import records
 
 PAGE = (Path(__file__).parents[2] / "docs/reward_function.md").read_text("utf-8")
@@ -21,7 +21,8 @@ SMALLER = (
 
 
 def block(language: str) -> str:
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    """The page's first block of a language."""
+    found, *_ = re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
     return str(found)
 
 

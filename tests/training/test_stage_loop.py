@@ -130,6 +130,7 @@ def test_a_signal_is_heeded_in_the_middle_of_anything(
     script.write_text(
         "import os, signal\ndef reward(prompts, completions, **columns):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n    return [0.0] * len(prompts)\n"
+        "reward.in_process = True\n"
     )
     ppo = replace(config.ppo, reward_function=f"{script}:reward")
     with pytest.raises(Stopped, match="SIGTERM before a step was running"):

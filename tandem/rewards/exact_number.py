@@ -1,6 +1,6 @@
 """A reward for word problems: 1 if the answer's last number is the right one, else 0.
 
-Use it as `--ppo.reward-function tandem.training.exact_number:reward` on data with an `answer`
+Use it as `--ppo.reward-function tandem:exact_number` on data with an `answer`
 column (GSM8K's `... #### 42` is read too).
 
 | written | read |

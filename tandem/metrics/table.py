@@ -1,0 +1,352 @@
+"""Every metric that Tandem logs: one name, one meaning, one row of a table.
+
+docs/metrics.md, the console's columns, the report's charts, tables and cards, TensorBoard's
+headings and the alarms all read it, through `tandem.metrics.names`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tandem.config.stages import FAMILIES, Family
+from tandem.metrics.metric import PHASES, REASONS, Metric
+
+_TEXT: tuple[Family, ...] = ("supervised",)
+_PAIRS: tuple[Family, ...] = ("pairs",)
+_BOTH: tuple[Family, ...] = ("supervised", "pairs")
+_RL: tuple[Family, ...] = ("rl",)
+
+
+def _group(group: str, *metrics: Metric) -> tuple[Metric, ...]:
+    return tuple(replace(metric, group=group) for metric in metrics)
+
+
+def _and_by_dataset(metric: Metric) -> tuple[Metric, Metric]:
+    meaning = f"`{metric.name}` on one data set's rows."
+    return metric, Metric(f"{metric.name}/*", metric.unit, metric.families, metric.better, meaning)
+
+
+# One row per metric, in the order of the reference page, the columns and the charts.
+# fmt: off
+METRICS: tuple[Metric, ...] = (
+    Metric("loss", "nats", _BOTH, "lower",
+        "Mean loss of the batch before its update: cross-entropy per trained token, or the "
+        "preference loss per pair, per ranking (of a reward model, its centering term included) or "
+        "per labelled answer (KTO).", "falls, then levels off; -log sigmoid starts near 0.693, KTO "
+        "near half its weights", chart="Loss", column="loss"),
+    *_and_by_dataset(Metric("heldout_loss", "nats", _BOTH, "lower",
+        "`loss` on rows that no stage trains on.", "falls with the loss", chart="Loss",
+        column="loss")),
+    Metric("perplexity", "ratio", _TEXT, "lower", "exp(loss).", "falls", chart="Perplexity"),
+    *_and_by_dataset(Metric("heldout_perplexity", "ratio", _TEXT, "lower",
+        "exp(heldout_loss).", "falls; a rise means overfitting", chart="Perplexity", column="ppl",
+        card=True)),
+    Metric("accuracy", "share", _PAIRS, "higher",
+        "Pairs whose chosen answer scores above the rejected one (DPO: by implicit reward); a tie "
+        "counts half.", "0.65 to 0.95; 1.00 on training pairs alone is memorization",
+        chart="Accuracy on pairs", column="acc"),
+    *_and_by_dataset(Metric("heldout_accuracy", "share", _PAIRS, "higher",
+        "`accuracy` on held-out pairs (KTO: over every good and every bad held-out answer, by "
+        "implicit reward).", "above 0.55; noisy human labels rarely allow more than "
+        "0.75", chart="Accuracy on pairs", column="acc", card=True)),
+    Metric("margin", "reward units", _PAIRS, "higher",
+        "Mean of chosen minus rejected score, raw units (reward models).", "grows from 0",
+        chart="Margin", column="margin"),
+    *_and_by_dataset(Metric("heldout_margin", "reward units", _PAIRS, "higher",
+        "Mean of chosen minus rejected score (DPO: implicit reward) on held-out pairs.", "positive",
+        chart="Margin", column="margin")),
+    Metric("implicit_reward_margin", "reward units", _PAIRS, "higher",
+        "implicit_reward_chosen minus implicit_reward_rejected.", "grows from 0",
+        source="arXiv:2305.18290", chart="Margin", column="margin"),
+    Metric("implicit_reward_chosen", "reward units", _PAIRS, "",
+        "Mean of beta * log(policy / reference) over the chosen (KTO: good) answers; ipo takes "
+        "the log-ratio per token, simpo and orpo beta times the mean log-prob of a token.",
+        "near or above 0; a steep fall means that good answers become unlikely too",
+        source="arXiv:2305.18290", chart="Implicit rewards", line="chosen", column="chosen"),
+    Metric("implicit_reward_rejected", "reward units", _PAIRS, "",
+        "The same over the rejected (KTO: bad) answers.", "falls", source="arXiv:2305.18290",
+        chart="Implicit rewards", line="rejected"),
+    Metric("logprob_chosen", "nats per token", _PAIRS, "higher",
+        "Log-prob of a token of the chosen answers: the mean of each answer, then over answers.",
+        "level; a steep fall is unlearning", chart="Log-probs of answers", line="chosen"),
+    Metric("logprob_rejected", "nats per token", _PAIRS, "",
+        "The same of the rejected answers.", "falls", chart="Log-probs of answers",
+        line="rejected"),
+    Metric("kto_baseline", "nats per answer", _PAIRS, "",
+        "KTO's z: mean log(policy / reference) of answers behind prompts of other rows of the "
+        "step, at least 0.", "0 at step 1, then small and positive",
+        source="arXiv:2402.01306 section 4.1", chart="KTO baseline"),
+    Metric("desirable_share", "share", _PAIRS, "",
+        "Good answers among the step's (KTO).", "near that of the whole data"),
+    Metric("score_chosen", "reward units", _PAIRS, "",
+        "Mean raw score of the chosen answers (reward models).", title="Score, chosen",
+        chart="Scores", line="chosen"),
+    Metric("score_rejected", "reward units", _PAIRS, "",
+        "Mean raw score of the rejected answers (reward models).", title="Score, rejected",
+        chart="Scores", line="rejected"),
+    *_and_by_dataset(Metric("heldout_calibration_error", "share", _PAIRS, "lower",
+        "Expected calibration error on held-out pairs, with sigmoid(margin) as the probability "
+        "that the chosen answer is better.", "below 0.1", source="arXiv:1706.04599",
+        chart="Calibration error", column="calibration")),
+    Metric("center_penalty", "reward units squared", _PAIRS, "",
+        "Mean of (chosen + rejected)^2 (reward models); reward.center_coef is its weight in the "
+        "loss.", "small compared with the squared margin", source="arXiv:2312.09244",
+        chart="Centering penalty"),
+    Metric("normalize_mean", "reward units", _PAIRS, "",
+        "Mean raw score of the SFT policy's answers; PPO subtracts it."),
+    Metric("normalize_std", "reward units", _PAIRS, "",
+        "Standard deviation of the same scores as in normalize_mean; PPO divides by it.",
+        "well above 0: the reward model tells answers apart"),
+    Metric("grad_norm", "norm", _BOTH, "",
+        "Global L2 norm of the gradient before clipping.", "steady; no spikes above 10 times its "
+        "median", title="Gradient norm", chart="Gradient norm", line="before clipping",
+        column="grad"),
+    Metric("learning_rate", "per step", _BOTH, "",
+        "Learning rate of this update.", chart="Learning rate", line="schedule", column="lr"),
+    Metric("tokens", "tokens", _BOTH, "",
+        "Tokens in this batch, padding excluded.", chart="Tokens per batch"),
+    Metric("epoch", "passes", _BOTH, "",
+        "Passes over the stage's data so far, as a fraction.", column="epoch"),
+    *_group("reward",
+        Metric("reward", "normalized reward", _RL, "higher",
+            "Mean score of the step's answers as the policy is trained on it: normalized, clipped, "
+            "missing-EOS penalty subtracted; KL not included.",
+            "rises; 1 is one standard deviation of the SFT policy's scores",
+            chart="Reward after penalty and clipping", column="reward"),
+        Metric("reward_before_penalty", "normalized reward", _RL, "higher",
+            "Mean score of the step's answers before the missing-EOS penalty and clipping; "
+            "comparable with `heldout_reward`.", "rises with `reward`",
+            chart="Reward before penalty and clipping"),
+        Metric("reward_std", "normalized reward", _RL, "",
+            "Standard deviation of `reward` over the step's answers.",
+            "above 0.01: equal scores teach nothing", chart="Reward standard deviation",
+            line="over answers"),
+        Metric("reward_raw", "reward units", _RL, "",
+            "Mean raw score of the reward model, before normalization, clipping and penalties."),
+        Metric("reward_model_score", "normalized reward", _RL, "",
+            "Mean normalized score of the reward model, before its weight."),
+        Metric("reward_function_score", "function units", _RL, "",
+            "Mean weighted sum of the reward functions' scores, before reward_function_weight, "
+            "over the answers that one scored.", chart="Reward function"),
+        Metric("reward_mean/*", "reward's own units", _RL, "",
+            "Mean of one reward (a function, or the normalized reward model), before its weight, "
+            "over the answers that it scored.", "each rises that has a weight",
+            title="Reward, mean", chart="Rewards, mean"),
+        Metric("reward_std/*", "reward's own units", _RL, "",
+            "Standard deviation of one reward over the answers that it scored.",
+            "above 0: equal scores teach nothing", title="Reward, standard deviation",
+            chart="Rewards, standard deviation"),
+        Metric("reward_none/*", "share", _RL, "",
+            "Answers that one reward did not score: it returned None, or failed.",
+            "0, unless it skips answers on purpose", title="Reward, share of None"),
+        Metric("groups_without_signal", "share", _RL, "lower",
+            "Prompts whose answers all score alike, of all prompts that the step answered: without "
+            "a critic these teach nothing.", "below 0.7; near 1 the prompts are too easy or too "
+            "hard", chart="Groups without signal", column="flat"),
+        Metric("sampling_rounds", "rollouts", _RL, "lower",
+            "Rollouts that the step made until enough groups had a signal "
+            "(grpo.sampling_rounds)."),
+        Metric("reward_unscored", "answers", _RL, "",
+            "Answers that no reward scored; scoring.on_none leaves them out or scores them 0.",
+            "0, unless the functions skip answers on purpose"),
+        Metric("reward_failed", "share", _RL, "lower",
+            "Answers on which a reward function failed, for whatever reason.", "0",
+            title="Reward failures", chart="Reward failures"),
+        Metric("reward_failures/*", "answers", _RL, "lower",
+            "Answers on which a reward function failed, by reason: it raised, took too long, took "
+            "too much memory, its process died, it started too many processes, or its result is no "
+            "finite number.", "none", members=REASONS, title="Reward failures"),
+        Metric("reward_seconds/*", "seconds", _RL, "lower",
+            "Wall time that one reward function took for the step's answers.",
+            title="Reward, time"),
+        Metric("reward_clipped", "share", _RL, "lower",
+            "Answers whose score reward_clip clipped.", "below 0.05"),
+        Metric("shaped_return", "normalized reward", _RL, "higher",
+            "Sum of an answer's rewards, mean over answers: its score minus kl_coef times KL where "
+            "the KL is in the reward.", "rises: the gain is worth its KL",
+            source="arXiv:2203.02155"),
+    ),
+    *_group("kl",
+        Metric("kl", "nats per answer", _RL, "",
+            "KL from the reference to the sampling policy: log-ratio (k1) summed over an answer's "
+            "tokens, mean over answers.", "0 at step 1, then grows slowly to 1 to 20; never "
+            "clearly negative", source="http://joschu.net/blog/kl-approx.html",
+            title="KL to the reference", chart="KL to the reference", column="kl"),
+        Metric("kl_per_token", "nats per token", _RL, "", "`kl` as a mean over response tokens."),
+        Metric("kl_coef", "ratio", _RL, "",
+            "Weight of the KL penalty in this step.", chart="KL coefficient", line="schedule"),
+        Metric("kl_loss", "nats per token", _RL, "",
+            "KL term of the loss before its weight, where ppo.kl_in is `loss` or grpo.kl is in the "
+            "loss."),
+        Metric("policy_kl", "nats per token", _RL, "",
+            "KL between the sampling policy and the updated one (k3), mean over minibatches; "
+            "ppo.early_stop_kl stops the step's updates by it.", "0.0001 to 0.05",
+            source="http://joschu.net/blog/kl-approx.html", title="KL of the update",
+            chart="KL of the update", line="from the sampling policy"),
+        Metric("ratio_gap_before_update", "nats", _RL, "lower",
+            "Mean |log ratio| of the policy to itself before the step's first update: two forwards "
+            "of the same weights.", "0 to 1e-4 in fp32, below 3e-2 in bf16",
+            chart="Log-prob gap before the update", line="two forwards"),
+        Metric("policy_kl_before_update", "nats per token", _RL, "lower",
+            "`policy_kl` before the step's first update.", "0"),
+        Metric("rollout_gap", "nats", _RL, "lower",
+            "Mean |generator's log-prob - training forward's log-prob| of the sampled tokens.",
+            "below 5e-3", source="verl rollout_probs_diff", chart="Log-prob gap before the update",
+            line="generator and training"),
+        Metric("old_logprobs_sampled", "share", _RL, "",
+            "1 if the sampler's log-probs were used as old_logprobs, 0 if they were recomputed."),
+    ),
+    *_group("answers",
+        Metric("rank_wait", "share", _RL, "lower",
+            "Share of the ranks' rollout time spent waiting for the slowest rank.",
+            "below 0.2; above, one rank is slow or there are few answers"),
+        Metric("prompt_tokens", "tokens", _RL, "", "Mean length of the step's prompts."),
+        Metric("response_tokens", "tokens", _RL, "",
+            "Mean length of the step's answers, EOS included.",
+            "steady; well below sampling.max_new_tokens", title="Answer length",
+            chart="Answer length", line="mean", column="tok"),
+        Metric("response_tokens_max", "tokens", _RL, "",
+            "Longest answer of the step.", title="Longest answer", chart="Answer length",
+            line="longest"),
+        Metric("eos_rate", "share", _RL, "higher",
+            "Finished answers, those that end with a stop token; the others were cut off at the "
+            "length limit.", "above 0.9, and not falling", title="Finished answers (EOS rate)",
+            chart="Finished answers (EOS rate)", column="eos"),
+    ),
+    *_group("update",
+        Metric("policy_loss", "normalized advantage", _RL, "",
+            "Clipped surrogate loss, mean per response token and over the step's updates.",
+            "small and negative; its size means little", source="arXiv:1707.06347 eq. 7",
+            chart="Policy loss"),
+        Metric("preference_loss", "nats", _RL, "lower",
+            "Loss on the better and the worse answer to a prompt, mean per pair and over the "
+            "step's updates (online DPO).", "starts near 0.693 (sigmoid) and falls slowly",
+            chart="Preference loss"),
+        Metric("preference_accuracy", "share", _RL, "higher",
+            "Pairs of the policy's own answers that its implicit reward puts in the order of their "
+            "scores; a tie counts half (online DPO).", "0.5 at first, then above",
+            chart="Preference accuracy"),
+        Metric("preference_margin", "reward units", _RL, "higher",
+            "Implicit reward of the better answer minus that of the worse, mean per pair and over "
+            "the step's updates (online DPO).", "above 0", chart="Preference margin"),
+        Metric("preference_pairs", "pairs", _RL, "",
+            "Pairs of the step's answers (online DPO).", "all prompts less the tied ones"),
+        Metric("tied_prompts", "share", _RL, "lower",
+            "Prompts whose answers all have one score, or of which fewer than two have any; they "
+            "teach nothing and are skipped (online DPO).", "below 0.5", chart="Tied prompts"),
+        Metric("score_gap", "normalized reward", _RL, "",
+            "Mean difference between the scores of the better and the worse answer of a pair "
+            "(online DPO).", "above 0"),
+        Metric("value_loss", "reward units squared", _RL, "lower",
+            "Half the (clipped) squared error of the critic, mean per response token.",
+            "falls, then follows the policy", chart="Value loss"),
+        Metric("entropy", "nats per token", _RL, "",
+            "Entropy of the policy's next-token distribution, mean over response tokens.",
+            "falls slowly; stays above 10 % of its start", chart="Entropy", column="entropy"),
+        Metric("clip_fraction", "share", _RL, "",
+            "Response tokens whose gradient the bounds of the ratio cut: ppo.clip_ratio, or "
+            "grpo.clip_low and grpo.clip_high.", "0.01 to 0.2",
+            chart="Clipped tokens", line="policy", column="clip"),
+        Metric("clip_fraction_low", "share", _RL, "",
+            "Response tokens whose gradient the lower bound of the ratio cut, where the advantage "
+            "is negative.", "0 to 0.1", chart="Clipped tokens", line="below"),
+        Metric("clip_fraction_high", "share", _RL, "",
+            "Response tokens whose gradient the upper bound of the ratio cut, where the advantage "
+            "is positive (CISPO: whose weight its cap lowered; also those past "
+            "grpo.dual_clip).", "0 to 0.1", chart="Clipped tokens", line="above"),
+        Metric("answers_learned", "share", _RL, "",
+            "Answers that the actor's forward and backward read; without a critic those of groups "
+            "without signal are not, as their gradient is exactly 0.", "1 - groups_without_signal"),
+        Metric("value_clip_fraction", "share", _RL, "",
+            "Response tokens whose value changed by more than ppo.value_clip.", "below 0.3",
+            chart="Clipped tokens", line="value"),
+        Metric("ratio_mean", "ratio", _RL, "", "Mean policy ratio over updates.", "0.98 to 1.02"),
+        Metric("ratio_max", "ratio", _RL, "", "Largest policy ratio of any token.", "below 10"),
+        Metric("explained_variance", "share", _RL, "higher",
+            "1 - Var(returns - values) / Var(returns), before the updates: 1 is a perfect critic, "
+            "0 one that predicts only the mean.", "rises from about 0 to between 0.5 and 0.9",
+            chart="Explained variance", line="critic", column="ev"),
+        Metric("advantage_mean", "reward units", _RL, "",
+            "Mean advantage over response tokens, before whitening.",
+            "near 0 once the critic is accurate"),
+        Metric("advantage_std", "reward units", _RL, "",
+            "Standard deviation of the advantages over response tokens, before whitening.",
+            "above 0"),
+        Metric("values_mean", "reward units", _RL, "", "Mean value over response tokens."),
+        Metric("returns_mean", "reward units", _RL, "",
+            "Mean return over response tokens.", "near values_mean"),
+        Metric("actor_grad_norm", "norm", _RL, "",
+            "Global L2 norm of the actor's gradient before clipping, mean over updates.", "steady",
+            chart="Gradient norm", line="actor"),
+        Metric("critic_grad_norm", "norm", _RL, "",
+            "Global L2 norm of the critic's gradient before clipping, mean over updates.", "steady",
+            chart="Gradient norm", line="critic"),
+        Metric("actor_learning_rate", "per step", _RL, "",
+            "Learning rate of the actor.", chart="Learning rate", line="actor"),
+        Metric("critic_learning_rate", "per step", _RL, "",
+            "Learning rate of the critic.", chart="Learning rate", line="critic"),
+        Metric("epochs_done", "passes", _RL, "",
+            "Passes over the rollout; a fraction if ppo.early_stop_kl stopped them early.",
+            "ppo.epochs"),
+        Metric("updates", "updates", _RL, "", "Optimizer steps of the actor in this step."),
+        Metric("ptx_loss", "nats per token", _RL, "lower",
+            "Language-model loss on the mixture data, before its weight.",
+            "level; a rise means forgetting", source="arXiv:2203.02155",
+            chart="Loss on mixture data"),
+    ),
+    Metric("heldout_reward", "normalized reward", _RL, "higher",
+        "`reward_before_penalty` of the policy's answers to held-out prompts (read it with "
+        "`heldout_eos_rate`).", "rises with `reward_before_penalty`",
+        chart="Reward before penalty and clipping", column="reward", card=True),
+    Metric("heldout_reward_ema", "normalized reward", _RL, "higher",
+        "`heldout_reward` of the averaged policy (ppo.ema).", "close to heldout_reward",
+        title="Held-out reward, EMA", chart="Reward before penalty and clipping",
+        line="held-out, EMA", column="ema"),
+    Metric("heldout_reward_function_score", "function units", _RL, "higher",
+        "`reward_function_score` of the answers to held-out prompts.", chart="Reward function"),
+    Metric("heldout_eos_rate", "share", _RL, "higher",
+        "`eos_rate` of the answers to held-out prompts.", "not falling",
+        title="Held-out finished answers (EOS rate)", chart="Finished answers (EOS rate)",
+        column="eos", card=True),
+    Metric("heldout_kl", "nats per answer", _RL, "",
+        "`kl` of the answers to held-out prompts.", title="Held-out KL to the reference",
+        chart="KL to the reference", column="kl", card=True),
+    Metric("heldout_response_tokens", "tokens", _RL, "",
+        "`response_tokens` of the answers to held-out prompts.", title="Held-out answer length",
+        chart="Answer length"),
+    Metric("heldout_ptx_perplexity", "ratio", _RL, "lower",
+        "Perplexity of the policy on held-out mixture text; measures forgetting.", "level",
+        chart="Perplexity of mixture data", column="ptx ppl"),
+    Metric("skipped", "updates", FAMILIES, "lower",
+        "Updates skipped so far because a loss, gradient or reward was not finite or far out of "
+        "range; their rows are in the run's folder bad-steps.", "0", title="Skipped updates"),
+    Metric("loss_scale", "factor", FAMILIES, "",
+        "Factor that losses are multiplied by in fp16; it doubles after 1,000 good steps and "
+        "halves on overflow.", "rarely changes"),
+    Metric("overflows", "steps", FAMILIES, "",
+        "Optimizer steps skipped so far because a gradient overflowed in fp16.",
+        "a few at the start, then rare"),
+    Metric("rank_idle", "share", FAMILIES, "lower",
+        "Share of the forward and backward passes of a step's updates that do no work, because "
+        "their rank had fewer micro-batches than another or no rows. 0 on one rank.",
+        "below 0.2; above, raise batch_size or ppo.minibatch_size, or lower micro_batch_tokens"),
+    *_group("cost",
+        Metric("seconds/*", "seconds", FAMILIES, "lower",
+            "Wall time of a phase since the last log line; `step` is all of it.", members=PHASES,
+            title="Time"),
+        Metric("tokens_per_second/*", "tokens/s", FAMILIES, "higher",
+            "Tokens per second of a phase, padding excluded: `generate` counts sampled tokens, the "
+            "other phases all tokens that they process.", members=PHASES, chart="Speed"),
+        Metric("samples_per_second/*", "samples/s", FAMILIES, "higher",
+            "Sequences per second of a phase; pairs in stages on pairs.", members=PHASES),
+        Metric("tflops/*", "TFLOP/s", FAMILIES, "higher",
+            "Model FLOP/s of a phase over all ranks: its forward and backward passes without "
+            "recomputation, the vocabulary head only for the tokens that go through it. `step`: "
+            "the FLOPs of all phases over the time of the whole step.", members=PHASES),
+        Metric("peak_memory_bytes/*", "bytes", FAMILIES, "lower",
+            "Peak memory during a phase: torch's allocator on CUDA, otherwise the process's "
+            "resident set (since its start where the system cannot reset the peak).",
+            members=PHASES, title="Peak memory"),
+    ),
+)
+# fmt: on

@@ -1,0 +1,133 @@
+"""One call of a reward function, and what came of it: a number, None, or a failure."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from tandem.errors import Stopped
+from tandem.text import one_line, visible
+
+RewardFunction = Callable[..., Any]
+"""f(prompts, completions, **columns) -> one number or None per completion; may be async."""
+Reason = Literal["exception", "timeout", "memory", "died", "processes", "result"]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+"""Why an answer has no score: the function raised, took too long, took too much memory, ended its
+process, started too many processes, or returned something else than it must."""
+MOST = 1e15
+"""Size of a reward whose squares and sums over a rollout are still float32 numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of one call: lists with one entry per completion."""
+
+    prompts: list[str]
+    completions: list[str]
+    columns: Mapping[str, list[Any]]
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def each(self) -> list[Call]:
+        """The same as calls of one completion each."""
+        return [
+            Call([prompt], [completion], {name: [v[i]] for name, v in self.columns.items()})
+            for i, (prompt, completion) in enumerate(
+                zip(self.prompts, self.completions, strict=True)
+            )
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one answer.
+
+    score: a finite number; None where the function said so, or failed.
+    failure: the reason, or "". message: what went wrong, in one line.
+    """
+
+    score: float | None
+    failure: Reason | Literal[""] = ""
+    message: str = ""
+
+
+def failed(count: int, failure: Reason, message: str) -> list[Outcome]:
+    """The same failure for `count` answers."""
+    return [Outcome(None, failure, message)] * count
+
+
+def outcomes_of(function: RewardFunction, call: Call) -> list[Outcome]:
+    """Call `function` and check what it returns; whatever it raises is an outcome.
+
+    Raises:
+        KeyboardInterrupt, Stopped: a signal came meanwhile.
+    """
+    try:
+        returned = function(call.prompts, call.completions, **call.columns)
+        if inspect.isawaitable(returned):
+            import asyncio  # slow to import, and few functions need it
+
+            returned = asyncio.run(_awaited(returned))
+        return _checked(returned, len(call))
+    except (KeyboardInterrupt, Stopped):
+        raise
+    except MemoryError:
+        return failed(len(call), "memory", "MemoryError")
+    # Whatever a user's code does is told to them; SystemExit too.
+    except BaseException as error:
+        reason: Reason = "died" if isinstance(error, SystemExit) else "exception"
+        return failed(len(call), reason, _named(error))
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _named(error: BaseException) -> str:
+    name, text = type(error).__name__, one_line(error)
+    return name if text == name else f"{name}: {text}"
+
+
+def _checked(returned: Any, count: int) -> list[Outcome]:
+    if hasattr(returned, "tolist"):  # arrays and tensors are as good as lists
+        returned = returned.tolist()
+    if not isinstance(returned, Sequence) or isinstance(returned, str | bytes):
+        message = f"must return a list of {count} numbers or None; got {type(returned).__name__}"
+        return failed(count, "result", message)
+    if len(returned) != count:
+        message = f"must return a list of {count} numbers or None; got {len(returned)}"
+        return failed(count, "result", message)
+    return [_outcome(value) for value in returned]
+
+
+def _outcome(value: Any) -> Outcome:
+    number: Any = value.item() if hasattr(value, "item") else value
+    if number is None:
+        return Outcome(None)
+    if not _is_reward(number):
+        message = f"must return finite numbers within {MOST:g} or None; got {_shown(value)}"
+        return Outcome(None, "result", message)
+    return Outcome(float(number))
+
+
+def _is_reward(value: Any) -> bool:
+    try:
+        return (
+            isinstance(value, numbers.Real)
+            and math.isfinite(float(value))
+            and abs(float(value)) <= MOST
+        )
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
+def _shown(value: Any) -> str:
+    try:
+        return visible(f"{value!r:.100}")
+    except Exception:  # an object of the user's may answer with anything; so may 10**5000
+        return type(value).__name__

@@ -1,0 +1,301 @@
+"""Answers scored by several worker processes, each call with a deadline; results in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.errors import ConfigError
+from tandem.rewards.calling import Call, Outcome, Reason, RewardFunction, failed
+from tandem.rewards.worker import MOST_PROCESSES, fork_host, receive, send
+from tandem.stopping import holding_back
+
+START_SECONDS = 300.0
+"""How long the file of a reward function may take to be imported."""
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from tandem.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """What a call may take.
+
+    seconds: for each answer of a call. workers: processes side by side, at least 1.
+    memory_bytes: that a worker may map beyond what it has after importing the function; 0: any.
+    """
+
+    seconds: float = 5.0
+    workers: int = 1
+    memory_bytes: int = 4 * 2**30
+
+
+@dataclass(slots=True)
+class _Busy:
+    """A worker: its socket, its process, the call that it has and until when."""
+
+    connection: socket.socket
+    pid: int
+    number: int = -1
+    due: float = 0.0
+
+
+@dataclass(slots=True)
+class _Host:
+    """The process that forks the workers."""
+
+    control: socket.socket
+    pid: int
+    process: subprocess.Popen[bytes] | None = None
+    idle: list[_Busy] = field(default_factory=list)
+
+    def ask(self, order: dict[str, Any], descriptor: int | None = None) -> dict[str, Any]:
+        """Give an order and wait for its reply.
+
+        Raises:
+            ConnectionError: the host is gone.
+        """
+        given = [descriptor] if descriptor is not None else []
+        socket.send_fds(self.control, [json.dumps(order).encode()], given)
+        reply = receive(self.control)
+        if reply is None:
+            raise ConnectionError("the host of reward workers is gone")
+        answer: dict[str, Any] = json.loads(reply)
+        return answer
+
+    def close(self) -> None:
+        """End it, its workers and all that they started."""
+        for worker in self.idle:
+            worker.connection.close()
+        self.control.close()  # the host hears it and kills what it has
+        if self.process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+            self.process.kill()
+            self.process.wait()
+            return
+        with suppress(ChildProcessError):
+            until = time.monotonic() + 10
+            while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+                if time.monotonic() > until:
+                    os.kill(self.pid, signal.SIGKILL)
+                time.sleep(0.005)
+
+
+class WorkerPool:
+    """The worker processes of one reward function; they are started when they are first needed.
+
+    `printed` gets what the function prints, a little of it per call.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction | str,
+        pool_limits: PoolLimits,
+        printed: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`function`: its name, which the workers import; or itself, which they inherit by fork."""
+        self.limits = pool_limits
+        self._function = function
+        self._printed = printed
+        self._host: _Host | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
+
+    def close(self) -> None:
+        """End the processes; they start again when they are needed."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._host = self._finalizer = None
+
+    def run(self, calls: Sequence[Call]) -> list[list[Outcome]]:
+        """The outcomes of each call, in the order of the calls.
+
+        Raises:
+            ConfigError: the workers cannot import the function.
+        """
+        found: list[list[Outcome]] = [[] for _ in calls]
+        waiting = deque(range(len(calls)))
+        busy: dict[int, _Busy] = {}  # by descriptor
+        try:
+            self._watch(on=True)
+            with selectors.DefaultSelector() as selector:
+                while waiting or busy:
+                    while waiting and len(busy) < self.limits.workers:
+                        number = waiting.popleft()
+                        worker = self._given(calls[number])
+                        if worker is None:
+                            found[number] = failed(len(calls[number]), "died", "its worker died")
+                            continue
+                        worker.number = number
+                        worker.due = time.monotonic() + self._seconds(calls[number])
+                        busy[worker.connection.fileno()] = worker
+                        selector.register(worker.connection, selectors.EVENT_READ)
+                    if not busy:
+                        continue
+                    first = min(worker.due for worker in busy.values())
+                    ready = selector.select(max(0.0, first - time.monotonic()))
+                    done = {key.fd for key, _ in ready}
+                    now = time.monotonic()
+                    done |= {fd for fd, worker in busy.items() if worker.due <= now}
+                    for descriptor in sorted(done):
+                        selector.unregister(busy[descriptor].connection)
+                        worker = busy.pop(descriptor)
+                        found[worker.number] = self._answer(worker, calls[worker.number])
+            self._watch(on=False)
+        except BaseException:
+            self.close()  # a signal came: nothing goes on in the background
+            raise
+        return found
+
+    def _seconds(self, call: Call) -> float:
+        return self.limits.seconds * max(1, len(call))
+
+    def _watch(self, *, on: bool) -> None:
+        try:
+            self._started().ask({"do": "watch", "on": on})
+        except ConnectionError:  # its host was killed meanwhile, and its workers with it
+            self.close()
+            if on:
+                self._started().ask({"do": "watch", "on": on})
+
+    def _started(self) -> _Host:
+        if self._host is None:
+            with holding_back():
+                self._host = self._start()
+                self._finalizer = weakref.finalize(self, self._host.close)
+        return self._host
+
+    def _start(self) -> _Host:
+        ours, theirs = socket.socketpair()
+        memory = self.limits.memory_bytes
+        # The kernel's message comes at the end of the thread, not of the process.
+        follows = threading.current_thread() is threading.main_thread()
+        with theirs:
+            if not isinstance(self._function, str):
+                return _Host(ours, fork_host(theirs, self._function, memory, follows=follows))
+            process = subprocess.Popen(
+                [
+                    sys.executable, "-c", _PROGRAM,
+                    str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path),
+                ],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                env={"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **os.environ},
+            )  # fmt: skip
+        order = {"name": self._function, "memory_bytes": memory, "follows": follows}
+        reply: dict[str, Any] = {"error": "its process ended while it was imported"}
+        ours.settimeout(START_SECONDS)
+        with suppress(ConnectionError):
+            try:
+                send(ours, json.dumps(order).encode())
+                reply = json.loads(receive(ours) or json.dumps(reply))
+            except TimeoutError:
+                reply = {"error": f"importing it took more than {START_SECONDS:.0f} s"}
+        ours.settimeout(None)
+        if "error" in reply:
+            process.kill()
+            process.wait()
+            ours.close()
+            raise ConfigError(
+                f"reward function {self._function} must be importable in a process of its own; "
+                f"got: {reply['error']}"
+            )
+        return _Host(ours, process.pid, process)
+
+    def _given(self, call: Call) -> _Busy | None:
+        """A worker that has been given the call; None if none takes it."""
+        content = pickle.dumps(
+            (self._seconds(call), call.prompts, call.completions, dict(call.columns))
+        )
+        for _ in range(3):  # an idle worker, or even the host, may have been killed meanwhile
+            worker = None
+            try:
+                host = self._started()
+                worker = host.idle.pop() if host.idle else self._spawn(host)
+                worker.connection.settimeout(self._seconds(call))
+                send(worker.connection, content)
+                return worker
+            except OSError:
+                if worker is not None:
+                    self._kill(worker)
+                else:
+                    self.close()
+        return None
+
+    def _spawn(self, host: _Host) -> _Busy:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                pid = host.ask({"do": "spawn"}, theirs.fileno())["pid"]
+            except BaseException:
+                ours.close()
+                raise
+        return _Busy(ours, pid)
+
+    def _kill(self, worker: _Busy) -> tuple[int, str]:
+        """End a worker; its wait status, and why its host killed it before."""
+        worker.connection.close()
+        try:
+            reply = self._started().ask({"do": "kill", "pid": worker.pid})
+        except ConnectionError:
+            self.close()
+            return 0, ""
+        return reply["status"], reply["why"]
+
+    def _answer(self, worker: _Busy, call: Call) -> list[Outcome]:
+        """What a worker has answered, or why it did not."""
+        content = None
+        late = worker.due <= time.monotonic()
+        if not late or _has_answered(worker.connection):
+            with suppress(OSError, ValueError):
+                worker.connection.settimeout(max(0.01, worker.due - time.monotonic()))
+                content = receive(worker.connection)
+        late = worker.due <= time.monotonic()
+        try:
+            reply = json.loads(content) if content is not None else None
+            outcomes = [Outcome(*item) for item in reply["outcomes"]] if reply else []
+        except (ValueError, TypeError, KeyError):
+            outcomes = []  # something else wrote to its socket
+        if len(outcomes) == len(call) and reply:
+            if reply["printed"]:
+                self._printed(reply["printed"])
+            assert self._host is not None
+            self._host.idle.append(worker)
+            return outcomes
+        status, why = self._kill(worker)
+        reason, message = _death(status, why, late, self._seconds(call))
+        return failed(len(call), reason, message)
+
+
+def _has_answered(connection: socket.socket) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        return bool(selector.select(0))
+
+
+def _death(status: int, why: str, late: bool, seconds: float) -> tuple[Reason, str]:
+    """The reason that a worker has no answer, and the words for it."""
+    if why == "processes":
+        return "processes", f"started more than {MOST_PROCESSES} processes"
+    if late:
+        return "timeout", f"took more than {seconds:g} s"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number == signal.SIGXCPU:
+            return "timeout", f"computed for more than {seconds:g} s"
+        return "died", f"its process was killed by {signal.Signals(number).name}"
+    return "died", f"its process exited with {os.waitstatus_to_exitcode(status)}"

@@ -1,0 +1,309 @@
+"""Every reward function of a run on a batch of answers: scores in order, failures counted."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tandem.config.scoring import ScoringConfig
+from tandem.errors import DataError
+from tandem.rewards.calling import Call, Outcome, RewardFunction, outcomes_of
+from tandem.rewards.loading import columns_problem, load_reward_function
+from tandem.rewards.pool import PoolLimits, WorkerPool
+from tandem.rewards.spec import RewardSpec, parse_specs, with_labels
+from tandem.text import visible
+
+OVERDUE_SECONDS = 60.0
+"""After which a line says that a reward function is still running; then after twice that again."""
+_MOST_WORKERS = 16
+_LINES_PRINTED = 3
+
+GivenFunction = str | RewardFunction | tuple[str | RewardFunction, float]
+"""A function's name or the function itself, and maybe its weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What is to be scored; lists with one entry per answer.
+
+    columns: of the data's rows, `messages` among them. sources: where each row came from.
+    """
+
+    prompts: list[str]
+    completions: list[str]
+    columns: Mapping[str, list[Any]]
+    sources: list[str]
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionScores:
+    """One function's scores of a batch of answers.
+
+    label, weight: its name in metrics, and what its scores are multiplied by. scores: None where
+    it said so or failed. failed: whether it failed on each. failures: how often, by reason. first:
+    of the first such answer, its row and what went wrong. seconds: how long it took for all.
+    """
+
+    label: str
+    weight: float
+    scores: list[float | None]
+    failed: list[bool]
+    failures: dict[str, int] = field(default_factory=dict)
+    first: str = ""
+    seconds: float = 0.0
+
+    @staticmethod
+    def joined(parts: Sequence[FunctionScores]) -> FunctionScores:
+        """One function's scores of several batches, as of one."""
+        failures: Counter[str] = Counter()
+        for part in parts:
+            failures.update(part.failures)
+        return FunctionScores(
+            parts[0].label,
+            parts[0].weight,
+            [score for part in parts for score in part.scores],
+            [failed for part in parts for failed in part.failed],
+            dict(failures),
+            next((part.first for part in parts if part.first), ""),
+            sum(part.seconds for part in parts),
+        )
+
+    @property
+    def num_failed(self) -> int:
+        """Answers that it failed on, whatever the reason."""
+        return sum(self.failed)
+
+    def describe(self) -> str:
+        """The failures in one line; "" if there are none."""
+        if not self.failures:
+            return ""
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self.failures.items())
+        return (
+            f"reward function {self.label} failed on {self.num_failed} of {len(self.scores)} "
+            f"answers ({reasons}); the first: {self.first}"
+        )
+
+
+@dataclass(slots=True)
+class _Function:
+    """A function, its spec and, where it runs in processes of its own, those."""
+
+    spec: RewardSpec
+    call: RewardFunction
+    pool: WorkerPool | None
+    printed: list[str]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one call scores all answers."""
+        return self.pool is None or bool(getattr(self.call, "whole_rollout", False))
+
+
+class RewardFunctions:
+    """The reward functions of a run, ready to score.
+
+    A function that is named runs in worker processes that import it; one that is given itself, in
+    processes forked from this one. A function with the attribute `in_process` runs here, without
+    deadline and limits, on the whole batch at once.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[GivenFunction],
+        config: ScoringConfig | None = None,
+        print_line: Callable[[str], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            print_line: shows a line to the user.
+        Raises:
+            ConfigError: a name leads nowhere.
+        """
+        self.config = config or ScoringConfig()
+        self._print_line = print_line or partial(print, flush=True)
+        self._functions = [self._made(spec, call) for spec, call in named(functions)]
+
+    @property
+    def specs(self) -> list[RewardSpec]:
+        """What the functions are called and weigh."""
+        return [function.spec for function in self._functions]
+
+    @property
+    def calls(self) -> list[RewardFunction]:
+        """The functions themselves, in the order of `specs`."""
+        return [function.call for function in self._functions]
+
+    def close(self) -> None:
+        """End the worker processes; they start again when they are needed."""
+        for function in self._functions:
+            if function.pool is not None:
+                function.pool.close()
+
+    def score(self, answers: Answers) -> list[FunctionScores]:
+        """Each function's scores of the answers; failures are told in a line per function.
+
+        Raises:
+            DataError: a function cannot take the columns; or it fails and `on_failure` is stop.
+        """
+        columns = dict(answers.columns)
+        if self.config.answer_column != "answer" and self.config.answer_column in columns:
+            columns["answer"] = columns[self.config.answer_column]
+        call = Call(answers.prompts, answers.completions, columns)
+        return [self._scored(function, call, answers.sources) for function in self._functions]
+
+    def _made(self, spec: RewardSpec, call: RewardFunction) -> _Function:
+        config = self.config
+        printed: list[str] = []
+        if getattr(call, "in_process", False):
+            return _Function(spec, call, None, printed)
+        if not spec.where and (why := _cannot_fork()):
+            self._print_line(
+                f"reward function {spec.label} runs in the training process, without deadline and "
+                f"limits: {why}. Name it as file.py:function to run it in processes of its own."
+            )
+            return _Function(spec, call, None, printed)
+        limits = PoolLimits(
+            seconds=config.deadline_seconds,
+            workers=config.workers or min(_MOST_WORKERS, num_cores()),
+            memory_bytes=int(config.memory_gb * 2**30),
+        )
+        target = text_of(spec) if spec.where else call
+        return _Function(spec, call, WorkerPool(target, limits, printed.append), printed)
+
+    def _scored(self, function: _Function, call: Call, sources: Sequence[str]) -> FunctionScores:
+        spec = function.spec
+        names = [name for name in call.columns if name != "messages"]
+        if problem := columns_problem(function.call, names, spec.label):
+            raise DataError(f"{problem}.")
+        start = time.monotonic()
+        with _shown_while_it_runs(self._print_line, spec.label, len(call)):
+            outcomes = self._outcomes(function, call)
+        failures = Counter(outcome.failure for outcome in outcomes if outcome.failure)
+        first = next((i for i, outcome in enumerate(outcomes) if outcome.failure), None)
+        scores = [outcome.score for outcome in outcomes]
+        if self.config.on_failure == "zero":
+            scores = [0.0 if outcome.failure else outcome.score for outcome in outcomes]
+        found = FunctionScores(
+            label=spec.label,
+            weight=spec.weight,
+            scores=scores,
+            failed=[bool(outcome.failure) for outcome in outcomes],
+            failures={reason: failures[reason] for reason in sorted(failures)},
+            first="" if first is None else f"{sources[first]}: {outcomes[first].message}",
+            seconds=time.monotonic() - start,
+        )
+        self._tell(function, found)
+        return found
+
+    def _outcomes(self, function: _Function, call: Call) -> list[Outcome]:
+        if len(call) == 0:
+            return []
+        if function.pool is None:
+            return outcomes_of(function.call, call)
+        calls = [call] if function.is_whole else call.each()
+        return [outcome for outcomes in function.pool.run(calls) for outcome in outcomes]
+
+    def _tell(self, function: _Function, found: FunctionScores) -> None:
+        lines = [line for text in function.printed for line in text.splitlines() if line.strip()]
+        function.printed.clear()
+        for line in lines[:_LINES_PRINTED]:
+            self._print_line(f"reward function {found.label} printed: {visible(line)[:200]}")
+        if len(lines) > _LINES_PRINTED:
+            self._print_line(
+                f"reward function {found.label} printed {len(lines) - _LINES_PRINTED} more lines"
+            )
+        if not found.failures:
+            return
+        if self.config.on_failure == "stop":
+            raise DataError(
+                f"{found.describe()}. Fix the function, or set scoring.on_failure to none or zero."
+            )
+        self._print_line(found.describe())
+
+
+def named(functions: Sequence[GivenFunction]) -> list[tuple[RewardSpec, RewardFunction]]:
+    """Each function with its spec; `where` is empty for one that was given itself.
+
+    Raises:
+        ConfigError: a name leads nowhere.
+    """
+    texts = [f for f in functions if isinstance(f, str)]
+    specs = parse_specs(texts) if len(texts) == len(functions) else []
+    found = [(spec, load_reward_function(text_of(spec))) for spec in specs]
+    if not specs:
+        for given in functions:
+            item, weight = given if isinstance(given, tuple) else (given, None)
+            if isinstance(item, str):
+                (spec, *_) = parse_specs([item])
+                if weight is not None:
+                    spec = RewardSpec(spec.where, spec.function, spec.options, weight)
+                found.append((spec, load_reward_function(text_of(spec))))
+            else:
+                label = getattr(item, "__name__", type(item).__name__)
+                found.append(
+                    (RewardSpec("", label, weight=1.0 if weight is None else weight), item)
+                )
+    labelled = with_labels([spec for spec, _ in found])
+    return [(spec, call) for spec, (_, call) in zip(labelled, found, strict=True)]
+
+
+def text_of(spec: RewardSpec) -> str:
+    """A spec's function and options as `parse_spec` reads them; its weight left out."""
+    from urllib.parse import urlencode
+
+    return f"{spec.name}?{urlencode(spec.options)}" if spec.options else spec.name
+
+
+def num_cores() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cannot_fork() -> str:
+    """Why this process cannot fork workers; "" if it can."""
+    if not sys.platform.startswith("linux"):
+        return "this system cannot fork them"
+    torch = sys.modules.get("torch")
+    return (
+        "a GPU is in use, which a fork would break" if torch and torch.cuda.is_initialized() else ""
+    )
+
+
+@contextmanager
+def _shown_while_it_runs(
+    print_line: Callable[[str], None], label: str, num_answers: int
+) -> Iterator[None]:
+    """Say so, ever more rarely, where a reward function takes long: it may wait for something."""
+    done = threading.Event()
+    start = time.monotonic()
+
+    def watch() -> None:
+        pause = OVERDUE_SECONDS
+        while not done.wait(pause):
+            seconds = time.monotonic() - start
+            print_line(
+                f"reward function {label} has run for {seconds:.0f} s on {num_answers} answers and "
+                "has not returned. Ctrl-C stops the run; the same command continues."
+            )
+            pause *= 2
+
+    thread = threading.Thread(target=watch, name="reward function watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,288 @@
+"""Online DPO: the policy answers each prompt several times, the reward picks the better and the
+worse answer, and DPO's loss learns from them.
+
+Rollouts, scores and evaluation are PPO's, and so are their knobs (section `ppo`); the loss and its
+knobs are DPO's (section `dpo`). There is no critic. Of more than two answers the best and the worst
+are taken; a prompt whose answers tie is skipped and counted.
+Source: arXiv:2402.04792. Differs: a reward model or function picks, not a judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.state import SavedState
+from tandem.data.loader import BatchOrder
+from tandem.engine.hybrid import RLHFEngine
+from tandem.engine.oom import MicroBatchBudget
+from tandem.engine.update import (
+    LossTerm,
+    MicroBatchLoss,
+    Update,
+    rehearse,
+    restore_training,
+    training_mode,
+    training_state,
+)
+from tandem.errors import BadStepError, DataError
+from tandem.generation.sampler import sequence_key
+from tandem.metrics.timing import Phases
+from tandem.objectives.preferences import AnswerLogprobs
+from tandem.rewards.scoring import RewardFunctions
+from tandem.training.algorithm import algorithm_of
+from tandem.training.dpo import describe_loss, loss_of_pairs
+from tandem.training.evaluate import policy_metrics
+from tandem.training.experience import make_experience, score_answers
+from tandem.training.flight_recorder import rows_of
+from tandem.training.operations import generation_flops, scoring_flops, update_flops
+from tandem.training.ppo import first_answers, reward_source, save_engine
+from tandem.training.reference import halves
+from tandem.training.reward_function import rewards_of
+from tandem.training.rollout_source import RolloutSource, SingleTurn
+from tandem.training.run_folder import Run
+from tandem.training.stage_data import StepRows
+from tandem.training.stage_loop import StageJob, StepLoop
+from tandem.training.step_metrics import Means
+from tandem.types import Experience, PromptRow, TokenBatch
+
+_NOT_OURS = ("advantage_", "shaped_return", "kl_coef", "groups_without_signal")
+"""Metrics of an experience that speak of what only PPO and GRPO make of it. `tied_prompts` counts
+groups without signal here."""
+
+
+def prepare(run: Run, rows: StepRows) -> StageJob:
+    """Online DPO, ready to run; it leaves `RUN/online-dpo/{actor,ema}`.
+
+    Raises:
+        DataError: there is no prompt.
+        ConfigError: there is nothing to reward with.
+    """
+    config, prompts = run.config, rows.prompts
+    if not prompts:
+        raise DataError("stage online-dpo must have at least one prompt; got none. See the drops.")
+    order = BatchOrder(
+        num_rows=len(prompts),
+        batch_size=config.ppo.prompts_per_step,
+        seed=config.seed,
+        epochs=None,
+        max_steps=config.ppo.steps or -(-len(prompts) // config.ppo.prompts_per_step),
+    )
+    engine = RLHFEngine(
+        run.settings,
+        run.policy_source("online-dpo"),
+        reward_model=reward_source(run, "online-dpo"),
+        has_critic=False,
+        has_reference=config.dpo.needs_reference,
+        world=run.world,
+    )
+    run.print_line(f"online-dpo: {engine.describe()}")
+    run.print_line(f"online-dpo: {describe_loss(config.dpo)}")
+    rewards = rewards_of(config.ppo.reward_function or None, config.scoring, run.print_line)
+    stage = OnlineDPO(engine, rows, rewards, order.num_steps, run)
+    return StageJob(
+        stage,
+        prompts,
+        order,
+        config.ppo.eval_every,
+        save=partial(save_engine, engine, rows, dtype=config.save_dtype),
+        complete=lambda evaluation: {**evaluation, "steps": order.num_steps},
+    )
+
+
+class OnlineDPO:
+    """A step is one rollout and its updates (a `StageTrainer`)."""
+
+    def __init__(
+        self,
+        engine: RLHFEngine,
+        rows: StepRows,
+        rewards: RewardFunctions | None,
+        num_steps: int,
+        run: Run,
+        source: RolloutSource | None = None,
+    ) -> None:
+        """
+        Args:
+            num_steps: rollouts that the learning rate's schedule lasts.
+            source: where answers come from; None: one turn of the engine's policy.
+        """
+        self.engine = engine
+        self.phases = Phases()
+        self.thresholds: Mapping[str, float] = {}
+        self._config = run.config
+        self._rows = rows
+        self._rewards = rewards
+        self._source = source or SingleTurn(engine)
+        self._budget = MicroBatchBudget(engine.settings, engine.world, run.print_line)
+        updates = -(-self._config.ppo.prompts_per_step // self._pairs_per_update)
+        engine.actor_learner.schedule(num_steps * self._config.ppo.epochs * updates)
+
+    @property
+    def _pairs_per_update(self) -> int:
+        return max(1, self._config.ppo.minibatch_size // 2)
+
+    def step(self, step: int, rows: Sequence[PromptRow], loop: StepLoop) -> dict[str, float]:
+        """Answer the prompts, pair the answers, and learn from the pairs."""
+        experience = self._experience(rows, step)
+        loop.made(experience)
+        every = self._config.log.print_samples_every
+        if every and step % every == 0:
+            loop.sample(*first_answers(experience))
+        pairs, metrics = best_and_worst(experience, len(rows))
+        return {**metrics, **self._learn(experience, pairs, step, loop)}
+
+    def _experience(self, prompts: Sequence[PromptRow], step: int) -> Experience:
+        engine, config = self.engine, self._config
+        with self.phases("generate") as phase:
+            rollout = self._source.collect(prompts, step=step)
+            phase.samples, phase.tokens = len(rollout), rollout.batch.num_response_tokens
+            phase.flops = generation_flops(engine, rollout)
+        with self.phases("score") as phase:
+            scored = score_answers(
+                rollout, engine.scorer, engine.renderer, config.ppo, self._rewards, engine.world
+            )
+            experience = make_experience(
+                rollout,
+                scored,
+                engine,
+                replace(algorithm_of(config.ppo, config.sampling.max_new_tokens), whitens=False),
+                kl_coef=0.0,
+                advantages_of=lambda made: (torch.zeros_like(made.rewards), None),
+            )
+            phase.samples = len(rollout)
+            phase.tokens = int(rollout.batch.attention_mask.sum())
+            phase.flops = scoring_flops(engine, rollout, experience)
+        ours = {n: v for n, v in experience.metrics.items() if not n.startswith(_NOT_OURS)}
+        return replace(experience, metrics=ours)
+
+    def _learn(
+        self, experience: Experience, pairs: Tensor, step: int, loop: StepLoop
+    ) -> dict[str, float]:
+        """The updates on (P, 2) pairs of an experience's rows; metrics of the step."""
+        engine, log = self.engine, Means()
+        with self.phases("train") as phase, training_mode(engine.actor):
+            for rows in self._minibatches(pairs, step):
+                part = experience.select(rows.flatten().to(engine.device))
+                try:
+                    with Update(self._budget) as update:
+                        learning_rate = engine.actor_learner.learning_rate
+                        (means,) = update.learn(engine.actor_learner, [self._term(part)])
+                except BadStepError as bad:
+                    loop.skip(bad, rows_of(part.batch))
+                    continue
+                means["preference_loss"] = means.pop("loss")
+                for name, value in {**means, "actor_learning_rate": learning_rate}.items():
+                    log.add(name, value)
+                for name, norm in update.grad_norms.items():
+                    log.add(f"{name}_grad_norm", norm)
+                for name, value in update.scaling.items():
+                    log.latest(name, value)
+                if update.grad_norms:
+                    log.count("updates")
+                    if engine.ema is not None:
+                        engine.ema.update()
+                phase.samples += len(part)
+                phase.tokens += int(part.batch.attention_mask.sum())
+                phase.flops += update_flops(engine, part.batch, actor=True)
+        return log.means()
+
+    def _minibatches(self, pairs: Tensor, step: int) -> Iterator[Tensor]:
+        """The pairs of every update, in another order each epoch, by (seed, step, epoch)."""
+        if not len(pairs):
+            return
+        for epoch in range(self._config.ppo.epochs):
+            key = sequence_key(self._config.seed, step, epoch, 0)
+            order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(key))
+            for numbers in order.split(self._pairs_per_update):
+                yield pairs[numbers]
+
+    def _term(self, pairs: Experience) -> LossTerm:
+        """DPO's loss of pairs, whose rows come as chosen, rejected, chosen, rejected ..."""
+        lengths = pairs.batch.lengths().view(-1, 2)
+
+        def loss(numbers: list[int]) -> MicroBatchLoss:
+            first = 2 * torch.tensor(numbers, device=self.engine.device)
+            part = pairs.select(torch.cat([first, first + 1]))
+            chosen, rejected = halves(self._logprobs(part))
+            result = loss_of_pairs(chosen, rejected, self._config.dpo)
+            sums = {
+                "preference_accuracy": result.accuracy,
+                "preference_margin": result.chosen_reward - result.rejected_reward,
+            }
+            return MicroBatchLoss(result.loss, sums)
+
+        return LossTerm((2 * lengths.amax(dim=1)).tolist(), len(lengths), loss)
+
+    def _logprobs(self, part: Experience) -> AnswerLogprobs:
+        logprobs, _ = self.engine.actor_logprobs(part.batch, with_entropy=False)
+        reference = None if part.ref_logprobs is None else part.ref_logprobs.sum(dim=1)
+        return AnswerLogprobs(logprobs.sum(dim=1), part.batch.response_mask.sum(dim=1), reference)
+
+    def evaluate(self) -> dict[str, float]:
+        """Scores of answers to held-out prompts."""
+        heldout = self._rows.heldout_prompts[: self._config.ppo.eval_prompts]
+        return policy_metrics(self.engine, heldout, self._config, self._rewards)
+
+    def rehearse(self) -> None:
+        """The largest micro-batch that can come, forward and backward, for nothing."""
+        engine, answer = self.engine, self._config.sampling.max_new_tokens
+        length = max(map(len, self._rows.prompts)) + answer
+        share = -(-self._pairs_per_update // engine.world.size)
+
+        def loss(max_tokens: int) -> Tensor:
+            rows = 2 * max(1, min(max_tokens // (2 * length), share))
+            response = torch.zeros((rows, length), dtype=torch.bool, device=engine.device)
+            response[:, length - answer :] = True
+            ids = torch.full((rows, length), engine.renderer.pad_token_id, device=engine.device)
+            batch = TokenBatch(ids, torch.ones_like(response), response)
+            return engine.actor_logprobs(batch, with_entropy=False)[0].sum()
+
+        with training_mode(engine.actor):
+            rehearse(self._budget, engine.actor_learner, loss)
+
+    def state(self) -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
+        """Actor and average; no numbers."""
+        tensors = training_state(self.engine.learners)
+        if self.engine.ema is not None:
+            tensors["ema"] = self.engine.ema.state_tensors()
+        return tensors, {}
+
+    def restore(self, state: SavedState) -> None:
+        """Continue from a checkpoint."""
+        restore_training(state, self.engine.learners)
+        if self.engine.ema is not None:
+            self.engine.ema.load_state_tensors(state.tensors["ema"])
+
+
+def best_and_worst(experience: Experience, num_prompts: int) -> tuple[Tensor, dict[str, float]]:
+    """(P, 2) int64 rows of the best and the worst answer to each prompt, and what was skipped.
+
+    Args:
+        num_prompts: that were answered; of some, no answer may have been scored.
+    Of equal scores the first answer is the best and the last the worst. A prompt is skipped where
+    all scores are equal or fewer than two answers have any.
+    """
+    scores, group = experience.scores.tolist(), experience.group.tolist()
+    rows_of_prompt: dict[int, list[int]] = {}
+    for row, prompt in enumerate(group):
+        rows_of_prompt.setdefault(prompt, []).append(row)
+    pairs, gaps = [], []
+    for rows in rows_of_prompt.values():
+        best = max(rows, key=lambda row: (scores[row], -row))
+        worst = min(rows, key=lambda row: (scores[row], -row))
+        if scores[best] > scores[worst]:
+            pairs.append((best, worst))
+            gaps.append(scores[best] - scores[worst])
+    metrics = {
+        "preference_pairs": float(len(pairs)),
+        "tied_prompts": 1 - len(pairs) / num_prompts,
+    }
+    if gaps:
+        metrics["score_gap"] = sum(gaps) / len(gaps)
+    return torch.tensor(pairs, dtype=torch.long).view(-1, 2), metrics
