@@ -28,13 +28,15 @@ from tandem.training.stage_loop import no_collection_of_old_objects
 
 @dataclass(slots=True)
 class Cost:
-    """Seconds of one phase: on the clock, and of all the process's threads together."""
+    """Seconds of one phase, on the clock and of all the process's threads together; flops: its
+    operations, where the side counts them."""
 
     wall: float = 0.0
     cpu: float = 0.0
+    flops: float = 0.0
 
     def __sub__(self, other: Cost) -> Cost:
-        return Cost(self.wall - other.wall, self.cpu - other.cpu)
+        return Cost(self.wall - other.wall, self.cpu - other.cpu, self.flops - other.flops)
 
 
 Costs = dict[str, Cost]
@@ -56,20 +58,23 @@ class Stopwatch(Phases):
     def __call__(
         self, phase: str, *, tokens: float = 0, samples: float = 0, flops: float = 0
     ) -> Iterator[Phase]:
-        """Add the block's wall and CPU seconds to `phase`; the counts are not used."""
+        """Add the block's wall and CPU seconds and its operations to `phase`."""
         wall, cpu = now(), time.process_time()
+        block = Phase(tokens, samples, flops)
         try:
-            yield Phase(tokens, samples, flops)
+            yield block
         finally:
+            self._costs[phase].flops += block.flops
             self._costs[phase].wall += now() - wall
             self._costs[phase].cpu += time.process_time() - cpu
 
     def take(self) -> Costs:
         """The costs so far with their `total`, and start again from zero."""
         costs = dict(self._costs)
-        wall, cpu = (sum(getattr(c, clock) for c in costs.values()) for clock in ("wall", "cpu"))
+        parts = ("wall", "cpu", "flops")
+        total = Cost(*(sum(getattr(cost, part) for cost in costs.values()) for part in parts))
         self._costs.clear()
-        return {**costs, "total": Cost(wall, cpu)}
+        return {**costs, "total": total}
 
 
 def now() -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.harness import Rounds, compare, in_child, measure, once, peak_bytes, ready
+from bench.limits import gemm_rate
 from bench.models import SHAPES, tiny
 from bench.ppo_sides import (
     PlainSide,
@@ -65,11 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     lengths, costs = alternating(work, options.rounds)
     answer_tokens = [min(n, work.max_new_tokens) for n in lengths]
     found = summary(work, answer_tokens, costs)
+    peak = gemm_rate(work.dtype) if work.device == "cpu" else None
+    if peak:
+        add_shares(found, costs, peak)
+    slower = {} if options.tiny else slower_phases(found)
     report.result |= {
         "work": {**asdict(work), "name": options.shape, "answer_tokens": answer_tokens},
         "apart": distances,
         "rounds": costs,
         "summary": found,
+        "flops_per_cpu_second": peak,
+        "slower_than_plain": slower,
         "memory_bytes": {},
     }
     report.console.print(
@@ -79,9 +86,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             f"{options.rounds} round(s)",
             found,
             "phase",
-            {"samples/s": lambda of: f"{of['samples_per_second']:.1f}"},
+            {
+                "samples/s": lambda of: f"{of['samples_per_second']:.1f}",
+                "of peak": lambda of: f"{of['peak_share']:.0%}" if "peak_share" in of else "",
+            },
         )
     )
+    if peak:
+        report.print_line(
+            f"of peak: real tokens' operations over {peak / 1e9:.0f} GFLOP per CPU second, this "
+            "machine's best product"
+        )
+    for phase, ratio in slower.items():
+        report.print_line(f"FAILED: {phase} is slower than the plain loop ({ratio:.2f}x)")
     for side in ("tandem", "plain") if options.memory else ():
         memory = in_child(
             peak_memory, side, work, lengths, options.threads, options.keep_freed_memory
@@ -148,6 +165,23 @@ def summary(work: Work, answer_tokens: Sequence[int], costs: Rounds) -> dict[str
     return table
 
 
+def add_shares(
+    found: Mapping[str, Mapping[str, dict[str, Any]]], costs: Rounds, rate: float
+) -> None:
+    """Add `peak_share` to every side of every phase: the operations that Tandem counts (real tokens
+    alone), over what the best product would do in that side's CPU time."""
+    for phase, sides in found.items():
+        flops = statistics.median(one[phase].flops for one in costs["tandem"])
+        for of in sides.values():
+            of["peak_share"] = flops / (rate * of["cpu_seconds"])
+
+
+def slower_phases(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, float]:
+    """The phases in which the plain loop costs less than Tandem, with the median ratio."""
+    ratios = {phase: sides["plain"]["cpu_ratio"].median for phase, sides in found.items()}
+    return {phase: ratio for phase, ratio in ratios.items() if ratio < 1}
+
+
 def peak_memory(
     side: str, work: Work, lengths: tuple[int, ...], threads: int, keeps: bool
 ) -> dict[str, int]:
@@ -187,4 +221,4 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bool(main()["slower_than_plain"]))

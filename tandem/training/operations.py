@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from tandem.engine.forward import groups_of
 from tandem.engine.hybrid import RLHFEngine
 from tandem.models.summary import sequence_flops
 from tandem.models.twin import decodes
@@ -11,9 +12,12 @@ from tandem.types import Experience, Rollout, TokenBatch
 
 
 def batch_flops(model: PreTrainedModel, batch: TokenBatch, *, backward: bool = False) -> float:
-    """`sequence_flops` of a batch whose response tokens go through the vocabulary head."""
+    """`sequence_flops` of a batch whose response tokens go through the vocabulary head; a prompt
+    that several rows share counts once where the model runs it once."""
     lengths = batch.lengths().tolist()
-    return sequence_flops(model, lengths, batch.num_response_tokens, backward=backward)
+    flops = sequence_flops(model, lengths, batch.num_response_tokens, backward=backward)
+    again = [group.prompt_tokens for group in groups_of(batch, [model]) for _ in group.rows[1:]]
+    return flops - sequence_flops(model, again, 0, backward=backward)
 
 
 def generation_flops(engine: RLHFEngine, rollout: Rollout) -> float:

@@ -159,3 +159,18 @@ def test_the_peak_is_of_a_side_that_does_its_steps(work: Work) -> None:
     for side in ("tandem", "plain"):
         found = step3.peak_memory(side, work, (13,) * 12, 1, False)
         assert found["peak"] >= found["before"] > 0
+
+
+def test_phases_in_which_the_plain_loop_is_faster_are_named_with_shares_of_the_peak() -> None:
+    def rounds(train: float, flops: float) -> list[dict[str, Cost]]:
+        phases = {"generate": Cost(1, 1, flops), "score": Cost(1, 1), "train": Cost(1, train)}
+        return [{**phases, "total": Cost(3, 2 + train, flops)}] * 3
+
+    costs = {"tandem": rounds(2.0, 8e9), "plain": rounds(1.0, 0.0)}
+    work = Work(shape=TINY, mode="forced", micro_batch_tokens=64)
+    found = step3.summary(work, [4] * 64, costs)
+    assert step3.slower_phases(found) == {"train": 0.5, "total": 0.75}
+    step3.add_shares(found, costs, 4e9)
+    shares = {phase: sides["tandem"]["peak_share"] for phase, sides in found.items()}
+    assert shares == {"generate": 2.0, "score": 0.0, "train": 0.0, "total": 0.5}
+    assert found["total"]["plain"]["peak_share"] == pytest.approx(2 / 3)

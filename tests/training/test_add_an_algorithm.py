@@ -94,7 +94,7 @@ def test_a_stage_of_the_page_follows_others_and_is_swept_and_planned(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = tiny_config(
-        tmp_path, tiny_model, preferences, steps=["sft", NAME], dataset__split=[], dtype="fp32"
+        tmp_path, tiny_model, preferences, stages=["sft", NAME], dataset__split=[], dtype="fp32"
     )
     both = config_file(config, tmp_path / "both")
     assert main(["train", *both]) == 0

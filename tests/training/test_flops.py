@@ -91,12 +91,16 @@ def test_a_ppo_step_counts_what_it_computes(
         attention([n - 1], len(row))
         for n, row in zip(lengths, experience.rollout.prompts, strict=True)
     )
+    # A prompt runs once for both of its answers.
+    once = attention(map(len, prompts)) + sum(
+        attention([n], len(row)) for n, row in zip(lengths, experience.rollout.prompts, strict=True)
+    )
     wanted = {
         "generate": made["generate"] + attention(map(len, prompts)) + run,
         # Of the reference and the critic, and of the actor where the sampler is not believed.
-        "score": made["score"] + (2 + (old_logprobs == "forward")) * attention(lengths),
+        "score": made["score"] + (2 + (old_logprobs == "forward")) * once,
         # A backward is twice its forward; actor, critic, and the texts where they are mixed in.
-        "train": 3 * (made["train"] + 2 * attention(lengths) + attention([5, 5] * (ptx_coef > 0))),
+        "train": 3 * (made["train"] + 2 * once + attention([5, 5] * (ptx_coef > 0))),
     }
     wanted["step"] = sum(wanted.values())
     said = phases.metrics()

@@ -120,6 +120,8 @@ def test_a_run_saved_under_earlier_names_is_the_same(stopped: StoppedRun) -> Non
         if new in before:
             before[old] = before.pop(new)
     assert {"ppo.kl_target", "ppo.target_kl"} <= before.keys()
+    for name in [name for name in before if name.endswith(" stage")]:
+        before[f"{name.removesuffix('stage')}step"] = before.pop(name)
     identity.require_same("ppo", stopped.given / "run", before)
     before["ppo.target_kl"] = 0.3
     with pytest.raises(CheckpointError, match=r"changed: ppo\.early_stop_kl 0\.3 -> 0\.1\. "):
@@ -170,7 +172,7 @@ def test_columns_that_a_reward_function_reads_are_of_the_rows(
         "    return [float(a in c) for a, c in zip(answer, completions)]\n"
     )
     config = tiny_config(
-        tmp_path / "run", tiny_model, str(data), steps=["ppo"],
+        tmp_path / "run", tiny_model, str(data), stages=["ppo"],
         ppo__reward_function=f"{rewards}:right", dataset__split=[0, 0, 1],
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
