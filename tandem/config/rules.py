@@ -53,11 +53,6 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
         section = getattr(config, stage.section)
         if isinstance(section, GRPOConfig):
             yield from _critic_free_problems(section, config.sampling.samples_per_prompt)
-    for stage in rl:
-        yield from _rollout_problems(config, stage.section)
-        section = getattr(config, stage.section)
-        if isinstance(section, GRPOConfig):
-            yield from _critic_free_problems(section, config.sampling.samples_per_prompt)
     if ppo.kl_in == "loss" and ppo.kl_estimator == "k1":
         yield (
             "ppo.kl_estimator must be k2 or k3 when ppo.kl_in is loss; got k1, whose gradient "
