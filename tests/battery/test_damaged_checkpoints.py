@@ -29,7 +29,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path, 
     model = save_tiny_model(folder / "model")
     data = write_preferences(folder / "prefs.jsonl", 60)
     config = tiny_config(
-        folder / "stopped", model, data, steps=["ppo"], save_every=1, ppo__ema=True,
+        folder / "stopped", model, data, stages=["ppo"], save_every=1, ppo__ema=True,
         ppo__reward_function=f"{rewards(folder)}:short", ppo__eval_every=0,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:

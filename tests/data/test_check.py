@@ -65,13 +65,13 @@ def test_the_first_bad_row_comes_with_what_to_do(tmp_path: Path) -> None:
 
 def test_what_a_step_alone_would_get(tmp_path: Path) -> None:
     data = write(tmp_path / "a.jsonl", ROWS)
-    for steps, num_used in ((["sft"], 20), (["sft", "reward", "ppo"], 20), (["dpo"], 20)):
-        text = run([data], steps=steps)[1]
-        assert f"used: in a run of {' '.join(steps)} (one stage alone" in text
+    for stages, num_used in ((["sft"], 20), (["sft", "reward", "ppo"], 20), (["dpo"], 20)):
+        text = run([data], stages=stages)[1]
+        assert f"used: in a run of {' '.join(stages)} (one stage alone" in text
         row = next(line for line in text.splitlines() if line.startswith("│ a "))
         read, *used, unused, dropped = (int(cell) for cell in row.strip("│").split("│")[1:])
         assert (read, sum(used), unused, dropped) == (20, num_used, 0, 0)
-        assert sum(count > 0 for count in used[:3]) == (3 if len(steps) == 3 else 1)
+        assert sum(count > 0 for count in used[:3]) == (3 if len(stages) == 3 else 1)
 
 
 def test_shared_prompts_are_shown(tmp_path: Path) -> None:

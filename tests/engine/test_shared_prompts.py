@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tandem.engine.loading import prepare_for_training
 from torch import Tensor
 
+from tandem.config.engine import engine_settings
 from tandem.config.schema import OptimizerConfig, RunConfig
 from tandem.engine.forward import (
     groups_of,
@@ -16,7 +16,8 @@ from tandem.engine.forward import (
     token_values,
 )
 from tandem.engine.learner import Learner
-from tandem.engine.placement import plan_for, spread
+from tandem.engine.placement import prepare_for_training, shard_model
+from tandem.engine.shard_plan import shard_plan
 from tandem.engine.update import LossTerm, MicroBatchLoss, _accumulated
 from tandem.models import packed
 from tandem.models.packed import PromptGroup
@@ -86,11 +87,11 @@ def test_a_model_that_shares_nothing_has_no_groups() -> None:
 
 def learned(world: World, stage: int, max_tokens: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Gradients of both terms' loss, and the log-probs and values of a scoring pass."""
-    config, batch = RunConfig(), grouped_batch(ROWS)
+    settings, batch = engine_settings(RunConfig()), grouped_batch(ROWS)
     models = [tiny_model("llama"), tiny_scalar("llama")]
     for model in models:
-        prepare_for_training(model, config, seed=5)
-        spread(model, plan_for(stage, config, world, trained=True), world)
+        prepare_for_training(model, settings, seed=5)
+        shard_model(model, shard_plan(stage, settings, world, trained=True), world)
     actor, critic = models
     numbers = scored(
         batch,

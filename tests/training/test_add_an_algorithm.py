@@ -94,12 +94,12 @@ def test_a_stage_of_the_page_follows_others_and_is_swept_and_planned(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = tiny_config(
-        tmp_path, tiny_model, preferences, steps=["sft", NAME], dataset__split=[], dtype="fp32"
+        tmp_path, tiny_model, preferences, stages=["sft", NAME], dataset__split=[], dtype="fp32"
     )
     both = config_file(config, tmp_path / "both")
     assert main(["train", *both]) == 0
     made_from = json.loads((tmp_path / "both" / NAME / "MANIFEST.json").read_text("utf-8"))
-    assert "the sft step" in made_from["facts"]["made_from"]
+    assert "the sft stage" in made_from["facts"]["made_from"]
     assert made_from["facts"]["made_from"]["dataset.split"] == [2, 4, 0]
     capsys.readouterr()
     changed = ["--dpo.beta", "0.2"]  # a knob of its section, read from its record

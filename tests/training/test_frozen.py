@@ -203,7 +203,7 @@ def test_dpo_against_the_policy_as_it_started(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
     folder = tmp_path / "run"
-    ran(World(), configured(folder, tiny_model, preferences, "nf4", steps=["sft", "dpo"]))
+    ran(World(), configured(folder, tiny_model, preferences, "nf4", stages=["sft", "dpo"]))
     first = next(r for r in lines(folder, "metrics.jsonl") if (r["stage"], r["step"]) == ("dpo", 1))
     assert first["values"]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     AutoModelForCausalLM.from_pretrained(folder / "dpo")

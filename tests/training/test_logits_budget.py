@@ -50,9 +50,9 @@ def budget_of(rows: int, vocabulary: int) -> Iterator[Widest]:
         yield widest
 
 
-@pytest.mark.parametrize("steps", [["sft", "dpo"], ["reward", "ppo"]])
+@pytest.mark.parametrize("stages", [["sft", "dpo"], ["reward", "ppo"]])
 def test_no_stage_exceeds_it(
-    steps: list[str], tiny_model: str, preferences: str, tmp_path: Path
+    stages: list[str], tiny_model: str, preferences: str, tmp_path: Path
 ) -> None:
     texts = tmp_path / "texts.txt"
     texts.write_text("A long walk in the rain.\n" * 400, encoding="utf-8")
@@ -60,7 +60,7 @@ def test_no_stage_exceeds_it(
         tmp_path / "run",
         tiny_model,
         preferences,
-        steps=steps,
+        stages=stages,
         ppo={
             "steps": 1,
             "prompts_per_step": 64,

@@ -62,7 +62,7 @@ def test_thirty_steps_hold_what_ten_did(
         tmp_path / "run",
         model,
         preferences,
-        steps=["sft", "reward", "ppo"],
+        stages=["sft", "reward", "ppo"],
         save_every=1000,
         dataset={"heldout": 0.02},
         sft=fit,

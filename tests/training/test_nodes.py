@@ -53,7 +53,7 @@ def nodes(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def config(tmp_path: Path, tiny_model: str, preferences: str) -> RunConfig:
-    config = tiny_config(tmp_path / "alone", tiny_model, preferences, steps=["sft", "dpo"])
+    config = tiny_config(tmp_path / "alone", tiny_model, preferences, stages=["sft", "dpo"])
     return replace(config, parallel=stages(3, 3))
 
 

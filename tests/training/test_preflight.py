@@ -182,7 +182,7 @@ def test_only_rows_of_steps_that_run_must_fit_the_model(tmp_path: Path, tiny_mod
         tmp_path / "run", tiny_model, str(data), dataset__max_tokens=900, dataset__heldout=0.4
     )
     for step in ("sft", "reward", "dpo"):
-        config = replace(config, steps=(step,), dataset=replace(config.dataset, split=()))
+        config = replace(config, stages=(step,), dataset=replace(config.dataset, split=()))
         prepared = prepare_rows(config, tiny_model, tiny_model)
         with pytest.raises(ConfigError, match=f"rows of stage {step} must fit the model's 256"):
             check_rows(config, prepared, tiny_model, tiny_model)

@@ -68,7 +68,7 @@ def test_a_checkpoint_in_half_precision_holds_masters_and_moments(
     tmp_path: Path, tiny_model: str, preferences: str, offload: list[str]
 ) -> None:
     config = tiny_config(
-        tmp_path / "run", tiny_model, preferences, steps=["sft"], dtype="bf16", save_async=False,
+        tmp_path / "run", tiny_model, preferences, stages=["sft"], dtype="bf16", save_async=False,
         parallel__offload=offload,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -95,7 +95,7 @@ def test_dpo_continues_to_the_same_bits(
     tmp_path: Path, tiny_model: str, preferences: str, rank: int
 ) -> None:
     config = tiny_config(
-        tmp_path / "whole", tiny_model, preferences, steps=["sft", "dpo"], lora__rank=rank
+        tmp_path / "whole", tiny_model, preferences, stages=["sft", "dpo"], lora__rank=rank
     )
     ran(config)
     ran_with_stops(config, tmp_path / "stopped", [("dpo", 1), ("dpo", 3), ("dpo", 3)])
@@ -144,7 +144,7 @@ def test_other_intervals_change_nothing(tmp_path: Path, tiny_model: str, prefere
 
 def test_a_base_model_that_was_changed_since_is_refused(tmp_path: Path, preferences: str) -> None:
     model = save_tiny_model(tmp_path / "model")
-    config = tiny_config(tmp_path / "run", model, preferences, steps=["sft"])
+    config = tiny_config(tmp_path / "run", model, preferences, stages=["sft"])
     ran(config)
     save_tiny_model(tmp_path / "model", seed=5)
     with pytest.raises(
@@ -154,7 +154,7 @@ def test_a_base_model_that_was_changed_since_is_refused(tmp_path: Path, preferen
 
 
 def test_a_checkpoint_says_what_made_it(tmp_path: Path, tiny_model: str, preferences: str) -> None:
-    config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["sft"])
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["sft"])
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, "sft", 3)
         with pytest.raises(StopError):

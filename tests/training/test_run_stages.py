@@ -159,7 +159,7 @@ def test_a_finished_step_is_not_taken_for_one_of_other_rows(
     data = tmp_path / "prefs.jsonl"
     lines = Path(preferences).read_text().splitlines()
     data.write_text("\n".join(lines[:100]))
-    config = tiny_config(tmp_path / "run", tiny_model, str(data), steps=["sft"])
+    config = tiny_config(tmp_path / "run", tiny_model, str(data), stages=["sft"])
     quiet(config)
     data.write_text("\n".join(lines))
     with pytest.raises(CheckpointError, match="changed: the rows of data"):
@@ -170,7 +170,7 @@ def test_a_folder_of_the_users_is_not_taken_for_a_step(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
     (tmp_path / "run" / "sft").mkdir(parents=True)
-    config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["sft"])
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["sft"])
     with pytest.raises(CheckpointError, match="would be lost"):
         quiet(config)
 
@@ -179,7 +179,7 @@ def test_a_language_model_is_no_reward_model(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
     config = tiny_config(
-        tmp_path / "run", tiny_model, preferences, steps=["ppo"], reward_model=tiny_model
+        tmp_path / "run", tiny_model, preferences, stages=["ppo"], reward_model=tiny_model
     )
     with pytest.raises(ModelError, match="must have a scalar head already"):
         quiet(config)
@@ -188,7 +188,7 @@ def test_a_language_model_is_no_reward_model(
 def test_a_refused_run_leaves_the_old_ones_configuration(
     tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["sft"])
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["sft"])
     with monkeypatch.context() as patch:
         stop_at(patch, "sft", 3)
         with pytest.raises(StopError):
@@ -224,7 +224,7 @@ def test_rows_beyond_the_models_positions_stop_before_the_first_step(
     with pytest.raises(ConfigError, match="must fit the model's 256 positions; got"):
         quiet(config)
     config = tiny_config(tmp_path / "run", tiny_model, preferences, dataset__split=[1, 0, 1])
-    with pytest.raises(ConfigError, match="step reward must have at least one row; got none"):
+    with pytest.raises(ConfigError, match="stage reward must have at least one row; got none"):
         quiet(config)
     assert not (tmp_path / "run").exists()
 
@@ -235,7 +235,7 @@ def test_dpo_pairs_are_in_the_policys_tokens_beside_a_reward_model_with_others(
     other = save_with_another_template(tiny_model, tmp_path / "other")
     config = tiny_config(
         tmp_path / "run", tiny_model, preferences, reward_model=other,
-        steps=["sft", "reward", "dpo"],
+        stages=["sft", "reward", "dpo"],
     )  # fmt: skip
     rows = prepare_rows(config, tiny_model, other)
     assert [len(p.chosen) for p in rows.pairs] != [len(p.chosen) for p in rows.dpo_pairs]
@@ -371,7 +371,7 @@ def test_lora_through_all_steps_with_gradient_checkpointing(
 def test_dpo_in_place_of_steps_two_and_three(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
-    config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["sft", "dpo"])
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["sft", "dpo"])
     run = quiet(config)
     first = read_metrics(run)[5].values  # dpo, step 1
     assert first["loss"] == pytest.approx(0.6931, abs=1e-3)  # the policy is the reference: log 2
@@ -387,7 +387,7 @@ def test_a_reward_function_alone_needs_no_reward_model(
         "    return [-len(c) / 10 if c else None for c in completions]\n"
     )
     config = tiny_config(
-        tmp_path / "run", tiny_model, preferences, steps=["ppo"],
+        tmp_path / "run", tiny_model, preferences, stages=["ppo"],
         ppo__reward_function=f"{rewards}:short",
     )  # fmt: skip
     run = quiet(config)
@@ -409,7 +409,7 @@ def test_a_reward_model_is_trained_without_a_policy(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
     config = tiny_config(
-        tmp_path / "run", "", preferences, steps=["reward"], reward_model=tiny_model
+        tmp_path / "run", "", preferences, stages=["reward"], reward_model=tiny_model
     )  # fmt: skip
     lines: list[str] = []
     run = quiet(config, lines)
@@ -431,7 +431,7 @@ def test_a_function_whose_numbers_are_clipped_is_named_at_the_start(
         "def long(prompts, completions, **columns):\n    return [20.0] * len(prompts)\n"
     )
     config = tiny_config(
-        tmp_path / "run", tiny_model, preferences, steps=["ppo"],
+        tmp_path / "run", tiny_model, preferences, stages=["ppo"],
         ppo__reward_function=f"{rewards}:long", ppo__steps=1,
     )  # fmt: skip
     lines: list[str] = []
@@ -453,7 +453,7 @@ def test_what_is_missing_is_said_at_once(tmp_path: Path, tiny_model: str, prefer
     config = tiny_config(tmp_path / "run", "", preferences)
     with pytest.raises(ConfigError, match="actor_model must name a model"):
         quiet(replace(config, data=()))
-    config = tiny_config(tmp_path / "run", tiny_model, preferences, steps=["ppo"])
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["ppo"])
     with pytest.raises(ConfigError, match="stage ppo must have a reward"):
         quiet(config)
     assert not (tmp_path / "run").exists()
@@ -489,13 +489,13 @@ def test_a_run_at_home_is_written_and_read_at_home(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    config = tiny_config(Path("~/run"), tiny_model, preferences, steps=["sft", "reward"])
+    config = tiny_config(Path("~/run"), tiny_model, preferences, stages=["sft", "reward"])
     assert quiet(config) == tmp_path / "home" / "run"
     assert not list((tmp_path / "work").iterdir())
     made_from = json.loads((tmp_path / "home/run/reward/MANIFEST.json").read_text())["facts"]
     entries = json.loads((tmp_path / "home/run/sft/MANIFEST.json").read_text())["files"]
     assert (
-        made_from["made_from"]["the sft step"]["model.safetensors"]
+        made_from["made_from"]["the sft stage"]["model.safetensors"]
         == (entries["model.safetensors"]["sha256"])
     )
 
@@ -512,7 +512,7 @@ def test_a_given_model_that_changed_since_it_was_saved_is_refused(
     content = bytearray(weights.read_bytes())
     content[-5] ^= 4
     weights.write_bytes(content)
-    config = tiny_config(tmp_path / "new", tiny_model, preferences, steps=["sft"])
+    config = tiny_config(tmp_path / "new", tiny_model, preferences, stages=["sft"])
     config = replace(config, **{knob: str(tmp_path / "run" / part)})
     with pytest.raises(CheckpointError, match=r"model.safetensors must have the SHA-256 .*Copy"):
         quiet(config)
@@ -533,7 +533,7 @@ def test_every_file_of_a_given_model_is_hashed_once(
 
     monkeypatch.setattr(files, "sha256", counted)
     monkeypatch.setattr(files, "_SETTLED_SECONDS", -1.0)
-    config = tiny_config(tmp_path / "new", str(whole / "sft"), preferences, steps=["sft"])
+    config = tiny_config(tmp_path / "new", str(whole / "sft"), preferences, stages=["sft"])
     quiet(config)
     assert read.count(str(whole / "sft" / "model.safetensors")) == 1
 

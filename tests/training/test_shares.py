@@ -29,8 +29,8 @@ def config(tmp_path: Path, tiny_model: str, preferences: str) -> RunConfig:
     )
 
 
-def alone(config: RunConfig, *steps: str, split: tuple[float, ...] = ()) -> RunConfig:
-    return replace(config, steps=steps, dataset=replace(config.dataset, split=split))
+def alone(config: RunConfig, *stages: str, split: tuple[float, ...] = ()) -> RunConfig:
+    return replace(config, stages=stages, dataset=replace(config.dataset, split=split))
 
 
 def used(folder: Path) -> dict[str, int]:
@@ -39,29 +39,29 @@ def used(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "share"),
+    ("stages", "share"),
     [(["sft"], "texts"), (["reward"], "pairs"), (["dpo"], "pairs"), (["ppo"], "prompts")],
 )
 def test_a_step_alone_takes_all_but_the_heldout_rows(
-    config: RunConfig, tiny_model: str, steps: list[str], share: str
+    config: RunConfig, tiny_model: str, stages: list[str], share: str
 ) -> None:
-    settled, _ = settle_shares(alone(config, *steps), World())
+    settled, _ = settle_shares(alone(config, *stages), World())
     rows = prepare_rows(settled, tiny_model, tiny_model)
     (account,) = rows.ledger.datasets.values()
     trained = {"sft": rows.sft, "reward": rows.pairs, "dpo": rows.dpo_pairs, "ppo": rows.prompts}
     assert {step for step, count in account.used.items() if count} == {share, "heldout"}
     assert account.used[share] + account.used["heldout"] + account.num_dropped == ROWS
-    assert len(trained[steps[0]]) == account.used[share]
+    assert len(trained[stages[0]]) == account.used[share]
     assert account.used["heldout"] < ROWS / 5
 
 
 def test_shares_are_dealt_among_the_steps_that_run(config: RunConfig, tiny_model: str) -> None:
-    for steps, shares in (
+    for stages, shares in (
         (("sft", "reward", "ppo"), (2, 4, 4)),
         (("reward", "ppo"), (0, 4, 4)),
         (("sft", "dpo"), (2, 4, 0)),
     ):
-        settled, said = settle_shares(alone(config, *steps), World())
+        settled, said = settle_shares(alone(config, *stages), World())
         assert settled.dataset.split == shares
         assert not said
 
@@ -157,7 +157,7 @@ def test_a_stopped_step_continues_with_its_rows(
 
 def test_no_opening_is_in_two_steps_of_a_run_of_all(config: RunConfig) -> None:
     settled, _ = settle_shares(config, World())
-    data = load_data(settled.dataset, settled.data, seed=settled.seed, steps=settled.stages)
+    data = load_data(settled.dataset, settled.data, seed=settled.seed, stages=settled.stages)
     sides = [
         {opening(s) for s in side} for side in (data.texts, data.pairs, data.prompts, data.heldout)
     ]

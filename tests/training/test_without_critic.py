@@ -38,12 +38,12 @@ def test_a_policy_learns_without_critic_and_reference(tiny_model: str, tmp_path:
     assert list(engine.learners) == ["actor"]
     assert (engine.critic, engine.reference, engine.critic_learner) == (None, None, None)
     trainer = PPOTrainer(
-        engine, config, num_steps=12, reward_function=early_letters, advantages_of=rloo
+        engine, config, num_steps=24, reward_function=early_letters, advantages_of=rloo
     )
     prompts = [engine.renderer.prompt(f"Say {word}.") for word in QUESTIONS]
     trainer.rehearse(prompts)
     rewards = []
-    for step in range(1, 13):
+    for step in range(1, 25):
         made = trainer.generate_experience(prompts, step=step)
         assert (made.values, made.returns, made.ref_logprobs) == (None, None, None)
         assert made.group.tolist() == [i // 4 for i in range(24)]
