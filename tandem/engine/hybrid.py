@@ -101,11 +101,6 @@ class RLHFEngine:
         actor = str(actor) if isinstance(actor, Path) else actor
         reward_model = str(reward_model) if isinstance(reward_model, Path) else reward_model
         critic = str(critic) if isinstance(critic, Path) else critic
-        if has_critic and "critic" not in settings.optimizers:
-            raise ConfigError(
-                "RLHFEngine must get has_critic=False if the run's algorithm trains no critic; got "
-                "True. Use make_engine(config, actor), which reads it from the configuration."
-            )
         self.settings = settings
         self.world = world or World(device=resolve_device(settings.device))
         self.device = self.world.device
@@ -302,6 +297,11 @@ class RLHFEngine:
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     def _learner(self, role: str, model: PreTrainedModel) -> Learner:
+        if role not in self.settings.optimizers:
+            raise ConfigError(
+                f"RLHFEngine must get has_{role}=False if the algorithm trains no {role}; got "
+                "True. Use make_engine(config, actor), which reads it from the configuration."
+            )
         return Learner(
             role,
             model,

@@ -10,6 +10,7 @@ import pytest
 import tandem
 from tandem.cli import main
 from tandem.config import stages
+from tandem.config.flags import help_page, parse_run_flags
 from tandem.config.load import build_config, check_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import STAGES, Policy, Stage, stage_of
@@ -138,3 +139,29 @@ def polish(after: tuple[str, ...] = ("sft",)) -> Stage:
         after=after,
         policies=(Policy("polish"),),
     )
+
+
+def test_short_flags_set_the_section_of_the_rl_stage_that_runs(tmp_path: Path) -> None:
+    flags = ["--kl-coef", "0.2", "--grpo.kl", "k2-in-loss", "--grpo-steps", "7"]
+    config = parse_run_flags(["--stages", "sft,grpo", *flags], "train")
+    assert (config.grpo.kl_coef, config.grpo.steps) == (0.2, 7)
+    assert config.ppo == RunConfig().ppo
+    file = tmp_path / "run.yaml"
+    file.write_text("stages: [sft, grpo]\n", "utf-8")
+    assert parse_run_flags(["--config", str(file), *flags], "train").grpo.kl_coef == 0.2
+    assert parse_run_flags(["--kl-coef", "0.2"], "train").ppo.kl_coef == 0.2
+
+
+def test_a_stage_can_change_defaults_of_shared_knobs(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("stages: [grpo]\n", "utf-8")
+    assert parse_run_flags([], "grpo").sampling.samples_per_prompt == 8
+    assert build_config({"stages": ["sft", "grpo"]}).sampling.samples_per_prompt == 8
+    assert parse_run_flags(["--config", str(file)], "ppo").sampling.samples_per_prompt == 1
+    given = ["--sampling.samples-per-prompt", "4"]
+    assert parse_run_flags([*given, "--config", str(file)], "grpo").sampling.samples_per_prompt == 4
+    file.write_text("sampling: {samples_per_prompt: 2}\ngrpo: {minibatch_size: 64}\n", "utf-8")
+    assert parse_run_flags(["--config", str(file)], "grpo").sampling.samples_per_prompt == 2
+    with pytest.raises(ConfigError, match=r"grpo.baseline is group-mean.*got 1\. Give"):
+        parse_run_flags(["--sampling.samples-per-prompt", "1"], "grpo")
+    assert "[8]" in help_page("grpo", "", everything=False).split("--sampling.samples")[1]
