@@ -104,7 +104,7 @@ def test_which_model_of_a_run(tmp_path: Path) -> None:
     assert find_model(str(run), "") == str(run / "ppo" / "actor")
     assert find_model(str(run), "ema") == str(run / "ppo" / "ema")
     assert find_model(str(run), "base") == "some/base"
-    with pytest.raises(ModelError, match="must be one of .*ppo, dpo, sft"):
+    with pytest.raises(ModelError, match=r"must be one of .*ppo, dpo, sft"):
         find_model(str(run), "pppo")
     with pytest.raises(ModelError, match="--model must go with a run's folder"):
         find_model(str(tmp_path), "sft")
