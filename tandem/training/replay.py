@@ -27,7 +27,7 @@ from tandem.types import Experience, TokenRow
 
 _WIDTH = 100
 _NOT_COMPARED = (
-    *("seconds", "tokens_per_", "samples_per_", "tflops", "peak_memory", "rank_"),
+    *("seconds", "reward_seconds", "tokens_per_", "samples_per_", "tflops", "peak_memory", "rank_"),
     "skipped",  # counted since the beginning of the run
 )
 
