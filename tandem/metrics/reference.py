@@ -66,10 +66,15 @@ def _stages_of(family: Family) -> str:
 
 
 def _metric_row(metric: Metric) -> tuple[str, ...]:
-    name = metric.name.replace("*", "<phase>" if metric.members else "<data set>")
+    of_rewards = metric.name.startswith("reward_")
+    if metric.members:
+        member = "reason" if of_rewards else "phase"
+    else:
+        member = "reward" if of_rewards else "data set"
+    name = metric.name.replace("*", f"<{member}>")
     meaning = f"{metric.meaning} Source: {metric.source}." if metric.source else metric.meaning
     if metric.members:
-        meaning = f"{meaning} Phases: {', '.join(metric.members)}."
+        meaning = f"{meaning} {member.capitalize()}s: {', '.join(metric.members)}."
     return f"`{name}`", metric.unit, _families(metric.families), meaning, metric.healthy
 
 

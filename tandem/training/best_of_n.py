@@ -68,31 +68,29 @@ def measure_best_of(run: Run, rows: StepRows, num_samples: int) -> dict[str, lis
         ConfigError: the run has nothing that scores, or no held-out prompt.
     """
     config = run.config
-    scorer, rewards = rewarding(run)
-    rl = rl_section(config)
-    prompts = rows.heldout_prompts[: rl.eval_prompts]
-    if num_samples < 2 or not prompts or (scorer is None and rewards is None):
-        raise ConfigError(
-            "--best-of must be at least 2 and needs a reward model or function and held-out "
-            f"prompts; got {num_samples}, {len(prompts)} prompts and "
-            f"{'a' if scorer or rewards else 'no'} reward. Give --best-of 16 in a run with them."
-        )
-    trained = {
-        policy.label for stage in of_family(stage_names(), "rl") for policy in stage.policies
-    }
-    frontiers = {}
-    for label, source in policies(run):
-        if label in trained:
-            continue
-        model = run.placement.policy(source, trained=False)
-        rollout = answer(model, prompts, rows, run.settings, num_samples)
-        scored = score_answers(rollout, scorer, rows.renderer, rl, rewards, run.world)
-        scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).view(-1, num_samples)
-        scores = scores[~scores.isnan().any(dim=1)]
-        if len(scores):
-            frontiers[label] = [asdict(point) for point in best_of_n(scores)]
-    if rewards is not None:
-        rewards.close()
+    with rewarding(run) as (scorer, rewards):
+        rl = rl_section(config)
+        prompts = rows.heldout_prompts[: rl.eval_prompts]
+        if num_samples < 2 or not prompts or (scorer is None and rewards is None):
+            raise ConfigError(
+                "--best-of must be at least 2 and needs a reward model or function and held-out "
+                f"prompts; got {num_samples}, {len(prompts)} prompts and "
+                f"{'a' if scorer or rewards else 'no'} reward. Give --best-of 16 in such a run."
+            )
+        trained = {
+            policy.label for stage in of_family(stage_names(), "rl") for policy in stage.policies
+        }
+        frontiers = {}
+        for label, source in policies(run):
+            if label in trained:
+                continue
+            model = run.placement.policy(source, trained=False)
+            rollout = answer(model, prompts, rows, run.settings, num_samples)
+            scored = score_answers(rollout, scorer, rows.renderer, rl, rewards, run.world)
+            scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).view(-1, num_samples)
+            scores = scores[~scores.isnan().any(dim=1)]
+            if len(scores):
+                frontiers[label] = [asdict(point) for point in best_of_n(scores)]
     return frontiers
 
 

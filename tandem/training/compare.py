@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -75,29 +76,27 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     """
     config = run.config
     made_from = _made_from(run)
-    scorer, rewards = rewarding(run)
     rl = rl_section(config)
     prompts = rows.heldout_prompts[: rl.eval_prompts]
     models: dict[str, dict[str, float]] = {}
     answers: list[dict[str, Any]] = [
         {"prompt": prompt.messages[-1].content, "answers": {}} for prompt in prompts[:NUM_SHOWN]
     ]
-    for label, source in policies(run):
-        model = run.placement.policy(source, trained=False)
-        models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
-        if prompts:
-            rollout = answer(model, prompts, rows, run.settings)
-            scored = score_answers(rollout, scorer, rows.renderer, rl, rewards, run.world)
-            # Without penalties and clips; NaN without a score.
-            scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).cpu()
-            models[label] |= answer_metrics(rollout, scored)
-            for shown, text, score in zip(
-                answers, rollout.responses, scores.tolist(), strict=False
-            ):
-                value = None if score != score else score
-                shown["answers"][label] = {"text": text, "score": value}
-    if rewards is not None:
-        rewards.close()
+    with rewarding(run) as (scorer, rewards):
+        for label, source in policies(run):
+            model = run.placement.policy(source, trained=False)
+            models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
+            if prompts:
+                rollout = answer(model, prompts, rows, run.settings)
+                scored = score_answers(rollout, scorer, rows.renderer, rl, rewards, run.world)
+                # Without penalties and clips; NaN without a score.
+                scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).cpu()
+                models[label] |= answer_metrics(rollout, scored)
+                for shown, text, score in zip(
+                    answers, rollout.responses, scores.tolist(), strict=False
+                ):
+                    value = None if score != score else score
+                    shown["answers"][label] = {"text": text, "score": value}
     shown_answers = [shown for shown in answers if shown["answers"]]
     evaluation = {"models": models, "answers": shown_answers, "made_from": made_from}
     if scorer is not None and rows.heldout_pairs:
@@ -109,10 +108,16 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     return evaluation
 
 
-def rewarding(run: Run) -> tuple[RewardScorer | None, RewardFunctions | None]:
+@contextmanager
+def rewarding(run: Run) -> Iterator[tuple[RewardScorer | None, RewardFunctions | None]]:
     """What scores answers in a run: its reward model, its reward functions, both or neither."""
     named = rl_section(run.config).reward_function if _uses_function(run.config) else None
-    return _scorer(run), rewards_of(named, run.config.scoring, run.print_line)
+    rewards = rewards_of(named, run.config.scoring, run.print_line)
+    try:
+        yield _scorer(run), rewards
+    finally:
+        if rewards is not None:
+            rewards.close()
 
 
 def _made_from(run: Run) -> dict[str, Any]:
