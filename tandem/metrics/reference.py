@@ -70,7 +70,7 @@ def _metric_row(metric: Metric) -> tuple[str, ...]:
     if metric.members:
         member = "reason" if of_rewards else "phase"
     else:
-        member = "reward" if of_rewards else "data set"
+        member = "reward function" if of_rewards else "data set"
     name = metric.name.replace("*", f"<{member}>")
     meaning = f"{metric.meaning} Source: {metric.source}." if metric.source else metric.meaning
     if metric.members:
