@@ -23,6 +23,7 @@ from tandem.config.load import (
     plain_values,
     range_problems,
     read_file,
+    resolved_types,
     set_knob,
     show_note,
     type_hints,
@@ -250,7 +251,7 @@ def _is_value(word: str) -> bool:
 def _class_of(dotted: str) -> type:
     cls: type = RunConfig
     for part in dotted.split(".")[:-1]:
-        cls = typing.get_type_hints(cls)[part]
+        cls = resolved_types(cls)[part]
     return cls
 
 

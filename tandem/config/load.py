@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import operator
 import os
@@ -204,7 +205,7 @@ def config_knobs(
 ) -> typing.Iterator[tuple[str, dataclasses.Field[Any]]]:
     """Every knob as (dotted name, field), in the order of the schema."""
     for f in dataclasses.fields(cls):
-        nested = typing.get_type_hints(cls)[f.name]
+        nested = resolved_types(cls)[f.name]
         if dataclasses.is_dataclass(nested):
             yield from config_knobs(typing.cast(type, nested), f"{prefix}{f.name}.")
         else:
@@ -223,9 +224,16 @@ def changed_knobs(config: Any, default: Any, prefix: str = "") -> dict[str, tupl
     return changed
 
 
+@functools.cache
+def resolved_types(cls: type) -> Mapping[str, Any]:
+    """The annotations of a section's knobs as types; resolving them takes most of the time that
+    building a configuration takes."""
+    return types.MappingProxyType(typing.get_type_hints(cls))
+
+
 def type_hints(cls: type) -> dict[str, Any]:
     """The types of a section's knobs by name; a list of choices is a list of Literals."""
-    hints = typing.get_type_hints(cls)
+    hints = dict(resolved_types(cls))
     for f in dataclasses.fields(cls):
         if choices := f.metadata.get("choices"):
             hints[f.name] = types.GenericAlias(tuple, (Literal.__getitem__(choices()), ...))
