@@ -9,6 +9,7 @@ from typing import Literal
 from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.schema import LoraConfig, RunConfig, SamplingConfig, rl_section
+from tandem.config.scoring import WeightedModel, weighted_models
 from tandem.config.stages import in_order, rl_stage
 
 
@@ -22,6 +23,7 @@ class EngineSettings:
     optimizers: of each role that reinforcement learning trains.
     spike_sigma: `guards.spike_sigma`.
     ema_decay: of the actor's moving average; 0 keeps none.
+    further_rewards: `scoring.reward_models`, read.
     """
 
     seed: int
@@ -42,6 +44,7 @@ class EngineSettings:
     optimizers: Mapping[str, OptimizerConfig]
     ema_decay: float
     old_logprobs: Literal["auto", "sampler", "forward"]
+    further_rewards: tuple[WeightedModel, ...] = ()
 
     @property
     def carries_adapters(self) -> bool:
@@ -75,4 +78,5 @@ def engine_settings(config: RunConfig) -> EngineSettings:
         optimizers={role: getattr(section, role) for role in rl_stage(config.stages).trains},
         ema_decay=section.ema_decay if section.ema else 0.0,
         old_logprobs=section.old_logprobs,
+        further_rewards=weighted_models(config.scoring.reward_models),
     )

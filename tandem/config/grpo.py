@@ -101,8 +101,9 @@ class CriticFreeConfig:
     """Leave answers that the length limit cut out of the loss; they still count in their group's
     statistics and in the reward that is reported."""
     sampling_rounds: int = knob(UNSET, ge=1)
-    """Most rollouts per step: while too few groups have unequal rewards, further prompts are
-    answered in place of the others (DAPO's dynamic sampling); 1 is off."""
+    """Most prompts that a step answers, in multiples of prompts_per_step: each group of equal
+    rewards is replaced by a further prompt, while the others are answered (DAPO's dynamic
+    sampling); 1 is off."""
 
     def apply_preset(self) -> None:
         """Set what is unset to the algorithm's; in place, where the section is made."""

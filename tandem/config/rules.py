@@ -10,8 +10,10 @@ from typing import Any
 from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import frozen_base_problems
 from tandem.config.preferences import preference_problems
-from tandem.config.schema import GRPOConfig, RLConfig, RunConfig
-from tandem.config.stages import are_apart, in_order, of_family, ways
+from tandem.config.schema import GRPOConfig, RLConfig, RunConfig, rl_section
+from tandem.config.scoring import weighted_models
+from tandem.config.stages import are_apart, in_order, of_family, rl_stage, ways
+from tandem.errors import ConfigError
 
 
 def rule_problems(config: RunConfig) -> Iterator[str]:
@@ -71,6 +73,17 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
             "sampling.samples_per_prompt must be above 1 where scoring.combine is group (rewards "
             "are normalized among the answers to one prompt); got 1"
         )
+    try:
+        further = weighted_models(config.scoring.reward_models)
+    except ConfigError as error:
+        yield str(error).rstrip(".")
+    else:
+        if further and rl_section(config).reward_model_weight == 0:
+            yield (
+                f"scoring.reward_models must be empty where {rl_stage(config.stages).section}."
+                f"reward_model_weight is 0: they count beside a reward model; got "
+                f"{further[0].source}"
+            )
     yield from preference_problems(config.dpo)
     yield from _answers_problems(config)
     yield from _unread_by_stages(config)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Literal
 
-from tandem.config.knob import knob
+from tandem.config.knob import at_home, knob
+from tandem.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +34,55 @@ class ScoringConfig:
     combine: Literal["sum", "group"] = knob("sum")
     """Several rewards make one score: their weighted sum, or the weighted sum of each normalized
     first within the answers to one prompt (GDPO, arXiv:2601.05242)."""
+    reward_models: tuple[str, ...] = knob((), path=True)
+    """Further reward models beside the stage's own, each FOLDER_OR_NAME or FOLDER_OR_NAME:WEIGHT.
+    Their normalized scores, times their weights, are added to the first one's."""
     self_test: bool = knob(True)
     """Before the first step, check on a few rows that each reward function scores the reference
     answer above an empty one and above another row's; stop if it does not."""
     answer_column: str = knob("answer")
     """The column with a row's reference answer; reward functions get it as `answer`."""
+
+    def __post_init__(self) -> None:
+        at_home(self)
+
+
+_WEIGHT = re.compile(r"(.+):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedModel:
+    """A reward model beside the stage's own.
+
+    source: folder or hub name. weight: of its normalized scores. label: its name in metrics.
+    """
+
+    source: str
+    weight: float
+    label: str
+
+
+def weighted_models(texts: Sequence[str]) -> tuple[WeightedModel, ...]:
+    """Read `scoring.reward_models`; labels are the last part of each path, with a number where two
+    are called the same.
+
+    Raises:
+        ConfigError: one names no model, or a model twice.
+    """
+    found: list[WeightedModel] = []
+    for text in texts:
+        source, weight = text, 1.0
+        if match := _WEIGHT.fullmatch(text):
+            source, weight = match[1], float(match[2])
+        problem = f"scoring.reward_models must be FOLDER_OR_NAME or FOLDER_OR_NAME:WEIGHT; {text!r}"
+        if not source.strip("/. ") or not math.isfinite(weight):
+            raise ConfigError(f"{problem} names no model or no finite weight. Fix it.")
+        if any(model.source == source for model in found):
+            raise ConfigError(f"{problem} is given twice. Remove one, or change its weight.")
+        plain = re.sub(r"[^\w.-]", "_", PurePath(source).name) or "model"
+        label, number = plain, 1
+        while label in {"reward_model", *(model.label for model in found)}:
+            number += 1
+            label = f"{plain}_{number}"
+        found.append(WeightedModel(source, weight, label))
+    return tuple(found)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tandem.config.engine import EngineSettings
 from tandem.engine.forward import balanced, generation_weights
+from tandem.generation.following import Following
 from tandem.generation.generator import Stops, generate
 from tandem.models.modes import evaluating
 from tandem.parallel.shard import shards_of
@@ -40,16 +41,25 @@ def rollout_of(
     *,
     step: int,
     numbers: Sequence[int] | None = None,
+    following: Following | None = None,
 ) -> Rollout:
     """A placed policy's answers as a run is configured to sample them.
 
     Args:
         step, numbers: with the seed they key the sampling (see `generation.generate`).
+        following: as there; for one rank alone.
     """
     group = tensor_group(shards_of(model).world, settings.parallel.inference_tp_size)
     with generating(model, group):
         return shared_rollout(
-            model, prompts, settings, stops, step=step, numbers=numbers, group=group
+            model,
+            prompts,
+            settings,
+            stops,
+            step=step,
+            numbers=numbers,
+            group=group,
+            following=following,
         )
 
 
@@ -62,6 +72,7 @@ def shared_rollout(
     step: int,
     numbers: Sequence[int] | None = None,
     group: TensorGroup | None = None,
+    following: Following | None = None,
 ) -> Rollout:
     """`rollout_of` inside `forward.generation_weights`; the texts do not depend on the ranks.
 
@@ -87,6 +98,7 @@ def shared_rollout(
             by_hugging_face=not settings.hybrid_engine,
             # A group's ranks must schedule alike.
             agreed_blocks=int if group is None else group.lowest,
+            following=following,
         )
 
     if world.size == 1:

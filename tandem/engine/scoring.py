@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandem.data.render import Renderer
 from tandem.engine.forward import scored, sequence_scores
 from tandem.engine.placement import Base, Model, Placement
-from tandem.models.load import check_vocabulary
+from tandem.models.load import check_vocabulary, load_tokenizer
 from tandem.models.scalar import normalization
 from tandem.objectives.rewards import normalized_scores
 from tandem.parallel.shard import shards_of
@@ -30,11 +31,23 @@ class RewardScorer:
         renderer: Renderer,
         *,
         max_tokens: int = 8192,
+        further: Sequence[FurtherScorer] = (),
     ) -> None:
-        """`max_tokens`: padded tokens per forward. The model is used without gradient."""
+        """The model is used without gradient.
+
+        Args:
+            max_tokens: padded tokens per forward.
+            further: reward models whose scores count beside this one's.
+        """
         self.model = model
         self.renderer = renderer
         self.max_tokens = max_tokens
+        self.further = tuple(further)
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        """This model and the further ones."""
+        return [self.model, *(other.scorer.model for other in self.further)]
 
     def raw(self, rollout: Rollout, policy_renderer: Renderer) -> Tensor:
         """(B,) float32 raw scores of a rollout that `policy_renderer`'s policy made."""
@@ -68,6 +81,15 @@ class RewardScorer:
         return normalized_scores(raw, mean, std)
 
 
+@dataclass(frozen=True, slots=True)
+class FurtherScorer:
+    """A reward model beside the first: its name in metrics, its weight against the first's 1."""
+
+    label: str
+    weight: float
+    scorer: RewardScorer
+
+
 def place_scorer(
     placement: Placement,
     source: Model,
@@ -75,7 +97,8 @@ def place_scorer(
     *,
     base: Base | None = None,
 ) -> RewardScorer:
-    """A reward model laid out over the ranks, ready to score.
+    """A reward model laid out over the ranks, ready to score, and those that the run's settings
+    name beside it (`scoring.reward_models`).
 
     Args:
         source: a folder or hub name, or a module.
@@ -83,11 +106,29 @@ def place_scorer(
     Raises:
         ModelError: it cannot be used, or has no scalar head: a new one would reward at random.
     """
+    further = [
+        FurtherScorer(
+            other.label,
+            other.weight,
+            _placed(placement, other.source, load_tokenizer(other.source)),
+        )
+        for other in placement.settings.further_rewards
+    ]
+    return _placed(placement, source, tokenizer, base, further)
+
+
+def _placed(
+    placement: Placement,
+    source: Model,
+    tokenizer: PreTrainedTokenizerBase,
+    base: Base | None = None,
+    further: Sequence[FurtherScorer] = (),
+) -> RewardScorer:
     on_host = "reward" in placement.settings.parallel.offload
     model = placement.scalar(source, trained=False, needs_head=True, on_host=on_host, base=base)
     check_vocabulary(model, tokenizer)
     max_tokens = placement.settings.micro_batch_tokens
-    return RewardScorer(model, Renderer(tokenizer), max_tokens=max_tokens)
+    return RewardScorer(model, Renderer(tokenizer), max_tokens=max_tokens, further=further)
 
 
 def _without_end(row: TokenRow) -> TokenRow:

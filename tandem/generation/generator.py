@@ -20,6 +20,7 @@ from tandem.errors import GenerationError, NumericsError
 from tandem.generation import hf_generate
 from tandem.generation.blocks import affordable_blocks, blocks_for
 from tandem.generation.detokenizer import AnswerText
+from tandem.generation.following import Followed, Following
 from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Draw, Sampler, sequence_key
 from tandem.generation.scheduler import Request, blocks_wanted, most_needed
@@ -61,6 +62,7 @@ def generate(
     prefill_tokens: int = PREFILL_TOKENS,
     agreed_blocks: Callable[[int], int] = int,
     by_hugging_face: bool = False,
+    following: Following | None = None,
 ) -> Rollout:
     """Answer each prompt `sampling.samples_per_prompt` times.
 
@@ -80,10 +82,12 @@ def generate(
         agreed_blocks: what to make of the blocks that there is room for, where several ranks run
             the same answers and must let them in alike.
         by_hugging_face: through Hugging Face's `generate`, whatever the family: to compare.
+        following: names prompts to answer after these, while answers end; their numbers count on.
+            Only for families that `decodes` knows.
     Returns:
-        P * samples rows, the samples of a prompt side by side, on the model's device. None of the
-        last seven arguments changes any of it (on a CPU with the C++ operations, to the last bit;
-        through Hugging Face up to rounding).
+        P * samples rows, the samples of a prompt side by side, on the model's device; P counts
+        those that followed. None of the last seven arguments before `following` changes any of it
+        (on a CPU with the C++ operations, to the last bit; through Hugging Face up to rounding).
     Raises:
         GenerationError: a prompt is empty, a prompt or a logit bias names tokens that the model
             does not have, prompt and answer exceed the model's positions, or there is no memory
@@ -94,25 +98,69 @@ def generate(
     numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
     sampler = Sampler(sampling, stops.stop_token_ids, model.device, vocabulary_size(model))
     batch_size = rows_together(model, batch_size)
-    requests: list[Request] = []
-    for row, number in zip(prompts, numbers, strict=True):
-        for sample in range(sampling.samples_per_prompt):
-            key = sequence_key(seed, step, number, sample)
-            text = watched_text(stops, sampling)
-            requests.append(
-                Request(len(requests), row.token_ids, key, sampler, sampling.max_new_tokens, text)
-            )
-    if decodes(model) and not by_hugging_face:
-        samples = sampling.samples_per_prompt if share_prompts else 1
-        groups = [requests[i : i + samples] for i in range(0, len(requests), samples)]
-        if kv_blocks is None:
-            kv_blocks = agreed_blocks(_kv_blocks(model, groups, batch_size))
-        draws = _drawn_side_by_side(
-            model, groups, stops, batch_size, kv_blocks, refill, prefill_tokens
-        )
-    else:
+    made = _RequestMaker(model, sampler, sampling, stops, seed, step, numbers)
+    by_prompt = [made.requests(row, place) for place, row in enumerate(prompts)]
+    requests = [request for group in by_prompt for request in group]
+    if not decodes(model) or by_hugging_face:
         draws = _drawn_compatibly(model, requests, stops, batch_size)
+        return _rollout(prompts, requests, draws, stops)
+    followed, longest = None, 0
+    if following is not None:
+        followed = Followed(following, prompts, by_prompt, made.requests, made.answers)
+        longest = following.longest
+    groups = by_prompt if share_prompts else [[request] for request in requests]
+    if kv_blocks is None:
+        kv_blocks = agreed_blocks(_kv_blocks(model, groups, batch_size, longest))
+    draws = _drawn_side_by_side(
+        model, groups, stops, batch_size, kv_blocks, refill, prefill_tokens, followed
+    )
+    if followed is not None:
+        prompts = followed.prompts
+        requests = [request for group in followed.groups for request in group]
     return _rollout(prompts, requests, draws, stops)
+
+
+@dataclass(frozen=True, slots=True)
+class _RequestMaker:
+    """Prompts to requests, and ended requests to answers."""
+
+    model: PreTrainedModel
+    sampler: Sampler
+    sampling: SamplingConfig
+    stops: Stops
+    seed: int
+    step: int
+    numbers: Sequence[int]
+
+    def requests(self, row: PromptRow, place: int) -> list[Request]:
+        """One per sample of the prompt at that place; the numbers of prompts that follow count
+        on."""
+        samples, limit = self.sampling.samples_per_prompt, self.sampling.max_new_tokens
+        beyond = place - len(self.numbers)
+        if beyond >= 0:
+            _check_prompts(self.model, [row], limit)
+        number = self.numbers[place] if beyond < 0 else max(self.numbers) + 1 + beyond
+        return [
+            Request(
+                place * samples + sample,
+                row.token_ids,
+                sequence_key(self.seed, self.step, number, sample),
+                self.sampler,
+                limit,
+                watched_text(self.stops, self.sampling),
+            )
+            for sample in range(samples)
+        ]
+
+    def answers(
+        self, row: PromptRow, requests: list[Request], token_ids: list[list[int]]
+    ) -> Rollout:
+        """A prompt's answers of which the tokens alone are known."""
+        limit, device = self.sampling.max_new_tokens, self.model.device
+        tokens = torch.tensor([ids + [0] * (limit - len(ids)) for ids in token_ids], device=device)
+        nothing = torch.zeros(tokens.shape, device=device)
+        draws = Draw(tokens, nothing, nothing, nothing)
+        return _rollout([row], requests, draws, self.stops)
 
 
 def watched_text(stops: Stops, sampling: SamplingConfig) -> AnswerText | None:
@@ -166,14 +214,19 @@ def not_a_number(where: str, token_number: int) -> NumericsError:
     )
 
 
-def _kv_blocks(model: PreTrainedModel, groups: list[list[Request]], slots: int) -> int:
-    """Blocks of KV memory for the requests, as far as there is room."""
+def _kv_blocks(
+    model: PreTrainedModel, groups: list[list[Request]], slots: int, longest: int
+) -> int:
+    """Blocks of KV memory for the requests, as far as there is room, and for prompts of `longest`
+    tokens that may follow."""
     lengths = [len(group[0].prompt) for group in groups]
     limit, samples = groups[0][0].limit, len(groups[0])
     return affordable_blocks(
         kv_shapes(model),
-        needed=blocks_wanted(lengths, limit, samples, slots),
-        largest=most_needed(lengths, limit, samples),
+        needed=max(
+            blocks_wanted(lengths, limit, samples, slots), most_needed([longest], limit, samples)
+        ),
+        largest=most_needed([*lengths, longest], limit, samples),
         dtype=kv_dtype(model),
         device=model.device,
     )
@@ -187,9 +240,12 @@ def _drawn_side_by_side(
     kv_blocks: int,
     refill: int | None,
     prefill_tokens: int,
+    followed: Followed | None,
 ) -> Draw:
     """All draws, (requests, limit); the requests know their ends."""
     lengths = [len(group[0].prompt) for group in groups]
+    if followed is not None:
+        lengths.append(followed.longest)
     limit, samples = groups[0][0].limit, len(groups[0])
     record = Record(len(groups) * samples, limit)
     session = Session(
@@ -207,9 +263,18 @@ def _drawn_side_by_side(
         for group in sorted(groups, key=lambda group: -len(group[0].prompt)):
             session.submit(group)
         while session.busy:
-            session.step()
+            drawn = session.step()
+            if followed is None:
+                continue
+            for group in followed.after(drawn):
+                session.submit(group)
+            if not session.busy:
+                for group in followed.at_end():
+                    session.submit(group)
     finally:
         session.close()
+    if followed is not None:
+        record.num_answers = samples * len(followed.groups)
     return record.collected()
 
 

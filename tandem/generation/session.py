@@ -264,8 +264,11 @@ class Record:
     """What was drawn for a known number of answers, put in order once at the end."""
 
     def __init__(self, num_answers: int, limit: int) -> None:
-        """For answers of at most `limit` tokens, numbered from 0 by `Request.number`."""
-        self._num_answers = num_answers
+        """For answers of at most `limit` tokens, numbered from 0 by `Request.number`.
+
+        `num_answers` may be set to more before they are collected.
+        """
+        self.num_answers = num_answers
         self._width = limit
         self._places: list[Tensor] = []
         self._draws: list[Draw] = []
@@ -285,9 +288,9 @@ class Record:
 
         def ordered(parts: list[Tensor]) -> Tensor:
             flat = torch.cat(parts)
-            out = torch.zeros(self._num_answers * self._width, dtype=flat.dtype, device=flat.device)
+            out = torch.zeros(self.num_answers * self._width, dtype=flat.dtype, device=flat.device)
             out[places] = flat
-            return out.view(self._num_answers, self._width)
+            return out.view(self.num_answers, self._width)
 
         return Draw(
             ordered([draw.tokens for draw in self._draws]),

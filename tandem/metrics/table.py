@@ -143,9 +143,9 @@ METRICS: tuple[Metric, ...] = (
             "Prompts whose answers all score alike, of all prompts that the step answered: without "
             "a critic these teach nothing.", "below 0.7; near 1 the prompts are too easy or too "
             "hard", chart="Groups without signal", column="flat"),
-        Metric("sampling_rounds", "rollouts", _RL, "lower",
-            "Rollouts that the step made until enough groups had a signal "
-            "(grpo.sampling_rounds)."),
+        Metric("sampling_rounds", "ratio", _RL, "lower",
+            "Prompts that the step answered until enough groups had a signal, over those it began "
+            "with (at most grpo.sampling_rounds)."),
         Metric("reward_unscored", "answers", _RL, "",
             "Answers that no reward scored; scoring.on_none leaves them out or scores them 0.",
             "0, unless the functions skip answers on purpose"),

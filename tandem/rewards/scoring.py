@@ -144,6 +144,11 @@ class RewardFunctions:
         """The functions themselves, in the order of `specs`."""
         return [function.call for function in self._functions]
 
+    @property
+    def scores_each(self) -> bool:
+        """Whether every function scores each answer by itself, in processes of its own."""
+        return not any(function.is_whole for function in self._functions)
+
     def close(self) -> None:
         """End the worker processes; they start again when they are needed."""
         for function in self._functions:

@@ -1,73 +1,173 @@
 """DAPO's dynamic sampling: further prompts in place of those whose answers all score alike.
 
-A round is a rollout of the missing prompts by all ranks, scored before the next. Which groups are
-kept follows from their order alone, so the result does not depend on ranks or on which answer ends
-first; a refill of the running generation would save the last answers' wait in each round, and
-would need scores while the engine generates.
+Each group without a signal is replaced by the next prompt of the step's own order, until enough
+groups have one. Which prompts a step answers therefore follows from their order alone, and not
+from ranks, times or which answer ends first. Where it is possible (`Refill`) the next prompt joins
+the running generation as soon as a group's scores are known; else (several ranks, a reward that
+needs all answers at once) the missing prompts are answered in further rollouts.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from tandem.errors import GenerationError
 from tandem.training.experience import ScoredAnswers
 from tandem.training.rollout_rows import joined
 from tandem.types import PromptRow, Rollout
 
 MorePrompts = Callable[[int, Sequence[PromptRow], int], Sequence[PromptRow]]
-"""Further prompts of a step: its number, the prompts that it has, and how many are wanted."""
+"""Further prompts of a step: its number, the prompts that it has, and how many are wanted. Two
+calls for one prompt must give what one call for two gives."""
 
 Answered = tuple[Rollout, ScoredAnswers]
 
-_LEAST_SHARE = 0.25
-"""At most four prompts are asked for each group that is missing."""
+
+class Refill:
+    """Scores groups while others are being answered, and replaces those without a signal: the
+    `following` of a rollout. A context manager; leaving it ends what still scores.
+
+    Attributes:
+        longest: tokens of the longest prompt that may follow.
+    """
+
+    def __init__(
+        self,
+        num_given: int,
+        num_most: int,
+        *,
+        score: Callable[[Rollout], ScoredAnswers],
+        more: Callable[[int], Sequence[PromptRow]],
+        longest: int,
+        beside: bool,
+    ) -> None:
+        """
+        Args:
+            num_given, num_most: prompts that the rollout starts with, and may have at most.
+            score: of one prompt's answers.
+            more: at most so many further prompts, each asked for once.
+            beside: score in a thread, while answers are drawn; not where the device does both.
+        """
+        self.longest = longest
+        self._asked, self._most = num_given, num_most
+        self._score, self._more = score, more
+        self._thread = futures.ThreadPoolExecutor(1, "rewards") if beside else None
+        self._running: dict[futures.Future[ScoredAnswers], int] = {}
+        self._scored: dict[int, ScoredAnswers] = {}
+        self._missing = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def ended(self, place: int, answers: Rollout) -> None:
+        """Score a group."""
+        if self._thread is not None:
+            self._running[self._thread.submit(self._score, answers)] = place
+        else:
+            self._note(place, self._score(answers))
+
+    def following(self, *, wait: bool) -> Sequence[PromptRow]:
+        """A prompt for each group without a signal that has none yet."""
+        while True:
+            self._look()
+            wanted = min(self._missing, self._most - self._asked)
+            self._missing = 0
+            prompts = self._more(wanted) if wanted else ()
+            if prompts or not wait or not self._running:
+                break
+            futures.wait(self._running, return_when=futures.FIRST_COMPLETED)
+        self._asked += len(prompts)
+        if too_long := [prompt for prompt in prompts if len(prompt) > self.longest]:
+            raise GenerationError(
+                f"{too_long[0].source}: a further prompt must have at most {self.longest} tokens "
+                f"(dataset.max_prompt_tokens); got {len(too_long[0])}."
+            )
+        return prompts
+
+    def scores(self) -> ScoredAnswers:
+        """All groups' scores, in the order of their prompts."""
+        return ScoredAnswers.joined([self._scored[place] for place in sorted(self._scored)])
+
+    def _look(self) -> None:
+        for future in [future for future in self._running if future.done()]:
+            self._note(self._running.pop(future), future.result())
+
+    def _note(self, place: int, scored: ScoredAnswers) -> None:
+        self._scored[place] = scored
+        group = torch.zeros(len(scored.scores), dtype=torch.long)
+        self._missing += not bool(scored.has_signal(group.to(scored.scores.device)).any())
 
 
-def enough_with_signal(
+def refilled(
+    collect: Callable[[Refill], Rollout], refill: Refill, num_given: int
+) -> tuple[Rollout, ScoredAnswers, Tensor]:
+    """One rollout in which prompts without a signal are replaced while it runs.
+
+    Args:
+        collect: answers the step's prompts and those that follow.
+    Returns:
+        all answers with their scores, and which to learn from (`_with_signal`).
+    """
+    with refill:
+        rollout = collect(refill)
+        scored = refill.scores()
+    return rollout, scored, _with_signal(rollout, scored, num_given)
+
+
+def in_rounds(
     first: Answered,
     *,
-    rounds: int,
+    num_most: int,
     answer: Callable[[int, int], Answered | None],
     pad_token_id: int,
-) -> tuple[Rollout, ScoredAnswers, Tensor, int]:
-    """Answers to as many prompts as there were at first, of groups whose scores differ.
+) -> tuple[Rollout, ScoredAnswers, Tensor]:
+    """The same by further rollouts, each of as many prompts as there are groups to replace.
 
     Args:
         first: the step's own prompts, answered and scored.
-        rounds: rollouts at most, the first counted.
+        num_most: prompts at most, the first counted.
         answer: makes and scores answers to so many further prompts, the first of them with that
             number in the step; None: there are no more.
-    Returns:
-        all answers of all rounds with their scores; which to learn from, (B,) bool: those of the
-        first groups with a signal, or the step's own where no group has one; the rounds made.
     """
     parts = [first]
-    wanted = int(first[0].group.max()) + 1
-    num_made, found = 1, _groups_with_signal(first)
-    asked = wanted
-    while found < wanted and num_made < rounds:
-        share = max(found / asked, _LEAST_SHARE)
-        missing = min(wanted, math.ceil((wanted - found) / share))
+    wanted = asked = int(first[0].group.max()) + 1
+    found = _num_with_signal(first)
+    while missing := min(wanted - found, num_most - asked):
         part = answer(missing, asked)
         if part is None:
             break
         parts.append(part)
-        num_made += 1
         asked += int(part[0].group.max()) + 1
-        found += _groups_with_signal(part)
+        found += _num_with_signal(part)
     rollout = joined([made for made, _ in parts], pad_token_id)
     scored = ScoredAnswers.joined([scores for _, scores in parts])
-    group = rollout.group
-    with_signal = group[scored.has_signal(group)].unique()[:wanted]
+    return rollout, scored, _with_signal(rollout, scored, wanted)
+
+
+def _with_signal(rollout: Rollout, scored: ScoredAnswers, num_given: int) -> Tensor:
+    """(B,) bool, the answers to learn from: those of groups with a signal, or of the step's own
+    prompts where no group has one."""
+    with_signal = rollout.group[scored.has_signal(rollout.group)].unique()
     if len(with_signal) == 0:
-        return rollout, scored, group < wanted, num_made
-    return rollout, scored, torch.isin(group, with_signal), num_made
+        return rollout.group < num_given
+    return torch.isin(rollout.group, with_signal)
 
 
-def _groups_with_signal(answered: Answered) -> int:
+def _num_with_signal(answered: Answered) -> int:
     rollout, scored = answered
     return len(rollout.group[scored.has_signal(rollout.group)].unique())

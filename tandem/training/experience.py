@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -104,29 +105,44 @@ def make_experience(
     return replace(made, advantages=advantages, returns=returns, in_loss=in_loss)
 
 
-_PER_ANSWER = ("scores", "mixed", "is_scored", "was_clipped", "raw", "model", "function")
+_PER_ANSWER = (
+    "scores",
+    "shown",
+    "mixed",
+    "is_scored",
+    "was_clipped",
+    "raw",
+    "model",
+    "further",
+    "function",
+)
 """The tensors of `ScoredAnswers`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredAnswers:
-    """Where each answer's score came from; all (B,) float32 but the two bool masks.
+    """Where each answer's score came from; all (B,) float32 but `further` and the two bool masks.
 
     model, raw: the reward model's score, normalized and as it came (NaN without a model).
+    further: (B, M) the normalized scores of the reward models beside it, called `labels`.
     function: the reward functions', weighted and added (NaN without one, or where all said None).
-    mixed: model and functions weighted and added, normalized in their groups before where
-        `scoring.combine` says so. scores: mixed less the missing-EOS penalty, clipped. Both are 0
-        where is_scored is false.
+    mixed: models and functions weighted and added. shown: mixed less the missing-EOS penalty,
+        clipped. scores: what is learned from: `shown`, or the same of rewards that were normalized
+        in their groups first where `scoring.combine` says so; those have mean 0 in each group and
+        would say nothing as a metric. All are 0 where is_scored is false.
     num_unscored: answers that nothing scored. columns: each function's scores.
     """
 
     scores: Tensor
+    shown: Tensor
     mixed: Tensor
     is_scored: Tensor
     was_clipped: Tensor
     raw: Tensor
     model: Tensor
+    further: Tensor
     function: Tensor
+    labels: tuple[str, ...] = ()
     num_unscored: int = 0
     columns: RewardColumns | None = None
 
@@ -141,6 +157,7 @@ class ScoredAnswers:
         columns = [part.columns for part in parts if part.columns is not None]
         return ScoredAnswers(
             **{name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_ANSWER},
+            labels=parts[0].labels,
             num_unscored=sum(part.num_unscored for part in parts),
             columns=RewardColumns.joined(columns) if columns else None,
         )
@@ -153,7 +170,8 @@ class ScoredAnswers:
         taken = algorithm.overlong_penalty * overlong_penalty(
             lengths, max_tokens=algorithm.max_tokens, buffer=algorithm.overlong_buffer
         )
-        return replace(self, scores=self.scores - taken.masked_fill(~self.is_scored, 0.0))
+        taken = taken.masked_fill(~self.is_scored, 0.0)
+        return replace(self, scores=self.scores - taken, shown=self.shown - taken)
 
     def has_signal(self, group: Tensor) -> Tensor:
         """(B,) bool: the scored answers of a group whose scores differ."""
@@ -164,7 +182,7 @@ class ScoredAnswers:
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         """The metrics that speak of answers, over all of them."""
         lengths = rollout.batch.response_mask.sum(dim=1).float()
-        chosen, mixed = self.scores[self.is_scored], self.mixed[self.is_scored]
+        chosen, mixed = self.shown[self.is_scored], self.mixed[self.is_scored]
         values = {
             "reward": float(chosen.mean()) if len(chosen) else 0.0,
             "reward_before_penalty": float(mixed.mean()) if len(mixed) else 0.0,
@@ -191,8 +209,11 @@ class ScoredAnswers:
         }
         if self.columns is not None:
             values |= self.columns.metrics()
-            if not bool(self.model.isnan().all()):
-                values |= named_metrics("reward_model", self.model)
+        for k, label in enumerate(self.labels):
+            values |= named_metrics(label, self.further[:, k])
+        has_others = self.columns is not None or bool(self.labels)
+        if has_others and not bool(self.model.isnan().all()):
+            values |= named_metrics("reward_model", self.model)
         return values
 
 
@@ -203,46 +224,62 @@ def score_answers(
     config: RLConfig,
     rewards: RewardFunctions | None,
     world: World,
+    *,
+    combine: Literal["sum", "group"] = "sum",
 ) -> ScoredAnswers:
-    """One score per answer, from the reward model, reward functions or both.
+    """One score per answer, from reward models, reward functions or both.
 
     Args:
-        scorer: the reward model; None where functions alone reward.
+        scorer: the reward model, with any others; None where functions alone reward.
         renderer: the policy's.
+        combine: how they become what is learned from, as `scoring.combine`.
     """
     nothing = torch.full((len(rollout),), torch.nan, device=world.device)
     raw = model = function = nothing
+    others = scorer.further if scorer is not None and config.reward_model_weight > 0 else ()
+    further = nothing.new_zeros(len(rollout), len(others))
     if scorer is not None and config.reward_model_weight > 0:
         raw = scorer.raw(rollout, renderer)
         model = scorer.normalized(raw)
+        for k, other in enumerate(others):
+            own = other.scorer
+            further[:, k] = own.normalized(own.raw(rollout, renderer))
     columns = None
     if rewards is not None:
         columns = function_scores(rewards, rollout, world)
         function = columns.total
     is_scored = ~(model.isnan() & function.isnan())
     num_unscored = int((~is_scored).sum())
-    if columns is not None and rewards is not None and rewards.config.combine == "group":
-        every = torch.cat([model[:, None], columns.values], dim=1)
-        weights = [config.reward_function_weight * weight for weight in columns.weights]
-        weights = [config.reward_model_weight, *weights]
-        mixed = combined_scores(every, weights, rollout.group.to(every.device)).nan_to_num()
-    else:
-        mixed = (
-            config.reward_model_weight * model.nan_to_num()
-            + config.reward_function_weight * function.nan_to_num()
-        )
+    models = torch.cat([model[:, None], further], dim=1)
+    model_weights = [1.0, *(other.weight for other in others)]
+    mixed = (
+        config.reward_model_weight * combined_scores(models, model_weights).nan_to_num()
+        + config.reward_function_weight * function.nan_to_num()
+    )
+    in_groups = mixed
+    if combine == "group":
+        functions = [] if columns is None else [columns.values]
+        weights = [config.reward_model_weight * weight for weight in model_weights]
+        if columns is not None:
+            weights += [config.reward_function_weight * weight for weight in columns.weights]
+        every = torch.cat([models, *functions], dim=1)
+        in_groups = combined_scores(every, weights, rollout.group.to(every.device)).nan_to_num()
     if rewards is not None and rewards.config.on_none == "zero":
         is_scored = torch.ones_like(is_scored)
     penalty = config.missing_eos_penalty * (~rollout.finished).float()
-    scores, was_clipped = clipped_scores(mixed - penalty, config.reward_clip)
+    shown, was_clipped = clipped_scores(mixed - penalty, config.reward_clip)
+    scores = clipped_scores(in_groups - penalty, config.reward_clip)[0]
     return ScoredAnswers(
         scores=scores.masked_fill(~is_scored, 0.0),
+        shown=shown.masked_fill(~is_scored, 0.0),
         mixed=mixed,
         is_scored=is_scored,
         was_clipped=was_clipped & is_scored,
         raw=raw,
         model=model,
+        further=further,
         function=function,
+        labels=tuple(other.label for other in others),
         num_unscored=num_unscored,
         columns=columns,
     )

@@ -145,7 +145,13 @@ class OnlineDPO:
             phase.flops = generation_flops(engine, rollout)
         with self.phases("score") as phase:
             scored = score_answers(
-                rollout, engine.scorer, engine.renderer, config.ppo, self._rewards, engine.world
+                rollout,
+                engine.scorer,
+                engine.renderer,
+                config.ppo,
+                self._rewards,
+                engine.world,
+                combine=config.scoring.combine,
             )
             experience = make_experience(
                 rollout,

@@ -46,7 +46,7 @@ def scoring_flops(engine: RLHFEngine, rollout: Rollout, experience: Experience) 
     if not engine.trusts_sampler:
         flops += batch_flops(engine.actor, experience.batch)
     if engine.scorer is not None:
-        flops += batch_flops(engine.scorer.model, rollout.batch)
+        flops += sum(batch_flops(model, rollout.batch) for model in engine.scorer.models)
     return flops
 
 

@@ -160,10 +160,9 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
 def more_prompts(
     prompts: Sequence[PromptRow], seed: int, step: int, taken: Sequence[PromptRow], count: int
 ) -> list[PromptRow]:
-    """At most `count` prompts that a step does not have yet, drawn by its number and how many it
-    has, so that a resumed run draws the same."""
+    """At most `count` prompts that a step does not have yet, in an order drawn by its number."""
     names = {id(prompt) for prompt in taken}
-    key = sequence_key(seed, step, len(taken), 0) % 2**64
+    key = sequence_key(seed, step, 0, 0) % 2**64
     order = permutation(len(prompts), key, 0)
     left = (prompts[i] for i in order.tolist() if id(prompts[i]) not in names)
     return list(islice(left, count))

@@ -27,19 +27,19 @@ from tandem.generation.sampler import sequence_key
 from tandem.metrics.timing import Phases
 from tandem.objectives.kl import adapted_kl_coef
 from tandem.objectives.policy import aggregation
-from tandem.training.algorithm import AdvantagesOf, actor_loss, algorithm_of, critic_loss
-from tandem.training.dynamic_sampling import Answered, MorePrompts, enough_with_signal
-from tandem.training.experience import make_experience, score_answers
+from tandem.training.algorithm import AdvantagesOf, Algorithm, actor_loss, algorithm_of, critic_loss
+from tandem.training.answering import Answering
+from tandem.training.dynamic_sampling import MorePrompts
+from tandem.training.experience import make_experience
 from tandem.training.mixture import mixed_in, mixture_term
 from tandem.training.operations import (
     batch_flops,
-    generation_flops,
     scoring_flops,
     update_flops,
 )
 from tandem.training.rehearsal import rehearse_updates
 from tandem.training.reward_function import GivenRewards, rewards_of
-from tandem.training.rollout_source import RolloutSource, SingleTurn
+from tandem.training.rollout_source import RolloutSource
 from tandem.training.step_metrics import Means
 from tandem.types import Experience, PromptRow, TokenBatch, TokenRow
 
@@ -93,30 +93,25 @@ class PPOTrainer:
                 "PPOTrainer must have a reward; got no reward function and no reward model of a "
                 "weight above 0. Pass reward_function=, or RLHFEngine(reward_model=...)."
             )
-        if engine.critic is None and algorithm.has_critic and advantages_of is None:
-            raise ConfigError(
-                "PPOTrainer must have a critic for its advantages; the engine has none. Pass "
-                "advantages_of=, or an engine with a critic."
-            )
-        if engine.critic is not None and not algorithm.has_critic:
-            raise ConfigError(
-                "PPOTrainer must get no critic, which this algorithm would not train; the engine "
-                "has one. Use RLHFEngine(has_critic=False)."
-            )
-        if not engine.has_reference and rl.kl_coef > 0:
-            raise ConfigError(
-                f"{rl_stage(config.stages).section}.kl_coef must be 0 without a reference; got "
-                f"{rl.kl_coef:g}. Set it to 0, or use an engine with a reference."
-            )
+        section = rl_stage(config.stages).section
+        own_advantages = advantages_of is not None
+        _require_roles(engine, algorithm, section, rl.kl_coef, own_advantages=own_advantages)
         self.engine = engine
         self.config = config
         self.rl = rl
         self.algorithm = algorithm
         self.advantages_of = advantages_of
-        self.source = source or SingleTurn(engine)
         self.ptx_rows = ptx_rows
-        self.more_prompts = more_prompts
         self.phases = phases or Phases()
+        self.answering = Answering(
+            engine,
+            config,
+            algorithm,
+            source=source,
+            rewards=self.reward_function,
+            more_prompts=more_prompts,
+            phases=self.phases,
+        )
         self.budget = MicroBatchBudget(engine.settings, engine.world, print_line)
         self.kl_coef = rl.kl_coef
         if num_steps := num_steps or rl.steps:
@@ -138,15 +133,11 @@ class PPOTrainer:
         Args:
             step, numbers: with the seed they key the sampling (see `generate`).
         """
-        own = self._answered(prompts, step, numbers)
-        rollout, scored, kept, rounds = own[0], own[1], None, 1
+        kept = None
         if self.algorithm.sampling_rounds > 1:
-            rollout, scored, kept, rounds = enough_with_signal(
-                own,
-                rounds=self.algorithm.sampling_rounds,
-                answer=partial(self._answered_more, list(prompts), step),
-                pad_token_id=self.engine.renderer.pad_token_id,
-            )
+            rollout, scored, kept = self.answering.with_signal(prompts, step, numbers)
+        else:
+            rollout, scored = self.answering.answered(prompts, step, numbers)
         with self.phases("score") as phase:
             experience = make_experience(
                 rollout,
@@ -160,36 +151,8 @@ class PPOTrainer:
             phase.flops = scoring_flops(self.engine, rollout, experience)
         if kept is None:
             return experience
-        return replace(experience, metrics={**experience.metrics, "sampling_rounds": float(rounds)})
-
-    def _answered(
-        self, prompts: Sequence[PromptRow], step: int, numbers: Sequence[int] | None
-    ) -> Answered:
-        """Answers to prompts, and their scores."""
-        engine = self.engine
-        with self.phases("generate") as phase:
-            rollout = self.source.collect(prompts, step=step, numbers=numbers)
-            phase.samples, phase.tokens = len(rollout), rollout.batch.num_response_tokens
-            phase.flops = generation_flops(engine, rollout)
-        with self.phases("score") as phase:
-            scored = score_answers(
-                rollout, engine.scorer, engine.renderer, self.rl, self.reward_function, engine.world
-            )
-            phase.samples = len(rollout)
-            phase.tokens = int(rollout.batch.attention_mask.sum())
-        return rollout, scored.without_overlong(rollout, self.algorithm)
-
-    def _answered_more(
-        self, prompts: list[PromptRow], step: int, count: int, number: int
-    ) -> Answered | None:
-        """The same of `count` further prompts, which join the step's."""
-        if self.more_prompts is None:
-            return None
-        more = self.more_prompts(step, prompts, count)
-        if not more:
-            return None
-        prompts.extend(more)
-        return self._answered(more, step, range(number, number + len(more)))
+        rounds = (int(rollout.group.max()) + 1) / len(prompts)
+        return replace(experience, metrics={**experience.metrics, "sampling_rounds": rounds})
 
     def train_rlhf(
         self, experience: Experience, *, step: int, skip: Skip | None = None
@@ -218,10 +181,12 @@ class PPOTrainer:
                     if engine.critic_learner is not None:
                         self._update_critic(update, engine.critic_learner, minibatch, log)
                 self._note_steps(update, log)
-                learned = minibatch.batch.select(self._with_gradient(minibatch))
-                phase.samples += len(learned)
-                phase.tokens += int(learned.attention_mask.sum())
-                phase.flops += update_flops(engine, learned, actor=trains_actor)
+                rows = self._with_gradient(minibatch)
+                if len(rows):
+                    learned = minibatch.batch.select(rows)
+                    phase.samples += len(learned)
+                    phase.tokens += int(learned.attention_mask.sum())
+                    phase.flops += update_flops(engine, learned, actor=trains_actor)
                 if trains_actor and self._has_ptx:
                     texts = self._ptx_batch(step, number)
                     phase.flops += batch_flops(engine.actor, texts, backward=True)
@@ -263,50 +228,51 @@ class PPOTrainer:
 
     def _with_gradient(self, minibatch: Experience) -> Tensor:
         """The rows of a minibatch that its forward must read: not those that add exactly 0 to the
-        gradient. One at least, so that a step is taken with every minibatch."""
+        gradient."""
         every = torch.arange(len(minibatch), device=self.engine.device)
         if self.advantages_of is not None or not self.algorithm.skips_without_signal():
             return every
-        rows = every[(minibatch.advantages != 0).any(dim=1)]
-        return rows if len(rows) else every[:1]
+        return every[(minibatch.advantages != 0).any(dim=1)]
 
     def _update_actor(
         self, update: Update, minibatch: Experience, log: Means, step: int, number: int
     ) -> bool:
-        """Train the actor. Returns whether to skip the rollout's other updates."""
+        """Train the actor, unless no answer has a gradient: an optimizer step would then move the
+        weights by momentum alone. Returns whether to skip the rollout's other updates."""
         learner, algorithm = self.engine.actor_learner, self.algorithm
         mask = minibatch.batch.response_mask
         _, units = aggregation(mask, algorithm.normalization, max_tokens=algorithm.max_tokens)
         learned = minibatch.select(self._with_gradient(minibatch))
         log.add("answers_learned", len(learned) / len(minibatch))
-        terms = [
-            LossTerm(
-                learned.batch.lengths().tolist(),
-                units,
-                lambda numbers: actor_loss(
-                    self.engine,
-                    algorithm,
-                    learned.select(self._rows(numbers)),
-                    kl_coef=self.kl_coef,
-                ),
-                batch=learned.batch,
-            )
-        ]
+        texts = []
         if self._has_ptx:
             batch = self._ptx_batch(step, number)
-            terms.append(mixture_term(self.engine.actor, batch, self.rl.ptx_coef))
+            texts.append(mixture_term(self.engine.actor, batch, self.rl.ptx_coef))
+        if len(learned) == 0:
+            for means in update.learn(learner, texts) if texts else ():
+                log.add("ptx_loss", means["loss"])
+            return False
+        answers = LossTerm(
+            learned.batch.lengths().tolist(),
+            units,
+            lambda numbers: actor_loss(
+                self.engine, algorithm, learned.select(self._rows(numbers)), kl_coef=self.kl_coef
+            ),
+            batch=learned.batch,
+        )
         # The loss has its own denominator; metrics are means over the tokens of the forward.
         per_token = units / learned.batch.num_response_tokens
         learning_rate = learner.learning_rate
-        check = partial(self._require_same_policy, learned, per_token) if number == 0 else None
-        means, *others = update.learn(learner, terms, check)
+        is_first = not log.has("ratio_gap_before_update")
+        check = partial(self._require_same_policy, learned, per_token) if is_first else None
+        means, *others = update.learn(learner, [answers, *texts], check)
         log.maximum("ratio_max", means.pop("ratio_max"))
         del means["loss"]
         for name in ("policy_loss", "rank_idle"):
             log.add(name, means.pop(name))
         means = {name: value * per_token for name, value in means.items()}
         gap = means.pop("ratio_gap")
-        if number == 0:
+        if is_first:
             log.add("ratio_gap_before_update", gap)
             log.add("policy_kl_before_update", means["policy_kl"])
             if self.engine.trusts_sampler:
@@ -387,6 +353,28 @@ class PPOTrainer:
                 horizon=rl.kl_horizon,
                 num_answers=len(experience),
             )
+
+
+def _require_roles(
+    engine: RLHFEngine, algorithm: Algorithm, section: str, kl_coef: float, *, own_advantages: bool
+) -> None:
+    """Refuse an engine without a role that the algorithm needs, or with one that it would not
+    train."""
+    if engine.critic is None and algorithm.has_critic and not own_advantages:
+        raise ConfigError(
+            "PPOTrainer must have a critic for its advantages; the engine has none. Pass "
+            "advantages_of=, or an engine with a critic."
+        )
+    if engine.critic is not None and not algorithm.has_critic:
+        raise ConfigError(
+            "PPOTrainer must get no critic, which this algorithm would not train; the engine "
+            "has one. Use RLHFEngine(has_critic=False)."
+        )
+    if not engine.has_reference and kl_coef > 0:
+        raise ConfigError(
+            f"{section}.kl_coef must be 0 without a reference; got "
+            f"{kl_coef:g}. Set it to 0, or use an engine with a reference."
+        )
 
 
 @contextmanager

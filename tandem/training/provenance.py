@@ -16,6 +16,7 @@ import transformers
 from tandem.checkpoint.folder import MANIFEST, read_manifest
 from tandem.config.load import config_knobs, dump_config
 from tandem.config.schema import RunConfig, rl_section
+from tandem.config.scoring import weighted_models
 from tandem.config.spellings import RENAMED
 from tandem.config.stages import stage_of
 from tandem.errors import CheckpointError
@@ -86,6 +87,9 @@ class Identity:
             made_from[f"the files of {knob}"] = self.files_of(knob)
         if stage.family == "rl" and rl_section(self.config).reward_function:
             made_from["the reward function"] = self.reward_function()
+        if stage.family == "rl":
+            for further in weighted_models(self.config.scoring.reward_models):
+                made_from[f"the files of {further.source}"] = self.files_of_model(further.source)
         for kind in stage.data:
             if kind in self.fingerprints:
                 made_from[f"the rows of {kind}"] = self.fingerprints[kind]
@@ -96,9 +100,12 @@ class Identity:
         return {name: _json_value(_knob_value(self.config, name)) for name in names}
 
     def files_of(self, knob: str) -> dict[str, str]:
-        """The digests of the model that `actor_model` or `reward_model` names: the SHA-256 of each
-        of its files, with those of an adapter's base, or the commit of a hub name."""
-        model = str(_knob_value(self.config, knob))
+        """The digests of the model that `actor_model` or `reward_model` names."""
+        return self.files_of_model(str(_knob_value(self.config, knob)))
+
+    def files_of_model(self, model: str) -> dict[str, str]:
+        """The SHA-256 of each of a model's files, with those of an adapter's base, or the commit of
+        a hub name; empty without a name."""
         if model and model not in self._digests:
             self._digests[model] = self._digests_of(model)
         return self._digests[model] if model else {}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tandem.engine.hybrid import RLHFEngine
+from tandem.generation.following import Following
 from tandem.types import PromptRow, Rollout
 
 
@@ -40,3 +41,14 @@ class SingleTurn:
     ) -> Rollout:
         """The engine's own rollout."""
         return self._engine.rollout(prompts, step=step, numbers=numbers)
+
+    def collect_with(
+        self,
+        prompts: Sequence[PromptRow],
+        following: Following,
+        *,
+        step: int,
+        numbers: Sequence[int] | None = None,
+    ) -> Rollout:
+        """The same with prompts that join while it runs, where the engine `can_follow`."""
+        return self._engine.rollout(prompts, step=step, numbers=numbers, following=following)

@@ -17,6 +17,10 @@ class Means:
         """One update's value of what is averaged."""
         self._values[name].append(value)
 
+    def has(self, name: str) -> bool:
+        """Whether an update had a value of what is averaged."""
+        return name in self._values
+
     def maximum(self, name: str, value: float) -> None:
         """One update's value of what is largest over all."""
         self._largest[name] = max(value, self._largest.get(name, value))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -271,6 +272,7 @@ PATHS = {
     "ppo.ptx_data": "~/c.jsonl:0.5",
     "grpo.reward_function": "~/rewards.py:score",
     "grpo.ptx_data": "~/c.jsonl:0.5",
+    "scoring.reward_models": "~/reward:0.5",
 }
 
 
@@ -302,7 +304,8 @@ def test_the_home_folder_is_expanded_once_wherever_a_path_comes_from(
         assert knob_of(parse_run_flags(words, "train"), name) == whole, words
     assert knob_of(load_config(tmp_path / "run.yaml"), name) == whole
     one = (given,) if isinstance(whole, tuple) else given
-    made = replace(RunConfig().ppo, **{knob: one}) if section else RunConfig(**{knob: one})
+    home: Any = knob_of(RunConfig(), section) if section else RunConfig()
+    made = replace(home, **{knob: one})
     assert (getattr(made, knob)) == whole
 
 

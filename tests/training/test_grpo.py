@@ -10,16 +10,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from tandem.cli import main
 from tandem.config.grpo import PRESETS
-from tandem.config.load import build_config, dump_config
+from tandem.config.load import build_config, check_config, dump_config
 from tandem.config.schema import RunConfig
+from tandem.config.scoring import weighted_models
 from tandem.errors import ConfigError
 from tandem.models.modes import evaluating
+from tandem.models.save import save_model
+from tandem.models.scalar import load_scalar_model, set_normalization
 from tandem.ops import native
 from tandem.plan.run import plan_memory
 from tandem.training.algorithm import Algorithm
+from tandem.training.answering import Answering
 from tandem.training.make_engine import make_engine
 from tandem.training.ppo import more_prompts
 from tandem.training.ppo_trainer import PPOTrainer
@@ -157,17 +162,49 @@ def test_cut_answers_leave_the_loss_and_stay_in_the_statistics(
     assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
 
 
-def test_dynamic_sampling_fills_up_with_other_prompts(tiny_model: str, tmp_path: Path) -> None:
+def test_no_step_is_taken_where_no_answer_has_a_gradient(tiny_model: str, tmp_path: Path) -> None:
+    """Momentum would move the weights otherwise."""
+    trainer, prompts = trainer_of(config_of(tmp_path, tiny_model))
+    trainer.train_rlhf(trainer.generate_experience(prompts[:6], step=1), step=1)
+    made = trainer.generate_experience(prompts[:6], step=2)
+    half = torch.arange(len(made))[:, None] < len(made) // 2
+    before = weights_of(trainer)
+    flat = replace(made, advantages=torch.zeros_like(made.advantages))
+    metrics = trainer.train_rlhf(flat, step=2)
+    assert metrics["answers_learned"] == 0
+    assert "updates" not in metrics
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
+    ones = torch.where(half, made.batch.response_mask.float(), 0.0)  # one minibatch of two, or both
+    metrics = trainer.train_rlhf(replace(made, advantages=ones), step=2)
+    assert metrics["updates"] >= 1
+    assert metrics["ratio_gap_before_update"] < 1e-6, "the first that learns is compared"
+
+
+def test_dynamic_sampling_fills_up_with_other_prompts(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the others are drawn, or in rollouts of their own: the same answers either way."""
     config = config_of(tmp_path, tiny_model, grpo={"sampling_rounds": 5}, seed=5)
     plain, prompts = trainer_of(replace(config, grpo=replace(config.grpo, sampling_rounds=1)))
     first = plain.generate_experience(prompts[:6], step=1)
     assert first.metrics["groups_without_signal"] > 0
     trainer, prompts = trainer_of(config)
-    trainer.more_prompts = lambda step, taken, count: more_prompts(
+    trainer.answering.more_prompts = lambda step, taken, count: more_prompts(
         prompts, config.seed, step, taken, count
     )
     made = trainer.generate_experience(prompts[:6], step=1)
-    assert made.metrics["sampling_rounds"] > 1
+    assert trainer.answering._can_refill()
+    assert 1 < made.metrics["sampling_rounds"] <= 10 / 6
+    monkeypatch.setattr(Answering, "_can_refill", lambda self: False)
+    rounds = trainer.generate_experience(prompts[:6], step=1)
+    assert torch.equal(rounds.batch.token_ids, made.batch.token_ids)
+    assert rounds.metrics.pop("reward_seconds/starts_early") >= 0
+    assert rounds.metrics == {
+        name: pytest.approx(value)
+        for name, value in made.metrics.items()
+        if name != "reward_seconds/starts_early"
+    }
+    monkeypatch.undo()
     for group in made.group.unique():
         scores = made.scores[made.group == group]
         assert len(scores) == 4
@@ -222,7 +259,7 @@ def test_lora_leaves_the_base_as_it_is_and_samples_from_the_adapter(
             assert torch.equal(made.rollout.rollout_logprobs, forward), step
         torch.testing.assert_close(made.rollout.rollout_logprobs, forward)
         metrics = trainer.train_rlhf(made, step=step)
-        assert metrics["ratio_gap_before_update"] < 1e-6, step
+        assert metrics.get("ratio_gap_before_update", 0.0) < 1e-6, step
     end = weights_of(trainer)
     assert all(torch.equal(end[name], start[name]) for name in base)
     moved = trainer.engine.rollout(prompts[:2], step=1).rollout_logprobs
@@ -284,3 +321,62 @@ def test_after_sft_by_the_command_line(
     assert not (folder / "grpo/critic").exists()
     assert main(["train", *flags, "--stages", "grpo", "--grpo.clip-high", "0.3"]) == 2
     assert "grpo.clip_high 0.2 -> 0.3" in capsys.readouterr().err
+
+
+def test_several_reward_models_score_beside_each_other(tiny_model: str, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    for seed, name in enumerate(("helpful", "harmless")):
+        torch.manual_seed(seed)
+        scalar = load_scalar_model(tiny_model, seed=seed)
+        set_normalization(scalar, float(seed), 2.0)
+        save_model(scalar, tokenizer, tmp_path / name)
+    config = config_of(
+        tmp_path / "run",
+        tiny_model,
+        grpo={"reward_function": []},
+        scoring={"reward_models": [f"{tmp_path / 'harmless'}:-0.5"], "combine": "group"},
+    )
+    check_config(config)
+    engine = make_engine(config, tiny_model, reward_model=tmp_path / "helpful")
+    trainer = PPOTrainer(engine, config, num_steps=3)
+    prompts = [engine.renderer.prompt(f"Say {word}.") for word in WORDS[:6]]
+    made = trainer.generate_experience(prompts, step=1)
+    assert engine.scorer is not None
+    assert [other.weight for other in engine.scorer.further] == [-0.5]
+    alone = make_engine(
+        config_of(tmp_path, tiny_model), tiny_model, reward_model=tmp_path / "harmless"
+    )
+    assert alone.scorer is not None
+    raw = alone.scorer.raw(made.rollout, engine.renderer)
+    expected = float(((raw - 1.0) / 2.0).mean())
+    assert made.metrics["reward_mean/harmless"] == pytest.approx(expected, abs=1e-6)
+    mean = made.metrics["reward_mean/reward_model"] - 0.5 * expected
+    assert made.metrics["reward_before_penalty"] == pytest.approx(mean, abs=1e-5)
+    assert trainer.train_rlhf(made, step=1)["updates"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (["a/b:0.5", "c/b", "d"], [("a/b", 0.5, "b"), ("c/b", 1.0, "b_2"), ("d", 1.0, "d")]),
+        (["x/reward_model:-1e-1"], [("x/reward_model", -0.1, "reward_model_2")]),
+    ],
+)
+def test_reward_models_are_named_with_weights(given: list[str], found: list[Any]) -> None:
+    assert [(m.source, m.weight, m.label) for m in weighted_models(given)] == found
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"scoring": {"reward_models": ["a", "a:2"]}}, "is given twice"),
+        ({"scoring": {"reward_models": ["/:2"]}}, "names no model"),
+        (
+            {"scoring": {"reward_models": ["a"]}, "grpo": {"reward_model_weight": 0}},
+            "scoring.reward_models must be empty where grpo.reward_model_weight is 0",
+        ),
+    ],
+)
+def test_wrong_reward_models_are_refused(knobs: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(config_of(tmp_path, "m", **knobs))

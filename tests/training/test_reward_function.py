@@ -14,11 +14,13 @@ import torch
 
 from tandem.config.schema import PPOConfig
 from tandem.config.scoring import ScoringConfig
+from tandem.engine.scoring import FurtherScorer
 from tandem.errors import DataError, Stopped
 from tandem.parallel.world import World
 from tandem.rewards.scoring import GivenFunction
 from tandem.training.experience import ScoredAnswers, score_answers
 from tandem.training.reward_function import RewardColumns, function_scores, rewards_of
+from tandem.training.rollout_rows import selected
 from tandem.types import Message, PromptRow, Rollout, Source, TokenBatch, TokenRow
 
 
@@ -157,8 +159,9 @@ def test_what_fails_is_logged_by_function_and_reason() -> None:
 
 def answered(rollout: Rollout, functions: Sequence[GivenFunction], **knobs: Any) -> ScoredAnswers:
     rewards = rewards_of(functions, ScoringConfig(**knobs))
-    config = PPOConfig(missing_eos_penalty=0.0)
-    return score_answers(rollout, None, None, config, rewards, World())  # type: ignore[arg-type]
+    config = PPOConfig(missing_eos_penalty=0.0, reward_clip=0.0)
+    combine = knobs.get("combine", "sum")
+    return score_answers(rollout, None, None, config, rewards, World(), combine=combine)  # type: ignore[arg-type]
 
 
 def test_rows_without_a_score_are_left_out_or_0_but_always_counted() -> None:
@@ -183,3 +186,67 @@ def test_rewards_normalized_in_their_groups_count_alike() -> None:
     assert found.scores.tolist() == pytest.approx([half, -half, -2 * half, 2 * half], abs=0.05)
     summed = answered(rollout, [wide, (narrow, 2.0)])
     assert summed.mixed.tolist() == pytest.approx([1000.04, 3000.02, 5.02, 5.06])
+    assert found.mixed.tolist() == summed.mixed.tolist(), "what is shown is the weighted sum"
+    assert found.metrics(rollout)["reward"] == pytest.approx(float(summed.mixed.mean()))
+
+
+class FixedScorer:
+    """Stands for a reward model: given raw scores, normalized by mean and spread."""
+
+    def __init__(self, raw: list[float], mean: float, std: float, further: Any = ()) -> None:
+        self.scores, self.mean, self.std, self.further = torch.tensor(raw), mean, std, further
+
+    def raw(self, rollout: Rollout, renderer: object) -> torch.Tensor:
+        return self.scores
+
+    def normalized(self, raw: torch.Tensor) -> torch.Tensor:
+        return (raw - self.mean) / self.std
+
+
+def test_several_reward_models_add_their_normalized_scores_by_weight() -> None:
+    second = FurtherScorer("helpful", 0.5, FixedScorer([10.0, 30.0], 10.0, 10.0))  # type: ignore[arg-type]
+    third = FurtherScorer("harmless", -2.0, FixedScorer([0.0, 0.25], 0.0, 1.0))  # type: ignore[arg-type]
+    scorer: Any = FixedScorer([3.0, 1.0], 1.0, 2.0, (second, third))
+    function = here(lambda p, c, **k: [1.0, None])
+    config = PPOConfig(missing_eos_penalty=0.0, reward_model_weight=2.0, reward_function_weight=3.0)
+    rollout, rewards = rollout_of("a", "b"), rewards_of([function], ScoringConfig())
+    found = score_answers(rollout, scorer, None, config, rewards, World())  # type: ignore[arg-type]
+    assert found.scores.tolist() == [2 * (1 + 0 - 0) + 3 * 1, 2 * (0 + 1.0 - 0.5) + 0]
+    metrics = found.metrics(rollout)
+    assert metrics["reward_mean/helpful"] == 1.0
+    assert metrics["reward_mean/harmless"] == 0.125
+    assert metrics["reward_mean/reward_model"] == 0.5
+    grouped = score_answers(
+        rollout_of("a", "b", group=[0, 0]),
+        scorer,
+        None,
+        config,
+        None,
+        World(),
+        combine="group",  # type: ignore[arg-type]
+    )
+    half = 0.5**0.5  # each one's two answers become +-half, by their order
+    assert grouped.scores.tolist() == pytest.approx(
+        [2 * half * s for s in (1 - 0.5 + 2, -2.5)], abs=5e-3
+    )
+    assert grouped.mixed.tolist() == [2.0, 1.0]
+
+
+def test_two_batches_joined_are_one_batch() -> None:
+    """Dynamic sampling's rounds: scores, failures and times of each function."""
+
+    def picky(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+        if completions[0] == "bad":
+            raise ValueError(prompts[0])
+        return [float(len(text)) if text != "none" else None for text in completions]
+
+    answers = ("a", "bad", "none", "four", "bad")
+    whole = rollout_of(*answers)
+    parts = [selected(whole, torch.tensor(rows)) for rows in ([0, 1], [2, 3, 4])]
+    every, _ = scored([picky], whole)
+    joined = RewardColumns.joined([scored([picky], part)[0] for part in parts])
+    assert joined.values.nan_to_num(-1).tolist() == every.values.nan_to_num(-1).tolist()
+    (one,), (other,) = joined.functions, every.functions
+    assert (one.scores, one.failed, one.failures) == (other.scores, other.failed, other.failures)
+    assert (one.first, one.num_failed) == (other.first, 2)
+    assert joined.failure() == every.failure()

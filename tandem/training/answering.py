@@ -1,0 +1,133 @@
+"""A step's prompts, answered and scored; by dynamic sampling until enough groups have a signal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from tandem.config.schema import RunConfig, rl_section
+from tandem.engine.hybrid import RLHFEngine
+from tandem.metrics.timing import Phases
+from tandem.rewards.scoring import RewardFunctions
+from tandem.training.algorithm import Algorithm
+from tandem.training.dynamic_sampling import Answered, MorePrompts, Refill, in_rounds, refilled
+from tandem.training.experience import ScoredAnswers, score_answers
+from tandem.training.operations import generation_flops
+from tandem.training.rollout_source import RolloutSource, SingleTurn
+from tandem.types import PromptRow, Rollout
+
+
+class Answering:
+    """Answers prompts with the policy in training and scores the answers.
+
+    Attributes:
+        more_prompts: where dynamic sampling finds further prompts; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        engine: RLHFEngine,
+        config: RunConfig,
+        algorithm: Algorithm,
+        *,
+        source: RolloutSource | None,
+        rewards: RewardFunctions | None,
+        more_prompts: MorePrompts | None,
+        phases: Phases,
+    ) -> None:
+        """
+        Args:
+            source: where answers come from; None: one turn of the engine's policy.
+            phases: times what is done.
+        """
+        self.more_prompts = more_prompts
+        self._engine, self._config, self._algorithm = engine, config, algorithm
+        self._source, self._rewards = source or SingleTurn(engine), rewards
+        self._phases = phases
+
+    def answered(
+        self, prompts: Sequence[PromptRow], step: int, numbers: Sequence[int] | None = None
+    ) -> Answered:
+        """Answers to prompts, and their scores."""
+        with self._phases("generate") as phase:
+            rollout = self._source.collect(prompts, step=step, numbers=numbers)
+            phase.samples, phase.tokens = len(rollout), rollout.batch.num_response_tokens
+            phase.flops = generation_flops(self._engine, rollout)
+        with self._phases("score") as phase:
+            scored = self._scored(rollout)
+            phase.samples = len(rollout)
+            phase.tokens = int(rollout.batch.attention_mask.sum())
+        return rollout, scored
+
+    def with_signal(
+        self, prompts: Sequence[PromptRow], step: int, numbers: Sequence[int] | None = None
+    ) -> tuple[Rollout, ScoredAnswers, Tensor]:
+        """Answers to as many prompts with a signal as are given, or to the most that
+        `sampling_rounds` allows; their scores; and which to learn from, (B,) bool."""
+        num_most = len(prompts) * self._algorithm.sampling_rounds
+        if not self._can_refill():
+            return in_rounds(
+                self.answered(prompts, step, numbers),
+                num_most=num_most,
+                answer=partial(self._answered_more, list(prompts), step, numbers),
+                pad_token_id=self._engine.renderer.pad_token_id,
+            )
+        assert isinstance(self._source, SingleTurn)
+        refill = Refill(
+            len(prompts),
+            num_most,
+            score=self._scored,
+            more=partial(self._more, list(prompts), step),
+            longest=max(self._config.dataset.max_prompt_tokens, *map(len, prompts)),
+            # A reward model would compete with the generation for the same cores.
+            beside=self._engine.scorer is None,
+        )
+        collect = partial(self._source.collect_with, prompts, step=step, numbers=numbers)
+        with self._phases("generate") as phase:
+            made = refilled(collect, refill, len(prompts))
+            phase.samples, phase.tokens = len(made[0]), made[0].batch.num_response_tokens
+            phase.flops = generation_flops(self._engine, made[0])
+        return made
+
+    def _can_refill(self) -> bool:
+        """Whether prompts can join a running rollout, and groups be scored one by one."""
+        scores_each = self._rewards is None or self._rewards.scores_each
+        return isinstance(self._source, SingleTurn) and self._engine.can_follow and scores_each
+
+    def _scored(self, rollout: Rollout) -> ScoredAnswers:
+        engine, config = self._engine, self._config
+        scored = score_answers(
+            rollout,
+            engine.scorer,
+            engine.renderer,
+            rl_section(config),
+            self._rewards,
+            engine.world,
+            combine=config.scoring.combine,
+        )
+        return scored.without_overlong(rollout, self._algorithm)
+
+    def _more(self, prompts: list[PromptRow], step: int, count: int) -> Sequence[PromptRow]:
+        """At most `count` further prompts, which join the step's."""
+        if self.more_prompts is None:
+            return ()
+        more = self.more_prompts(step, prompts, count)
+        prompts.extend(more)
+        return more
+
+    def _answered_more(
+        self,
+        prompts: list[PromptRow],
+        step: int,
+        numbers: Sequence[int] | None,
+        count: int,
+        place: int,
+    ) -> Answered | None:
+        """Answers to `count` further prompts, the first of them at that place in the step."""
+        more = self._more(prompts, step, count)
+        if not more:
+            return None
+        first = place if numbers is None else max(numbers) + 1 + place - len(numbers)
+        return self.answered(more, step, range(first, first + len(more)))
