@@ -49,21 +49,30 @@ def test_a_folder_may_be_a_path_and_a_trainer_needs_a_reward(model_folder: Path)
         tandem.make_engine(actor=model_folder, config=tandem.RunConfig(seed=-1))
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import tandem; tandem.train, tandem.generate",
-        "from tandem import generate, train",
-        "import tandem.generation.sampler, tandem.training.run_folder",
-        "from tandem import *",
-    ],
+IMPORTS = (
+    "import tandem; tandem.train, tandem.generate",
+    "from tandem import generate, train",
+    "import tandem.generation.sampler, tandem.training.run_folder",
+    "from tandem import *",
 )
-def test_public_names_are_the_same_things_in_any_order_of_imports(imports: str) -> None:
-    code = (
-        f"{imports}; import tandem, types; from tandem import *; "
-        "names = [tandem.train, tandem.generate, train, generate]; "
-        "assert all(isinstance(name, types.FunctionType) for name in names), names"
-    )
+_IN_FORKS = """
+import os, sys, transformers  # the packages that take long, once
+for imports in {imports!r}:
+    child = os.fork()
+    if child == 0:
+        exec(imports)
+        import tandem, types
+        from tandem import *
+        names = [tandem.train, tandem.generate, train, generate]
+        right = all(isinstance(name, types.FunctionType) for name in names)
+        print(imports, names, file=sys.stderr, flush=True)
+        os._exit(0 if right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, imports
+"""
+
+
+def test_public_names_are_the_same_things_in_any_order_of_imports() -> None:
+    code = _IN_FORKS.format(imports=IMPORTS)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

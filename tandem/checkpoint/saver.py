@@ -126,6 +126,14 @@ class Saver:
             shutil.rmtree(writing.aside, ignore_errors=True)
             raise
 
+    def leave(self) -> None:
+        """Finish the checkpoint being written, if any, before the folder is another process's;
+        other ranks may be gone, and an error is nobody's any more."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.left.set()
+            writing.thread.join()
+
     def prune(self, newest: Path) -> None:
         """Remove all but the newest steps, and other folders of the newest step's number."""
         found = numbered(self.folder)
@@ -185,6 +193,7 @@ class _Writing:
         self._facts = facts
         self._synced = synced
         self.abandoned = threading.Event()
+        self.left = threading.Event()  # nobody will call `wait`
         self._entries: dict[str, dict[str, Any]] = {}
         self._error: Exception | None = None
         # Not a daemon: a process finishes its checkpoint before it ends.
@@ -246,7 +255,8 @@ class _Writing:
             path = self.aside / _list_of(rank)
             deadline = None
             while not path.exists() and not self.abandoned.is_set():
-                if deadline is None and not threading.main_thread().is_alive():
+                alone = self.left.is_set() or not threading.main_thread().is_alive()
+                if deadline is None and alone:
                     deadline = time.monotonic() + _ORPHAN_SECONDS
                 if deadline is not None and time.monotonic() > deadline:
                     raise CheckpointError(

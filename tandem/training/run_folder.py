@@ -167,6 +167,8 @@ class Run:
 
     def close(self) -> None:
         """Release the folder to other runs."""
+        for saver in self._savers.values():
+            saver.leave()
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,28 @@ def test_what_changes_after_the_call_is_not_what_is_saved(
     loaded, _ = load_newest_state(tmp_path)
     assert loaded is not None
     assert torch.equal(loaded.tensors["actor"]["weight"].whole(), torch.full((3,), 0.5))
+
+
+def test_who_leaves_the_folder_finishes_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next process finds one growing; what fails then is nobody's any more."""
+
+    def slow(*arguments: object) -> list[str]:
+        time.sleep(0.2)
+        return write(*arguments)  # type: ignore[arg-type]
+
+    write = checkpoint_pieces.write_pieces
+    monkeypatch.setattr("tandem.checkpoint.saver.write_pieces", slow)
+    saver = Saver(tmp_path, keep=2)
+    saver.save(state(1, 0.5))
+    saver.leave()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, "step-000001"]
+    monkeypatch.setattr("tandem.checkpoint.saver.write_pieces", lambda *arguments: 1 / 0)
+    saver.save(state(2, 0.5))
+    saver.leave()
+    saver.leave()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, "step-000001"]
 
 
 def save_twice(saver: Saver) -> None:
