@@ -93,11 +93,12 @@ class _Kept(SingleTurn):
         return self.last
 
 
-def tandem(task: Task, algorithm: str, **knobs: Any) -> Iterator[float]:
+def tandem(task: Task, algorithm: str, dtype: str = "fp32", **knobs: Any) -> Iterator[float]:
     """Mean score of each step's answers, by one of Tandem's algorithms.
 
     Args:
         algorithm: ppo, or a preset of grpo.
+        dtype: what weights compute in.
         knobs: of its section.
     """
     model, tokenizer = task.model()
@@ -121,6 +122,7 @@ def tandem(task: Task, algorithm: str, **knobs: Any) -> Iterator[float]:
                 "stages": [stage],
                 "seed": task.seed,
                 "device": "cpu",
+                "dtype": dtype,
                 "micro_batch_tokens": 1536,
                 stage: section | own | knobs,
                 "sampling.samples_per_prompt": samples,
@@ -270,6 +272,8 @@ SIDES: dict[str, Side] = {
     "tandem rloo": lambda task: tandem(task, "rloo", kl="none", kl_coef=0.0),
     "tandem ppo": lambda task: tandem(task, "ppo"),
     "tandem ppo, lam 1": lambda task: tandem(task, "ppo", lam=1.0),
+    "tandem grpo, bf16": lambda task: tandem(task, "grpo", "bf16"),
+    "tandem ppo, lam 1, bf16": lambda task: tandem(task, "ppo", "bf16", lam=1.0),
     "plain ppo": plain_ppo,
     "trl grpo": trl_grpo,
 }
@@ -311,8 +315,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     report = Report(options)
     found: dict[str, list[dict[str, Any]]] = {}
-    for name in options.sides:
-        for seed in options.seeds:
+    sides = list(options.sides)
+    for seed in options.seeds:
+        for name in list(sides):
             task = Task(
                 seed=seed,
                 is_tiny=options.tiny,
@@ -323,7 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 result = learned(SIDES[name], task)
             except ImportError as error:
                 report.print_line(f"{name}: left out ({error})")
-                break
+                sides.remove(name)
+                continue
             report.print_line(
                 f"{name}, seed {seed}: {len(result['curve'])} steps to {result['curve'][-1]:.2f}, "
                 f"{result['cpu_seconds']:.1f} CPU s"
