@@ -146,6 +146,7 @@ def tandem(task: Task, algorithm: str, dtype: str = "fp32", **knobs: Any) -> Ite
         batch = source.last.batch
         return [*lower_half(batch.token_ids, batch.response_mask, vocabulary).tolist()]
 
+    score.in_process = True  # type: ignore[attr-defined]  # it sees the rollout, not its answers
     trainer = PPOTrainer(engine, config, source=source, reward_function=score)
     yield BUILT
     for step in range(1, task.max_steps + 1):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from transformers import PreTrainedTokenizerBase
@@ -33,6 +34,17 @@ IN_MEMORY = Source(dataset="", path="conversation", line=1)
 _MOST_HOLES = 2**20
 """Unused ids that a vocabulary may have, besides one per token."""
 _PROBES = ("yes", "hello", "a", "x", "1")
+
+
+@dataclass(frozen=True, slots=True)
+class _BeforeAnswer:
+    """A conversation up to an answer: its turns as rendered, their text, its ids and which of them
+    the assistant wrote."""
+
+    turns: tuple[Message, ...]
+    text: str
+    ids: list[int]
+    mask: list[bool]
 
 
 class Renderer:
@@ -73,6 +85,7 @@ class Renderer:
         )
         pad = tokenizer.pad_token_id
         self.pad_token_id: int = self._eos_id if pad is None else int(pad)
+        self._last: tuple[Any, _BeforeAnswer] | None = None
         self._lead, self._trail = self._decoded_frame()
         self._identity = (_definition(tokenizer), self._template.source, self.terminator_id)
 
@@ -124,15 +137,12 @@ class Renderer:
         where = visible(str(source))
         cut, mark = self._cut([*messages, Message("assistant", answer)], source)
         with _in_time(where):
-            turns, prompt = self._template.text(cut[:-1], mark, where)
-            parts = self._template.parts(turns, prompt, where, every_answer=not last_turn_only)
-            turns, text = self._template.text([*turns, cut[-1]], mark, where, answered=True)
-            last = self._template.answer(turns, text, prompt, where)
-        prompt_ids, prompt_mask = self._encode(parts, mark, where)
+            before = self._before_answer(tuple(cut[:-1]), mark, where, not last_turn_only)
+            turns, text = self._template.text([*before.turns, cut[-1]], mark, where, answered=True)
+            last = self._template.answer(turns, text, before.text, where)
+        prompt_ids = before.ids
         answer_ids, answer_mask = self._encode([last], mark, where)
-        if last_turn_only:
-            prompt_mask = [False] * len(prompt_ids)
-        mask = prompt_mask + answer_mask
+        mask = ([False] * len(prompt_ids) if last_turn_only else before.mask) + answer_mask
         mask[0] = False  # Nothing precedes index 0 to predict it from.
         return TokenRow(tuple(prompt_ids + answer_ids), tuple(mask), source)
 
@@ -163,6 +173,19 @@ class Renderer:
     def renders_like(self, other: Renderer) -> bool:
         """Whether both render every conversation to the same tokens, so that ids can be shared."""
         return self._identity == other._identity
+
+    def _before_answer(
+        self, turns: tuple[Message, ...], mark: str, where: str, every_answer: bool
+    ) -> _BeforeAnswer:
+        """A conversation up to where the last answer begins; that of the call before is kept, since
+        all answers of a pair, a ranking or a group have the same."""
+        key = (turns, mark, every_answer)
+        if self._last is None or self._last[0] != key:
+            shown, text = self._template.text(turns, mark, where)
+            parts = self._template.parts(shown, text, where, every_answer=every_answer)
+            ids, mask = self._encode(parts, mark, where)
+            self._last = (key, _BeforeAnswer(shown, text, ids, mask))
+        return self._last[1]
 
     def _encode(self, parts: Sequence[Part], mark: str, where: str) -> tuple[list[int], list[bool]]:
         """Ids of the parts and, per id, whether the assistant wrote it."""

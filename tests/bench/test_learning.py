@@ -1,0 +1,16 @@
+"""The learning bench runs: it broke once when reward functions moved into other processes."""
+
+from __future__ import annotations
+
+from bench import learning
+
+
+def test_a_side_is_measured_from_its_first_answer() -> None:
+    found = learning.main(
+        [*"--tiny --threads 1 --seeds 1 --max-steps 2 --sides".split(), "tandem grpo", "plain ppo"]
+    )
+    for runs in found["sides"].values():
+        (run,) = runs
+        assert 1 <= len(run["curve"]) <= 2
+        assert all(0 <= score <= 1 for score in run["curve"])
+        assert run["cpu_seconds"] > 0
