@@ -44,7 +44,7 @@ def demo(output_dir: str, console: Console | None = None) -> dict[str, dict[str,
         tokenizer = build_tokenizer()
         save_model(new_causal_lm(model_config(tokenizer), seed=config.seed), tokenizer, base)
     run = train(config, command=f"tandem demo --output-dir {output_dir}")
-    rows = prepare_rows(run.config, *tokenizer_sources(run))
+    rows = run.rows or prepare_rows(run.config, *tokenizer_sources(run))
     judged = judge_policies(run, rows)
     agreement = rule_agreement(run, rows)
     _add_to_report(run, judged, agreement)

@@ -82,6 +82,7 @@ class Run:
         self.identity = Identity(config, self.path, self.world)
         self.stops = StopSignals(self.print_line)
         self._verified: set[str] = set()  # a large model is hashed only once per run
+        self.rows: StepRows | None = None  # what it trains on, once it is read
         self._savers: dict[str, Saver] = {}
         self._lock: BinaryIO | None = None
 
@@ -179,6 +180,7 @@ class Run:
         Raises:
             DataError: the ranks have read different rows.
         """
+        self.rows = rows
         digests = [account.fingerprint for account in rows.ledger.datasets.values()]
         num_data, num_sft = len(self.config.data), len(self.config.sft_data)
         self.identity.fingerprints = {

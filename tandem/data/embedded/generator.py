@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from random import Random
 
 from tandem.data.embedded.rule import CLOSERS, OPENERS, PREAMBLES, RUDE, judge_as
@@ -23,11 +24,20 @@ def rows(num: int = NUM_ROWS, seed: int = 0) -> Iterator[dict[str, str]]:
 
     Preferred answers always have the right form, mostly the right content and in 45 % of the rows
     the best manner. Rejected ones are worse by the rule, often in one respect only. Prompts may
-    repeat: 24,000 rows hold about 12,000 different ones.
+    repeat: 24,000 rows hold about 12,000 different ones. What was made once in this process is
+    kept: the demo reads the rows for its tokenizer, then for its data.
     """
-    rng = Random(seed)
-    for _ in range(num):
-        yield _row(rng)
+    made, rng = _begun(seed)
+    for number in range(num):
+        if number == len(made):
+            made.append(_row(rng))
+        yield dict(made[number])
+
+
+@cache
+def _begun(seed: int) -> tuple[list[dict[str, str]], Random]:
+    """The rows of a seed that were made, and what draws the next."""
+    return [], Random(seed)
 
 
 def _row(rng: Random) -> dict[str, str]:
