@@ -8,7 +8,6 @@ paths below mean the same to rounding.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from tandem.ops import native
+from tandem.ops import gpu, native
 from tandem.ops.attention_context import (
     BLOCK_TOKENS,
     AttentionSpec,
@@ -80,6 +79,26 @@ def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> 
     return varlen_attention(q, k, v, step, kind)
 
 
+def attend_rotary(
+    layer: int, qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor, kind: AttentionSpec
+) -> Tensor:
+    """`attend` on a GPU, of queries and keys that rotary positions have yet to turn.
+
+    Args:
+        qkv: (N, Hq + 2 Hkv, D), queries, keys, values. heads: Hq and Hkv. cos, sin: (N, R).
+    """
+    step = current_step()
+    if isinstance(step, Decode):
+        from tandem.ops.paged_gpu import paged_attention_gpu  # imports Triton
+
+        q, k, v = qkv.split((*heads, heads[1]), 1)
+        memory = step.memory.layers[layer]
+        return paged_attention_gpu(q, k, v, *memory, step, kind, (cos, sin))
+    from tandem.ops.rotary_gpu import rotate  # imports Triton
+
+    return attend(layer, *rotate(qkv, cos, sin, heads), kind)
+
+
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: AttentionSpec) -> Tensor:
     """Causal attention inside each of the packed sequences, with gradient.
 
@@ -113,7 +132,7 @@ def paged_attention(
             q, k, v, keys, values, step.block_tables, step.positions,
             kind.scale, kind.window, kind.softcap, kind.sinks,
         )  # fmt: skip
-    if q.device.type == "cuda" and find_spec("triton") is not None:
+    if gpu.fuses(q):
         from tandem.ops.paged_gpu import paged_attention_gpu  # imports Triton
 
         return paged_attention_gpu(q, k, v, keys, values, step, kind)
