@@ -114,6 +114,6 @@ def join_projections(model: PreTrainedModel) -> int:
 
 def _join_layers(layers: Sequence[Any]) -> bool:
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    if not weights[0].is_cuda or not join(weights):
+    if not gpu.fuses(weights[0]) or not join(weights):
         return False
     return all(bias is None for bias in biases) or (None not in biases and join(biases))

@@ -8,6 +8,8 @@ paths below mean the same to rounding.
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -113,7 +115,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: Attent
         whole = step.whole()
         q, k, v = q[whole.tokens], k[whole.tokens], v[whole.tokens]
         return varlen_attention(q, k, v, whole.packed, kind)[whole.back]
-    if q.device.type == "cuda" and _varlen_kernel_fits(q, v, kind):
+    # The meta device stands for a GPU where kernels and memory are counted.
+    if q.device.type in ("cuda", "meta") and _varlen_kernel_fits(q, v, kind):
         return _varlen_on_gpu(q, k, v, step, kind)
     bounds = step.cu_seqlens.tolist()
     if not q.shape[0]:
@@ -148,8 +151,15 @@ def store_kv(
     if k.device.type == "cpu" and _native(k.dtype):
         torch.ops.tandem.store_kv(k, v, keys, values, block_tables, cu_seqlens)
         return
+    if gpu.fuses(k) and keys.dtype == k.dtype:
+        from tandem.ops.store_gpu import store_kv_gpu  # imports Triton
+
+        store_kv_gpu(k, v, keys, values, block_tables, cu_seqlens)
+        return
     lengths = cu_seqlens.diff().long()
-    rows = torch.repeat_interleave(torch.arange(len(lengths), device=k.device), lengths)
+    rows = torch.repeat_interleave(
+        torch.arange(len(lengths), device=k.device), lengths, output_size=k.shape[0]
+    )
     places = torch.arange(k.shape[0], device=k.device) - cu_seqlens[:-1].long()[rows]
     blocks = block_tables[rows, places // BLOCK_TOKENS].long()
     offsets = places % BLOCK_TOKENS
@@ -243,13 +253,27 @@ def _varlen_kernel_fits(q: Tensor, v: Tensor, kind: AttentionSpec) -> bool:
 def _varlen_on_gpu(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: AttentionSpec) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # imports the GPU kernels
 
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    shared: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1]:
+        if _takes_groups():
+            shared["enable_gqa"] = True
+        else:
+            groups = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     window = (kind.window - 1, 0) if kind.window else (-1, 0)
+    # The kernels need a head's numbers side by side, not heads or tokens.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = varlen_attn(
-        q.contiguous(), k.contiguous(), v.contiguous(), step.cu_seqlens, step.cu_seqlens,
-        step.max_length, step.max_length, scale=kind.scale, window_size=window,
+        q, k, v, step.cu_seqlens, step.cu_seqlens, step.max_length, step.max_length,
+        scale=kind.scale, window_size=window, **shared,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out
+
+
+@cache
+def _takes_groups() -> bool:
+    """Whether this torch's kernels share a key head among query heads without copies of it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -128,6 +128,13 @@ def token_logprobs(
     _check_rows(logits, temperature, targets=targets)
     if _native(logits):
         return _op("token_logprobs")(logits, targets, temperature, with_entropy, keep_logits)
+    if gpu.fuses(logits):
+        from tandem.ops.logprobs_gpu import TokenLogprobs  # imports Triton
+
+        logprobs, entropy = TokenLogprobs.apply(
+            logits, targets, temperature, with_entropy, keep_logits
+        )
+        return logprobs, entropy
     scaled = logits.float()
     if temperature != 1.0:  # dividing by 1 would copy the largest tensor of the step
         scaled = scaled / temperature

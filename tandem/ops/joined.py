@@ -42,18 +42,18 @@ def join(tensors: Sequence[Tensor]) -> bool:
 
 def joined_view(tensors: Sequence[Tensor]) -> Tensor | None:
     """The tensors as one, without a copy, if they lie side by side in one storage; else None."""
-    first, place = tensors[0], tensors[0].data_ptr()
-    storage = first.untyped_storage().data_ptr()
+    first, place = tensors[0], tensors[0].storage_offset()
+    storage = first.untyped_storage()._cdata
     for tensor in tensors:
         if (
-            tensor.data_ptr() != place
-            or tensor.untyped_storage().data_ptr() != storage
+            tensor.storage_offset() != place
+            or tensor.untyped_storage()._cdata != storage
             or tensor.dtype != first.dtype
             or tensor.shape[1:] != first.shape[1:]
             or not tensor.is_contiguous()
         ):
             return None
-        place += tensor.nbytes
+        place += tensor.numel()
     rows = sum(len(tensor) for tensor in tensors)
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 

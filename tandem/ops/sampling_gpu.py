@@ -27,7 +27,6 @@ except ImportError:  # the operation can be counted without it, not run
 
 CHUNK = 4096
 """Logits that one program sums up; a fixed number, or results would change."""
-_LOG_2 = 0.6931471805599453
 
 
 def _kernel(function: Any) -> Any:
@@ -38,9 +37,10 @@ def _kernel(function: Any) -> Any:
 def sample_gpu(
     logits: Tensor,
     changed: Tensor | None,
-    uniforms: Tensor,
+    keys: Tensor,
+    token_numbers: Tensor,
     stop_ids: Tensor,
-    young: Tensor | None,
+    min_new_tokens: int,
     temperature: float,
     top_k: int,
     top_p: float,
@@ -51,8 +51,9 @@ def sample_gpu(
     Args:
         logits: (n, V), of which log-probs and entropy are told; -inf allowed.
         changed: (n, V), of which tokens are drawn; None: logits.
-        uniforms: (n,) float64 in [0, 1).
-        stop_ids, young: tokens (m,) int64 that the rows (n,) bool may not draw; None: all may.
+        keys, token_numbers: (n,) int64, what `dense.uniforms` makes each row's number of.
+        stop_ids: tokens (m,) int64 that a row may not draw while its token number is below
+            `min_new_tokens`.
         top_k, top_p, min_p: as `generation.sampler.truncated`; 0, 1.0 and 0.0 are off.
     Returns:
         tokens (n,) int64; (3, n) float32: log-prob under softmax(logits / temperature), log-prob
@@ -68,19 +69,20 @@ def sample_gpu(
     drawn = drawn if drawn.stride(1) == 1 else drawn.contiguous()
     chunks = triton.cdiv(vocabulary, CHUNK)
     sums = torch.empty((n, chunks, 4), device=logits.device)
-    bans = 0 if young is None else stop_ids.shape[0]
+    bans = stop_ids.shape[0] if min_new_tokens > 0 else 0
     _sum_chunks[(n, chunks)](
-        logits, drawn, stop_ids, stop_ids if young is None else young, sums,
-        logits.stride(0), drawn.stride(0), vocabulary, 1.0 / temperature, chunks,
+        logits, drawn, stop_ids, token_numbers, sums, logits.stride(0), drawn.stride(0),
+        vocabulary, 1.0 / temperature, chunks, min_new_tokens,
         BANS=bans, TWO=changed is not None, CHUNK_LOGITS=CHUNK, num_warps=8,
     )  # fmt: skip
     truncates = 0 < top_k < vocabulary or top_p < 1 or min_p > 0
     _draw_rows[(n,)](
-        logits, drawn, uniforms, stop_ids, stop_ids if young is None else young, sums,
-        tokens, numbers, logits.stride(0), drawn.stride(0), vocabulary, 1.0 / temperature, chunks,
-        n, top_k, top_p, min_p, BANS=bans, TOP_K=0 < top_k < vocabulary, TOP_P=top_p < 1,
-        MIN_P=min_p > 0, TRUNCATES=truncates, CHUNK_LOGITS=CHUNK,
-        CHUNKS_PAD=triton.next_power_of_2(chunks), num_warps=8 if not truncates else 16,
+        logits, drawn, keys, token_numbers, stop_ids, sums, tokens, numbers,
+        logits.stride(0), drawn.stride(0), vocabulary, 1.0 / temperature, chunks, n,
+        top_k, top_p, min_p, min_new_tokens,
+        BANS=bans, TOP_K=0 < top_k < vocabulary, TOP_P=top_p < 1, MIN_P=min_p > 0,
+        TRUNCATES=truncates, CHUNK_LOGITS=CHUNK, CHUNKS_PAD=triton.next_power_of_2(chunks),
+        num_warps=16 if truncates else 8,
     )  # fmt: skip
     return tokens, numbers
 
@@ -102,8 +104,8 @@ def _allowed(values, v, stops_ptr, young, BANS: tl.constexpr):  # type: ignore[n
 # fmt: off
 @_kernel
 def _sum_chunks(  # type: ignore[no-untyped-def]
-    logits_ptr, drawn_ptr, stops_ptr, young_ptr, sums_ptr, row_logits, row_drawn, vocabulary,
-    inverse, chunks, BANS: tl.constexpr, TWO: tl.constexpr, CHUNK_LOGITS: tl.constexpr,
+    logits_ptr, drawn_ptr, stops_ptr, ages_ptr, sums_ptr, row_logits, row_drawn, vocabulary,
+    inverse, chunks, min_new, BANS: tl.constexpr, TWO: tl.constexpr, CHUNK_LOGITS: tl.constexpr,
 ):
     # fmt: on
     """Of a row's chunk: top of the scaled logits, sums of e^(x - top) and of that times x - top;
@@ -123,7 +125,7 @@ def _sum_chunks(  # type: ignore[no-untyped-def]
         y = tl.load(drawn_ptr + row * row_drawn + v, mask=inside, other=float("-inf"))
         y = y.to(tl.float32) * inverse
     if BANS:
-        y = _allowed(y, v, stops_ptr, tl.load(young_ptr + row) != 0, BANS)
+        y = _allowed(y, v, stops_ptr, tl.load(ages_ptr + row) < min_new, BANS)
     at = sums_ptr + (row * chunks + chunk) * 4
     # Log of the sum, so that chunks of what may be drawn need no common top.
     if TWO or BANS:
@@ -136,6 +138,18 @@ def _sum_chunks(  # type: ignore[no-untyped-def]
     tl.store(at + 1, total)
     tl.store(at + 2, sum_x)
     tl.store(at + 3, kept)
+
+
+@_kernel
+def _uniform(key, number):  # type: ignore[no-untyped-def]
+    """`dense.uniforms`: splitmix64's finaliser, its constants as signed 64-bit numbers."""
+    x = (key + (number + 1) * -7046029254386353131).to(tl.uint64, bitcast=True)
+    x = ((x ^ (x >> 30)).to(tl.int64, bitcast=True) * -4658895280553007687)
+    x = x.to(tl.uint64, bitcast=True)
+    x = ((x ^ (x >> 27)).to(tl.int64, bitcast=True) * -7723592293110705685)
+    x = x.to(tl.uint64, bitcast=True)
+    x = (x ^ (x >> 31)) >> 11
+    return x.to(tl.int64, bitcast=True).to(tl.float64) * 1.1102230246251565e-16
 
 
 @_kernel
@@ -170,15 +184,16 @@ def _share_above(  # type: ignore[no-untyped-def]
 # fmt: off
 @_kernel
 def _draw_rows(  # type: ignore[no-untyped-def]
-    logits_ptr, drawn_ptr, uniforms_ptr, stops_ptr, young_ptr, sums_ptr, tokens_ptr, numbers_ptr,
-    row_logits, row_drawn, vocabulary, inverse, chunks, rows, top_k, top_p, min_p,
+    logits_ptr, drawn_ptr, keys_ptr, ages_ptr, stops_ptr, sums_ptr, tokens_ptr, numbers_ptr,
+    row_logits, row_drawn, vocabulary, inverse, chunks, rows, top_k, top_p, min_p, min_new,
     BANS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
     TRUNCATES: tl.constexpr, CHUNK_LOGITS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
 ):
     # fmt: on
     """A row's token: chunk by its sums, then its place in the chunk."""
     row = tl.program_id(0).to(tl.int64)
-    young = tl.load(young_ptr + row) != 0 if BANS else False
+    age = tl.load(ages_ptr + row)
+    young = age < min_new
     c = tl.arange(0, CHUNKS_PAD)
     sums_at = sums_ptr + (row * chunks + c) * 4
     tops = tl.load(sums_at, mask=c < chunks, other=float("-inf"))
@@ -238,7 +253,7 @@ def _draw_rows(  # type: ignore[no-untyped-def]
             masses = tl.where(c == chunk, mass.to(tl.float64), masses)
     running = tl.cumsum(masses, 0)
     mass = tl.sum(masses, 0)
-    goal = tl.load(uniforms_ptr + row) * mass
+    goal = _uniform(tl.load(keys_ptr + row), age) * mass
     # The first chunk that passes the goal; where rounding leaves none, the last with any mass.
     passes = tl.where((running > goal) & (masses > 0), c, CHUNKS_PAD)
     chosen = tl.min(passes, 0)
@@ -256,5 +271,7 @@ def _draw_rows(  # type: ignore[no-untyped-def]
     x = tl.load(logits_ptr + row * row_logits + token).to(tl.float32) * inverse
     drawn = tl.sum(tl.where(v == token, y, 0.0), 0)
     tl.store(numbers_ptr + row, x - top - log_total)
-    tl.store(numbers_ptr + rows + row, drawn - high - tl.log(mass).to(tl.float32))
+    # 0 times the sum is NaN where a logit was.
+    sampled = drawn - high - tl.log(mass).to(tl.float32) + 0.0 * log_total
+    tl.store(numbers_ptr + rows + row, sampled)
     tl.store(numbers_ptr + 2 * rows + row, entropy)

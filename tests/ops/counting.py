@@ -62,7 +62,7 @@ def kept() -> Iterator[dict[int, int]]:
     alive: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        if not (isinstance(tensor, torch.nn.Parameter) or tensor.is_leaf and tensor.requires_grad):
+        if not (tensor.is_leaf and tensor.requires_grad):
             alive.append(tensor)
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
