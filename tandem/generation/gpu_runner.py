@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -25,7 +24,9 @@ from tandem.generation.batch_state import Part
 from tandem.generation.gpu_graphs import CudaRecorder, DecodeStep, Recorder, bucket_of, width_of
 from tandem.generation.runner import TwinRunner
 from tandem.generation.sampler import Draw, Sampler
+from tandem.models.gpu_blocks import join_projections
 from tandem.models.lora import lora_layers
+from tandem.ops import gpu
 from tandem.ops.attention_context import KVMemory, attending
 
 
@@ -102,6 +103,8 @@ class _Kept:
 
     def enter(self, model: PreTrainedModel) -> None:
         """A session begins; recordings are dropped if what they depend on has changed."""
+        if gpu.available():
+            join_projections(model)  # before addresses are compared
         rests_on = _fingerprint(model, self.twin)
         if rests_on != self._rests_on:
             self._steps, self._addressed, self._rests_on = {}, None, rests_on
@@ -153,7 +156,7 @@ _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 
 def _finds_by_address(device: torch.device) -> bool:
     """Whether attention takes the KV memory's address as an input: Triton's does."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    return device.type == "cuda" and gpu.available()
 
 
 def _fingerprint(model: PreTrainedModel, twin: PreTrainedModel) -> tuple[Any, ...]:

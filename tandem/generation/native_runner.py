@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.generation.runner import TwinRunner
-from tandem.models.fused import (
+from tandem.models.twin import twin_of
+from tandem.models.twin_layers import (
     TwinEmbedding,
     TwinGatedMLP,
     TwinLinear,
     TwinRMSNorm,
     TwinRotaryAttention,
 )
-from tandem.models.twin import twin_of
 from tandem.ops import dense, native
 from tandem.ops.attention_context import KVMemory
 

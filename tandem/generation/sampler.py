@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError
-from tandem.ops import dense
+from tandem.ops import dense, gpu
 
 _FIRST_LOOK = 1024
 """Tokens among which the nucleus is searched before the whole vocabulary."""
@@ -130,6 +130,8 @@ class Sampler:
             its `sampled_logprobs`, so that the host need not wait for the device.
         """
         temperature = self.sampling.temperature
+        if gpu.fuses(logits):
+            return self._draw_fused(logits, keys, token_numbers, counts)
         if not self._edits and not self._truncates:
             tokens, logprobs, entropy = dense.sample(logits, keys, token_numbers, temperature)
             return Draw(tokens, logprobs, logprobs, entropy)
@@ -143,15 +145,40 @@ class Sampler:
         logprobs, entropy = dense.token_logprobs(logits, tokens, temperature)
         return Draw(tokens, logprobs, sampled, entropy)
 
-    def _edited(
-        self, logits: Tensor, token_numbers: Tensor, counts: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        """Logits after biases, penalties and the ban on early stop tokens."""
+    def _draw_fused(
+        self,
+        logits: Tensor,
+        keys: Tensor,
+        token_numbers: Tensor,
+        counts: tuple[Tensor, Tensor] | None,
+    ) -> Draw:
+        """`draw` by our GPU kernels."""
+        from tandem.ops.sampling_gpu import sample_gpu  # imports Triton
+
+        s = self.sampling
+        rewrites = self.penalizes or len(self._biased) > 0
+        changed = self._reweighed(logits.float(), counts) if rewrites else None
+        tokens, numbers = sample_gpu(
+            logits, changed, keys, token_numbers, self._stop_ids, s.min_new_tokens,
+            s.temperature, s.top_k, s.top_p, s.min_p,
+        )  # fmt: skip
+        logprobs, sampled, entropy = numbers.unbind()
+        return Draw(tokens, logprobs, sampled, entropy)
+
+    def _reweighed(self, logits: Tensor, counts: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Logits after biases and penalties."""
         if len(self._biased):
             logits = logits.index_add(1, self._biased, self._biases.expand(len(logits), -1))
         if self.penalizes:
             assert counts is not None
             logits = penalized(logits, *counts, self.sampling)
+        return logits
+
+    def _edited(
+        self, logits: Tensor, token_numbers: Tensor, counts: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Logits after biases, penalties and the ban on early stop tokens."""
+        logits = self._reweighed(logits, counts)
         if self.sampling.min_new_tokens > 0:
             young = token_numbers < self.sampling.min_new_tokens
             stops = logits[:, self._stop_ids]

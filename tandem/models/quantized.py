@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tandem.errors import ModelError
-from tandem.ops import blockwise
+from tandem.ops import blockwise, gpu
 
 _CODES = {"int8": blockwise.INT8, "nf4": blockwise.NF4}
 KINDS = tuple(_CODES)
@@ -58,6 +58,20 @@ class Layout:
         floats = scales.view(code.scale_dtype)
         return blockwise.dequantize(packed, floats, count, code, dtype).view(self.shape)
 
+    def times_few(self, x: Tensor, packed: Tensor, scales: Tensor) -> Tensor | None:
+        """x by the weight (out, in), unpacked in a GPU's registers; None for too many rows."""
+        code, rows = _CODES[self.kind], x.numel() // x.shape[-1]
+        from tandem.ops import quantized_gpu  # imports Triton
+
+        if not quantized_gpu.takes(rows, self.shape, self.kind, code.block):
+            return None
+        made = quantized_gpu.packed_linear(
+            x.reshape(rows, -1), packed, scales.view(code.scale_dtype),
+            blockwise.nf4_table(x.device), self.shape[0], quantized_gpu.KINDS.index(self.kind),
+            code.block,
+        )  # fmt: skip
+        return made.view(*x.shape[:-1], self.shape[0])
+
     def sizes(self) -> tuple[int, int]:
         """Bytes of the codes and of the scales."""
         code, runs = _CODES[self.kind], [self.shape.numel()]
@@ -80,6 +94,10 @@ class _PackedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(packed, scales)
         ctx.layout, ctx.turned, ctx.product = layout, turned, product
+        if not turned and gpu.fuses(x):
+            made = layout.times_few(x, packed, scales)
+            if made is not None:
+                return made if bias is None else made + bias
         weight = layout.unpacked(packed, scales, x.dtype)
         return product(x, weight.t() if turned else weight, bias)
 

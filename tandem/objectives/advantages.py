@@ -34,6 +34,8 @@ def generalized_advantages(
     """
     require_same_shape(rewards=rewards, values=values, response_mask=response_mask)
     rewards, values = rewards.float(), values.float()
+    if rewards.device.type != "cpu":
+        return _scanned_advantages(rewards, values, response_mask, gamma=gamma, lam=lam)
     advantages = torch.zeros_like(rewards)
     next_advantage = torch.zeros_like(rewards[:, 0])
     next_value = torch.zeros_like(next_advantage)
@@ -46,6 +48,33 @@ def generalized_advantages(
         next_value = torch.where(chosen, values[:, t], next_value)
     returns = (advantages + values).masked_fill(~response_mask, 0.0)
     return advantages, returns
+
+
+def _scanned_advantages(
+    rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """`generalized_advantages` in log2(T) steps of a few kernels, where each launch costs.
+
+    A_t = d_t + c_t A_{t+1} with d = delta and c = gamma lam on the response, and 0 and 1 off it.
+    After a step of s, A_t = d_t + c_t A_{t+2s}, which is d_t once 2 s reaches T.
+    """
+    batch, length = rewards.shape
+    places = torch.arange(length, device=rewards.device).expand(batch, length)
+    # The next response token's place, T where there is none.
+    marked = torch.where(response_mask, places, length).flip(1).cummin(dim=1).values.flip(1)
+    following = torch.nn.functional.pad(marked[:, 1:], (0, 1), value=length)
+    next_value = torch.nn.functional.pad(values, (0, 1)).gather(1, following)
+    delta = rewards + gamma * next_value - values
+    sums = torch.where(response_mask, delta, 0.0)
+    factors = torch.where(response_mask, gamma * lam, 1.0)
+    step = 1
+    while step < length:
+        ahead = torch.nn.functional.pad(sums[:, step:], (0, step))
+        sums = sums + factors * ahead
+        factors = factors * torch.nn.functional.pad(factors[:, step:], (0, step))
+        step *= 2
+    advantages = sums.masked_fill(~response_mask, 0.0)
+    return advantages, (advantages + values).masked_fill(~response_mask, 0.0)
 
 
 def group_normalized(

@@ -8,7 +8,8 @@ paths below mean the same to rounding.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import inspect
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from tandem.ops import native
+from tandem.ops import gpu, native
 from tandem.ops.attention_context import (
     BLOCK_TOKENS,
     AttentionSpec,
@@ -80,6 +81,26 @@ def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> 
     return varlen_attention(q, k, v, step, kind)
 
 
+def attend_rotary(
+    layer: int, qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor, kind: AttentionSpec
+) -> Tensor:
+    """`attend` on a GPU, of queries and keys that rotary positions have yet to turn.
+
+    Args:
+        qkv: (N, Hq + 2 Hkv, D), queries, keys, values. heads: Hq and Hkv. cos, sin: (N, R).
+    """
+    step = current_step()
+    if isinstance(step, Decode):
+        from tandem.ops.paged_gpu import paged_attention_gpu  # imports Triton
+
+        q, k, v = qkv.split((*heads, heads[1]), 1)
+        memory = step.memory.layers[layer]
+        return paged_attention_gpu(q, k, v, *memory, step, kind, (cos, sin))
+    from tandem.ops.rotary_gpu import rotate  # imports Triton
+
+    return attend(layer, *rotate(qkv, cos, sin, heads), kind)
+
+
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: AttentionSpec) -> Tensor:
     """Causal attention inside each of the packed sequences, with gradient.
 
@@ -94,7 +115,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: Attent
         whole = step.whole()
         q, k, v = q[whole.tokens], k[whole.tokens], v[whole.tokens]
         return varlen_attention(q, k, v, whole.packed, kind)[whole.back]
-    if q.device.type == "cuda" and _varlen_kernel_fits(q, v, kind):
+    # The meta device stands for a GPU where kernels and memory are counted.
+    if q.device.type in ("cuda", "meta") and _varlen_kernel_fits(q, v, kind):
         return _varlen_on_gpu(q, k, v, step, kind)
     bounds = step.cu_seqlens.tolist()
     if not q.shape[0]:
@@ -113,7 +135,7 @@ def paged_attention(
             q, k, v, keys, values, step.block_tables, step.positions,
             kind.scale, kind.window, kind.softcap, kind.sinks,
         )  # fmt: skip
-    if q.device.type == "cuda" and find_spec("triton") is not None:
+    if gpu.fuses(q):
         from tandem.ops.paged_gpu import paged_attention_gpu  # imports Triton
 
         return paged_attention_gpu(q, k, v, keys, values, step, kind)
@@ -129,8 +151,15 @@ def store_kv(
     if k.device.type == "cpu" and _native(k.dtype):
         torch.ops.tandem.store_kv(k, v, keys, values, block_tables, cu_seqlens)
         return
+    if gpu.fuses(k) and keys.dtype == k.dtype:
+        from tandem.ops.store_gpu import store_kv_gpu  # imports Triton
+
+        store_kv_gpu(k, v, keys, values, block_tables, cu_seqlens)
+        return
     lengths = cu_seqlens.diff().long()
-    rows = torch.repeat_interleave(torch.arange(len(lengths), device=k.device), lengths)
+    rows = torch.repeat_interleave(
+        torch.arange(len(lengths), device=k.device), lengths, output_size=k.shape[0]
+    )
     places = torch.arange(k.shape[0], device=k.device) - cu_seqlens[:-1].long()[rows]
     blocks = block_tables[rows, places // BLOCK_TOKENS].long()
     offsets = places % BLOCK_TOKENS
@@ -224,13 +253,27 @@ def _varlen_kernel_fits(q: Tensor, v: Tensor, kind: AttentionSpec) -> bool:
 def _varlen_on_gpu(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: AttentionSpec) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # imports the GPU kernels
 
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    shared: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1]:
+        if _takes_groups():
+            shared["enable_gqa"] = True
+        else:
+            groups = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     window = (kind.window - 1, 0) if kind.window else (-1, 0)
+    # The kernels need a head's numbers side by side, not heads or tokens.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = varlen_attn(
-        q.contiguous(), k.contiguous(), v.contiguous(), step.cu_seqlens, step.cu_seqlens,
-        step.max_length, step.max_length, scale=kind.scale, window_size=window,
+        q, k, v, step.cu_seqlens, step.cu_seqlens, step.max_length, step.max_length,
+        scale=kind.scale, window_size=window, **shared,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out
+
+
+@cache
+def _takes_groups() -> bool:
+    """Whether this torch's kernels share a key head among query heads without copies of it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters

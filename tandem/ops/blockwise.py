@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import ConfigError, ShapeError
-from tandem.ops import native
+from tandem.ops import gpu, native
 
 Kind = Literal["int8", "int4", "nf4"]
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -167,6 +167,13 @@ def dequantize_into(
         kind = _KINDS.index(code.kind)
         _op("blockwise_dequantize_")(codes, scales, out, kind, code.block, [*numels])
         return
+    if gpu.fuses(out) and out.is_contiguous() and out.shape[0] == len(codes) == len(numels) == 1:
+        from tandem.ops.quantized_gpu import KINDS, dequantize_gpu  # imports Triton
+
+        table, kind = nf4_table(out.device), KINDS.index(code.kind)
+        flat = codes.reshape(-1), scales.reshape(-1)
+        dequantize_gpu(*flat, table, out, kind, code.block)
+        return
     decode = _compiled(_DECODERS[code.kind]) if out.is_cuda else _DECODERS[code.kind]
     parts, width = codes.shape[0], code.block // code.per_byte
     num_blocks = scales.shape[1] * scales.shape[2]
@@ -226,7 +233,7 @@ def _encode_int4(blocks: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tens
 
 def _encode_nf4(blocks: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     units, scales = _scaled(blocks, 1.0, scale_dtype)
-    numbers = torch.tensor(_NF4, device=blocks.device)
+    numbers = nf4_table(blocks.device)
     edges = (numbers[1:] + numbers[:-1]) / 2
     return _in_pairs(torch.bucketize(units, edges).to(torch.uint8)), scales
 
@@ -248,7 +255,7 @@ def _decode_int4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _decode_nf4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    numbers = torch.tensor(_NF4, device=codes.device)
+    numbers = nf4_table(codes.device)
     return _summed(numbers[_from_pairs(codes).int()], scales, dtype)
 
 
@@ -259,6 +266,12 @@ _DECODERS = {"int8": _decode_int8, "int4": _decode_int4, "nf4": _decode_nf4}
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
+
+
+@cache
+def nf4_table(device: torch.device) -> Tensor:
+    """The 16 numbers of NF4, made once on a device: a CUDA graph cannot contain their copy."""
+    return torch.tensor(_NF4, device=device)
 
 
 def _runs(numels: Sequence[int] | None, numel: int) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """The dense operations of a layer, the same in training, scoring, prefill and decoding.
 
 On a CPU in float32 or bfloat16 they run in C++ (`csrc/dense.cpp`), where a row's result depends on
-that row alone to the last bit; elsewhere in plain torch, equal to rounding.
+that row alone to the last bit; elsewhere in plain torch, equal to rounding, or on an NVIDIA GPU in
+our kernels (`gpu`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import ConfigError, ShapeError
-from tandem.ops import native
+from tandem.ops import gpu, native
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -59,6 +60,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -
     """
     if _native(x) and weight.dtype in _DTYPES:
         return _op("rms_norm")(x, weight, eps, unit_offset)
+    if gpu.fuses(x) and weight.dtype == x.dtype:
+        from tandem.ops.layer_gpu import RMS, UNIT_OFFSET, add_norm  # imports Triton
+
+        return add_norm(x, None, weight, None, eps, UNIT_OFFSET if unit_offset else RMS)[1]
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if unit_offset:
@@ -123,6 +128,13 @@ def token_logprobs(
     _check_rows(logits, temperature, targets=targets)
     if _native(logits):
         return _op("token_logprobs")(logits, targets, temperature, with_entropy, keep_logits)
+    if gpu.fuses(logits):
+        from tandem.ops.logprobs_gpu import TokenLogprobs  # imports Triton
+
+        logprobs, entropy = TokenLogprobs.apply(
+            logits, targets, temperature, with_entropy, keep_logits
+        )
+        return logprobs, entropy
     scaled = logits.float()
     if temperature != 1.0:  # dividing by 1 would copy the largest tensor of the step
         scaled = scaled / temperature

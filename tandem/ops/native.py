@@ -72,11 +72,11 @@ def why_not() -> str:
 
 def _missing(reason: str) -> str:
     """The reason, which the user hears once too: nothing becomes slower in silence."""
-    _print_line(f"{reason}; {_COST}.\n")
+    print_line(f"{reason}; {_COST}.\n")
     return reason
 
 
-def _print_line(text: str) -> None:
+def print_line(text: str) -> None:
     """To the user, not to the run's own output; of a node's ranks the first speaks."""
     _say_more(f"tandem: {text}")
 
@@ -175,7 +175,7 @@ def _compiled(compiler: str, name: str, folder: Path, log: Path) -> Path:
     began = time.monotonic()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
     about = _CPU_SECONDS // min(cores, 2)
-    _print_line(f"building the C++ operations, once for this machine, about {about} s ...")
+    print_line(f"building the C++ operations, once for this machine, about {about} s ...")
     linked, objects = folder / "linked.so", [folder / f"{unit}.o" for unit in UNITS]
     try:
         for commands in (
@@ -214,7 +214,7 @@ def _locked(path: Path) -> Iterator[float]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             since = time.time()
-            _print_line("another process builds the C++ operations; waiting for it ...\n")
+            print_line("another process builds the C++ operations; waiting for it ...\n")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             yield since

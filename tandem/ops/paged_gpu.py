@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tandem.errors import GenerationError
 from tandem.ops.attention_context import BLOCK_TOKENS, AttentionSpec, Decode, KVMemory
+from tandem.ops.rotary_gpu import turned
 
 try:
     import triton
@@ -63,7 +64,14 @@ class AddressedMemory(KVMemory):
 
 
 def paged_attention_gpu(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, step: Decode, kind: AttentionSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    step: Decode,
+    kind: AttentionSpec,
+    rotation: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """One new token per row: keep its key and value, attend to the row's tokens so far.
 
@@ -73,23 +81,20 @@ def paged_attention_gpu(
         q: (n, Hq, Dk). k: (n, Hkv, Dk). v: (n, Hkv, Dv). Float32, bfloat16 or float16.
         keys, values: (blocks, 16, Hkv, Dk) and (blocks, 16, Hkv, Dv), written at each row's
             position; or what the layers of an AddressedMemory hold, if that is the step's.
+        rotation: cos and sin (n, R), by which the first R columns of q and k turn first.
     Returns:
         (n, Hq, Dv) in v's type.
     Raises:
         GenerationError: there is no Triton.
     """
-    if triton is None:
-        raise GenerationError(
-            "decoding on a GPU must have Triton; got no module of that name. Install triton, "
-            "which torch for CUDA comes with."
-        )
     memory = step.memory
     by_address = isinstance(memory, AddressedMemory)
     dtype = memory.dtype if isinstance(memory, AddressedMemory) else keys.dtype
     attend = _paged_by_address if by_address else _paged
+    cos, sin = (None, None) if rotation is None else (x.to(dtype).contiguous() for x in rotation)
     out: Tensor = attend(
         q.to(dtype), k.to(dtype), v.to(dtype), keys, values, step.block_tables, step.positions,
-        kind.scale, kind.window, kind.softcap, kind.sinks,
+        kind.scale, kind.window, kind.softcap, kind.sinks, cos, sin,
     )  # fmt: skip
     return out.to(v.dtype)
 
@@ -106,8 +111,15 @@ def _paged(
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> Tensor:
     """Launch both kernels on q, k, v of the memory's type."""
+    if triton is None:
+        raise GenerationError(
+            "decoding on a GPU must have Triton; got no module of that name. Install triton, "
+            "which torch for CUDA comes with."
+        )
     q, k, v, tables = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, tables))
     n, query_heads, key_width = q.shape
     heads, value_width = v.shape[1:]
@@ -120,14 +132,16 @@ def _paged(
     tops = torch.empty(n, heads, chunks, group, 2, device=v.device)
     wide = max(key_width, value_width) * v.element_size() > 256  # bytes of a key, in shared memory
     _attend_chunk[(n, heads, chunks)](
-        q, k, v, keys, values, tables, positions, sums, tops, scale, softcap,
+        q, k, v, keys, values, tables, positions, sums, tops,
+        q if cos is None else cos, q if sin is None else sin, scale, softcap,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         tables.stride(0), chunks,
         HEADS=heads, GROUP=group, GROUP_PAD=_padded(group), CHUNK_TOKENS=CHUNK,
         TILE=32 if wide else 64, BLOCK=BLOCK_TOKENS, WINDOW=window, CAPPED=softcap != 0,
         K_WIDTH=key_width, K_PAD=_padded(key_width),
         V_WIDTH=value_width, V_PAD=_padded(value_width),
-        BY_ADDRESS=keys.dtype == torch.int64, num_warps=4, num_stages=2 if wide else 3,
+        BY_ADDRESS=keys.dtype == torch.int64, TURNING=0 if cos is None else cos.shape[-1],
+        num_warps=4, num_stages=2 if wide else 3,
     )  # fmt: skip
     _merge_chunks[(n, query_heads)](
         sums, tops, positions, positions if sinks is None else sinks, out, chunks,
@@ -162,11 +176,13 @@ def _kernel(function: Any) -> Any:
 @_kernel
 def _attend_chunk(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, tables_ptr, positions_ptr, sums_ptr, tops_ptr,
-    scale, softcap, q_row, q_head, k_row, k_head, v_row, v_head, table_row, chunks,
+    cos_ptr, sin_ptr, scale, softcap, q_row, q_head, k_row, k_head, v_row, v_head, table_row,
+    chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     CHUNK_TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, K_WIDTH: tl.constexpr, K_PAD: tl.constexpr,
     V_WIDTH: tl.constexpr, V_PAD: tl.constexpr, BY_ADDRESS: tl.constexpr,
+    TURNING: tl.constexpr,
 ):
     # fmt: on
     """One chunk of one row for the GROUP query heads of one key head.
@@ -186,6 +202,15 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
         g, kd, vd = tl.arange(0, GROUP_PAD), tl.arange(0, K_PAD), tl.arange(0, V_PAD)
         q_at = q_ptr + row * q_row + (head * GROUP + g[:, None]) * q_head + kd[None]
         q = tl.load(q_at, mask=(g < GROUP)[:, None] & (kd < K_WIDTH)[None], other=0.0)
+        if TURNING:
+            turns = kd < TURNING
+            partner = tl.where(kd < TURNING // 2, TURNING // 2, -(TURNING // 2))
+            sign = tl.where(kd < TURNING // 2, -1.0, 1.0)
+            c = tl.load(cos_ptr + row * TURNING + kd, mask=turns, other=1.0)
+            s = tl.load(sin_ptr + row * TURNING + kd, mask=turns, other=0.0)
+            both = (g < GROUP)[:, None] & turns[None]
+            other = tl.load(q_at + partner[None], mask=both, other=0.0)
+            q = tl.where(turns[None], turned(q, other, c[None], s[None], sign[None]), q)
         # Below any score, yet finite: of two of them the difference is 0 and not NaN.
         top = tl.full([GROUP_PAD], -1.0e30, tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
@@ -210,7 +235,11 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
             total = total * shrink + tl.sum(weights, 1)
             top = higher
         if last < begin + CHUNK_TOKENS:
-            k = tl.load(k_ptr + row * k_row + head * k_head + kd, mask=kd < K_WIDTH, other=0.0)
+            k_at = k_ptr + row * k_row + head * k_head + kd
+            k = tl.load(k_at, mask=kd < K_WIDTH, other=0.0)
+            if TURNING:
+                other = tl.load(k_at + partner, mask=turns, other=0.0)
+                k = tl.where(turns, turned(k, other, c, s, sign), k)
             v = tl.load(v_ptr + row * v_row + head * v_head + vd, mask=vd < V_WIDTH, other=0.0)
             block = tl.load(tables_ptr + row * table_row + last // BLOCK)
             place = (block.to(tl.int64) * BLOCK + last % BLOCK) * HEADS + head

@@ -269,7 +269,7 @@ def test_of_a_nodes_ranks_the_first_speaks(
 ) -> None:
     for rank, said in (("0", "tandem: once\n"), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        native._print_line("once\n")
+        native.print_line("once\n")
         assert capsys.readouterr().err == said
 
 

@@ -1,0 +1,180 @@
+"""The layers of a twin, on the operations of `ops`: same weights and result, fewer passes.
+
+`fused` says which of a model's layers they replace. Where our GPU kernels run (`ops.gpu`),
+projections over one input are one product (`ops.joined`), and what lies between products is one
+kernel; a norm may be given a pair, whose sum it takes first (`gpu_blocks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from tandem.models.frozen import FrozenConv1D, FrozenLinear
+from tandem.ops import dense, gpu
+from tandem.ops.attention import attend, attend_rotary
+from tandem.ops.attention_context import AttentionSpec
+from tandem.ops.joined import joined_linear
+
+
+class TwinLinear(nn.Linear):
+    """nn.Linear on the linear of `ops`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return dense.linear(x, self.weight, self.bias)
+
+
+class TwinEmbedding(nn.Embedding):
+    """nn.Embedding on the embedding of `ops`."""
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """(...) -> (..., D)."""
+        return dense.embedding(token_ids, self.weight, self.padding_idx)
+
+
+class TwinConv1D(Conv1D):
+    """GPT-2's linear layer, its weight stored (in, out)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return dense.linear(x, self.weight.t(), self.bias)
+
+
+class TwinFrozenLinear(FrozenLinear):
+    """nn.Linear over a quantized weight, on the linear of `ops`."""
+
+    _linear = staticmethod(dense.linear)
+
+
+class TwinFrozenConv1D(FrozenConv1D):
+    """Conv1D over a quantized weight, on the linear of `ops`."""
+
+    _linear = staticmethod(dense.linear)
+
+
+class TwinRMSNorm(nn.Module):
+    """Root-mean-square norm, times the weight (Gemma's: times one plus the weight)."""
+
+    weight: Tensor
+
+    def forward(self, x: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
+        """(..., D), or a pair to add up, -> (..., D)."""
+        if isinstance(x, tuple):
+            return self.of_sum(*x)[1]
+        return dense.rms_norm(x, self.weight, self._eps, self._unit_offset)  # type: ignore[arg-type]
+
+    def of_sum(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + delta and its norm, on a GPU, in one kernel."""
+        from tandem.ops.layer_gpu import RMS, UNIT_OFFSET, add_norm
+
+        kind = UNIT_OFFSET if self._unit_offset else RMS
+        return add_norm(x, delta, self.weight, None, self._eps, kind)  # type: ignore[arg-type]
+
+
+class TwinLayerNorm(nn.LayerNorm):
+    """nn.LayerNorm, on a GPU perhaps of a pair's sum."""
+
+    def forward(self, x: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
+        """(..., D), or a pair to add up, -> (..., D)."""
+        return self.of_sum(*x)[1] if isinstance(x, tuple) else super().forward(x)
+
+    def of_sum(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + delta and its norm, on a GPU, in one kernel."""
+        from tandem.ops.layer_gpu import CENTERED, add_norm
+
+        return add_norm(x, delta, self.weight, self.bias, self.eps, CENTERED)
+
+
+class TwinGatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)), with SiLU or the tanh GELU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
+        if gpu.fuses(x):
+            gate_up = projected(x, [self.gate_proj, self.up_proj])
+            return gated_product(gate_up, self.down_proj, bool(self._tanh))
+        gate, up = self.gate_proj(x), self.up_proj(x)  # type: ignore[operator]
+        inner = dense.geglu_tanh(gate, up) if self._tanh else dense.swiglu(gate, up)
+        return self.down_proj(inner)  # type: ignore[operator]
+
+
+class TwinJoinedMLP(nn.Module):
+    """down(silu(gate) * up), gate and up being halves of one projection."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
+        gate_up = self.gate_up_proj(hidden_states)  # type: ignore[operator]
+        if gpu.fuses(gate_up):
+            return gated_product(gate_up, self.down_proj, False)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.down_proj(dense.swiglu(gate, up))  # type: ignore[operator]
+
+
+class TwinRotaryAttention(nn.Module):
+    """Projections, norms of queries and keys where the layer has them, rotation, attention."""
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """(1, N, D) -> (1, N, D) and no weights; cos and sin (1, N, R)."""
+        module: Any = self
+        heads = (hidden_states.shape[1], -1, module.head_dim)
+        if gpu.fuses(hidden_states):
+            cos, sin = position_embeddings
+            qkv, sizes = self._projected(hidden_states)
+            out = attend_rotary(module.layer_idx, qkv, sizes, cos[0], sin[0], self._kind())
+            return module.o_proj(out.reshape(1, heads[0], -1)), None
+        q = module.q_proj(hidden_states).view(heads)
+        k = module.k_proj(hidden_states).view(heads)
+        v = module.v_proj(hidden_states).view(heads)
+        if "q_norm" in self._modules:
+            q, k = module.q_norm(q), module.k_norm(k)
+        cos, sin = position_embeddings
+        q, k = dense.rotary(q, k, cos[0], sin[0])
+        out = attend(module.layer_idx, q, k, v, self._kind())
+        return module.o_proj(out.reshape(1, heads[0], -1)), None
+
+    def _kind(self) -> AttentionSpec:
+        module: Any = self
+        return AttentionSpec(
+            scale=module.scaling,
+            window=module._window,
+            softcap=module._softcap,
+            dropout=module.attention_dropout if self.training else 0.0,
+        )
+
+    def _projected(self, hidden_states: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Queries, keys and values (N, Hq + 2 Hkv, D) of a GPU, not yet turned; Hq and Hkv."""
+        module: Any = self
+        joined = projected(hidden_states, [module.q_proj, module.k_proj, module.v_proj])
+        qkv = joined.view(hidden_states.shape[1], -1, module.head_dim)
+        heads = module.k_proj.out_features // module.head_dim
+        sizes = qkv.shape[1] - 2 * heads, heads
+        if "q_norm" in self._modules:
+            q, k, v = qkv.split((*sizes, heads), 1)
+            qkv = torch.cat([module.q_norm(q), module.k_norm(k), v], 1)
+        return qkv, sizes
+
+
+def projected(x: Tensor, layers: Sequence[Any]) -> Tensor:
+    """What linear layers over one input give, side by side: one product where they are plain."""
+    biases = [layer.bias for layer in layers]
+    alike = len({bias is None for bias in biases}) == 1
+    if alike and all(type(layer) is TwinLinear for layer in layers):
+        return joined_linear(x, [layer.weight for layer in layers], biases)
+    return torch.cat([layer(x) for layer in layers], -1)
+
+
+def gated_product(gate_up: Tensor, down: Any, tanh: bool) -> Tensor:
+    """down(act(gate) * up) of the two side by side, on a GPU."""
+    from tandem.ops.layer_gpu import GELU_TANH, SILU, gated, gated_linear
+
+    kind = GELU_TANH if tanh else SILU
+    if type(down) is TwinLinear and down.bias is None:
+        return gated_linear(gate_up, down.weight, kind)
+    return down(gated(gate_up, kind))  # type: ignore[no-any-return]

@@ -1,0 +1,51 @@
+"""Whether our Triton kernels compute on a device, decided in one place.
+
+They are for NVIDIA GPUs. `TANDEM_GPU_KERNELS=off` switches all of them off; AMD's and Apple's GPUs
+run plain torch. Either is printed once. The kernels have run in Triton's interpreter and through
+its compiler, not yet on a GPU (docs/gpu_kernels.md).
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from tandem.ops import native
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fuses(x: Tensor) -> bool:
+    """Whether our kernels compute on this tensor; on a CPU they never do."""
+    return x.device.type in ("cuda", "mps") and x.dtype in _DTYPES and available()
+
+
+@cache
+def available() -> bool:
+    """Whether this machine's GPU runs our kernels; if not, why is printed once."""
+    reason = why_not()
+    if reason:
+        native.print_line(f"{reason}; the GPU runs plain torch, which is slower.\n")
+    return not reason
+
+
+def why_not() -> str:
+    """Why the GPU does not run our kernels; empty if it does."""
+    if os.environ.get("TANDEM_GPU_KERNELS", "on").lower() in ("off", "0", "no", "false"):
+        return "TANDEM_GPU_KERNELS is off"
+    if torch.version.hip is not None:
+        return "the GPU kernels are for NVIDIA GPUs, and this torch is for AMD's"
+    if not torch.cuda.is_available():
+        return "the GPU kernels are for NVIDIA GPUs, and none was found"
+    if find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    return ""
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """x, copied if its numbers do not lie side by side."""
+    return x if x.is_contiguous() else x.contiguous()

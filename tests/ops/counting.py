@@ -1,0 +1,72 @@
+"""Counting a GPU's kernels and the memory kept for a backward, on the meta device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tandem.ops import attention_context, gpu
+
+_FREE = {
+    "aten.view", "aten._unsafe_view", "aten.unsqueeze", "aten.squeeze", "aten.t", "aten.transpose",
+    "aten.expand", "aten.slice", "aten.select", "aten.split", "aten.split_with_sizes",
+    "aten.as_strided", "aten.detach", "aten.alias", "aten.empty", "aten.empty_like",
+    "aten.new_empty", "aten.unbind", "aten.permute", "aten.reshape", "aten.empty_strided",
+    "aten.new_empty_strided",
+}  # fmt: skip
+_KERNELS = {"tandem.paged_attention_by_address": 2}
+"""Operations of ours that launch more than one kernel."""
+
+
+class Launches(TorchDispatchMode):
+    """Within: every operation that would launch a kernel, and how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self,
+        operation: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = str(operation).rsplit(".", 1)[0]
+        if name not in _FREE:
+            self.seen[name] += _KERNELS.get(name, 1)
+        return operation(*args, **(kwargs or {}))
+
+    @property
+    def total(self) -> int:
+        return sum(self.seen.values())
+
+
+def on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the meta device for a GPU that runs our kernels."""
+    monkeypatch.setattr(gpu, "fuses", lambda x: x.device.type == "meta")
+    monkeypatch.setattr(attention_context, "_device_of", lambda step: torch.device("cpu"))
+
+
+@contextmanager
+def kept() -> Iterator[dict[int, int]]:
+    """Within: bytes of each storage that a graph keeps, parameters left out, by its number."""
+    storages: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not (tensor.is_leaf and tensor.requires_grad):
+            alive.append(tensor)
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield storages
