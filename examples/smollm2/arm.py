@@ -125,7 +125,7 @@ def main() -> None:
     name = f"{options.task}-{options.algorithm}-{options.seed}"
     options.output = options.output or Path("runs/smollm2", name)
     stage = stage_of(options.algorithm)
-    config = knobs(options.algorithm, TASKS[options.task], options)
+    config, made_by = knobs(options.algorithm, TASKS[options.task], options), setup()
     spent = run(config, Budget(options.output / "budget.json", options.budget))
     step = export(options.output, stage, options.model)
     record = {
@@ -136,7 +136,7 @@ def main() -> None:
         "cpu_seconds": round(spent, 1),
         "budget_minutes": options.budget,
         "when": now(),
-        **setup(),
+        **made_by,
         "config": config,
     }
     (options.output / "arm.json").write_text(json.dumps(record, indent=1))

@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=0, help="default: the task's")
     parser.add_argument("--into", type=Path, default=Path("runs/smollm2/evaluations.jsonl"))
     options = parser.parse_args()
-    task = TASKS[options.task]
+    task, made_by = TASKS[options.task], setup()
     options.max_new_tokens = options.max_new_tokens or task.max_new_tokens
     asked = {
         name: getattr(options, name)
@@ -110,7 +110,7 @@ def main() -> None:
         "arm": {k: trained[k] for k in ("steps", "cpu_seconds", "commit") if k in trained},
         "cpu_seconds": round(cpu_seconds(), 1),
         "when": now(),
-        **setup(),
+        **made_by,
     }
     append_line(options.into, record)
     print(json.dumps({k: v for k, v in record.items() if k != "answers"}))

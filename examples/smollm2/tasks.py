@@ -19,7 +19,6 @@ from typing import Any
 from tandem.data.gym import rows as gym_rows
 from tandem.rewards import gsm8k
 from tandem.rewards.exact_number import last_number
-from tandem.rewards.gym import reward as gym_reward
 
 HELDOUT_SEED = 1_000_001
 _WORD = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
@@ -94,6 +93,8 @@ class Task:
         """1 if the whole answer is right as the task's own scorer sees it; no partial credit."""
         if not self.name:
             return after_hashes(answer, row["answer"])
+        from tandem.rewards.gym import reward as gym_reward  # GSM8K does without reasoning-gym
+
         score = gym_reward([""], [answer], [row["reasoning_gym"]], threshold=1.0)[0]
         return score or 0.0
 

@@ -96,7 +96,7 @@ def main() -> None:
     options = parser.parse_args()
     name = f"{options.task}-trl-{options.algorithm}-{options.seed}"
     options.output = options.output or Path("runs/smollm2", name)
-    task = TASKS[options.task]
+    task, made_by = TASKS[options.task], setup()
     rows = task.training_rows()
     for row in rows:
         row["prompt"] = [{"role": "user", "content": row["prompt"]}]
@@ -125,7 +125,7 @@ def main() -> None:
         "budget_minutes": options.budget,
         "trl": version("trl"),
         "when": now(),
-        **setup(),
+        **made_by,
         "config": config,
     }
     (options.output / "arm.json").write_text(json.dumps(record, indent=1))
