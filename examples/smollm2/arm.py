@@ -55,7 +55,7 @@ def knobs(algorithm: str, task: Task, options: argparse.Namespace) -> dict[str, 
         "sampling": {"max_new_tokens": task.max_new_tokens, "samples_per_prompt": 4},
         "log": {"tensorboard": False},
     }
-    rate = options.learning_rate or (1e-4 if algorithm == "sft" else 3e-5)
+    rate = options.learning_rate or (1e-4 if algorithm == "sft" else 1e-5)
     if algorithm == "sft":
         stage = {"learning_rate": rate, "epochs": ENDLESS, "batch_size": 32, "eval_every": 0}
         return {**common, "data": [task.sft_data()], "sft": {**CONSTANT, **stage}}

@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--reward", default=TASKS["sums"].reward)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--learning-rate", type=float, default=3e-5)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--kl-coef", type=float, default=0.05)
     parser.add_argument("--minibatch-size", type=int, default=64, help="64: one update a rollout")
     parser.add_argument("--max-new-tokens", type=int, default=16)

@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--learning-rate", type=float, default=3e-5)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--into", type=Path, default=Path("runs/smollm2/mismatch.jsonl"))
     options = parser.parse_args()
     for is_noisy in (False, True):

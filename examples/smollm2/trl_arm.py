@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--task", choices=TASKS, default="sums")
     parser.add_argument("--budget", type=float, default=8, help="CPU minutes")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--learning-rate", type=float, default=3e-5)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--output", type=Path, help="default: runs/smollm2/TASK-trl-ALGORITHM-SEED")
     options = parser.parse_args()
     name = f"{options.task}-trl-{options.algorithm}-{options.seed}"
