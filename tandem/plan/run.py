@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from tandem.config.engine import engine_settings
@@ -26,6 +27,7 @@ def plan_memory(
     ranks: int = 1,
     critic: PreTrainedConfig | None = None,
     prompt_tokens: int | None = None,
+    device: torch.device | None = None,
 ) -> MemoryPlan:
     """What a stage of a run needs per rank.
 
@@ -33,12 +35,14 @@ def plan_memory(
         model: the policy's config, or the reward model's in the stage that trains one.
         critic: config of critic and reward model in PPO; None: as the policy's.
         prompt_tokens: of the longest prompt; None: dataset.max_prompt_tokens.
+        device: to plan for a device that this machine lacks; None: the one that the run names.
     Raises:
         ConfigError: there is no such stage.
+        ModelError: the run names a device that is not there, and `device` is None.
     """
     stage, parallel = stage_of(name), config.parallel
     rl: Any = getattr(config, stage.section)
-    device = resolve_device(config.device)
+    device = device or resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     layout = partial(layout_of, engine_settings(config), ranks, device=device, dtype=dtype)
     if stage.family == "rl":

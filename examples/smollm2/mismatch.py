@@ -1,0 +1,150 @@
+"""How far the sampler's log-probs are from the trainer's over a run, exact and with noise.
+
+    python examples/smollm2/mismatch.py --model MODEL --task sums --steps 20 --into mismatch.jsonl
+
+The same GRPO run twice: once with Tandem's sampler, once with a sampler that reads the policy's
+weights rounded to bfloat16, as a separate serving engine in half precision would, while the trainer
+stays in float32. The trainer's own log-probs are the old ones in both, so the noisy run is off
+policy and its ratios do not show it. Every step appends a line with the mean and the largest
+difference in nats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import append_line, cpu_seconds, now, setup
+from tasks import TASKS
+
+from tandem import PPOTrainer, PromptRow, RLHFEngine, Rollout, build_config, make_engine
+
+
+@contextmanager
+def rounded(model: torch.nn.Module) -> Iterator[None]:
+    """Weights rounded to bfloat16 in this block, and put back after it."""
+    kept = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16().float())
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight.copy_(kept[name])
+
+
+class NoisySampler:
+    """A source of answers whose weights are not quite the trainer's."""
+
+    def __init__(self, engine: RLHFEngine) -> None:
+        self._engine = engine
+
+    def collect(
+        self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
+    ) -> Rollout:
+        """The engine's rollout, by rounded weights."""
+        with rounded(self._engine.actor):
+            return self._engine.rollout(prompts, step=step, numbers=numbers)
+
+
+def gaps(engine: RLHFEngine, rollout: Rollout) -> dict[str, float]:
+    """Mean and largest difference of the sampler's log-probs from the trainer's, in nats."""
+    with torch.no_grad():
+        trained, _ = engine.actor_logprobs(rollout.batch, with_entropy=False)
+    mask = rollout.batch.response_mask.bool()
+    apart = (trained - rollout.rollout_logprobs)[mask].abs()
+    return {"mean_gap": float(apart.mean()), "max_gap": float(apart.max())}
+
+
+def run(is_noisy: bool, options: argparse.Namespace) -> None:
+    """One of the two runs, step by step."""
+    task = TASKS[options.task]
+    config = build_config(knobs(options))
+    torch.manual_seed(options.seed)
+    engine = make_engine(config, str(options.model), has_critic=False, has_reference=False)
+    trainer = PPOTrainer(
+        engine,
+        config,
+        num_steps=options.steps,
+        reward_function=task.reward,
+        source=NoisySampler(engine) if is_noisy else None,
+    )
+    rows = task.training_rows()
+    prompts = [
+        engine.renderer.prompt(row["prompt"], {k: row[k] for k in row if k != "prompt"})
+        for row in rows
+    ]
+    per_step = config.grpo.prompts_per_step
+    for step in range(1, options.steps + 1):
+        first = (step - 1) * per_step % len(prompts)
+        experience = trainer.generate_experience(prompts[first : first + per_step], step=step)
+        found = gaps(engine, experience.rollout)
+        metrics = trainer.train_rlhf(experience, step=step)
+        record = {
+            "run": "bf16-sampler" if is_noisy else "exact",
+            "seed": options.seed,
+            "task": options.task,
+            "step": step,
+            **found,
+            "reward": experience.metrics["reward"],
+            "entropy": experience.metrics["entropy"],
+            "ratio_max": metrics["ratio_max"],
+            "cpu_seconds": round(cpu_seconds(), 1),
+            "when": now(),
+            **setup(),
+        }
+        append_line(options.into, record)
+        print(json.dumps({name: record[name] for name in ("run", "step", *found, "reward")}))
+
+
+def knobs(options: argparse.Namespace) -> dict[str, Any]:
+    """arm.py's GRPO, with the trainer's own forward as the old log-probs."""
+    return {
+        "seed": options.seed,
+        "stages": ["grpo"],
+        "micro_batch_tokens": 1024,
+        "scoring": {"workers": 1},
+        "sampling": {
+            "max_new_tokens": TASKS[options.task].max_new_tokens,
+            "samples_per_prompt": 4,
+        },
+        "grpo": {
+            "algorithm": "grpo",
+            "kl": "none",
+            "prompts_per_step": options.prompts,
+            "minibatch_size": 4 * options.prompts,
+            "epochs": 1,
+            "old_logprobs": "forward",
+            "actor": {
+                "learning_rate": options.learning_rate,
+                "schedule": "constant",
+                "warmup": 0,
+            },
+        },
+    }
+
+
+def main() -> None:
+    """Read the command line; run what the file does not have in full."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--task", choices=TASKS, default="sums")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--into", type=Path, default=Path("runs/smollm2/mismatch.jsonl"))
+    options = parser.parse_args()
+    for is_noisy in (False, True):
+        run(is_noisy, options)
+
+
+if __name__ == "__main__":
+    main()

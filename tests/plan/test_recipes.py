@@ -1,0 +1,96 @@
+"""Every recipe loads through the configuration's checks and fits the hardware that it names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, OPTConfig, PreTrainedConfig, Qwen3Config
+
+from tandem.config.load import check_config, load_config
+from tandem.plan.run import plan_memory
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+HARDWARE = re.compile(r"^# hardware: (\d+) (GPU|CPU)s? x (\d+) GB$", re.MULTILINE)
+SPARE = 0.1
+"""Of the memory, for what the formula does not count: libraries, fragmentation."""
+
+SMOLLM2 = LlamaConfig(
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    vocab_size=49152,
+    tie_word_embeddings=True,
+)
+OPT_1B = OPTConfig(
+    hidden_size=2048,
+    ffn_dim=8192,
+    num_hidden_layers=24,
+    num_attention_heads=32,
+    word_embed_proj_dim=2048,
+)
+OPT_350M = OPTConfig(
+    hidden_size=1024,
+    ffn_dim=4096,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    word_embed_proj_dim=512,
+    do_layer_norm_before=False,
+)
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+QWEN_8B = Qwen3Config(
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+)
+MODELS: dict[str, tuple[PreTrainedConfig, PreTrainedConfig | None, float]] = {
+    "smollm2-135m": (SMOLLM2, None, 0.135e9),
+    "opt-1.3b": (OPT_1B, OPT_350M, 1.316e9),
+    "llama-3-8b": (LLAMA_8B, None, 8.03e9),
+    "qwen3-8b-lora": (QWEN_8B, None, 8.19e9),
+}
+"""By recipe: the policy, critic and reward model where they are another, and the policy's size."""
+
+
+def test_every_recipe_is_checked_here() -> None:
+    assert {path.stem for path in RECIPES} == MODELS.keys()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_the_hardware_that_it_names(recipe: Path) -> None:
+    config = load_config(recipe)
+    check_config(config)
+    told = HARDWARE.search(recipe.read_text(encoding="utf-8"))
+    assert told, f"{recipe} must say: # hardware: N GPUs x N GB"
+    ranks, kind, gigabytes = int(told[1]), told[2], int(told[3])
+    device = torch.device("cuda" if kind == "GPU" else "cpu")
+    assert config.device == ("cuda" if kind == "GPU" else "auto")
+    policy, other, size = MODELS[recipe.stem]
+    assert _parameters(policy) == pytest.approx(size, rel=0.01)
+    for stage in config.stages:
+        model = other if stage == "reward" and other else policy
+        plan = plan_memory(config, stage, model, ranks=ranks, critic=other, device=device)
+        peaks = {phase: plan.peak(phase) / 1e9 for phase in ("load", *plan.phases)}
+        assert max(peaks.values()) < (1 - SPARE) * gigabytes, (stage, peaks)
+        assert max(peaks.values()) > 0.2 * gigabytes or kind == "CPU" or stage != config.stages[-1]
+
+
+def _parameters(config: PreTrainedConfig) -> int:
+    from tandem.memory.shape import shape_of
+
+    return shape_of(config).parameters

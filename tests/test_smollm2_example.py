@@ -1,0 +1,111 @@
+"""The SmolLM2 recipe's own arithmetic; the runs themselves are in docs/real_runs.md."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tandem.config.load import build_config
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2"
+NAMES = ("arm", "collapse", "measure", "mismatch", "table", "tasks")
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[dict[str, ModuleType]]:
+    """The modules of the recipe, which import each other by their bare names."""
+    from importlib import import_module
+
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        yield {name: import_module(name) for name in NAMES}
+    finally:
+        sys.path.remove(str(EXAMPLE))
+        for name in NAMES:
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("task", ["sums", "gsm8k"])
+@pytest.mark.parametrize("algorithm", ["sft", "ppo", "grpo", "rloo"])
+def test_an_arm_is_a_valid_run_on_the_same_rollouts(
+    example: dict[str, ModuleType], algorithm: str, task: str
+) -> None:
+    options = Namespace(
+        seed=1,
+        model="m",
+        output=Path("runs/x"),
+        save_every=10,
+        dtype="fp32",
+        learning_rate=0,
+    )
+    arm, tasks = example["arm"], example["tasks"]
+    config = build_config(arm.knobs(algorithm, tasks.TASKS[task], options))
+    section = config.ppo if algorithm == "ppo" else config.grpo
+    if algorithm != "sft":
+        assert (section.prompts_per_step, config.sampling.samples_per_prompt) == (16, 4)
+        assert section.has_reference == (algorithm == "ppo")  # PPO always measures its KL
+
+
+def test_every_arm_of_the_collapse_table_is_a_valid_run(example: dict[str, ModuleType]) -> None:
+    collapse = example["collapse"]
+    options = Namespace(
+        seed=1,
+        model="m",
+        output=Path("runs/x"),
+        data="embedded",
+        reward="tandem:exact_number",
+        steps=9,
+        learning_rate=1e-5,
+        kl_coef=0.05,
+        minibatch_size=64,
+        max_new_tokens=8,
+    )
+    for arm in collapse.ARMS:
+        config = build_config(collapse.knobs(arm, options))
+        section = config.ppo if arm.startswith("ppo") else config.grpo
+        assert section.has_reference, arm
+
+
+def test_the_budget_counts_over_sessions_and_stops_the_run(
+    example: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    caught: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
+    try:
+        file = tmp_path / "budget.json"
+        file.write_text(json.dumps({"cpu_seconds": 50.0}))
+        budget = example["measure"].Budget(file, 50 / 60)
+        budget.start()
+        budget._thread.join(timeout=120)
+        assert budget.end() > 50
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caught == [signal.SIGTERM]
+    assert json.loads(file.read_text())["cpu_seconds"] > 50
+
+
+def test_the_table_averages_seeds_and_says_how_sure_it_is(example: dict[str, ModuleType]) -> None:
+    table = example["table"]
+    record = {name: [0.25, 0.05] for name in table.COLUMNS}
+    record |= {"task": "sums", "label": "sft", "tokens": 3.0, "arm": {}, "seed": 1}
+    other = {**record, "seed": 2, "strict_pass1": [0.35, 0.05]}
+    text = table.evaluations([record, other])
+    assert "| sums | sft | - | - | 30.0 (5.0) | 25.0 (0.0) |" in text
+    assert "25.0 (5.0)" in table.evaluations([record])
+
+
+def test_lenient_rules(example: dict[str, ModuleType]) -> None:
+    tasks = example["tasks"]
+    assert tasks.same_number("The sum is 12.", "12") == 1
+    assert tasks.same_number("none", "12") == 0
+    assert tasks.same_word("Yes, no, yes!", "Yes") == 1
+    assert tasks.same_word("maybe", "Yes") == 0
+    assert tasks.after_hashes("so it is 7\n#### 7", "a\n#### 7") == 1
+    assert tasks.after_hashes("7", "a\n#### 7") == 0
