@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.files import append, replace
-from tandem.metrics.records import json_line
+from tandem.metrics.records import ALARMS_FILE, METRICS_FILE, SAMPLES_FILE, json_line
 
 ANSWERS_FILE = "answers.jsonl"
 """One line per step: the reward, length, KL and end of every answer, and all advantages."""
@@ -24,6 +24,8 @@ FOLLOWED_FILE = "followed.jsonl"
 ROWS_FILE = "data_rows.json"
 """A few rows of the training data, token by token, with what is learned."""
 ANSWER_FILES = (ANSWERS_FILE, ROLLOUTS_FILE, FOLLOWED_FILE)
+LINE_FILES = (METRICS_FILE, SAMPLES_FILE, ALARMS_FILE, *ANSWER_FILES)
+"""Every file of lines that a stage appends to; a continued stage cuts them."""
 
 _HEAD = re.compile(rb'\{"stage": "([^"]+)", "step": (\d+), "every": (\d+)')
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 from tandem.config.stages import stage_of
 from tandem.files import append
 from tandem.metrics.alarms import Alarm, check_alarms
-from tandem.metrics.answers import ANSWER_FILES, AnswerLines
+from tandem.metrics.answers import ANSWER_FILES, LINE_FILES, AnswerLines
 from tandem.metrics.console import StageConsole
 from tandem.metrics.names import find_metric
 from tandem.metrics.records import (
@@ -105,7 +105,7 @@ class MetricLog:
                 keep=lambda line_stage, step: line_stage != stage or step < first_step,
                 parse=parse_record if name == METRICS_FILE else dict,
             )
-            for name in (METRICS_FILE, SAMPLES_FILE, ALARMS_FILE, *ANSWER_FILES)
+            for name in LINE_FILES
         ]
         self._answers = {
             name: AnswerLines(self._run_dir / name, stage, record_bytes) for name in ANSWER_FILES

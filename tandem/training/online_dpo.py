@@ -36,8 +36,8 @@ from tandem.metrics.timing import Phases
 from tandem.objectives.preferences import AnswerLogprobs
 from tandem.rewards.scoring import RewardFunctions
 from tandem.training.algorithm import algorithm_of
-from tandem.training.dpo import describe_loss, loss_of_pairs
 from tandem.training.answer_records import AnswerKeeper
+from tandem.training.dpo import describe_loss, loss_of_pairs
 from tandem.training.evaluate import policy_metrics
 from tandem.training.experience import make_experience, score_answers
 from tandem.training.flight_recorder import rows_of
