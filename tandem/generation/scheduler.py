@@ -16,6 +16,7 @@ from torch import Tensor
 from tandem.errors import GenerationError
 from tandem.generation.blocks import BlockPool, blocks_for
 from tandem.generation.detokenizer import AnswerText
+from tandem.generation.observed import TokenLogprobs
 from tandem.generation.sampler import Sampler
 from tandem.ops.attention_context import BLOCK_TOKENS
 
@@ -30,6 +31,8 @@ class Request:
     penalties. blocks: what it holds. begun: the step that drew its
     first token. length: tokens drawn, the one that ended it included; valid once `ended`.
     finished: a stop token or stop string ended it. failed: its distribution was none (NaN).
+    top: how many of the likeliest tokens to observe beside each drawn one; -1: observe nothing.
+    observed: what was observed, a drawn token each.
     """
 
     number: int
@@ -46,6 +49,8 @@ class Request:
     ended: bool = False
     finished: bool = False
     failed: bool = False
+    top: int = -1
+    observed: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from tandem.generation.batch_state import Part, Rows
 from tandem.generation.blocks import BlockPool
+from tandem.generation.observed import observe, read_observed
 from tandem.generation.runner import new_memory
 from tandem.generation.runners import make_runner
 from tandem.generation.sampler import Draw
@@ -87,6 +88,7 @@ class Session:
         self._unread: deque[_Unread] = deque()
         self._leaving: list[Request] = []
         self._watching = False  # for stop strings
+        self._observing = False
 
     @property
     def busy(self) -> bool:
@@ -106,6 +108,7 @@ class Session:
         """
         self._scheduler.submit(requests)
         self._watching = self._watching or any(r.text is not None for r in requests)
+        self._observing = self._observing or any(r.top >= 0 for r in requests)
 
     def cancel(self, request: Request) -> None:
         """Forget a request, whether it waits or runs; its blocks are free at once."""
@@ -180,6 +183,7 @@ class Session:
     def _draw(self, logits: Tensor, part: Part) -> None:
         """Draw for these rows; those that have reached their limit leave before the next step."""
         draw = self.runner.draw(logits, part) or self.rows.draw(logits, part)
+        observed = _Observed.of(logits, draw.tokens, part.requests) if self._observing else None
         places = self.rows.advance(draw.tokens, part)
         if self._record is not None:
             self._record.keep(places, draw)
@@ -188,7 +192,7 @@ class Session:
         tokens = draw.tokens
         if self._record is None:
             tokens = tokens.masked_fill(draw.sampled_logprobs.isnan(), _FAILED)
-        self._unread.append(_Unread(self._step, part.requests, done, tokens))
+        self._unread.append(_Unread(self._step, part.requests, done, tokens, observed))
 
     def _look(self) -> list[Drawn]:
         """Read the tokens that are due, end what they end, and let the ended rows go."""
@@ -203,6 +207,8 @@ class Session:
 
     def _read(self, unread: _Unread) -> Drawn:
         requests, token_ids = unread.requests, unread.token_ids()
+        if unread.observed is not None:
+            unread.observed.deliver()
         if self._late:  # a row may have been drawn for after its end
             alive = [i for i, request in enumerate(requests) if not request.ended]
             requests, token_ids = [requests[i] for i in alive], [token_ids[i] for i in alive]
@@ -243,9 +249,15 @@ class _Unread:
     """Tokens of one draw on their way to the host."""
 
     def __init__(
-        self, step: int, requests: list[Request], at_limit: list[Request], tokens: Tensor
+        self,
+        step: int,
+        requests: list[Request],
+        at_limit: list[Request],
+        tokens: Tensor,
+        observed: _Observed | None,
     ) -> None:
         self.step, self.requests, self.at_limit = step, requests, at_limit
+        self.observed = observed
         self._tokens, self._arrived = tokens, None
         if tokens.is_cuda:
             self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
@@ -258,6 +270,34 @@ class _Unread:
             self._arrived.synchronize()
         ids: list[int] = self._tokens.tolist()
         return ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """Log-probs of those rows of a draw that asked for them, still on the device."""
+
+    requests: list[Request]
+    tokens: Tensor
+    numbers: tuple[Tensor, Tensor, Tensor]
+
+    @staticmethod
+    def of(logits: Tensor, tokens: Tensor, requests: list[Request]) -> _Observed | None:
+        rows = [i for i, request in enumerate(requests) if request.top >= 0]
+        if not rows:
+            return None
+        asking = [requests[i] for i in rows]
+        index = torch.tensor(rows, device=logits.device)
+        chosen = tokens[index]
+        numbers = observe(logits[index], chosen, max(r.top for r in asking))
+        return _Observed(asking, chosen, numbers)
+
+    def deliver(self) -> None:
+        """Give the answers that go on what belongs to their newest token."""
+        counts = [request.top for request in self.requests]
+        found = read_observed(self.tokens.tolist(), self.numbers, counts)
+        for request, of_token in zip(self.requests, found, strict=True):
+            if not request.ended:
+                request.observed.append(of_token)
 
 
 class Record:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import TracebackType
 
@@ -22,23 +23,30 @@ from tandem.generation.generator import (
     vocabulary_size,
     watched_text,
 )
+from tandem.generation.observed import TokenLogprobs
 from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Sampler, sequence_key
 from tandem.generation.scheduler import Request
 from tandem.generation.session import Session
 from tandem.models.twin import decodes, kv_shapes
 
+_KEPT_SAMPLERS = 64
+"""Samplers that are kept for the next answer that is sampled alike."""
+
 
 @dataclass(slots=True, eq=False)
 class Handle:
     """An answer in progress.
 
-    token_ids: so far, without a stop token. ended: nothing more will come. finished: a stop token
-    or stop string ended it, not the limit and not `cancel`. error: set if no token could be
-    sampled.
+    token_ids: so far, without a stop token. stop_token: the one that ended it, if one did.
+    ended: nothing more will come. finished: a stop token or stop string ended it, not the limit
+    and not `cancel`. error: set if no token could be sampled. logprobs: of the tokens so far, the
+    stop token too, where they were asked for.
     """
 
     token_ids: list[int] = field(default_factory=list)
+    stop_token: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended: bool = False
     finished: bool = False
     error: NumericsError | None = None
@@ -75,7 +83,7 @@ class Conversations:
         self._max_tokens = max_tokens
         self._handles: dict[Request, Handle] = {}
         self._streams: dict[Request, Iterator[int]] = {}
-        self._samplers: dict[SamplingConfig, Sampler] = {}
+        self._samplers: OrderedDict[SamplingConfig, Sampler] = OrderedDict()
         self._session: Session | None = None
         if decodes(model):
             longest = blocks_for(max_tokens)
@@ -102,31 +110,59 @@ class Conversations:
             GenerationError: the prompt leaves no room for an answer, or prompt or logit bias name
                 tokens that the model does not have. The other answers go on.
         """
+        return self.submit_samples(prompt_ids, sampling, seed=seed)[0]
+
+    def submit_samples(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        samples: int = 1,
+        top_logprobs: int = -1,
+    ) -> list[Handle]:
+        """As `submit`, for several answers to one prompt, which is run once for all of them.
+
+        Args:
+            top_logprobs: keep each token's log-prob and those of so many of the likeliest in its
+                place; -1: keep none. Only where `observes`.
+        Raises:
+            GenerationError: as `submit`.
+        """
         check_token_ids(self._model, prompt_ids, "the conversation")
         limit = _budget(self._model, prompt_ids, sampling, self._max_tokens)
-        if sampling not in self._samplers:
-            self._samplers[sampling] = Sampler(
-                sampling,
-                self._stops.stop_token_ids,
-                self._model.device,
-                vocabulary_size(self._model),
+        sampler = self._sampler_of(sampling)
+        requests = [
+            Request(
+                0,
+                tuple(prompt_ids),
+                sequence_key(seed, 0, 0, sample),
+                sampler,
+                limit,
+                watched_text(self._stops, sampling),
+                top=top_logprobs,
             )
-        request = Request(
-            0,
-            tuple(prompt_ids),
-            sequence_key(seed, 0, 0, 0),
-            self._samplers[sampling],
-            limit,
-            watched_text(self._stops, sampling),
-        )
+            for sample in range(samples)
+        ]
         if self._session is not None:
-            self._session.submit([request])
+            self._session.submit(requests)
         else:
-            tokens = hf_generate.stream(self._model, request, self._stops.stop_token_ids)
-            self._streams[request] = tokens
-        handle = Handle()
-        self._handles[request] = handle
-        return handle
+            for request in requests:
+                tokens = hf_generate.stream(self._model, request, self._stops.stop_token_ids)
+                self._streams[request] = tokens
+        handles = [Handle(logprobs=request.observed) for request in requests]
+        self._handles.update(zip(requests, handles, strict=True))
+        return handles
+
+    @property
+    def observes(self) -> bool:
+        """Whether log-probs can be kept while answers are sampled."""
+        return self._session is not None
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks of KV memory that no answer holds; 0 where there are none."""
+        return 0 if self._session is None else self._session.num_free_blocks
 
     @property
     def busy(self) -> bool:
@@ -145,7 +181,9 @@ class Conversations:
             handle = self._handles.get(request)
             if handle is not None:
                 new = events.setdefault(handle, [])
-                if token not in self._stops.stop_token_ids:
+                if token in self._stops.stop_token_ids:
+                    handle.stop_token = token
+                else:
                     new.append(token)
                     handle.token_ids.append(token)
         for request, handle in list(self._handles.items()):
@@ -184,6 +222,21 @@ class Conversations:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _sampler_of(self, sampling: SamplingConfig) -> Sampler:
+        """The sampler that answers sampled alike share, which are then drawn together."""
+        rule = replace(sampling, max_new_tokens=1, samples_per_prompt=1, stop_strings=())
+        if rule not in self._samplers:
+            self._samplers[rule] = Sampler(
+                rule,
+                self._stops.stop_token_ids,
+                self._model.device,
+                vocabulary_size(self._model),
+            )
+        self._samplers.move_to_end(rule)
+        while len(self._samplers) > _KEPT_SAMPLERS:
+            self._samplers.popitem(last=False)
+        return self._samplers[rule]
 
     def _drawn(self) -> Iterator[tuple[Request, int]]:
         if self._session is not None:
