@@ -35,7 +35,7 @@ class RefusedError(Exception):
 
 
 def routes(folder: Path) -> list[Route]:
-    """The routes below /tandem/runs, over a run's folder or a folder of runs."""
+    """The routes below /api/runs, over a run's folder or a folder of runs."""
     runs = Runs(folder)
 
     def every_run(request: Request) -> Any:
@@ -58,9 +58,9 @@ def routes(folder: Path) -> list[Route]:
             (other, _required(other_stage), _whole(request, "other_step")),
         )
 
-    base = "/tandem/runs/{run}"
+    base = "/api/runs/{run}"
     return [
-        Route("/tandem/runs", _answering(every_run, runs)),
+        Route("/api/runs", _answering(every_run, runs)),
         Route(base, _answering(one_run, runs)),
         Route(f"{base}/metrics", of_run(_metrics)),
         Route(f"{base}/alarms", of_run(lambda q, run: run_views.alarms(run, _stage(q)))),
