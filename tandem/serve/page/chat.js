@@ -23,12 +23,14 @@ export async function chatView(holder, query, { left }) {
     show(holder, h("h1", {}, "Chat"), nothing(`No model can be asked here: ${error.message}`));
     return;
   }
-  state.models = listed.data.map((model) => model.id);
+  const policies = listed.data.filter((model) => (model.tandem?.kind ?? "policy") === "policy");
+  state.models = policies.map((model) => model.id);
   if (!state.models.length) { show(holder, h("h1", {}, "Chat"), nothing("This server has no model to talk to.")); return; }
-  const defaults = { ...OPENAI, ...(listed.data[0].tandem?.defaults || {}) };
+  const defaults = { ...OPENAI, ...(policies[0].tandem?.defaults || {}) };
   state.count = Math.min(state.count, 4);
   if (!state.chosen.length) {
-    const latest = [...state.models].reverse();
+    const preferred = policies.find((model) => model.tandem?.preferred)?.id;
+    const latest = [...state.models].reverse().sort((a, b) => (b === preferred) - (a === preferred));
     state.chosen = LETTERS.map((_, i) => latest[i % latest.length]);
     if (state.models.length === 1) state.count = 1;
   }
@@ -160,7 +162,7 @@ export async function chatView(holder, query, { left }) {
     const columns = h("div", { class: `columns of${turn.choices.length}` }, turn.choices.map((choice, place) => answerCard(turn, choice, place, several, best)));
     const parts = [columns];
     if (turn.rewritten !== undefined) parts.push(h("div", { class: "answer picked" }, h("div", { class: "head" }, h("b", {}, "rewritten"), h("span", { class: "badge" }, "continues the conversation")), h("p", { class: "text", dir: "auto" }, turn.rewritten)));
-    if (done && turn.choices.some((choice) => choice.text)) parts.push(voteBar(turn, several));
+    if (done && several && turn.choices.some((choice) => choice.text)) parts.push(voteBar(turn));
     if (done && isLast) {
       parts.push(h("div", { class: "buttons" }, button("Retry", () => { state.turns.pop(); answer(); }, { class: "quiet" }),
         turn.blind && !turn.revealed ? button("Reveal the models", () => { turn.revealed = true; drawAll(); }, { class: "quiet" }) : "",
@@ -197,7 +199,7 @@ export async function chatView(holder, query, { left }) {
     return card;
   }
 
-  function voteBar(turn, several) {
+  function voteBar(turn) {
     const bar = h("div", { class: "votebar", role: "group", "aria-label": "Vote on these answers" });
     const status = h("span", { class: "soft small", role: "status" });
     const cast = async (verdict, winner, rewrite) => {
@@ -219,7 +221,7 @@ export async function chatView(holder, query, { left }) {
       return show(bar, h("span", {}, `Voted: ${turn.vote.verdict}. `), h("span", { class: "soft small" }, turn.vote.told), " ", button("Undo", async () => {
         try {
           await undoVote(turn.vote.id);
-          turn.vote = null; turn.rewritten = undefined;
+          turn.vote = null; turn.voteId = undefined; turn.rewritten = undefined;
           drawAll(); say("The vote is undone.");
         } catch (error) { status.textContent = error.message; }
       }, { class: "quiet" }), status);
@@ -231,8 +233,8 @@ export async function chatView(holder, query, { left }) {
       box.focus();
     };
     const names = turn.choices.length === 2 ? ["Left is better", "Right is better"] : turn.choices.map((_, i) => `${LETTERS[i]} is best`);
-    return show(bar, several ? names.map((label, i) => button(label, () => cast(turn.choices.length === 2 ? ["left", "right"][i] : "best", i))) : "",
-      several ? button("Tie", () => cast("tie")) : "", several ? button(turn.choices.length === 2 ? "Both bad" : "All bad", () => cast("both_bad")) : "",
+    return show(bar, names.map((label, i) => button(label, () => cast(turn.choices.length === 2 ? ["left", "right"][i] : "best", i))),
+      button("Tie", () => cast("tie")), button(turn.choices.length === 2 ? "Both bad" : "All bad", () => cast("both_bad")),
       button("Rewrite…", rewrite), status);
   }
 

@@ -199,7 +199,7 @@ function virtualList({ label, page, fetch, row, open }) {
   }
   function make(index) {
     const data = pages.get(Math.floor(index / page))?.[index % page];
-    const one = h("div", { class: `row${index === active ? " active" : ""}`, role: "option", id: `${id}-${index}`, "aria-setsize": total, "aria-posinset": index + 1, "aria-selected": String(index === selected), on: { click: () => { active = index; choose(); } } });
+    const one = h("div", { class: `row${index === active ? " active" : ""}`, role: "option", id: `${id}-${index}`, "aria-setsize": total, "aria-posinset": index + 1, "aria-selected": String(index === selected), on: { click: () => { go(index); choose(); } } });
     one.style.top = `${index * HEIGHT}px`;
     if (data) add(one, row(data)); else { add(one, h("span", { class: "soft" }, "…")); need(Math.floor(index / page)); }
     return one;

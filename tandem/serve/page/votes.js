@@ -49,13 +49,13 @@ export async function votesView(holder, query, { left }) {
     if (left.gone) return;
     const votes = found.data || [];
     const agreement = found.agreement || {};
-    const compared = agreement.compared ?? agreement.n ?? 0;
-    const command = found.command || "";
+    const compared = agreement.compared ?? 0;
+    const commands = Object.entries(found.commands || {});
     show(body,
-      h("div", { class: "cards" }, card("votes", votes.length), card("name a better answer", found.rows ?? votes.filter((vote) => ["left", "right", "best", "rewrite"].includes(vote.verdict)).length),
-        card("reward model agrees", compared ? percent(agreement.rate ?? agreement.agree / compared) : "–")),
-      compared ? h("div", { class: "panel winrate" }, h("p", {}, `The reward model scores the better answer higher in ${short(agreement.agree, 4)} of ${compared} votes`, agreement.low === undefined ? "." : ` (${percent(agreement.low)} to ${percent(agreement.high)}, Wilson 95 %).`), agreement.low === undefined ? "" : intervalBar(agreement)) : "",
-      command ? [h("h2", {}, "Train on the votes"), h("div", { class: "commandline" }, h("code", {}, command), copyButton(command))] : "",
+      h("div", { class: "cards" }, card("votes", found.votes ?? votes.length), card("name a better answer", found.rows ?? votes.filter((vote) => ["left", "right", "best", "rewrite"].includes(vote.verdict)).length),
+        card("reward model agrees", compared ? percent(agreement.rate) : "–")),
+      compared ? h("div", { class: "panel winrate" }, h("p", {}, `The reward model scores the better answer highest in ${short(agreement.agree, 4)} of ${compared} votes (${percent(agreement.low)} to ${percent(agreement.high)}, Wilson 95 %).`), intervalBar(agreement)) : "",
+      commands.length ? [h("h2", {}, "Train on the votes"), commands.map(([stage, command]) => h("div", { class: "commandline" }, h("code", {}, command), copyButton(command, `Copy the ${stage} command`)))] : "",
       h("h2", {}, "All votes"), votes.length ? [...votes].reverse().slice(0, 200).map((vote) => entry(vote)) : nothing("No votes yet. Compare two models in ", h("a", { href: "#/chat" }, "Chat"), " and choose the better answer."));
   }
   function card(label, value) { return h("div", { class: "card" }, h("span", { class: "value" }, value), h("span", { class: "label" }, label)); }
@@ -67,7 +67,7 @@ export async function votesView(holder, query, { left }) {
     }, { class: "quiet", "aria-label": `Undo the vote on: ${asked.slice(0, 60)}` })),
     h("div", { class: "answers" }, (vote.answers || []).map((answer, i) => h("div", { class: "answer" }, h("div", { class: "head" }, h("b", {}, answer.model || `answer ${i + 1}`), i === vote.winner ? h("span", { class: "badge" }, "better") : "", h("span", { class: "score" }, `reward ${Number.isFinite(number(answer.reward)) ? signed(answer.reward) : "–"}`)), h("p", { class: "text", dir: "auto" }, answer.text ?? answer.content ?? "")))),
     vote.rewrite ? h("p", { class: "text", dir: "auto" }, h("b", {}, "rewritten: "), vote.rewrite) : "",
-    h("p", { class: "soft small" }, [NAMES[vote.verdict] || vote.verdict, when(number(vote.time ?? vote.created))].filter(Boolean).join(" · ")));
+    h("p", { class: "soft small" }, [NAMES[vote.verdict] || vote.verdict, when(number(vote.created))].filter(Boolean).join(" · ")));
   }
   await draw();
   const timer = window.setInterval(() => { if (!document.hidden && !body.contains(document.activeElement)) draw(); }, 5000);
