@@ -27,6 +27,7 @@ from tandem.text import ignore_line
 _TRAIN = "All stages from a pretrained model to an assistant: SFT, reward model, PPO."
 _SUMMARIES = {
     "chat": "Talk to a run's model, or to any model folder.",
+    "serve": "Serve a run's models: OpenAI's API, and a page to look, compare and vote.",
     "eval": "Compare a run's models on held-out rows: perplexity, reward, answers side by side.",
     "report": "Rewrite a run's one-page HTML report.",
     "data": "`tandem data check FILE ...`: what a run would train on, row by row.",
@@ -101,6 +102,7 @@ def _run(args: list[str], debug: bool) -> int:
         return _train(command, rest, debug)
     commands: dict[str, Callable[[list[str]], int]] = {
         "chat": _chat,
+        "serve": _serve,
         "eval": _eval,
         "report": _report,
         "data": _data,
@@ -246,6 +248,12 @@ def _chat(args: list[str]) -> int:
         seed=options.seed,
         trust_remote_code=options.trust_remote_code,
     )
+
+
+def _serve(args: list[str]) -> int:
+    from tandem.serve.command import serve_command
+
+    return serve_command(args)
 
 
 def _eval(args: list[str]) -> int:

@@ -160,6 +160,10 @@ class Renderer:
             words.pop()
         return self._pieces.decode(words).removeprefix(self._lead).removesuffix(self._trail)
 
+    def continuation(self, ids: Sequence[int]) -> str:
+        """The text of ids that follow other text, with nothing removed: of a plain completion."""
+        return self._pieces.decode([int(i) for i in ids])
+
     def renders_like(self, other: Renderer) -> bool:
         """Whether both render every conversation to the same tokens, so that ids can be shared."""
         return self._identity == other._identity

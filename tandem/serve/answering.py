@@ -1,0 +1,305 @@
+"""From a checked request to the events of its answers, and away again if the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from tandem.errors import DataError
+from tandem.generation.observed import TokenLogprobs
+from tandem.serve.api_errors import ApiError
+from tandem.serve.bodies import Prompt, Wanted
+from tandem.serve.engine import Generation, Progress
+from tandem.serve.judging import Answered, finite, judge, prompt_logprobs
+from tandem.serve.loading import Loaded
+from tandem.serve.service import Service
+from tandem.types import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt as ids. messages: of a conversation; a text is one user's turn. text: what an echo
+    repeats."""
+
+    token_ids: tuple[int, ...]
+    messages: tuple[Message, ...] = ()
+    text: str = ""
+
+
+@dataclass(eq=False)
+class Choice:
+    """One answer as far as it has come.
+
+    logprobs: of the tokens, the stop token too. sent: log-probs that a stream has sent.
+    """
+
+    index: int
+    prompt: Prepared
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    stop_token: int | None = None
+    finish: str = ""
+    extras: dict[str, Any] | None = None
+    echoed: list[TokenLogprobs | None] = field(default_factory=list)
+
+    @property
+    def drawn(self) -> tuple[int, ...]:
+        """The tokens that were drawn, the stop token too."""
+        stop = () if self.stop_token is None else (self.stop_token,)
+        return (*self.token_ids, *stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is new of one choice: text, and log-probs from `first_logprob` on."""
+
+    choice: Choice
+    text: str
+    first_logprob: int
+
+
+async def prepare_chat(service: Service, loaded: Loaded, messages: Sequence[Message]) -> Prepared:
+    """A conversation as ids, up to where the assistant begins.
+
+    Raises:
+        ApiError: the template or the tokenizer refuses it.
+    """
+
+    def render() -> Prepared:
+        try:
+            row = loaded.renderer.prompt(messages)
+        except DataError as error:
+            raise ApiError(str(error), "messages") from None
+        return Prepared(row.token_ids, tuple(messages))
+
+    return await service.in_text_thread(render)
+
+
+async def prepare_text(service: Service, loaded: Loaded, prompt: Prompt) -> Prepared:
+    """A text or ids, as they are.
+
+    Raises:
+        ApiError: the tokenizer refuses the text, or the model does not have a token.
+    """
+
+    def render() -> Prepared:
+        if isinstance(prompt, str):
+            try:
+                ids = loaded.encode(prompt)
+            except DataError as error:
+                raise ApiError(str(error), "prompt") from None
+            return Prepared(ids, (Message("user", prompt),), prompt)
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < loaded.vocabulary:
+                raise ApiError(
+                    f"prompt must hold token ids from 0 to {loaded.vocabulary - 1}; got {token}.",
+                    "prompt",
+                )
+        return Prepared(prompt, (), loaded.decode(prompt))
+
+    return await service.in_text_thread(render)
+
+
+def check_limits(
+    service: Service, loaded: Loaded, prompts: Sequence[Prepared], wanted: Wanted, name: str
+) -> list[int]:
+    """Most tokens of the answer to each prompt.
+
+    Args:
+        name: the field that holds the prompts.
+    Raises:
+        ApiError: a prompt is empty, or does not leave the room that is asked for; a bias names a
+            token that the model does not have.
+    """
+    context, budgets = service.engine.context_of(loaded), []
+    default = 16 if name == "prompt" else service.settings.max_new_tokens
+    for prompt in prompts:
+        length = len(prompt.token_ids)
+        if not length:
+            raise ApiError(f"{name} must have at least one token; got none.", name)
+        budget = wanted.max_tokens
+        if budget is None:
+            budget = min(default, max(1, context - length))
+        if length + budget > context:
+            raise ApiError(
+                f"this model's maximum context length is {context} tokens; got {length} tokens of "
+                f"{name} and {budget} of max_tokens, {length + budget} together. Shorten one.",
+                name,
+                code="context_length_exceeded",
+            )
+        if wanted.min_tokens > budget:
+            raise ApiError(
+                f"min_tokens must be at most max_tokens; got {wanted.min_tokens} and {budget}.",
+                "min_tokens",
+            )
+        budgets.append(budget)
+    largest = max(wanted.sampling.logit_biases(), default=0)
+    if largest >= loaded.vocabulary:
+        raise ApiError(
+            f"logit_bias must name tokens below the model's {loaded.vocabulary}; got {largest}.",
+            "logit_bias",
+        )
+    return budgets
+
+
+class Answering:
+    """The answers to a request's prompts.
+
+    Attributes:
+        choices: prompts x n, those of a prompt side by side.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        loaded: Loaded,
+        prompts: Sequence[Prepared],
+        budgets: Sequence[int],
+        wanted: Wanted,
+        *,
+        is_chat: bool,
+    ) -> None:
+        self.loaded, self.wanted = loaded, wanted
+        self.prompts = prompts
+        self._service, self._budgets = service, budgets
+        self._decode = loaded.renderer.decode if is_chat else loaded.renderer.continuation
+        self.choices = [
+            Choice(i * wanted.n + sample, prompt)
+            for i, prompt in enumerate(prompts)
+            for sample in range(wanted.n)
+        ]
+
+    def usage(self) -> dict[str, int]:
+        """OpenAI's three counts; a prompt counts once."""
+        prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
+        drawn = sum(len(choice.drawn) for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": drawn,
+                "total_tokens": prompt + drawn}  # fmt: skip
+
+    async def steps(self) -> AsyncIterator[Step]:
+        """What is new, as it comes, until all choices have ended. Closing it frees their slots.
+
+        Raises:
+            ApiError: an answer failed; the others are given up.
+        """
+        begun, is_first = time.monotonic(), True
+        if self.wanted.echo:
+            await self._echo()
+            for choice in self.choices:
+                yield Step(choice, choice.prompt.text, 0)
+        left = len(self.choices)
+        async with aclosing(self._events()) as events:
+            async for choice, progress in events:
+                if is_first:
+                    is_first = False
+                    self._observe_first(time.monotonic() - begun)
+                if progress.error is not None:
+                    raise progress.error
+                first = len(choice.logprobs)
+                choice.text += progress.text
+                choice.token_ids += progress.token_ids
+                choice.logprobs += progress.logprobs
+                choice.stop_token = progress.stop_token
+                if progress.finish:
+                    await self._judge(choice, progress.finish)
+                    choice.finish = progress.finish
+                    left -= 1
+                yield Step(choice, progress.text, first)
+                if not left:
+                    return
+
+    async def finish(self) -> None:
+        """Wait until all choices have ended.
+
+        Raises:
+            ApiError: an answer failed.
+        """
+        async with aclosing(self.steps()) as steps:
+            async for _ in steps:
+                pass
+
+    async def _events(self) -> AsyncIterator[tuple[Choice, Progress]]:
+        loop, wanted = asyncio.get_running_loop(), self.wanted
+        events: asyncio.Queue[tuple[int, list[Progress]]] = asyncio.Queue()
+        generations: list[Generation] = []
+        for number, (prompt, budget) in enumerate(zip(self.prompts, self._budgets, strict=True)):
+            if budget == 0:
+                for sample in range(wanted.n):
+                    yield (
+                        self.choices[number * wanted.n + sample],
+                        Progress(sample, finish="length"),
+                    )
+                continue
+
+            def deliver(progress: list[Progress], number: int = number) -> None:
+                with suppress(RuntimeError):  # the loop has ended, and so has who asked
+                    loop.call_soon_threadsafe(events.put_nowait, (number, progress))
+
+            sampling = replace(
+                wanted.sampling,
+                max_new_tokens=budget,
+                min_new_tokens=budget if wanted.ignore_eos else wanted.min_tokens,
+            )
+            top = wanted.top_logprobs
+            if wanted.extras & {"kl", "token_kl"}:
+                top = max(top, 0)
+            generations.append(
+                Generation(
+                    self.loaded, prompt.token_ids, sampling, wanted.seed, wanted.n, top,
+                    wanted.stops, wanted.min_tokens, self._decode, deliver,
+                )
+            )  # fmt: skip
+        try:
+            for generation in generations:
+                self._service.engine.start(generation)
+            while generations:
+                number, progress_of_all = await events.get()
+                for progress in progress_of_all:
+                    yield self.choices[number * wanted.n + progress.sample], progress
+        finally:
+            for generation in generations:
+                self._service.engine.cancel(generation)
+
+    async def _echo(self) -> None:
+        """The prompts' own log-probs, where they are wanted."""
+        if self.wanted.top_logprobs < 0:
+            return
+        for number, prompt in enumerate(self.prompts):
+            work = partial(prompt_logprobs, self.loaded, prompt.token_ids, self.wanted.top_logprobs)
+            echoed = await self._service.in_engine(work)
+            for choice in self.choices[number * self.wanted.n : (number + 1) * self.wanted.n]:
+                choice.echoed = echoed
+
+    async def _judge(self, choice: Choice, finish: str) -> None:
+        service, extras = self._service, self.wanted.extras
+        service.counters.add("answers_total", "Answers given.", finish=finish)
+        tokens = len(choice.drawn)
+        service.counters.add("completion_tokens_total", "Tokens drawn.", tokens)
+        if not extras:
+            return
+        choice.extras = {"seed": self.wanted.seed} if "seed" in extras else {}
+        if extras <= {"seed"}:
+            return
+        judges = await service.judges(self.loaded, extras)
+        answered = Answered(
+            (*choice.prompt.token_ids, *choice.drawn),
+            len(choice.prompt.token_ids),
+            choice.stop_token is not None,
+            choice.prompt.messages,
+            choice.text,
+        )
+        sampled = list(choice.logprobs)
+        found = await service.in_engine(
+            lambda: judge(self.loaded, answered, extras, judges, sampled)
+        )
+        choice.extras |= finite(found)
+
+    def _observe_first(self, seconds: float) -> None:
+        about = "Time from a request to its first token."
+        self._service.counters.observe("time_to_first_token_seconds", about, seconds)

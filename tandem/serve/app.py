@@ -1,0 +1,76 @@
+"""The ASGI application: routes, the page, errors in one form, and the guard in front."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount
+from starlette.staticfiles import StaticFiles
+
+from tandem.serve import run_api
+from tandem.serve.api_errors import ApiError
+from tandem.serve.guard import Guard
+from tandem.serve.routes import Api
+from tandem.serve.service import Service
+
+
+def make_app(service: Service) -> Starlette:
+    """The application of a service; it closes the service when it ends."""
+    settings = service.settings
+    routes: list[BaseRoute] = [*Api(service).routes()]
+    if service.offer.run is not None:
+        routes += run_api.routes(service.offer.run)
+    page = Path(str(files("tandem.serve") / "page"))
+    routes.append(Mount("/", StaticFiles(directory=page, html=True), name="page"))
+    hosts = (*settings.allow_hosts, settings.host)
+    guard = Middleware(
+        Guard,
+        hosts=hosts,
+        origins=settings.allow_origins,
+        api_key=settings.api_key,
+        max_body_bytes=settings.max_body_bytes,
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    handlers: dict[Any, Any] = {
+        ApiError: _refused,
+        HTTPException: _not_found,
+        Exception: _failed,
+    }
+    return Starlette(
+        routes=routes, middleware=[guard], exception_handlers=handlers, lifespan=lifespan
+    )
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = {404: "there is no such address", 405: "this address takes another method"}
+    message = known.get(error.status_code, str(error.detail))
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    response = ApiError(f"{message}.", status=error.status_code, code=code).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    traceback.print_exception(error)
+    return ApiError(f"the server failed: {type(error).__name__}.", status=500).response()

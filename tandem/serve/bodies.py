@@ -1,0 +1,318 @@
+"""The bodies of completion requests: every field read, checked or refused by name.
+
+Fields that change nothing here (`user`, `metadata`) are ignored; fields that would change the
+answer and are not supported are refused, because an answer that silently differs is worse than
+none.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast, get_args
+
+from tandem.config.schema import SamplingConfig
+from tandem.serve import fields
+from tandem.serve.api_errors import ApiError
+from tandem.types import Message, Role
+
+MOST_CHOICES = 128
+_MOST_STOPS = 16
+_COLDEST = 1e-4
+"""Below it the likeliest token is taken: logits divided by less overflow."""
+EXTRAS = ("reward", "kl", "token_kl", "values", "seed")
+"""What a request may ask for in `tandem`."""
+Prompt = str | tuple[int, ...]
+_UNSUPPORTED_CHAT = ("functions", "audio", "prediction", "web_search_options", "grammar",
+                     "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+                     "structured_outputs", "chat_template", "chat_template_kwargs",
+                     "continue_final_message", "documents", "verbosity")  # fmt: skip
+_UNSUPPORTED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar",
+                "structured_outputs", "use_beam_search", "prompt_embeds", "mirostat",
+                "xtc_probability", "dry_multiplier", "bad_words", "allowed_token_ids",
+                "stop_token_ids")  # fmt: skip
+_PARTS = ("text", "input_text", "refusal")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request wants of every prompt.
+
+    max_tokens: None: a default; 0 only with echo. n: answers per prompt. top_logprobs: -1: none.
+    seed: of the draws. extras: see `EXTRAS`.
+    """
+
+    model: str
+    sampling: SamplingConfig
+    max_tokens: int | None
+    n: int
+    seed: int
+    stops: tuple[str, ...]
+    min_tokens: int
+    ignore_eos: bool
+    top_logprobs: int
+    stream: bool
+    include_usage: bool
+    extras: frozenset[str]
+    echo: bool = False
+
+
+def read_chat(body: Mapping[str, Any]) -> tuple[list[Message], Wanted]:
+    """The turns and wishes of a chat completion.
+
+    Raises:
+        ApiError: a field is wrong, or not supported.
+    """
+    _refuse(body, (*_UNSUPPORTED, *_UNSUPPORTED_CHAT))
+    _refuse_tools(body)
+    turns = read_messages(body.get("messages"))
+    top = fields.integer(body, "top_logprobs", 0, 0, 20) or 0
+    if body.get("top_logprobs") is not None and not fields.boolean(body, "logprobs"):
+        raise fields.wrong("top_logprobs", "come with logprobs: true", body["top_logprobs"])
+    return turns, _wanted(body, top_logprobs=top if fields.boolean(body, "logprobs") else -1)
+
+
+def read_completion(body: Mapping[str, Any]) -> tuple[list[Prompt], Wanted]:
+    """The prompts and wishes of a completion.
+
+    Raises:
+        ApiError: a field is wrong, or not supported.
+    """
+    _refuse(body, _UNSUPPORTED)
+    if body.get("suffix"):
+        raise _unsupported("suffix", body["suffix"])
+    best_of = fields.integer(body, "best_of", None, 1, MOST_CHOICES)
+    if best_of is not None and best_of != (fields.integer(body, "n", 1, 1, MOST_CHOICES) or 1):
+        raise fields.wrong("best_of", "equal n: answers are not ranked", best_of)
+    _check_format(body)
+    logprobs = body.get("logprobs")
+    if isinstance(logprobs, bool):
+        logprobs = 0 if logprobs else None
+    top = fields.integer({"logprobs": logprobs}, "logprobs", -1, 0, 20)
+    assert top is not None
+    wanted = _wanted(body, top_logprobs=top, echo=fields.boolean(body, "echo"))
+    return read_prompts(body.get("prompt")), wanted
+
+
+def read_prompts(value: Any) -> list[Prompt]:
+    """A text, a list of texts, a list of token ids, or a list of such lists.
+
+    Raises:
+        ApiError: it is none of these, or empty.
+    """
+    name = "prompt"
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise fields.wrong(
+            name, "be a text, token ids, or a list of either with at least one entry", value
+        )
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+        return [tuple(value)]
+    if len(value) > MOST_CHOICES:
+        raise ApiError(f"prompt must list at most {MOST_CHOICES} prompts; got {len(value)}.", name)
+    prompts: list[Prompt] = []
+    for item in value:
+        if isinstance(item, str):
+            prompts.append(item)
+        elif (
+            isinstance(item, list)
+            and item
+            and all(isinstance(i, int) and not isinstance(i, bool) for i in item)
+        ):
+            prompts.append(tuple(item))
+        else:
+            raise fields.wrong(name, "list texts or non-empty lists of token ids", item)
+    return prompts
+
+
+def read_messages(value: Any, name: str = "messages") -> list[Message]:
+    """Turns as OpenAI's clients write them; `developer` is `system`.
+
+    Raises:
+        ApiError: they are not a list of at least one turn with role and text.
+    """
+    if not isinstance(value, list) or not value:
+        raise fields.wrong(name, "be a list of at least one turn", value)
+    return [_message(turn, f"{name}[{i}]", name) for i, turn in enumerate(value)]
+
+
+def _message(turn: Any, where: str, name: str) -> Message:
+    if not isinstance(turn, dict):
+        raise ApiError(f"{where} must be an object; got {fields.shown(turn)}.", name)
+    role = turn.get("role")
+    role = "system" if role == "developer" else role
+    if not isinstance(role, str) or role not in get_args(Role):
+        known = ", ".join((*get_args(Role), "developer"))
+        raise ApiError(f"{where}.role must be one of {known}; got {fields.shown(role)}.", name)
+    if turn.get("tool_calls") or turn.get("function_call") or turn.get("audio"):
+        raise ApiError(f"{where} must be text; tool calls and audio are not supported.", name)
+    content = turn.get("content")
+    if isinstance(content, list):
+        content = "".join(_part(part, where, name) for part in content)
+    if not isinstance(content, str):
+        raise ApiError(f"{where}.content must be a text; got {fields.shown(content)}.", name)
+    return Message(cast(Role, role), content)
+
+
+def _part(part: Any, where: str, name: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    written = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+    if kind not in _PARTS or not isinstance(written, str):
+        raise ApiError(
+            f"{where}.content must hold text parts only; got {fields.shown(part)}. Images, audio "
+            "and files are not supported.",
+            name,
+        )
+    return written
+
+
+def _wanted(body: Mapping[str, Any], *, top_logprobs: int, echo: bool = False) -> Wanted:
+    stream = fields.boolean(body, "stream")
+    max_tokens = _max_tokens(body, 0 if echo else 1)
+    sampling, stops = _sampling(body), _stops(body)
+    seed = fields.integer(body, "seed", None, -(2**63), 2**63 - 1)
+    if sampling.top_k == 1:
+        seed = seed or 0  # which of equal logits is drawn must not change
+    return Wanted(
+        model=fields.text(body, "model", most=500),
+        sampling=sampling,
+        max_tokens=max_tokens,
+        n=fields.integer(body, "n", 1, 1, MOST_CHOICES) or 1,
+        seed=secrets.randbits(53) if seed is None else seed,
+        stops=stops,
+        min_tokens=fields.integer(body, "min_tokens", 0, 0, 2**31 - 1) or 0,
+        ignore_eos=fields.boolean(body, "ignore_eos"),
+        top_logprobs=top_logprobs,
+        stream=stream,
+        include_usage=_include_usage(body, stream),
+        extras=read_extras(body.get("tandem")),
+        echo=echo,
+    )
+
+
+def _max_tokens(body: Mapping[str, Any], low: int) -> int | None:
+    found = [
+        fields.integer(body, name, None, low, 2**31 - 1)
+        for name in ("max_completion_tokens", "max_tokens")
+    ]
+    given = {value for value in found if value is not None}
+    if len(given) > 1:
+        raise fields.wrong("max_tokens", "equal max_completion_tokens where both are given",
+                           body["max_tokens"])  # fmt: skip
+    return given.pop() if given else None
+
+
+def _sampling(body: Mapping[str, Any]) -> SamplingConfig:
+    temperature = fields.number(body, "temperature", 1.0, 0.0, 100.0)
+    top_p = fields.number(body, "top_p", 1.0, 0.0, 1.0)
+    top_k = fields.integer(body, "top_k", 0, -1, 2**31 - 1) or 0
+    greedy = temperature < _COLDEST or top_p == 0.0
+    penalty = fields.number(body, "repetition_penalty", 1.0, 0.01, 100.0)
+    return SamplingConfig(
+        temperature=1.0 if greedy else temperature,
+        top_p=1.0 if greedy else top_p,
+        top_k=1 if greedy else max(0, top_k),
+        min_p=0.0 if greedy else min(0.999999, fields.number(body, "min_p", 0.0, 0.0, 1.0)),
+        repetition_penalty=penalty,
+        presence_penalty=fields.number(body, "presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=fields.number(body, "frequency_penalty", 0.0, -2.0, 2.0),
+        logit_bias=_biases(body.get("logit_bias")),
+        samples_per_prompt=1,
+    )
+
+
+def _biases(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise fields.wrong("logit_bias", "be an object of token ids and numbers", value)
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise fields.wrong("logit_bias", "name tokens by their ids", key)
+        biases[int(key)] = fields.number({"logit_bias": bias}, "logit_bias", 0.0, -100.0, 100.0)
+    return tuple(f"{token}:{bias}" for token, bias in sorted(biases.items()))
+
+
+def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
+    value = body.get("stop")
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise fields.wrong("stop", "be a text or a list of texts", value)
+    if len(stops) > _MOST_STOPS or any(len(stop) > 1000 for stop in stops):
+        raise ApiError(
+            f"stop must list at most {_MOST_STOPS} texts of at most 1000 characters; got "
+            f"{len(stops)}, the longest of {max(map(len, stops))}.",
+            "stop",
+        )
+    return tuple(stop for stop in stops if stop)
+
+
+def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict):
+        raise fields.wrong("stream_options", "be an object", options)
+    if not stream:
+        raise fields.wrong("stream_options", "come with stream: true", options)
+    return fields.boolean(options, "include_usage")
+
+
+def read_extras(value: Any) -> frozenset[str]:
+    """The names in `tandem`: {"reward": true, ...} or a list of names.
+
+    Raises:
+        ApiError: it is neither, or names what there is not.
+    """
+    if value is None:
+        return frozenset()
+    if isinstance(value, dict):
+        names = [name for name in value if fields.boolean(value, name)]
+    else:
+        names = value
+    known = isinstance(names, list) and all(isinstance(n, str) and n in EXTRAS for n in names)
+    if not known or (isinstance(value, dict) and set(value) - set(EXTRAS)):
+        raise fields.wrong(
+            "tandem", f"be {{NAME: true}} or a list of names, of {', '.join(EXTRAS)}", value
+        )
+    return frozenset(names)
+
+
+def _refuse(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        if body.get(name):
+            raise _unsupported(name, body[name])
+
+
+def _refuse_tools(body: Mapping[str, Any]) -> None:
+    if body.get("tools"):
+        raise _unsupported("tools", body["tools"])
+    if body.get("tool_choice") not in (None, "none", "auto"):
+        raise _unsupported("tool_choice", body["tool_choice"])
+    if body.get("function_call") not in (None, "none", "auto"):
+        raise _unsupported("function_call", body["function_call"])
+    modalities = body.get("modalities")
+    if modalities not in (None, [], ["text"]):
+        raise _unsupported("modalities", modalities)
+    if body.get("reasoning_effort") not in (None, "none"):
+        raise _unsupported("reasoning_effort", body["reasoning_effort"])
+    _check_format(body)
+
+
+def _check_format(body: Mapping[str, Any]) -> None:
+    found = body.get("response_format")
+    if found is not None and not (isinstance(found, dict) and found.get("type") == "text"):
+        raise _unsupported("response_format", found)
+
+
+def _unsupported(name: str, value: Any) -> ApiError:
+    return ApiError(
+        f"{name} is not supported by this server; got {fields.shown(value)}. Remove it.",
+        name,
+        code="unsupported_parameter",
+    )

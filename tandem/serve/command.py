@@ -1,0 +1,107 @@
+"""The flags of `tandem serve`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from tandem.config.pages import Parser
+from tandem.errors import ConfigError
+
+
+def serve_command(args: Sequence[str]) -> int:
+    """Parse the flags and serve; returns the exit code.
+
+    Raises:
+        ConfigError: a flag is wrong, or the extra is not installed.
+    """
+    options = _parser().parse_args(args)
+    limits = {"--slots": options.slots, "--max-context": options.max_context,
+              "--max-new-tokens": options.max_new_tokens,
+              "--max-body-mb": options.max_body_mb}  # fmt: skip
+    for flag, value in limits.items():
+        if value < 1:
+            raise ConfigError(f"{flag} must be at least 1; got {value}.")
+    if options.max_queue < 0:
+        raise ConfigError(f"--max-queue must be >= 0; got {options.max_queue}.")
+    if not 0 <= options.port < 2**16:
+        raise ConfigError(f"--port must be from 0 to 65535; got {options.port}.")
+    choices = {
+        "--device": (options.device, ("auto", "cpu", "cuda")),
+        "--dtype": (options.dtype, ("auto", "fp32", "bf16", "fp16")),
+    }
+    for flag, (value, known) in choices.items():
+        if value not in known:
+            raise ConfigError(f"{flag} must be one of {', '.join(known)}; got {value!r}.")
+    key = options.api_key or os.environ.get("TANDEM_API_KEY", "")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("--api-key must be printable ASCII; got other characters.")
+    try:
+        from tandem.serve.server import serve
+        from tandem.serve.service import ServeSettings
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
+            raise
+        raise ConfigError(
+            f"tandem serve needs the package {error.name}; it is not installed. Run: pip install "
+            "'tandem-rlhf[serve]'."
+        ) from None
+    settings = ServeSettings(
+        path=options.path,
+        base=options.base,
+        device=options.device,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+        slots=options.slots,
+        max_queue=options.max_queue,
+        max_context=options.max_context,
+        max_new_tokens=options.max_new_tokens,
+        max_body_bytes=options.max_body_mb << 20,
+        follow=options.follow,
+        api_key=key,
+        host=options.host,
+        allow_hosts=tuple(options.allow_host),
+        allow_origins=tuple(options.allow_origin),
+        votes=options.votes,
+    )
+    return serve(settings, options.port)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "serve",
+        "PATH [flags]",
+        "Serve a run's models, or any model, to OpenAI's clients and to a browser.",
+        "tandem serve runs/first --port 8000",
+    )
+    code = "Run the model's own Python code."
+    follow = "Read new checkpoints and stages of a run that is training, between requests."
+    parser.section("model")
+    parser.flag("PATH", "A run's folder, a model's folder or a hub name.", type=_path)
+    parser.flag("--base PATH", "Where the run's base model is, if it was moved.", shown="recorded")
+    parser.flag("--follow", follow, False, shown="off", action="store_true")
+    parser.flag("--device NAME", "cpu, cuda or auto: a GPU if there is one.", "auto")
+    parser.flag("--dtype NAME", "fp32, bf16, fp16 or auto: bf16 on a GPU, else fp32.", "auto")
+    parser.flag("--trust-remote-code", code, False, shown="off", action="store_true")
+    parser.section("address")
+    parser.flag("--host ADDRESS", "Where to listen; 0.0.0.0 for all networks.", "127.0.0.1")
+    parser.flag("--port N", "Port; 0 takes any that is free.", 8000)
+    key = "Ask API requests for this key; better in the variable TANDEM_API_KEY, which ps hides."
+    parser.flag("--api-key KEY", key, shown="none")
+    hosts = "Further names that requests may reach this server by."
+    parser.flag("--allow-host NAME ...", hosts, [], shown="localhost, addresses")
+    origins = "Other sites whose pages may use the API, as https://example.org."
+    parser.flag("--allow-origin URL ...", origins, [], shown="none")
+    parser.section("limits")
+    parser.flag("--slots N", "Most answers of a model side by side.", 32)
+    parser.flag("--max-queue N", "Further answers that may wait; more get status 429.", 64)
+    parser.flag("--max-context N", "Most tokens of prompt and answer.", 4096)
+    parser.flag("--max-new-tokens N", "Of an answer whose request does not say.", 512)
+    parser.flag("--max-body-mb N", "Largest body of a request, in MiB.", 4)
+    parser.section("votes")
+    parser.flag("--votes FILE", "Where votes are kept, as JSONL.", shown="the run's votes.jsonl")
+    return parser
+
+
+def _path(text: str) -> str:
+    return os.path.expanduser(text)

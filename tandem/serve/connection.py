@@ -1,0 +1,125 @@
+"""One request's connection: its body within limits, a stream of events, and whether it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tandem.serve.api_errors import ApiError, json_text
+from tandem.serve.fields import read_object
+from tandem.serve.guard import too_large
+
+T = TypeVar("T")
+_BODY_SECONDS = 60.0
+"""A body that takes longer to arrive is given up."""
+_WRITE_SECONDS = 60.0
+"""A reader that takes nothing for so long is taken to be gone."""
+
+
+class ClientGoneError(Exception):
+    """The client left before its answer was ready."""
+
+
+async def read_body(request: Request, most: int) -> dict[str, Any]:
+    """The JSON object in a request's body, of at most `most` bytes.
+
+    Raises:
+        ApiError: it is too large, too slow, or not an object.
+        ClientGoneError: the client left.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise too_large(most)
+    except TimeoutError:
+        raise ApiError(
+            f"a body must arrive within {_BODY_SECONDS:.0f} s; it did not.",
+            status=408,
+            code="body_too_slow",
+        ) from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    return read_object(bytes(body))
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client leaves.
+
+    Raises:
+        ClientGoneError: it left.
+    """
+    running = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        raise ClientGoneError
+    finally:
+        for task in (running, gone):
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(running, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events, one JSON object each, then [DONE].
+
+    An error on the way is an event of its own, because the status has been sent. The events are
+    closed when the client leaves or reads nothing for a minute.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncIterator[dict[str, Any]], release: Callable[[], Awaitable[None]]
+    ) -> None:
+        """`release`: called once at the end, however it comes."""
+        super().__init__(
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            media_type=self.media_type,
+        )
+        del self.headers["content-length"]
+        self._events, self._release = events, release
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        try:
+            await unless_gone(receive, self._send_all(send))
+        except (ClientGoneError, OSError):
+            pass
+        finally:
+            await self._release()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async with aclosing(self._events) as events:  # type: ignore[type-var]
+                async for event in events:
+                    await _write(send, f"data: {json_text(event)}\n\n")
+        except ApiError as error:
+            await _write(send, f"data: {json_text(error.body())}\n\n")
+        await _write(send, "data: [DONE]\n\n")
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _write(send: Send, text: str) -> None:
+    try:
+        async with asyncio.timeout(_WRITE_SECONDS):
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+    except TimeoutError:
+        raise ClientGoneError from None

@@ -1,0 +1,237 @@
+"""Models from where they are found: weights, tokenizer, renderer, and how tokens read."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandem.checkpoint.beside import verify_beside
+from tandem.checkpoint.state import SavedState, load_state_before
+from tandem.config.schema import RunConfig
+from tandem.data.render import IN_MEMORY, Renderer
+from tandem.errors import CheckpointError, ModelError
+from tandem.generation.generator import max_positions, vocabulary_size
+from tandem.models.adapter import load_adapter
+from tandem.models.checkpoint_ref import model_folders
+from tandem.models.eos import load_stop_ids
+from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer
+from tandem.models.lora import add_lora
+from tandem.models.scalar import load_scalar_model
+from tandem.serve.sources import ModelSource
+from tandem.serve.token_bytes import TokenBytes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """How models are loaded. verify: check files against their manifests."""
+
+    device: torch.device
+    dtype: torch.dtype
+    trust_remote_code: bool = False
+    verify: bool = True
+
+
+@dataclass(eq=False)
+class Loaded:
+    """A language model that can answer.
+
+    version: of its files when they were read. step: of the checkpoint that it is, 0 for a
+    finished model.
+    """
+
+    source: ModelSource
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
+    version: str
+    step: int = 0
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What bytes a token stands for."""
+        return TokenBytes(self.tokenizer)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model has."""
+        return vocabulary_size(self.model)
+
+    @property
+    def positions(self) -> int | None:
+        """Most tokens of prompt and answer; None without a limit."""
+        return max_positions(self.model)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of a plain text without a terminator, BOS first if the tokenizer adds one; control
+        strings in it are spelled out.
+
+        Raises:
+            DataError: the tokenizer refuses the text.
+        """
+        return self.renderer.document(text, IN_MEMORY).token_ids[:-1]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, control tokens shown by name."""
+        text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        return str(text)
+
+
+@dataclass(eq=False)
+class LoadedScalar:
+    """A reward model or a critic, and how its conversations are rendered."""
+
+    source: ModelSource
+    model: PreTrainedModel
+    renderer: Renderer
+
+
+def load_policy(
+    source: ModelSource, settings: LoadSettings, config: RunConfig | None = None
+) -> Loaded:
+    """A policy with its weights.
+
+    Args:
+        config: of the run, for a stage that is not finished.
+    Raises:
+        ModelError, CheckpointError: it cannot be used.
+    """
+    version = source.version()
+    _verify(source, settings)
+    tokenizer = load_tokenizer(_tokenizer_of(source), trust_remote_code=settings.trust_remote_code)
+    model = _policy_weights(source, settings)
+    step = 0
+    if source.checkpoints is not None:
+        step = _take_checkpoint(model, source, config)
+    check_vocabulary(model, tokenizer)
+    stop_ids = load_stop_ids(source.base or source.path)
+    renderer = Renderer(tokenizer, stop_ids)
+    _placed(model, settings)
+    return Loaded(source, model, tokenizer, renderer, version, step)
+
+
+def load_scorer(source: ModelSource, settings: LoadSettings) -> LoadedScalar:
+    """A reward model or critic; it must have its head.
+
+    Raises:
+        ModelError, CheckpointError: it cannot be used.
+    """
+    _verify(source, settings)
+    remote = settings.trust_remote_code
+    tokenizer = load_tokenizer(_tokenizer_of(source), trust_remote_code=remote)
+    if source.base:
+        model = load_scalar_model(source.base, seed=0, trust_remote_code=remote)
+        load_adapter(model, source.path)
+    else:
+        model = load_scalar_model(
+            source.path, seed=0, from_causal_lm=None, trust_remote_code=remote
+        )
+    _placed(model, settings)
+    return LoadedScalar(source, model, Renderer(tokenizer))
+
+
+def weight_bytes(source: ModelSource, dtype: torch.dtype) -> int | None:
+    """Bytes that a local model's weights will take, by its files; None for a hub name."""
+    folder = Path(source.base or source.path).expanduser()
+    if not folder.is_dir():
+        return None
+    from tandem.models.folder import read_headers
+
+    if not (folder / "config.json").is_file():
+        return None
+    numbers = 0
+    for tensor in read_headers(folder):
+        count = 1
+        for side in tensor.shape:
+            count *= side
+        numbers += count
+    return numbers * dtype.itemsize
+
+
+def _policy_weights(source: ModelSource, settings: LoadSettings) -> PreTrainedModel:
+    remote = settings.trust_remote_code
+    if not source.base:
+        return load_causal_lm(source.path, trust_remote_code=remote)
+    model = load_causal_lm(source.base, trust_remote_code=remote)
+    load_adapter(model, source.path)
+    return model
+
+
+def _verify(source: ModelSource, settings: LoadSettings) -> None:
+    if settings.verify:
+        if source.base:
+            verify_beside(Path(source.path))
+            return
+        for folder in model_folders(source.path):
+            verify_beside(folder)
+
+
+def _tokenizer_of(source: ModelSource) -> str:
+    """An adapter whose base was moved may have its own tokenizer; else it is the base's."""
+    if source.base and not (Path(source.path) / "tokenizer_config.json").is_file():
+        return source.base
+    return source.path
+
+
+def _take_checkpoint(model: PreTrainedModel, source: ModelSource, config: RunConfig | None) -> int:
+    """Put the newest complete checkpoint's weights into a model; returns its step.
+
+    A run that goes on may remove the one that is read; the one after it is then there.
+    """
+    assert source.checkpoints is not None
+    for attempt in range(3):
+        state, notes = load_state_before(source.checkpoints, sys.maxsize)
+        if state is None:
+            raise CheckpointError(
+                f"{source.checkpoints} must hold a complete checkpoint; got none"
+                f"{f' ({notes[-1]})' if notes else ''}. Wait for the next one."
+            )
+        try:
+            _fill(model, state, source, config)
+        except (CheckpointError, OSError):
+            if attempt == 2:
+                raise
+            continue
+        return state.step
+    raise AssertionError("unreachable")
+
+
+@torch.no_grad()
+def _fill(
+    model: PreTrainedModel, state: SavedState, source: ModelSource, config: RunConfig | None
+) -> None:
+    saved = state.tensors[source.part]
+    parameters = dict(model.named_parameters())
+    adapts = any(".lora_A." in name for name in saved)
+    if adapts and not any(".lora_A." in name for name in parameters):
+        assert config is not None
+        add_lora(model, config.lora, config.seed)
+        parameters = dict(model.named_parameters())
+    unknown = sorted(name for name in saved if name not in parameters)
+    if unknown or not saved:
+        raise ModelError(
+            f"{source.checkpoints} must hold weights of {source.path!r}; got "
+            f"{unknown[0] if unknown else 'none'}. It cannot be served before its stage is "
+            "finished."
+        )
+    for name, tensor in saved.items():
+        parameters[name].copy_(tensor.whole())
+
+
+def _placed(model: PreTrainedModel, settings: LoadSettings) -> None:
+    model.eval().requires_grad_(False)
+    model.to(device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
+
+
+def resident_bytes() -> int:
+    """Bytes of memory that this process holds."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

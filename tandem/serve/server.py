@@ -1,0 +1,123 @@
+"""`tandem serve`: checks, one line on the models and their memory, then uvicorn until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from tandem.errors import ConfigError
+from tandem.generation.blocks import free_bytes
+from tandem.serve.api_errors import ApiError
+from tandem.serve.app import make_app
+from tandem.serve.loading import weight_bytes
+from tandem.serve.service import ServeSettings, Service, load_settings
+from tandem.text import visible
+
+
+def serve(settings: ServeSettings, port: int, print_line: Callable[[str], None] = print) -> int:
+    """Serve until a signal; returns the exit code.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+        ModelError: the path offers no model, or the preferred one cannot be loaded.
+    """
+    service = Service(settings, load_settings(settings))
+    try:
+        listener = _listen(settings.host, port)
+        for line in describe(service):
+            print_line(line)
+        with listener:
+            _run(service, listener, print_line)
+    finally:
+        service.close()
+    return 0
+
+
+def describe(service: Service) -> list[str]:
+    """The models and the memory that they take, as lines for the terminal."""
+    offer, load = service.offer, service.load_settings
+    scorers = [scorer for scorer in (offer.reward_model, offer.critic) if scorer is not None]
+    sizes = [weight_bytes(source, load.dtype) for source in (*offer.models.values(), *scorers)]
+    known = [size for size in sizes if size is not None]
+    free = free_bytes(load.device)
+    dtype = str(load.dtype).removeprefix("torch.")
+    total = f"{_gib(sum(known))}{' and more' if len(known) < len(sizes) else ''}"
+    names = ", ".join(offer.models)
+    lines = [f"models: {names} (without a name: {offer.preferred})"]
+    lines += [f"scores: {', '.join(scorer.name for scorer in scorers)}"] if scorers else []
+    lines.append(
+        f"memory: each is loaded when first asked for; all {len(sizes)} take {total} as {dtype} on "
+        f"{load.device.type}, and KV memory; {_gib(free)} are free"
+    )
+    votes = service.votes_file
+    lines.append(f"votes:  {votes}" if votes else "votes:  refused without --votes FILE")
+    return [visible(line) for line in lines]
+
+
+def _run(service: Service, listener: socket.socket, print_line: Callable[[str], None]) -> None:
+    settings = service.settings
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    config = uvicorn.Config(
+        make_app(service),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=5,
+        limit_concurrency=None,
+        h11_max_incomplete_event_size=64 * 1024,
+    )
+    logging.getLogger("uvicorn.error").addFilter(_printable)
+
+    async def run() -> None:
+        try:
+            await service.policy("")  # a model that cannot be used is told now
+        except ApiError as error:
+            raise ConfigError(str(error)) from error
+        print_line(
+            f"page:   http://{shown}:{port}/   API: http://{shown}:{port}/v1   (Ctrl-C ends)"
+        )
+        if not _is_private(host) and not settings.api_key:
+            print_line("note:   anyone who reaches this address may use it; see --api-key")
+        await uvicorn.Server(config).serve(sockets=[listener])
+
+    asyncio.run(run())
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(
+            f"--host and --port must be an address that is free; got {visible(host)} {port} "
+            f"({error}). Use another --port; 0 takes any."
+        ) from None
+    listener.listen(256)
+    return listener
+
+
+def _is_private(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _printable(record: logging.LogRecord) -> bool:
+    """Log lines of one printable line each, whatever a client sent."""
+    record.msg, record.args = visible(record.getMessage()), ()
+    return True
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

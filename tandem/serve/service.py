@@ -1,0 +1,251 @@
+"""What the routes share: the models, the engine, the limits and the counters."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from tandem.errors import TandemError
+from tandem.serve.api_errors import ApiError
+from tandem.serve.counters import Counters
+from tandem.serve.engine import Engine
+from tandem.serve.fields import shown
+from tandem.serve.judging import Judges
+from tandem.serve.loading import Loaded, LoadedScalar, LoadSettings, load_policy, load_scorer
+from tandem.serve.sources import ModelSource, Offer, offer_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """What `tandem serve` was told.
+
+    path: a run's folder, a model's folder or a hub name. base: where a moved base is now.
+    slots: answers of one model side by side. max_queue: further answers that may wait.
+    max_context: most tokens of prompt and answer. max_new_tokens: of an answer whose request does
+    not say. max_body_bytes: of a request. follow: read new checkpoints between requests.
+    allow_hosts, allow_origins: beside the server's own. votes: the file of votes; "": the run's.
+    """
+
+    path: str
+    base: str = ""
+    device: str = "cpu"
+    dtype: str = "fp32"
+    trust_remote_code: bool = False
+    slots: int = 32
+    max_queue: int = 64
+    max_context: int = 4096
+    max_new_tokens: int = 512
+    max_body_bytes: int = 4 << 20
+    follow: bool = False
+    api_key: str = ""
+    host: str = "127.0.0.1"
+    allow_hosts: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()
+    votes: str = ""
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A model that is loaded, or being loaded."""
+
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    loaded: Loaded | None = None
+    scalar: LoadedScalar | None = None
+
+
+class Service:
+    """The models of one path, loaded when they are first asked for."""
+
+    def __init__(self, settings: ServeSettings, load: LoadSettings) -> None:
+        """
+        Raises:
+            ModelError: the path offers no model.
+        """
+        self.settings = settings
+        self.load_settings = load
+        self.offer: Offer = offer_of(settings.path, base=settings.base)
+        self.engine = Engine(slots=settings.slots, max_context=settings.max_context)
+        self.counters = Counters()
+        self.started = time.time()
+        self.outstanding = 0
+        self._slots: dict[str, _Slot] = {}
+        self._loader = ThreadPoolExecutor(1, "tandem-load")
+        self._text = ThreadPoolExecutor(1, "tandem-text")
+
+    def close(self) -> None:
+        """End the threads; the models are freed with the service."""
+        self.engine.close()
+        self._loader.shutdown(wait=False, cancel_futures=True)
+        self._text.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def votes_file(self) -> Path | None:
+        """Where votes go; None without a run and without a name for it."""
+        if self.settings.votes:
+            return Path(self.settings.votes).expanduser()
+        return None if self.offer.run is None else self.offer.run / "votes.jsonl"
+
+    def source_of(self, name: str) -> ModelSource:
+        """The model of a request; without a name, the preferred one.
+
+        Raises:
+            ApiError: there is none of that name, or it only scores.
+        """
+        name = name or self.offer.preferred
+        found = self.offer.models.get(name)
+        if found is None and self.settings.follow:
+            self.look_again()
+            found = self.offer.models.get(name)
+        if found is not None:
+            return found
+        scorer = self.offer.reward_model
+        if scorer is not None and scorer.name == name:
+            raise ApiError(
+                f"model {shown(name)} is a reward model, which writes no text. Use POST /v1/score.",
+                "model",
+            )
+        known = ", ".join(self.offer.models)
+        raise ApiError(
+            f"model must be one of {known}; got {shown(name)}.",
+            "model",
+            status=404,
+            code="model_not_found",
+        )
+
+    def look_again(self) -> None:
+        """Read the run's folder again: stages may have begun or finished."""
+        try:
+            self.offer = offer_of(self.settings.path, base=self.settings.base)
+        except TandemError:  # in the middle of a change; what was known still serves
+            return
+
+    async def policy(self, name: str) -> Loaded:
+        """A policy, loaded; the newest version where the server follows a run.
+
+        Raises:
+            ApiError: there is none of that name, or it cannot be loaded.
+        """
+        if self.settings.follow:
+            self.look_again()
+        source = self.source_of(name)
+        slot = self._slots.setdefault(source.name, _Slot())
+        async with slot.loading:
+            old = slot.loaded
+            if old is not None and not (self.settings.follow and _changed(old, source)):
+                return old
+            settings, config = self.load_settings, self.offer.config
+            slot.loaded = (
+                await self._load(
+                    lambda: load_policy(source, settings, config), source, old is not None
+                )
+                or old
+            )
+            if old is not None and slot.loaded is not old:
+                self.engine.retire(old)
+            assert slot.loaded is not None
+            return slot.loaded
+
+    async def judges(self, policy: Loaded, wanted: frozenset[str]) -> Judges:
+        """The models that judge a policy's answers, as far as they are wanted and there.
+
+        Raises:
+            ApiError: one of them cannot be loaded.
+        """
+        reference = reward_model = critic = None
+        if wanted & {"kl", "token_kl"} and policy.source.reference in self.offer.models:
+            reference = await self.policy(policy.source.reference)
+        if "reward" in wanted and self.offer.reward_model is not None:
+            reward_model = await self._scalar("reward model", self.offer.reward_model)
+        if "values" in wanted and self.offer.critic is not None:
+            critic = await self._scalar("critic", self.offer.critic)
+        return Judges(reference, reward_model, critic)
+
+    async def in_text_thread(self, work: Callable[[], T]) -> T:
+        """Run tokenizer work off the event loop; one at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._text, work)
+
+    async def in_engine(self, work: Callable[[], T]) -> T:
+        """Run model work between two steps of the engine."""
+        return await asyncio.wrap_future(self.engine.compute(work))
+
+    @contextmanager
+    def room(self, answers: int) -> Iterator[None]:
+        """Within: this many answers count as waiting or running.
+
+        Raises:
+            ApiError: there is no room for them now, or never.
+        """
+        most = self.settings.slots + self.settings.max_queue
+        if answers > most:
+            raise ApiError(f"a request must ask for at most {most} answers; got {answers}.", "n")
+        if self.outstanding + answers > most:
+            self.counters.add("refused_total", "Requests refused because the queue was full.")
+            raise ApiError(
+                f"the server is busy: {self.outstanding} answers run or wait, of at most {most}. "
+                "Try again later.",
+                status=429,
+                code="rate_limit_exceeded",
+                retry_after=1 + self.outstanding // max(1, self.settings.slots),
+            )
+        self.outstanding += answers
+        try:
+            yield
+        finally:
+            self.outstanding -= answers
+
+    async def _scalar(self, key: str, source: ModelSource) -> LoadedScalar:
+        slot = self._slots.setdefault(f"{key} {source.name}", _Slot())
+        async with slot.loading:
+            if slot.scalar is None:
+                settings = self.load_settings
+                slot.scalar = await self._load(lambda: load_scorer(source, settings), source, False)
+            assert slot.scalar is not None
+            return slot.scalar
+
+    async def _load(self, load: Callable[[], T], source: ModelSource, has_older: bool) -> T | None:
+        try:
+            loop = asyncio.get_running_loop()
+            return await asyncio.shield(loop.run_in_executor(self._loader, load))
+        except TandemError as error:
+            if has_older:  # a checkpoint that is being written; the older one still answers
+                return None
+            raise ApiError(f"model {source.name} cannot be loaded: {error}", status=500) from error
+        except (RuntimeError, MemoryError) as error:
+            raise ApiError(
+                f"model {source.name} cannot be loaded: {type(error).__name__}. Is there memory "
+                "for it?",
+                status=500,
+            ) from error
+
+
+def _changed(loaded: Loaded, source: ModelSource) -> bool:
+    return loaded.source != source or loaded.version != source.version()
+
+
+def load_settings(settings: ServeSettings) -> LoadSettings:
+    """How the models are loaded.
+
+    Raises:
+        ModelError: a GPU was asked for and is not there.
+    """
+    from tandem.errors import ModelError
+    from tandem.serve.loading import DTYPES
+
+    has_gpu = torch.cuda.is_available()
+    if settings.device == "cuda" and not has_gpu:
+        raise ModelError("--device must be available; got cuda, but no GPU was found. Use cpu.")
+    auto = "cuda" if has_gpu else "cpu"
+    device = torch.device(auto if settings.device == "auto" else settings.device)
+    auto_dtype = "bf16" if device.type == "cuda" else "fp32"
+    dtype = DTYPES[auto_dtype if settings.dtype == "auto" else settings.dtype]
+    return LoadSettings(device, dtype, settings.trust_remote_code)

@@ -1,0 +1,197 @@
+"""Answers in the shapes of OpenAI's API: chat completions and completions, whole and in chunks."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any, Protocol
+
+from tandem.generation.observed import TokenLogprobs
+from tandem.serve.answering import Answering, Choice, Step
+from tandem.serve.token_bytes import TokenBytes
+
+_LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which is no JSON."""
+
+
+class Shape(Protocol):
+    """How the answers to one request are written."""
+
+    def whole(self, answering: Answering) -> dict[str, Any]:
+        """The response to a request that does not stream."""
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """The first chunk of a choice; None without one."""
+
+    def chunk(self, step: Step) -> dict[str, Any] | None:
+        """The chunk of a step; None if it has nothing to show."""
+
+    def closing(self, usage: dict[str, int]) -> dict[str, Any]:
+        """The last chunk, where usage is wanted."""
+
+
+class _Common:
+    """The parts that both shapes share."""
+
+    prefix = ""
+    object_whole = ""
+    object_chunk = ""
+
+    def __init__(self, model: str, token_bytes: TokenBytes, answering: Answering) -> None:
+        self._tokens = token_bytes
+        self._top = answering.wanted.top_logprobs
+        self._include_usage = answering.wanted.include_usage
+        self._head = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._pending: dict[int, int] = {}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self._include_usage else {}
+        return {**self._head, "object": self.object_chunk, "choices": [choice], **usage}
+
+    def closing(self, usage: dict[str, int]) -> dict[str, Any]:
+        """As `Shape` says."""
+        return {**self._head, "object": self.object_chunk, "choices": [], "usage": usage}
+
+    def _new(self, step: Step) -> int | None:
+        """From which log-prob on a chunk must tell; None if the step has nothing to show yet."""
+        first = self._pending.pop(step.choice.index, step.first_logprob)
+        if not step.text and not step.choice.finish:
+            self._pending[step.choice.index] = first
+            return None
+        return first
+
+    def _with_extras(self, choice: Choice, written: dict[str, Any]) -> dict[str, Any]:
+        is_over = choice.finish and choice.extras is not None
+        return {**written, "tandem": choice.extras} if is_over else written
+
+
+class ChatShape(_Common):
+    """Chat completions."""
+
+    prefix, object_whole, object_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def whole(self, answering: Answering) -> dict[str, Any]:
+        """As `Shape` says."""
+        choices = [
+            self._with_extras(
+                choice,
+                {
+                    "index": choice.index,
+                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                    "logprobs": self._logprobs(choice, 0),
+                    "finish_reason": choice.finish,
+                },
+            )
+            for choice in answering.choices
+        ]
+        return {**self._head, "object": self.object_whole, "choices": choices,
+                "usage": answering.usage()}  # fmt: skip
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """As `Shape` says."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return self._chunk(
+            {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        )
+
+    def chunk(self, step: Step) -> dict[str, Any] | None:
+        """As `Shape` says."""
+        first = self._new(step)
+        if first is None:
+            return None
+        choice = step.choice
+        written = {
+            "index": choice.index,
+            "delta": {"content": step.text} if step.text else {},
+            "logprobs": self._logprobs(choice, first),
+            "finish_reason": choice.finish or None,
+        }
+        return self._chunk(self._with_extras(choice, written))
+
+    def _logprobs(self, choice: Choice, first: int) -> dict[str, Any] | None:
+        if self._top < 0:
+            return None
+        # The stop token is no part of the message.
+        seen = choice.logprobs[first : len(choice.token_ids)]
+        return {"content": [self._entry(each) for each in seen], "refusal": None}
+
+    def _entry(self, observed: TokenLogprobs) -> dict[str, Any]:
+        top = [self._named(token, logprob) for token, logprob in observed.top[: self._top]]
+        return {**self._named(observed.token_id, observed.logprob), "top_logprobs": top}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokens.of(token)
+        return {"token": self._tokens.text(token), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+class CompletionShape(_Common):
+    """Completions."""
+
+    prefix, object_whole, object_chunk = "cmpl", "text_completion", "text_completion"
+
+    def whole(self, answering: Answering) -> dict[str, Any]:
+        """As `Shape` says."""
+        choices = []
+        for choice in answering.choices:
+            echo = choice.prompt.text if answering.wanted.echo else ""
+            written = self._choice(choice, echo + choice.text, 0, with_echo=True)
+            choices.append(self._with_extras(choice, written))
+        return {**self._head, "object": self.object_whole, "choices": choices,
+                "usage": answering.usage()}  # fmt: skip
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """As `Shape` says."""
+        return None
+
+    def chunk(self, step: Step) -> dict[str, Any] | None:
+        """As `Shape` says."""
+        first = self._new(step)
+        if first is None:
+            return None
+        choice = step.choice
+        is_echo = not choice.token_ids and not choice.finish and bool(choice.echoed)
+        written = self._choice(choice, step.text, first, with_echo=is_echo)
+        return self._chunk(self._with_extras(choice, written))
+
+    def _choice(self, choice: Choice, text: str, first: int, *, with_echo: bool) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": self._logprobs(choice, first, with_echo),
+            "finish_reason": choice.finish or None,
+        }
+
+    def _logprobs(self, choice: Choice, first: int, with_echo: bool) -> dict[str, Any] | None:
+        if self._top < 0:
+            return None
+        prompt = choice.prompt.token_ids if choice.echoed else ()
+        entries: list[TokenLogprobs | None] = list(choice.echoed) if with_echo else []
+        ids = list(prompt) if with_echo else []
+        new = choice.logprobs[first:]
+        before = [*prompt, *(entry.token_id for entry in choice.logprobs[:first])]
+        ids += [entry.token_id for entry in new]
+        entries += new
+        known = [*prompt, *(entry.token_id for entry in choice.logprobs)]
+        offsets = self._tokens.offsets(known)
+        start = 0 if with_echo else len(before)
+        return {
+            "tokens": [self._tokens.name(token) for token in ids],
+            "token_logprobs": [None if e is None else _finite(e.logprob) for e in entries],
+            "top_logprobs": [None if e is None else self._top_of(e) for e in entries],
+            "text_offset": offsets[start : start + len(ids)],
+        }
+
+    def _top_of(self, observed: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens and the chosen one; of two with one name, the likelier."""
+        found: dict[str, float] = {}
+        for token, logprob in (*observed.top[: self._top], (observed.token_id, observed.logprob)):
+            found.setdefault(self._tokens.name(token), _finite(logprob))
+        return found
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)

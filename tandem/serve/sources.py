@@ -1,0 +1,262 @@
+"""Which models a path offers: those of a run's stages, finished or not, or one folder or hub name.
+
+Nothing is loaded here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tandem.checkpoint.layout import read_layout
+from tandem.checkpoint.state import LATEST, numbered
+from tandem.config.load import load_config
+from tandem.config.schema import RunConfig
+from tandem.config.stages import STAGES, Stage, policy_folders, sources
+from tandem.errors import CheckpointError, ModelError, TandemError
+from tandem.models.source import ADAPTER_CONFIG, Located, adapter_base, read_adapter_config
+from tandem.text import visible
+
+BASE = "base"
+"""The name of the model that a run started from."""
+_CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that can be served.
+
+    path: its folder or hub name; of an unfinished stage, what that stage started from.
+    base: of an adapter whose recorded base was moved, where it is now; else "".
+    checkpoints, part: of an unfinished stage, the folder of its checkpoints and the part of them
+    that holds these weights.
+    stage: what made it, "" for a base. reference: the model that its KL is taken to.
+    """
+
+    name: str
+    path: str
+    base: str = ""
+    checkpoints: Path | None = None
+    part: str = ""
+    stage: str = ""
+    reference: str = ""
+
+    def version(self) -> str:
+        """Changes when the files do: a checkpoint's name and pointer, or a manifest's time."""
+        if self.checkpoints is not None:
+            return _stamp(self.checkpoints / LATEST)
+        folder = Path(self.path)
+        stamps = [_stamp(place / "MANIFEST.json") for place in (folder, folder.parent)]
+        return "/".join([self.path, *stamps, _stamp(folder / "config.json")])
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a path offers.
+
+    models: the policies by name, in the order of training. preferred: the one that answers where
+    a request names none. reward_model, critic: what scores answers, None without.
+    run: the run's folder; None for a model's folder or a hub name. config: the run's.
+    """
+
+    models: dict[str, ModelSource]
+    preferred: str
+    reward_model: ModelSource | None = None
+    critic: ModelSource | None = None
+    run: Path | None = None
+    config: RunConfig | None = None
+
+
+def offer_of(path: str, *, base: str = "") -> Offer:
+    """What can be served of a run's folder, a model's folder or a hub name.
+
+    Args:
+        base: where the run's base model is now, if it was moved.
+    Raises:
+        ModelError: nothing can.
+    """
+    folder = Path(path).expanduser()
+    if (folder / "config.yaml").is_file():
+        return _offer_of_run(folder, base)
+    if not folder.is_dir():
+        _refuse_misspelled(path, folder)
+        name = path.rstrip("/").rpartition("/")[2] or path
+        return Offer({name: ModelSource(name, path)}, name)
+    if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        runs = sorted(inner.parent.name for inner in folder.glob("*/config.yaml"))
+        advice = (
+            f"It holds runs: tandem serve {folder / runs[0]}."
+            if runs
+            else "Give a folder that tandem train or save_pretrained wrote, or a hub name."
+        )
+        raise ModelError(
+            f"{visible(path)} must be a run's folder (with config.yaml) or a model's (with "
+            f"config.json); it is neither. {visible(advice)}"
+        )
+    name = folder.resolve().name
+    return Offer(
+        {name: ModelSource(name, str(folder), _moved_base(str(folder), folder, base))}, name
+    )
+
+
+def _refuse_misspelled(path: str, folder: Path) -> None:
+    """A path whose parent is there is no hub name if something beside it is called alike."""
+    if "/" not in path or not folder.parent.is_dir():
+        return
+    beside = [inner.name for inner in folder.parent.iterdir() if inner.is_dir()]
+    near = difflib.get_close_matches(folder.name, beside, n=1)
+    if near or folder.exists():
+        found = f"Did you mean {folder.parent / near[0]}?" if near else "Give its folder."
+        kind = "a file" if folder.exists() else "no such folder"
+        raise ModelError(
+            f"{visible(path)} must be a run's folder, a model's folder or a hub name; got {kind}. "
+            f"{visible(found)}"
+        )
+
+
+def _offer_of_run(run: Path, base: str) -> Offer:
+    config = load_config(run / "config.yaml")
+    models: dict[str, ModelSource] = {}
+    if start := base or config.actor_model:
+        models[BASE] = ModelSource(BASE, _found(start, run))
+    for label, place in policy_folders().items():
+        if _holds_model(run / place):
+            moved = _moved_base(str(run / place), run, base)
+            models[label] = ModelSource(label, str(run / place), moved)
+    models |= _unfinished(run, config, models)
+    models = {name: replace(source, **_facts(name, models)) for name, source in models.items()}
+    finished = [name for name in models if name != BASE]
+    if not models:
+        raise ModelError(
+            f"{visible(str(run))} must have a base model or a finished stage; got none. Run the "
+            "same tandem train command again, or give --base MODEL."
+        )
+    return Offer(
+        models,
+        _preferred(finished) or BASE,
+        _reward_model(run, config, base),
+        _critic(run, base),
+        run,
+        config,
+    )
+
+
+def _preferred(names: list[str]) -> str:
+    """The main policy of the last stage that has one."""
+    for stage in reversed(STAGES):
+        if stage.policies and stage.policies[0].label in names:
+            return stage.policies[0].label
+    return names[-1] if names else ""
+
+
+def _holds_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file()
+
+
+def _facts(name: str, models: dict[str, ModelSource]) -> dict[str, str]:
+    """The stage that made a model, and what its KL is taken to."""
+    stage = next((s for s in STAGES for p in s.policies if p.label == name), None)
+    if stage is None:
+        return {}
+    before = [earlier.policies[0].label for earlier in sources("policy", stage.name)]
+    starts = [*(label for label in before if label in models), BASE]
+    reference = next((start for start in starts if start in models), "")
+    return {"stage": stage.name, "reference": reference}
+
+
+def _unfinished(
+    run: Path, config: RunConfig, finished: dict[str, ModelSource]
+) -> dict[str, ModelSource]:
+    """Policies of stages that have a checkpoint but are not finished."""
+    found: dict[str, ModelSource] = {}
+    for stage in STAGES:
+        checkpoints = run / _CHECKPOINTS / stage.name
+        if stage.name not in config.stages or not stage.policies or not numbered(checkpoints):
+            continue
+        start = _start_of(stage, finished)
+        for policy, part in zip(stage.policies, _parts(stage), strict=False):
+            if policy.label not in finished and start and _has_part(checkpoints, part):
+                found[policy.label] = ModelSource(
+                    policy.label, start.path, start.base, checkpoints, part
+                )
+    return found
+
+
+def _parts(stage: Stage) -> tuple[str, str]:
+    """The parts of a checkpoint that hold a stage's policy and its moving average."""
+    return ("actor" if stage.family == "rl" else "model"), "ema"
+
+
+def _has_part(checkpoints: Path, part: str) -> bool:
+    """Whether the newest checkpoint has such a part, by its layout."""
+    for folder in reversed(numbered(checkpoints)):
+        try:
+            return part in read_layout(folder).parts
+        except (OSError, CheckpointError):
+            continue
+    return False
+
+
+def _start_of(stage: Stage, finished: dict[str, ModelSource]) -> ModelSource | None:
+    labels = [source.policies[0].label for source in sources("policy", stage.name)]
+    return next((finished[label] for label in (*labels, BASE) if label in finished), None)
+
+
+def _reward_model(run: Path, config: RunConfig, base: str) -> ModelSource | None:
+    for stage in STAGES:
+        if stage.leaves == "reward model" and _holds_model(run / stage.model_folder):
+            folder = str(run / stage.model_folder)
+            moved = _moved_base(folder, run, base)
+            return ModelSource(stage.name, folder, moved, stage=stage.name)
+    if config.reward_model:
+        return ModelSource("reward", _found(config.reward_model, run))
+    return None
+
+
+def _critic(run: Path, base: str) -> ModelSource | None:
+    """The critic that the last stage with one has left."""
+    for stage in reversed(STAGES):
+        folder = run / stage.name / "critic"
+        if _holds_model(folder):
+            return ModelSource("critic", str(folder), _moved_base(str(folder), run, base))
+    return None
+
+
+def _found(recorded: str, run: Path) -> str:
+    """A model that a run recorded: where it was, or, if it moved with the run, beside or in it."""
+    if Path(recorded).expanduser().is_dir():
+        return recorded
+    name = Path(recorded).name
+    for place in (run / name, run.parent / name):
+        if name and _holds_model(place):
+            return str(place)
+    return recorded
+
+
+def _moved_base(folder: str, run: Path, base: str) -> str:
+    """Where an adapter's base is now if not where the adapter says; "" if it need not be told."""
+    source = Located(folder)
+    adapter = read_adapter_config(source)
+    if adapter is None or (Path(folder) / "config.json").is_file():
+        return ""
+    if base:
+        return base
+    recorded = str(adapter.get("base_model_name_or_path") or "")
+    try:
+        if Path(recorded).expanduser().is_absolute() and not Path(recorded).is_dir():
+            found = _found(recorded, run)
+            return "" if found == recorded else found
+        adapter_base(source, adapter)
+    except TandemError:
+        found = _found(recorded, run)
+        return "" if found == recorded else found
+    return ""
+
+
+def _stamp(path: Path) -> str:
+    try:
+        found = path.stat()
+    except OSError:
+        return ""
+    return f"{found.st_mtime_ns}.{found.st_size}.{found.st_ino}"

@@ -1,0 +1,87 @@
+"""The bytes that single tokens stand for, as log-prob entries list them."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_START = "\u2581"
+
+
+class TokenBytes:
+    """Token id to bytes, for byte-level and SentencePiece-like tokenizers; others by decoding."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """The tokenizer is only called, never changed."""
+        self._tokenizer = tokenizer
+        kinds = _decoders(tokenizer)
+        self._of_character = _byte_level() if "ByteLevel" in kinds else {}
+        self._has_word_starts = bool({"Metaspace", "ByteFallback", "Replace"} & kinds)
+        self._added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
+        self._known: dict[int, bytes] = {}
+
+    def of(self, token_id: int) -> bytes:
+        """The bytes of one token; a control token's are its name."""
+        if token_id not in self._known:
+            self._known[token_id] = self._bytes(token_id)
+        return self._known[token_id]
+
+    def text(self, token_id: int) -> str:
+        """The token's text; U+FFFD for bytes that are no character of their own."""
+        return self.of(token_id).decode("utf-8", errors="replace")
+
+    def name(self, token_id: int) -> str:
+        """As `text`, but bytes that are no text are spelled as OpenAI does: bytes:\\xe2\\x80."""
+        raw = self.of(token_id)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def offsets(self, token_ids: Sequence[int], start: int = 0) -> list[int]:
+        """Where in the text each token begins, in characters from `start`."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(start)
+            start += len(decoder.decode(self.of(token_id)))
+        return offsets
+
+    def _bytes(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode("utf-8", errors="replace")
+        token: Any = self._tokenizer.convert_ids_to_tokens(token_id)
+        if not isinstance(token, str):  # an embedding that the tokenizer has no token for
+            return b""
+        if self._of_character:
+            if all(char in self._of_character for char in token):
+                return bytes(self._of_character[char] for char in token)
+        elif self._has_word_starts:
+            if found := _BYTE_TOKEN.fullmatch(token):
+                return bytes([int(found[1], 16)])
+            return token.replace(_WORD_START, " ").encode("utf-8", errors="replace")
+        text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        return str(text).encode("utf-8", errors="replace")
+
+
+def _decoders(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The types of the tokenizer's decoders."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return set()
+    top = json.loads(backend.to_str()).get("decoder") or {}
+    return {str(part.get("type")) for part in [top, *(top.get("decoders") or [])]}
+
+
+def _byte_level() -> dict[str, int]:
+    """GPT-2's table of characters that stand for bytes (openai/gpt-2, `bytes_to_unicode`)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(byte): byte for byte in plain}
+    others = (byte for byte in range(256) if byte not in set(plain))
+    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
