@@ -109,8 +109,8 @@ export async function rolloutsView(holder, query, { remember, left }) {
     const found = await runs.of(state.run, "prompts", { stage: state.stage });
     if (left.gone) return;
     show(tools, runChoice(), stageChoice());
-    const known = found.prompts.some((one) => one.id === state.prompt);
     if (!state.prompt && found.prompts.length) state.prompt = found.prompts[0].id;
+    const known = found.prompts.some((one) => one.id === state.prompt);
     if (!state.prompt) { show(body, nothing("No prompt is followed in this stage: it has no held-out prompts, or was run by an earlier version.")); return; }
     const names = found.prompts.map((one) => [one.id, `${one.prompt.slice(0, 70)} (${signed(one.first)} → ${signed(one.last)})`]);
     if (!known && state.prompt) names.push([state.prompt, "the chosen training prompt"]);
