@@ -1,5 +1,4 @@
-"""What the report shows of recorded answers: the frontier, distributions, prompts over training, win
-rates.
+"""What the report shows of recorded answers: frontier, distributions, prompts over training, wins.
 
 Every function skips what the folder does not have.
 """

@@ -1,4 +1,4 @@
-"""Line charts, points, histograms and stacked bars as inline SVG; colors come from the page's style sheet.
+"""Line charts, points, histograms and stacked bars as inline SVG; colors come from the style sheet.
 
 Labels are escaped here, so the markup returned is safe whatever they contain.
 """
