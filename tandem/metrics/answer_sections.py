@@ -58,12 +58,12 @@ class AnswerRecords:
     def frontier(self) -> Row | None:
         """Reward against KL of every stage that logged both."""
         found = []
-        for color, stage in enumerate(self._folder.stages(), start=1):
+        for stage in self._folder.stages():
             points = frontier(self._folder.records, stage.name)
             shown = [(p.kl, p.reward, f"step {p.step}") for p in points]
             if shown:
                 heldout = "held-out" if points[0].heldout else "training"
-                found.append(Path(f"{stage.short}, {heldout} answers", shown, color))
+                found.append(Path(f"{stage.short}, {heldout} answers", shown, len(found) + 1))
         if not found:
             return None
         svg = path_chart("Reward against KL", "KL to the reference, nats per answer", found)
@@ -77,7 +77,7 @@ class AnswerRecords:
             if not lines:
                 continue
             ends = [lines[0]] if len(lines) == 1 else [lines[0], lines[-1]]
-            figures = [figure for line in ends for figure in _histograms(line, ends, stage.short)]
+            figures = [figure for line in ends for figure in _histograms(line, ends)]
             rows.append({"title": stage.title, "figures": figures})
         return rows
 
@@ -124,7 +124,7 @@ class AnswerRecords:
         ]
 
 
-def _histograms(line: Row, ends: Sequence[Row], label: str) -> list[Row]:
+def _histograms(line: Row, ends: Sequence[Row]) -> list[Row]:
     figures = []
     step = line.get("step")
     for name, title, unit in _DISTRIBUTIONS:
@@ -135,7 +135,7 @@ def _histograms(line: Row, ends: Sequence[Row], label: str) -> list[Row]:
             told = f"mean {_short(made.mean)}, standard deviation {_short(made.std)}"
             figures.append(
                 {
-                    "title": f"{title}, {label} step {step}",
+                    "title": f"{title}, step {step}",
                     "told": told,
                     "svg": histogram_chart(title, unit, made.low, made.high, made.counts),
                 }
@@ -145,7 +145,7 @@ def _histograms(line: Row, ends: Sequence[Row], label: str) -> list[Row]:
     counts = [int(n) for n in numbers(advantage.get("counts")) if n == n and 0 <= n < 1e12]
     if low is not None and high is not None and low < high and any(counts):
         svg = histogram_chart("Advantages", "reward units", low, high, counts)
-        title = f"Advantages, {label} step {step}"
+        title = f"Advantages, step {step}"
         figures.append({"title": title, "told": f"{sum(counts)} tokens", "svg": svg})
     return figures
 
