@@ -28,3 +28,8 @@ class LogConfig:
     """Weights & Biases project to log to (needs `pip install wandb`); empty is off."""
     print_samples_every: int = knob(10, ge=0)
     """Print a prompt and its answers every N steps of PPO or GRPO; 0: never."""
+    record_answers: int = knob(8, ge=0)
+    """Answers of each rollout that rollouts.jsonl keeps, with every token's numbers; 0: none."""
+    record_bytes: int = knob(2**26, ge=0)
+    """How large answers.jsonl, rollouts.jsonl and followed.jsonl may each become, in bytes; a file
+    that grows beyond keeps every second of its steps. 0: none is written."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _CONTEXT = 8
 """Tokens decoded before each one, to see what it adds."""
+_REMEMBERED = 1_000_000
+"""Pairs of tokens whose text is kept in memory."""
 
 
 def render(renderer: Renderer, sample: Sample) -> dict[str, TokenRow]:
@@ -68,3 +70,38 @@ def _pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]
         whole = after.startswith(before)
         pieces.append(after[len(before) :] if whole else text(ids[end - 1 : end]))
     return pieces
+
+
+class TokenPieces:
+    """The text of each token, with what the token before it gives it: a leading space, say.
+
+    Remembers pairs of tokens, so that the tokens of thousands of answers cost few decodings.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._special = set(tokenizer.all_special_ids)
+        self._known: dict[tuple[int, int], str] = {}
+
+    def __call__(self, ids: Sequence[int], before: int = -1) -> list[str]:
+        """A piece per token; control tokens by name.
+
+        Args:
+            before: the token in front of them; -1: none.
+        """
+        pairs = zip([before, *ids[:-1]], ids, strict=True)
+        return [self._known.get(pair) or self._piece(*pair) for pair in pairs]
+
+    def _piece(self, before: int, token: int) -> str:
+        if token in self._special:
+            piece = str(self._tokenizer.convert_ids_to_tokens(token))
+        else:
+            known = [] if before < 0 or before in self._special else [before]
+            front, whole = self._text(known), self._text([*known, token])
+            piece = whole[len(front) :] if whole.startswith(front) else self._text([token])
+        if len(self._known) < _REMEMBERED:
+            self._known[before, token] = piece
+        return piece
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)) if ids else ""

@@ -1,4 +1,4 @@
-"""Line charts and stacked bars as inline SVG; colors come from the page's style sheet.
+"""Line charts, points, histograms and stacked bars as inline SVG; colors come from the style sheet.
 
 Labels are escaped here, so the markup returned is safe whatever they contain.
 """
@@ -81,11 +81,71 @@ def line_chart(title: str, unit: str, series: Sequence[Series]) -> Markup:
     # Held-out points last, so that lines do not hide them.
     lines = sorted(series, key=lambda line: line.kind == "marks")
     parts = [*_axes(frame, x_ticks, y_ticks), *(_line(line, frame) for line in lines)]
-    label = f"{title}, {unit}, over steps" if unit else f"{title} over steps"
+    return _svg(f"{title}, {unit}, over steps" if unit else f"{title} over steps", parts)
+
+
+def _svg(label: str, parts: Sequence[str]) -> Markup:
     return Markup(
         f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'aria-label="{escape(visible_lines(label))}">{"".join(parts)}</svg>'
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Named points in their order, finite, (x, y) with a label each: a policy over its steps."""
+
+    label: str
+    points: Sequence[tuple[float, float, str]]
+    color: int = 1
+
+
+def path_chart(title: str, x_label: str, paths: Sequence[Path]) -> Markup:
+    """Points joined in their order, the first and last labelled. At least one path has a point."""
+    every = [point for path in paths for point in path.points]
+    x_ticks = ticks(min(x for x, _, _ in every), max(x for x, _, _ in every))
+    y_ticks = ticks(min(y for _, y, _ in every), max(y for _, y, _ in every))
+    frame = _Frame((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]))
+    parts = _axes(frame, x_ticks, y_ticks, x_label)
+    for path in paths:
+        parts.append(frame.path(f"link c{path.color}", [[(x, y) for x, y, _ in path.points]]))
+        for number, (x, y, name) in enumerate(path.points):
+            left, top = frame.at((x, y))
+            is_end = number in (0, len(path.points) - 1)
+            told = f"{path.label}, {name}: {short_number(x)}, {short_number(y)}"
+            parts.append(
+                f'<circle class="dot f{path.color}" cx="{left:.1f}" cy="{top:.1f}" '
+                f'r="{4.4 if is_end else 3:.1f}"><title>{escape(visible_lines(told))}</title>'
+                "</circle>"
+            )
+            if is_end:
+                parts.append(
+                    f'<text class="tick" x="{left + 6:.1f}" y="{top - 5:.1f}">'
+                    f"{escape(visible_lines(name))}</text>"
+                )
+    return _svg(title, parts)
+
+
+def histogram_chart(
+    title: str, unit: str, low: float, high: float, counts: Sequence[int]
+) -> Markup:
+    """Bars over low..high, as wide as each other. At least one count is above 0."""
+    y_ticks = ticks(0, max(counts), whole=True)
+    x_ticks = [tick for tick in ticks(low, high) if low <= tick <= high]
+    frame = _Frame((low, high), (0.0, y_ticks[-1]))
+    parts = _axes(frame, x_ticks, y_ticks, unit)
+    width = (high - low) / len(counts)
+    for number, count in enumerate(counts):
+        if count:
+            left, top = frame.at((low + number * width, count))
+            right, bottom = frame.at((low + (number + 1) * width, 0.0))
+            told = f"{short_number(low + number * width)} and above: {count}"
+            parts.append(
+                f'<rect class="f1" x="{left + 0.5:.1f}" y="{top:.1f}" '
+                f'width="{max(1.0, right - left - 1):.1f}" height="{bottom - top:.1f}">'
+                f"<title>{told}</title></rect>"
+            )
+    return _svg(title, parts)
 
 
 def stacked_bar(label: str, parts: Sequence[tuple[int, str, float]]) -> Markup:
@@ -150,7 +210,9 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     return kept
 
 
-def _axes(frame: _Frame, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> list[str]:
+def _axes(
+    frame: _Frame, x_ticks: Sequence[float], y_ticks: Sequence[float], x_label: str = "step"
+) -> list[str]:
     parts = []
     for tick in y_ticks:
         y = frame.at((frame.x[0], tick))[1]
@@ -161,9 +223,12 @@ def _axes(frame: _Frame, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> 
         ]
     for tick in x_ticks:
         x = frame.at((tick, frame.y[0]))[0]
-        parts.append(f'<text class="tick mid" x="{x:.1f}" y="{_BOTTOM + 14}">{tick:,.0f}</text>')
+        gap = x_ticks[1] - x_ticks[0] if len(x_ticks) > 1 else 1.0
+        label = f"{tick:,.0f}" if x_label == "step" else _tick_label(tick, gap)
+        parts.append(f'<text class="tick mid" x="{x:.1f}" y="{_BOTTOM + 14}">{label}</text>')
     middle = (_LEFT + _RIGHT) / 2
-    return [*parts, f'<text class="axis mid" x="{middle:.1f}" y="{_HEIGHT - 4}">step</text>']
+    name = escape(visible_lines(x_label))
+    return [*parts, f'<text class="axis mid" x="{middle:.1f}" y="{_HEIGHT - 4}">{name}</text>']
 
 
 def _tick_label(tick: float, gap: float) -> str:

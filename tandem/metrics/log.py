@@ -1,10 +1,10 @@
-"""One stage's log: metrics.jsonl, samples.jsonl, alarms.jsonl, and the sinks that receive
-copies."""
+"""One stage's log: metrics.jsonl, samples.jsonl, alarms.jsonl, the records of answers, and the
+sinks that receive copies."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +13,7 @@ from typing import Any, Self
 from tandem.config.stages import stage_of
 from tandem.files import append
 from tandem.metrics.alarms import Alarm, check_alarms
+from tandem.metrics.answers import ANSWER_FILES, LINE_FILES, AnswerLines
 from tandem.metrics.console import StageConsole
 from tandem.metrics.names import find_metric
 from tandem.metrics.records import (
@@ -30,6 +31,9 @@ from tandem.metrics.sinks import Sink, TensorBoard, WandB
 
 __all__ = ["Answer", "MetricLog", "MutedLog", "Record", "read_metrics"]
 
+Records = Sequence[Mapping[str, Any]]
+"""Lines of one of the files of `metrics.answers`."""
+
 
 class MutedLog:
     """The log of all ranks except the first: it writes and prints nothing."""
@@ -40,6 +44,9 @@ class MutedLog:
 
     def sample(self, step: int, prompt: str, answers: Mapping[str, Answer]) -> None:
         """No sample."""
+
+    def record(self, step: int, file: str, make: Callable[[], Records]) -> None:
+        """No record."""
 
     def __enter__(self) -> Self:
         return self
@@ -69,6 +76,7 @@ class MetricLog:
         start_step: steps already done.
         console: print a line per step.
         thresholds: alarm thresholds instead of the published ones, by alarm name.
+        record_bytes: how large each file of recorded answers may become; 0: nothing is recorded.
     Raises:
         ConfigError: unknown stage, or a sink that is not installed.
     """
@@ -84,6 +92,7 @@ class MetricLog:
         start_step: int = 0,
         console: bool = True,
         thresholds: Mapping[str, float] | None = None,
+        record_bytes: int = 0,
     ) -> None:
         self._run_dir = Path(run_dir)
         self._stage = stage_of(stage).name
@@ -96,8 +105,11 @@ class MetricLog:
                 keep=lambda line_stage, step: line_stage != stage or step < first_step,
                 parse=parse_record if name == METRICS_FILE else dict,
             )
-            for name in (METRICS_FILE, SAMPLES_FILE, ALARMS_FILE)
+            for name in LINE_FILES
         ]
+        self._answers = {
+            name: AnswerLines(self._run_dir / name, stage, record_bytes) for name in ANSWER_FILES
+        }
         self._history = [r for r in read_metrics(self._run_dir) if r.stage == stage]
         self._sinks: list[Sink] = []
         if tensorboard:
@@ -149,6 +161,17 @@ class MetricLog:
         self._append(SAMPLES_FILE, step, {"prompt": prompt, "answers": by_label})
         if self._console:
             self._console.sample(step, prompt, answers)
+
+    def record(self, step: int, file: str, make: Callable[[], Records]) -> None:
+        """Write what is recorded of a step's answers, if the step is one of those recorded.
+
+        Args:
+            file: one of `metrics.answers.ANSWER_FILES`.
+            make: the lines without stage and step; called only if they are written.
+        """
+        lines = self._answers[file]
+        if lines.is_due(step) and (notice := lines.write(step, make())) and self._console:
+            self._console.notice(f"{self._stage} step {step}: {notice}")
 
     def alarm(self, alarm: Alarm) -> None:
         """Write and print an alarm; `log` does so for the published ones."""

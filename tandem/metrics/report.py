@@ -17,6 +17,7 @@ from tandem.config.schema import RunConfig
 from tandem.config.spellings import RENAMED
 from tandem.files import replace as replace_file
 from tandem.metrics import sections
+from tandem.metrics.answer_sections import AnswerRecords
 from tandem.metrics.folder import RunFolder, read_folder
 from tandem.text import visible_lines
 
@@ -67,12 +68,17 @@ def render(folder: RunFolder) -> str:
 
 
 def _context(folder: RunFolder) -> dict[str, Any]:
+    records = AnswerRecords(folder)
     context: dict[str, Any] = {
         "name": folder.path.resolve().name,
         "model": str(folder.config.get("actor_model") or ""),
         "when": sections.when(folder),
         "stages": sections.stages_of_run(folder),
-        "notices": folder.notices,
+        "notices": (*folder.notices, *records.notices),
+        "frontier": records.frontier(),
+        "distributions": records.distributions(),
+        "followed": records.followed(),
+        "win_rates": records.win_rates(),
         "cards": sections.result_cards(folder),
         "table": sections.result_table(folder),
         "reward_tables": sections.reward_tables(folder),
@@ -88,10 +94,12 @@ def _context(folder: RunFolder) -> dict[str, Any]:
         "environment": list(folder.environment.items()),
     }
     parts_of = {
-        ("result", "Result"): ("cards", "evaluated", "reward_tables"),
+        ("result", "Result"): ("cards", "evaluated", "reward_tables", "win_rates"),
         ("alarms", "Alarms"): ("alarms", "curves"),
         ("curves", "Curves"): ("curves",),
-        ("answers", "Answers"): ("answers", "samples"),
+        ("frontier", "Reward against KL"): ("frontier",),
+        ("distributions", "Distributions"): ("distributions",),
+        ("answers", "Answers"): ("answers", "samples", "followed"),
         ("data", "Data"): ("datasets",),
         ("time", "Time and memory"): ("times",),
         ("repeat", "Repeat this run"): ("commands", "changed", "config_text", "environment"),

@@ -69,8 +69,9 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
 
     Returns:
         {"models": {label: {metric: value}}, "answers": [{"prompt", "answers": {label: {"text",
-        "score"}}}], "made_from": what the metrics depend on}, as written; with a reward model
-        also "reliability" (`calibration.Reliability`).
+        "score"}}}], "made_from": what the metrics depend on}, as written; with a reward also
+        "scores" {label: [of each held-out prompt, None if unscored]}, with a reward model
+        "reliability" (`calibration.Reliability`).
     Raises:
         CheckpointError: a finished stage's folder is damaged.
     """
@@ -79,6 +80,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     rl = rl_section(config)
     prompts = rows.heldout_prompts[: rl.eval_prompts]
     models: dict[str, dict[str, float]] = {}
+    every_score: dict[str, list[float | None]] = {}
     answers: list[dict[str, Any]] = [
         {"prompt": prompt.messages[-1].content, "answers": {}} for prompt in prompts[:NUM_SHOWN]
     ]
@@ -92,13 +94,14 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
                 # Without penalties and clips; NaN without a score.
                 scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).cpu()
                 models[label] |= answer_metrics(rollout, scored)
-                for shown, text, score in zip(
-                    answers, rollout.responses, scores.tolist(), strict=False
-                ):
-                    value = None if score != score else score
+                values = [None if score != score else score for score in scores.tolist()]
+                every_score[label] = values
+                for shown, text, value in zip(answers, rollout.responses, values, strict=False):
                     shown["answers"][label] = {"text": text, "score": value}
     shown_answers = [shown for shown in answers if shown["answers"]]
     evaluation = {"models": models, "answers": shown_answers, "made_from": made_from}
+    if any(value is not None for values in every_score.values() for value in values):
+        evaluation["scores"] = every_score
     if scorer is not None and rows.heldout_pairs:
         margins = pair_margins(scorer, rows.heldout_pairs)
         models["reward model"] = metrics_of_margins(margins, rows.heldout_pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -113,10 +113,15 @@ def policy_metrics(
     prompts: Sequence[PromptRow],
     config: RunConfig,
     reward_function: RewardFunctions | None,
+    keep: Callable[[Rollout, ScoredAnswers, Tensor | None], None] | None = None,
 ) -> dict[str, float]:
     """Held-out reward, KL, EOS rate and length of the actor, and the reward of its EMA.
 
     Every call uses the random numbers of step 0, so that differences come from the policy alone.
+
+    Args:
+        keep: gets the answers, their scores and, with a reference, each token's log(policy /
+            reference), (B, T) nats.
     """
     if not prompts:
         return {}
@@ -134,8 +139,12 @@ def policy_metrics(
 
     answers = scores(rollout)
     metrics = answer_metrics(rollout, answers)
-    if engine.has_reference:
-        metrics["heldout_kl"] = _kl_to_reference(engine, rollout, config)
+    ratios = _log_ratios(engine, rollout, config) if engine.has_reference else None
+    if ratios is not None:
+        kl = masked_sum(ratios, rollout.batch.response_mask)
+        metrics["heldout_kl"] = float(kl) / len(rollout)
+    if keep is not None:
+        keep(rollout, answers, ratios)
     if not bool(answers.function.isnan().all()):
         metrics["heldout_reward_function_score"] = float(answers.function.nanmean())
     if engine.ema is not None:
@@ -148,12 +157,12 @@ def policy_metrics(
     return metrics
 
 
-def _kl_to_reference(engine: RLHFEngine, rollout: Rollout, config: RunConfig) -> float:
-    """KL per answer, nats, from the reference to the actor as it is."""
+def _log_ratios(engine: RLHFEngine, rollout: Rollout, config: RunConfig) -> Tensor:
+    """(B, T) nats: log(actor / reference) of every token, with the actor as it is."""
 
     def log_ratios(part: TokenBatch) -> tuple[Tensor, ...]:
         logprobs, _ = engine.actor_logprobs(part, with_entropy=False)
         return (logprobs - engine.reference_logprobs(part),)
 
     (ratios,) = scored(rollout.batch, config.micro_batch_tokens, log_ratios, engine.policy_models)
-    return float(masked_sum(ratios, rollout.batch.response_mask)) / len(rollout)
+    return ratios

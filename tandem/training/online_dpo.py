@@ -36,6 +36,7 @@ from tandem.metrics.timing import Phases
 from tandem.objectives.preferences import AnswerLogprobs
 from tandem.rewards.scoring import RewardFunctions
 from tandem.training.algorithm import algorithm_of
+from tandem.training.answer_records import AnswerKeeper
 from tandem.training.dpo import describe_loss, loss_of_pairs
 from tandem.training.evaluate import policy_metrics
 from tandem.training.experience import make_experience, score_answers
@@ -119,6 +120,8 @@ class OnlineDPO:
         self._rows = rows
         self._rewards = rewards
         self._source = source or SingleTurn(engine)
+        self._kept = AnswerKeeper(engine.tokenizer, run.config.log.record_answers)
+        self.followed = self._kept.followed
         self._budget = MicroBatchBudget(engine.settings, engine.world, run.print_line)
         updates = -(-self._config.ppo.prompts_per_step // self._pairs_per_update)
         engine.actor_learner.schedule(num_steps * self._config.ppo.epochs * updates)
@@ -134,6 +137,7 @@ class OnlineDPO:
         every = self._config.log.print_samples_every
         if every and step % every == 0:
             loop.sample(*first_answers(experience))
+        self._kept.record(loop, experience)
         pairs, metrics = best_and_worst(experience, len(rows))
         return {**metrics, **self._learn(experience, pairs, step, loop)}
 
@@ -233,7 +237,7 @@ class OnlineDPO:
     def evaluate(self) -> dict[str, float]:
         """Scores of answers to held-out prompts."""
         heldout = self._rows.heldout_prompts[: self._config.ppo.eval_prompts]
-        return policy_metrics(self.engine, heldout, self._config, self._rewards)
+        return policy_metrics(self.engine, heldout, self._config, self._rewards, self._kept.follow)
 
     def rehearse(self) -> None:
         """The largest micro-batch that can come, forward and backward, for nothing."""

@@ -17,6 +17,7 @@ from tandem.engine.update import restore_training, training_state
 from tandem.errors import ConfigError, DataError
 from tandem.generation.sampler import sequence_key
 from tandem.metrics.log import Answer
+from tandem.training.answer_records import AnswerKeeper
 from tandem.training.evaluate import language_model_metrics, policy_metrics
 from tandem.training.flight_recorder import rows_of
 from tandem.training.ppo_trainer import PPOTrainer
@@ -77,6 +78,8 @@ class PPOStage:
         self.phases = trainer.phases
         self.thresholds: Mapping[str, float] = {"ratio-gap": trainer.ratio_tolerance}
         self._rows = rows
+        self._kept = AnswerKeeper(trainer.engine.tokenizer, trainer.config.log.record_answers)
+        self.followed = self._kept.followed
 
     def step(self, step: int, rows: Sequence[PromptRow], loop: StepLoop) -> dict[str, float]:
         """Answer the prompts and learn from the answers."""
@@ -90,6 +93,7 @@ class PPOStage:
         every = self.trainer.config.log.print_samples_every
         if every and step % every == 0:
             loop.sample(*first_answers(experience))
+        self._kept.record(loop, experience)
         return values
 
     def evaluate(self) -> dict[str, float]:
@@ -97,7 +101,9 @@ class PPOStage:
         trainer, rows = self.trainer, self._rows
         engine, config = trainer.engine, trainer.config
         heldout = rows.heldout_prompts[: trainer.rl.eval_prompts]
-        metrics = policy_metrics(engine, heldout, config, trainer.reward_function)
+        metrics = policy_metrics(
+            engine, heldout, config, trainer.reward_function, self._kept.follow
+        )
         if rows.heldout_ptx:
             texts = rows.heldout_ptx
             forgetting = language_model_metrics(engine.actor, texts, rows.renderer, config)

@@ -41,8 +41,8 @@ from tandem.engine.placement import Placement
 from tandem.errors import CheckpointError, ConfigError, DataError, Stopped
 from tandem.files import lock
 from tandem.files import replace as replace_file
+from tandem.metrics.answers import LINE_FILES
 from tandem.metrics.log import MetricLog, MutedLog
-from tandem.metrics.records import ALARMS_FILE, METRICS_FILE, SAMPLES_FILE
 from tandem.parallel.world import World
 from tandem.text import ignore_line
 from tandem.training.provenance import Identity, environment, origin
@@ -291,7 +291,7 @@ class Run:
             )
         numbers = {**state.numbers, "made_from": self.identity.made_from(stage)}
         # Lines of steps before the checkpoint are not written again, so they must be on disk.
-        logs = [self.path / name for name in (METRICS_FILE, SAMPLES_FILE, ALARMS_FILE)]
+        logs = [self.path / name for name in LINE_FILES]
         state = State(state.step, state.tensors, numbers)
         self._savers[stage].save(state, origin(self.config, self.world), synced=logs)
 
@@ -355,6 +355,7 @@ class Run:
             wandb=self.config.log.wandb,
             start_step=start,
             thresholds=thresholds,
+            record_bytes=self.config.log.record_bytes,
         )
 
     def policy_source(self, stage: str = "") -> str:

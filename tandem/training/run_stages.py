@@ -21,11 +21,13 @@ from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.devices import resolve_device
 from tandem.engine.shard_plan import zero_plus_plus
 from tandem.errors import ConfigError
+from tandem.metrics.answers import ROWS_FILE
 from tandem.metrics.report import write_report
 from tandem.models.checkpoint_ref import model_folders
 from tandem.parallel.watchdog import note
 from tandem.parallel.world import World
 from tandem.rewards.scoring import named
+from tandem.training.answer_records import shown_rows
 from tandem.training.compare import compare, is_compared
 from tandem.training.preflight import check_parallel, check_rows, idle_ranks
 from tandem.training.reward_function import check_rewards
@@ -99,6 +101,7 @@ def _train(run: Run, command: str) -> None:
     run.world.barrier()  # no rank changes the folder before every rank has looked at it
     run.open(command)
     run.write_json("data.json", json.loads(rows.ledger.to_json()))
+    run.write_json(ROWS_FILE, shown_rows(rows))
     for stage in config.stages:
         if stage not in unfinished:
             print_line(f"{stage}: finished before, in {run.folder(stage)}")

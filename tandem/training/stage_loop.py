@@ -23,7 +23,8 @@ from tandem.checkpoint.state import SavedState, State
 from tandem.data.loader import BatchOrder
 from tandem.errors import BadStepError, ConfigError, NumericsError, Stopped
 from tandem.files import replace as replace_file
-from tandem.metrics.log import Answer, MetricLog, MutedLog
+from tandem.metrics.answers import FOLLOWED_FILE
+from tandem.metrics.log import Answer, MetricLog, MutedLog, Records
 from tandem.metrics.timing import Phases
 from tandem.parallel.watchdog import note
 from tandem.training.flight_recorder import Recorded
@@ -41,6 +42,9 @@ class StageTrainer(Protocol):
     Attributes:
         phases: times what is done.
         thresholds: of alarms, where the stage has its own (see MetricLog).
+
+    A trainer may also have a method `followed`: the lines of followed.jsonl about the held-out
+    prompts that its last evaluation answered.
     """
 
     phases: Phases
@@ -185,7 +189,9 @@ class StepLoop:
 
     def measure_start(self) -> None:
         """Evaluate and log before the first step."""
-        self._log.log(0, {**self.measure(), **self._phases.metrics()})
+        values = self.measure()
+        self._record_followed(0)
+        self._log.log(0, {**values, **self._phases.metrics()})
 
     def run_step(
         self, step: int, rows: Sequence[Any], more: Mapping[str, float], *, is_due: bool
@@ -209,6 +215,7 @@ class StepLoop:
                 values = {**made.metrics, **values}
             if is_due:
                 values |= self.measure()
+                self._record_followed(step)
         self.end(values)
         return self._recorded[-1]
 
@@ -225,6 +232,15 @@ class StepLoop:
     def sample(self, prompt: str, answers: Mapping[str, Answer]) -> None:
         """Keep and show answers to a prompt, by label."""
         self._log.sample(self._recorded[-1].step, prompt, answers)
+
+    def record(self, file: str, make: Callable[[], Records]) -> None:
+        """Keep lines about the step's answers in one of the files of `metrics.answers`."""
+        self._log.record(self._recorded[-1].step, file, make)
+
+    def _record_followed(self, step: int) -> None:
+        followed: Callable[[], Records] | None = getattr(self._trainer, "followed", None)
+        if followed is not None:
+            self._log.record(step, FOLLOWED_FILE, followed)
 
     def skip(self, bad: BadStepError, rows: list[Any] | None = None) -> None:
         """Leave the step, or one update of it, out: count it, show it, write its rows down.

@@ -1,0 +1,168 @@
+"""What the report shows of recorded answers: frontier, distributions, prompts over training, wins.
+
+Every function skips what the folder does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tandem.metrics.answer_views import (
+    Histogram,
+    WinRate,
+    followed_prompts,
+    frontier,
+    last_turn,
+    model_win_rates,
+    numbers,
+)
+from tandem.metrics.answers import ANSWERS_FILE, FOLLOWED_FILE
+from tandem.metrics.charts import Path, histogram_chart, path_chart
+from tandem.metrics.folder import (
+    RunFolder,
+    mapping,
+    mapping_or_empty,
+    number_or_none,
+)
+from tandem.metrics.records import read_lines
+from tandem.metrics.text import short_number, trimmed
+
+Row = Mapping[str, Any]
+
+_MAX_PROMPTS = 6
+_SHOWN_ANSWERS = 3
+_DISTRIBUTIONS = (
+    ("reward", "Reward of answers", "reward"),
+    ("length", "Length of answers", "tokens"),
+    ("kl", "KL of answers", "nats"),
+)
+
+
+class AnswerRecords:
+    """The recorded answers of a run.
+
+    Attributes:
+        notices: lines that could not be read.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.notices: list[str] = []
+        self._folder = folder
+        self._answers = self._read(ANSWERS_FILE)
+        self._followed = self._read(FOLLOWED_FILE)
+
+    def _read(self, name: str) -> list[Row]:
+        return read_lines(self._folder.path / name, mapping, self.notices)
+
+    def frontier(self) -> Row | None:
+        """Reward against KL of every stage that logged both."""
+        found = []
+        for stage in self._folder.stages():
+            points = frontier(self._folder.records, stage.name)
+            shown = [(p.kl, p.reward, f"step {p.step}") for p in points]
+            if shown:
+                heldout = "held-out" if points[0].heldout else "training"
+                found.append(Path(f"{stage.short}, {heldout} answers", shown, len(found) + 1))
+        if not found:
+            return None
+        svg = path_chart("Reward against KL", "KL to the reference, nats per answer", found)
+        return {"svg": svg, "legend": [(path.color, path.label) for path in found]}
+
+    def distributions(self) -> list[Row]:
+        """Histograms of the first and the last recorded step of each stage, on one axis."""
+        rows = []
+        for stage in self._folder.stages():
+            lines = [line for line in self._answers if line.get("stage") == stage.name]
+            if not lines:
+                continue
+            ends = [lines[0]] if len(lines) == 1 else [lines[0], lines[-1]]
+            figures = [figure for line in ends for figure in _histograms(line, ends)]
+            rows.append({"title": stage.title, "figures": figures})
+        return rows
+
+    def followed(self) -> list[Row]:
+        """Held-out prompts with the answers at the beginning, the middle and the end."""
+        rows = []
+        for stage in self._folder.stages():
+            prompts = list(followed_prompts(self._followed, stage.name).values())[:_MAX_PROMPTS]
+            for lines in prompts:
+                last = len(lines) - 1
+                shown = sorted({round(last * n / (_SHOWN_ANSWERS - 1)) for n in range(3)})
+                rows.append(
+                    {
+                        "prompt": last_turn(lines[0].get("prompt")),
+                        "at": stage.title,
+                        "answers": [_answer(lines[number]) for number in shown],
+                    }
+                )
+        return rows
+
+    def win_rates(self) -> list[list[str]]:
+        """(what, against what, wins, ties, losses, rate with its interval) as text."""
+        found = [
+            (ours, theirs, rate) for ours, theirs, rate in model_win_rates(self._folder.evaluation)
+        ]
+        for stage in self._folder.stages():
+            answers = followed_prompts(self._followed, stage.name).values()
+            several = [lines for lines in answers if len(lines) > 1]
+            if several:
+                pairs = [(_reward(lines[-1]), _reward(lines[0])) for lines in several]
+                last, first = several[0][-1].get("step"), several[0][0].get("step")
+                of = f"{stage.short} at step"
+                found.append((f"{of} {last}", f"{of} {first}", WinRate.of(pairs)))
+        return [
+            [
+                ours,
+                theirs,
+                f"{rate.wins}",
+                f"{rate.ties}",
+                f"{rate.losses}",
+                f"{rate.rate:.0%} ({rate.low:.0%} to {rate.high:.0%})",
+            ]
+            for ours, theirs, rate in found
+        ]
+
+
+def _histograms(line: Row, ends: Sequence[Row]) -> list[Row]:
+    figures = []
+    step = line.get("step")
+    for name, title, unit in _DISTRIBUTIONS:
+        every = [x for end in ends for x in numbers(end.get(name)) if abs(x) < float("inf")]
+        span = (min(every), max(every)) if every else None
+        made = Histogram.of(numbers(line.get(name)), span=span)
+        if made is not None:
+            told = f"mean {_short(made.mean)}, standard deviation {_short(made.std)}"
+            figures.append(
+                {
+                    "title": f"{title}, step {step}",
+                    "told": told,
+                    "svg": histogram_chart(title, unit, made.low, made.high, made.counts),
+                }
+            )
+    advantage = mapping_or_empty(line.get("advantage"))
+    low, high = (number_or_none(advantage.get(edge)) for edge in ("low", "high"))
+    counts = [int(n) for n in numbers(advantage.get("counts")) if n == n and 0 <= n < 1e12]
+    if low is not None and high is not None and low < high and any(counts):
+        svg = histogram_chart("Advantages", "reward units", low, high, counts)
+        title = f"Advantages, step {step}"
+        figures.append({"title": title, "told": f"{sum(counts)} tokens", "svg": svg})
+    return figures
+
+
+def _answer(line: Row) -> Row:
+    return {
+        "label": f"step {line.get('step')}",
+        "text": str(line.get("text", "")),
+        "score": _short(_reward(line)),
+        "best": False,
+    }
+
+
+def _reward(line: Row) -> float:
+    value = number_or_none(line.get("reward"))
+    return float("nan") if value is None else value
+
+
+def _short(value: float) -> str:
+    return trimmed(short_number(value, 3))
