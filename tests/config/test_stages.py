@@ -171,8 +171,7 @@ def test_a_stage_can_change_defaults_of_shared_knobs(tmp_path: Path) -> None:
     ("command", "flags", "message"),
     [
         ("train", "--stages sft dpo --epsilon 0.1",
-         r"--epsilon must go with a stage that reads ppo.clip_ratio \(ppo or online-dpo\); got "
-         "stages sft, dpo. Remove it, or add that stage"),
+         r"--epsilon must go with .* ppo.clip_ratio \(ppo or online-dpo\); got stages sft, dpo"),
         ("train", "--stages sft,dpo --kl-coef 0.1", "--kl-coef must go with a stage that reads"),
         ("train", "--stages sft,dpo --no-ema", "--no-ema must go with a stage that reads ppo.ema"),
         ("train", "--algorithm rloo", r"--algorithm must go with .* \(grpo\); got stages sft, rew"),
