@@ -178,7 +178,7 @@ def test_the_custom_loop_example_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     spec.loader.exec_module(module)
     rewards = module.main(save_tiny_model(tmp_path / "model"), 2, str(tmp_path / "out"))
     assert len(rewards) == 2
-    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert (tmp_path / "out/ppo/actor/model.safetensors").exists()
 
 
 def test_a_run_without_a_policy_names_no_chat(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from tandem.config.engine import EngineSettings
 from tandem.config.load import config_knobs
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import of_family, policy_folders, rl_stage
+from tandem.data.render import Renderer
+from tandem.engine.module_scorer import ModuleScorer
 from tandem.engine.rollouts import rollout_of
 from tandem.engine.scoring import RewardScorer, place_scorer
 from tandem.generation.generator import Stops
@@ -82,7 +84,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     answers: list[dict[str, Any]] = [
         {"prompt": prompt.messages[-1].content, "answers": {}} for prompt in prompts[:NUM_SHOWN]
     ]
-    with rewarding(run) as (scorer, rewards):
+    with rewarding(run, rows) as (scorer, rewards):
         for label, source in policies(run):
             model = run.placement.policy(source, trained=False)
             models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
@@ -99,7 +101,8 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
                     shown["answers"][label] = {"text": text, "score": value}
     shown_answers = [shown for shown in answers if shown["answers"]]
     evaluation = {"models": models, "answers": shown_answers, "made_from": made_from}
-    if scorer is not None and rows.heldout_pairs:
+    reads_pairs = scorer is not None and scorer.renderer.renders_like(rows.reward_renderer)
+    if scorer is not None and rows.heldout_pairs and (reads_pairs or run.reward_module is None):
         margins = pair_margins(scorer, rows.heldout_pairs)
         models["reward model"] = metrics_of_margins(margins, rows.heldout_pairs)
         evaluation["reliability"] = [asdict(row) for row in reliability(margins)]
@@ -109,12 +112,14 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
 
 
 @contextmanager
-def rewarding(run: Run) -> Iterator[tuple[RewardScorer | None, RewardFunctions | None]]:
+def rewarding(
+    run: Run, rows: StepRows
+) -> Iterator[tuple[RewardScorer | None, RewardFunctions | None]]:
     """What scores answers in a run: its reward model, its reward functions, both or neither."""
     named = rl_section(run.config).reward_function if _uses_function(run.config) else None
     rewards = rewards_of(named, run.config.scoring, run.print_line)
     try:
-        yield _scorer(run), rewards
+        yield _scorer(run, rows), rewards
     finally:
         if rewards is not None:
             rewards.close()
@@ -137,7 +142,7 @@ def _made_from(run: Run) -> dict[str, Any]:
         made_from[f"the files of {knob}"] = identity.files_of(knob)
     if _uses_function(run.config):
         made_from["the reward function"] = identity.reward_function()
-    return made_from
+    return made_from | identity.in_memory
 
 
 def answer(
@@ -157,8 +162,12 @@ def _uses_function(config: RunConfig) -> bool:
     return bool(rl_section(config).reward_function and of_family(config.stages, "rl"))
 
 
-def _scorer(run: Run) -> RewardScorer | None:
+def _scorer(run: Run, rows: StepRows) -> RewardScorer | None:
     source, rl = run.reward_source(), of_family(run.config.stages, "rl")
+    if run.reward_module is not None:
+        module, tokenizer = run.reward_module.module, run.reward_module.tokenizer
+        renderer = Renderer(tokenizer) if tokenizer is not None else rows.renderer
+        return ModuleScorer(module, renderer, run.world, max_tokens=run.config.micro_batch_tokens)
     if source is None or not (rl or run.trained("reward model")):
         return None
     if rl and rl_section(run.config).reward_model_weight == 0:

@@ -45,7 +45,7 @@ def scoring_flops(engine: RLHFEngine, rollout: Rollout, experience: Experience) 
         flops += batch_flops(engine.critic, experience.batch)
     if not engine.trusts_sampler:
         flops += batch_flops(engine.actor, experience.batch)
-    if engine.scorer is not None:
+    if engine.scorer is not None and isinstance(engine.scorer.model, PreTrainedModel):
         flops += batch_flops(engine.scorer.model, rollout.batch)
     return flops
 

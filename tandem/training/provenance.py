@@ -47,6 +47,7 @@ class Identity:
 
     Attributes:
         fingerprints: of the rows by kind (`data`, `sft_data`, `ptx_data`), once they are read.
+        in_memory: digests of what Python code gave RL stages in memory, by what it is.
     """
 
     def __init__(self, config: RunConfig, path: Path, world: World) -> None:
@@ -55,6 +56,7 @@ class Identity:
         self.path = path
         self.world = world
         self.fingerprints: dict[str, list[str]] = {}
+        self.in_memory: dict[str, str] = {}
         self._digests: dict[str, dict[str, str]] = {}
 
     def made_from(self, stage_name: str) -> dict[str, Any]:
@@ -86,6 +88,8 @@ class Identity:
             made_from[f"the files of {knob}"] = self.files_of(knob)
         if stage.family == "rl" and rl_section(self.config).reward_function:
             made_from["the reward function"] = self.reward_function()
+        if stage.family == "rl":
+            made_from |= self.in_memory
         for kind in stage.data:
             if kind in self.fingerprints:
                 made_from[f"the rows of {kind}"] = self.fingerprints[kind]
