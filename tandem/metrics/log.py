@@ -3,6 +3,7 @@ copies."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -40,6 +41,9 @@ class MutedLog:
 
     def sample(self, step: int, prompt: str, answers: Mapping[str, Answer]) -> None:
         """No sample."""
+
+    def histogram(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        """No histogram."""
 
     def __enter__(self) -> Self:
         return self
@@ -147,8 +151,20 @@ class MetricLog:
             for label, answer in answers.items()
         }
         self._append(SAMPLES_FILE, step, {"prompt": prompt, "answers": by_label})
+        for sink in self._sinks:
+            sink.sample(step, prompt, by_label)
         if self._console:
             self._console.sample(step, prompt, answers)
+
+    def histogram(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        """Show the spread of some numbers in the sinks; those that are not finite are left out."""
+        finite = {
+            name: [number for number in numbers if math.isfinite(number)]
+            for name, numbers in values.items()
+        }
+        if shown := {name: numbers for name, numbers in finite.items() if numbers}:
+            for sink in self._sinks:
+                sink.histogram(step, shown)
 
     def alarm(self, alarm: Alarm) -> None:
         """Write and print an alarm; `log` does so for the published ones."""

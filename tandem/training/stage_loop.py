@@ -30,6 +30,7 @@ from tandem.training.callbacks import CallbackStop, RunState
 from tandem.training.flight_recorder import Recorded
 from tandem.training.own_folder import SAVE_NOW
 from tandem.training.run_folder import Run, finite
+from tandem.training.step_metrics import spreads
 from tandem.types import Experience
 
 RECORDER_FILE = "recorder.jsonl"
@@ -284,6 +285,8 @@ class StepLoop:
         # Before the checkpoint, so that no record is missing after it; what saving costs is in the
         # next step's.
         self._log.log(step, {**values, "skipped": float(self.skipped), **self._phases.metrics()})
+        if (made := self._recorded[-1].made) is not None:
+            self._log.histogram(step, spreads(made))
         self._heard.tell("on_step", metrics=values, experience=self._recorded[-1].made)
         number, asked, stops = self._asked()
         every = self.run.config.save_every
