@@ -29,9 +29,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-docs: $(STAMP)  ## write docs/config.md and docs/metrics.md from the code
+docs: $(STAMP)  ## write docs/config.md, docs/metrics.md and docs/api.md from the code
 	$(BIN)/python -m tandem.config.reference > docs/config.md
 	$(BIN)/python -m tandem.metrics.reference > docs/metrics.md
+	$(BIN)/python -m tandem.api_reference > docs/.api.md && mv docs/.api.md docs/api.md
 
 bench: $(STAMP)
 	$(BIN)/python bench/step3.py

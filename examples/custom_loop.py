@@ -1,11 +1,14 @@
 """RLHF with your own loop: an engine, a trainer, and a reward in plain Python.
 
 python examples/custom_loop.py MODEL_FOLDER [NUM_STEPS]
+
+The loop is yours; TrackedLoop adds what a run has around it: run the same command again to continue
+a stopped one. It leaves runs/custom/ppo/actor, a Hugging Face folder, and runs/custom/report.html.
 """
 
 import sys
 
-from tandem import PPOTrainer, build_config, make_engine, save_model
+from tandem import PPOTrainer, TrackedLoop, build_config, make_engine
 
 
 def brevity(prompts, completions, **columns):
@@ -15,18 +18,18 @@ def brevity(prompts, completions, **columns):
 
 def main(model: str, num_steps: int = 20, output: str = "runs/custom") -> list[float]:
     """Train MODEL to be brief; return the mean reward of every step."""
-    config = build_config({"ppo": {"prompts_per_step": 32}})
+    config = build_config({"ppo": {"prompts_per_step": 32}, "output_dir": output})
     engine = make_engine(config, model)
     trainer = PPOTrainer(engine, config, num_steps=num_steps, reward_function=brevity)
     questions = ["What is rain?", "Who are you?", "Name a colour.", "Is a cat an animal?"] * 8
     prompts = [engine.renderer.prompt(text) for text in questions]
     rewards = []
-    for step in range(1, num_steps + 1):
+    loop = TrackedLoop(trainer, num_steps)
+    for step in loop:
         experience = trainer.generate_experience(prompts, step=step)
         metrics = trainer.train_rlhf(experience, step=step)
         rewards.append(experience.metrics["reward"])
-        print(f"{step}: reward {rewards[-1]:.3f}, policy loss {metrics['policy_loss']:.4f}")
-    save_model(engine.actor, engine.tokenizer, output)
+        loop.log(metrics, experience)
     return rewards
 
 

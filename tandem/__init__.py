@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from tandem.errors import TandemError
     from tandem.generation.generator import Stops, generate
     from tandem.models.save import save_model
+    from tandem.training.callbacks import Callback, RunState
     from tandem.training.make_engine import make_engine
     from tandem.training.ppo_trainer import PPOTrainer
     from tandem.training.run_stages import train
+    from tandem.training.tracked_loop import TrackedLoop
     from tandem.types import Experience, Message, PromptRow, Rollout
 
 _HOMES = {
+    "Callback": "tandem.training.callbacks",
     "Experience": "tandem.types",
     "Message": "tandem.types",
     "PPOTrainer": "tandem.training.ppo_trainer",
@@ -32,9 +35,11 @@ _HOMES = {
     "Renderer": "tandem.data.render",
     "Rollout": "tandem.types",
     "RunConfig": "tandem.config.schema",
+    "RunState": "tandem.training.callbacks",
     "SamplingConfig": "tandem.config.schema",
     "Stops": "tandem.generation.generator",
     "TandemError": "tandem.errors",
+    "TrackedLoop": "tandem.training.tracked_loop",
     "build_config": "tandem.config.load",
     "generate": "tandem.generation.generator",
     "load_config": "tandem.config.load",
@@ -44,6 +49,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Callback",
     "Experience",
     "Message",
     "PPOTrainer",
@@ -52,9 +58,11 @@ __all__ = [
     "Renderer",
     "Rollout",
     "RunConfig",
+    "RunState",
     "SamplingConfig",
     "Stops",
     "TandemError",
+    "TrackedLoop",
     "build_config",
     "generate",
     "load_config",

@@ -11,6 +11,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from tandem.config import stages
 from tandem.config.flags import help_page, parse_run_flags
@@ -182,9 +183,19 @@ def _run_stages(command: str, args: list[str], config: RunConfig) -> int:
     )
     with watching(world.rank, world.size):
         run = train(config, command=shlex.join(["tandem", command, *args]), world=world)
-    run.print_line(f"chat:   tandem chat {shlex.quote(str(run.path))}")
+    run.print_line(_next_command(run.path))
     leave()
     return 0
+
+
+def _next_command(folder: Path) -> str:
+    """What one does with a finished run: talk to its policy, or use its reward model."""
+    if any((folder / name / "config.json").exists() for name in stages.policy_folders().values()):
+        return f"chat:   tandem chat {shlex.quote(str(folder))}"
+    (scores, *_) = stages.leaving(stages.stage_names(), "reward model")
+    user = next(s.name for s in stages.of_family(stages.stage_names(), "rl"))
+    model = shlex.quote(str(folder / scores.model_folder))
+    return f"use it: tandem {user} --reward-model {model} --actor-model MODEL --data PROMPTS"
 
 
 def _demo(args: list[str]) -> int:

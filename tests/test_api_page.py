@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import tandem
+from tandem.api_reference import markdown, signature
 from tests.tiny import save_tiny_model, write_preferences
 
 PAGE = (Path(__file__).parents[1] / "docs/api.md").read_text("utf-8")
+_NO_TYPE = ("self", "cls")
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, flags=re.DOTALL | re.MULTILINE))
 
 
@@ -20,23 +21,26 @@ def blocks(language: str, text: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def signature(name: str) -> str:
-    """As the page writes it: names and defaults, in order, without types."""
+def test_the_page_is_what_the_code_says() -> None:
+    assert markdown(PAGE) == PAGE, "run `make docs`"
+
+
+@pytest.mark.parametrize("name", tandem.__all__)
+def test_types_and_docstrings_of_public_names_are_complete(name: str) -> None:
     thing = getattr(tandem, name)
-    if inspect.isclass(thing) and issubclass(thing, Exception):
-        return f"{name}(*args)"
-    parameters = inspect.signature(thing).parameters.values()
-    if all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in parameters):
-        assert fields(thing), "a section of knobs"
-        return f"{name}(**knobs)"
-    shown, had_star = [], False
-    for p in parameters:
-        if p.kind is p.KEYWORD_ONLY and not had_star:
-            shown.append("*")
-            had_star = True
-        default = getattr(p.default, "__name__", repr(p.default))
-        shown.append(p.name if p.default is p.empty else f"{p.name}={default}")
-    return f"{name}({', '.join(shown)})".replace("'", '"')
+    assert len((inspect.getdoc(thing) or "").split()) > 5, name
+    callables = [thing]
+    if inspect.isclass(thing):
+        callables = [m for n, m in vars(thing).items() if not n.startswith("_")]
+        callables += [thing.__init__] if "__init__" in vars(thing) else []
+    for call in callables:
+        call = getattr(call, "fget", getattr(call, "__func__", call))
+        if not inspect.isfunction(call) or not call.__module__.startswith("tandem"):
+            continue
+        own = [p for p in inspect.signature(call).parameters.values() if p.name not in _NO_TYPE]
+        assert all(p.annotation is not p.empty for p in own), call
+        assert inspect.signature(call).return_annotation is not inspect.Signature.empty, call
+        assert inspect.getdoc(call) or call.__name__ == "__init__", call
 
 
 def test_every_public_name_has_a_section_and_no_other_has() -> None:

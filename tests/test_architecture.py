@@ -29,7 +29,7 @@ LAYERS = (
     ("engine",),
     ("training", "serve", "plan", "launch"),
     ("cli", "__init__"),
-    ("__main__",),
+    ("__main__", "api_reference"),
 )
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 # Further than its layer: what a room may not know, whatever stands below it.

@@ -178,4 +178,13 @@ def test_the_custom_loop_example_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     spec.loader.exec_module(module)
     rewards = module.main(save_tiny_model(tmp_path / "model"), 2, str(tmp_path / "out"))
     assert len(rewards) == 2
-    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert (tmp_path / "out/ppo/actor/model.safetensors").exists()
+
+
+def test_a_run_without_a_policy_names_no_chat(tmp_path: Path) -> None:
+    from tandem.cli import _next_command
+
+    assert _next_command(tmp_path).startswith(f"use it: tandem ppo --reward-model {tmp_path}/rew")
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft/config.json").write_text("{}", "utf-8")
+    assert _next_command(tmp_path) == f"chat:   tandem chat {tmp_path}"

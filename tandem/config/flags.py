@@ -33,8 +33,16 @@ from tandem.config.load import (
 from tandem.config.nearest import SHORT_NAMES, advice
 from tandem.config.pages import flag_lines
 from tandem.config.schema import RunConfig
-from tandem.config.spellings import knob_meant, note_of
-from tandem.config.stages import DEFAULT, defaults_of, rl_stage, sections, stage_names, stage_of
+from tandem.config.spellings import conversion, knob_meant, listed, note_of
+from tandem.config.stages import (
+    DEFAULT,
+    defaults_of,
+    of_family,
+    rl_stage,
+    sections,
+    stage_names,
+    stage_of,
+)
 from tandem.errors import ConfigError
 
 
@@ -59,13 +67,15 @@ def parse_run_flags(
     line = _CommandLine(command, argv)
     values, notes, in_file = _read_config(line.given.get("config"))
     config, mistakes = build(values)
-    stages = _read(line.given.get("stages", config.stages), hints["stages"])
-    if command == "train" and (section := rl_stage(stages).section) != rl_stage(DEFAULT).section:
-        line = _CommandLine(command, argv, section)
+    stages = [command]
+    if command == "train":
+        stages = _read(line.given.get("stages", config.stages), hints["stages"])
+        if (section := rl_stage(stages).section) != rl_stage(DEFAULT).section:
+            line = _CommandLine(command, argv, section)
     if notes := [*line.notes, *notes]:
         note("; ".join(notes))
     given, path = line.given, line.given.pop("config", None)
-    problems = [*wrong, *line.problems, *in_file]
+    problems = [*wrong, *line.problems, *_without_a_reader(line.undotted, stages), *in_file]
     problems += [f"{path}: {problem}" for problem in mistakes]
     values = without_presets(plain_values(config), values)
     for name, value in given.items():
@@ -83,6 +93,27 @@ def parse_run_flags(
         raise ConfigError("; ".join(problem.rstrip(".") for problem in problems))
     check_config(config)
     return config
+
+
+def _without_a_reader(undotted: Mapping[str, str], stages: Sequence[str]) -> list[str]:
+    """Complaints about flags without a section that would set an RL stage's knob, where that stage
+    does not run: nothing would come of them.
+
+    Args:
+        undotted: the flag as written, to the knob that it sets.
+    """
+    of_rl = {stage.section for stage in of_family(stage_names(), "rl")}
+    running = {stage.section for stage in of_family(stages, "rl")}
+    problems = []
+    for flag, knob in undotted.items():
+        section = knob.partition(".")[0]
+        if section in of_rl - running and set(stages) <= set(stage_names()):
+            owners = [s.name for s in of_family(stage_names(), "rl") if s.section == section]
+            problems.append(
+                f"{flag} must go with a stage that reads {knob} ({listed(owners)}); got stages "
+                f"{', '.join(stages)}. Remove it, or add that stage"
+            )
+    return problems
 
 
 def _read_config(path: str | None) -> tuple[Any, list[str], list[str]]:
@@ -174,7 +205,8 @@ class _CommandLine:
     """The flags of a run command, read. It collects every mistake and names the nearest flag.
 
     given: the flags' texts by dotted knob: a list for a tuple, else one text. notes: one on each
-    that had another name. problems: what is wrong.
+    that had another name. problems: what is wrong. undotted: flags without a section, as written,
+    to the knobs that they set.
 
     Args:
         rl: the section whose knobs short flags set; empty: the command's, or the default's.
@@ -184,7 +216,9 @@ class _CommandLine:
         self.given: dict[str, Any] = {}
         self.notes: list[str] = []
         self.problems: list[str] = []
+        self.undotted: dict[str, str] = {}
         self._command = command
+        self._rl = rl
         self._section = "" if command == "train" else stage_of(command).section
         self._shorts = short_flags(rl or self._section)
         self._flags = {"--config": "config"}
@@ -202,6 +236,8 @@ class _CommandLine:
             flag, equals, value = word.partition("=")
             values = [value] if equals else []
             name, negated = self._knob(flag)
+            if name and "." not in flag:
+                self.undotted[flag] = name
             is_list = typing.get_origin(knob_types().get(name)) is tuple
             while words and not equals and (is_list or not values) and _is_value(words[0]):
                 values.append(words.popleft())
@@ -227,15 +263,27 @@ class _CommandLine:
         name = ours.removeprefix("--no-" if negated else "--")
         knob = self._flags.get(f"--{name}", "")
         is_alias = not knob
-        knob = knob or knob_meant(name, knob_types(), self._section)
+        knob = knob or self._meant(name)
         if not knob or (negated and knob_types().get(knob) is not bool):
             return "", negated
         if is_alias:
             self.notes.append(note_of(name, flag, f"--{'no-' * negated}{_dashed(knob)}"))
         return knob, negated
 
+    def _meant(self, name: str) -> str:
+        """The knob that another trainer's name means here: the RL stage's that runs, not that of
+        the default one."""
+        knob = knob_meant(name, knob_types(), self._section)
+        of_default = knob.startswith(f"{rl_stage(DEFAULT).section}.")
+        if self._rl and of_default and "." not in name:
+            return knob_meant(name, knob_types(), self._rl)
+        return knob
+
     def _unknown(self, flag: str) -> str:
         own = [self._section] if self._section else [stage_of(name).section for name in DEFAULT]
+        if self._rl:
+            name = flag.lstrip("-").removeprefix("no-")
+            own = [self._rl] if conversion(name, self._rl) else [*own, self._rl]
         spell = _flag if "." in flag else lambda name: self._shorts.get(name, _flag(name))
         hint = advice(flag.lstrip("-").removeprefix("no-"), knob_types(), own, spell)
         hint = hint or f"See tandem {self._command} --help-all."

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.config.engine import EngineSettings
@@ -28,9 +29,9 @@ from tandem.engine.devices import resolve_device
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import response_logprobs, scored, token_values
 from tandem.engine.learner import Learner
+from tandem.engine.module_scorer import any_scorer
 from tandem.engine.placement import Base, Model, Placement
 from tandem.engine.rollouts import generating, rollout_of
-from tandem.engine.scoring import place_scorer
 from tandem.errors import ConfigError, ModelError
 from tandem.generation.following import Following
 from tandem.generation.generator import Stops
@@ -75,7 +76,7 @@ class RLHFEngine:
         settings: EngineSettings,
         actor: Model | Path,
         *,
-        reward_model: Model | Path | None = None,
+        reward_model: Model | nn.Module | Path | None = None,
         critic: Model | Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         reward_tokenizer: PreTrainedTokenizerBase | None = None,
@@ -88,7 +89,8 @@ class RLHFEngine:
         Args:
             settings: of a run's configuration: `engine_settings(config)`.
             actor: the SFT model. The reference is its present state.
-            reward_model: a model with a scalar head, or None where a function rewards.
+            reward_model: a model with a scalar head, any torch module (called as
+                `module_scorer.RewardModule` says), or None where a function rewards.
             critic: where the critic starts; by default the reward model, or the actor's backbone
                 with a new head if there is none or its tokenizer is another.
             tokenizer, reward_tokenizer: required for models given as modules.
@@ -109,12 +111,14 @@ class RLHFEngine:
         self.dtype = placement.dtype
         self.tensor_group = tensor_group(self.world, settings.parallel.inference_tp_size)
         self.tokenizer = tokenizer or self._tokenizer_of(actor, "tokenizer")
-        if reward_model is not None and reward_tokenizer is None:
+        is_any_module = not isinstance(reward_model, PreTrainedModel | str | None)
+        if reward_model is not None and reward_tokenizer is None and not is_any_module:
             reward_tokenizer = self._tokenizer_of(reward_model, "reward_tokenizer")
         # Copies are made before their original gets adapters or is split.
         reference = _another(actor) if has_reference and settings.lora.rank == 0 else None
         if has_critic and critic is None:
-            critic = self._critic_start(actor, reward_model, reward_tokenizer)
+            source = None if is_any_module else reward_model
+            critic = self._critic_start(actor, source, reward_tokenizer)
         self.has_reference = has_reference
         self.actor = placement.policy(actor, trained=True, keeps_start=True)
         check_vocabulary(self.actor, self.tokenizer)
@@ -122,9 +126,9 @@ class RLHFEngine:
         if settings.parallel.shared_base:
             base = Base(self.actor, self.actor.name_or_path if isinstance(actor, str) else None)
         self.renderer = Renderer(self.tokenizer, stop_ids(self.actor.generation_config))
-        self.scorer = None
-        if reward_model is not None and reward_tokenizer is not None:
-            self.scorer = place_scorer(placement, reward_model, reward_tokenizer, base=base)
+        self.scorer = any_scorer(
+            placement, reward_model, reward_tokenizer, policy=self.renderer, base=base
+        )
         self.critic = None
         if has_critic and critic is not None:
             seed = settings.seed + 1
@@ -295,7 +299,7 @@ class RLHFEngine:
             raise ModelError("scores need a reward model; the engine has none. Pass reward_model.")
         return self.scorer.raw(rollout, self.renderer)
 
-    def _tokenizer_of(self, model: Model, argument: str) -> PreTrainedTokenizerBase:
+    def _tokenizer_of(self, model: Any, argument: str) -> PreTrainedTokenizerBase:
         if isinstance(model, str):
             return load_tokenizer(model, trust_remote_code=self.settings.trust_remote_code)
         raise ModelError(
@@ -333,7 +337,7 @@ class RLHFEngine:
     def _critic_start(
         self,
         actor: Model,
-        reward_model: Model | None,
+        reward_model: Any,
         reward_tokenizer: PreTrainedTokenizerBase | None,
     ) -> Model:
         """What the critic starts from: a name to load again, or a copy of a module."""
@@ -341,7 +345,8 @@ class RLHFEngine:
             Renderer(self.tokenizer)
         )
         if reward_model is not None and shares_tokenizer:
-            return _another(reward_model)
+            again: Model = _another(reward_model)
+            return again
         if isinstance(actor, str):
             return actor
         raise ModelError(

@@ -106,7 +106,12 @@ def place_scorer(
     Raises:
         ModelError: it cannot be used, or has no scalar head: a new one would reward at random.
     """
-    further = [
+    return _placed(placement, source, tokenizer, base, further_scorers(placement))
+
+
+def further_scorers(placement: Placement) -> list[FurtherScorer]:
+    """The reward models that the run's settings name beside the first."""
+    return [
         FurtherScorer(
             other.label,
             other.weight,
@@ -114,7 +119,6 @@ def place_scorer(
         )
         for other in placement.settings.further_rewards
     ]
-    return _placed(placement, source, tokenizer, base, further)
 
 
 def _placed(

@@ -1,6 +1,7 @@
 """What a stage prints: a progress bar, one line per step, samples, alarms.
 
-On a terminal the lines scroll above the bar; elsewhere they are plain text and end with the ETA.
+On a terminal the lines scroll above the bar; elsewhere they are plain text and end with the ETA. In
+a notebook a bar above them is updated in place.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rich.progress import (
 from rich.text import Text
 
 from tandem.config.stages import Family, stage_of
+from tandem.metrics.notebook import NotebookBar, in_notebook
 from tandem.metrics.records import Answer
 from tandem.metrics.table import METRICS
 from tandem.metrics.text import duration, short_number, shorten
@@ -45,6 +47,13 @@ class StageConsole:
     def __init__(
         self, stage: str, num_steps: int, start_step: int, console: Console | None = None
     ) -> None:
+        self._bar: NotebookBar | None = None
+        if console is None and in_notebook():
+            # Plain lines: Jupyter sets FORCE_COLOR, and rich would redraw its bar line by line.
+            console = Console(
+                highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=False
+            )
+            self._bar = NotebookBar(stage, num_steps, start_step)
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._stage = stage
         family = stage_of(stage).family
@@ -86,6 +95,8 @@ class StageConsole:
         eta = self._eta(step)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, eta=f"eta {eta}" if eta else "")
+        if self._bar is not None:
+            self._bar.update(step, eta)
         cells = main + heldout
         if cells and eta and self._progress is None:
             cells.append(f"| eta {eta}")

@@ -3,6 +3,7 @@ sinks that receive copies."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -47,6 +48,9 @@ class MutedLog:
 
     def record(self, step: int, file: str, make: Callable[[], Records]) -> None:
         """No record."""
+
+    def histogram(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        """No histogram."""
 
     def __enter__(self) -> Self:
         return self
@@ -159,6 +163,8 @@ class MetricLog:
             for label, answer in answers.items()
         }
         self._append(SAMPLES_FILE, step, {"prompt": prompt, "answers": by_label})
+        for sink in self._sinks:
+            sink.sample(step, prompt, by_label)
         if self._console:
             self._console.sample(step, prompt, answers)
 
@@ -172,6 +178,16 @@ class MetricLog:
         lines = self._answers[file]
         if lines.is_due(step) and (notice := lines.write(step, make())) and self._console:
             self._console.notice(f"{self._stage} step {step}: {notice}")
+
+    def histogram(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        """Show the spread of some numbers in the sinks; those that are not finite are left out."""
+        finite = {
+            name: [number for number in numbers if math.isfinite(number)]
+            for name, numbers in values.items()
+        }
+        if shown := {name: numbers for name, numbers in finite.items() if numbers}:
+            for sink in self._sinks:
+                sink.histogram(step, shown)
 
     def alarm(self, alarm: Alarm) -> None:
         """Write and print an alarm; `log` does so for the published ones."""

@@ -7,19 +7,26 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from tandem.errors import ConfigError
 from tandem.files import append, replace
 from tandem.metrics.names import group_of
+from tandem.metrics.records import Answer
+from tandem.metrics.text import short_number
+from tandem.text import visible_lines
 
 _WANDB_IDS = "wandb.json"
 _FORMAT = "brain.Event:2"
 _numbers = count()
+_BINS = 30
+_DT_STRING = 7  # tensorboard.compat.proto.types_pb2
 
 
 class Sink(Protocol):
@@ -27,6 +34,12 @@ class Sink(Protocol):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Take one record, non-finite values included."""
+
+    def sample(self, step: int, prompt: str, answers: Mapping[str, Answer]) -> None:
+        """Take a prompt and its answers by label."""
+
+    def histogram(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        """Take finite numbers by name, at least one each, of which the spread is of interest."""
 
     def close(self, failed: bool) -> None:
         """Flush; `failed` if the stage ended in an error."""
@@ -49,7 +62,9 @@ class TensorBoard:
         """`first_step` is the first to be written; older events from that step on are purged."""
         try:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+            from tensorboard.compat.proto.tensor_pb2 import TensorProto
+            from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise ConfigError(
@@ -62,6 +77,7 @@ class TensorBoard:
         self._path = folder / f"events.out.tfevents.{writer}"
         self._stage = stage
         self._event, self._summary, self._records = Event, Summary, RecordWriter
+        self._histogram, self._tensor, self._shape = HistogramProto, TensorProto, TensorShapeProto
         self._append(file_version=_FORMAT)
         self._append(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
@@ -72,6 +88,41 @@ class TensorBoard:
             heading = "-".join(filter(None, [self._stage, group_of(name)]))
             scalars.append(self._summary.Value(tag=f"{heading}/{name}", simple_value=value))
         self._append(step=step, summary=self._summary(value=scalars))
+
+    def sample(self, step: int, prompt: str, answers: Mapping[str, Answer]) -> None:
+        """One text, as TensorBoard's text tab shows it (Markdown)."""
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+
+        text = self._tensor(
+            dtype=_DT_STRING,
+            string_val=[_markdown(prompt, answers).encode(errors="replace")],
+            tensor_shape=self._shape(dim=[self._shape.Dim(size=1)]),
+        )
+        tag = f"{self._stage}/samples"
+        metadata = create_summary_metadata(display_name="", description="")
+        value = self._summary.Value(tag=tag, metadata=metadata, tensor=text)
+        self._append(step=step, summary=self._summary(value=[value]))
+
+    def histogram(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        """One histogram per name, of 30 bins."""
+        shown = [
+            self._summary.Value(tag=f"{self._stage}/{name}", histo=self._binned(numbers))
+            for name, numbers in values.items()
+        ]
+        self._append(step=step, summary=self._summary(value=shown))
+
+    def _binned(self, numbers: Sequence[float]) -> Any:
+        counts, edges = np.histogram(np.asarray(numbers, dtype=np.float64), bins=_BINS)
+        array = np.asarray(numbers, dtype=np.float64)
+        return self._histogram(
+            min=array.min(),
+            max=array.max(),
+            num=len(array),
+            sum=array.sum(),
+            sum_squares=(array**2).sum(),
+            bucket_limit=edges[1:].tolist(),
+            bucket=counts.tolist(),
+        )
 
     def close(self, failed: bool) -> None:
         """Nothing to flush."""
@@ -107,6 +158,7 @@ class WandB:
             ids[stage] = uuid.uuid4().hex
             replace(ids_path, json.dumps(ids, indent=2).encode())
         self._stage = stage
+        self._wandb: Any = wandb
         self._run: Any = wandb.init(
             project=project,
             id=ids[stage],
@@ -122,6 +174,36 @@ class WandB:
         named = {f"{self._stage}/{name}": value for name, value in values.items()}
         self._run.log({f"{self._stage}/step": step, **named})
 
+    def sample(self, step: int, prompt: str, answers: Mapping[str, Answer]) -> None:
+        """A table of one row per answer."""
+        table = self._wandb.Table(columns=["prompt", "answer", "text", "score"])
+        for label, answer in answers.items():
+            table.add_data(prompt, label, answer["text"], answer.get("score"))
+        self._run.log({f"{self._stage}/step": step, f"{self._stage}/samples": table})
+
+    def histogram(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        """One W&B histogram per name."""
+        named = {
+            f"{self._stage}/{name}": self._wandb.Histogram(list(numbers), num_bins=_BINS)
+            for name, numbers in values.items()
+        }
+        self._run.log({f"{self._stage}/step": step, **named})
+
     def close(self, failed: bool) -> None:
         """Finish the W&B run; it is marked as failed if the stage failed."""
         self._run.finish(exit_code=int(failed))
+
+
+def _markdown(prompt: str, answers: Mapping[str, Answer]) -> str:
+    """A prompt and its answers as indented code, so that nothing in them is markup."""
+    parts = [("prompt", prompt)]
+    for label, answer in answers.items():
+        score = answer.get("score")
+        parts.append(
+            (f"{label}{'' if score is None else f' ({short_number(score)})'}", answer["text"])
+        )
+    shown = []
+    for label, text in parts:
+        lines = "\n".join(f"    {line}" for line in visible_lines(text).splitlines() or [""])
+        shown.append(f"**{visible_lines(label)}**\n\n{lines}")
+    return "\n\n".join(shown)

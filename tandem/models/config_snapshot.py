@@ -29,10 +29,11 @@ class Modules:
     def __init__(self, copies: Mapping[nn.Module, nn.Module]) -> None:
         """`copies`: from a model's modules, in the order of `modules()`."""
         self._kind = type(next(iter(copies)))
-        self._known: list[tuple[ReferenceType[nn.Module], Callable[..., Any], Any, Any]] = []
+        self._known: list[tuple[ReferenceType[nn.Module], Callable[..., Any], Any, Any, Any]] = []
         for module, twin in copies.items():
-            read = _reader(vars(module))
-            self._known.append((ref(module), read, read(vars(module)), vars(twin)))
+            read, state = _reader(vars(module)), vars(module)
+            own_forward = state.get("forward")
+            self._known.append((ref(module), read, read(state), own_forward, vars(twin)))
 
     def update(self, model: PreTrainedModel) -> bool:
         """Copy the mode (training, checkpointing) into the twin; False if anything else changed.
@@ -45,10 +46,10 @@ class Modules:
         for module in model.modules():
             if count == len(self._known):
                 return False
-            original, read, values, twin = self._known[count]
+            original, read, values, own_forward, twin = self._known[count]
             count += 1
             state = module.__dict__
-            if original() is not module:
+            if original() is not module or state.get("forward") is not own_forward:
                 return False
             try:
                 if read(state) != values:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tandem.errors import ModelError
 from tandem.models.modes import evaluating
-from tandem.models.twin import decodes, kv_shapes, twin_of
+from tandem.models.twin import decodes, kv_shapes, own_forwards, twin_of
 from tandem.ops.attention_context import BLOCK_TOKENS, Decode, KVMemory, Packed, attending
 
 TRUSTED_GAP = 1e-5
@@ -93,11 +93,12 @@ def check_twin(
         full = torch.cat([runs(input_ids=row[None], use_cache=False).logits[0] for row in rows])
         packed = _packed_logits(model, rows)
         decoded = _decoded_logits(model, rows, make_decoder or _Modules) if decodes(model) else None
-    to_model = _require_close(full, packed, config.model_type, "packed")
+    advice = _advice(model)
+    to_model = _require_close(full, packed, config.model_type, "packed", advice)
     if decoded is None:
         return Agreement(False, math.inf, to_model)
     places = _decoded_places(rows)
-    _require_close(full[places], decoded, config.model_type, "decoding")
+    _require_close(full[places], decoded, config.model_type, "decoding", advice)
     trained = (full if trains_elsewhere else packed)[places]
     gap = torch.log_softmax(decoded.float(), -1) - torch.log_softmax(trained.float(), -1)
     return Agreement(torch.equal(decoded, trained), float(gap.abs().mean()), to_model)
@@ -186,7 +187,17 @@ def _logits(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor:
     return output.logits[0]
 
 
-def _require_close(own: Tensor, ours: Tensor, family: str, road: str) -> float:
+def _advice(model: PreTrainedModel) -> str:
+    """What to do about a twin that computes something else."""
+    if wrapped := own_forwards(model):
+        return (
+            f"Module {wrapped[0]!r} has a forward set on its object, which calls the model's own "
+            "attention: put it into a subclass, or undo it (del module.forward)."
+        )
+    return "This family is not supported."
+
+
+def _require_close(own: Tensor, ours: Tensor, family: str, road: str, advice: str) -> float:
     """Equal up to rounding, and the same likeliest token except in near ties."""
     scale = max(1.0, float(own.float().abs().max()))
     tolerance = 4 * math.sqrt(torch.finfo(own.dtype).eps)
@@ -197,6 +208,6 @@ def _require_close(own: Tensor, ours: Tensor, family: str, road: str) -> float:
     if not apart <= tolerance or not bool(same[clear].all()):
         raise ModelError(
             f"the {road} forward of family {family!r} must give its own forward's logits; got a "
-            f"largest difference of {apart:.3g} of the largest logit. This family is not supported."
+            f"largest difference of {apart:.3g} of the largest logit. {advice}"
         )
     return apart

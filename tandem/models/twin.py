@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tandem.errors import ModelError
 from tandem.models.config_snapshot import Modules, steering, steers_as
 from tandem.models.rope import turning_point
 from tandem.models.shared_copy import Switch, shared_copy
@@ -151,7 +152,22 @@ def _current(model: PreTrainedModel) -> _Twin:
     return made
 
 
+def own_forwards(model: nn.Module) -> list[str]:
+    """Modules whose object has a `forward` of its own, as wrappers leave it; "" is the model.
+
+    The twin copies it, but what it calls is the model's module. That is the same for layers without
+    attention, whose parameters are shared. `selfcheck` finds where it is not.
+    """
+    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+
+
 def _make(model: PreTrainedModel) -> _Twin:
+    if "" in own_forwards(model):
+        raise ModelError(
+            f"a {type(model).__name__} must compute by its class's forward; got an object with a "
+            "forward of its own, which training and generation would not run. Put it into a "
+            "subclass's layers, or undo it (del model.forward)."
+        )
     gathering = Switch()
     copies = shared_copy(model, gathering=gathering)
     twin = copies[model]

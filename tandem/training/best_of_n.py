@@ -68,7 +68,7 @@ def measure_best_of(run: Run, rows: StepRows, num_samples: int) -> dict[str, lis
         ConfigError: the run has nothing that scores, or no held-out prompt.
     """
     config = run.config
-    with rewarding(run) as (scorer, rewards):
+    with rewarding(run, rows) as (scorer, rewards):
         rl = rl_section(config)
         prompts = rows.heldout_prompts[: rl.eval_prompts]
         if num_samples < 2 or not prompts or (scorer is None and rewards is None):

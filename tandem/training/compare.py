@@ -15,6 +15,7 @@ from tandem.config.engine import EngineSettings
 from tandem.config.load import config_knobs
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import of_family, policy_folders, rl_stage
+from tandem.engine.module_scorer import any_scorer
 from tandem.engine.rollouts import rollout_of
 from tandem.engine.scoring import RewardScorer, place_scorer
 from tandem.generation.generator import Stops
@@ -84,7 +85,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     answers: list[dict[str, Any]] = [
         {"prompt": prompt.messages[-1].content, "answers": {}} for prompt in prompts[:NUM_SHOWN]
     ]
-    with rewarding(run) as (scorer, rewards):
+    with rewarding(run, rows) as (scorer, rewards):
         for label, source in policies(run):
             model = run.placement.policy(source, trained=False)
             models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
@@ -102,7 +103,8 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     evaluation = {"models": models, "answers": shown_answers, "made_from": made_from}
     if any(value is not None for values in every_score.values() for value in values):
         evaluation["scores"] = every_score
-    if scorer is not None and rows.heldout_pairs:
+    reads_pairs = scorer is not None and scorer.renderer.renders_like(rows.reward_renderer)
+    if scorer is not None and rows.heldout_pairs and (reads_pairs or run.reward_module is None):
         margins = pair_margins(scorer, rows.heldout_pairs)
         models["reward model"] = metrics_of_margins(margins, rows.heldout_pairs)
         evaluation["reliability"] = [asdict(row) for row in reliability(margins)]
@@ -112,12 +114,14 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
 
 
 @contextmanager
-def rewarding(run: Run) -> Iterator[tuple[RewardScorer | None, RewardFunctions | None]]:
+def rewarding(
+    run: Run, rows: StepRows
+) -> Iterator[tuple[RewardScorer | None, RewardFunctions | None]]:
     """What scores answers in a run: its reward model, its reward functions, both or neither."""
     named = rl_section(run.config).reward_function if _uses_function(run.config) else None
     rewards = rewards_of(named, run.config.scoring, run.print_line)
     try:
-        yield _scorer(run), rewards
+        yield _scorer(run, rows), rewards
     finally:
         if rewards is not None:
             rewards.close()
@@ -140,7 +144,7 @@ def _made_from(run: Run) -> dict[str, Any]:
         made_from[f"the files of {knob}"] = identity.files_of(knob)
     if _uses_function(run.config):
         made_from["the reward function"] = identity.reward_function()
-    return made_from
+    return made_from | identity.in_memory
 
 
 def answer(
@@ -160,8 +164,11 @@ def _uses_function(config: RunConfig) -> bool:
     return bool(rl_section(config).reward_function and of_family(config.stages, "rl"))
 
 
-def _scorer(run: Run) -> RewardScorer | None:
+def _scorer(run: Run, rows: StepRows) -> RewardScorer | None:
     source, rl = run.reward_source(), of_family(run.config.stages, "rl")
+    if run.reward_module is not None:
+        module, own = run.reward_module.module, run.reward_module.tokenizer
+        return any_scorer(run.placement, module, own, policy=rows.renderer)
     if source is None or not (rl or run.trained("reward model")):
         return None
     if rl and rl_section(run.config).reward_model_weight == 0:

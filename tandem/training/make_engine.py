@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.config.engine import engine_settings
@@ -17,7 +18,7 @@ def make_engine(
     config: RunConfig,
     actor: PreTrainedModel | str | Path,
     *,
-    reward_model: PreTrainedModel | str | Path | None = None,
+    reward_model: nn.Module | str | Path | None = None,
     critic: PreTrainedModel | str | Path | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     reward_tokenizer: PreTrainedTokenizerBase | None = None,

@@ -78,6 +78,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         run.settings,
         run.policy_source("online-dpo"),
         reward_model=reward_source(run, "online-dpo"),
+        reward_tokenizer=run.reward_module.tokenizer if run.reward_module else None,
         has_critic=False,
         has_reference=config.dpo.needs_reference,
         world=run.world,

@@ -46,7 +46,11 @@ def scoring_flops(engine: RLHFEngine, rollout: Rollout, experience: Experience) 
     if not engine.trusts_sampler:
         flops += batch_flops(engine.actor, experience.batch)
     if engine.scorer is not None:
-        flops += sum(batch_flops(model, rollout.batch) for model in engine.scorer.models)
+        flops += sum(
+            batch_flops(model, rollout.batch)
+            for model in engine.scorer.models
+            if isinstance(model, PreTrainedModel)
+        )
     return flops
 
 

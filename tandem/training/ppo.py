@@ -8,6 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from tandem.checkpoint.state import SavedState
 from tandem.config.schema import GRPOConfig, rl_section
 from tandem.config.stages import rl_stage
@@ -22,7 +24,7 @@ from tandem.training.evaluate import language_model_metrics, policy_metrics
 from tandem.training.flight_recorder import rows_of
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.training.run_folder import Run
-from tandem.training.saving import save_anywhere, save_policy, with_template
+from tandem.training.saving import Rendered, save_anywhere, save_policy, with_template
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob, StepLoop
 from tandem.types import Experience, PromptRow
@@ -116,19 +118,27 @@ class PPOStage:
 
     def state(self) -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
         """Actor, critic, average; the KL coefficient."""
-        engine = self.trainer.engine
-        tensors = training_state(engine.learners)
-        if engine.ema is not None:
-            tensors["ema"] = engine.ema.state_tensors()
-        return tensors, {"kl_coef": self.trainer.kl_coef}
+        return state_of(self.trainer)
 
     def restore(self, state: SavedState) -> None:
         """Continue from a checkpoint."""
-        engine = self.trainer.engine
-        restore_training(state, engine.learners)
-        if engine.ema is not None:
-            engine.ema.load_state_tensors(state.tensors["ema"])
-        self.trainer.kl_coef = float(state.numbers["kl_coef"])
+        restore_trainer(self.trainer, state)
+
+
+def state_of(trainer: PPOTrainer) -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
+    """All of a trainer's state: actor, critic, average; the KL coefficient."""
+    tensors = training_state(trainer.engine.learners)
+    if trainer.engine.ema is not None:
+        tensors["ema"] = trainer.engine.ema.state_tensors()
+    return tensors, {"kl_coef": trainer.kl_coef}
+
+
+def restore_trainer(trainer: PPOTrainer, state: SavedState) -> None:
+    """Bring a trainer to the state of a checkpoint."""
+    restore_training(state, trainer.engine.learners)
+    if trainer.engine.ema is not None:
+        trainer.engine.ema.load_state_tensors(state.tensors["ema"])
+    trainer.kl_coef = float(state.numbers["kl_coef"])
 
 
 def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer:
@@ -138,6 +148,7 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         run.settings,
         run.policy_source(stage),
         reward_model=reward_source(run, stage),
+        reward_tokenizer=run.reward_module.tokenizer if run.reward_module else None,
         has_critic=rl.has_critic,
         has_reference=rl.has_reference,
         world=run.world,
@@ -174,8 +185,9 @@ def more_prompts(
     return list(islice(left, count))
 
 
-def reward_source(run: Run, stage: str) -> str | None:
-    """Where a stage's reward model is; None where a function alone rewards.
+def reward_source(run: Run, stage: str) -> str | nn.Module | None:
+    """A stage's reward model: a torch module that was given, or where it is; None where a function
+    alone rewards.
 
     Raises:
         ConfigError: there is neither.
@@ -183,6 +195,8 @@ def reward_source(run: Run, stage: str) -> str | None:
     rl = rl_section(run.config)
     if rl.reward_model_weight == 0:
         return None
+    if run.reward_module is not None:
+        return run.reward_module.module
     source = run.reward_source(stage)
     if source is None and not rl.reward_function:
         raise ConfigError(
@@ -205,7 +219,7 @@ def first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
     return first.messages[-1].content, answers
 
 
-def save_engine(engine: RLHFEngine, rows: StepRows, folder: Path, *, dtype: str) -> None:
+def save_engine(engine: RLHFEngine, rows: Rendered, folder: Path, *, dtype: str) -> None:
     """Save the engine's trained models in subfolders of `folder`: actor, critic and average."""
     save_policy(engine.actor, rows, folder / "actor", engine.actor_learner.masters, dtype)
     if engine.critic is not None and engine.critic_learner is not None:

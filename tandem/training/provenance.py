@@ -48,6 +48,7 @@ class Identity:
 
     Attributes:
         fingerprints: of the rows by kind (`data`, `sft_data`, `ptx_data`), once they are read.
+        in_memory: digests of what Python code gave RL stages in memory, by what it is.
     """
 
     def __init__(self, config: RunConfig, path: Path, world: World) -> None:
@@ -56,6 +57,7 @@ class Identity:
         self.path = path
         self.world = world
         self.fingerprints: dict[str, list[str]] = {}
+        self.in_memory: dict[str, str] = {}
         self._digests: dict[str, dict[str, str]] = {}
 
     def made_from(self, stage_name: str) -> dict[str, Any]:
@@ -90,6 +92,7 @@ class Identity:
         if stage.family == "rl":
             for further in weighted_models(self.config.scoring.reward_models):
                 made_from[f"the files of {further.source}"] = self.files_of_model(further.source)
+            made_from |= self.in_memory
         for kind in stage.data:
             if kind in self.fingerprints:
                 made_from[f"the rows of {kind}"] = self.fingerprints[kind]

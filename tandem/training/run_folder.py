@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,6 +37,7 @@ from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import Leaves, sources, stage_names
 from tandem.engine.devices import resolve_device
+from tandem.engine.module_scorer import RewardModule
 from tandem.engine.placement import Placement
 from tandem.errors import CheckpointError, ConfigError, DataError, Stopped
 from tandem.files import lock
@@ -45,15 +46,12 @@ from tandem.metrics.answers import LINE_FILES
 from tandem.metrics.log import MetricLog, MutedLog
 from tandem.parallel.world import World
 from tandem.text import ignore_line
+from tandem.training.callbacks import Callback
+from tandem.training.own_folder import CHECKPOINTS, COMMAND_FILE, require_run_folder
 from tandem.training.provenance import Identity, environment, origin
 from tandem.training.signals import StopSignals
 from tandem.training.stage_data import StepRows
 
-SAVE_NOW = "save-now"
-"""A file of this name in the run's folder asks for a checkpoint after the running step."""
-_CHECKPOINTS = "checkpoints"
-COMMAND_FILE = "command.txt"
-"""The first file that is written into a run's folder; it identifies one."""
 _LOCK_FILE = ".lock"
 
 
@@ -62,6 +60,9 @@ class Run:
 
     Attributes:
         writes: whether it writes into its folder; `tandem replay` does not.
+        callbacks: hear of rollouts, steps, evaluations and saves.
+        reward_module: a torch module that scores answers in place of a reward model.
+        stopped: why a callback stopped it; empty if none did.
     """
 
     def __init__(
@@ -81,6 +82,9 @@ class Run:
         self.path = Path(config.output_dir)
         self.identity = Identity(config, self.path, self.world)
         self.stops = StopSignals(self.print_line)
+        self.callbacks: Sequence[Callback] = ()
+        self.reward_module: RewardModule | None = None
+        self.stopped = ""
         self._verified: set[str] = set()  # a large model is hashed only once per run
         self.rows: StepRows | None = None  # what it trains on, once it is read
         self._savers: dict[str, Saver] = {}
@@ -104,33 +108,9 @@ class Run:
         """Refuse a folder that is not a run's, before anything is written there.
 
         Raises:
-            CheckpointError: it is inside another run's folder, or holds other things; the message
-                names one.
+            CheckpointError: as `own_folder.require_run_folder`.
         """
-        if (self.path / COMMAND_FILE).exists():
-            return
-        for outer in self.path.resolve().parents:
-            if (outer / COMMAND_FILE).exists() and (outer / "config.yaml").exists():
-                raise CheckpointError(
-                    f"--output-dir must not be inside another run's folder; got {self.path}, which "
-                    f"is inside {outer}. Give {outer} to continue that run, or another folder."
-                )
-        if not self.path.is_dir():
-            return
-        # Before the run, the launcher writes the ranks' logs there and the demo its base model.
-        # Stages are checked elsewhere.
-        own = {"logs", "base", SAVE_NOW, _CHECKPOINTS, *stage_names()}
-        others = sorted(
-            path.name
-            for path in self.path.iterdir()
-            if path.name not in own and not path.name.startswith(".")
-        )
-        if others:
-            raise CheckpointError(
-                f"--output-dir must be a run's folder, a new one or an empty one; got {self.path} "
-                f"with {others[0]!r}{f' and {len(others) - 1} more' if others[1:] else ''}. Choose "
-                "another."
-            )
+        require_run_folder(self.path)
 
     def open(self, command: str) -> None:
         """Create the folder, and record the command and configuration.
@@ -394,8 +374,12 @@ class Run:
                 return str(self.path / source.model_folder)
         return None
 
+    def checkpoint(self, stage: str, step: int) -> Path:
+        """Where the checkpoint after a step is, once it is written."""
+        return self._checkpoints(stage) / f"step-{step:06d}"
+
     def _checkpoints(self, stage: str) -> Path:
-        return self.path / _CHECKPOINTS / stage
+        return self.path / CHECKPOINTS / stage
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from tandem.checkpoint.beside import verify_beside
 from tandem.checkpoint.sharing import described, find_folders
@@ -19,6 +21,7 @@ from tandem.config.stages import in_order, leaving, of_family, sources, stage_of
 from tandem.data.ledger import USES
 from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.devices import resolve_device
+from tandem.engine.module_scorer import RewardModule
 from tandem.engine.shard_plan import zero_plus_plus
 from tandem.errors import ConfigError
 from tandem.metrics.answers import ROWS_FILE
@@ -28,7 +31,9 @@ from tandem.parallel.watchdog import note
 from tandem.parallel.world import World
 from tandem.rewards.scoring import named
 from tandem.training.answer_records import shown_rows
+from tandem.training.callbacks import Callback, CallbackStop
 from tandem.training.compare import compare, is_compared
+from tandem.training.given import GivenModel, Rows, digest_of_module, with_given
 from tandem.training.preflight import check_parallel, check_rows, idle_ranks
 from tandem.training.reward_function import check_rewards
 from tandem.training.reward_model import has_policy
@@ -41,20 +46,44 @@ from tandem.training.stage_loop import StageJob, run_stage
 def train(
     config: RunConfig,
     *,
+    data: Rows | Sequence[Rows] | None = None,
+    actor_model: GivenModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    reward_model: GivenModel | None = None,
+    reward_tokenizer: PreTrainedTokenizerBase | None = None,
+    callbacks: Sequence[Callback] = (),
     command: str = "",
     print_line: Callable[[str], None] = print,
     world: World | None = None,
 ) -> Run:
-    """Run the configured stages in `config.output_dir`, then compare the models and report.
+    """Run the configured stages in `config.output_dir`, then compare the models and report: the
+    `tandem train` command. Finished stages are skipped, an unfinished one continues from its newest
+    checkpoint.
+
+    What is given in memory is written into `output_dir/given` first, so that the run can be
+    continued, evaluated and repeated without it; the objects themselves are not changed. Given
+    again, it must have the same content.
 
     Args:
+        data: instead of `config.data`: a list of dicts, a `datasets.Dataset`, a name as in
+            `--data`, or a list of these.
+        actor_model: instead of `config.actor_model`: a transformers model with its tokenizer, a
+            folder or a hub name.
+        tokenizer: of models in memory.
+        reward_model: instead of `config.reward_model`: the same, or any torch module, called as
+            `module(token_ids, attention_mask)`, (B, T) int64 padded on the right, for (B,) scores.
+            It stays in memory and must be given again to continue.
+        reward_tokenizer: the reward model's, if it is another.
+        callbacks: hear of rollouts, steps, evaluations and saves, and may stop the run.
         command: the command that repeats the run, for the report; by default with its config.yaml.
         print_line: shows a line to the user, on the first rank.
         world: the ranks that run this together. None: one process.
     Returns:
-        the run, whose folder holds everything.
+        the run, whose folder (`run.path`) holds everything; `run.stopped` says why a callback
+        stopped it.
     Raises:
         ConfigError: the configuration is wrong; all complaints at once.
+        CheckpointError: the folder is not a run's, or was made from something else.
         Stopped: on SIGINT, SIGTERM, SIGHUP or SIGUSR1; the running step is saved. A second signal
             ends the process.
     """
@@ -62,14 +91,47 @@ def train(
     keep_freed_memory()
     world = world or World(device=resolve_device(config.device))
     world = find_folders(Path(config.output_dir), world)
+    config, module = with_given(
+        config,
+        world,
+        data=data,
+        actor_model=actor_model,
+        tokenizer=tokenizer,
+        reward_model=reward_model,
+        reward_tokenizer=reward_tokenizer,
+    )
     config, said = settle_shares(config, world)
     run = Run(config, print_line, world)
+    run.callbacks = tuple(callbacks)
+    if module is not None:
+        _score_by(run, module)
     if said:
         run.print_line(said)
     again = f"tandem train --config {shlex.quote(str(run.path / 'config.yaml'))}"
     with run.stops, closing(run):
-        _train(run, command or again)
+        try:
+            _train(run, command or again)
+        except CallbackStop as stop:
+            run.stopped = str(stop)
+            run.print_line(f"stopped: {stop}. The same call continues; finished stages are kept.")
     return run
+
+
+def _score_by(run: Run, module: RewardModule) -> None:
+    """Let a torch module reward the run's RL stage.
+
+    Raises:
+        ConfigError: a stage trains a reward model, or none is rewarded.
+    """
+    trains = leaving(run.config.stages, "reward model")
+    if trains or not of_family(run.config.stages, "rl"):
+        raise ConfigError(
+            "reward_model= a torch module must go with an RL stage and no stage that trains a "
+            f"reward model; got stages {', '.join(run.config.stages)}. Change stages, or give a "
+            "transformers model."
+        )
+    run.reward_module = module
+    run.identity.in_memory["the reward module"] = digest_of_module(module.module)
 
 
 def _train(run: Run, command: str) -> None:
@@ -175,7 +237,8 @@ def _check_inputs(run: Run) -> None:
     rl = of_family(config.stages, "rl")
     scores = leaving(config.stages, "reward model")
     function = rl_section(config).reward_function
-    if rl and not (scores or function or run.reward_source(rl[0].name)):
+    has_source = run.reward_module is not None or run.reward_source(rl[0].name) if rl else False
+    if rl and not (scores or function or has_source):
         makers = " or ".join(stage.name for stage in sources("reward model", rl[0].name))
         problems.append(
             f"stage {rl[0].name} must have a reward; got none. Add stage {makers}, --reward-model "

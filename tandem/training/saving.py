@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,7 +18,18 @@ from tandem.models.weight_files import Writers
 from tandem.parallel.dtensor import gathered_to
 from tandem.parallel.masters import exactly
 from tandem.parallel.shard import shards_of
-from tandem.training.stage_data import StepRows
+
+
+class Rendered(Protocol):
+    """What says how a policy's texts became tokens: a run's rows, or an engine."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's."""
+
+    @property
+    def renderer(self) -> Renderer:
+        """The policy's."""
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, renderer: Renderer) -> Any:
@@ -30,7 +41,7 @@ def with_template(tokenizer: PreTrainedTokenizerBase, renderer: Renderer) -> Any
 
 def save_policy(
     model: PreTrainedModel,
-    rows: StepRows,
+    rows: Rendered,
     folder: Path,
     masters: Mapping[nn.Parameter, Tensor] | None = None,
     save_dtype: str = "auto",

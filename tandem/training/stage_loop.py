@@ -27,8 +27,11 @@ from tandem.metrics.answers import FOLLOWED_FILE
 from tandem.metrics.log import Answer, MetricLog, MutedLog, Records
 from tandem.metrics.timing import Phases
 from tandem.parallel.watchdog import note
+from tandem.training.callbacks import CallbackStop, RunState
 from tandem.training.flight_recorder import Recorded
-from tandem.training.run_folder import SAVE_NOW, Run, finite
+from tandem.training.own_folder import SAVE_NOW
+from tandem.training.run_folder import Run, finite
+from tandem.training.step_metrics import spreads
 from tandem.types import Experience
 
 RECORDER_FILE = "recorder.jsonl"
@@ -111,7 +114,7 @@ def run_stage(run: Run, stage: str, job: StageJob, *, until: int | None = None) 
     state = run.load(stage, before=until)
     start = 0 if state is None else state.step
     with run.metric_log(stage, order.num_steps, start, trainer.thresholds) as log:
-        loop = StepLoop(run, stage, log, trainer)
+        loop = StepLoop(run, stage, log, trainer, order.num_steps)
         if state is None:
             loop.measure_start()
         else:
@@ -127,7 +130,7 @@ def run_stage(run: Run, stage: str, job: StageJob, *, until: int | None = None) 
                 if step == until:
                     return recorded
     facts = job.complete(loop.evaluation or trainer.evaluate())
-    run.finish(stage, job.save, facts)
+    loop.finish(job.save, facts)
     return None
 
 
@@ -154,8 +157,14 @@ class StepLoop:
     """
 
     def __init__(
-        self, run: Run, stage: str, log: MetricLog | MutedLog, trainer: StageTrainer
+        self,
+        run: Run,
+        stage: str,
+        log: MetricLog | MutedLog,
+        trainer: StageTrainer,
+        num_steps: int = 0,
     ) -> None:
+        """`num_steps`: the stage's, for callbacks."""
         self.run = run
         self.stage = stage
         self.skipped = 0
@@ -167,6 +176,7 @@ class StepLoop:
         self._in_a_row = 0
         self._is_bad = False
         self._recorded: deque[Recorded] = deque(maxlen=_KEPT)
+        self._heard = RunState(run, stage, num_steps, trainer)
 
     def __enter__(self) -> Self:
         self.run.stops.deferring = True
@@ -185,6 +195,7 @@ class StepLoop:
         """Evaluate now."""
         with self._phases("evaluate"):
             self.evaluation = self._trainer.evaluate()
+        self._heard.tell("on_evaluate", metrics=self.evaluation)
         return self.evaluation
 
     def measure_start(self) -> None:
@@ -222,12 +233,14 @@ class StepLoop:
     def begin(self, step: int, rows: Sequence[Any]) -> None:
         """A step begins, on these rows."""
         note(f"{self.stage} step {step}")
+        self._heard.step = step
         self._recorded.append(Recorded(step, rows))
         self._is_bad = False
 
     def made(self, experience: Experience) -> None:
         """What the step has made of its rows, to learn from."""
         self._recorded[-1].made = experience
+        self._heard.tell("on_rollout", metrics=experience.metrics, experience=experience)
 
     def sample(self, prompt: str, answers: Mapping[str, Answer]) -> None:
         """Keep and show answers to a prompt, by label."""
@@ -288,11 +301,15 @@ class StepLoop:
         # Before the checkpoint, so that no record is missing after it; what saving costs is in the
         # next step's.
         self._log.log(step, {**values, "skipped": float(self.skipped), **self._phases.metrics()})
-        number, asked = self._asked()
+        if (made := self._recorded[-1].made) is not None:
+            self._log.histogram(step, spreads(made))
+        self._heard.tell("on_step", metrics=values, experience=self._recorded[-1].made)
+        number, asked, stops = self._asked()
         every = self.run.config.save_every
-        if asked or number or (every and step % every == 0):
+        if asked or number or stops or (every and step % every == 0):
             with self._phases("save"):
                 self.run.save(self.stage, self._state(step))
+            self._heard.tell("on_save", folder=self.run.checkpoint(self.stage, step))
         if asked:
             self.run.finish_saving(self.stage)
             (self.run.path / SAVE_NOW).unlink(missing_ok=True)
@@ -300,11 +317,20 @@ class StepLoop:
         if number:
             self.run.finish_saving(self.stage)
             raise Stopped(number, f"after {self.stage} step {step}, which is saved")
+        if stops:
+            self.run.finish_saving(self.stage)
+            raise CallbackStop(f"{self._heard.reason} ({self.stage} step {step}, which is saved)")
+
+    def finish(self, save: Callable[[Path], None], facts: Mapping[str, float]) -> None:
+        """Write the stage's folder, in place of its checkpoints."""
+        self.run.finish(self.stage, save, facts)
+        self._heard.tell("on_save", metrics=facts, folder=self.run.folder(self.stage))
 
     def restore(self, state: SavedState) -> None:
         """Continue from what an earlier loop saved, the trainer's part included."""
         self.evaluation = dict(state.numbers["evaluation"])
         self.skipped = int(state.numbers["skipped"])
+        self._heard.step = state.step
         self._in_a_row = int(state.numbers["skipped_in_a_row"])
         self._trainer.restore(state)
 
@@ -317,12 +343,16 @@ class StepLoop:
         }
         return State(step, tensors, {**numbers, **own})
 
-    def _asked(self) -> tuple[int, bool]:
-        """The signal that any rank got (0 for none), and whether a file asks for a checkpoint."""
+    def _asked(self) -> tuple[int, bool, bool]:
+        """The signal that any rank got (0 for none), whether a file asks for a checkpoint, and
+        whether a callback stops the run."""
         wants = self.run.world.is_first and self.run.writes
         wants = wants and (self.run.path / SAVE_NOW).is_file()
-        number, asked = self.run.world.all_reduce_max([self.run.stops.requested, float(wants)])
-        return int(number), bool(asked)
+        stops = float(bool(self._heard.reason))
+        number, asked, stops = self.run.world.all_reduce_max(
+            [self.run.stops.requested, float(wants), stops]
+        )
+        return int(number), bool(asked), bool(stops)
 
     def _write_recorder(self, reason: str) -> None:
         if not self.run.world.is_first or not self.run.writes or not self._recorded:

@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from tandem.types import Experience
+
+
+def spreads(experience: Experience) -> dict[str, list[float]]:
+    """What a tracker shows as histograms: scores and lengths of answers, advantages and log-ratios
+    to the reference of their tokens."""
+    mask = experience.batch.response_mask
+    shown = {
+        "scores": experience.scores.tolist(),
+        "lengths": mask.sum(dim=1).tolist(),
+        "advantages": experience.advantages[mask].tolist(),
+    }
+    if experience.ref_logprobs is not None:
+        shown["log_ratios"] = (experience.old_logprobs - experience.ref_logprobs)[mask].tolist()
+    return shown
+
 
 class Means:
     """Means over a step's updates, largest values, and counts, by metric name."""

@@ -165,3 +165,31 @@ def test_a_stage_can_change_defaults_of_shared_knobs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"grpo.baseline is group-mean.*got 1\. Give"):
         parse_run_flags(["--sampling.samples-per-prompt", "1"], "grpo")
     assert "[8]" in help_page("grpo", "", everything=False).split("--sampling.samples")[1]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("train", "--stages sft dpo --epsilon 0.1",
+         r"--epsilon must go with .* ppo.clip_ratio \(ppo or online-dpo\); got stages sft, dpo"),
+        ("train", "--stages sft,dpo --kl-coef 0.1", "--kl-coef must go with a stage that reads"),
+        ("train", "--stages sft,dpo --no-ema", "--no-ema must go with a stage that reads ppo.ema"),
+        ("train", "--algorithm rloo", r"--algorithm must go with .* \(grpo\); got stages sft, rew"),
+        ("sft", "--kl-coef 0.1", "--kl-coef must go with .*; got stages sft"),
+        ("train", "--stages sft grpo --epsilon 0.1", "Use --grpo.clip-low or --grpo.clip-high"),
+    ],
+)  # fmt: skip
+def test_a_short_flag_of_an_rl_stage_that_does_not_run_is_refused(
+    command: str, flags: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        parse_run_flags(flags.split(), command)
+    assert "\n" not in str(raised.value)
+
+
+def test_another_trainers_name_sets_the_section_of_the_rl_stage_that_runs() -> None:
+    notes: list[str] = []
+    flags = "--stages sft grpo --init_kl_coef 0.2 --missing_eos_penalty 2 --grpo.kl k2-in-loss"
+    config = parse_run_flags(flags.split(), "train", note=notes.append)
+    assert (config.grpo.kl_coef, config.grpo.missing_eos_penalty) == (0.2, 2.0)
+    assert config.ppo == RunConfig().ppo

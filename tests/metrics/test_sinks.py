@@ -81,6 +81,52 @@ def test_a_missing_wandb_says_what_to_install(tmp_path, monkeypatch):
         MetricLog(tmp_path, "sft", 1, tensorboard=False, wandb="proj", console=False)
 
 
+ANSWERS = {"sft": {"text": "No *idea*\n\x1b[31m", "score": 0.5}, "ppo": {"text": "", "score": None}}
+
+
+def test_tensorboard_shows_samples_and_histograms(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricLog(tmp_path, "ppo", 3, tensorboard=True, console=False) as log:
+        log.log(1, {"reward": 1.0})
+        log.sample(1, "What?", ANSWERS)
+        log.histogram(1, {"scores": [1.0, 2.0, 2.0, math.nan], "none": [math.inf]})
+    events = EventAccumulator(str(tmp_path / "tensorboard/ppo"))
+    events.Reload()
+    (text,) = events.Tensors("ppo/samples")
+    assert text.step == 1
+    shown = text.tensor_proto.string_val[0].decode()
+    assert "**prompt**\n\n    What?" in shown
+    assert "**sft (0.5000)**\n\n    No *idea*\n" in shown
+    assert "\x1b" not in shown
+    assert events.Tags()["histograms"] == ["ppo/scores"]
+    (spread,) = events.Histograms("ppo/scores")
+    histogram = spread.histogram_value
+    assert (histogram.min, histogram.max, histogram.num) == (1.0, 2.0, 3)
+    assert sum(histogram.bucket) == 3
+
+
+class FakeTable:
+    def __init__(self, columns):
+        self.rows = [tuple(columns)]
+
+    def add_data(self, *row):
+        self.rows.append(row)
+
+
+def test_wandb_gets_samples_as_a_table_and_histograms(tmp_path, wandb_runs):
+    with open_wandb(tmp_path) as log:
+        log.sample(4, "What?", ANSWERS)
+        log.histogram(4, {"scores": [1.0, 2.0]})
+    samples, spread = wandb_runs[0].logged
+    assert samples["ppo/step"] == 4
+    assert samples["ppo/samples"].rows[1:] == [
+        ("What?", "sft", "No *idea*\n\x1b[31m", 0.5),
+        ("What?", "ppo", "", None),
+    ]
+    assert spread == {"ppo/step": 4, "ppo/scores": ([1.0, 2.0], 30)}
+
+
 class FakeRun:
     def __init__(self, **settings):
         self.settings = settings
@@ -102,6 +148,8 @@ class FakeRun:
 def wandb_runs(monkeypatch):
     runs = []
     fake = types.ModuleType("wandb")
+    fake.Table = FakeTable
+    fake.Histogram = lambda numbers, num_bins: (numbers, num_bins)
     fake.init = lambda **settings: runs.append(FakeRun(**settings)) or runs[-1]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     return runs

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tandem.errors import ModelError
 from tandem.models import twin as twins
 from tandem.models.packed import hidden_states
 from tandem.models.selfcheck import check_twin
@@ -97,3 +98,26 @@ def test_a_changed_config_needs_no_forward(monkeypatch: pytest.MonkeyPatch) -> N
     model.config.rms_norm_eps = 0.5
     assert twin_of(model) is not twin
     assert kv_shapes(model) == shapes
+
+
+def wrapped(module: Any) -> None:
+    """What a wrapper does to an object: its new forward calls the old one."""
+    old = module.forward
+    module.forward = lambda *args, **kwargs: old(*args, **kwargs)
+
+
+def test_a_forward_set_on_an_object_is_computed_or_refused() -> None:
+    model: Any = tiny_model("llama")
+    mlp = model.model.layers[0].mlp
+    check_twin(model)
+    mlp.forward = lambda x: 3 * type(mlp).forward(mlp, x)  # after the twin was made
+    assert check_twin(model).gap < 1e-5
+    del mlp.forward
+    assert check_twin(model).gap < 1e-5
+    wrapped(model.model.layers[1].self_attn)
+    with pytest.raises(ModelError, match=r"Module 'model.layers.1.self_attn' has a forward set on"):
+        check_twin(model)
+    del model.model.layers[1].self_attn.forward
+    wrapped(model)
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM must compute by its class's forward;"):
+        twin_of(model)

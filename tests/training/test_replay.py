@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tandem.errors import BadStepError, CheckpointError, ConfigError, Stopped
+from tandem.training.own_folder import SAVE_NOW
 from tandem.training.replay import replay
 from tandem.training.run_stages import train
-from tandem.training.stage_loop import BAD_STEPS, SAVE_NOW, StepLoop
+from tandem.training.stage_loop import BAD_STEPS, StepLoop
 from tandem.training.supervised import SupervisedTrainer
 from tests.tiny import tiny_config
 

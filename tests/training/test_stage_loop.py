@@ -30,7 +30,7 @@ from tandem.engine import learner
 from tandem.errors import CheckpointError, NumericsError, Stopped
 from tandem.parallel.world import World
 from tandem.training import experience as experiences
-from tandem.training.run_folder import SAVE_NOW
+from tandem.training.own_folder import SAVE_NOW
 from tandem.training.run_stages import train
 from tandem.training.signals import StopSignals
 from tandem.training.stage_loop import (

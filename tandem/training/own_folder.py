@@ -1,0 +1,49 @@
+"""Which folders a run may write in: new ones, empty ones, and its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandem.config.stages import stage_names
+from tandem.errors import CheckpointError
+
+SAVE_NOW = "save-now"
+"""A file of this name in the run's folder asks for a checkpoint after the running step."""
+CHECKPOINTS = "checkpoints"
+COMMAND_FILE = "command.txt"
+"""The first file that is written into a run's folder; it identifies one."""
+GIVEN = "given"
+"""Where data and models that Python code has given a run are kept."""
+
+
+def require_run_folder(path: Path) -> None:
+    """Refuse a folder that is not a run's, before anything is written there.
+
+    Raises:
+        CheckpointError: it is inside another run's folder, or holds other things; the message
+            names one.
+    """
+    if (path / COMMAND_FILE).exists():
+        return
+    for outer in path.resolve().parents:
+        if (outer / COMMAND_FILE).exists() and (outer / "config.yaml").exists():
+            raise CheckpointError(
+                f"--output-dir must not be inside another run's folder; got {path}, which "
+                f"is inside {outer}. Give {outer} to continue that run, or another folder."
+            )
+    if not path.is_dir():
+        return
+    # Before the run, the launcher writes the ranks' logs there and the demo its base model.
+    # Stages are checked elsewhere.
+    own = {"logs", "base", GIVEN, SAVE_NOW, CHECKPOINTS, *stage_names()}
+    others = sorted(
+        found.name
+        for found in path.iterdir()
+        if found.name not in own and not found.name.startswith(".")
+    )
+    if others:
+        raise CheckpointError(
+            f"--output-dir must be a run's folder, a new one or an empty one; got {path} "
+            f"with {others[0]!r}{f' and {len(others) - 1} more' if others[1:] else ''}. Choose "
+            "another."
+        )

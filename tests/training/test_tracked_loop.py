@@ -1,0 +1,77 @@
+"""A loop of one's own with checkpoints, log and report: stopped, continued, refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem import Callback, PPOTrainer, RunState, TrackedLoop, build_config, make_engine
+from tandem.errors import CheckpointError, ConfigError
+from tandem.metrics.log import read_metrics
+
+from .runs import records
+
+
+def brevity(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    return [-len(text) / 100 for text in completions]
+
+
+def quiet(line: str) -> None:
+    """Print nothing."""
+
+
+def made(model: str, folder: Path, seed: int = 7) -> PPOTrainer:
+    knobs = {"prompts_per_step": 4, "minibatch_size": 4, "actor": {"learning_rate": 1e-3}}
+    config = build_config(
+        {"stages": ["ppo"], "ppo": knobs, "sampling": {"max_new_tokens": 6}, "seed": seed,
+         "output_dir": str(folder), "save_every": 2, "log": {"tensorboard": False}}
+    )  # fmt: skip
+    return PPOTrainer(make_engine(config, model), config, num_steps=3, reward_function=brevity)
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, state: RunState) -> None:
+        if state.step == self.step:
+            state.stop("as asked")
+
+
+def run(model: str, folder: Path, *, stop_at: int = 0, seed: int = 7) -> TrackedLoop:
+    trainer = made(model, folder, seed)
+    loop = TrackedLoop(trainer, 3, callbacks=[StopAt(stop_at)], print_line=quiet)
+    prompts = [trainer.engine.renderer.prompt("What is rain?")] * 4
+    for step in loop:
+        experience = trainer.generate_experience(prompts, step=step)
+        loop.log(trainer.train_rlhf(experience, step=step), experience)
+    return loop
+
+
+def test_a_stopped_loop_continues_as_if_nothing_had_happened(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    whole = run(tiny_model, tmp_path / "whole")
+    stopped = run(tiny_model, tmp_path / "run", stop_at=1)
+    assert stopped.stopped == "as asked (ppo step 1, which is saved)"
+    assert [record.step for record in read_metrics(tmp_path / "run")] == [1]
+    with pytest.raises(CheckpointError, match="seed 7 -> 8"):
+        run(tiny_model, tmp_path / "run", seed=8)
+    again = run(tiny_model, tmp_path / "run")
+    assert not again.stopped
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+    for name in ("actor", "critic"):
+        file = f"ppo/{name}/model.safetensors"
+        assert (again.run.path / file).read_bytes() == (whole.run.path / file).read_bytes()
+    assert (whole.run.path / "report.html").is_file()
+    assert list(whole) == []  # it is finished
+
+
+def test_a_step_that_is_not_logged_is_refused(tmp_path: Path, tiny_model: str) -> None:
+    loop = TrackedLoop(made(tiny_model, tmp_path / "run"), 3, print_line=quiet)
+    with pytest.raises(ConfigError, match=r"log must be called once per step"):
+        loop.log({})
+    with pytest.raises(ConfigError, match=r"step 1 must be logged; got none"):
+        for _ in loop:
+            pass
