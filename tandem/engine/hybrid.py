@@ -306,7 +306,7 @@ class RLHFEngine:
             role,
             model,
             self.settings.optimizers[role],
-            offload=self.settings.parallel.offload,
+            parallel=self.settings.parallel,
             dtype=self.dtype,
             scaler=self.scaler,
             spike_sigma=self.settings.spike_sigma,
