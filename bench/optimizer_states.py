@@ -32,7 +32,7 @@ from tandem.config.parallel import OptimizerStates, ParallelConfig
 from tandem.engine.learner import Learner
 
 KINDS: tuple[OptimizerStates, ...] = get_args(OptimizerStates)
-ROWS, TOKENS, HELD_OUT = 16, 64, 256
+ROWS, TOKENS, HELD_OUT = 16, 24, 128
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags = parser(__doc__, "threads device")
     add = flags.add_argument
     add("--seeds", nargs="+", type=count, default=[1, 2, 3])
-    add("--steps", type=count, default=300)
+    add("--steps", type=count, default=200)
     add("--beta2", type=float, default=0.95, help="of the second moment; 0.999 changes slowest")
     return flags.parse_args(arguments)
 

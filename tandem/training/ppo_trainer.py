@@ -305,12 +305,13 @@ class PPOTrainer:
         for name in ("policy_loss", "rank_idle"):
             log.add(name, means.pop(name))
         means = {name: value * per_token for name, value in means.items()}
-        gap = means.pop("ratio_gap")
+        gap, largest_gap = means.pop("ratio_gap"), means.pop("gap_max")
         if number == 0:
             log.add("ratio_gap_before_update", gap)
             log.add("policy_kl_before_update", means["policy_kl"])
             if self.engine.trusts_sampler:
                 log.add("rollout_gap", gap)
+                log.maximum("rollout_gap_max", largest_gap)
         if others:
             means["ptx_loss"] = others[0]["loss"]
         for name, value in means.items():
