@@ -8,6 +8,9 @@ from typing import Literal
 
 from tandem.config.knob import RL, knob
 
+OptimizerStates = Literal["fp32", "bf16", "8bit"]
+"""How AdamW's moments are kept (`parallel.optimizer_states`)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -31,6 +34,13 @@ class ParallelConfig:
     trained model, which are also updated there (ZeRO-Offload, arXiv:2101.06840); `params` the
     trained weights too, each block loaded when it runs; `reference`, `reward` those frozen
     models."""
+    optimizer_states: Literal["fp32", "bf16", "8bit"] = knob("fp32")
+    """AdamW's two moments: `fp32` 8 bytes per weight; `bf16` 4; `8bit` 2.03, with a scale per 256
+    weights; both rounded stochastically. Masters stay fp32. A run may be continued with another."""
+    offload_gradients: bool = knob(True)
+    """With offload optimizer: send each gradient to the host during the backward pass and sum it
+    there, 4 bytes per weight. Off: sum on the GPU and send the sum once, for hosts with too little
+    memory. Whole weights on several ranks are always summed on the GPU."""
     zero_hpz: bool = knob(False)
     """ZeRO++ (arXiv:2306.10209): keep a second copy, sharded within each node, from forward to
     backward, so that the backward pass gathers inside the node. For ZeRO stage 3 on several

@@ -292,6 +292,10 @@ class RunConfig:
     """Compute type, in which every model's weights are stored; the optimizer keeps fp32 masters and
     accumulates gradients in fp32. auto: bf16 on a GPU, else fp32. fp16 uses dynamic loss scaling: a
     step that overflows is skipped for all models and counted."""
+    deterministic: bool = knob(False)
+    """On a GPU, use torch's deterministic algorithms, so that a repeated step has the same bits: a
+    slower attention backward, and an error from an operation without one. A CPU needs none of it.
+    `tandem replay` always asks for them."""
     micro_batch_tokens: int = knob(8192, ge=1)
     """Tokens per forward and backward pass; it changes memory, not gradients."""
     halve_micro_batches: bool = knob(False, common=True)

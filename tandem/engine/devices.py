@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from tandem.errors import ModelError
@@ -30,3 +32,20 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return DTYPES[name]
+
+
+def ask_for_determinism(device: torch.device, *, strict: bool) -> None:
+    """On a GPU, choose algorithms that give the same bits each time, in the whole process.
+
+    On a CPU nothing changes: there the same processor gives the same bits anyway.
+
+    Args:
+        strict: an operation without such an algorithm raises RuntimeError, instead of warning.
+    """
+    if device.type != "cuda":
+        return
+    # cuBLAS reads it when its first handle is made; with other workspaces sums may differ.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    # Nothing of ours reads memory that it has not written, and filling it takes time.
+    torch.utils.deterministic.fill_uninitialized_memory = False

@@ -283,7 +283,9 @@ class RLHFEngine:
         operations = "the GPU" if self.device.type == "cuda" else "C++ operations"
         if self.device.type == "cpu" and native.why_not():
             operations = f"plain torch ({native.why_not()})"
-        found = "bit for bit" if self.agreement.bitwise else f"within {self.agreement.gap:.1g} nats"
+        found, apart = "bit for bit", self.agreement
+        if not apart.bitwise:
+            found = f"within {apart.gap:.1g} nats per token, {apart.largest_gap:.1g} at most"
         return (
             f"generation: {operations}; decoding equals the training forward {found}; old "
             f"log-probs: {source}"
@@ -328,7 +330,7 @@ class RLHFEngine:
             role,
             model,
             self.settings.optimizers[role],
-            offload=self.settings.parallel.offload,
+            parallel=self.settings.parallel,
             dtype=self.dtype,
             scaler=self.scaler,
             spike_sigma=self.settings.spike_sigma,

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.optimizer import OptimizerConfig
+from tandem.config.parallel import ParallelConfig
 from tandem.engine.grad_norm_guard import SpikeGuard
 from tandem.errors import BadStepError, CheckpointError, ModelError, NumericsError
-from tandem.parallel.dtensor import Saved, fill, local, piece_like, whole_of
+from tandem.parallel.dtensor import Saved, as_piece, fill, local, part_of, whole_of
 from tandem.parallel.masters import MasterAdamW, cast_weights, exactly, take_masters
+from tandem.parallel.moments import exact_moments
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.shard import shards_of
 
@@ -54,7 +56,7 @@ class Learner:
         settings: OptimizerConfig,
         num_steps: int | None = None,
         *,
-        offload: Sequence[str] = (),
+        parallel: ParallelConfig | None = None,
         dtype: torch.dtype | None = None,
         scaler: LossScaler | None = None,
         spike_sigma: float = 0.0,
@@ -64,7 +66,8 @@ class Learner:
         Args:
             name: for messages.
             num_steps: length of the schedule; None stays at the peak until `schedule` is called.
-            offload: what is kept in host memory (`parallel.offload`).
+            parallel: what is kept in host memory, and how AdamW's states are kept; None: the
+                defaults.
             dtype: compute type of whole weights; None leaves them as they are. In half precision
                 the optimizer keeps float32 masters; split weights are their own masters.
             scaler: of the losses, in fp16; then `step_learners` takes the steps.
@@ -83,7 +86,8 @@ class Learner:
         self.steps_taken = 0
         self.shards.reshard()  # what is trained is the pieces
         # Offloaded weights are on the host already, and so is everything made from them.
-        on_host = "optimizer" in offload and not self.shards.plan.offload_params
+        parallel = parallel or ParallelConfig()
+        on_host = "optimizer" in parallel.offload and not self.shards.plan.offload_params
         is_split = self.shards.is_split
         if dtype is not None and not is_split:
             cast_weights(model, dtype)
@@ -96,14 +100,16 @@ class Learner:
             )
         are_rounded = any(p.requires_grad and p.dtype != torch.float32 for p in model.parameters())
         self.optimizer: torch.optim.AdamW | MasterAdamW
-        if on_host or are_rounded:
+        if on_host or are_rounded or parallel.optimizer_states != "fp32":
             self.optimizer = MasterAdamW(
                 groups,
                 betas=settings.betas,
                 device=torch.device("cpu") if on_host else None,
                 masters=masters,
                 # Gradients of whole weights are summed over the ranks where the weights are.
-                sums_on_device=self.shards.world.size > 1 and not is_split,
+                sums_on_device=not parallel.offload_gradients
+                or (self.shards.world.size > 1 and not is_split),
+                states=parallel.optimizer_states,
             )
         else:
             self.optimizer = torch.optim.AdamW(groups, betas=settings.betas, fused=True)
@@ -245,34 +251,56 @@ class Learner:
         Raises:
             CheckpointError: the moments are of another model.
         """
-        named = dict(self._named_parameters())
         residuals: dict[str, Tensor | Saved] = {}
+        moments: dict[str, dict[str, Tensor | Saved]] = {}
         for key, value in tensors.items():
+            kind, _, name = key.partition(".")
             if key == "steps_taken":
                 self.steps_taken = int(whole_of(value))
             elif key == "recent_norms":
                 self.spikes.restore(whole_of(value).tolist())
-            elif key.startswith("residual."):
-                residuals[key.removeprefix("residual.")] = value
+            elif kind == "residual":
+                residuals[name] = value
             else:
-                self._load_moment(key, value, named)
+                moments.setdefault(name, {})[kind] = value
+        named = dict(self._named_parameters())
+        for name, saved in moments.items():
+            self._require_fits(name, saved, named.get(name))
+            self._load_moments(named[name], saved)
         if self.shards.quantized is not None:
             self.shards.quantized.restore(residuals)
         self._set_learning_rates()
 
-    def _load_moment(
-        self, key: str, value: Tensor | Saved, named: Mapping[str, nn.Parameter]
+    def _require_fits(
+        self, name: str, saved: Mapping[str, Tensor | Saved], parameter: nn.Parameter | None
     ) -> None:
-        moment, name = key.split(".", 1)
-        if name not in named or (value.dim() and value.shape != named[name].shape):
-            raise CheckpointError(
-                f"the optimizer state of {self.name} must fit the model; got {key} of shape "
-                f"{tuple(value.shape)}. The checkpoint is of another model: use another "
-                "--output-dir."
+        for kind, value in saved.items():
+            # Scales of 8-bit moments have the weight's rows.
+            rows = 1 if kind.endswith("_scale") else None
+            fits = parameter is not None and (
+                not value.dim() or value.shape[:rows] == parameter.shape[:rows]
             )
-        state: Any = self.optimizer.state[named[name]]
-        like = state["master"] if isinstance(self.optimizer, MasterAdamW) else named[name]
-        state[moment] = piece_like(value, like) if value.dim() else whole_of(value).clone()
+            if not fits:
+                raise CheckpointError(
+                    f"the optimizer state of {self.name} must fit the model; got {kind}.{name} of "
+                    f"shape {tuple(value.shape)}. The checkpoint is of another model: use another "
+                    "--output-dir."
+                )
+
+    def _load_moments(self, parameter: nn.Parameter, saved: Mapping[str, Tensor | Saved]) -> None:
+        """Copy a weight's state, which may have been saved by another kind of optimizer."""
+        state: Any = self.optimizer.state[parameter]
+        ours = isinstance(self.optimizer, MasterAdamW)
+        device = local(state["master"] if ours else parameter).device
+        pieces = {
+            kind: part_of(value, parameter).to(device) if value.dim() else whole_of(value)
+            for kind, value in saved.items()
+        }
+        if isinstance(self.optimizer, MasterAdamW):
+            self.optimizer.state[parameter].load(pieces)
+            return
+        for kind, value in exact_moments(pieces).items():
+            state[kind] = as_piece(value.clone(), parameter) if value.dim() else value.clone()
 
     def weights(self) -> dict[str, Tensor]:
         """The trained weights by name, split as they are, to save: the float32 masters where the

@@ -124,6 +124,8 @@ class MicroBatchBudget:
             ways["--gradient-checkpointing"] = needed(checkpointing=True)
         if not (layout.offload_optimizer or layout.offload_params):
             ways["--offload optimizer"] = needed(offload_optimizer=True)
+        if layout.optimizer_states != "8bit":
+            ways["--optimizer-states 8bit"] = needed(optimizer_states="8bit")
         if not layout.lora_rank:
             ways["--lora-rank 16"] = needed(lora_rank=16)
         elif not layout.frozen:

@@ -55,7 +55,8 @@ class NoWaiting(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: or torch.compile would skip every function that it meets within, ever after."""
+        """Compiled functions stay compiled: without this, torch would skip any that runs in here
+        once, from then on and everywhere."""
         return True
 
     def __torch_dispatch__(
@@ -106,7 +107,7 @@ class Recorder(Protocol):
         """
 
     def forget(self) -> None:
-        """Later recordings do not share memory with earlier ones, which is freed with them."""
+        """All recordings are dropped: their memory is returned, and later ones share a new pool."""
 
 
 class CudaRecorder:
@@ -120,7 +121,7 @@ class CudaRecorder:
         self.refused: dict[Hashable, str] = {}
         self._warm: set[tuple[Hashable, Hashable]] = set()
         self._stream = torch.cuda.Stream()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None  # made with the first recording
 
     def recorded(
         self, function: Callable[[], Result], kind: Hashable, size: Hashable
@@ -143,8 +144,10 @@ class CudaRecorder:
             return function
 
     def forget(self) -> None:
-        """As `Recorder` says."""
-        self._pool = torch.cuda.graph_pool_handle()
+        """As `Recorder` says; the pool of dropped graphs may not be captured into again."""
+        if self._pool is not None:
+            self._pool = None
+            torch.cuda.empty_cache()  # else it stays reserved until memory runs out
 
     def _warm_up(self, function: Callable[[], Any]) -> None:
         """Compile kernels and allocate workspaces, which a graph cannot contain.
@@ -160,6 +163,8 @@ class CudaRecorder:
 
     def _captured(self, function: Callable[[], Result]) -> Callable[[], Result]:
         graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         # Not `torch.cuda.graph`, which returns all cached memory to the driver each time.
         with torch.cuda.stream(self._stream):

@@ -112,7 +112,10 @@ class _Kept:
 
     def leave(self, memory: KVMemory) -> None:
         """The session with this memory ends."""
-        self._steps = {key: step for key, step in self._steps.items() if key[0] is not memory}
+        steps = {key: step for key, step in self._steps.items() if key[0] is not memory}
+        had, self._steps = len(self._steps), steps
+        if had and not steps:
+            self.recorder.forget()
         if self._addressed is not None:
             self._addressed.forget()  # the next session sets its own address
 

@@ -3,11 +3,12 @@
 Mixed-precision AdamW after ZeRO (arXiv:1910.02054, section 3.1 and figure 1), with Tandem's sizes:
 weights are in the compute type of c bytes, and P weights of which T are trained cost
 
-    weights c P    masters 4 T    gradients 4 T    AdamW 8 T    moving average 4 T    bytes
+    weights c P    masters 4 T    gradients 4 T    AdamW a T    moving average 4 T    bytes
 
-on one rank. Float32 weights, and trained ones in pieces, are their own masters. ZeRO stages divide
-by the ranks: AdamW and resident weights from 1 on, gradients from 2 on; below stage 3 weights are
-whole while a model runs. `work` counts activations, logits and KV memory.
+on one rank, where a is 8, or 4 or 2.03 with smaller moments. Float32 weights, and trained ones in
+pieces, are their own masters. ZeRO stages divide by the ranks: AdamW and resident weights from 1
+on, gradients from 2 on; below stage 3 weights are whole while a model runs. `work` counts
+activations, logits and KV memory.
 
 Not counted: the process before a model is loaded, fragmentation, rounding of pieces to whole rows,
 and routing in mixtures of experts. `bench/memory.py` compares this with measurements.
@@ -21,6 +22,7 @@ from typing import Literal
 import torch
 
 from tandem.config.engine import EngineSettings
+from tandem.config.parallel import OptimizerStates
 from tandem.memory.shape import Shape
 
 FrozenKind = Literal["", "int8", "nf4"]
@@ -30,7 +32,9 @@ with a bfloat16 one (arXiv:2305.14314)."""
 
 Bytes = dict[str, float]
 
-_ADAMW_BYTES, FLOAT = 8, 4
+FLOAT = 4
+STATE_BYTES: dict[OptimizerStates, float] = {"fp32": 8, "bf16": 4, "8bit": 2 * (1 + 4 / 256)}
+"""Bytes of AdamW's two moments per trained weight; in 8 bits with a float32 scale per 256."""
 _GATHERED_AT_ONCE = 2
 """Blocks with whole weights at stage 3, the running one and the next; and those in flight where all
 are gathered."""
@@ -45,7 +49,8 @@ class Layout:
     frozen: type of frozen linear weights. shares_base: the frozen base is another model's, which
     counts it. offload_params: weights are in host memory; trained ones are split as at stage 3.
     accumulates: more than one micro-batch per optimizer step. moving_average: of what is trained,
-    in float32. on_cpu: the host is the device.
+    in float32. on_cpu: the host is the device. optimizer_states: how AdamW's moments are kept.
+    offload_gradients: they are summed on the host if its optimizer is there.
     """
 
     ranks: int = 1
@@ -62,6 +67,8 @@ class Layout:
     moving_average: bool = False
     checkpointing: bool = False
     on_cpu: bool = False
+    optimizer_states: OptimizerStates = "fp32"
+    offload_gradients: bool = True
 
     @property
     def is_split(self) -> bool:
@@ -84,6 +91,12 @@ class Layout:
     def has_masters_on_host(self) -> bool:
         """Whether the optimizer keeps weights of its own on the host."""
         return self.offload_optimizer and not self.offload_params
+
+    @property
+    def has_gradients_on_host(self) -> bool:
+        """Whether gradients leave the GPU; whole ones that are summed over ranks stay."""
+        leaves = self.offload_gradients and (self.ranks == 1 or self.is_split)
+        return self.has_masters_on_host and leaves and not self.on_cpu
 
     @property
     def has_masters(self) -> bool:
@@ -121,6 +134,8 @@ def layout_of(
         shares_base=settings.parallel.shared_base,
         offload_optimizer="optimizer" in settings.parallel.offload,
         offload_params="params" in settings.parallel.offload,
+        optimizer_states=settings.parallel.optimizer_states,
+        offload_gradients=settings.parallel.offload_gradients,
         on_cpu=device.type == "cpu",
         moving_average=average,
         checkpointing=settings.gradient_checkpointing,
@@ -192,10 +207,10 @@ def role_memory(shape: Shape, layout: Layout) -> Role:
     host: Bytes = device if layout.on_cpu else {}
     (host if layout.offload_params else device)["weights"] = _resting(shape, layout) / pieces
     if trained:
-        states = {"AdamW": _ADAMW_BYTES * trained / pieces}
+        states = {"AdamW": STATE_BYTES[layout.optimizer_states] * trained / pieces}
         if layout.has_masters:
             states["masters"] = FLOAT * trained / pieces
-        if layout.has_masters_on_host and not layout.on_cpu:
+        if layout.has_gradients_on_host:
             states["gradients kept"] = FLOAT * trained / pieces
         is_on_host = layout.offload_optimizer or layout.offload_params
         (host if is_on_host else device).update(states)
@@ -258,7 +273,7 @@ def _gradients(shape: Shape, layout: Layout, trained: int) -> Bytes:
     if not layout.is_split:
         whole = layout.lora_rank == 0
         under_way = layout.compute_bytes * shape.largest
-        if layout.has_masters_on_host and layout.ranks == 1 and not layout.on_cpu:
+        if layout.has_gradients_on_host:
             # They are copied to the host one by one.
             return {"gradient under way": under_way if whole else 0}
         # A whole gradient is added to the sum of earlier micro-batches.

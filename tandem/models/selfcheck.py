@@ -46,14 +46,15 @@ class Agreement:
     bitwise: decoding token by token gave the packed forward's logits to the last bit, on these
         few tokens and with this number of threads. If all operations are those of `ops`, it does so
         on any tokens; a family's own layers may still differ in a last bit in a large batch.
-    gap: mean |log-prob difference| of decoding and the packed forward, in nats; infinite for a
-        family that does not decode (`twin.decodes`).
+    gap, largest_gap: mean and largest |log-prob difference| of decoding and the packed forward, in
+        nats; infinite for a family that does not decode (`twin.decodes`).
     to_model: largest difference of packed logits and the model's own forward, relative to the
         largest logit.
     """
 
     bitwise: bool
     gap: float
+    largest_gap: float
     to_model: float
 
     @property
@@ -96,12 +97,14 @@ def check_twin(
     advice = _advice(model)
     to_model = _require_close(full, packed, config.model_type, "packed", advice)
     if decoded is None:
-        return Agreement(False, math.inf, to_model)
+        return Agreement(False, math.inf, math.inf, to_model)
     places = _decoded_places(rows)
     _require_close(full[places], decoded, config.model_type, "decoding", advice)
     trained = (full if trains_elsewhere else packed)[places]
     gap = torch.log_softmax(decoded.float(), -1) - torch.log_softmax(trained.float(), -1)
-    return Agreement(torch.equal(decoded, trained), float(gap.abs().mean()), to_model)
+    gap = gap.abs()
+    is_equal = torch.equal(decoded, trained)
+    return Agreement(is_equal, float(gap.mean()), float(gap.max()), to_model)
 
 
 def _packed_logits(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:

@@ -17,9 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tandem.config.parallel import OptimizerStates
 from tandem.errors import CheckpointError, ModelError
-from tandem.parallel.dtensor import local
+from tandem.parallel.dtensor import local, own_rows
 from tandem.parallel.lanes import Lane, StreamLane
+from tandem.parallel.moments import (
+    MOMENTS,
+    exact_moments,
+    from_8bit,
+    kind_for,
+    random_bits,
+    row_size,
+    to_8bit,
+    to_bf16,
+    zero_moments,
+)
 
 _MASTERS = "tandem_masters"
 """Where a model keeps its masters until an optimizer takes them."""
@@ -90,11 +102,19 @@ class _Slice(NamedTuple):
 class _Entry(Mapping[str, Tensor]):
     """What the optimizer keeps for one parameter; as a mapping, its state, split as it is.
 
-    gradient: the float32 sum so far; None before the first. spare: memory for the next one.
+    gradient: the float32 sum so far; None before the first. spare: host memory for the next one.
+    kind: how the moments are kept.
     """
 
     def __init__(
-        self, parameter: nn.Parameter, device: torch.device, master: Tensor | None = None
+        self,
+        parameter: nn.Parameter,
+        device: torch.device,
+        master: Tensor | None,
+        kind: OptimizerStates,
+        ordinal: int,
+        *,
+        is_own_master: bool,
     ) -> None:
         if not local(parameter).is_contiguous():
             raise ModelError(
@@ -102,18 +122,19 @@ class _Entry(Mapping[str, Tensor]):
                 f"strides {parameter.stride()}. Use --dtype fp32 without --offload optimizer."
             )
         self.parameter = parameter
+        self.kind = kind_for(kind, parameter.shape)
+        self.row_size = row_size(parameter.shape)
         # Made from the parameter, so that the state is split as it is.
-        self.tensors = {
-            name: torch.zeros_like(parameter.detach(), dtype=torch.float32, device=device)
-            for name in ("exp_avg", "exp_avg_sq")
-        }
+        self.tensors = zero_moments(self.kind, parameter, device)
         # An existing master is not copied: there may be no room for two.
         source = parameter.detach() if master is None else master
-        copies = master is None
+        copies = master is None and not is_own_master
         self.tensors["master"] = source.to(device, torch.float32, copy=copies).contiguous()
         self.gradient: Tensor | None = None
         self.spare: Tensor | None = None
         self.slices: list[_Slice] = []
+        self._ordinal = ordinal
+        self._first = own_rows(parameter)[1] * self.row_size
 
     def __getitem__(self, name: str) -> Tensor:
         return self.slices[0].step if name == "step" else self.tensors[name]
@@ -122,7 +143,7 @@ class _Entry(Mapping[str, Tensor]):
         own = local(value)
         if name not in self or own.shape != local(self[name]).shape:
             raise CheckpointError(
-                f"AdamW's state must be step, exp_avg, exp_avg_sq or master, shaped as its weight; "
+                f"AdamW's state must be {', '.join(self)}, of the shapes for its weight; "
                 f"got {name} of shape {tuple(value.shape)}. Use another checkpoint."
             )
         for target in [s.step for s in self.slices] if name == "step" else [local(self[name])]:
@@ -133,6 +154,55 @@ class _Entry(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return 1 + len(self.tensors)
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Copy this rank's pieces of a saved state, whose moments may be of another kind."""
+        if "step" in saved:
+            self["step"] = saved["step"]
+        moments = {name: value for name, value in saved.items() if name != "step"}
+        own = {name: local(self[name]).dtype for name in self if name not in ("step", "master")}
+        if {name: value.dtype for name, value in moments.items()} == own:
+            for name, value in moments.items():
+                self[name] = value
+            return
+        exact = exact_moments(moments)
+        for s in self.slices:
+            self.pack(s, [exact[name].reshape(-1)[s.where] for name in MOMENTS])
+
+    def unpack(self, s: _Slice) -> list[Tensor]:
+        """Both moments of a slice in float32, flat; in float32 they share memory with the state."""
+        flat = {name: local(self[name]).view(-1)[s.where] for name in MOMENTS}
+        if self.kind != "8bit":
+            return [value.float() for value in flat.values()]
+        return [
+            from_8bit(name, codes.view(-1, self.row_size), self._scales(name, s)).view(-1)
+            for name, codes in flat.items()
+        ]
+
+    def pack(self, s: _Slice, moments: Iterable[Tensor]) -> None:
+        """Round both moments of a slice into the state, by the bits of the slice's step."""
+        bits = None
+        for name, values in zip(MOMENTS, moments, strict=True):
+            target = local(self[name]).view(-1)[s.where]
+            if self.kind == "fp32":
+                target.copy_(values)
+                continue
+            if bits is None:
+                first = self._first + s.where.start
+                bits = random_bits(len(values), first, self._ordinal, s.step)
+            else:
+                bits = bits >> 16
+            if self.kind == "bf16":
+                target.copy_(to_bf16(values, bits))
+                continue
+            rows = (-1, self.row_size)
+            codes, scales = to_8bit(name, values.view(rows), bits.view(rows))
+            target.copy_(codes.view(-1))
+            self._scales(name, s).copy_(scales)
+
+    def _scales(self, name: str, s: _Slice) -> Tensor:
+        rows = slice(s.where.start // self.row_size, s.where.stop // self.row_size)
+        return local(self[f"{name}_scale"])[rows]
 
 
 class MasterAdamW:
@@ -146,14 +216,15 @@ class MasterAdamW:
     of split weights (FSDP2), a rank's share only, are read in `collect`: in a hook torch 2.11 may
     return them too early.
 
-    Memory: 12 bytes per weight (master, two moments), and 4 from the first gradient of a step to
-    its end. On the host these 4 stay allocated, and only copy buffers are pinned, which leaves the
-    rest of the memory to other programs.
+    Memory: 12 bytes per weight (master, two moments; less with smaller moments, see `moments`), and
+    4 from the first gradient of a step to its end. On the host these 4 stay allocated, and only
+    copy buffers are pinned, which leaves the rest of the memory to other programs. Float32 weights
+    beside which the moments are kept are their own masters.
 
     Attributes:
         param_groups: as torch's; `lr` and `weight_decay` are read at every step.
-        state: per parameter `step`, `exp_avg`, `exp_avg_sq`, `master`, float32, split as the
-            parameter is; setting one copies into it.
+        state: per parameter `step`, `exp_avg`, `exp_avg_sq`, `master`, split as the parameter is,
+            and in 8 bits `exp_avg_scale`, `exp_avg_sq_scale`; setting one copies into it.
     """
 
     def __init__(
@@ -164,6 +235,7 @@ class MasterAdamW:
         device: torch.device | None = None,
         masters: Mapping[nn.Parameter, Tensor] | None = None,
         sums_on_device: bool = False,
+        states: OptimizerStates = "fp32",
         eps: float = 1e-8,
         bucket_bytes: int = 2**26,
         lane: Callable[[torch.device, int], Lane] | None = None,
@@ -175,7 +247,8 @@ class MasterAdamW:
             masters: float32 values that weights were rounded from, not copied; other masters start
                 from the weights.
             sums_on_device: sum gradients where the weights are, wherever the masters are, because
-                they must then be summed over ranks.
+                they must then be summed over ranks, or the host has no memory for them.
+            states: how the moments are kept.
             bucket_bytes: float32 bytes of one bucket, and at most in flight each way.
             lane: makes what copies; None chooses by the devices.
         Raises:
@@ -184,15 +257,21 @@ class MasterAdamW:
         self.param_groups: list[dict[str, Any]] = [dict(group) for group in groups]
         parameters = [p for group in self.param_groups for p in group["params"]]
         here = local(parameters[0]).device if parameters else torch.device("cpu")
+        # Weights that the moments are beside are not copied.
+        are_masters = device is None
         device = device or here
         masters = masters or {}
-        entries = [_Entry(p, device, masters.get(p)) for p in parameters]
+        entries = [
+            _Entry(p, device, masters.get(p), states, i, is_own_master=are_masters)
+            for i, p in enumerate(parameters)
+        ]
         self.state: dict[nn.Parameter, _Entry] = {entry.parameter: entry for entry in entries}
         self._is_apart = device.type != here.type
         streams = here.type == "cuda" and self._is_apart
         make = lane or (StreamLane if streams else lambda *_: Lane())
         self._down, self._up = make(here, bucket_bytes), make(here, bucket_bytes)
         self._sums_on_device = sums_on_device
+        self._adopts = lane is None and not streams and (sums_on_device or not self._is_apart)
         # Multiples of a cache line, so that the kernel rounds as over the whole.
         size = max(1, bucket_bytes // 4096) * 1024
         self._buckets = [
@@ -213,8 +292,12 @@ class MasterAdamW:
         """Move a weight's gradient to the float32 sum of those before it."""
         entry = self.state[parameter]
         assert parameter.grad is not None
-        source = local(parameter.grad).reshape(-1)
-        if self._sums_on_device:
+        whole = local(parameter.grad)
+        source = whole.reshape(-1)
+        is_sum = whole.dtype == torch.float32 and whole.is_contiguous()
+        if self._adopts and is_sum and entry.gradient is None:
+            entry.gradient = whole
+        elif self._sums_on_device:
             if entry.gradient is None:
                 entry.gradient = source.to(torch.float32, copy=True).view_as(local(parameter))
             else:
@@ -257,24 +340,30 @@ class MasterAdamW:
         """Update masters and weights with the collected gradients; a weight without one stays."""
         self.collect()
         for group, slices, optimizer in self._buckets:
-            moving = []
-            for s in slices:
-                if s.entry.gradient is not None:
-                    gradient = s.entry.gradient.view(-1)[s.where]
-                    s.master.grad = gradient.to(s.master.device)
-                    moving.append(s)
+            moving = [s for s in slices if s.entry.gradient is not None]
+            packed = [s for s in moving if s.entry.kind != "fp32"]
+            for s in moving:
+                assert s.entry.gradient is not None
+                s.master.grad = s.entry.gradient.view(-1)[s.where].to(s.master.device)
+            for s in packed:
+                moments = dict(zip(MOMENTS, s.entry.unpack(s), strict=True))
+                optimizer.state[s.master].update(moments)
             optimizer.param_groups[0].update(lr=group["lr"], weight_decay=group["weight_decay"])
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            for s in packed:  # only this bucket's are ever in float32
+                s.entry.pack(s, [optimizer.state[s.master].pop(name) for name in MOMENTS])
             for s in moving:
-                self._up.up(local(s.entry.parameter).detach().view(-1)[s.where], s.master)
+                weights = local(s.entry.parameter).detach().view(-1)[s.where]
+                if weights.data_ptr() != s.master.data_ptr():
+                    self._up.up(weights, s.master)
         self._up.land()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; `set_to_none` has no effect."""
         self._down.land()
         for parameter, entry in self.state.items():
-            if self._is_apart and entry.gradient is not None:
+            if self._is_apart and not self._sums_on_device and entry.gradient is not None:
                 entry.spare = entry.gradient  # host memory is slow to allocate
             parameter.grad = entry.gradient = None
 
@@ -286,15 +375,18 @@ def _taken(held: weakref.ref[MasterAdamW], parameter: nn.Parameter) -> None:
 
 
 def _bucketed(entries: Iterable[_Entry], size: int) -> Iterator[list[_Slice]]:
-    """Cut entries into slices, and group these into buckets, of at most `size` elements."""
+    """Cut entries into slices, and group these into buckets, of at most `size` elements; a row that
+    is packed in blocks stays whole."""
     bucket: list[_Slice] = []
     filled = 0
     for entry in entries:
         master = local(entry["master"]).view(-1)
+        unit = entry.row_size if entry.kind == "8bit" else 1
+        most = max(unit, size // unit * unit)
         # A rank with an empty piece counts its steps too.
-        for begin in range(0, max(1, master.numel()), size):
-            end = min(begin + size, master.numel())
-            if filled + end - begin > size:
+        for begin in range(0, max(1, master.numel()), most):
+            end = min(begin + most, master.numel())
+            if bucket and filled + end - begin > size:
                 yield bucket
                 bucket, filled = [], 0
             where = slice(begin, end)
@@ -307,10 +399,11 @@ def _bucketed(entries: Iterable[_Entry], size: int) -> Iterator[list[_Slice]]:
 
 
 def _fused(slices: list[_Slice], betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    """torch's AdamW over slices of masters; its state is slices of ours."""
+    """torch's AdamW over slices of masters; its state is slices of ours, without packed moments."""
     optimizer = torch.optim.AdamW([s.master for s in slices], betas=betas, eps=eps, fused=True)
     for s in slices:
-        optimizer.state[s.master]["step"] = s.step
-        for name in ("exp_avg", "exp_avg_sq"):
-            optimizer.state[s.master][name] = local(s.entry[name]).view(-1)[s.where]
+        state = optimizer.state[s.master]
+        state["step"] = s.step
+        if s.entry.kind == "fp32":
+            state.update(zip(MOMENTS, s.entry.unpack(s), strict=True))
     return optimizer

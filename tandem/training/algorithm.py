@@ -183,7 +183,8 @@ def actor_loss(
         kl = kl_loss(logprobs, part.ref_logprobs, part.old_logprobs, algorithm.loss_kl)
         loss = loss + kl_coef * weighted(kl)
         sums["kl_loss"] = masked_sum(kl, mask)
-    return MicroBatchLoss(loss, sums, {"ratio_max": found.max_ratio})
+    apart = (logprobs.detach() - part.old_logprobs).abs().masked_fill(~mask, 0.0).amax()
+    return MicroBatchLoss(loss, sums, {"ratio_max": found.max_ratio, "gap_max": apart})
 
 
 def critic_loss(engine: RLHFEngine, algorithm: Algorithm, part: Experience) -> MicroBatchLoss:

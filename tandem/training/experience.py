@@ -314,6 +314,7 @@ def _policy_metrics(
     if not numbers.from_sampler:  # else the update's first forward measures it
         gap = (rollout.rollout_logprobs - numbers.logprobs).abs()
         metrics["rollout_gap"] = float(masked_mean(gap, mask))
+        metrics["rollout_gap_max"] = float(gap.masked_fill(~mask, 0.0).amax())
     return metrics
 
 

@@ -267,6 +267,7 @@ class PPOTrainer:
         check = partial(self._require_same_policy, learned, per_token) if is_first else None
         means, *others = update.learn(learner, [answers, *texts], check)
         log.maximum("ratio_max", means.pop("ratio_max"))
+        largest_gap = means.pop("gap_max")
         del means["loss"]
         for name in ("policy_loss", "rank_idle"):
             log.add(name, means.pop(name))
@@ -277,6 +278,7 @@ class PPOTrainer:
             log.add("policy_kl_before_update", means["policy_kl"])
             if self.engine.trusts_sampler:
                 log.add("rollout_gap", gap)
+                log.maximum("rollout_gap_max", largest_gap)
         if others:
             means["ptx_loss"] = others[0]["loss"]
         for name, value in means.items():

@@ -36,7 +36,7 @@ from tandem.config.engine import EngineSettings, engine_settings
 from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import Leaves, sources, stage_names
-from tandem.engine.devices import resolve_device
+from tandem.engine.devices import ask_for_determinism, resolve_device
 from tandem.engine.module_scorer import RewardModule
 from tandem.engine.placement import Placement
 from tandem.errors import CheckpointError, ConfigError, DataError, Stopped
@@ -78,6 +78,8 @@ class Run:
         self.config = config
         self.world = world or World(device=resolve_device(config.device))
         self.device = self.world.device
+        if config.deterministic or not writes:  # a replay compares with what was recorded
+            ask_for_determinism(self.device, strict=config.deterministic)
         self.print_line = print_line if self.world.is_first else ignore_line
         self.path = Path(config.output_dir)
         self.identity = Identity(config, self.path, self.world)

@@ -149,7 +149,7 @@ class SupervisedTrainer(Generic[Row]):
             model,
             settings,
             self.order.num_steps,
-            offload=config.parallel.offload,
+            parallel=config.parallel,
             dtype=dtype,
             scaler=LossScaler() if dtype == torch.float16 else None,
             spike_sigma=config.guards.spike_sigma,

@@ -73,7 +73,7 @@ def trainee_of(model: PreTrainedModel, config: RunConfig) -> Learner:
         model,
         SETTINGS,
         num_steps=3,
-        offload=config.parallel.offload,
+        parallel=config.parallel,
         dtype=TYPES[config.dtype],
         scaler=LossScaler(1024.0) if config.dtype == "fp16" else None,
     )
@@ -184,7 +184,7 @@ def test_the_average_is_of_the_masters(offload: tuple[str, ...]) -> None:
     config = config_of("bf16", 0, offload)
     model = policy(config, World(), trained=True)
     settings = replace(SETTINGS, learning_rate=1e-6)
-    learner = Learner("actor", model, settings, 40, offload=offload, dtype=torch.bfloat16)
+    learner = Learner("actor", model, settings, 40, parallel=config.parallel, dtype=torch.bfloat16)
     average = MovingAverage(model, 0.9, learner.masters)
     start = {name: w.clone() for name, w in learner.weights().items()}
     expected = {name: w.double().clone() for name, w in start.items()}

@@ -83,7 +83,7 @@ def training(world: World, config: RunConfig, **changes: Any) -> Training:
         model,
         replace(SETTINGS, lora_learning_rate=1e-2),
         num_steps=100,
-        offload=config.parallel.offload,
+        parallel=config.parallel,
         scaler=LossScaler() if config.dtype == "fp16" else None,
     )
     return Training(world, config, model, learner)

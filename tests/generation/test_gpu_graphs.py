@@ -188,3 +188,26 @@ def test_what_is_recorded_for_a_draw_serves_all_that_draw_alike(recorder: CudaRe
         assert recordings(2, temperature=2.0 + i) == 1
     assert recordings(2) == 1, "the oldest has gone"
     assert recordings(2, temperature=1.0 + MAX_DRAWS) == 0
+
+
+def test_a_function_that_warmed_up_stays_compiled() -> None:
+    """torch marks code objects that meet a dispatch mode as not to be compiled, for good."""
+    calls = []
+
+    def backend(module: Any, _: Any) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            calls.append(module)
+            return module(*arguments)
+
+        return run
+
+    @torch.compile(backend=backend)
+    def doubled(x: Tensor) -> Tensor:
+        return (x * 2).sin()
+
+    x = torch.ones(3)
+    with NoWaiting():
+        doubled(x)
+    before = len(calls)
+    doubled(x)
+    assert len(calls) == before + 1

@@ -13,7 +13,7 @@ from tandem.generation import gpu_runner
 from tandem.generation.gpu_runner import GraphRunner
 from tandem.generation.runner import TwinRunner, new_memory
 from tandem.models.lora import lora_layers
-from tests.generation.cuda_stand_ins import stand_in
+from tests.generation.cuda_stand_ins import Graph, stand_in
 from tests.generation.gpu_sessions import (
     Calls,
     adapted,
@@ -106,3 +106,79 @@ def test_what_is_kept_keeps_no_model() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+class Reserved:
+    """What the driver would see: bytes in the pools of recordings, by what is alive."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.captures = self.pools = self.returned = 0
+        begin, handle = Graph.capture_begin, torch.cuda.graph_pool_handle
+        alive: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self._alive = alive
+
+        def counted(graph: Graph, pool: Any, capture_error_mode: str) -> None:
+            self.captures += 1
+            alive.add(graph)
+            begin(graph, pool, capture_error_mode)
+            Graph.by_pool[id(pool)].clear()  # the stand-in's list would keep dropped graphs alive
+
+        def made() -> Any:
+            self.pools += 1
+            return handle()
+
+        def returned() -> None:
+            self.returned += 1
+
+        patch.setattr(Graph, "capture_begin", counted)
+        patch.setattr(torch.cuda, "graph_pool_handle", made)
+        patch.setattr(torch.cuda, "empty_cache", returned)
+
+    @property
+    def num_bytes(self) -> int:
+        gc.collect()
+        return sum(made.nbytes for graph in self._alive for made in graph.tape.made)
+
+
+@bitwise
+@pytest.mark.parametrize("moves", [False, True])
+def test_reserved_memory_is_flat_over_a_hundred_rollouts(
+    monkeypatch: pytest.MonkeyPatch, moves: bool
+) -> None:
+    """In-place updates record nothing again; moved weights record anew in returned memory."""
+    found_by_address(monkeypatch)
+    reserved = Reserved(monkeypatch)
+    model = wide()
+    sizes = []
+    for rollout in range(100 if not moves else 10):
+        memory = new_memory(model, 4)
+        runner = GraphRunner(model, memory)
+        decoded(runner, memory, first=5 + rollout % 7)
+        runner.close()
+        if rollout < 3 or rollout % 9 == 0:
+            sizes.append(reserved.num_bytes)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(0.999)
+        if moves:
+            model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    assert sizes[0] > 0
+    assert set(sizes) == {sizes[0]}
+    expected = 10 if moves else 1
+    assert (reserved.captures, reserved.pools) == (expected, expected)
+    assert reserved.returned == expected - 1
+
+
+@bitwise
+def test_without_triton_a_pool_whose_graphs_are_gone_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch asserts that a shared pool is in use by a graph that is alive."""
+    reserved = Reserved(monkeypatch)
+    model = wide()
+    for _ in range(2):
+        memory = new_memory(model, 4)
+        runner = GraphRunner(model, memory)
+        decoded(runner, memory)
+        runner.close()
+    assert (reserved.captures, reserved.pools, reserved.returned) == (2, 2, 2)
+    assert reserved.num_bytes == 0

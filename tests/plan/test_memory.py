@@ -151,6 +151,16 @@ def test_offload_moves_states_to_the_host() -> None:
     assert here.backward == {"gradients": 4000, "gradient under way": 400}
 
 
+def test_smaller_moments_and_gradients_that_stay() -> None:
+    for states, size in (("bf16", 4000), ("8bit", 2000 * (1 + 4 / 256))):
+        layout = Layout(half=True, optimizer_states=states)  # type: ignore[arg-type]
+        assert role_memory(SHAPE, layout).resting["AdamW"] == size
+    layout = Layout(offload_optimizer=True, half=True, offload_gradients=False)
+    role = role_memory(SHAPE, layout)
+    assert role.host == {"AdamW": 8000, "masters": 4000}
+    assert role.backward["gradients"] == 4000
+
+
 def test_offloaded_weights_lie_in_pieces_on_the_host_at_one_rank_too() -> None:
     role = role_memory(SHAPE, Layout(offload_params=True, offload_optimizer=True))
     assert role.resting == {}
