@@ -18,10 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from tandem.config.engine import EngineSettings
-from tandem.memory.shape import Shape
+from tandem.memory.dimensions import Shape
 
 FrozenKind = Literal["", "int8", "nf4"]
 FROZEN_BYTES: dict[FrozenKind, float] = {"": 4.0, "int8": 1 + 4 / 256, "nf4": 0.5 + 2 / 64}
@@ -101,27 +99,27 @@ def layout_of(
     ranks: int,
     stage: int,
     *,
-    device: torch.device,
-    dtype: torch.dtype,
+    on_cpu: bool,
+    half: bool,
     average: bool = False,
 ) -> Layout:
     """How a trained model of a run is placed.
 
     Args:
-        stage: the ZeRO stage of its role. device, dtype: what the run computes on and in.
+        stage: the ZeRO stage of its role. on_cpu: the host computes. half: in two bytes.
         average: it has a moving average.
     """
     return Layout(
         ranks=ranks,
         replicas=settings.parallel.replicas,
         stage=stage,
-        half=dtype.itemsize == 2,
+        half=half,
         lora_rank=settings.lora.rank,
         frozen=settings.parallel.frozen_weights,
         shares_base=settings.parallel.shared_base,
         offload_optimizer="optimizer" in settings.parallel.offload,
         offload_params="params" in settings.parallel.offload,
-        on_cpu=device.type == "cpu",
+        on_cpu=on_cpu,
         moving_average=average,
         checkpointing=settings.gradient_checkpointing,
     )

@@ -16,7 +16,7 @@ from tandem.memory.model import (
     role_memory,
     working_bytes,
 )
-from tandem.memory.shape import Shape
+from tandem.memory.dimensions import Shape
 from tandem.memory.work import activation_bytes, forward_bytes, generation_bytes, logits_bytes
 
 

@@ -40,7 +40,7 @@ def plan_memory(
     rl: Any = getattr(config, stage.section)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    layout = partial(layout_of, engine_settings(config), ranks, device=device, dtype=dtype)
+    layout = partial(layout_of, engine_settings(config), ranks, on_cpu=device.type == "cpu", half=dtype.itemsize == 2)
     if stage.family == "rl":
         actor, value = shape_of(model), shape_of(critic or model, scalar=True)
         policy = layout(parallel.actor_zero_stage, average=rl.ema)
