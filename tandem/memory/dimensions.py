@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 GATED_KEEPS, RELU_KEEPS, OTHER_KEEPS, GELU_KEEPS = 3, 1, 2, 5
-"""Tensors of the inner width that an MLP keeps per token for its backward pass. Gated: the gate, the
-other projection and their product. Others: the output of the activation, and its input unless
-that follows from it; of GPT-2's tanh GELU, which is written out in torch, every part."""
+"""Tensors of the inner width that an MLP keeps per token for its backward pass.
+
+Gated: the gate, the other projection and their product. Others: the output of the activation, and
+its input unless that follows from it; of GPT-2's tanh GELU, which is written out in torch, every
+part.
+"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shape:
     """A model in the numbers that memory depends on.
 
@@ -44,19 +48,33 @@ class Shape:
     untied_head: int
     is_scalar: bool
 
-    @property
+    @cached_property
     def linear_weights(self) -> int:
         """Elements of all weights in `linears`."""
         return sum(inputs * outputs for inputs, outputs in self.linears)
 
-    @property
+    @cached_property
     def outside_blocks(self) -> int:
         """Parameters outside the blocks: embeddings, the last norm, the head."""
         return self.parameters - sum(self.blocks)
 
+    @cached_property
+    def largest_linear(self) -> int:
+        """Elements of the largest weight in `linears`."""
+        return max((inputs * outputs for inputs, outputs in self.linears), default=0)
+
+    @cached_property
+    def largest_unit(self) -> int:
+        """Parameters of the largest block, or of what is outside of blocks if that is more."""
+        return max([self.outside_blocks, *self.blocks])
+
+    @cached_property
+    def _edges(self) -> int:
+        return sum(inputs + outputs for inputs, outputs in self.linears)
+
     def adapters(self, rank: int) -> int:
         """Parameters of adapters of this rank on every linear layer: rank * (in + out) each."""
-        return sum(rank * (inputs + outputs) for inputs, outputs in self.linears)
+        return rank * self._edges
 
 
 def shape_from(config: Mapping[str, Any], *, scalar: bool = False) -> Shape | None:
@@ -150,8 +168,10 @@ def _llama(config: Mapping[str, Any], scalar: bool) -> Shape:
     biases += bool(config.get("mlp_bias", False)) * (2 * inner + width)
     vocabulary = int(config["vocab_size"])
     parts = _Parts(
-        linears=((width, query), (width, keys), (width, keys), (query, width))
-        + ((width, inner), (width, inner), (inner, width)),
+        linears=(
+            *((width, query), (width, keys), (width, keys), (query, width)),
+            *((width, inner), (width, inner), (inner, width)),
+        ),
         more=2 * width + biases + (2 * head_width if kind == "qwen3" else 0),
         embeddings=vocabulary * width,
         ends=width,

@@ -224,8 +224,8 @@ def working_bytes(shape: Shape, layout: Layout, *, at_once: bool = False) -> Byt
     quantized = quantized_weights(shape, layout)
     working: Bytes = {}
     if quantized:
-        largest = max(inputs * outputs for inputs, outputs in shape.linears)
-        working["dequantized layer"] = layout.compute_bytes * max(largest, shape.untied_head)
+        largest = max(shape.largest_linear, shape.untied_head)
+        working["dequantized layer"] = layout.compute_bytes * largest
     if layout.is_split:
         gathered = weight_bytes(shape, layout, layout.compute_bytes)
         if layout.gathers_blocks and not at_once:
@@ -274,4 +274,4 @@ def _largest_unit(shape: Shape, layout: Layout) -> float:
     """Trained elements of the largest unit that is gathered at once."""
     if layout.lora_rank:
         return shape.adapters(layout.lora_rank) / max(1, shape.layers)
-    return max([shape.outside_blocks, *shape.blocks])
+    return shape.largest_unit

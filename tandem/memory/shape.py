@@ -24,6 +24,7 @@ from tandem.models.lora import adaptable
 
 __all__ = ["Shape", "shape_of"]
 
+
 def shape_of(
     config: PreTrainedConfig, *, scalar: bool = False, trust_remote_code: bool = False
 ) -> Shape:
