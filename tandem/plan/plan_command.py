@@ -16,11 +16,11 @@ from tandem.config.stages import in_order
 from tandem.errors import ConfigError
 from tandem.plan.layouts import Laid, ModelsOf, layouts, predict_run
 from tandem.plan.lengths import rows_by_stage
-from tandem.plan.models import config_of, config_of_shape, ladder, shape_for
 from tandem.plan.show import plan_notes, plan_values, show_plan
 from tandem.predict.hardware import Hardware, find_hardware, hardware_names
 from tandem.predict.machine import this_machine
 from tandem.predict.memory import Models
+from tandem.predict.models import config_of, config_of_shape, ladder, shape_for
 from tandem.predict.rows import Rows
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
