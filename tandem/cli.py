@@ -35,6 +35,7 @@ _SUMMARIES = {
     "demo": "All three stages on the built-in data set, in minutes, on a CPU.",
     "replay": "Repeat one step of a run: its metrics, and its tokens one by one.",
     "sweep": "One run per ZeRO stage, LoRA, offload, ...: a table of speed and memory.",
+    "plan": "What a run needs before it starts: memory, time, price, and which layouts fit.",
     "doctor": "This machine: processor, C++ operations, speed, GPUs, what is missing.",
 }
 
@@ -109,6 +110,7 @@ def _run(args: list[str], debug: bool) -> int:
         "data": _data,
         "demo": _demo,
         "sweep": _sweep,
+        "plan": _plan,
         "doctor": _doctor,
         "replay": _replay,
     }
@@ -213,6 +215,12 @@ def _sweep(args: list[str]) -> int:
     from tandem.plan.command import sweep_command
 
     return sweep_command(args)
+
+
+def _plan(args: list[str]) -> int:
+    from tandem.plan.plan_command import plan_command
+
+    return plan_command(args)
 
 
 def _doctor(args: list[str]) -> int:

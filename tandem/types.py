@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.errors import ShapeError
+
+if TYPE_CHECKING:  # reading data must not wait for torch
+    import torch
+    from torch import Tensor
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -187,6 +188,8 @@ class TokenBatch:
     @staticmethod
     def from_rows(rows: Sequence[TokenRow], pad_token_id: int) -> TokenBatch:
         """Right-pad `rows` to the longest of them."""
+        import torch
+
         width = max((len(row) for row in rows), default=0)
         token_ids = torch.full((len(rows), width), pad_token_id, dtype=torch.long)
         attention_mask = torch.zeros((len(rows), width), dtype=torch.bool)
@@ -289,6 +292,8 @@ class Experience:
 
     def select(self, rows: Tensor) -> Experience:
         """The sequences at `rows` (M,) int64, trimmed to the longest of them."""
+        from torch import Tensor
+
         batch = self.batch.select(rows)
         width = batch.token_ids.shape[1]
         chosen: dict[str, Any] = {

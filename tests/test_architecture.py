@@ -26,6 +26,7 @@ LAYERS = (
     ("data", "models", "parallel", "objectives", "metrics"),
     ("generation", "checkpoint", "rewards"),
     ("memory",),
+    ("predict",),
     ("engine",),
     ("training", "serve", "plan", "launch"),
     ("cli", "__init__"),

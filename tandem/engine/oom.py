@@ -110,8 +110,8 @@ class MicroBatchBudget:
             settings,
             self._world.size,
             shards_of(model).plan.stage,
-            device=device,
-            dtype=resolve_dtype(settings.dtype, device),
+            on_cpu=device.type == "cpu",
+            half=resolve_dtype(settings.dtype, device).itemsize == 2,
         )
 
         def needed(tokens: int = self.tokens, **changes: Any) -> int:

@@ -24,9 +24,10 @@ from tandem.generation.following import Followed, Following
 from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Draw, Sampler, sequence_key
 from tandem.generation.scheduler import Request, blocks_wanted, most_needed
-from tandem.generation.session import PREFILL_TOKENS, Record, Session
+from tandem.generation.session import Record, Session
 from tandem.models.twin import decodes, kv_shapes, rope_border
 from tandem.ops.logits import rows_at_once
+from tandem.ops.sizes import PREFILL_TOKENS
 from tandem.types import PromptRow, Rollout, TokenBatch, TokenRow
 
 

@@ -22,10 +22,8 @@ from tandem.generation.runner import new_memory
 from tandem.generation.runners import make_runner
 from tandem.generation.sampler import Draw
 from tandem.generation.scheduler import Entering, Group, Request, Scheduler
-from tandem.ops.attention_context import BLOCK_TOKENS
+from tandem.ops.sizes import BLOCK_TOKENS, PREFILL_TOKENS
 
-PREFILL_TOKENS = 4096
-"""Most tokens of prompts that are let in at once."""
 _FAILED = -1
 """Stands for a token that was drawn of NaN."""
 

@@ -19,11 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from tandem.config.engine import EngineSettings
 from tandem.config.parallel import OptimizerStates
-from tandem.memory.shape import Shape
+from tandem.memory.dimensions import Shape
 
 FrozenKind = Literal["", "int8", "nf4"]
 FROZEN_BYTES: dict[FrozenKind, float] = {"": 4.0, "int8": 1 + 4 / 256, "nf4": 0.5 + 2 / 64}
@@ -114,21 +112,21 @@ def layout_of(
     ranks: int,
     stage: int,
     *,
-    device: torch.device,
-    dtype: torch.dtype,
+    on_cpu: bool,
+    half: bool,
     average: bool = False,
 ) -> Layout:
     """How a trained model of a run is placed.
 
     Args:
-        stage: the ZeRO stage of its role. device, dtype: what the run computes on and in.
+        stage: the ZeRO stage of its role. on_cpu: the host computes. half: in two bytes.
         average: it has a moving average.
     """
     return Layout(
         ranks=ranks,
         replicas=settings.parallel.replicas,
         stage=stage,
-        half=dtype.itemsize == 2,
+        half=half,
         lora_rank=settings.lora.rank,
         frozen=settings.parallel.frozen_weights,
         shares_base=settings.parallel.shared_base,
@@ -136,7 +134,7 @@ def layout_of(
         offload_params="params" in settings.parallel.offload,
         optimizer_states=settings.parallel.optimizer_states,
         offload_gradients=settings.parallel.offload_gradients,
-        on_cpu=device.type == "cpu",
+        on_cpu=on_cpu,
         moving_average=average,
         checkpointing=settings.gradient_checkpointing,
     )
@@ -241,8 +239,8 @@ def working_bytes(shape: Shape, layout: Layout, *, at_once: bool = False) -> Byt
     quantized = quantized_weights(shape, layout)
     working: Bytes = {}
     if quantized:
-        largest = max(inputs * outputs for inputs, outputs in shape.linears)
-        working["dequantized layer"] = layout.compute_bytes * max(largest, shape.untied_head)
+        largest = max(shape.largest_linear, shape.untied_head)
+        working["dequantized layer"] = layout.compute_bytes * largest
     if layout.is_split:
         gathered = weight_bytes(shape, layout, layout.compute_bytes)
         if layout.gathers_blocks and not at_once:
@@ -291,4 +289,4 @@ def _largest_unit(shape: Shape, layout: Layout) -> float:
     """Trained elements of the largest unit that is gathered at once."""
     if layout.lora_rank:
         return shape.adapters(layout.lora_rank) / max(1, shape.layers)
-    return max([shape.outside_blocks, *shape.blocks])
+    return shape.largest_unit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tandem.memory.dimensions import GATED_KEEPS, GELU_KEEPS, OTHER_KEEPS, RELU_KEEPS, Shape
 from tandem.models.blocks import decoder_blocks
 from tandem.models.build import attention_for
 from tandem.models.classifiers import require_classifier
@@ -22,53 +22,7 @@ from tandem.models.hf_logging import quiet
 from tandem.models.load import embedding_rows
 from tandem.models.lora import adaptable
 
-# Tensors of the inner width that an MLP keeps per token for its backward pass. Gated: the gate, the
-# other projection and their product. Others: the output of the activation, and its input unless
-# that follows from it; of GPT-2's tanh GELU, which is written out in torch, every part.
-_GATED_KEEPS, _RELU_KEEPS, _OTHER_KEEPS, _WRITTEN_OUT_KEEPS = 3, 1, 2, 5
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A model in the numbers that memory depends on.
-
-    parameters: all weights, tied ones once. blocks: those of each decoder block.
-    linears: (in, out) of every layer that may get an adapter or be quantized.
-    largest: elements of the largest single weight. vocabulary: rows of the embedding.
-    untied_head: elements of a vocabulary head with a weight of its own; else 0.
-    query_width, kv_width: heads times their width; inner: the MLP's width.
-    inner_kept: tensors of that width which an MLP keeps for its backward pass.
-    is_scalar: a head of one output in place of the vocabulary's.
-    """
-
-    parameters: int
-    blocks: tuple[int, ...]
-    linears: tuple[tuple[int, int], ...]
-    largest: int
-    layers: int
-    width: int
-    heads: int
-    query_width: int
-    kv_width: int
-    inner: int
-    inner_kept: int
-    vocabulary: int
-    untied_head: int
-    is_scalar: bool
-
-    @property
-    def linear_weights(self) -> int:
-        """Elements of all weights in `linears`."""
-        return sum(inputs * outputs for inputs, outputs in self.linears)
-
-    @property
-    def outside_blocks(self) -> int:
-        """Parameters outside the blocks: embeddings, the last norm, the head."""
-        return self.parameters - sum(self.blocks)
-
-    def adapters(self, rank: int) -> int:
-        """Parameters of adapters of this rank on every linear layer: rank * (in + out) each."""
-        return sum(rank * (inputs + outputs) for inputs, outputs in self.linears)
+__all__ = ["Shape", "shape_of"]
 
 
 def shape_of(
@@ -147,12 +101,12 @@ def _mlp(model: PreTrainedModel, width: int) -> tuple[int, int]:
     text = model.config.get_text_config()
     names = [name.rsplit(".", 1)[-1] for name, _ in block.named_modules()]
     if "gate_up_proj" in names:
-        return widest // 2, _GATED_KEEPS
+        return widest // 2, GATED_KEEPS
     if any(name.startswith("gate_proj") for name in names):
-        return widest, _GATED_KEEPS
+        return widest, GATED_KEEPS
     keys = ("hidden_act", "activation_function", "hidden_activation")
     activation = next((str(value) for key in keys if (value := getattr(text, key, None))), "")
-    kept = {"relu": _RELU_KEEPS, "gelu_new": _WRITTEN_OUT_KEEPS}.get(activation, _OTHER_KEEPS)
+    kept = {"relu": RELU_KEEPS, "gelu_new": GELU_KEEPS}.get(activation, OTHER_KEEPS)
     return widest, kept
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from tandem.memory.dimensions import Shape
 from tandem.memory.model import (
     FLOAT,
     Bytes,
@@ -16,7 +17,6 @@ from tandem.memory.model import (
     role_memory,
     working_bytes,
 )
-from tandem.memory.shape import Shape
 from tandem.memory.work import activation_bytes, forward_bytes, generation_bytes, logits_bytes
 
 

@@ -5,14 +5,10 @@ Activations are counted as in arXiv:2205.05198 (section 4.1), for the operations
 
 from __future__ import annotations
 
-import torch
-
-from tandem.generation.blocks import blocks_for
-from tandem.generation.session import PREFILL_TOKENS
+from tandem.memory.dimensions import Shape
 from tandem.memory.model import FLOAT, Bytes, Layout, in_flight_bytes, working_bytes
-from tandem.memory.shape import Shape
-from tandem.ops.attention_context import BLOCK_TOKENS
-from tandem.ops.logits import rows_at_once
+from tandem.ops.logits import BUDGET_BYTES
+from tandem.ops.sizes import BLOCK_TOKENS, PREFILL_TOKENS
 
 
 def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
@@ -46,18 +42,19 @@ def logits_bytes(shape: Shape, tokens: int, layout: Layout, *, backward: bool) -
     """Vocabulary logits in use at once, and in the backward their gradient; 0 for a scalar head."""
     if shape.is_scalar:
         return 0.0
-    rows = min(tokens, _logits_rows(shape, layout, torch.half if layout.half else torch.float))
+    rows = min(tokens, logits_rows(shape, layout, layout.compute_bytes))
     return rows * shape.vocabulary * layout.compute_bytes * (2 if backward else 1)
 
 
-def _logits_rows(shape: Shape, layout: Layout, dtype: torch.dtype) -> int:
-    device = torch.device("cpu" if layout.on_cpu else "cuda")
-    return rows_at_once(shape.vocabulary, dtype, device)
+def logits_rows(shape: Shape, layout: Layout, size: int) -> int:
+    """Rows of logits, in numbers of `size` bytes, that are made at once (ops/logits.py)."""
+    budget = BUDGET_BYTES["cpu" if layout.on_cpu else "cuda"]
+    return max(1, budget // (shape.vocabulary * size))
 
 
 def kv_bytes(shape: Shape, rows: int, tokens: int, layout: Layout) -> float:
     """KV memory of `rows` answers in parallel, prompt and answer `tokens` long."""
-    held = blocks_for(tokens) * BLOCK_TOKENS
+    held = -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
     return 2.0 * layout.compute_bytes * shape.layers * shape.kv_width * rows * held
 
 
@@ -72,7 +69,7 @@ def generation_bytes(
         slices: ranks that hold slices of one model.
     """
     size = layout.compute_bytes
-    rows = min(rows, _logits_rows(shape, layout, torch.float))
+    rows = min(rows, logits_rows(shape, layout, FLOAT))
     decoding: Bytes = {
         "KV memory": kv_bytes(shape, rows, prompt + new, layout),
         "logits": 2.0 * FLOAT * rows * shape.vocabulary,

@@ -40,15 +40,30 @@ class _Total:
     peak_bytes: int = 0
 
 
+@dataclass(slots=True)
+class Whole:
+    """All blocks of a phase so far: how many, wall seconds, CPU seconds of this process, and the
+    peak of its memory."""
+
+    blocks: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    peak_bytes: int = 0
+
+
 class Phases:
     """A timer that adds up blocks by phase until `metrics` returns the sums.
 
     Blocks may nest (`step` around the others); an outer block's memory peak and FLOPs include those
     of the inner ones. On CUDA the device is synchronized at both ends of a block, so that it
     measures the work and not its launch.
+
+    Attributes:
+        whole: all blocks by phase, which `metrics` does not reset.
     """
 
     def __init__(self) -> None:
+        self.whole: dict[str, Whole] = {}
         self._totals: dict[str, _Total] = {}
         self._open: list[_Total] = []
 
@@ -65,17 +80,23 @@ class Phases:
         total = self._totals.setdefault(phase, _Total())
         block = Phase(tokens, samples, flops)
         self._note_peak()
-        _reset_peak()
+        reset_peak()
         self._open.append(total)
-        start = _now()
+        cpu, start = time.process_time(), _now()
         try:
             yield block
         finally:
-            total.seconds += _now() - start
+            seconds = _now() - start
+            total.seconds += seconds
             total.tokens += block.tokens
             total.samples += block.samples
             total.flops += block.flops
             self._note_peak()
+            whole = self.whole.setdefault(phase, Whole())
+            whole.blocks += 1
+            whole.seconds += seconds
+            whole.cpu_seconds += time.process_time() - cpu
+            whole.peak_bytes = max(whole.peak_bytes, total.peak_bytes)
             self._open.pop()
             for outer in self._open:
                 outer.flops += block.flops
@@ -102,7 +123,7 @@ class Phases:
 
     def _note_peak(self) -> None:
         """Record the peak for the outer blocks before an inner one resets it."""
-        peak = _peak_bytes() if self._open else 0
+        peak = peak_bytes() if self._open else 0
         for total in self._open:
             total.peak_bytes = max(total.peak_bytes, peak)
 
@@ -117,7 +138,8 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _reset_peak() -> None:
+def reset_peak() -> None:
+    """Begin to measure the peak of memory anew, where the system can."""
     if _cuda_in_use():
         torch.cuda.reset_peak_memory_stats()
     elif sys.platform == "linux":
@@ -129,7 +151,8 @@ def _reset_peak() -> None:
             return
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
+    """The peak of memory since `reset_peak`: of torch's allocator on CUDA, else resident."""
     if _cuda_in_use():
         return torch.cuda.max_memory_allocated()
     if sys.platform == "linux":

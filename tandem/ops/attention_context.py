@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ShapeError
-
-BLOCK_TOKENS = 16
-"""Tokens in one block of KV memory."""
+from tandem.ops.sizes import BLOCK_TOKENS as BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,10 @@ MiB in float32. Every part that makes them asks here how many rows it may make a
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 BUDGET_BYTES = {"cpu": 2**26, "cuda": 2**29}
 """Most bytes of one tensor of logits, by kind of device; the CPU's for any other.

@@ -33,6 +33,7 @@ from tandem.rewards.scoring import named
 from tandem.training.answer_records import shown_rows
 from tandem.training.callbacks import Callback, CallbackStop
 from tandem.training.compare import compare, is_compared
+from tandem.training.forecast import Forecast
 from tandem.training.given import GivenModel, Rows, digest_of_module, with_given
 from tandem.training.preflight import check_parallel, check_rows, idle_ranks
 from tandem.training.reward_function import check_rewards
@@ -171,7 +172,12 @@ def _train(run: Run, command: str) -> None:
         start = time.monotonic()
         print_line(f"{stage}: begins")
         note(stage)  # for the watchdog, while models load
-        run_stage(run, stage, prepared(stage, run, rows))
+        forecast = Forecast(run, stage, rows)
+        with forecast.loading():
+            job = prepared(stage, run, rows)
+        run_stage(run, stage, job)
+        forecast.compare(job.trainer.phases)
+        del job  # its models make room for the next stage's
         print_line(
             f"{stage}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(stage)}"
         )

@@ -24,7 +24,7 @@ OTHERWISE = {
     "config/grpo.py": ({"grpo"}, "an algorithm: grpo.algorithm"),
     "config/parallel.py": ({"reward"}, "a role: parallel.offload"),
     "engine/scoring.py": ({"reward"}, "a role"),
-    "plan/run.py": ({"reward"}, "a role"),
+    "predict/memory.py": ({"reward"}, "a role"),
     "memory/steps.py": ({"reward"}, "a role"),
     "training/experience.py": ({"reward"}, "a metric, and ppo.kl_in"),
     "training/replay.py": ({"reward"}, "a column: a token's reward"),

@@ -1,0 +1,8 @@
+"""Sizes of work and memory that formulas need as well as code. No torch."""
+
+from __future__ import annotations
+
+BLOCK_TOKENS = 16
+"""Tokens of a block of KV memory."""
+PREFILL_TOKENS = 4096
+"""Tokens of prompts that run through the model at once."""

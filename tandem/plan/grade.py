@@ -1,0 +1,168 @@
+"""Predictions graded: the errors of runs, and constants fitted to them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.errors import ConfigError
+from tandem.predict.constants import MEBIBYTE, SHIPPED
+from tandem.predict.record import PREDICTIONS_FILE, WHOLE, Outcome, read_outcomes
+
+MEMORY_GOAL, TIME_GOAL = 0.10, 0.25
+_FITTED = ("generate", "score", "train")
+_TOLERANCE = 0.02
+
+
+def outcomes_of(folders: Iterable[Path]) -> list[Outcome]:
+    """Of runs' folders, each named by its own.
+
+    Raises:
+        ConfigError: no folder has any.
+    """
+    found = [
+        replace(outcome, case=folder.name)
+        for folder in folders
+        if folder.is_dir()
+        for outcome in read_outcomes(folder)
+    ]
+    if not found:
+        raise ConfigError(
+            f"--grade and --refit must get runs with {PREDICTIONS_FILE}; got none. Give folders of "
+            "runs that have finished a stage."
+        )
+    return found
+
+
+def grade_table(folders: Sequence[Path]) -> str:
+    """Every run's errors, and how many are within the goals.
+
+    Raises:
+        ConfigError: no folder has predictions.
+    """
+    found = outcomes_of(folders)
+    lines = [f"{'run':38} {'stage':10} {'measured':>9} {'memory':>7} {'net':>7}  time by phase"]
+    wholes = [outcome for outcome in found if outcome.phase == WHOLE]
+    for whole in wholes:
+        phases = [o for o in found if (o.case, o.stage) == (whole.case, whole.stage)]
+        times = ", ".join(
+            f"{o.phase} {o.time_error:+.0%}" for o in phases
+            if o.phase in _FITTED and math.isfinite(o.time_error)
+        )  # fmt: skip
+        lines.append(
+            f"{whole.case:38} {whole.stage:10} {whole.measured_bytes / MEBIBYTE:5.0f} MiB "
+            f"{whole.memory_error:+7.1%} {net_error(whole):+7.0%}  {times}"
+        )
+    return "\n".join([*lines, *summary(found)])
+
+
+def net_error(outcome: Outcome) -> float:
+    """The error of what the run adds to its process."""
+    measured = outcome.measured_bytes - outcome.process_bytes
+    predicted = outcome.predicted_bytes - outcome.process_bytes
+    return predicted / measured - 1 if measured > 0 else math.nan
+
+
+def summary(found: Sequence[Outcome]) -> list[str]:
+    """How many predictions are within the goals."""
+    memory = [o.memory_error for o in found if o.phase == WHOLE and math.isfinite(o.memory_error)]
+    times = [o.time_error for o in found if o.phase in _FITTED and math.isfinite(o.time_error)]
+    lines = []
+    if memory:
+        good = sum(abs(error) <= MEMORY_GOAL for error in memory)
+        lines.append(
+            f"peak memory: {good} of {len(memory)} within {MEMORY_GOAL:.0%}, the lowest "
+            f"{min(memory):+.1%}, the highest {max(memory):+.1%}"
+        )
+    if times:
+        good = sum(abs(error) <= TIME_GOAL for error in times)
+        lines.append(
+            f"time of a phase: {good} of {len(times)} within {TIME_GOAL:.0%}, median of the errors "
+            f"{statistics.median(map(abs, times)):.0%}"
+        )
+    return lines
+
+
+def refit(folders: Sequence[Path]) -> dict[str, Any]:
+    """The package's constants with those of the CPU fitted to runs: least squares of the relative
+    errors, no coefficient below 0.
+
+    Raises:
+        ConfigError: no run has predictions on a CPU.
+    """
+    found = [o for o in outcomes_of(folders) if o.hardware.startswith("this machine")]
+    known: dict[str, Any] = yaml.safe_load(SHIPPED.read_text("utf-8"))
+    of_cpu = known["cpu"]
+    fitted = 0
+    for phase in _FITTED:
+        rows = [o for o in found if o.phase == phase and o.terms and (o.cpu_seconds or
+                                                                      o.measured_seconds)]  # fmt: skip
+        if rows:
+            of_cpu[phase] |= _coefficients(rows, of_cpu[phase])
+            fitted += len(rows)
+    if not fitted:
+        raise ConfigError("--refit must get runs timed on a CPU whose speed was known; got none.")
+    wholes = [o for o in found if o.phase == WHOLE]
+    single = [_missing(o) for o in wholes if o.ranks == 1]
+    if single:
+        old = of_cpu["slack_mib"]["process"]
+        of_cpu["slack_mib"]["process"] = round(old + statistics.median(single), 1)
+        several = [_missing(o) for o in wholes if o.ranks > 1]
+        if several:
+            beside = statistics.median(several) - statistics.median(single)
+            of_cpu["slack_mib"]["per_rank"] = round(
+                max(0.0, of_cpu["slack_mib"]["per_rank"] + beside), 1
+            )
+    names = {o.hardware.removeprefix("this machine ").strip("()") for o in found}
+    of_cpu["fitted_on"] = f"{len(wholes)} runs on {', '.join(sorted(names))}"
+    return known
+
+
+def _missing(outcome: Outcome) -> float:
+    """MiB by which a prediction is too low."""
+    return (outcome.measured_bytes - outcome.predicted_bytes) / MEBIBYTE
+
+
+def _coefficients(rows: Sequence[Outcome], start: Mapping[str, float]) -> dict[str, float]:
+    """Coefficients >= 0 for which terms times coefficients come nearest to the seconds measured,
+    in relative error. A weak pull to where they were keeps terms that hardly matter in place."""
+    names = sorted({name for row in rows for name in row.terms})
+    matrix, target = [], []
+    for row in rows:
+        seconds = row.cpu_seconds or row.measured_seconds or 1.0
+        matrix.append([row.terms.get(name, 0.0) / seconds for name in names])
+        target.append(1.0)
+    for number, name in enumerate(names):
+        before = start.get(name, 1.0)
+        matrix.append([_TOLERANCE / max(before, 0.1) * (i == number) for i in range(len(names))])
+        target.append(_TOLERANCE)
+    found = non_negative(matrix, target)
+    return {name: float(f"{value:.3g}") for name, value in zip(names, found, strict=True)}
+
+
+def non_negative(matrix: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
+    """x >= 0 of least |matrix x - target|, by coordinate descent."""
+    columns = list(zip(*matrix, strict=True))
+    x = [0.0] * len(columns)
+    residual = [-value for value in target]
+    squares = [sum(value * value for value in column) for column in columns]
+    for _ in range(3000):
+        moved = 0.0
+        for number, column in enumerate(columns):
+            if squares[number] == 0:
+                continue
+            gradient = sum(a * r for a, r in zip(column, residual, strict=True))
+            new = max(0.0, x[number] - gradient / squares[number])
+            step, x[number] = new - x[number], new
+            if step:
+                residual = [r + step * a for a, r in zip(column, residual, strict=True)]
+            moved = max(moved, abs(step) * math.sqrt(squares[number]))
+        if moved < 1e-9:
+            break
+    return x

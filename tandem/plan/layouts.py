@@ -1,0 +1,227 @@
+"""Ways to place a run: which fit, how fast each is, and what the others fail by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, get_args, get_type_hints
+
+from tandem.config.load import plain_values
+from tandem.config.parallel import ParallelConfig, frozen_base_problems
+from tandem.config.schema import RunConfig
+from tandem.config.stages import in_order
+from tandem.plan.knobs import Knobs
+from tandem.predict.hardware import Hardware
+from tandem.predict.memory import Models
+from tandem.predict.rows import Rows
+from tandem.predict.stage import StagePrediction, predict_stage
+
+ModelsOf = Mapping[str, Models]
+"""The models of each stage, by its name."""
+_MOVABLE: tuple[Any, ...] = get_args(get_args(get_type_hints(ParallelConfig)["offload"])[0])
+"""What `parallel.offload` can name: optimizer, params, and the frozen models."""
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A run with one layout's knobs: its stages' predictions; changes: the knobs that differ from
+    the configuration. seconds: of all stages, or of a step of each where their number is not
+    known."""
+
+    changes: Knobs
+    config: RunConfig
+    stages: tuple[StagePrediction, ...]
+
+    @cached_property
+    def peak(self) -> float:
+        """The largest bytes of a rank, over the stages."""
+        return max(stage.peak for stage in self.stages)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of all stages, or of one step of each."""
+        totals = [stage.total_seconds for stage in self.stages]
+        if all(total is not None for total in totals):
+            return sum(total or 0.0 for total in totals)
+        return sum(stage.step_seconds for stage in self.stages)
+
+    @property
+    def trains_alike(self) -> bool:
+        """Whether the update is the same: no adapters or integers in place of full weights."""
+        return not {"lora.rank", "parallel.frozen_weights", "parallel.shared_base"} & {
+            *self.changes
+        }
+
+    @property
+    def worst(self) -> StagePrediction:
+        """The stage of the peak."""
+        return max(self.stages, key=lambda stage: stage.peak)
+
+    def fits(self, limit: float | None = None) -> bool:
+        """Whether every rank stays within its device, or within `limit` bytes."""
+        return all(s.peak <= (s.budget if limit is None else limit) for s in self.stages)
+
+    def flags(self) -> str:
+        """The changes as flags."""
+        return " ".join(_flag(name, value) for name, value in self.changes.items()) or "as it is"
+
+
+def predict_run(
+    config: RunConfig, models: ModelsOf, rows: Mapping[str, Rows], hardware: Hardware, ranks: int
+) -> tuple[StagePrediction, ...]:
+    """Every stage of a run."""
+    return tuple(
+        predict_stage(config, stage, models[stage.name], rows[stage.name], hardware, ranks)
+        for stage in in_order(config.stages)
+    )
+
+
+def layouts(
+    config: RunConfig,
+    models: ModelsOf,
+    rows: Mapping[str, Rows],
+    hardware: Hardware,
+    ranks: int,
+    *,
+    trains_alike: bool = False,
+) -> list[Laid]:
+    """Every layout that the knobs allow, the fastest first.
+
+    Args:
+        trains_alike: only those that compute the same update: no adapters or integers in place of
+            full weights.
+    """
+    found: dict[tuple[object, ...], Laid] = {}
+    for knobs in _candidates(config, hardware, ranks, trains_alike):
+        changed = _changed(config, knobs)
+        if next(frozen_base_problems(changed.parallel, changed.lora.rank), None):
+            continue  # knobs that exclude each other
+        stages = predict_run(changed, models, rows, hardware, ranks)
+        laid = Laid(_changes(config, knobs), changed, stages)
+        key = (round(laid.peak), f"{laid.seconds:.6g}")
+        # Of those that come to the same, the one that changes least.
+        if key not in found or len(laid.changes) < len(found[key].changes):
+            found[key] = laid
+    # Of those within a percent of each other, the one that changes least, then the smallest.
+    return sorted(
+        found.values(),
+        key=lambda laid: (
+            round(math.log(max(laid.seconds, 1e-9)), 2),
+            len(laid.changes),
+            laid.peak,
+        ),
+    )
+
+
+def _candidates(
+    config: RunConfig, hardware: Hardware, ranks: int, trains_alike: bool
+) -> Iterator[dict[str, Any]]:
+    own, parallel = config.lora.rank, config.parallel
+    zero = [(parallel.actor_zero_stage, parallel.critic_zero_stage)]
+    if ranks > 1:
+        zero = [*dict.fromkeys([*zero, (0, 0), (2, 2), (3, 3)])]
+    adapters = [(own, parallel.frozen_weights, parallel.shared_base)]
+    if not trains_alike:
+        adapters += [(own or 16, "", False), (own or 16, "nf4", False)]
+    offload: list[tuple[str, ...]] = [parallel.offload]
+    if not hardware.on_cpu:
+        offload += [(), ("optimizer",), (*_MOVABLE[:1], *_MOVABLE[2:]), _MOVABLE]
+    micro = config.micro_batch_tokens
+    budgets = [micro, *(size for size in (micro // 4, micro // 16) if size >= 64)][
+        : 2 + hardware.on_cpu
+    ]
+    slices = [parallel.inference_tp_size]
+    if ranks > 1 and not hardware.on_cpu:
+        slices += [parts for parts in (4, 8) if ranks % parts == 0][:1]
+    again = [config.gradient_checkpointing, True]
+    combinations = product(
+        zero, dict.fromkeys(adapters), dict.fromkeys(offload), budgets,
+        dict.fromkeys(slices), dict.fromkeys(again),
+    )  # fmt: skip
+    for (actor, critic), (
+        rank,
+        frozen,
+        shared,
+    ), moved, tokens, parts, checkpointing in combinations:
+        if parts > 1 and (actor != 3 or frozen or rank):
+            continue
+        yield {
+            "parallel.actor_zero_stage": actor,
+            "parallel.critic_zero_stage": critic,
+            "lora.rank": rank,
+            "parallel.frozen_weights": frozen,
+            "parallel.shared_base": shared,
+            "parallel.offload": list(moved),
+            "micro_batch_tokens": tokens,
+            "parallel.inference_tp_size": parts,
+            "gradient_checkpointing": checkpointing,
+        }
+
+
+def _changed(config: RunConfig, knobs: Knobs) -> RunConfig:
+    """The configuration with a candidate's knobs, without the checks that `with_knobs` makes."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in knobs.items():
+        section, _, knob = name.rpartition(".")
+        sections.setdefault(section, {})[knob] = tuple(value) if isinstance(value, list) else value
+    own = sections.pop("", {})
+    return replace(
+        config, **own, **{name: replace(getattr(config, name), **v) for name, v in sections.items()}
+    )
+
+
+def _changes(config: RunConfig, knobs: Knobs) -> dict[str, Any]:
+    values = plain_values(config)
+    changed: dict[str, Any] = {}
+    for name, value in knobs.items():
+        at: Any = values
+        for part in name.split("."):
+            at = at[part]
+        if (list(at) if isinstance(at, list | tuple) else at) != value:
+            changed[name] = value
+    return changed
+
+
+_SHORT = {"parallel.actor_zero_stage": "actor-zero-stage", "lora.rank": "lora-rank",
+          "parallel.critic_zero_stage": "critic-zero-stage", "parallel.offload": "offload",
+          "parallel.frozen_weights": "frozen-weights", "parallel.shared_base": "shared-base",
+          "parallel.inference_tp_size": "inference-tp-size"}  # fmt: skip
+
+
+def _flag(name: str, value: Any) -> str:
+    text = _SHORT.get(name, name.replace("_", "-"))
+    if isinstance(value, bool):
+        return f"--{text}" if value else f"--no-{text}"
+    words = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return f"--{text} {words}".rstrip() if words else f"--{text}="
+
+
+def failures(found: Sequence[Laid], limit: float | None, most: int = 3) -> list[tuple[Laid, str]]:
+    """Layouts that do not fit, those with fewest changes first, and what each fails by."""
+    wrong = sorted(
+        (laid for laid in found if not laid.fits(limit)),
+        key=lambda laid: (len(laid.changes), laid.peak),
+    )
+    return [(laid, why_not(laid, limit)) for laid in wrong[:most]]
+
+
+def why_not(laid: Laid, limit: float | None) -> str:
+    """The stage, phase and largest part by which a layout does not fit."""
+    worst = laid.worst
+    phase = worst.phases[worst.peak_phase]
+    part = max(phase.live, key=lambda name: phase.live[name])
+    allowed = worst.budget if limit is None else limit
+    return (
+        f"{worst.stage} needs {gib(worst.peak)} of {gib(allowed)} in {worst.peak_phase}, most for "
+        f"{part} ({gib(phase.live[part])})"
+    )
+
+
+def gib(size: float) -> str:
+    """Bytes in a unit that fits."""
+    if size >= 10 * 2**30:
+        return f"{size / 2**30:,.0f} GiB"
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -1,0 +1,130 @@
+"""How long a run's rows are, read off its data with its tokenizer, before torch is imported.
+
+A sample of the rows is tokenized. The turns' frame (the chat template) is not rendered: a frame of
+a few tokens per turn stands for it, so lengths are within a few tokens of the run's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tandem.config.schema import RunConfig, rl_section
+from tandem.config.stages import Stage, in_order
+from tandem.data.dataset import Dataset, load_data, load_text
+from tandem.predict.rows import Rows, rows_of
+from tandem.types import Sample
+
+SAMPLED = 256
+"""Rows of each share that are tokenized."""
+_FRAME_TOKENS = 4
+"""Tokens that a chat template adds per turn."""
+_CHARACTERS_PER_TOKEN = 4.0
+Count = Callable[[str], int]
+
+
+def rows_by_stage(config: RunConfig, model: str) -> dict[str, Rows]:
+    """The rows of each stage of a run. Without data: as long as the knobs allow, of unknown number.
+
+    Args:
+        model: whose tokenizer counts, if it is a folder with tokenizer.json.
+    Raises:
+        DataError, ConfigError: the data cannot be read.
+    """
+    stages = in_order(config.stages)
+    if not config.data and not config.sft_data:
+        return {stage.name: longest_rows(config, stage) for stage in stages}
+    count, counted = _counter(model)
+    data = load_data(
+        config.dataset, config.data, config.sft_data, seed=config.seed, stages=config.stages
+    )
+    ptx = 0.0
+    if rl_section(config).ptx_data:
+        texts = load_text(rl_section(config).ptx_data, config.dataset, seed=config.seed).train
+        lengths = [sum(n for n, _ in _whole(s, count)) for s in _some(texts)]
+        ptx = min(sum(lengths) / max(1, len(lengths)), config.dataset.max_tokens)
+    return {stage.name: _rows(config, stage, data, count, counted, ptx) for stage in stages}
+
+
+def longest_rows(config: RunConfig, stage: Stage) -> Rows:
+    """Rows of the greatest length that the knobs allow, an unknown number of them."""
+    sequences = 2 if stage.family == "pairs" and not stage.labelled else 1
+    length = config.dataset.max_tokens
+    if stage.family == "rl":
+        sequences, length = 1, config.dataset.max_prompt_tokens
+    return Rows(
+        sequences=sequences,
+        tokens=sequences * length,
+        answered=sequences * length if stage.family != "rl" else 0,
+        longest=length,
+        ptx=config.dataset.max_tokens if stage.family == "rl" else 0.0,
+        source="no data given: rows as long as the limits",
+    )
+
+
+def _rows(
+    config: RunConfig, stage: Stage, data: Dataset, count: Count, counted: str, ptx: float
+) -> Rows:
+    samples = data.prompts if stage.share == "prompts" else getattr(data, stage.share)
+    limit = config.dataset.max_tokens
+    if stage.share == "prompts":
+        limit = config.dataset.max_prompt_tokens
+        measured = [[(_prompt(s, count), 0)] for s in _some(samples)]
+    elif stage.share == "texts":
+        measured = [_whole(s, count) for s in _some(samples)]
+    else:
+        measured = [_pair(s, count) for s in _some(samples)]
+        if stage.labelled:
+            measured = [[one] for row in measured for one in row]
+    kept = [row for row in measured if max(tokens for tokens, _ in row) <= limit]
+    if config.dataset.on_long_row == "truncate":
+        kept = [[(min(t, limit), min(a, limit)) for t, a in row] for row in measured]
+    if not kept:
+        return longest_rows(config, stage)
+    each = len(measured) / max(1, len(_some(samples)))
+    number = round(len(samples) * each * len(kept) / len(measured))
+    found = rows_of(kept, number, f"{number:,} rows, {counted}")
+    if stage.leaves == "reward model":  # its head reads the last token alone
+        found = replace(found, answered=found.sequences)
+    return replace(found, ptx=ptx) if stage.family == "rl" else found
+
+
+def _some(samples: Sequence[Sample]) -> list[Sample]:
+    """At most SAMPLED of them, evenly spaced."""
+    step = max(1, len(samples) // SAMPLED)
+    return list(samples[::step][:SAMPLED])
+
+
+def _prompt(sample: Sample, count: Count) -> int:
+    return sum(count(turn.content) + _FRAME_TOKENS for turn in sample.prompt) + _FRAME_TOKENS
+
+
+def _whole(sample: Sample, count: Count) -> list[tuple[int, int]]:
+    if sample.text is not None:
+        length = count(sample.text) + 1
+        return [(length, length)]
+    answer = count(sample.chosen or "") + 1
+    return [(_prompt(sample, count) + answer, answer)]
+
+
+def _pair(sample: Sample, count: Count) -> list[tuple[int, int]]:
+    prompt = _prompt(sample, count)
+    texts = [text for _, text in sample.ranking] if len(sample.ranking) > 2 else None
+    answers = texts or [t for t in (sample.chosen, sample.rejected) if t is not None]
+    lengths = [count(text) + 1 for text in answers or [""]]
+    return [(prompt + length, length) for length in lengths]
+
+
+def _counter(model: str) -> tuple[Count, str]:
+    """How to count a text's tokens, and a word on it."""
+    file = Path(model).expanduser() / "tokenizer.json"
+    if model and file.is_file():
+        from tokenizers import Tokenizer
+
+        tokenizer: Any = Tokenizer.from_file(str(file))
+        return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids), (
+            "a sample tokenized"
+        )
+    return lambda text: round(len(text) / _CHARACTERS_PER_TOKEN), "four characters a token"

@@ -1,0 +1,202 @@
+"""`tandem plan`: what a run needs, before it starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tandem.config.flags import parse_run_flags
+from tandem.config.pages import Parser
+from tandem.config.schema import RunConfig
+from tandem.config.stages import in_order
+from tandem.errors import ConfigError
+from tandem.plan.layouts import Laid, ModelsOf, layouts, predict_run
+from tandem.plan.lengths import rows_by_stage
+from tandem.plan.show import plan_notes, plan_values, show_plan
+from tandem.predict.hardware import Hardware, find_hardware, hardware_names
+from tandem.predict.machine import this_machine
+from tandem.predict.memory import Models
+from tandem.predict.models import config_of, config_of_shape, ladder, shape_for
+from tandem.predict.rows import Rows
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+          "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
+
+
+def plan_command(args: Sequence[str]) -> int:
+    """Run `tandem plan ARGS`; 0 if the run fits, 1 if it does not.
+
+    Raises:
+        ConfigError, ModelError, DataError: wrong flags, no such model or hardware, data that cannot
+            be read.
+    """
+    words = list(args)
+    if words and not words[0].startswith("-"):
+        words[:1] = ["--config", words[0]]
+    options, rest = _parser().parse_known_args(words)
+    limit = memory_bytes(options.memory_limit) if options.memory_limit else None
+    if options.price < 0 or options.num_gpus < 0:
+        raise ConfigError("--price and --num-gpus must not be negative; got one that is.")
+    asked = _asked(options, rest)
+    if options.largest:
+        return _largest(asked, limit, as_json=options.json)
+    laid = asked.laid(asked.config, asked.models)
+    others = layouts(asked.config, asked.models, asked.rows, asked.hardware, asked.ranks)
+    if options.json:
+        print(json.dumps(plan_values(laid, others, limit), indent=1))
+    else:
+        sources = [f"{name}: {rows.source}" for name, rows in asked.rows.items()]
+        show_plan(laid, others, limit, plan_notes(laid, sources))
+    return int(not laid.fits(limit))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be planned: configuration, hardware, ranks, models and rows of each stage."""
+
+    config: RunConfig
+    hardware: Hardware
+    ranks: int
+    models: ModelsOf
+    rows: Mapping[str, Rows]
+    policy: Mapping[str, Any]
+
+    def laid(self, config: RunConfig, models: ModelsOf) -> Laid:
+        """The run predicted with some configuration and models."""
+        stages = predict_run(config, models, self.rows, self.hardware, self.ranks)
+        return Laid({}, config, stages)
+
+
+def asked_of(
+    config: RunConfig,
+    hardware: Hardware,
+    ranks: int = 0,
+    *,
+    policy: Mapping[str, Any] | None = None,
+) -> Asked:
+    """What a configuration asks for on some hardware.
+
+    Args:
+        ranks: 0: one per device.
+        policy: the policy's config; None: of actor_model, or of the reward model in a run that
+            trains nothing else.
+    Raises:
+        ConfigError, ModelError, DataError: no model is named, it is not found, data are wrong.
+    """
+    named = config.actor_model or config.reward_model
+    if policy is None:
+        if not named:
+            raise ConfigError(
+                "tandem plan must know the model; got none. Give --actor-model FOLDER_OR_NAME, "
+                "--config FILE, or --shape layers=N,width=N,..."
+            )
+        policy = config_of(named)
+    value = config_of(config.reward_model) if config.reward_model else policy
+    models = models_of(config, policy, value)
+    rows = rows_by_stage(config, named)
+    return Asked(config, hardware, ranks or hardware.count, models, rows, policy)
+
+
+def models_of(config: RunConfig, policy: Mapping[str, Any], value: Mapping[str, Any]) -> ModelsOf:
+    """The models of each stage; critic and reward model have the reward model's shape."""
+    found = Models(
+        shape_for(policy), shape_for(value, scalar=True), str(policy.get("model_type", ""))
+    )
+    return {stage.name: found for stage in in_order(config.stages)}
+
+
+def _asked(options: Any, rest: Sequence[str]) -> Asked:
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)  # noqa: E731
+    config = parse_run_flags(rest, "train", note=say)
+    price = options.price or None
+    if options.hardware:
+        hardware = find_hardware(options.hardware, price)
+    else:
+        hardware = this_machine(say)
+        if price is not None:
+            hardware = replace(hardware, price=price, priced="by --price")
+    policy = config_of_shape(options.shape) if options.shape else None
+    ranks = options.num_gpus or (1 if hardware.on_cpu else hardware.count)
+    return asked_of(config, hardware, ranks, policy=policy)
+
+
+def memory_bytes(text: str) -> float:
+    """A size such as 2GiB, 800MB or 1.5g.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
+    unit = match[2] if match else "?"
+    factor = _UNITS.get(unit) or _UNITS.get(f"{unit}ib")
+    if match is None or factor is None or float(match[1]) <= 0:
+        raise ConfigError(
+            f"--memory-limit must be a size above 0 such as 2GiB or 800MiB; got {text!r}."
+        )
+    return float(match[1]) * factor
+
+
+def _largest(asked: Asked, limit: float | None, *, as_json: bool) -> int:
+    """The largest published size of the family that fits, and by which knobs."""
+    found: list[dict[str, Any]] = []
+    for name, config in reversed(ladder(asked.policy)):
+        value = config if not asked.config.reward_model else None
+        models = models_of(asked.config, config, value or config_of(asked.config.reward_model))
+        ways = layouts(asked.config, models, asked.rows, asked.hardware, asked.ranks)
+        fitting = [way for way in ways if way.fits(limit)]
+        same = [way for way in fitting if way.trains_alike]
+        if fitting:
+            best, full = fitting[0], same[0] if same else None
+            found.append({"model": name, "fits": True, "peak_bytes": best.peak,
+                          "seconds": best.seconds, "flags": best.flags(),
+                          "full": None if full is None else full.flags()})  # fmt: skip
+            if full is not None:
+                break
+        else:
+            smallest = min(ways, key=lambda way: way.peak)
+            found.append({"model": name, "fits": False, "peak_bytes": smallest.peak})
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        print("\n".join(_largest_line(entry) for entry in found))
+    return int(not any(entry["fits"] for entry in found))
+
+
+def _largest_line(entry: Mapping[str, Any]) -> str:
+    peak = f"{entry['peak_bytes'] / 2**30:,.1f} GiB a rank"
+    if not entry["fits"]:
+        return f"{entry['model']}: does not fit; at least {peak}"
+    return f"{entry['model']}: fits, {peak}: {entry['flags']}" + (
+        "" if entry["full"] else " (not with full weights)"
+    )
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "plan",
+        "[CONFIG.yaml] [flags]",
+        "What a run needs, before it starts: memory, time, disk and price of every stage and "
+        "phase, and the layouts that fit. Needs a model's config only. The flags of tandem train "
+        "describe the run.",
+        "tandem plan --actor-model facebook/opt-13b --reward-model facebook/opt-350m --hardware "
+        "8xA100-80G",
+    )
+    names = ", ".join(hardware_names())
+    shape = "A model in numbers: layers, width, and if you like heads, kv_heads, inner, vocabulary."
+    limit = "Bytes that a rank may hold, as 2GiB."
+    parser.section("what")
+    parser.flag("--shape NAME=N,...", shape, shown="--actor-model's")
+    where = f"COUNTxNAME of {names}; or a YAML file."
+    parser.flag("--hardware NAME", where, shown="this machine, measured once")
+    parser.flag("--num-gpus N", "Ranks.", 0, shown="one per device; 1 on a CPU")
+    parser.flag("--price X", "Dollars per hour and device.", 0.0, shown="the table's")
+    parser.flag("--memory-limit SIZE", limit, shown="the device's memory")
+    parser.section("answers")
+    on: dict[str, Any] = {"shown": "off", "action": "store_true"}
+    parser.flag("--largest", "The family's largest published size that fits.", False, **on)
+    parser.flag("--json", "Print the figures as JSON.", False, **on)
+    return parser

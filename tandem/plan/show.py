@@ -1,0 +1,182 @@
+"""A plan on one screen, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tandem.plan.layouts import Laid, failures, gib
+from tandem.predict.constants import constants
+from tandem.predict.stage import Phase, StagePrediction
+
+_PARTS = {"gathered weights": "gathered", "activations' gradients": "act. grads",
+          "read or checked, then AdamW and masters": "read/checked",
+          "gradients being reduced": "reduced", "weights in flight": "in flight"}  # fmt: skip
+
+
+def show_plan(
+    laid: Laid, others: Sequence[Laid], limit: float | None, notes: Sequence[str]
+) -> None:
+    """Print stages and phases, then the best layouts and why others failed."""
+    console = Console(highlight=False)
+    wide = console.width >= 110
+    hardware = laid.stages[0].hardware
+    ranks = laid.stages[0].ranks
+    # Flags and numbers are to be read whole, so lines wrap at words.
+    count = hardware.label if not hardware.on_cpu else f"{hardware.name}, {ranks} rank(s)"
+    console.print(f"[bold]plan[/bold] for {count}, {laid.stages[0].dtype}")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("stage", "phase"):
+        table.add_column(name, no_wrap=True)
+    for name in ("peak/rank", "live", "s/step", "tokens/s", _rate_title(hardware.on_cpu)):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("of it", no_wrap=True, overflow="ellipsis")
+    for stage in laid.stages:
+        for number, (name, phase) in enumerate(stage.phases.items()):
+            table.add_row(*_row(stage, name, phase, first=number == 0, parts=5 if wide else 1))
+    console.print(table)
+    for stage in laid.stages:
+        console.print(_sums(stage), soft_wrap=not wide)
+    _verdict(console, laid, others, limit)
+    for note in notes:
+        console.print(f"[dim]{note}[/dim]")
+
+
+def _rate_title(on_cpu: bool) -> str:
+    return "of peak" if on_cpu else "MFU"
+
+
+def _row(stage: StagePrediction, name: str, phase: Phase, *, first: bool, parts: int) -> list[str]:
+    seconds = phase.seconds
+    at_peak = name == stage.peak_phase
+    largest = sorted(phase.live.items(), key=lambda item: -item[1])[:parts]
+    return [
+        stage.stage if first else "",
+        name,
+        ("*" if at_peak else "") + gib(phase.reserved),
+        gib(phase.peak),
+        _seconds(seconds),
+        f"{phase.tokens / seconds:,.0f}" if seconds and phase.tokens else "",
+        _share(stage, phase),
+        ", ".join(f"{_PARTS.get(part, part)} {gib(size)}" for part, size in largest),
+    ]
+
+
+def _share(stage: StagePrediction, phase: Phase) -> str:
+    """The better used of the device's two rates: products, or (marked bw) memory."""
+    if not phase.seconds:
+        return ""
+    hardware = stage.hardware
+    whole = hardware.flops.get(stage.dtype) or hardware.flops["fp32"]
+    products = phase.flops / phase.seconds / (whole * hardware.cores)
+    memory = phase.moved / phase.seconds / hardware.bandwidth
+    if not phase.flops:
+        return ""
+    return f"{products:.0%}" if products >= memory else f"{min(1.0, memory):.0%} bw"
+
+
+def _sums(stage: StagePrediction) -> str:
+    steps = f"{stage.work.steps:,} steps" if stage.work.steps else "steps not known"
+    parts = [f"{stage.stage}: {steps} of {_seconds(stage.step_seconds)}"]
+    if stage.total_seconds is not None:
+        parts.append(f"in all {duration(stage.total_seconds)}")
+    if stage.dollars is not None:
+        parts.append(f"${stage.dollars:,.2f}")
+    parts.append(f"disk {gib(stage.disk)}")
+    if not stage.hardware.on_cpu:
+        parts.append(f"host {gib(stage.host)} a rank")
+    return ", ".join(parts)
+
+
+def _verdict(console: Console, laid: Laid, others: Sequence[Laid], limit: float | None) -> None:
+    allowed = laid.worst.budget if limit is None else limit
+    word = "fits" if laid.fits(limit) else "[bold red]does not fit[/bold red]"
+    worst = laid.worst
+    where = f"{worst.stage}, {worst.phases[worst.peak_phase].instant}"
+    console.print(f"peak (*) {gib(laid.peak)} of {gib(allowed)} a rank, in {where}: {word}")
+    alike = [other for other in others if other.trains_alike]
+    fitting = [other for other in alike if other.fits(limit)][:3]
+    for other in fitting:
+        console.print(f"  yes {duration(other.seconds)}, {gib(other.peak)}: {other.flags()}")
+    if alike and not fitting:
+        smallest = min(alike, key=lambda other: other.peak)
+        console.print(f"  none fits; the smallest: {gib(smallest.peak)}: {smallest.flags()}")
+    adapted = [other for other in others if not other.trains_alike and other.fits(limit)][:1]
+    for other in adapted:
+        line = f"  yes {duration(other.seconds)}, {gib(other.peak)}, trains adapters alone: "
+        console.print(line + other.flags())
+    for other, why in failures(alike, limit, 3):
+        console.print(f"  no  {other.flags()}: {why}")
+
+
+def plan_notes(laid: Laid, rows: Sequence[str]) -> list[str]:
+    """What a reader must know of the figures: lengths, price, what the constants are from."""
+    hardware = laid.stages[0].hardware
+    notes = [f"rows: {'; '.join(dict.fromkeys(rows))}"]
+    if hardware.price is not None:
+        notes.append(f"price: ${hardware.price:g} per hour and device ({hardware.priced})")
+    known = constants(hardware.kind)
+    notes.append(f"times: {known.fitted_on}; answers as long as sampling.max_new_tokens")
+    return notes
+
+
+def plan_values(laid: Laid, others: Sequence[Laid], limit: float | None) -> dict[str, Any]:
+    """The same figures for programs: bytes and seconds."""
+    return {
+        "hardware": laid.stages[0].hardware.name,
+        "ranks": laid.stages[0].ranks,
+        "dtype": laid.stages[0].dtype,
+        "price": {"per_hour": laid.stages[0].hardware.price,
+                  "date": laid.stages[0].hardware.priced},
+        "fits": laid.fits(limit),
+        "peak_bytes": laid.peak,
+        "stages": [stage_values(stage) for stage in laid.stages],
+        "layouts": [
+            {"changes": dict(other.changes), "fits": other.fits(limit), "peak_bytes": other.peak,
+             "seconds": other.seconds}
+            for other in others
+        ],
+        "rejected": [
+            {"changes": dict(other.changes), "why": why}
+            for other, why in failures(others, limit, len(others))
+        ],
+    }  # fmt: skip
+
+
+def stage_values(stage: StagePrediction) -> dict[str, Any]:
+    """One stage's figures."""
+    return {
+        "stage": stage.stage,
+        "steps": stage.work.steps,
+        "step_seconds": stage.step_seconds,
+        "total_seconds": stage.total_seconds,
+        "dollars": stage.dollars,
+        "disk_bytes": stage.disk,
+        "host_bytes": stage.host,
+        "peak_bytes": stage.peak,
+        "peak_phase": stage.peak_phase,
+        "phases": {
+            name: {"live_bytes": phase.peak, "reserved_bytes": phase.reserved,
+                   "parts": dict(phase.live), "instant": phase.instant, "seconds": phase.seconds,
+                   "tokens": phase.tokens, "flops": phase.flops}
+            for name, phase in stage.phases.items()
+        },
+    }  # fmt: skip
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} days"

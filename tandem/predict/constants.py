@@ -1,0 +1,59 @@
+"""The fitted constants, from the package or from a file of one's own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.errors import ConfigError
+
+CONSTANTS = "TANDEM_PLAN_CONSTANTS"
+"""The environment variable that names a file to use in place of the package's."""
+SHIPPED = Path(__file__).with_name("constants.yaml")
+MEBIBYTE = 2.0**20
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Of one kind of device.
+
+    phases: coefficients by phase and kind of work. slack: resident bytes beside what is counted, of
+    a process alone, and per_rank the more of each of several. fitted_on: what they come from.
+    """
+
+    phases: dict[str, dict[str, float]]
+    slack: float
+    per_rank: float
+    fitted_on: str
+
+
+def constants(kind: str) -> Constants:
+    """Those for a CPU or a GPU.
+
+    Raises:
+        ConfigError: the file named by TANDEM_PLAN_CONSTANTS cannot be used.
+    """
+    path = os.environ.get(CONSTANTS) or str(SHIPPED)
+    values = dict(_read(path)[kind])
+    slack = values.pop("slack_mib")
+    fitted = str(values.pop("fitted_on"))
+    return Constants(values, slack["process"] * MEBIBYTE, slack["per_rank"] * MEBIBYTE, fitted)
+
+
+@cache
+def _read(path: str) -> Any:
+    try:
+        values = yaml.safe_load(Path(path).read_text("utf-8"))
+        for kind in ("cpu", "gpu"):
+            assert {"slack_mib", "fitted_on", "train"} <= set(values[kind])
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"{CONSTANTS} must name a file as `tandem plan --refit` writes it; got {path} "
+            f"({type(error).__name__})."
+        ) from None
+    return values

@@ -1,0 +1,127 @@
+"""The memory of a stage, from its run's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from tandem.config.engine import engine_settings
+from tandem.config.schema import RLConfig, RunConfig
+from tandem.config.stages import Stage
+from tandem.memory.dimensions import Shape
+from tandem.memory.model import FLOAT, Bytes, Layout, MemoryPlan, layout_of, trained_parameters
+from tandem.memory.steps import PPOWork, ppo_memory, supervised_memory
+from tandem.predict.work import Work, has_reference, has_reward_model
+
+PACKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types that decode from packed weights on a CPU (generation/native_runner.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What of a machine decides memory. on_cpu: the host computes. half: in two bytes. packs: there
+    are packed weights to decode from."""
+
+    on_cpu: bool
+    half: bool
+    packs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models of a stage: the policy's shape and the reward model's (of the critic too); the
+    policy's model type."""
+
+    policy: Shape
+    value: Shape
+    kind: str = ""
+
+
+def stage_memory(
+    config: RunConfig, stage: Stage, models: Models, work: Work, device: Device, ranks: int
+) -> MemoryPlan:
+    """What a stage needs per rank, by phase."""
+    parallel = config.parallel
+    layout = partial(
+        layout_of, engine_settings(config), ranks, on_cpu=device.on_cpu, half=device.half
+    )
+    if stage.family == "rl":
+        rl: RLConfig = getattr(config, stage.section)
+        policy = layout(parallel.actor_zero_stage, average=rl.ema)
+        value = layout(parallel.critic_zero_stage)
+        of_step = partial(ppo_memory, models.policy, models.value, policy, value)
+        step = _ppo_work(config, stage, models, work, device, policy)
+        plan = of_step(step)
+        rehearsed = replace(step, tokens=work.rehearsed, answered=_answered(work, work.rehearsed))
+        tried = of_step(rehearsed)
+        layouts = [(models.policy, policy)] + [(models.value, value)] * step.has_critic
+    else:
+        scalar = stage.leaves == "reward model"
+        shape = models.value if scalar else models.policy
+        zero = parallel.critic_zero_stage if "critic" in stage.trains else parallel.actor_zero_stage
+        placed = layout(zero)
+        of_tokens = partial(
+            supervised_memory,
+            shape,
+            placed,
+            reference=has_reference(config, stage),
+            reference_on_host="reference" in parallel.offload,
+        )
+        share = work.answered / max(1.0, work.tokens)
+        micro, largest = work.micro_tokens, work.rehearsed
+        plan = of_tokens(tokens=micro, answered=round(micro * share))
+        tried = of_tokens(tokens=largest, answered=round(largest * share))
+        layouts = [(shape, placed)]
+    rehearsal = {f"rehearse{name[5:]}": size for name, size in tried.phases.items()
+                 if name.startswith("train")}  # fmt: skip
+    copied = {"copy to write": _saved(layouts)} if config.save_async and device.on_cpu else {}
+    saved: dict[str, Bytes] = {"save": copied}
+    return replace(plan, phases={**rehearsal, **plan.phases, **saved})
+
+
+def _ppo_work(
+    config: RunConfig, stage: Stage, models: Models, work: Work, device: Device, policy: Layout
+) -> PPOWork:
+    packs = (
+        models.kind in PACKED_FAMILIES
+        and device.on_cpu
+        and device.packs
+        and config.dtype != "fp16"
+        and not (policy.lora_rank or config.parallel.inference_tp_size > 1)
+        and config.hybrid_engine
+    )
+    return PPOWork(
+        rows=work.at_once,
+        prompt=work.longest_prompt,
+        new=work.new,
+        tokens=work.micro_tokens,
+        answered=_answered(work, work.micro_tokens),
+        packs=packs,
+        slices=config.parallel.inference_tp_size,
+        hosted=tuple(set(config.parallel.offload) & {"reference", "reward"}),
+        has_reward_model=has_reward_model(config, stage),
+        has_critic="critic" in stage.trains,
+        has_reference=has_reference(config, stage),
+    )
+
+
+def _answered(work: Work, tokens: int) -> int:
+    return tokens * work.new // max(1, work.longest_prompt + work.new)
+
+
+def _saved(layouts: list[tuple[Shape, Layout]]) -> float:
+    """Bytes of a checkpoint's copy in host memory: trained weights, masters, moments."""
+    return sum(
+        3 * FLOAT * trained_parameters(shape, layout) / (layout.pieces if layout.is_split else 1)
+        for shape, layout in layouts
+    )
+
+
+def by_part(plan: MemoryPlan, phase: str) -> Bytes:
+    """Everything that is in memory in a phase (`load` too), by what it is, over all roles."""
+    whole = plan.loading if phase == "load" else {**plan.resting, **plan.phases[phase]}
+    parts: Bytes = {}
+    for name, size in whole.items():
+        part = name.rpartition(": ")[2]
+        parts[part] = parts.get(part, 0.0) + size
+    return {name: size for name, size in parts.items() if size > 0}

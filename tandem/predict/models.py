@@ -1,0 +1,169 @@
+"""Models by their config alone: a folder, a hub name in the cache, a published size, `--shape`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.errors import ConfigError, ModelError
+from tandem.memory.dimensions import Shape, scaled, shape_from
+
+_PUBLISHED = Path(__file__).with_name("families.yaml")
+_SHAPE_KEYS = ("layers", "width", "inner", "heads", "kv_heads", "vocabulary", "tied", "family")
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The content of a model's config.json.
+
+    Args:
+        name: a folder, a hub name whose config is in the hub's cache, or a published size.
+    Raises:
+        ModelError: it is none of these, or its config cannot be read.
+    """
+    folder = Path(name).expanduser()
+    file = folder / "config.json" if folder.is_dir() else _cached(name)
+    if file is None:
+        known = _published().get(name.lower())
+        if known is None:
+            raise ModelError(
+                f"model {name!r} must be a folder with config.json, a hub name in the hub's cache, "
+                f"or one of {', '.join(published_names())}; got none of them. Download its "
+                "config.json, or give --shape layers=N,width=N,..."
+            )
+        return known
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or f"no JSON ({error})"
+        raise ModelError(f"{file} must be a model's config; got: {why}.") from None
+    if "num_hidden_layers" not in config and isinstance(config.get("text_config"), dict):
+        config = {"model_type": config.get("model_type"), **config["text_config"]}
+    return dict(config)
+
+
+def shape_for(config: Mapping[str, Any], *, scalar: bool = False) -> Shape:
+    """A shape by the closed form, or counted by transformers for families without one (slower).
+
+    Raises:
+        ModelError: transformers does not know the family either.
+    """
+    try:
+        found = shape_from(config, scalar=scalar)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"a config of {config.get('model_type')!r} must have the sizes of its family; got none "
+            f"or a wrong one for {error}."
+        ) from None
+    if found is not None:
+        return found
+    from transformers import AutoConfig
+
+    from tandem.memory.shape import shape_of
+
+    try:
+        made = AutoConfig.for_model(**dict(config))
+        return shape_of(made, scalar=scalar)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"model type {config.get('model_type')!r} must be one that transformers knows; got: "
+            f"{str(error).splitlines()[0][:160]}."
+        ) from None
+
+
+def config_of_shape(text: str) -> dict[str, Any]:
+    """The config that `--shape layers=24,width=2048,...` describes: a Llama, or an OPT.
+
+    Raises:
+        ConfigError: a word is unknown, no number, or missing.
+    """
+    given: dict[str, str] = {}
+    for item in text.split(","):
+        key, equals, value = item.strip().partition("=")
+        if not equals or key not in _SHAPE_KEYS:
+            raise ConfigError(
+                f"--shape must be NAME=VALUE of {', '.join(_SHAPE_KEYS)}; got {item!r}. Write for "
+                "example layers=24,width=2048,heads=16,vocabulary=32000."
+            )
+        given[key] = value
+    family, tied = given.pop("family", "llama"), given.pop("tied", "false").lower()
+    try:
+        sizes = {key: int(value) for key, value in given.items()}
+        if min(sizes.values()) < 1:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"--shape must have whole numbers above 0; got {text!r}.") from None
+    if missing := [key for key in ("layers", "width") if key not in sizes]:
+        raise ConfigError(f"--shape must say {missing[0]}; got {text!r}.")
+    width = sizes["width"]
+    heads = sizes.get("heads", max(1, width // 64))
+    vocabulary = sizes.get("vocabulary", 32000)
+    if family == "opt":
+        fixed = _families()["opt"]["fixed"]
+        return {**fixed, "num_hidden_layers": sizes["layers"], "hidden_size": width,
+                "num_attention_heads": heads, "ffn_dim": sizes.get("inner", 4 * width),
+                "word_embed_proj_dim": width, "vocab_size": vocabulary}  # fmt: skip
+    if family != "llama":
+        raise ConfigError(f"--shape's family must be llama or opt; got {family!r}.")
+    return scaled(
+        layers=sizes["layers"],
+        width=width,
+        inner=sizes.get("inner", 8 * width // 3 // 64 * 64 or width),
+        heads=heads,
+        kv_heads=sizes.get("kv_heads", heads),
+        vocabulary=vocabulary,
+        tied=tied in ("true", "yes", "1", "on"),
+    )
+
+
+def ladder(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The published sizes of a config's family, from the smallest."""
+    kind = str(config.get("model_type"))
+    family = kind if kind in _families() else "llama"
+    names = {name.lower(): name for name in _families()[family]["sizes"]}
+    return [(full, _published()[lower]) for lower, full in names.items()]
+
+
+def published_names() -> list[str]:
+    """The names that need no download."""
+    return [name for family in _families().values() for name in family["sizes"]]
+
+
+def _cached(name: str) -> Path | None:
+    """The newest config.json of a hub name in the hub's cache, found without asking the hub."""
+    if name.count("/") > 1 or not name or name.startswith((".", "/", "~")):
+        return None
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    root = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    folder = root / f"models--{name.replace('/', '--')}" / "snapshots"
+    found = sorted(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    return found[-1] if found else None
+
+
+@cache
+def _families() -> Any:
+    return yaml.safe_load(_PUBLISHED.read_text("utf-8"))
+
+
+@cache
+def _published() -> dict[str, dict[str, Any]]:
+    """Published configs by name in small letters."""
+    found: dict[str, dict[str, Any]] = {}
+    for family, entry in _families().items():
+        for name, sizes in entry["sizes"].items():
+            layers, width, heads, *rest = sizes
+            config = {**entry["fixed"], "num_hidden_layers": layers, "hidden_size": width,
+                      "num_attention_heads": heads}  # fmt: skip
+            if family == "opt":
+                config |= {"ffn_dim": rest[0], "word_embed_proj_dim": rest[1],
+                           "do_layer_norm_before": rest[1] == width}  # fmt: skip
+            else:
+                keys = ("num_key_value_heads", "intermediate_size", "vocab_size")
+                config |= dict(zip(keys, rest, strict=False)) | {"tie_word_embeddings": rest[3]}
+            found[name.lower()] = config
+    return found

@@ -1,0 +1,207 @@
+"""The time of each phase of a stage: what it computes and moves, at the machine's own rates.
+
+Every phase is a sum of terms, each ideal seconds of one kind of work (products, bytes moved, small
+operations), times a coefficient that says how far from ideal it is. On a CPU the coefficients were
+fitted on runs (`constants.yaml`; `tandem plan --refit`); on a GPU they are estimates from counted
+kernels, and nothing has been measured yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from tandem.memory.dimensions import Shape
+from tandem.memory.model import FLOAT, Layout, trained_parameters, weight_bytes
+from tandem.memory.work import activation_bytes, forward_bytes
+from tandem.ops.sizes import PREFILL_TOKENS
+from tandem.predict.hardware import Hardware
+from tandem.predict.work import Work
+
+HOST_RATE, PCIE_RATE = 32e9, 25e9
+"""Bytes per second of AdamW on a host's processors, and of copies between host and device."""
+
+Terms = dict[str, float]
+"""Ideal seconds by kind of work."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseWork:
+    """A phase's terms, and for its rates the tokens it is counted in, FLOP and bytes of memory."""
+
+    terms: Terms
+    tokens: float = 0.0
+    flops: float = 0.0
+    moved: float = 0.0
+
+    def __add__(self, other: PhaseWork) -> PhaseWork:
+        names = [*self.terms, *(name for name in other.terms if name not in self.terms)]
+        terms = {name: self.terms.get(name, 0.0) + other.terms.get(name, 0.0) for name in names}
+        return PhaseWork(
+            terms, max(self.tokens, other.tokens), self.flops + other.flops,
+            self.moved + other.moved,
+        )  # fmt: skip
+
+    def seconds(self, coefficients: Mapping[str, float]) -> float:
+        """What it takes with these coefficients."""
+        return sum(coefficients.get(name, 1.0) * value for name, value in self.terms.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """The rates that a model's work meets: a machine's, at a compute type; calls of a layer."""
+
+    machine: Hardware
+    dtype: str = "fp32"
+    threads: int = 1
+    calls: Mapping[str, float] = field(default_factory=dict)
+
+    def products(self, flops: float, width: int) -> float:
+        """Ideal seconds of matrix products."""
+        return flops / (self.machine.rate(self.dtype, width) * self.threads)
+
+    def moving(self, size: float) -> float:
+        """Ideal seconds of reading and writing so many bytes."""
+        return size / self.machine.bandwidth
+
+    def small(self, count: float) -> float:
+        """Ideal seconds of so many small operations."""
+        return count * self.machine.call
+
+    def between(self, size: float, ranks: int) -> float:
+        """Ideal seconds in which a rank sends and receives so many bytes."""
+        if ranks <= 1:
+            return 0.0
+        fast = ranks <= self.machine.per_node
+        return size / (self.machine.link if fast else self.machine.network)
+
+
+def forward_flops(shape: Shape, tokens: float, length: float, answered: float) -> float:
+    """Of a forward: weights of the layers, causal attention, the head over answered tokens."""
+    inside = shape.linear_weights
+    attention = 2.0 * shape.query_width * length * shape.layers
+    head = 0.0 if shape.is_scalar else 2.0 * shape.vocabulary * shape.width * answered
+    return 2.0 * inside * tokens + attention * tokens + head
+
+
+def training(shape: Shape, layout: Layout, work: Work, pace: Pace) -> PhaseWork:
+    """Forwards, backwards and optimizer steps of one model in a step."""
+    passes = work.passes
+    tokens, answered = work.tokens * passes, work.answered * passes
+    tokens += work.ptx * work.updates
+    answered += work.ptx * work.updates
+    forward = forward_flops(shape, tokens, work.length, answered)
+    trained = trained_parameters(shape, layout)
+    share = trained / max(1, shape.parameters) if layout.lora_rank else 1.0
+    runs = 2.0 + share + (1.0 if layout.checkpointing else 0.0)
+    kept = activation_bytes(shape, 1, _kept_whole(layout)) * tokens
+    logits = 0.0 if shape.is_scalar else answered * shape.vocabulary * layout.compute_bytes
+    own = trained / (layout.pieces if layout.is_split else 1)
+    batches = work.micro_batches
+    terms = {
+        "products": pace.products(forward * runs, shape.width),
+        "activations": pace.moving(3.0 * kept * (1.5 if layout.checkpointing else 1.0)),
+        "logits": pace.moving(6.0 * logits),
+        "optimizer": pace.moving(work.updates * (28.0 * own + 8.0 * trained)),
+        "layers": pace.small(batches * shape.layers * 40.0),
+        "sequences": pace.small(work.sequences * passes * shape.layers),
+        "fixed": pace.small(work.updates * 400.0),
+        **_collectives(shape, layout, pace, work.updates, batches),
+    }
+    if layout.frozen:
+        terms["dequantized"] = pace.moving(2.0 * batches * FLOAT * shape.linear_weights)
+    if layout.offload_optimizer and not layout.on_cpu:
+        terms["offload"] = work.updates * own * (28.0 / HOST_RATE + 6.0 / PCIE_RATE)
+    if layout.offload_params and not layout.on_cpu:
+        terms["offload"] = terms.get("offload", 0.0) + 2.0 * batches * weight_bytes(
+            shape, layout, layout.compute_bytes
+        ) / (PCIE_RATE * layout.pieces)
+    moved = 3.0 * kept + 6.0 * logits + 28.0 * own * work.updates
+    return PhaseWork(terms, tokens, forward * runs, moved)
+
+
+def scoring(shape: Shape, layout: Layout, work: Work, pace: Pace) -> PhaseWork:
+    """A forward of one model over all answers."""
+    forward = forward_flops(shape, work.tokens, work.length, work.answered)
+    size = forward_bytes(shape, 1, layout) * work.tokens * shape.layers
+    logits = 0.0 if shape.is_scalar else work.answered * shape.vocabulary * layout.compute_bytes
+    batches = max(1.0, work.micro_batches / max(1, work.passes * work.updates))
+    terms = {
+        "products": pace.products(forward, shape.width),
+        "activations": pace.moving(size),
+        "logits": pace.moving(3.0 * logits),
+        "layers": pace.small(batches * shape.layers * 20.0),
+        "sequences": pace.small(work.sequences * shape.layers),
+        "fixed": pace.small(200.0),
+    }
+    if layout.frozen:
+        terms["dequantized"] = pace.moving(2.0 * batches * FLOAT * shape.linear_weights)
+    if layout.is_split:
+        whole = weight_bytes(shape, layout, layout.compute_bytes)
+        terms["collectives"] = pace.between(whole, layout.ranks)
+    return PhaseWork(terms, work.tokens, forward, size + 3.0 * logits)
+
+
+def generating(shape: Shape, layout: Layout, work: Work, pace: Pace, rows: int) -> PhaseWork:
+    """A rollout: prompts at once, then a token of every row per decoding step.
+
+    Args:
+        rows: decoded in parallel.
+    """
+    prompts = work.prompts * work.prompt
+    rounds = work.rows / max(1.0, rows)
+    steps = max(1.0, rounds) * work.new
+    flops = forward_flops(shape, prompts, work.prompt, work.prompts)
+    flops += forward_flops(
+        shape, work.rows * work.new, 2.0 * (work.prompt + work.new / 2), work.rows * work.new
+    )
+    weights = weight_bytes(shape, layout, layout.compute_bytes)
+    keys = 2.0 * layout.compute_bytes * shape.layers * shape.kv_width
+    memory = steps * weights + work.rows * work.new * keys * (work.prompt + work.new / 2)
+    drawn = work.rows * work.new
+    terms = {
+        "products": pace.products(flops, shape.width),
+        "reading": pace.moving(memory),
+        "drawing": pace.moving(drawn * shape.vocabulary * FLOAT * 4.0),
+        "steps": pace.small(steps * 60.0),
+        "layers": pace.small(steps * shape.layers * 8.0),
+        "tokens": pace.small(drawn),
+        "prefill": pace.small((1 + prompts / PREFILL_TOKENS) * shape.layers * 20.0),
+        "fixed": pace.small(400.0),
+        "packing": pace.moving(2.0 * weights),
+    }
+    if layout.is_split:
+        terms["collectives"] = pace.between(weights, layout.ranks)
+    return PhaseWork(terms, drawn, flops, memory)
+
+
+def loading(size: float, params: float, pace: Pace) -> PhaseWork:
+    """Models read, placed and checked. size: bytes of their files."""
+    terms = {"reading": pace.moving(6.0 * size), "fixed": pace.small(1e4),
+             "parameters": pace.moving(8.0 * params)}  # fmt: skip
+    return PhaseWork(terms, 0.0, 0.0, size)
+
+
+def saving(size: float, machine: Hardware) -> PhaseWork:
+    """A checkpoint of so many bytes."""
+    return PhaseWork({"disk": size / machine.disk}, 0.0, 0.0, size)
+
+
+def _collectives(shape: Shape, layout: Layout, pace: Pace, updates: float, batches: float) -> Terms:
+    if layout.ranks <= 1:
+        return {}
+    trained = trained_parameters(shape, layout)
+    weights = weight_bytes(shape, layout, layout.compute_bytes)
+    reduced = 2.0 * FLOAT * trained * updates
+    if layout.is_split:
+        often = batches if layout.gathers_blocks else updates
+        gathered = weights * often * (2.0 if layout.gathers_blocks else 1.0)
+        reduced = FLOAT * trained * (batches if layout.stage >= 2 else updates)
+    else:
+        gathered = 0.0
+    return {"collectives": pace.between(reduced + gathered, layout.ranks)}
+
+
+def _kept_whole(layout: Layout) -> Layout:
+    """The layout without checkpointing: what is computed and moved, not what is kept."""
+    return replace(layout, checkpointing=False)

@@ -1,0 +1,263 @@
+"""A stage predicted whole: memory of every phase, time, disk, price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from tandem.config.engine import engine_settings
+from tandem.config.schema import RLConfig, RunConfig
+from tandem.config.stages import Stage
+from tandem.memory.dimensions import Shape
+from tandem.memory.model import FLOAT, Layout, MemoryPlan, layout_of, trained_parameters
+from tandem.memory.work import logits_rows
+from tandem.predict.constants import constants
+from tandem.predict.hardware import Hardware
+from tandem.predict.memory import Device, Models, by_part, stage_memory
+from tandem.predict.rows import Rows
+from tandem.predict.seconds import (
+    Pace,
+    PhaseWork,
+    generating,
+    loading,
+    saving,
+    scoring,
+    training,
+)
+from tandem.predict.work import Work, has_reference, has_reward_model, work_of
+
+RESERVED = 1.1
+"""What torch's allocator on a GPU holds over the live peak; fragmentation can make it 1.43."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One phase, per rank.
+
+    live: bytes in use at its peak, by part. peak: their sum, beside the process itself. reserved:
+    of the device (a CPU: the process's resident bytes). instant: when the peak is. seconds: per
+    step (load: once); None where the machine's speed is not known. tokens: per step of all ranks.
+    flops, moved: per rank and step. terms: ideal seconds, for fitting.
+    """
+
+    live: Mapping[str, float]
+    peak: float
+    reserved: float
+    instant: str = ""
+    seconds: float | None = None
+    tokens: float = 0.0
+    flops: float = 0.0
+    moved: float = 0.0
+    terms: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePrediction:
+    """A stage on some ranks.
+
+    phases: by name, in order. work: of a step. disk: bytes written at most. host: bytes per rank in
+    host memory beside a GPU. hardware: what for.
+    """
+
+    stage: str
+    ranks: int
+    hardware: Hardware
+    dtype: str
+    work: Work
+    phases: Mapping[str, Phase]
+    disk: float
+    host: float
+
+    @cached_property
+    def peak(self) -> float:
+        """The largest reserved bytes of a rank."""
+        return max(phase.reserved for phase in self.phases.values())
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase of that peak."""
+        return max(self.phases, key=lambda name: self.phases[name].reserved)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a training step."""
+        once = ("load", "rehearse", "save")
+        return sum(p.seconds or 0.0 for name, p in self.phases.items() if name not in once)
+
+    @property
+    def total_seconds(self) -> float | None:
+        """Of the whole stage; None where the number of its steps is not known."""
+        if not self.work.steps:
+            return None
+        once = sum(self.phases[name].seconds or 0.0 for name in ("load", "save"))
+        return once + self.work.steps * self.step_seconds
+
+    @property
+    def dollars(self) -> float | None:
+        """Price of the stage on all devices; None without a price or a number of steps."""
+        if self.hardware.price is None or self.total_seconds is None:
+            return None
+        return self.hardware.price * self.ranks * self.total_seconds / 3600
+
+    @property
+    def budget(self) -> float:
+        """Bytes that one rank may hold: of a CPU its share of the machine's."""
+        shared = self.ranks if self.hardware.on_cpu else 1
+        return self.hardware.memory / shared
+
+
+def compute_dtype(config: RunConfig, hardware: Hardware) -> str:
+    """The compute type of the run on that hardware."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "fp32" if hardware.on_cpu else "bf16"
+
+
+def predict_stage(
+    config: RunConfig,
+    stage: Stage,
+    models: Models,
+    rows: Rows,
+    hardware: Hardware,
+    ranks: int,
+) -> StagePrediction:
+    """What a stage will need on `ranks` devices."""
+    dtype = compute_dtype(config, hardware)
+    half = dtype != "fp32"
+    work = work_of(config, stage, ranks, rows)
+    device = Device(on_cpu=hardware.on_cpu, half=half, packs=hardware.packs)
+    memory = stage_memory(config, stage, models, work, device, ranks)
+    layout = partial(layout_of, engine_settings(config), ranks, on_cpu=hardware.on_cpu, half=half)
+    policy = layout(config.parallel.actor_zero_stage)
+    value = layout(config.parallel.critic_zero_stage)
+    pace = Pace(machine=hardware, dtype=dtype, threads=hardware.cores)
+    times = _phase_work(config, stage, models, work, pace, policy, value)
+    phases = _with_memory(memory, times, hardware, ranks)
+    trained = _trained(config, stage, models, policy, value)
+    return StagePrediction(
+        stage=stage.name,
+        ranks=ranks,
+        hardware=hardware,
+        dtype=dtype,
+        work=work,
+        phases=phases,
+        disk=_disk(config, trained, models, stage),
+        host=sum(memory.host.values()) + config.save_async * _copied(trained),
+    )
+
+
+def _trained(
+    config: RunConfig, stage: Stage, models: Models, policy: Layout, value: Layout
+) -> list[tuple[Shape, Layout]]:
+    """The models that the stage trains."""
+    if stage.family == "rl":
+        return [(models.policy, policy)] + [(models.value, value)] * ("critic" in stage.trains)
+    scalar = stage.leaves == "reward model"
+    return [(models.value, value) if scalar else (models.policy, policy)]
+
+
+def _phase_work(
+    config: RunConfig,
+    stage: Stage,
+    models: Models,
+    work: Work,
+    pace: Pace,
+    policy: Layout,
+    value: Layout,
+) -> dict[str, PhaseWork]:
+    trained = _trained(config, stage, models, policy, value)
+    held = [shape for shape, _ in trained]
+    found: dict[str, PhaseWork] = {}
+    if stage.family == "rl":
+        frozen = replace(policy, is_trained=False)
+        rows = min(work.at_once, logits_rows(models.policy, policy, FLOAT))
+        found["generate"] = generating(models.policy, policy, work, pace, rows)
+        scored: list[PhaseWork] = []
+        if has_reference(config, stage):
+            scored.append(scoring(models.policy, frozen, work, pace))
+        scorers = has_reward_model(config, stage) + ("critic" in stage.trains)
+        scored += [scoring(models.value, replace(value, is_trained=False), work, pace)] * scorers
+        held += [models.value] * has_reward_model(config, stage)
+        held += [models.policy] * (has_reference(config, stage) and not policy.lora_rank)
+        if scored:
+            found["score"] = sum(scored[1:], scored[0])
+    passes = [training(shape, layout, work, pace) for shape, layout in trained]
+    if stage.family != "rl" and has_reference(config, stage):
+        passes.append(scoring(models.policy, replace(policy, is_trained=False), work, pace))
+        held += [models.policy] * (not policy.lora_rank)
+    found["train"] = sum(passes[1:], passes[0])
+    size = sum(FLOAT * shape.parameters for shape in held)
+    state = _copied(trained)
+    return {"load": loading(size, size / FLOAT, pace), **found,
+            "save": saving(state, pace.machine)}  # fmt: skip
+
+
+def _with_memory(
+    memory: MemoryPlan, times: Mapping[str, PhaseWork], hardware: Hardware, ranks: int
+) -> dict[str, Phase]:
+    known = constants(hardware.kind)
+    beside = hardware.process + known.slack + (known.per_rank if ranks > 1 else 0.0)
+    names = {name: _of_phase(name, memory) for name in ("load", "rehearse", *times)}
+    found: dict[str, Phase] = {}
+    kept = 0.0
+    for name, instants in names.items():
+        if not instants:
+            continue
+        instant = max(instants, key=memory.peak)
+        peak = float(memory.peak(instant))
+        time = times.get(name)
+        if hardware.on_cpu:
+            if name == "rehearse":  # moments are not written yet, so they are not resident
+                peak -= sum(size for part, size in memory.resting.items() if "AdamW" in part)
+            if name in ("rehearse", "train"):  # freed memory stays with the process
+                peak = kept = max(kept, peak)
+            reserved = peak + beside
+        else:
+            reserved = peak * RESERVED + beside
+        found[name] = Phase(
+            live=by_part(memory, instant),
+            peak=peak,
+            reserved=reserved,
+            instant=instant,
+            seconds=_seconds(name, time, known.phases, ranks),
+            tokens=0.0 if time is None else time.tokens * ranks,
+            flops=0.0 if time is None else time.flops,
+            moved=0.0 if time is None else time.moved,
+            terms=None if time is None else dict(time.terms),
+        )
+    return found
+
+
+def _seconds(
+    name: str, time: PhaseWork | None, known: Mapping[str, Mapping[str, float]], ranks: int
+) -> float | None:
+    return None if time is None else time.seconds(known[name])
+
+
+def _of_phase(name: str, memory: MemoryPlan) -> list[str]:
+    """The instants of a phase, by their names in the memory plan."""
+    if name == "load":
+        return ["load"]
+    return [instant for instant in memory.phases if instant.split()[0] == name]
+
+
+def _copied(trained: list[tuple[Shape, Layout]]) -> float:
+    """Bytes per rank of a checkpoint's tensors: weights, masters, moments."""
+    return sum(
+        3 * FLOAT * trained_parameters(shape, layout) / (layout.pieces if layout.is_split else 1)
+        for shape, layout in trained
+    )
+
+
+def _disk(
+    config: RunConfig, trained: list[tuple[Shape, Layout]], models: Models, stage: Stage
+) -> float:
+    """Bytes of the checkpoints that are kept and of the saved models."""
+    states = sum(3 * FLOAT * trained_parameters(*one) for one in trained)
+    # The next checkpoint is written before the oldest is removed.
+    checkpoints = (config.keep_checkpoints + 1 if config.save_every else 1) * states
+    section = getattr(config, stage.section)
+    averages = isinstance(section, RLConfig) and section.ema
+    saved = FLOAT * (sum(shape.parameters for shape, _ in trained))
+    return checkpoints + saved + averages * FLOAT * models.policy.parameters

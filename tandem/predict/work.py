@@ -1,0 +1,126 @@
+"""What a stage does in a step, on one rank: tokens, micro-batches, rows, updates.
+
+`memory` asks how much of it is held at once, `seconds` how long it takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.config.schema import RLConfig, RunConfig, num_updates
+from tandem.config.stages import Stage, leaving
+from tandem.predict.rows import Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Of a step of one rank, where not said otherwise.
+
+    steps: of the stage; 0: not known. tokens, answered: that are trained (PPO: in one pass over the
+    answers). sequences: of those tokens; length: their mean. updates: optimizer steps, passes over
+    the same answers included. micro_batches: of all updates. micro_tokens: of the largest.
+    rehearsed: of the largest that the rehearsal before the first step tries. rows: answers sampled,
+    at_once in parallel. prompt, longest_prompt, new: their tokens. ptx: tokens of texts mixed in,
+    per update.
+    """
+
+    steps: int = 0
+    tokens: float
+    answered: float
+    sequences: float
+    updates: int = 1
+    passes: int = 1
+    micro_batches: float
+    micro_tokens: int
+    rehearsed: int
+    rows: float = 0.0
+    prompts: float = 0.0
+    at_once: int = 0
+    prompt: float = 0.0
+    longest_prompt: int = 0
+    new: int = 0
+    ptx: float = 0.0
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of a sequence."""
+        return self.tokens / max(1.0, self.sequences)
+
+
+def work_of(config: RunConfig, stage: Stage, ranks: int, rows: Rows) -> Work:
+    """A step's work, from the knobs and the data."""
+    section: Any = getattr(config, stage.section)
+    if stage.family == "rl":
+        return _rl_work(config, section, ranks, rows)
+    batch = min(section.batch_size, rows.count) if rows.count else section.batch_size
+    share = -(-batch // ranks)
+    width = max(1, round(rows.sequences * rows.longest))
+    limit = config.micro_batch_tokens
+    tokens = batch * rows.tokens / ranks
+    fits = max(1, min(limit // width, share))
+    # Rows vary in length: on the average a micro-batch is not quite full.
+    micro = max(1.0, tokens / max(1.0, min(limit, share * width)))
+    steps = section.max_steps
+    if rows.count:
+        whole = max(1, -(-int(rows.count * section.epochs) // batch))
+        steps = min(steps, whole) if steps else whole
+    return Work(
+        steps=steps,
+        tokens=tokens,
+        answered=batch * rows.answered / ranks,
+        sequences=batch * rows.sequences / ranks,
+        micro_batches=-(-micro // 1),
+        micro_tokens=min(limit, max(width, round(share * rows.tokens))),
+        rehearsed=fits * width,
+    )
+
+
+def _rl_work(config: RunConfig, rl: RLConfig, ranks: int, rows: Rows) -> Work:
+    new, samples = config.sampling.max_new_tokens, config.sampling.samples_per_prompt
+    answers = rl.prompts_per_step * samples
+    mine = -(-answers // ranks)
+    share = -(-min(rl.minibatch_size, answers) // ranks)
+    length = rows.longest + new
+    limit = config.micro_batch_tokens
+    # Answers to a prompt compute it once.
+    each = rows.tokens / samples + new
+    updates = num_updates(config, 1)
+    per_update = share * each
+    steps = rl.steps or (-(-rows.count // rl.prompts_per_step) if rows.count else 0)
+    return Work(
+        steps=steps,
+        tokens=mine * each,
+        answered=mine * new,
+        sequences=mine,
+        updates=updates,
+        passes=rl.epochs,
+        micro_batches=updates * max(1.0, -(-per_update // limit)),
+        micro_tokens=min(limit, max(length, round(share * (rows.tokens + new)))),
+        rehearsed=max(1, min(limit // length, share)) * length,
+        rows=mine,
+        prompts=mine / samples,
+        at_once=min(config.generation_batch_size, mine),
+        prompt=rows.tokens,
+        longest_prompt=rows.longest,
+        new=new,
+        ptx=rl.ptx_batch_size * rows.ptx / ranks if rl.ptx_data else 0.0,
+    )
+
+
+def has_reference(config: RunConfig, stage: Stage) -> bool:
+    """Whether a stage loads a reference: its record says so, and its algorithm and the preference
+    loss that it reads need one."""
+    section = getattr(config, stage.section)
+    if isinstance(section, RLConfig) and not section.has_reference:
+        return False
+    goes_without = stage.reads("dpo.loss") and not config.dpo.needs_reference
+    return "reference" in stage.freezes and not goes_without
+
+
+def has_reward_model(config: RunConfig, stage: Stage) -> bool:
+    """Whether a reward model scores, as far as the configuration says: not where a function alone
+    is named. One that an earlier run left in the folder is not seen here."""
+    rl: RLConfig = getattr(config, stage.section)
+    named = bool(config.reward_model) or bool(leaving(config.stages, "reward model"))
+    return rl.reward_model_weight > 0 and (named or not rl.reward_function)

@@ -1,0 +1,183 @@
+"""Every stage of a run predicted before it starts, and compared with what it then measured."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from tandem.config.schema import RLConfig
+from tandem.config.stages import stage_of
+from tandem.errors import ModelError
+from tandem.metrics.text import duration, with_unit
+from tandem.metrics.timing import Phases, Whole, peak_bytes, reset_peak
+from tandem.ops import native
+from tandem.predict.constants import constants
+from tandem.predict.hardware import Hardware
+from tandem.predict.machine import known_machine, resident_bytes
+from tandem.predict.memory import Models
+from tandem.predict.models import config_of, shape_for
+from tandem.predict.record import WHOLE, Outcome, add_outcomes
+from tandem.predict.rows import Rows, rows_of
+from tandem.predict.stage import Phase, StagePrediction, predict_stage
+from tandem.training.run_folder import Run
+from tandem.training.stage_data import StepRows
+from tandem.types import PromptRow, TokenRow
+
+_UNMEASURED = "machine not measured: memory only"
+
+
+class Forecast:
+    """A stage's prediction, and what is measured beside it.
+
+    Attributes:
+        prediction: None where the models' configs have no formula.
+    """
+
+    def __init__(self, run: Run, stage: str, rows: StepRows) -> None:
+        self.prediction: StagePrediction | None = None
+        self._run, self._stage = run, stage
+        self._load = Whole()
+        known = known_machine()
+        self._is_known = known is not None
+        gc.collect()
+        self._process = resident_bytes()
+        hardware = known or _unmeasured(run, self._process)
+        try:
+            models = _models(run, stage)
+        except ModelError as error:
+            run.print_line(f"{stage}: no prediction: {error}")
+            return
+        self.prediction = predict_stage(
+            run.config, stage_of(stage), models, measured_rows(run, stage, rows), hardware,
+            run.world.size,
+        )  # fmt: skip
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around the loading of the stage's models."""
+        reset_peak()
+        start, cpu = time.perf_counter(), time.process_time()
+        yield
+        self._load = Whole(1, time.perf_counter() - start, time.process_time() - cpu, peak_bytes())
+
+    def compare(self, phases: Phases) -> None:
+        """Write predicted beside measured into the run's folder, and show it in a line."""
+        prediction = self.prediction
+        if prediction is None or not self._run.world.is_first or not self._run.writes:
+            return
+        measured = {"load": self._load, **phases.whole}
+        steps = measured["step"].blocks if "step" in measured else 0
+        if not steps:
+            return
+        outcomes = [
+            self._outcome(name, phase, measured[name], steps)
+            for name, phase in prediction.phases.items()
+            if name in measured
+        ]
+        peak = max(whole.peak_bytes for whole in measured.values())
+        step = measured["step"]
+        whole = Phase(live={}, peak=0.0, reserved=prediction.peak, seconds=prediction.step_seconds)
+        seconds = sum(measured[n].seconds for n in _OF_STEP if n in measured)
+        cpu = sum(measured[n].cpu_seconds for n in _OF_STEP if n in measured)
+        outcomes.append(self._outcome(WHOLE, whole, Whole(step.blocks, seconds, cpu, peak), steps))
+        add_outcomes(self._run.path, outcomes)
+        self._show(outcomes[-1])
+
+    def _outcome(self, name: str, phase: Phase, whole: Whole, steps: int) -> Outcome:
+        assert self.prediction is not None
+        hardware = self.prediction.hardware
+        times = whole.blocks if name in ("load", "save") else steps
+        # A rank that waits for others, or for the cores, loses wall time: one thread's CPU time is
+        # what is predicted.
+        in_cpu = hardware.on_cpu and hardware.cores == 1
+        return Outcome(
+            stage=self._stage,
+            phase=name,
+            ranks=self._run.world.size,
+            hardware=hardware.name,
+            dtype=self.prediction.dtype,
+            predicted_bytes=phase.reserved,
+            measured_bytes=float(whole.peak_bytes),
+            live_bytes=phase.peak,
+            process_bytes=self._process,
+            predicted_seconds=phase.seconds if self._is_known else None,
+            measured_seconds=whole.seconds / max(1, times),
+            cpu_seconds=whole.cpu_seconds / max(1, times) if in_cpu else None,
+            steps=steps,
+            terms=phase.terms or {},
+            constants=constants(hardware.kind).fitted_on,
+        )
+
+    def _show(self, whole: Outcome) -> None:
+        line = (
+            f"{self._stage}: peak {with_unit(whole.measured_bytes, 'bytes')}, predicted "
+            f"{with_unit(whole.predicted_bytes, 'bytes')} ({whole.memory_error:+.0%})"
+        )
+        measured = whole.cpu_seconds or whole.measured_seconds
+        if whole.predicted_seconds is not None and measured:
+            kind = "CPU time of a step" if whole.cpu_seconds else "a step"
+            line += (
+                f"; {kind} {duration(measured)}, predicted {duration(whole.predicted_seconds)} "
+                f"({whole.time_error:+.0%})"
+            )
+        self._run.print_line(line)
+
+
+_OF_STEP = ("generate", "score", "train")
+
+
+def _models(run: Run, stage: str) -> Models:
+    """The stage's models by their configs.
+
+    Raises:
+        ModelError: a config cannot be read.
+    """
+    record = stage_of(stage)
+    code = run.config.trust_remote_code
+    if code:
+        raise ModelError("models with code of their own have no formula.")
+    if record.leaves == "reward model":
+        value = config_of(run.config.reward_model or run.policy_source(stage))
+        return Models(shape_for(value), shape_for(value, scalar=True), str(value["model_type"]))
+    policy = config_of(run.policy_source(stage))
+    reward = run.reward_source(stage) if record.family == "rl" else None
+    value = config_of(reward) if reward else policy
+    return Models(
+        shape_for(policy), shape_for(value, scalar=True), str(policy.get("model_type", ""))
+    )
+
+
+def measured_rows(run: Run, stage: str, rows: StepRows) -> Rows:
+    """The lengths of the rows that a stage trains on."""
+    found = rows.of(stage_of(stage))
+    if not found:
+        return Rows()
+    measured: list[list[tuple[int, int]]] = []
+    for row in found[:2000]:
+        if isinstance(row, PromptRow):
+            measured.append([(len(row), 0)])
+            continue
+        parts = (row,) if isinstance(row, TokenRow) else row.sequences
+        measured.append([(len(part), sum(part.response_mask)) for part in parts])
+    known = rows_of(measured, len(found), f"{len(found):,} rows")
+    section = getattr(run.config, stage_of(stage).section)
+    if isinstance(section, RLConfig) and rows.ptx:
+        known = replace(known, ptx=sum(map(len, rows.ptx)) / len(rows.ptx))
+    return known
+
+
+def _unmeasured(run: Run, process: float) -> Hardware:
+    """This machine where its speed is not known: for memory alone."""
+    return Hardware(
+        name=_UNMEASURED,
+        kind="cpu" if run.device.type == "cpu" else "gpu",
+        flops={"fp32": 1.0},
+        bandwidth=1.0,
+        link=1.0,
+        network=1.0,
+        process=process,
+        packs=native.available(),
+    )
