@@ -38,7 +38,7 @@ def same_word(answer: str, reference: str) -> float:
 
 def after_hashes(answer: str, reference: str) -> float:
     """1 if the number behind #### is the reference's (GSM8K's own rule)."""
-    return gsm8k.reward([""], [answer], answer=[reference])[0] or 0.0
+    return gsm8k.strict([""], [answer], answer=[reference])[0] or 0.0
 
 
 @dataclass(frozen=True)
