@@ -8,12 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-
 from starlette.testclient import TestClient
 
 from tandem.checkpoint.folder import write_folder
