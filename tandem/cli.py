@@ -31,6 +31,7 @@ _SUMMARIES = {
     "serve": "Serve a run's models: OpenAI's API, and a page to look, compare and vote.",
     "eval": "Compare a run's models on held-out rows: perplexity, reward, answers side by side.",
     "report": "Rewrite a run's one-page HTML report.",
+    "push": "Upload a model's folder to the Hugging Face hub, private by default.",
     "data": "`tandem data check FILE ...`: what a run would train on, row by row.",
     "demo": "All three stages on the built-in data set, in minutes, on a CPU.",
     "replay": "Repeat one step of a run: its metrics, and its tokens one by one.",
@@ -113,6 +114,7 @@ def _run(args: list[str], debug: bool) -> int:
         "plan": _plan,
         "doctor": _doctor,
         "replay": _replay,
+        "push": _push,
     }
     if command not in commands:
         known = [*_run_commands(), *commands, "--help", "--version"]
@@ -287,6 +289,34 @@ def _eval(args: list[str]) -> int:
     from tandem.training.eval_command import evaluate_run
 
     evaluate_run(options.run, options.prompts, options.best_of)
+    return 0
+
+
+def _push(args: list[str]) -> int:
+    usage, example = "PATH REPO [flags]", "tandem push runs/first you/assistant --dry-run"
+    parser = Parser("push", usage, _SUMMARIES["push"], example).section("what")
+    models = f"Which model of a run: {listed(latest_first())}."
+    parser.flag("PATH", "A model's folder, or a run's.", type=_path)
+    parser.flag("REPO", "OWNER/NAME on the hub; made if it is missing.")
+    parser.flag("--model NAME", models, shown="the first of these that is finished")
+    about = "Only the LoRA adapter in the folder."
+    parser.flag("--adapter", about, False, shown="off", action="store_true")
+    parser.section("how")
+    about = "Make a new repository public."
+    parser.flag("--public", about, False, shown="off: private", action="store_true")
+    about = "List the files and upload nothing."
+    parser.flag("--dry-run", about, False, shown="off", action="store_true")
+    options = parser.parse_args(args)
+    from tandem.serve.push import push
+
+    push(
+        options.path,
+        options.repo,
+        which=options.model,
+        adapter=options.adapter,
+        public=options.public,
+        dry_run=options.dry_run,
+    )
     return 0
 
 

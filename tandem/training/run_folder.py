@@ -36,6 +36,7 @@ from tandem.config.engine import EngineSettings, engine_settings
 from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import Leaves, sources, stage_names
+from tandem.data.ledger import DatasetLedger
 from tandem.engine.devices import ask_for_determinism, resolve_device
 from tandem.engine.module_scorer import RewardModule
 from tandem.engine.placement import Placement
@@ -47,6 +48,7 @@ from tandem.metrics.log import MetricLog, MutedLog
 from tandem.parallel.world import World
 from tandem.text import ignore_line
 from tandem.training.callbacks import Callback
+from tandem.training.model_card import write_cards
 from tandem.training.own_folder import CHECKPOINTS, COMMAND_FILE, require_run_folder
 from tandem.training.provenance import Identity, environment, origin
 from tandem.training.signals import StopSignals
@@ -63,6 +65,7 @@ class Run:
         callbacks: hear of rollouts, steps, evaluations and saves.
         reward_module: a torch module that scores answers in place of a reward model.
         stopped: why a callback stopped it; empty if none did.
+        command: that repeats it. accounts: of its data sets, by name, once they are read.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class Run:
         self.callbacks: Sequence[Callback] = ()
         self.reward_module: RewardModule | None = None
         self.stopped = ""
+        self.command = ""
+        self.accounts: Mapping[str, DatasetLedger] = {}
         self._verified: set[str] = set()  # a large model is hashed only once per run
         self.rows: StepRows | None = None  # what it trains on, once it is read
         self._savers: dict[str, Saver] = {}
@@ -120,6 +125,7 @@ class Run:
         Raises:
             CheckpointError: the folder cannot be written, or another run is writing in it.
         """
+        self.command = command
         together(lambda: self._open(command), self.path, self.world)
 
     def _open(self, command: str) -> None:
@@ -163,6 +169,7 @@ class Run:
             DataError: the ranks have read different rows.
         """
         self.rows = rows
+        self.accounts = rows.ledger.datasets
         digests = [account.fingerprint for account in rows.ledger.datasets.values()]
         num_data, num_sft = len(self.config.data), len(self.config.sft_data)
         self.identity.fingerprints = {
@@ -251,7 +258,13 @@ class Run:
             **origin(self.config, self.world),
             "made_from": self.identity.made_from(stage),
         }
-        write_folder(self.folder(stage), fill, known, world=self.world)
+
+        def fill_with_cards(target: Path) -> None:
+            fill(target)
+            if self.world.is_first:
+                write_cards(self, stage, target, finite(facts))
+
+        write_folder(self.folder(stage), fill_with_cards, known, world=self.world)
         if self.world.is_keeper:
             shutil.rmtree(self._checkpoints(stage), ignore_errors=True)
 

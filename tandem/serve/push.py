@@ -1,0 +1,146 @@
+"""A model's folder to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from tandem.checkpoint.beside import verify_beside
+from tandem.errors import ConfigError, ModelError
+from tandem.models.save import ADAPTER_FOLDER
+from tandem.serve.chat import find_model
+from tandem.text import one_line, visible
+
+_LOCAL = ("MANIFEST.json",)
+"""Files that say something of this machine's folder only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A file to upload: its name in the repository and its size."""
+
+    name: str
+    num_bytes: int
+
+
+def push(
+    path: str,
+    repo: str,
+    *,
+    which: str = "",
+    adapter: bool = False,
+    public: bool = False,
+    dry_run: bool = False,
+    print_line: Callable[[str], None] = print,
+) -> list[Upload]:
+    """Upload a model's folder to the hub as one commit; the repository is made if it is missing.
+
+    Args:
+        path: a model's folder, or a run's, of which `which` names the model.
+        repo: OWNER/NAME.
+        adapter: only the LoRA adapter that is in the folder.
+        public: make a new repository public; by default it is private. An existing one stays as it
+            is.
+        dry_run: list the files and upload nothing.
+    Returns:
+        what was, or would be, uploaded.
+    Raises:
+        ConfigError: the repository's name is wrong, there is no token, or the hub refuses.
+        ModelError: there is no such model, or no adapter in its folder.
+        CheckpointError: the folder is damaged.
+    """
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ConfigError(
+            f"REPO must be OWNER/NAME; got {visible(repo)!r}: {one_line(error)}"
+        ) from None
+    folder = _folder_of(find_model(path, which), adapter=adapter)
+    verify_beside(folder)
+    files = files_of(folder)
+    for line in notes(folder):
+        print_line(line)
+    total = sum(file.num_bytes for file in files)
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    if dry_run:
+        for file in files:
+            print_line(f"  {file.num_bytes:>14,} bytes  {visible(file.name)}")
+    print_line(
+        f"{'would upload' if dry_run else 'uploading'} {len(files)} files, {total:,} bytes, to "
+        f"{repo} ({'public' if public else 'private'} if it is new)"
+    )
+    if dry_run:
+        return files
+    token = get_token()
+    if not token:
+        raise ConfigError(
+            "tandem push must have a token of the hub that may write; got none. Run "
+            "`hf auth login`, or set HF_TOKEN."
+        )
+    api = HfApi(endpoint=endpoint, token=token)
+    try:
+        api.create_repo(repo, private=not public, exist_ok=True)
+        commit = api.create_commit(
+            repo,
+            [CommitOperationAdd(file.name, str(folder / file.name)) for file in files],
+            commit_message="Upload a model trained with Tandem",
+        )
+    except Exception as error:  # the client raises many kinds of errors
+        reason = one_line(error.__cause__ or error)[:300]
+        raise ConfigError(
+            f"the hub must accept {repo}; got {reason}. Check the name, the token's rights and the "
+            "connection, and run the same command again."
+        ) from error
+    print_line(f"uploaded: {commit.commit_url}")
+    return files
+
+
+def files_of(folder: Path) -> list[Upload]:
+    """The files of a model's folder that belong into a repository, in order."""
+    return [
+        Upload(path.relative_to(folder).as_posix(), path.stat().st_size)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and path.name not in _LOCAL
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
+
+
+def notes(folder: Path) -> list[str]:
+    """What others will miss in the folder."""
+    found = []
+    if not (folder / "README.md").is_file():
+        found.append("note: the folder has no README.md (a model card)")
+    for config in sorted(folder.rglob("adapter_config.json")):
+        base = str(json.loads(config.read_text("utf-8")).get("base_model_name_or_path", ""))
+        if Path(base).is_absolute():
+            found.append(
+                f"note: {config.relative_to(folder)} names a base on this machine, "
+                f"{visible(base)}; write its hub name there, or others cannot load the adapter"
+            )
+    return found
+
+
+def _folder_of(model: str, *, adapter: bool) -> Path:
+    """The folder to upload.
+
+    Raises:
+        ModelError: it holds no model, or no adapter.
+    """
+    folder = Path(model)
+    if adapter and not (folder / "adapter_config.json").is_file():
+        folder = folder / ADAPTER_FOLDER
+    wanted = ["adapter_config.json"] if adapter else ["config.json", "adapter_config.json"]
+    if not any((folder / name).is_file() for name in wanted):
+        raise ModelError(
+            f"{visible(str(folder))} must be a folder with {' or '.join(wanted)}; got none. Give a "
+            "model's folder, or a run's with a finished stage."
+        )
+    return folder
