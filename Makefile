@@ -5,13 +5,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test test-slow battery lint types docs bench bench-gpu clean
+.PHONY: demo test test-gpu test-slow battery lint types docs bench bench-gpu clean
 
 demo: $(STAMP)  ## all three steps on the built-in data set, then a chat sample and a report
 	$(BIN)/tandem demo
 
 test: $(STAMP) lint types  ## lint, type-check, test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test-gpu:  ## what only a GPU shows, in minutes; with the python and torch that are there (PYTHON=)
+	TANDEM_TEST_GPU=on $(PYTHON) -m pytest tests/gpu tests/ops
 
 test-slow: $(STAMP)  ## the longer batteries
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow

@@ -7,6 +7,11 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+# A GPU would change devices and types of every test: only tests/gpu sees one, by `make test-gpu`.
+# torch must not be imported before.
+if os.environ.get("TANDEM_TEST_GPU") != "on":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +24,14 @@ for _number in (signal.SIGINT, signal.SIGHUP):
             _number,
             signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL,
         )
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """With the GPU in sight: only the tests that are meant for it."""
+    if os.environ.get("TANDEM_TEST_GPU") != "on" or collection_path.suffix != ".py":
+        return None
+    is_meant = collection_path.parent.name == "gpu" or collection_path.stem.endswith("_gpu")
+    return None if is_meant or collection_path.stem == "conftest" else True
 
 
 @pytest.fixture(autouse=True)
