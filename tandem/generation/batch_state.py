@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.generation.sampler import Draw, Sampler, TokenCounts
 from tandem.generation.scheduler import Request
+from tandem.ops import gpu
 
 _COUNTING = 2
 """Of a row's five columns (key, token id, position, token number, place), the first that grows."""
@@ -72,10 +73,10 @@ class Rows:
             [0] * len(requests),
             list(places),
         ]
-        self._columns[:, part.rows] = self._on_device(columns, torch.long)
+        self._columns[:, part.rows] = gpu.sent(columns, self.device)
         width = self._tables.shape[1]
         tables = [request.blocks + [0] * (width - len(request.blocks)) for request in requests]
-        part.tables.copy_(self._on_device(tables, torch.int32))
+        part.tables.copy_(gpu.sent(tables, self.device, torch.int32))
         self._samplers = []  # others may have come with them
         self._look()
         return part
@@ -89,9 +90,9 @@ class Rows:
             chosen = [i for i, request in enumerate(part.requests) if request.sampler is sampler]
             if chosen:
                 order += chosen
-                index = torch.tensor(chosen, device=self.device)
+                index = gpu.sent(chosen, self.device)
                 parts.append(self._drawn(sampler, logits, part, index))
-        back = torch.tensor(order, device=self.device).argsort()
+        back = gpu.sent(order, self.device).argsort()
         return Draw(
             torch.cat([draw.tokens for draw in parts])[back],
             torch.cat([draw.logprobs for draw in parts])[back],
@@ -132,7 +133,7 @@ class Rows:
             if self._counts is not None:
                 self._counts.move(torch.tensor(sources), torch.tensor(targets))
             return
-        source, target = self._on_device([sources, targets], torch.long)
+        source, target = gpu.sent([sources, targets], self.device)
         self._columns.index_copy_(1, target, self._columns.index_select(1, source))
         self._tables.index_copy_(0, target, self._tables.index_select(0, source))
         if self._counts is not None:
@@ -158,11 +159,6 @@ class Rows:
                 request.is_counted = True
                 self._counts.begin(request.row, request.prompt)
         return self._counts
-
-    def _on_device(self, numbers: list[list[int]], dtype: torch.dtype) -> Tensor:
-        """Numbers of the host there; from pinned memory, so that the host does not wait."""
-        made = torch.tensor(numbers, dtype=dtype, pin_memory=self.device.type == "cuda")
-        return made.to(self.device, non_blocking=True)
 
     def _look(self) -> None:
         """Made again whenever rows come or go, and not at every step."""

@@ -14,7 +14,7 @@ from tandem.generation.batch_state import Part
 from tandem.generation.sampler import Draw
 from tandem.models.lm_head import vocabulary_logits
 from tandem.models.twin import base_forward, kv_shapes, twin_of
-from tandem.ops import native
+from tandem.ops import gpu, native
 from tandem.ops.attention_context import Decode, KVMemory, Packed, attending
 
 
@@ -72,7 +72,7 @@ class TwinRunner:
     def prefill(self, token_ids: Tensor, lengths: Sequence[int], tables: Tensor) -> Tensor:
         """As `Runner` says."""
         device = token_ids.device
-        counts = torch.tensor(lengths, device=device)
+        counts = gpu.sent(lengths, device)
         ends = counts.cumsum(0)
         starts = torch.repeat_interleave(ends - counts, counts, output_size=len(token_ids))
         positions = torch.arange(len(token_ids), device=device) - starts

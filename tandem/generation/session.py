@@ -22,6 +22,7 @@ from tandem.generation.runner import new_memory
 from tandem.generation.runners import make_runner
 from tandem.generation.sampler import Draw
 from tandem.generation.scheduler import Entering, Group, Request, Scheduler
+from tandem.ops import gpu
 from tandem.ops.sizes import BLOCK_TOKENS, PREFILL_TOKENS
 
 _FAILED = -1
@@ -142,7 +143,7 @@ class Session:
         if entering.prompts:
             self._prefill(entering.prompts)
         if entering.copies:
-            pairs = torch.tensor(entering.copies, device=self.rows.device)
+            pairs = gpu.sent(entering.copies, self.rows.device)
             self._memory.copy_blocks(pairs[:, 0], pairs[:, 1])
         requests = [request for request, _ in entering.requests]
         places = [0 if self._record is None else self._record.place(r) for r in requests]
@@ -171,9 +172,9 @@ class Session:
         width = max(len(group.blocks) for group in groups)
         tables = [group.blocks + [0] * (width - len(group.blocks)) for group in groups]
         logits = self.runner.prefill(
-            torch.tensor([token for group in groups for token in group.prompt], device=device),
+            gpu.sent([token for group in groups for token in group.prompt], device),
             [len(group.prompt) for group in groups],
-            torch.tensor(tables, dtype=torch.int32, device=device),
+            gpu.sent(tables, device, torch.int32),
         )
         for group, row in zip(groups, logits, strict=True):
             group.logits = row

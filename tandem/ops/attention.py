@@ -118,6 +118,10 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: Attent
     # The meta device stands for a GPU where kernels and memory are counted.
     if q.device.type in ("cuda", "meta") and _varlen_kernel_fits(q, v, kind):
         return _varlen_on_gpu(q, k, v, step, kind)
+    if gpu.fuses(q) and kind.dropout == 0:
+        from tandem.ops.varlen_gpu import varlen_attention_gpu  # imports Triton
+
+        return varlen_attention_gpu(q, k, v, step.cu_seqlens, kind)
     bounds = step.cu_seqlens.tolist()
     if not q.shape[0]:
         return q.new_empty(0, q.shape[1], v.shape[2])

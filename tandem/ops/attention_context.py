@@ -10,11 +10,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from tandem.errors import ShapeError
+from tandem.ops import gpu
 from tandem.ops.sizes import BLOCK_TOKENS as BLOCK_TOKENS
 
 
@@ -106,9 +108,9 @@ class Packed:
         lengths: Sequence[int], device: torch.device, prefixes: Sequence[int] | None = None
     ) -> Packed:
         """Segments of these lengths, in this order; `prefixes` as above."""
-        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        ends = gpu.sent([*accumulate(lengths, initial=0)], device, torch.int32)
         if prefixes is None:
-            return Packed(ends.to(device), max(lengths, default=0))
+            return Packed(ends, max(lengths, default=0))
         longest = max(
             (
                 length + (lengths[prefix] if prefix >= 0 else 0)
@@ -116,8 +118,8 @@ class Packed:
             ),
             default=0,
         )
-        found = torch.tensor(prefixes, dtype=torch.int32, device=device)
-        return Packed(ends.to(device), longest, prefixes=found)
+        found = gpu.sent(prefixes, device, torch.int32)
+        return Packed(ends, longest, prefixes=found)
 
     def whole(self) -> WholeSequences:
         """The same sequences without shared prefixes, for attention that knows of none."""

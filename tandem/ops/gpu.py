@@ -8,6 +8,7 @@ its compiler, not yet on a GPU (docs/gpu_kernels.md).
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -49,3 +50,11 @@ def why_not() -> str:
 def contiguous(x: Tensor) -> Tensor:
     """x, copied if its numbers do not lie side by side."""
     return x if x.is_contiguous() else x.contiguous()
+
+
+def sent(
+    numbers: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Numbers of the host on a device; from pinned memory, so that the host does not wait."""
+    made = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)

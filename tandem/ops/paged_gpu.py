@@ -209,8 +209,8 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
             c = tl.load(cos_ptr + row * TURNING + kd, mask=turns, other=1.0)
             s = tl.load(sin_ptr + row * TURNING + kd, mask=turns, other=0.0)
             both = (g < GROUP)[:, None] & turns[None]
-            other = tl.load(q_at + partner[None], mask=both, other=0.0)
-            q = tl.where(turns[None], turned(q, other, c[None], s[None], sign[None]), q)
+            far_q = tl.load(q_at + partner[None], mask=both, other=0.0)
+            q = tl.where(turns[None], turned(q, far_q, c[None], s[None], sign[None]), q)
         # Below any score, yet finite: of two of them the difference is 0 and not NaN.
         top = tl.full([GROUP_PAD], -1.0e30, tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
@@ -238,8 +238,8 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
             k_at = k_ptr + row * k_row + head * k_head + kd
             k = tl.load(k_at, mask=kd < K_WIDTH, other=0.0)
             if TURNING:
-                other = tl.load(k_at + partner, mask=turns, other=0.0)
-                k = tl.where(turns, turned(k, other, c, s, sign), k)
+                far_k = tl.load(k_at + partner, mask=turns, other=0.0)
+                k = tl.where(turns, turned(k, far_k, c, s, sign), k)
             v = tl.load(v_ptr + row * v_row + head * v_head + vd, mask=vd < V_WIDTH, other=0.0)
             block = tl.load(tables_ptr + row * table_row + last // BLOCK)
             place = (block.to(tl.int64) * BLOCK + last % BLOCK) * HEADS + head

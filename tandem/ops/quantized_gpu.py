@@ -126,15 +126,16 @@ def _packed_rows(  # type: ignore[no-untyped-def]
     total = tl.zeros([ROWS_PAD, OUTPUTS], tl.float32)
     SHARE: tl.constexpr = 1 if KIND == 0 else 2
     k = tl.arange(0, STEP // SHARE)
-    row_at = n.to(tl.int64)[:, None] * INPUTS
-    for begin in range(0, INPUTS, STEP):
-        place = begin + k[None] * SHARE
-        inside = (n < outputs)[:, None] & (place < INPUTS)
-        code = tl.load(codes_ptr + (row_at + place) // SHARE, mask=inside, other=0)
-        scale = tl.load(scales_ptr + (row_at + place) // BLOCK, mask=inside, other=0.0)
-        scale = scale.to(tl.float32)
-        x_at = x_ptr + r[:, None] * INPUTS + place
-        given = (r < rows)[:, None] & (place < INPUTS)
+    row = n.to(tl.int64)[:, None]
+    # Counted in bytes, so that the compiler sees that a row's lie side by side.
+    for begin in range(0, INPUTS // SHARE, STEP // SHARE):
+        byte = begin + k[None]
+        inside = (n < outputs)[:, None] & (byte < INPUTS // SHARE)
+        code = tl.load(codes_ptr + row * (INPUTS // SHARE) + byte, mask=inside, other=0)
+        scale_at = scales_ptr + row * (INPUTS // BLOCK) + byte // (BLOCK // SHARE)
+        scale = tl.load(scale_at, mask=inside, other=0.0).to(tl.float32)
+        x_at = x_ptr + r[:, None] * INPUTS + byte * SHARE
+        given = (r < rows)[:, None] & (byte < INPUTS // SHARE)
         x = tl.load(x_at, mask=given, other=0.0)
         if KIND == 0:
             numbers = code.to(tl.int8, bitcast=True).to(tl.float32)

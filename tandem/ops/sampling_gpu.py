@@ -82,7 +82,7 @@ def sample_gpu(
         top_k, top_p, min_p, min_new_tokens,
         BANS=bans, TOP_K=0 < top_k < vocabulary, TOP_P=top_p < 1, MIN_P=min_p > 0,
         TRUNCATES=truncates, CHUNK_LOGITS=CHUNK, CHUNKS_PAD=triton.next_power_of_2(chunks),
-        num_warps=16 if truncates else 8,
+        num_warps=8,
     )  # fmt: skip
     return tokens, numbers
 

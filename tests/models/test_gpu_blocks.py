@@ -9,9 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, Qwen2Config, Qwen3Config
 
+from tandem.config.schema import SamplingConfig
+from tandem.generation.gpu_graphs import NoWaiting
+from tandem.generation.sampler import Sampler
 from tandem.models.gpu_blocks import join_projections
+from tandem.models.quantized import PackedWeight
 from tandem.models.twin import base_forward, twin_of
 from tandem.ops.attention_context import Decode, KVMemory, LayerShape, Packed, attending
+from tandem.ops.dense import token_logprobs
 from tandem.ops.paged_gpu import AddressedMemory
 from tests.ops.counting import Launches, kept, on_meta
 
@@ -42,17 +47,23 @@ def decoding(name: str, layers: int) -> Launches:
     width = model.config.hidden_size // model.config.num_attention_heads
     width = getattr(model.config, "head_dim", None) or width
     meta = torch.device("meta")
-    memory = KVMemory([LayerShape(heads, width, width)] * 2, 8, dtype=torch.bfloat16, device=meta)
-    addressed = object.__new__(AddressedMemory)
-    addressed.num_blocks, addressed.shapes, addressed.dtype = 8, memory.shapes, torch.bfloat16
-    addressed.layers = [(torch.empty(1, dtype=torch.int64, device=meta),) * 2] * 2
+    shapes = [LayerShape(heads, width, width)] * layers
+    memory = addressed(KVMemory(shapes, 8, dtype=torch.bfloat16, device=meta))
     ids = torch.zeros((1, 64), dtype=torch.long, device=meta)
     tables = torch.zeros((64, 16), dtype=torch.int32, device=meta)
     joined = join_projections(model)
     assert joined == layers * (1 if name == "opt" else 2)
-    with torch.no_grad(), attending(Decode(ids[0], tables, addressed)), Launches() as launches:
+    with torch.no_grad(), attending(Decode(ids[0], tables, memory)), Launches() as launches:
         base_forward(twin, ids, ids)
     return launches
+
+
+def addressed(memory: KVMemory) -> AddressedMemory:
+    """As `AddressedMemory`, whose addresses the meta device does not have."""
+    made = object.__new__(AddressedMemory)
+    made.num_blocks, made.shapes, made.dtype = memory.num_blocks, memory.shapes, torch.bfloat16
+    made.layers = [(torch.empty(1, dtype=torch.int64, device="meta"),) * 2] * len(memory.layers)
+    return made
 
 
 KERNELS = {"llama": 9, "llama-3": 9, "qwen2": 9, "qwen3": 14, "opt": 9}
@@ -90,3 +101,54 @@ def test_a_7b_layer_keeps_less_than_a_gigabyte_of_8192_tokens(name: str, megabyt
     (one, few), (two, more) = trained(name, 1), trained(name, 2)
     assert (two - one) / 1e6 <= megabytes
     assert (more.seen - few.seen).total() <= 20, more.seen - few.seen
+
+
+@pytest.mark.parametrize("name", ["llama-3", "opt"])
+def test_nothing_waits_in_prefill_and_update(name: str) -> None:
+    model, meta = model_of(name).train(), torch.device("meta")
+    heads = 8 if name == "llama-3" else 32
+    width = model.config.hidden_size // 32
+    memory = KVMemory([LayerShape(heads, width, width)] * 2, 8, dtype=torch.bfloat16, device=meta)
+    ids = torch.zeros((1, 64), dtype=torch.long, device=meta)
+    ends = torch.zeros(5, dtype=torch.int32, device=meta)
+    tables = torch.zeros((4, 2), dtype=torch.int32, device=meta)
+    twin = twin_of(model)
+    with NoWaiting(), torch.no_grad(), attending(Packed(ends, 16, memory, tables)):
+        base_forward(twin, ids, ids)
+    with NoWaiting():
+        with attending(Packed(ends, 16)):
+            out = base_forward(twin, ids, ids)
+        out.backward(torch.empty_like(out))
+
+
+def test_sampling_is_two_kernels_whatever_the_rule() -> None:
+    logits = torch.empty((64, 32_000), dtype=torch.bfloat16, device="meta")
+    keys = torch.zeros(64, dtype=torch.int64, device="meta")
+    for rule in ({}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "min_new_tokens": 4}):
+        sampler = Sampler(SamplingConfig(**rule), (2,), torch.device("meta"), 32_000)
+        with Launches() as launches:
+            sampler.draw(logits, keys, keys)
+        assert launches.seen == {"tandem.sample_gpu": 2}
+
+
+def test_decoding_with_nf4_moves_little_more_than_its_integers() -> None:
+    """Bytes a weight of what one product of 16 rows reads and writes."""
+    packed = PackedWeight(torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta"), "nf4")
+    x = torch.empty((16, 4096), dtype=torch.bfloat16, device="meta")
+    with Launches() as launches, torch.no_grad():
+        out = packed.product(x, None, turned=False, product=torch.nn.functional.linear)
+    assert launches.seen == {"tandem.packed_linear": 1}
+    moved = sum(t.nbytes for t in (packed.packed, packed.scales, x, out))
+    assert moved / packed.numel() <= 0.7
+
+
+def test_scoring_tokens_is_one_kernel_and_keeps_the_logits_alone() -> None:
+    logits = torch.empty((64, 32_000), dtype=torch.bfloat16, device="meta", requires_grad=True)
+    targets = torch.zeros(64, dtype=torch.int64, device="meta")
+    with Launches() as launches, kept() as storages:
+        made = token_logprobs(logits * 1, targets, keep_logits=False)
+    assert launches.seen == {"aten.mul": 1, "tandem.logprobs_gpu": 1}
+    assert sum(storages.values()) < logits.nbytes + 4096
+    with Launches() as launches:
+        torch.autograd.backward(made, [torch.ones_like(part) for part in made])
+    assert launches.seen["tandem.logprobs_backward_gpu"] == 1

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.errors import ShapeError
 from tandem.objectives.advantages import (
+    _scanned_advantages,
     generalized_advantages,
     group_normalized,
     leave_one_out,
@@ -60,6 +61,17 @@ def test_equals_the_definition_for_any_mask(seed: int, gamma: float, lam: float)
     assert not advantages[~mask].any()
     assert not returns[~mask].any()
     torch.testing.assert_close(returns[mask], (advantages + values)[mask])
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 33])
+def test_the_scan_of_a_gpu_is_the_loop(length: int) -> None:
+    rewards, values = torch.randn(5, length), torch.randn(5, length)
+    mask = torch.rand(5, length) < 0.7
+    mask[0] = False
+    loop = generalized_advantages(rewards, values, mask, gamma=0.97, lam=0.9)
+    scan = _scanned_advantages(rewards, values, mask, gamma=0.97, lam=0.9)
+    for ours, plain in zip(scan, loop, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_lambda_1_is_the_return_minus_the_value() -> None:

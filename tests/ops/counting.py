@@ -21,7 +21,10 @@ _FREE = {
     "aten.new_empty", "aten.unbind", "aten.permute", "aten.reshape", "aten.empty_strided",
     "aten.new_empty_strided",
 }  # fmt: skip
-_KERNELS = {"tandem.paged_attention_by_address": 2}
+_KERNELS = {
+    "tandem.paged_attention_by_address": 2, "tandem.sample_gpu": 2,
+    "tandem.varlen_attention_backward_gpu": 2,
+}  # fmt: skip
 """Operations of ours that launch more than one kernel."""
 
 
