@@ -157,8 +157,7 @@ def run_cases(cases: Sequence[GradeCase], work: Path, folder: Path, most: int) -
     """Run those that have no result yet, in order."""
     torch.set_num_threads(1)
     machine = _machine(work)
-    ran = 0
-    for case in _without_result(cases, folder):
+    for ran, case in enumerate(_without_result(cases, folder)):
         if ran >= most:
             return
         where = folder / case.folder
@@ -172,11 +171,11 @@ def run_cases(cases: Sequence[GradeCase], work: Path, folder: Path, most: int) -
             where.mkdir(parents=True, exist_ok=True)
             (where / "failed.txt").write_text(f"{error}\n", "utf-8")
             print(f"{case.folder}: failed: {error}", flush=True)
-        ran += 1
         whole = [o for o in read_outcomes(where) if o.phase == "stage"]
         for outcome in whole:
             print(
-                f"{case.folder}: memory {outcome.memory_error:+.1%}, time {outcome.time_error:+.0%}",
+                f"{case.folder}: memory {outcome.memory_error:+.1%}, "
+                f"time {outcome.time_error:+.0%}",
                 flush=True,
             )
 

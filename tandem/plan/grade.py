@@ -101,8 +101,8 @@ def refit(folders: Sequence[Path]) -> dict[str, Any]:
     of_cpu = known["cpu"]
     fitted = 0
     for phase in _FITTED:
-        rows = [o for o in found if o.phase == phase and o.terms and (o.cpu_seconds or
-                                                                      o.measured_seconds)]  # fmt: skip
+        timed = [o for o in found if o.cpu_seconds or o.measured_seconds]
+        rows = [o for o in timed if o.phase == phase and o.terms]
         if rows:
             of_cpu[phase] |= _coefficients(rows, of_cpu[phase])
             fitted += len(rows)

@@ -13,6 +13,7 @@ from tandem.config.load import plain_values
 from tandem.config.parallel import ParallelConfig, frozen_base_problems
 from tandem.config.schema import RunConfig
 from tandem.config.stages import in_order
+from tandem.memory.ways import size_text
 from tandem.plan.knobs import Knobs
 from tandem.predict.hardware import Hardware
 from tandem.predict.memory import Models
@@ -66,7 +67,7 @@ class Laid:
 
     def flags(self) -> str:
         """The changes as flags."""
-        return " ".join(_flag(name, value) for name, value in self.changes.items()) or "as it is"
+        return " ".join(flags_of(self.changes)) or "as it is"
 
 
 def predict_run(
@@ -191,12 +192,18 @@ _SHORT = {"parallel.actor_zero_stage": "actor-zero-stage", "lora.rank": "lora-ra
           "parallel.inference_tp_size": "inference-tp-size"}  # fmt: skip
 
 
-def _flag(name: str, value: Any) -> str:
-    text = _SHORT.get(name, name.replace("_", "-"))
-    if isinstance(value, bool):
-        return f"--{text}" if value else f"--no-{text}"
-    words = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return f"--{text} {words}".rstrip() if words else f"--{text}="
+def flags_of(changes: Knobs) -> list[str]:
+    """Knobs as words of a command line."""
+    words: list[str] = []
+    for name, value in changes.items():
+        text = _SHORT.get(name, name.replace("_", "-"))
+        if isinstance(value, bool):
+            words.append(f"--{text}" if value else f"--no-{text}")
+        elif isinstance(value, list | tuple):
+            words += [f"--{text}", *map(str, value)]
+        else:
+            words += [f"--{text}", str(value)]
+    return words
 
 
 def failures(found: Sequence[Laid], limit: float | None, most: int = 3) -> list[tuple[Laid, str]]:
@@ -215,13 +222,6 @@ def why_not(laid: Laid, limit: float | None) -> str:
     part = max(phase.live, key=lambda name: phase.live[name])
     allowed = worst.budget if limit is None else limit
     return (
-        f"{worst.stage} needs {gib(worst.peak)} of {gib(allowed)} in {worst.peak_phase}, most for "
-        f"{part} ({gib(phase.live[part])})"
+        f"{worst.stage} needs {size_text(worst.peak)} of {size_text(allowed)} in "
+        f"{worst.peak_phase}, most for {part} ({size_text(phase.live[part])})"
     )
-
-
-def gib(size: float) -> str:
-    """Bytes in a unit that fits."""
-    if size >= 10 * 2**30:
-        return f"{size / 2**30:,.0f} GiB"
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

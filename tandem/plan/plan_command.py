@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from tandem.config.pages import Parser
 from tandem.config.schema import RunConfig
 from tandem.config.stages import in_order
 from tandem.errors import ConfigError
+from tandem.plan.layout_flags import memory_bytes
 from tandem.plan.layouts import Laid, ModelsOf, layouts, predict_run
 from tandem.plan.lengths import rows_by_stage
 from tandem.plan.show import plan_notes, plan_values, show_plan
@@ -22,9 +22,6 @@ from tandem.predict.machine import this_machine
 from tandem.predict.memory import Models
 from tandem.predict.models import config_of, config_of_shape, ladder, shape_for
 from tandem.predict.rows import Rows
-
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-          "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
 
 
 def plan_command(args: Sequence[str]) -> int:
@@ -122,22 +119,6 @@ def _asked(options: Any, rest: Sequence[str]) -> Asked:
     policy = config_of_shape(options.shape) if options.shape else None
     ranks = options.num_gpus or (1 if hardware.on_cpu else hardware.count)
     return asked_of(config, hardware, ranks, policy=policy)
-
-
-def memory_bytes(text: str) -> float:
-    """A size such as 2GiB, 800MB or 1.5g.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
-    unit = match[2] if match else "?"
-    factor = _UNITS.get(unit) or _UNITS.get(f"{unit}ib")
-    if match is None or factor is None or float(match[1]) <= 0:
-        raise ConfigError(
-            f"--memory-limit must be a size above 0 such as 2GiB or 800MiB; got {text!r}."
-        )
-    return float(match[1]) * factor
 
 
 def _largest(asked: Asked, limit: float | None, *, as_json: bool) -> int:
