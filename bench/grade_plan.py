@@ -39,6 +39,7 @@ from tandem.models.load import new_causal_lm
 from tandem.models.scalar import new_scalar_model
 from tandem.plan.grade import grade_table
 from tandem.plan.knobs import nested
+from tandem.predict.constants import constants
 from tandem.predict.hardware import as_values, read_hardware
 from tandem.predict.machine import MACHINE_FILE, measure_machine, resident_bytes
 from tandem.predict.record import read_outcomes
@@ -255,7 +256,7 @@ def _run_here(config: Any, machine: Path) -> None:
     ctypes.CDLL(None).malloc_trim(_M_TRIM)
     held = resident_bytes()
     own = machine.with_name("machine-now.yaml")
-    found = replace(read_hardware(machine), process=held)
+    found = replace(read_hardware(machine), process=held - constants("cpu").imports)
     own.write_text(yaml.safe_dump(as_values(found)), "utf-8")
     os.environ[MACHINE_FILE] = str(own)
     compared, run_stages.is_compared = run_stages.is_compared, lambda run: True

@@ -88,15 +88,17 @@ def layouts(
     ranks: int,
     *,
     trains_alike: bool = False,
+    few: bool = False,
 ) -> list[Laid]:
     """Every layout that the knobs allow, the fastest first.
 
     Args:
         trains_alike: only those that compute the same update: no adapters or integers in place of
             full weights.
+        few: only ZeRO stages and offload.
     """
     found: dict[tuple[object, ...], Laid] = {}
-    for knobs in _candidates(config, hardware, ranks, trains_alike):
+    for knobs in _candidates(config, hardware, ranks, trains_alike, few):
         changed = _changed(config, knobs)
         if next(frozen_base_problems(changed.parallel, changed.lora.rank), None):
             continue  # knobs that exclude each other
@@ -118,7 +120,7 @@ def layouts(
 
 
 def _candidates(
-    config: RunConfig, hardware: Hardware, ranks: int, trains_alike: bool
+    config: RunConfig, hardware: Hardware, ranks: int, trains_alike: bool, few: bool
 ) -> Iterator[dict[str, Any]]:
     own, parallel = config.lora.rank, config.parallel
     zero = [(parallel.actor_zero_stage, parallel.critic_zero_stage)]
@@ -138,6 +140,9 @@ def _candidates(
     if ranks > 1 and not hardware.on_cpu:
         slices += [parts for parts in (4, 8) if ranks % parts == 0][:1]
     again = [config.gradient_checkpointing, True]
+    if few:
+        budgets, slices, again = budgets[:1], slices[:1], again[:1]
+        zero, offload = zero[-1:], [offload[0], offload[-1]]
     combinations = product(
         zero, dict.fromkeys(adapters), dict.fromkeys(offload), budgets,
         dict.fromkeys(slices), dict.fromkeys(again),

@@ -6,7 +6,10 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tandem.config.flags import parse_run_flags
 from tandem.config.pages import Parser
@@ -35,6 +38,10 @@ def plan_command(args: Sequence[str]) -> int:
     if words and not words[0].startswith("-"):
         words[:1] = ["--config", words[0]]
     options, rest = _parser().parse_known_args(words)
+    if options.tables:
+        return _tables(options)
+    if options.grade or options.refit is not None:
+        return _graded(options)
     limit = memory_bytes(options.memory_limit) if options.memory_limit else None
     if options.price < 0 or options.num_gpus < 0:
         raise ConfigError("--price and --num-gpus must not be negative; got one that is.")
@@ -121,6 +128,27 @@ def _asked(options: Any, rest: Sequence[str]) -> Asked:
     return asked_of(config, hardware, ranks, policy=policy)
 
 
+def _tables(options: Any) -> int:
+    from tandem.plan import tables
+
+    if options.refit is not None:
+        tables.write_constants(tables.refit_tables())
+    return tables.show_tables(as_json=options.json)
+
+
+def _graded(options: Any) -> int:
+    """Errors of runs, or constants fitted to them."""
+    from tandem.plan.grade import grade_table, refit
+
+    if options.refit is None:
+        print(grade_table([Path(run) for run in options.grade]))
+        return 0
+    if not options.refit:
+        raise ConfigError("--refit must get folders of runs; got none. Write --refit runs/*.")
+    print(yaml.safe_dump(refit([Path(run) for run in options.refit]), sort_keys=False), end="")
+    return 0
+
+
 def _largest(asked: Asked, limit: float | None, *, as_json: bool) -> int:
     """The largest published size of the family that fits, and by which knobs."""
     found: list[dict[str, Any]] = []
@@ -179,5 +207,11 @@ def _parser() -> Parser:
     parser.section("answers")
     on: dict[str, Any] = {"shown": "off", "action": "store_true"}
     parser.flag("--largest", "The family's largest published size that fits.", False, **on)
+    tables = "DeepSpeed-Chat's Tables 1 to 6: ours beside theirs."
+    grade = "Errors of the predictions of these runs."
+    refit = "Print constants (predict/constants.yaml) fitted to these runs; with --tables: theirs."
+    parser.flag("--tables", tables, False, **on)
+    parser.flag("--grade RUN ...", grade, [], shown="none", nargs="+")
+    parser.flag("--refit RUN ...", refit, None, shown="none", nargs="*", type=str)
     parser.flag("--json", "Print the figures as JSON.", False, **on)
     return parser
