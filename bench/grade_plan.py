@@ -39,6 +39,7 @@ from tandem.models.load import new_causal_lm
 from tandem.models.scalar import new_scalar_model
 from tandem.plan.grade import grade_table
 from tandem.plan.knobs import nested
+from tandem.predict.constants import constants
 from tandem.predict.hardware import as_values, read_hardware
 from tandem.predict.machine import MACHINE_FILE, measure_machine, resident_bytes
 from tandem.predict.record import read_outcomes
@@ -157,8 +158,7 @@ def run_cases(cases: Sequence[GradeCase], work: Path, folder: Path, most: int) -
     """Run those that have no result yet, in order."""
     torch.set_num_threads(1)
     machine = _machine(work)
-    ran = 0
-    for case in _without_result(cases, folder):
+    for ran, case in enumerate(_without_result(cases, folder)):
         if ran >= most:
             return
         where = folder / case.folder
@@ -172,11 +172,11 @@ def run_cases(cases: Sequence[GradeCase], work: Path, folder: Path, most: int) -
             where.mkdir(parents=True, exist_ok=True)
             (where / "failed.txt").write_text(f"{error}\n", "utf-8")
             print(f"{case.folder}: failed: {error}", flush=True)
-        ran += 1
         whole = [o for o in read_outcomes(where) if o.phase == "stage"]
         for outcome in whole:
             print(
-                f"{case.folder}: memory {outcome.memory_error:+.1%}, time {outcome.time_error:+.0%}",
+                f"{case.folder}: memory {outcome.memory_error:+.1%}, "
+                f"time {outcome.time_error:+.0%}",
                 flush=True,
             )
 
@@ -256,7 +256,7 @@ def _run_here(config: Any, machine: Path) -> None:
     ctypes.CDLL(None).malloc_trim(_M_TRIM)
     held = resident_bytes()
     own = machine.with_name("machine-now.yaml")
-    found = replace(read_hardware(machine), process=held)
+    found = replace(read_hardware(machine), process=held - constants("cpu").imports)
     own.write_text(yaml.safe_dump(as_values(found)), "utf-8")
     os.environ[MACHINE_FILE] = str(own)
     compared, run_stages.is_compared = run_stages.is_compared, lambda run: True

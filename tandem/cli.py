@@ -23,6 +23,7 @@ from tandem.config.stages import DEFAULT, latest_first, stage_names
 from tandem.errors import ConfigError, Stopped, TandemError
 from tandem.launch.failure import complain, is_launched, leaving_at_signals
 from tandem.launch.flags import launch_help, take_launch_flags
+from tandem.plan.layout_flags import layout_help, take_layout_flags
 from tandem.text import ignore_line
 
 _TRAIN = "All stages from a pretrained model to an assistant: SFT, reward model, PPO."
@@ -151,11 +152,23 @@ def _train(command: str, args: list[str], debug: bool) -> int:
     if "--help" in args or "-h" in args or "--help-all" in args:
         everything = "--help-all" in args
         print(help_page(command, _run_commands()[command], everything=everything))
-        print(f"\n{launch_help()}")
+        print(f"\n{layout_help()}\n\n{launch_help()}")
         return 0
+    layout, args = take_layout_flags(args)
     options, flags, wrong = take_launch_flags(args)
     note = ignore_line if is_launched() else show_note  # the launcher has shown it
     config = parse_run_flags(flags, command, wrong=wrong, note=note)
+    if layout.auto:
+        if is_launched():
+            raise ConfigError(
+                "--auto-layout must choose before ranks start; got a rank. Use --num-gpus in place "
+                "of torchrun, or give the flags that `tandem plan` shows."
+            )
+        from tandem.plan.auto_layout import choose_layout
+
+        ranks = max(1, options.num_gpus) * options.num_nodes
+        config, chosen = choose_layout(config, ranks, layout.limit, print)
+        args = [*args, *chosen]
     if options.is_needed and not is_launched():
         from tandem.launch.run import launch
 

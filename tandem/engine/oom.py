@@ -1,4 +1,4 @@
-"""Out of memory: name the knob that frees the most, or go on with smaller micro-batches.
+"""Out of memory: name the cheapest knobs that help, or go on with smaller micro-batches.
 
 Gradients are sums, divided once by the whole step's count, so a step in smaller micro-batches is
 the same step.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from tandem.errors import OutOfMemoryError
 from tandem.memory.model import layout_of
 from tandem.memory.shape import shape_of
 from tandem.memory.steps import supervised_memory
+from tandem.memory.ways import advice, ways_out
 from tandem.models.lora import scalar_head
 from tandem.parallel.shard import shards_of
 from tandem.parallel.world import World
@@ -53,7 +53,8 @@ class MicroBatchBudget:
         Args:
             work: changes nothing but the learner's gradients until it ends.
         Raises:
-            OutOfMemoryError: it does not fit; the message names the knob that frees the most.
+            OutOfMemoryError: it does not fit; the message names the cheapest ways out, with
+                the peaks predicted for them.
                 Several ranks never try again: the others may wait in a collective.
         """
         while True:
@@ -91,14 +92,7 @@ class MicroBatchBudget:
         del held
 
     def _advice(self, model: nn.Module) -> str:
-        best, freed = max(self._ways(model).items(), key=lambda way: way[1])
-        advice = f"{best} frees about {freed / 2**30:.2g} GiB"
-        if self._world.size == 1 and not self._settings.halve_micro_batches:
-            advice += "; --halve-micro-batches goes on with smaller ones by itself"
-        return f"{advice}."
-
-    def _ways(self, model: nn.Module) -> dict[str, float]:
-        """Bytes that each knob would free on this rank, by the plan's formula."""
+        """The predicted peak and the three cheapest ways out, by the plan's formula."""
         settings, device = self._settings, self._world.device
         assert isinstance(model, PreTrainedModel)
         shape = shape_of(
@@ -113,26 +107,12 @@ class MicroBatchBudget:
             on_cpu=device.type == "cpu",
             half=resolve_dtype(settings.dtype, device).itemsize == 2,
         )
-
-        def needed(tokens: int = self.tokens, **changes: Any) -> int:
-            changed = replace(layout, **changes)
-            return supervised_memory(shape, changed, tokens=tokens, answered=tokens).peak("train")
-
-        fewer = self.tokens // 2
-        ways = {f"--micro-batch-tokens {fewer}": needed(fewer)}
-        if not layout.checkpointing:
-            ways["--gradient-checkpointing"] = needed(checkpointing=True)
-        if not (layout.offload_optimizer or layout.offload_params):
-            ways["--offload optimizer"] = needed(offload_optimizer=True)
-        if layout.optimizer_states != "8bit":
-            ways["--optimizer-states 8bit"] = needed(optimizer_states="8bit")
-        if not layout.lora_rank:
-            ways["--lora-rank 16"] = needed(lora_rank=16)
-        elif not layout.frozen:
-            ways["--frozen-weights nf4"] = needed(frozen="nf4")
-        if self._world.size > 1 and layout.stage < 3:
-            ways["--actor-zero-stage 3 --critic-zero-stage 3"] = needed(stage=3)
-        return {knob: needed() - size for knob, size in ways.items()}
+        now = supervised_memory(shape, layout, tokens=self.tokens, answered=self.tokens)
+        ways = ways_out(shape, layout, self.tokens, ranks=self._world.size)
+        said = advice(now.peak("train"), [(way.flags, way.peak) for way in ways])
+        if self._world.size == 1 and not settings.halve_micro_batches:
+            said += "; --halve-micro-batches goes on with smaller ones by itself"
+        return f"{said}."
 
 
 def is_out_of_memory(error: BaseException) -> bool:

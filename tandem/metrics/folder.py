@@ -28,6 +28,7 @@ from tandem.metrics.records import (
 T = TypeVar("T")
 
 EVALUATION_FILE = "evaluation.json"
+PREDICTIONS_FILE = "predictions.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class RunFolder:
     samples: tuple[Mapping[str, Any], ...]
     alarms: tuple[Mapping[str, Any], ...]
     notices: tuple[str, ...]
+    predictions: tuple[Mapping[str, Any], ...] = ()
 
     def stages(self) -> list[Stage]:
         """The known stages with records, in the order in which they first logged."""
@@ -85,6 +87,7 @@ def read_folder(run_dir: Path | str) -> RunFolder:
         records=tuple(read_lines(path / METRICS_FILE, parse_record, notices)),
         samples=tuple(read_lines(path / SAMPLES_FILE, mapping, notices)),
         alarms=tuple(read_lines(path / ALARMS_FILE, mapping, notices)),
+        predictions=tuple(read_lines(path / PREDICTIONS_FILE, mapping, notices)),
         notices=tuple(notices),
     )
 

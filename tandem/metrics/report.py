@@ -19,6 +19,7 @@ from tandem.files import replace as replace_file
 from tandem.metrics import sections
 from tandem.metrics.answer_sections import AnswerRecords
 from tandem.metrics.folder import RunFolder, read_folder
+from tandem.metrics.forecasts import prediction_tables
 from tandem.text import visible_lines
 
 REPORT_FILE = "report.html"
@@ -88,6 +89,7 @@ def _context(folder: RunFolder) -> dict[str, Any]:
         "samples": sections.training_answers(folder, _MAX_SAMPLES),
         "datasets": sections.dataset_rows(folder),
         "times": sections.time_per_phase(folder),
+        "forecasts": prediction_tables(folder),
         "commands": folder.commands,
         "changed": changed_knobs(folder.config),
         "config_text": folder.config_text,
@@ -102,6 +104,7 @@ def _context(folder: RunFolder) -> dict[str, Any]:
         ("answers", "Answers"): ("answers", "samples", "followed"),
         ("data", "Data"): ("datasets",),
         ("time", "Time and memory"): ("times",),
+        ("forecast", "Predicted and measured"): ("forecasts",),
         ("repeat", "Repeat this run"): ("commands", "changed", "config_text", "environment"),
     }
     filled = {**context, "evaluated": context["table"]["rows"]}

@@ -101,8 +101,8 @@ def refit(folders: Sequence[Path]) -> dict[str, Any]:
     of_cpu = known["cpu"]
     fitted = 0
     for phase in _FITTED:
-        rows = [o for o in found if o.phase == phase and o.terms and (o.cpu_seconds or
-                                                                      o.measured_seconds)]  # fmt: skip
+        timed = [o for o in found if o.cpu_seconds or o.measured_seconds]
+        rows = [o for o in timed if o.phase == phase and o.terms]
         if rows:
             of_cpu[phase] |= _coefficients(rows, of_cpu[phase])
             fitted += len(rows)
@@ -111,8 +111,8 @@ def refit(folders: Sequence[Path]) -> dict[str, Any]:
     wholes = [o for o in found if o.phase == WHOLE]
     single = [_missing(o) for o in wholes if o.ranks == 1]
     if single:
-        old = of_cpu["slack_mib"]["process"]
-        of_cpu["slack_mib"]["process"] = round(old + statistics.median(single), 1)
+        old = of_cpu["slack_mib"]["step"]
+        of_cpu["slack_mib"]["step"] = round(max(0.0, old + statistics.median(single)), 1)
         several = [_missing(o) for o in wholes if o.ranks > 1]
         if several:
             beside = statistics.median(several) - statistics.median(single)

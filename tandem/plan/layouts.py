@@ -13,6 +13,7 @@ from tandem.config.load import plain_values
 from tandem.config.parallel import ParallelConfig, frozen_base_problems
 from tandem.config.schema import RunConfig
 from tandem.config.stages import in_order
+from tandem.memory.ways import size_text
 from tandem.plan.knobs import Knobs
 from tandem.predict.hardware import Hardware
 from tandem.predict.memory import Models
@@ -66,7 +67,7 @@ class Laid:
 
     def flags(self) -> str:
         """The changes as flags."""
-        return " ".join(_flag(name, value) for name, value in self.changes.items()) or "as it is"
+        return " ".join(flags_of(self.changes)) or "as it is"
 
 
 def predict_run(
@@ -87,15 +88,17 @@ def layouts(
     ranks: int,
     *,
     trains_alike: bool = False,
+    few: bool = False,
 ) -> list[Laid]:
     """Every layout that the knobs allow, the fastest first.
 
     Args:
         trains_alike: only those that compute the same update: no adapters or integers in place of
             full weights.
+        few: only ZeRO stages and offload.
     """
     found: dict[tuple[object, ...], Laid] = {}
-    for knobs in _candidates(config, hardware, ranks, trains_alike):
+    for knobs in _candidates(config, hardware, ranks, trains_alike, few):
         changed = _changed(config, knobs)
         if next(frozen_base_problems(changed.parallel, changed.lora.rank), None):
             continue  # knobs that exclude each other
@@ -117,7 +120,7 @@ def layouts(
 
 
 def _candidates(
-    config: RunConfig, hardware: Hardware, ranks: int, trains_alike: bool
+    config: RunConfig, hardware: Hardware, ranks: int, trains_alike: bool, few: bool
 ) -> Iterator[dict[str, Any]]:
     own, parallel = config.lora.rank, config.parallel
     zero = [(parallel.actor_zero_stage, parallel.critic_zero_stage)]
@@ -137,6 +140,9 @@ def _candidates(
     if ranks > 1 and not hardware.on_cpu:
         slices += [parts for parts in (4, 8) if ranks % parts == 0][:1]
     again = [config.gradient_checkpointing, True]
+    if few:
+        budgets, slices, again = budgets[:1], slices[:1], again[:1]
+        zero, offload = zero[-1:], [offload[0], offload[-1]]
     combinations = product(
         zero, dict.fromkeys(adapters), dict.fromkeys(offload), budgets,
         dict.fromkeys(slices), dict.fromkeys(again),
@@ -191,12 +197,18 @@ _SHORT = {"parallel.actor_zero_stage": "actor-zero-stage", "lora.rank": "lora-ra
           "parallel.inference_tp_size": "inference-tp-size"}  # fmt: skip
 
 
-def _flag(name: str, value: Any) -> str:
-    text = _SHORT.get(name, name.replace("_", "-"))
-    if isinstance(value, bool):
-        return f"--{text}" if value else f"--no-{text}"
-    words = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return f"--{text} {words}".rstrip() if words else f"--{text}="
+def flags_of(changes: Knobs) -> list[str]:
+    """Knobs as words of a command line."""
+    words: list[str] = []
+    for name, value in changes.items():
+        text = _SHORT.get(name, name.replace("_", "-"))
+        if isinstance(value, bool):
+            words.append(f"--{text}" if value else f"--no-{text}")
+        elif isinstance(value, list | tuple):
+            words += [f"--{text}", *map(str, value)]
+        else:
+            words += [f"--{text}", str(value)]
+    return words
 
 
 def failures(found: Sequence[Laid], limit: float | None, most: int = 3) -> list[tuple[Laid, str]]:
@@ -215,13 +227,6 @@ def why_not(laid: Laid, limit: float | None) -> str:
     part = max(phase.live, key=lambda name: phase.live[name])
     allowed = worst.budget if limit is None else limit
     return (
-        f"{worst.stage} needs {gib(worst.peak)} of {gib(allowed)} in {worst.peak_phase}, most for "
-        f"{part} ({gib(phase.live[part])})"
+        f"{worst.stage} needs {size_text(worst.peak)} of {size_text(allowed)} in "
+        f"{worst.peak_phase}, most for {part} ({size_text(phase.live[part])})"
     )
-
-
-def gib(size: float) -> str:
-    """Bytes in a unit that fits."""
-    if size >= 10 * 2**30:
-        return f"{size / 2**30:,.0f} GiB"
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tandem.config.flags import parse_run_flags
 from tandem.config.pages import Parser
 from tandem.config.schema import RunConfig
 from tandem.config.stages import in_order
 from tandem.errors import ConfigError
+from tandem.plan.layout_flags import memory_bytes
 from tandem.plan.layouts import Laid, ModelsOf, layouts, predict_run
 from tandem.plan.lengths import rows_by_stage
 from tandem.plan.show import plan_notes, plan_values, show_plan
@@ -22,9 +25,6 @@ from tandem.predict.machine import this_machine
 from tandem.predict.memory import Models
 from tandem.predict.models import config_of, config_of_shape, ladder, shape_for
 from tandem.predict.rows import Rows
-
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-          "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
 
 
 def plan_command(args: Sequence[str]) -> int:
@@ -38,6 +38,10 @@ def plan_command(args: Sequence[str]) -> int:
     if words and not words[0].startswith("-"):
         words[:1] = ["--config", words[0]]
     options, rest = _parser().parse_known_args(words)
+    if options.tables:
+        return _tables(options)
+    if options.grade or options.refit is not None:
+        return _graded(options)
     limit = memory_bytes(options.memory_limit) if options.memory_limit else None
     if options.price < 0 or options.num_gpus < 0:
         raise ConfigError("--price and --num-gpus must not be negative; got one that is.")
@@ -124,20 +128,25 @@ def _asked(options: Any, rest: Sequence[str]) -> Asked:
     return asked_of(config, hardware, ranks, policy=policy)
 
 
-def memory_bytes(text: str) -> float:
-    """A size such as 2GiB, 800MB or 1.5g.
+def _tables(options: Any) -> int:
+    from tandem.plan import tables
 
-    Raises:
-        ConfigError: it is none.
-    """
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
-    unit = match[2] if match else "?"
-    factor = _UNITS.get(unit) or _UNITS.get(f"{unit}ib")
-    if match is None or factor is None or float(match[1]) <= 0:
-        raise ConfigError(
-            f"--memory-limit must be a size above 0 such as 2GiB or 800MiB; got {text!r}."
-        )
-    return float(match[1]) * factor
+    if options.refit is not None:
+        tables.write_constants(tables.refit_tables())
+    return tables.show_tables(as_json=options.json)
+
+
+def _graded(options: Any) -> int:
+    """Errors of runs, or constants fitted to them."""
+    from tandem.plan.grade import grade_table, refit
+
+    if options.refit is None:
+        print(grade_table([Path(run) for run in options.grade]))
+        return 0
+    if not options.refit:
+        raise ConfigError("--refit must get folders of runs; got none. Write --refit runs/*.")
+    print(yaml.safe_dump(refit([Path(run) for run in options.refit]), sort_keys=False), end="")
+    return 0
 
 
 def _largest(asked: Asked, limit: float | None, *, as_json: bool) -> int:
@@ -198,5 +207,11 @@ def _parser() -> Parser:
     parser.section("answers")
     on: dict[str, Any] = {"shown": "off", "action": "store_true"}
     parser.flag("--largest", "The family's largest published size that fits.", False, **on)
+    tables = "DeepSpeed-Chat's Tables 1 to 6: ours beside theirs."
+    grade = "Errors of the predictions of these runs."
+    refit = "Print constants (predict/constants.yaml) fitted to these runs; with --tables: theirs."
+    parser.flag("--tables", tables, False, **on)
+    parser.flag("--grade RUN ...", grade, [], shown="none", nargs="+")
+    parser.flag("--refit RUN ...", refit, None, shown="none", nargs="*", type=str)
     parser.flag("--json", "Print the figures as JSON.", False, **on)
     return parser

@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tandem.plan.layouts import Laid, failures, gib
+from tandem.memory.ways import size_text
+from tandem.plan.layouts import Laid, failures
 from tandem.predict.constants import constants
 from tandem.predict.stage import Phase, StagePrediction
 
@@ -56,12 +57,12 @@ def _row(stage: StagePrediction, name: str, phase: Phase, *, first: bool, parts:
     return [
         stage.stage if first else "",
         name,
-        ("*" if at_peak else "") + gib(phase.reserved),
-        gib(phase.peak),
+        ("*" if at_peak else "") + size_text(phase.reserved),
+        size_text(phase.peak),
         _seconds(seconds),
         f"{phase.tokens / seconds:,.0f}" if seconds and phase.tokens else "",
         _share(stage, phase),
-        ", ".join(f"{_PARTS.get(part, part)} {gib(size)}" for part, size in largest),
+        ", ".join(f"{_PARTS.get(part, part)} {size_text(size)}" for part, size in largest),
     ]
 
 
@@ -85,9 +86,9 @@ def _sums(stage: StagePrediction) -> str:
         parts.append(f"in all {duration(stage.total_seconds)}")
     if stage.dollars is not None:
         parts.append(f"${stage.dollars:,.2f}")
-    parts.append(f"disk {gib(stage.disk)}")
+    parts.append(f"disk {size_text(stage.disk)}")
     if not stage.hardware.on_cpu:
-        parts.append(f"host {gib(stage.host)} a rank")
+        parts.append(f"host {size_text(stage.host)} a rank")
     return ", ".join(parts)
 
 
@@ -96,17 +97,19 @@ def _verdict(console: Console, laid: Laid, others: Sequence[Laid], limit: float 
     word = "fits" if laid.fits(limit) else "[bold red]does not fit[/bold red]"
     worst = laid.worst
     where = f"{worst.stage}, {worst.phases[worst.peak_phase].instant}"
-    console.print(f"peak (*) {gib(laid.peak)} of {gib(allowed)} a rank, in {where}: {word}")
+    console.print(
+        f"peak (*) {size_text(laid.peak)} of {size_text(allowed)} a rank, in {where}: {word}"
+    )
     alike = [other for other in others if other.trains_alike]
     fitting = [other for other in alike if other.fits(limit)][:3]
     for other in fitting:
-        console.print(f"  yes {duration(other.seconds)}, {gib(other.peak)}: {other.flags()}")
+        console.print(f"  yes {duration(other.seconds)}, {size_text(other.peak)}: {other.flags()}")
     if alike and not fitting:
         smallest = min(alike, key=lambda other: other.peak)
-        console.print(f"  none fits; the smallest: {gib(smallest.peak)}: {smallest.flags()}")
+        console.print(f"  none fits; the smallest: {size_text(smallest.peak)}: {smallest.flags()}")
     adapted = [other for other in others if not other.trains_alike and other.fits(limit)][:1]
     for other in adapted:
-        line = f"  yes {duration(other.seconds)}, {gib(other.peak)}, trains adapters alone: "
+        line = f"  yes {duration(other.seconds)}, {size_text(other.peak)}, trains adapters alone: "
         console.print(line + other.flags())
     for other, why in failures(alike, limit, 3):
         console.print(f"  no  {other.flags()}: {why}")

@@ -22,12 +22,14 @@ MEBIBYTE = 2.0**20
 class Constants:
     """Of one kind of device.
 
-    phases: coefficients by phase and kind of work. slack: resident bytes beside what is counted, of
-    a process alone, and per_rank the more of each of several. fitted_on: what they come from.
+    phases: coefficients by phase and kind of work. Bytes beside what is counted: imports, of a
+    run's process over what was measured of the machine; step, of the first step's small things;
+    per_rank, the more of each of several ranks. fitted_on: what they come from.
     """
 
     phases: dict[str, dict[str, float]]
-    slack: float
+    imports: float
+    step: float
     per_rank: float
     fitted_on: str
 
@@ -42,7 +44,8 @@ def constants(kind: str) -> Constants:
     values = dict(_read(path)[kind])
     slack = values.pop("slack_mib")
     fitted = str(values.pop("fitted_on"))
-    return Constants(values, slack["process"] * MEBIBYTE, slack["per_rank"] * MEBIBYTE, fitted)
+    imports, step, per_rank = (slack[n] * MEBIBYTE for n in ("imports", "step", "per_rank"))
+    return Constants(values, imports, step, per_rank, fitted)
 
 
 @cache

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-PREDICTIONS_FILE = "predictions.jsonl"
+from tandem.metrics.folder import PREDICTIONS_FILE as PREDICTIONS_FILE
+
 WHOLE = "stage"
 """The phase of a stage's own line: its peak over all phases, and all of its time."""
 
@@ -20,7 +21,8 @@ class Outcome:
 
     predicted_bytes, measured_bytes: the peak, of a CPU resident. seconds: of a step (load: once);
     predicted_seconds is CPU seconds of a rank on a CPU, where cpu_seconds was measured, and None
-    where the machine's speed was not known. process_bytes: resident before any model. terms: what
+    where the machine's speed was not known. process_bytes: resident before any model. parts: of the
+    predicted live bytes. terms: what
     the time was predicted from. case: a word on the run, for tables.
     """
 
@@ -37,6 +39,7 @@ class Outcome:
     measured_seconds: float | None = None
     cpu_seconds: float | None = None
     steps: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)
     terms: Mapping[str, float] = field(default_factory=dict)
     constants: str = ""
     case: str = ""

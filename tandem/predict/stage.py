@@ -197,7 +197,7 @@ def _with_memory(
     memory: MemoryPlan, times: Mapping[str, PhaseWork], hardware: Hardware, ranks: int
 ) -> dict[str, Phase]:
     known = constants(hardware.kind)
-    beside = hardware.process + known.slack + (known.per_rank if ranks > 1 else 0.0)
+    beside = hardware.process + known.imports + known.step + (known.per_rank if ranks > 1 else 0.0)
     names = {name: _of_phase(name, memory) for name in ("load", "rehearse", *times)}
     found: dict[str, Phase] = {}
     kept = 0.0

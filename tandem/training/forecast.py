@@ -107,6 +107,7 @@ class Forecast:
             measured_seconds=whole.seconds / max(1, times),
             cpu_seconds=whole.cpu_seconds / max(1, times) if in_cpu else None,
             steps=steps,
+            parts=phase.live,
             terms=phase.terms or {},
             constants=constants(hardware.kind).fitted_on,
         )
@@ -178,6 +179,6 @@ def _unmeasured(run: Run, process: float) -> Hardware:
         bandwidth=1.0,
         link=1.0,
         network=1.0,
-        process=process,
+        process=process - constants("cpu").imports,
         packs=native.available(),
     )
