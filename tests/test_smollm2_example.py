@@ -97,8 +97,11 @@ def test_the_table_averages_seeds_and_says_how_sure_it_is(example: dict[str, Mod
     record |= {"task": "sums", "label": "sft", "tokens": 3.0, "arm": {}, "seed": 1}
     other = {**record, "seed": 2, "strict_pass1": [0.35, 0.05]}
     text = table.evaluations([record, other])
-    assert "| sums | sft | - | - | 30.0 (5.0) | 25.0 (0.0) |" in text
+    assert "| sums | sft | - | - | 30.0 (5.0) | - | 25.0 (0.0) |" in text
     assert "25.0 (5.0)" in table.evaluations([record])
+    before = {**record, "strict_by_prompt": [0.0, 0.25, 0.5]}
+    after = {**record, "label": "grpo", "strict_by_prompt": [0.25, 0.5, 0.75]}
+    assert "| sums | grpo | - | - | 25.0 (5.0) | 25.0 (0.0) |" in table.evaluations([before, after])
 
 
 def test_lenient_rules(example: dict[str, ModuleType]) -> None:

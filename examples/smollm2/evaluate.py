@@ -67,6 +67,7 @@ def scores(task: Task, rows: Sequence[dict[str, Any]], rollout: Rollout) -> dict
         right = [[rule(t, row) for t in own] for own, row in zip(texts, rows, strict=True)]
         found[f"{name}_pass1"] = with_error([fmean(each) for each in right])
         found[f"{name}_passn"] = with_error([max(each) for each in right])
+        found[f"{name}_by_prompt"] = [fmean(each) for each in right]
     found["tokens"] = round(rollout.batch.response_mask.sum(-1).float().mean().item(), 2)
     found["finished"] = round(rollout.finished.float().mean().item(), 4)
     found["answers"] = [
@@ -113,7 +114,7 @@ def main() -> None:
         **made_by,
     }
     append_line(options.into, record)
-    print(json.dumps({k: v for k, v in record.items() if k != "answers"}))
+    print(json.dumps({k: v for k, v in record.items() if not isinstance(v, list) or len(v) == 2}))
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ def places(options: argparse.Namespace) -> dict[str, Any]:
     """Each policy's reward and KL, and the frontier of best of n."""
     run = Run(load_config(options.output / "main/config.yaml"), print)
     rows = prepare_rows(run.config, *tokenizer_sources(run))
+    run.note_data(rows)
     prompts = rows.heldout_prompts[: options.prompts]
     rl = run.config.ppo
     reference = run.placement.policy(str(options.output / "main/sft"), trained=False)

@@ -69,7 +69,8 @@ def commit() -> str:
 class Budget:
     """CPU seconds of a run over all its sessions; at the limit SIGTERM asks the run to stop.
 
-    The seconds are kept in a file, so that a run that was killed goes on where it was.
+    The seconds are kept in a file, so that a run that was killed goes on where it was. A second one
+    beside it, `cpu.jsonl`, has them by the clock, so that a step of the run's log can be placed.
     """
 
     def __init__(self, file: Path, minutes: float) -> None:
@@ -100,6 +101,7 @@ class Budget:
         beside = self.file.with_suffix(".tmp")
         beside.write_text(json.dumps({"cpu_seconds": round(spent, 1), "limit": self.limit}))
         os.replace(beside, self.file)
+        append_line(self.file.with_name("cpu.jsonl"), {"time": time.time(), "cpu_seconds": spent})
         return spent
 
     def _watch(self) -> None:

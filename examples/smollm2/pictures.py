@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from bisect import bisect
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -99,19 +100,17 @@ def accuracy(axes: Axes, records: Sequence[dict[str, Any]], task: str) -> None:
 
 
 def curve(arm: Path) -> list[tuple[float, float]]:
-    """(CPU minutes, reward) of every step. Tandem's log has wall clock, which is spread evenly over
-    the CPU seconds that the arm took; TRL's has CPU seconds."""
-    told = json.loads((arm / "arm.json").read_text())
+    """(CPU minutes, reward) of every step. TRL's log has CPU seconds; Tandem's has the clock, at
+    which the arm's cpu.jsonl says what was spent."""
     if (arm / "metrics.jsonl").exists():
         lines = [r["values"] for r in read(arm / "metrics.jsonl")]
         return [(v["cpu_seconds"] / 60, v["reward"]) for v in lines if "reward" in v]
-    values = [r["values"] for r in read(arm / "run/metrics.jsonl")]
-    rewards = [(v["seconds/step"], v["reward"]) for v in values if "reward" in v]
-    total = sum(seconds for seconds, _ in rewards)
-    spent, found = 0.0, []
-    for seconds, reward in rewards:
-        spent += seconds
-        found.append((spent / total * told["cpu_seconds"] / 60, reward))
+    clock = [(r["time"], r["cpu_seconds"]) for r in read(arm / "cpu.jsonl")]
+    found = []
+    for record in read(arm / "run/metrics.jsonl"):
+        if "reward" in record["values"]:
+            place = min(bisect(clock, (record["time"], 0.0)), len(clock) - 1)
+            found.append((clock[place][1] / 60, record["values"]["reward"]))
     return found
 
 
@@ -119,7 +118,7 @@ def training(axes: Axes, runs: Path, task: str) -> None:
     """Reward over CPU minutes."""
     for label in ("grpo", "rloo", "ppo", "trl-grpo"):
         arm = runs / f"{task}-{label}-1"
-        if not (arm / "arm.json").exists():
+        if not (arm / "cpu.jsonl").exists() and not (arm / "metrics.jsonl").exists():
             continue
         points = thinned(curve(arm))
         minutes, rewards = [p[0] for p in points], [100 * p[1] for p in points]

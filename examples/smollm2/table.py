@@ -3,8 +3,8 @@
     python examples/smollm2/table.py --evaluations evaluations.jsonl [--mismatch mismatch.jsonl]
         [--collapse collapse.jsonl]
 
-One row per task and label; several seeds are averaged, with the standard error over seeds beside
-their own where there are at least two.
+One row per task and label. Standard errors are over prompts, or over seeds where there are at least
+two. "over SFT" is the gain prompt by prompt, whose error is smaller than that of the two means.
 """
 
 from __future__ import annotations
@@ -45,6 +45,17 @@ def pooled(pairs: Sequence[Sequence[float]]) -> list[float]:
     return [fmean(means), stdev(means) / len(means) ** 0.5]
 
 
+def gain(record: dict[str, Any], before: dict[str, Any] | None) -> list[float]:
+    """Strict pass@1 less that of the SFT policy, prompt by prompt: its mean and standard error.
+    Empty where one of them has no scores by prompt."""
+    own = record.get("strict_by_prompt")
+    other = (before or {}).get("strict_by_prompt")
+    if not own or not other or len(own) != len(other):
+        return []
+    apart = [a - b for a, b in zip(own, other, strict=True)]
+    return [fmean(apart), stdev(apart) / len(apart) ** 0.5]
+
+
 def evaluations(records: Sequence[dict[str, Any]]) -> str:
     """One row per task and label."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -55,6 +66,7 @@ def evaluations(records: Sequence[dict[str, Any]]) -> str:
         return key[0], ORDER.index(key[1]) if key[1] in ORDER else len(ORDER)
 
     cells = []
+    started = {(r["task"], r["seed"]): r for r in records if r["label"] == "sft"}
     for task, label in sorted(groups, key=place):
         found = groups[task, label]
         arms = [record["arm"] for record in found if record["arm"]]
@@ -63,8 +75,10 @@ def evaluations(records: Sequence[dict[str, Any]]) -> str:
         shares = [percent(pooled([record[name] for record in found])) for name in COLUMNS]
         tokens = f"{fmean(record['tokens'] for record in found):.1f}"
         seeds = ", ".join(str(record["seed"]) for record in found)
-        cells.append([task, label, steps, seconds, *shares, tokens, seeds])
-    head = ["task", "policy", "steps", "CPU seconds", "strict pass@1", "strict pass@4"]
+        gains = [gain(r, started.get((task, r["seed"]))) for r in found if label != "sft"]
+        gained = percent(pooled(known)) if (known := [g for g in gains if g]) else "-"
+        cells.append([task, label, steps, seconds, shares[0], gained, *shares[1:], tokens, seeds])
+    head = ["task", "policy", "steps", "CPU seconds", "strict pass@1", "over SFT", "strict pass@4"]
     return rows_of(cells, [*head, "lenient pass@1", "lenient pass@4", "tokens", "seeds"])
 
 
