@@ -22,12 +22,14 @@ from tandem.serve.api_errors import ApiError
 from tandem.serve.guard import Guard
 from tandem.serve.routes import Api
 from tandem.serve.service import Service
+from tandem.serve.vote_routes import VoteApi
 
 
 def make_app(service: Service) -> Starlette:
     """The application of a service; it closes the service when it ends."""
     settings = service.settings
-    routes: list[BaseRoute] = [*Api(service).routes()]
+    votes = VoteApi(service)
+    routes: list[BaseRoute] = [*Api(service).routes(), *votes.routes()]
     if service.offer.run is not None:
         routes += run_api.routes(service.offer.run)
     page = Path(str(files("tandem.serve") / "page"))
@@ -44,6 +46,7 @@ def make_app(service: Service) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
+        votes.close()
         service.close()
 
     handlers: dict[Any, Any] = {

@@ -239,6 +239,11 @@ class Api:
                 "preferred": name == offer.preferred,
                 "reward": offer.reward_model is not None,
                 "values": offer.critic is not None,
+                "defaults": {
+                    "temperature": 1.0,
+                    "top_p": 1.0,
+                    "max_tokens": self._service.settings.max_new_tokens,
+                },
             }
         created = int(self._service.started)
         return {"id": name, "object": "model", "created": created, "owned_by": "tandem",

@@ -1,0 +1,265 @@
+"""Tandem's server against `transformers serve`: tokens per second and time to the first token.
+
+    python bench/serve.py --clients 1 16 64 --clock cpu --json serve.json
+
+Both serve one folder of a random Llama, in a process of their own, with the same threads. Clients
+send one streamed chat after another over their own connections. With --clock cpu rates are per CPU
+second of the server's process, which a busy machine does not change; the time to the first token
+is always on the clock. A third side asks Tandem for reward and KL beside each answer, from a run's
+folder with a reward model and an SFT model of the same size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from bench.models import SHAPES
+from bench.report import Report, count, parser, table
+from tandem.config.load import build_config, dump_config
+from tandem.data.embedded.tokenizer import build_tokenizer
+from tandem.models.load import new_causal_lm
+from tandem.models.save import save_model
+from tandem.models.scalar import new_scalar_model
+
+START_SECONDS = 600.0
+SIDES = ("tandem", "transformers", "tandem with reward and KL")
+_PROMPT = "Tell me a long story about a small bird that wanted to see the other side of the sea. "
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One round of one side: tokens that came, seconds on the clock and of the server's CPU, and
+    each request's seconds to its first token."""
+
+    tokens: int
+    wall: float
+    cpu: float
+    first: list[float]
+
+
+def main(args: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure every side at every number of clients; returns what is written as JSON."""
+    made = parser(__doc__, "rounds threads")
+    made.add_argument("--clients", nargs="+", type=count, default=[1, 16, 64])
+    made.add_argument("--requests", type=count, default=4, help="of each client in a round")
+    made.add_argument("--max-tokens", type=count, default=64, help="of an answer")
+    made.add_argument("--shape", choices=sorted(SHAPES), default="llama-2.2m")
+    made.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    made.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="of the rates")
+    options = made.parse_args(args)
+    if options.tiny:
+        options.clients, options.requests, options.max_tokens = [1, 2], 1, 4
+        options.shape = "a"
+    report = Report(options)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        _make_models(folder, options.shape)
+        report.result["rounds"] = {
+            side: _measure(side, folder, options, report) for side in options.sides
+        }
+    report.result["summary"] = summarized(report.result["rounds"], options.clock)
+    report.console.print(_table(report.result["summary"], options))
+    return report.end()
+
+
+def summarized(rounds: Any, clock: str) -> dict[str, dict[str, dict[str, float]]]:
+    """Medians by side and number of clients."""
+    return {
+        side: {
+            clients: {
+                "tokens_per_second": statistics.median(m.tokens / getattr(m, clock) for m in of),
+                "first_token_seconds": statistics.median(t for m in of for t in m.first),
+                "cpu_share": statistics.median(m.cpu / m.wall for m in of),
+            }
+            for clients, of in by_clients.items()
+        }
+        for side, by_clients in rounds.items()
+        if by_clients
+    }
+
+
+def _make_models(folder: Path, shape: str) -> None:
+    """A run's folder: base, SFT model, reward model and PPO's actor, all of random weights."""
+    tokenizer = build_tokenizer()
+    shaped = {**SHAPES[shape], "vocab_size": len(tokenizer), "max_position_embeddings": 2048}
+    kind = shaped.pop("model_type")
+
+    def save(model: PreTrainedModel, place: Path) -> None:
+        # Nothing ends an answer, so that all sides do the same work.
+        model.config.pad_token_id = tokenizer.pad_token_id
+        if model.generation_config is not None:
+            model.generation_config.eos_token_id = None
+            model.generation_config.pad_token_id = tokenizer.pad_token_id
+        save_model(model, tokenizer, place)
+
+    def config() -> Any:
+        return AutoConfig.for_model(kind, **shaped)
+
+    for name, seed in (("base", 1), ("run/sft", 2), ("run/ppo/actor", 3)):
+        save(new_causal_lm(config(), seed), folder / name)
+    save(new_scalar_model(config(), 4), folder / "run/reward")
+    values = {"actor_model": str(folder / "base"), "output_dir": str(folder / "run"), "data": ["x"]}
+    run = build_config(values, where="bench: ")
+    (folder / "run" / "config.yaml").write_text(dump_config(run), encoding="utf-8")
+
+
+def _measure(side: str, folder: Path, options: Any, report: Report) -> dict[str, list[Measured]]:
+    if side == "transformers" and find_spec("fastapi") is None:
+        report.print_line("transformers serve needs fastapi; it is not installed: left out")
+        return {}
+    found: dict[str, list[Measured]] = {}
+    with _server(side, folder, options) as (process, port):
+        body = _body(side, folder, options)
+        asyncio.run(_round(port, body, 1, 1))  # loads, compiles, fills caches
+        for clients in options.clients:
+            found[str(clients)] = []
+            for number in range(options.rounds):
+                cpu, wall = _cpu_seconds(process.pid), time.perf_counter()
+                answers = asyncio.run(_round(port, body, clients, options.requests))
+                wall, cpu = time.perf_counter() - wall, _cpu_seconds(process.pid) - cpu
+                tokens = sum(tokens for tokens, _ in answers)
+                measured = Measured(tokens, wall, max(cpu, 0.01), [first for _, first in answers])
+                found[str(clients)].append(measured)
+                report.print_line(
+                    f"{side}, {clients} clients, round {number + 1}: {tokens} tokens in "
+                    f"{wall:.1f} s, {cpu:.1f} CPU s"
+                )
+    return found
+
+
+def _body(side: str, folder: Path, options: Any) -> dict[str, Any]:
+    body = {
+        "messages": [{"role": "user", "content": _PROMPT}],
+        "max_tokens": options.max_tokens,
+        "temperature": 1.0,
+        "stream": True,
+    }
+    if side == "transformers":
+        return {**body, "model": str(folder / "base")}
+    body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+    if side == "tandem":
+        return body
+    return {**body, "model": "ppo", "tandem": {"reward": True, "kl": True}}
+
+
+@contextmanager
+def _server(side: str, folder: Path, options: Any) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A server that answers, and its port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    model = folder / ("run" if side == SIDES[2] else "base")
+    if side == "transformers":
+        words = ["-c", "from transformers.cli.transformers import main; main()", "serve",
+                 str(model), "--continuous-batching", "--device", "cpu", "--dtype", "float32",
+                 "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
+    else:
+        words = ["-m", "tandem", "serve", str(model), "--device", "cpu", "--port", str(port),
+                 "--slots", "64", "--max-context", "2048"]  # fmt: skip
+    threads = str(options.threads)
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen([sys.executable, *words], env=environment, stdout=subprocess.DEVNULL)
+    try:
+        _wait_for(port, process)
+        yield process, port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise SystemExit(f"the server must start; it ended with code {process.returncode}.")
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.2)
+            continue
+        return
+    raise SystemExit(f"the server must start within {START_SECONDS:.0f} s; it did not.")
+
+
+async def _round(
+    port: int, body: dict[str, Any], clients: int, requests: int
+) -> list[tuple[int, float]]:
+    """Each request's tokens and seconds to the first."""
+
+    async def client(number: int) -> list[tuple[int, float]]:
+        seeded = [{**body, "seed": 1000 * number + i} for i in range(requests)]
+        return [await _answer(port, each) for each in seeded]
+
+    answers = await asyncio.gather(*(client(number) for number in range(clients)))
+    return [answer for of_client in answers for answer in of_client]
+
+
+async def _answer(port: int, body: dict[str, Any]) -> tuple[int, float]:
+    content = json.dumps(body).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:{port}\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    begun = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head.encode() + content)
+    tokens = usage = 0
+    first = 0.0
+    status = await reader.readline()
+    if b" 200 " not in status:
+        raise SystemExit(f"the server must answer with status 200; got {status!r}.")
+    while line := await reader.readline():
+        if not line.startswith(b"data: {"):
+            continue
+        chunk = json.loads(line.removeprefix(b"data: "))
+        if "error" in chunk:
+            raise SystemExit(f"the server must answer; got {chunk['error']}.")
+        if any(choice["delta"].get("content") for choice in chunk["choices"]):
+            tokens += 1
+            first = first or time.perf_counter() - begun
+        usage = (chunk.get("usage") or {}).get("completion_tokens", usage)
+    writer.close()
+    return usage or tokens, first
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU seconds of a process with all its threads, and of its children that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def _table(summary: dict[str, dict[str, dict[str, float]]], options: Any) -> Any:
+    rows = []
+    base = summary.get(SIDES[1], {})
+    for side, by_clients in summary.items():
+        for clients, found in by_clients.items():
+            against = base.get(clients, {}).get("tokens_per_second")
+            ratio = "" if against is None else f"{found['tokens_per_second'] / against:.1f}"
+            rows.append(
+                (side, clients, f"{found['tokens_per_second']:.0f}", ratio,
+                 f"{1000 * found['first_token_seconds']:.0f}", f"{found['cpu_share']:.0%}")
+            )  # fmt: skip
+    unit = "tokens/s" if options.clock == "wall" else "tokens/CPU s"
+    caption = f"medians of {options.rounds} rounds; torch {torch.__version__}"
+    right = (unit, "x transformers", "first token ms", "CPU")
+    return table("serve", caption, ("side", "clients"), right, rows)
+
+
+if __name__ == "__main__":
+    main()

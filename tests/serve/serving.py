@@ -1,0 +1,80 @@
+"""A run's folder as its stages leave it, with random weights, and a client of its server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from starlette.testclient import TestClient
+
+from tandem.checkpoint.folder import write_folder
+from tandem.config.load import dump_config
+from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.models.save import save_model
+from tandem.models.scalar import load_scalar_model, set_normalization
+from tandem.serve.app import make_app
+from tandem.serve.service import ServeSettings, Service, load_settings
+from tests.tiny import save_tiny_model, tiny_config, write_preferences
+
+
+def make_run(folder: Path) -> Path:
+    """A run with base, sft, reward, ppo and its average, each of other random weights."""
+    model = save_tiny_model(folder / "start")
+    data = write_preferences(folder / "prefs.jsonl", num=8)
+    run = folder / "run"
+    run.mkdir()
+    config = tiny_config(run, model, data)
+    (run / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    (run / "command.txt").write_text("tandem train\n", encoding="utf-8")
+    tokenizer = load_tokenizer(model)
+
+    def policy(place: Path, seed: int) -> None:
+        saved = load_causal_lm(model)
+        torch.manual_seed(seed)
+        for parameter in saved.parameters():
+            parameter.data += 0.02 * torch.randn_like(parameter)
+        save_model(saved, tokenizer, place)
+
+    def scalar(place: Path, seed: int) -> None:
+        scorer = load_scalar_model(model, seed=seed, from_causal_lm=True)
+        set_normalization(scorer, 0.25, 0.5)
+        save_model(scorer, tokenizer, place)
+
+    def ppo(place: Path) -> None:
+        policy(place / "actor", 2)
+        policy(place / "ema", 3)
+        scalar(place / "critic", 4)
+
+    write_folder(run / "sft", lambda place: policy(place, 1), {})
+    write_folder(run / "reward", lambda place: scalar(place, 5), {})
+    write_folder(run / "ppo", ppo, {})
+    return run
+
+
+@contextmanager
+def serving(path: Path | str, **settings: Any) -> Iterator[TestClient]:
+    """A client of a server over a path, in this process."""
+    known = ServeSettings(str(path), **settings)
+    service = Service(known, load_settings(known))
+    try:
+        with TestClient(make_app(service), base_url="http://localhost") as client:
+            client.service = service  # type: ignore[attr-defined]
+            yield client
+    finally:
+        service.close()
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The objects of a stream, which must end with [DONE]."""
+    lines = [line for line in text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]", lines[-1]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def ask(content: str = "What is two and two?", **more: Any) -> dict[str, Any]:
+    """The body of a chat completion."""
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "seed": 1, **more}

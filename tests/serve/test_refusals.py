@@ -1,0 +1,207 @@
+"""What is refused, by which name, and that the server lives on. Cases after the vLLM and llama.cpp
+suites (entrypoints/openai/*, tools/server/tests/unit/*)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.serve.serving import TestClient, ask, serving
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+WRONG: list[tuple[str, dict[str, Any], str | None]] = [
+    # (path, body, the field that is named)
+    (CHAT, {"messages": None}, "messages"),
+    (CHAT, {"messages": "hello"}, "messages"),
+    (CHAT, {"messages": [123]}, "messages"),
+    (CHAT, {"messages": [{}]}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": [{"role": "x", "content": "a"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    (CHAT, ask(temperature=-1), "temperature"),
+    (CHAT, ask(temperature="hot"), "temperature"),
+    (CHAT, ask(temperature=True), "temperature"),
+    (CHAT, ask(top_p=1.5), "top_p"),
+    (CHAT, ask(n=0), "n"),
+    (CHAT, ask(n=1.5), "n"),
+    (CHAT, ask(max_tokens=0), "max_tokens"),
+    (CHAT, ask(max_tokens=-1), "max_tokens"),
+    (CHAT, ask(max_completion_tokens=5), "max_tokens"),
+    (CHAT, ask(max_tokens=10**9), "messages"),
+    (CHAT, ask(seed="one"), "seed"),
+    (CHAT, ask(stop=[1]), "stop"),
+    (CHAT, ask(stop=["a"] * 99), "stop"),
+    (CHAT, ask(logit_bias={"a": 1}), "logit_bias"),
+    (CHAT, ask(logit_bias={"1": 101}), "logit_bias"),
+    (CHAT, ask(logit_bias={"99999999": 1}), "logit_bias"),
+    (CHAT, ask(presence_penalty=3), "presence_penalty"),
+    (CHAT, ask(logprobs=True, top_logprobs=21), "top_logprobs"),
+    (CHAT, ask(top_logprobs=2), "top_logprobs"),
+    (CHAT, ask(stream="yes"), "stream"),
+    (CHAT, ask(stream_options={"include_usage": True}), "stream_options"),
+    (CHAT, ask(tools=[{"type": "function"}]), "tools"),
+    (CHAT, ask(tool_choice="required"), "tool_choice"),
+    (CHAT, ask(functions=[{"name": "f"}]), "functions"),
+    (CHAT, ask(response_format={"type": "json_schema"}), "response_format"),
+    (CHAT, ask(response_format={"type": "json_object"}), "response_format"),
+    (CHAT, ask(audio={"voice": "a"}), "audio"),
+    (CHAT, ask(guided_json={"a": 1}), "guided_json"),
+    (CHAT, ask(tandem={"rewards": True}), "tandem"),
+    (CHAT, ask(tandem="reward"), "tandem"),
+    (CHAT, ask(model=7), "model"),
+    (CHAT, ask(model="reward"), "model"),
+    (CHAT, ask(min_tokens=9), "min_tokens"),
+    (TEXT, {}, "prompt"),
+    (TEXT, {"prompt": []}, "prompt"),
+    (TEXT, {"prompt": [[]]}, "prompt"),
+    (TEXT, {"prompt": [-1]}, "prompt"),
+    (TEXT, {"prompt": [10**7]}, "prompt"),
+    (TEXT, {"prompt": [True]}, "prompt"),
+    (TEXT, {"prompt": ["a", 1]}, "prompt"),
+    (TEXT, {"prompt": ""}, "prompt"),
+    (TEXT, {"prompt": {"a": 1}}, "prompt"),
+    (TEXT, {"prompt": "a", "logprobs": 21}, "logprobs"),
+    (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    (TEXT, {"prompt": "a", "suffix": "b"}, "suffix"),
+    (TEXT, {"prompt": "a", "best_of": 3}, "best_of"),
+    (TEXT, {"prompt": "a", "n": 128}, "n"),
+    ("/tokenize", {"prompt": 3}, "prompt"),
+    ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ("/v1/score", {"messages": [{"role": "user", "content": "a"}]}, "messages"),
+]
+
+
+def check_error(body: dict[str, Any], param: str | None) -> None:
+    """OpenAI's form: all four keys."""
+    error = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["type"]
+    assert error["code"]
+    assert "\n" not in error["message"]
+
+
+def test_wrong_fields_are_refused_by_name(client: TestClient) -> None:
+    for path, body, param in WRONG:
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400, (path, body, answer.text)
+        check_error(answer.json(), param)
+    assert client.post(CHAT, json=ask()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"a": NaN}', b"[" * 9000, b'"' + b"a" * 99],
+)
+def test_a_body_that_is_no_object(client: TestClient, content: bytes) -> None:
+    answer = client.post(CHAT, content=content)
+    assert answer.status_code == 400
+    check_error(answer.json(), None)
+
+
+def test_harmless_fields_are_ignored(client: TestClient) -> None:
+    plain = client.post(CHAT, json=ask()).json()["choices"]
+    more = {"user": "ann", "metadata": {}, "store": True, "service_tier": "auto", "tools": [],
+            "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"},
+            "top_k": -1, "whatever": {"a": 1}, "max_completion_tokens": 8}  # fmt: skip
+    assert client.post(CHAT, json=ask(**more)).json()["choices"] == plain
+    parts = [{"type": "text", "text": "What is two "}, {"type": "text", "text": "and two?"}]
+    body = ask() | {"messages": [{"role": "user", "content": parts}]}
+    assert client.post(CHAT, json=body).json()["choices"] == plain
+
+
+def test_addresses_methods_and_models_that_are_not_there(client: TestClient) -> None:
+    answers = [
+        (client.get("/v1/nothing"), 404, None),
+        (client.get(CHAT), 405, None),
+        (client.post(CHAT, json=ask(model="gpt-9")), 404, "model"),
+        (client.get("/v1/models/gpt-9"), 404, "model"),
+    ]
+    for answer, status, param in answers:
+        assert answer.status_code == status
+        check_error(answer.json(), param)
+
+
+def test_a_prompt_that_is_too_long_names_both_counts_before_a_stream(client: TestClient) -> None:
+    for stream in (False, True):
+        answer = client.post(CHAT, json=ask("word " * 400, stream=stream))
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert "256 tokens" in answer.json()["error"]["message"]
+
+
+def test_bodies_over_the_limit_are_refused_before_they_are_read(client: TestClient) -> None:
+    answer = client.post(CHAT, content=b" " * ((4 << 20) + 1))
+    assert answer.status_code == 413
+
+    def endless() -> Any:
+        for _ in range(65):
+            yield b" " * (1 << 16)
+
+    answer = client.post(CHAT, content=endless())
+    assert answer.status_code == 413
+    check_error(answer.json(), None)
+
+
+def test_hosts_and_origins(client: TestClient) -> None:
+    def status(path: str = "/v1/models", **headers: str) -> int:
+        return int(client.get(path, headers=headers).status_code)
+
+    for host in ("localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:80", "192.168.0.7"):
+        assert status(host=host) == 200
+    for host in ("evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "", "a b", "[::1"):
+        assert status(host=host) == 403
+        assert status("/", host=host) == 403
+    assert status(host="localhost:8000", origin="http://localhost:8000") == 200
+    for origin in ("http://evil.example", "null", "http://localhost:9999", "file://", "http://[x"):
+        assert status(host="localhost:8000", origin=origin) == 403
+    answer = client.post(CHAT, json=ask(), headers={"origin": "https://evil.example"})
+    check_error(answer.json(), None)
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_the_page_has_a_strict_policy(client: TestClient) -> None:
+    page = client.get("/")
+    assert page.status_code == 200
+    policy = page.headers["content-security-policy"]
+    for rule in ("default-src 'none'", "script-src 'self'", "connect-src 'self'",
+                 "img-src 'self' data:", "frame-ancestors 'none'"):  # fmt: skip
+        assert rule in policy
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert client.get("/../../etc/passwd").status_code == 404
+
+
+def test_a_key_is_asked_for_and_other_sites_may_be_allowed(served_run: Any) -> None:
+    allowed = "https://chat.example"
+    with serving(served_run, api_key="secret", allow_origins=(allowed,)) as client:
+        for given in ("", "Bearer wrong", "secret", "Basic secret", "Bearer s\xe9"):
+            headers = {"authorization": given.encode("latin-1")} if given else {}
+            answer = client.get("/v1/models", headers=headers)
+            assert answer.status_code == 401
+            check_error(answer.json(), None)
+        assert client.get("/health").status_code == client.get("/").status_code == 200
+        right = {"authorization": "Bearer secret"}
+        assert client.get("/v1/models", headers=right).status_code == 200
+        preflight = client.options(CHAT, headers={"origin": allowed})
+        assert preflight.status_code == 204
+        assert preflight.headers["access-control-allow-origin"] == allowed
+        answer = client.get("/v1/models", headers={**right, "origin": allowed})
+        assert answer.headers["access-control-allow-origin"] == allowed
+
+
+def test_metrics_are_prometheus_text(client: TestClient) -> None:
+    client.post(CHAT, json=ask())
+    page = client.get("/metrics").text
+    names = set()
+    for line in page.splitlines():
+        if line.startswith("#"):
+            continue
+        name, _, value = line.rpartition(" ")
+        float(value)
+        names.add(name.partition("{")[0])
+    assert {"tandem_requests_total", "tandem_completion_tokens_total", "tandem_slots",
+            "tandem_answers_outstanding", "tandem_time_to_first_token_seconds_bucket",
+            "tandem_kv_blocks_free"} <= names  # fmt: skip

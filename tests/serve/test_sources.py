@@ -1,0 +1,134 @@
+"""Which models a path offers: stages, adapters, moved bases, checkpoints of a run that trains."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.checkpoint.saver import Saver
+from tandem.checkpoint.state import State
+from tandem.errors import ModelError, TandemError
+from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.models.save import save_adapter
+from tandem.serve.loading import LoadSettings, load_policy
+from tandem.serve.sources import offer_of
+from tests.serve.serving import ask, serving
+
+CHAT = "/v1/chat/completions"
+CPU = LoadSettings(torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture
+def run(served_run: Path, tmp_path: Path) -> Path:
+    """A copy to change."""
+    return Path(shutil.copytree(served_run, tmp_path / "run"))
+
+
+def test_a_run_and_its_folders(run: Path) -> None:
+    offer = offer_of(str(run))
+    assert list(offer.models) == ["base", "sft", "ppo", "ema"]
+    assert offer.preferred == "ppo"
+    assert offer.reward_model is not None
+    assert offer.critic is not None
+    shutil.rmtree(run / "ppo")
+    assert (offer_of(str(run)).preferred, offer_of(str(run)).critic) == ("sft", None)
+    plain = offer_of(str(run / "sft"))
+    assert (list(plain.models), plain.run) == (["sft"], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("rnu", "Did you mean"),
+        ("empty", "it is neither"),
+        ("a file", "got a file"),
+    ],
+)
+def test_what_offers_no_model_is_told_in_one_line(run: Path, name: str, part: str) -> None:
+    (run.parent / "empty").mkdir()
+    (run.parent / "a file").write_text("x")
+    with pytest.raises(ModelError, match=part) as caught:
+        offer_of(str(run.parent / name))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_runs_names_one(run: Path) -> None:
+    with pytest.raises(ModelError, match="It holds runs: tandem serve"):
+        offer_of(str(run.parent))
+
+
+def test_one_word_is_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    offer = offer_of("gpt2")
+    assert offer.models["gpt2"].path == "gpt2"
+    assert offer_of("org/name-of-model").preferred == "name-of-model"
+
+
+def test_a_damaged_stage_is_not_served(run: Path) -> None:
+    file = run / "sft" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(TandemError):
+        load_policy(offer_of(str(run)).models["sft"], CPU)
+
+
+def test_an_adapter_alone_is_served_and_its_base_may_have_moved(run: Path) -> None:
+    from tandem.config.schema import LoraConfig
+    from tandem.models.lora import add_lora
+
+    offer = offer_of(str(run))
+    base = Path(offer.models["base"].path)
+    moved = run / base.name
+    shutil.copytree(base, moved)
+    model = load_causal_lm(str(base))
+    add_lora(model, LoraConfig(rank=2), 0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    shutil.rmtree(run / "sft")
+    (run / "sft").mkdir()
+    save_adapter(model, run / "sft", run.parent / "gone" / base.name)
+    load_tokenizer(str(base)).save_pretrained(run / "sft")
+    source = offer_of(str(run)).models["sft"]
+    assert source.base == str(moved)
+    loaded = load_policy(source, CPU)
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(loaded.model(ids).logits, model(ids).logits)
+    elsewhere = offer_of(str(run), base=str(base))
+    assert elsewhere.models["sft"].base == elsewhere.models["base"].path == str(base)
+
+
+def test_a_run_that_trains_is_served_and_followed(run: Path) -> None:
+    shutil.rmtree(run / "ppo")
+    checkpoints = run / "checkpoints" / "ppo"
+    model = load_causal_lm(str(run / "sft"))
+    tensors = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def save(step: int, scale: float) -> None:
+        changed = {name: scale * value for name, value in tensors.items()}
+        saver = Saver(checkpoints, keep=2)
+        saver.save(State(step, {"actor": changed}, {"made_from": {}}), {})
+        saver.wait()
+
+    save(2, 1.0)
+    with serving(run, follow=True) as client:
+        assert "ppo" in [model["id"] for model in client.get("/v1/models").json()["data"]]
+        body = ask(model="ppo", max_tokens=12)
+        first = client.post(CHAT, json=body).json()["choices"]
+        sft = client.post(CHAT, json={**body, "model": "sft"}).json()["choices"]
+        assert first == sft
+        save(4, 3.0)
+        followed = client.post(CHAT, json=body).json()["choices"]
+        assert followed != first
+        service = client.service  # type: ignore[attr-defined]
+        assert service._slots["ppo"].loaded.step == 4
+        until_retired = service.engine.compute(lambda: None)
+        until_retired.result(120)
+    with serving(run) as client:
+        assert client.post(CHAT, json=body).json()["choices"] == followed
+        save(6, 1.0)
+        assert client.post(CHAT, json=body).json()["choices"] == followed
