@@ -29,6 +29,9 @@ OTHERWISE = {
     "training/experience.py": ({"reward"}, "a metric, and ppo.kl_in"),
     "training/replay.py": ({"reward"}, "a column: a token's reward"),
     "metrics/table.py": ({"reward"}, "a metric, a group and a column"),
+    "metrics/answer_sections.py": ({"reward"}, "a field of the records of answers"),
+    "serve/run_views.py": ({"reward"}, "a field of the records of answers"),
+    "training/answer_records.py": ({"reward"}, "a field of the records of answers"),
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_names
+from tandem.metrics.answers import ANSWER_FILES
 from tandem.metrics.log import MetricLog
 from tandem.parallel.world import World
 from tandem.training.run_stages import train
@@ -81,9 +82,16 @@ def assert_equal_runs(ours: Path, theirs: Path) -> None:
     for name in names:
         assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
     assert records(ours) == records(theirs)
+    for name in ANSWER_FILES:
+        assert answer_lines(ours / name) == answer_lines(theirs / name), name
     for step in stage_names():
         if (theirs / step).is_dir():
             assert figures(ours / step) == figures(theirs / step), step
+
+
+def answer_lines(path: Path) -> list[str]:
+    """The lines of a file of recorded answers, which have no times."""
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 def figures(folder: Path) -> dict[str, float]:

@@ -121,12 +121,12 @@ export async function rolloutsView(holder, query, { remember, left }) {
     const chart = (title, name, unit) => lineChart({ title, unit, series: [{ label: "evaluations", color: 2, marks: true, points: points(one.followed, name) }, { label: "training", color: 1, marks: true, points: points(one.trained, name) }].filter((x) => x.points.length) });
     const answers = [...one.followed.map((x) => ({ ...x, kind: "evaluation" })), ...one.trained.map((x) => ({ ...x, kind: "training" }))].sort((a, b) => a.step - b.step);
     show(body, h("div", { class: "panel" }, (one.prompt || []).map((turn) => h("div", { class: `turn ${turn.role}` }, h("span", { class: "role" }, turn.role), h("p", { dir: "auto" }, turn.content)))),
-      h("div", { class: "figures" }, [chart("Reward", "reward", "reward"), chart("KL", "kl", "nats"), chart("Length", "length", "tokens")].filter(Boolean)),
+      h("h2", {}, "Numbers over training"), h("div", { class: "figures" }, [chart("Reward", "reward", "reward"), chart("KL", "kl", "nats"), chart("Length", "length", "tokens")].filter(Boolean)),
       h("h2", {}, "Answers over training"), h("ol", { class: "timeline" }, answers.map((x, i) => h("li", { class: "panel" },
         h("div", { class: "rowtop" }, h("span", { class: "chip" }, `step ${x.step}`), h("span", { class: "chip" }, x.kind), h("span", { class: `chip ${number(x.reward) < 0 ? "neg" : "pos"}` }, `reward ${signed(x.reward)}`), x.kl === undefined ? "" : h("span", { class: "chip" }, `KL ${short(x.kl)}`), h("span", { class: "chip" }, `${x.length} tokens${x.finished ? "" : ", cut"}`)),
         h("p", { class: "text", dir: "auto" }, difference(i ? answers[i - 1].text : null, x.text))))),
       found.win_rates.length ? [h("h2", {}, `Win rates against step ${found.steps[0]}`), h("p", { class: "soft small" }, "All followed prompts; a tie counts half. The interval is Wilson's at 95 %."), h("div", { class: "panel scroll", tabindex: 0, role: "group", "aria-label": "Win rates by step" }, h("table", {},
-        h("thead", {}, h("tr", {}, ["step", "wins, ties, losses", "win rate", ""].map((head) => h("th", { scope: "col" }, head)))),
+        h("thead", {}, h("tr", {}, ["step", "wins, ties, losses", "win rate", "interval"].map((head) => h("th", { scope: "col" }, head)))),
         h("tbody", {}, found.win_rates.map((rate) => h("tr", {}, h("th", { scope: "row" }, rate.step), h("td", {}, `${rate.wins}, ${rate.ties}, ${rate.losses}`), h("td", {}, `${percent(rate.rate)} (${percent(rate.low)} to ${percent(rate.high)})`), h("td", {}, intervalBar(rate)))))))] : "");
   }
 

@@ -1,0 +1,151 @@
+"""The page in a real browser, over a real server with tiny models. Skipped without chromium."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx")
+pytest.importorskip("playwright.sync_api")
+
+import uvicorn
+from playwright.sync_api import sync_playwright
+
+from tandem.metrics.answers import ROLLOUTS_FILE
+from tandem.serve.app import make_app
+from tandem.serve.service import ServeSettings, Service, load_settings
+from tests.serve.test_run_api import answer, lines_of, write_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
+PATIENCE = 120_000  # milliseconds; no test measures time
+ROWS = 10_000
+
+
+@pytest.fixture(scope="module")
+def run(served_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models to talk to, with a PPO stage's records of ten thousand answers."""
+    folder = tmp_path_factory.mktemp("page")
+    records = write_run(folder / "records")
+    shutil.rmtree(records / "checkpoints")
+    shutil.copytree(served_run, folder / "run")
+    for path in records.iterdir():
+        if path.name != "config.yaml":
+            shutil.copy(path, folder / "run" / path.name)
+    lines_of(folder / "run" / ROLLOUTS_FILE, [answer(1 + n // 100, n % 100) for n in range(ROWS)])
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def address(run: Path) -> Iterator[str]:
+    """Of a server over that run."""
+    settings = ServeSettings(str(run), slots=4, max_new_tokens=8)
+    service = Service(settings, load_settings(settings))
+    config = uvicorn.Config(make_app(service), port=0, log_level="error", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + PATIENCE / 1000
+    while not server.started and time.monotonic() < deadline:
+        time.sleep(0.05)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield f"http://127.0.0.1:{port}/"
+    server.should_exit = True
+    thread.join(PATIENCE / 1000)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, address: str) -> Iterator[Any]:
+    """An empty tab; what the browser complains of, a blocked style say, fails the test."""
+    context = browser.new_context(viewport={"width": 390, "height": 844})
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE)
+    complaints: list[str] = []
+    page.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.address = address
+    yield page
+    context.close()
+    assert complaints == []
+
+
+def test_two_models_answer_side_by_side_and_a_vote_is_kept_and_undone(page: Any, run: Path) -> None:
+    page.goto(f"{page.address}#/chat")
+    page.get_by_label("Blind").check()
+    page.get_by_label("Your message").fill("Say <b>three</b> words.")
+    page.get_by_role("button", name="Send", exact=True).click()
+    page.get_by_role("button", name="Left is better").wait_for()
+    heads = page.locator(".answer .head b").all_inner_texts()
+    assert heads == ["A", "B"]  # blind: no names yet
+    facts = page.locator(".facts").all_inner_texts()
+    assert all("reward" in fact and "KL" in fact and "tokens" in fact for fact in facts)
+    page.get_by_label("Color tokens by").select_option("values")
+    page.get_by_role("group", name="Tokens of").or_(page.locator(".tokens")).first.focus()
+    page.keyboard.press("ArrowRight")
+    assert "value" in page.locator(".readout").first.inner_text()
+    page.get_by_role("button", name="Left is better").click()
+    page.get_by_text("Voted: left").wait_for()
+    assert all(" · " in head for head in page.locator(".answer .head b").all_inner_texts())
+    (vote,) = map(json.loads, (run / "votes.jsonl").read_text("utf-8").splitlines())
+    assert vote["verdict"] == "left"
+    assert vote["blind"]
+    assert vote["prompt"] == [{"role": "user", "content": "Say <b>three</b> words."}]
+    page.goto(f"{page.address}#/votes")
+    page.locator(".commandline").first.wait_for()
+    assert "votes.jsonl" in page.locator(".commandline code").first.inner_text()
+    page.get_by_role("button", name="Undo the vote").click()
+    page.get_by_text("No votes yet").wait_for()
+    assert (run / "votes.jsonl").read_text("utf-8") == ""
+
+
+def test_every_view_shows_its_records_and_fits_a_phone(page: Any) -> None:
+    for view, shown in {
+        "runs": "svg.chart",
+        "rollouts": ".row",
+        "rollouts?tab=prompt": ".timeline li",
+        "rollouts?tab=compare": ".winrate",
+        "data": ".counts li",
+        "votes": ".card",
+    }.items():
+        page.goto(f"{page.address}#/{view}")
+        page.locator(shown).first.wait_for()
+        wide = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        assert wide <= 0, view
+    page.goto(f"{page.address}#/runs")
+    page.locator(".alarm-mark").first.wait_for(state="attached")
+    assert page.locator("figure", has_text="Reward against KL").count() == 1
+
+
+def test_of_ten_thousand_answers_only_those_in_sight_exist(page: Any) -> None:
+    page.goto(f"{page.address}#/rollouts")
+    listed = page.get_by_role("listbox")
+    page.get_by_text("10,000 answers").wait_for()
+    listed.focus()
+    page.keyboard.press("End")
+    page.locator(f'.row[aria-posinset="{ROWS}"] .chip').first.wait_for()
+    assert page.locator(".row").count() < 60
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="Step 100, answer 98").wait_for()
+    # What a model wrote is text, whatever it looks like.
+    assert page.locator(".detail .token").first.inner_text() == "<b>"
+    assert page.locator(".row b, .detail .turn b").count() == 0
+    page.get_by_label("Search").fill("question 42")
+    page.get_by_text("100 of 10,000 answers").wait_for()
