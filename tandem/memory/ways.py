@@ -36,6 +36,9 @@ def ways_out(shape: Shape, layout: Layout, tokens: int, *, ranks: int = 1) -> li
 
     fewer = tokens // 2
     ways = [Way(f"--micro-batch-tokens {fewer}", peak(fewer), 1.02)] if fewer else []
+    if layout.optimizer_states != "8bit":
+        flags = "--optimizer-states 8bit"
+        ways.append(Way(flags, peak(optimizer_states="8bit"), 1.1))
     if ranks > 1 and layout.stage < 3:
         flags = "--actor-zero-stage 3 --critic-zero-stage 3"
         ways.append(Way(flags, peak(stage=3), 1.2))
@@ -43,9 +46,6 @@ def ways_out(shape: Shape, layout: Layout, tokens: int, *, ranks: int = 1) -> li
         ways.append(Way("--gradient-checkpointing", peak(checkpointing=True), 1.33))
     if not (layout.offload_optimizer or layout.offload_params):
         ways.append(Way("--offload optimizer", peak(offload_optimizer=True), 1.5))
-    if layout.optimizer_states != "8bit":
-        flags = "--optimizer-states 8bit"
-        ways.append(Way(flags, peak(optimizer_states="8bit"), 1.1))
     if not layout.lora_rank:
         ways.append(Way("--lora-rank 16", peak(lora_rank=16), 2.0))
     elif not layout.frozen:
