@@ -13,9 +13,13 @@ from torch import Tensor, nn
 
 from tandem import Callback, RunState, build_config, train
 from tandem.config.schema import RunConfig
+from tandem.data.render import Renderer
+from tandem.engine.module_scorer import ModuleScorer
 from tandem.errors import CheckpointError, ConfigError, DataError, ModelError
 from tandem.metrics.log import read_metrics
 from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.parallel.world import World
+from tandem.types import Message, Source
 from tests.tiny import tiny_config
 
 from .runs import assert_equal_runs
@@ -171,5 +175,17 @@ def test_a_torch_module_rewards_callbacks_hear_and_stop_and_a_run_continues(
     assert_equal_runs(run.path, whole.path)
     logged = [r.values["reward_raw"] for r in read_metrics(run.path) if r.step]
     assert max(logged) > 0
-    with pytest.raises(ModelError, match=r"CountOf must return one score per sequence, \(4,\) or"):
-        train(bare(tmp_path / "wide", **knobs), reward_model=CountOf(3, wide=True), **given)
+
+
+def test_a_reward_module_must_return_one_score_per_sequence(tiny_model: str) -> None:
+    renderer = Renderer(load_tokenizer(tiny_model))
+    source = Source("rows", "rows.jsonl", 1)
+    turns = (Message("user", "What is rain?"),)
+    rows = [
+        renderer.conversation(turns, text, source) for text in ("Water.", "It falls from clouds.")
+    ]
+    count = CountOf(3)
+    scores = ModuleScorer(count, renderer, World(), max_tokens=8).raw_rows(rows)
+    assert scores.tolist() == [sum(i % 3 == 0 for i in row.token_ids) for row in rows]
+    with pytest.raises(ModelError, match=r"CountOf must return one score per sequence, \(2,\) or"):
+        ModuleScorer(CountOf(3, wide=True), renderer, World()).raw_rows(rows)
