@@ -44,6 +44,7 @@ bench: $(STAMP)
 
 bench-gpu: $(STAMP)  ## all of it on a GPU; without one, try it by bench/gpu.py --tiny --device cpu
 	$(BIN)/python bench/gpu.py --json bench-gpu.json
+	$(BIN)/python bench/gpu_tables.py bench-gpu.json
 
 # torch comes first and alone, at its pinned version: pip must not pick another build of it.
 $(STAMP): pyproject.toml constraints.txt

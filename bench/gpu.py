@@ -1,21 +1,30 @@
-"""What a GPU is to show, in one command: generation, a PPO step, the time to switch modes.
+"""What a GPU is to show, in six parts of at most 9 minutes, offline and resumable.
 
-    python bench/gpu.py --json bench-gpu.json
-    python bench/gpu.py --tiny --device cpu --json tried.json     # the same way without a GPU
+    python bench/gpu.py --json bench-gpu.json --parts ABC     # again: goes on with what is missing
+    python bench/gpu_tables.py bench-gpu.json                 # the rows of docs/benchmarks.md
+    python bench/gpu.py --tiny --device cpu --json tried.json # the same code without a GPU
 
-OPT-1.3B's and Llama-7B's shapes with random weights in bf16: prompts of 256 tokens and 256 new
-ones, beside Hugging Face's `generate` and transformers' continuous batching; then PPO's step with
-an actor of 1.3B and a critic of 350M beside the plain loop. Every measurement is a process of its
-own, so that none finds memory taken; one that fails is named, and the others go on.
+    A first look: tests/gpu, attention's bandwidth, row invariance, rollouts in a row
+    B decoding as a share of the memory's bandwidth: 7B and 1.3B at 16, 64 and 128 rows
+    C a PPO step of 1.3B + 350M beside the plain loop, and how far the two agree
+    D beside Hugging Face: dynamic, static and compiled caches, equal and ragged lengths
+    E the largest models: 13B full PPO with an offloaded optimizer, 34B LoRA on NF4
+    F where the time goes: one decode step, one PPO update, as tables
+
+Every measurement is a process of its own, so that none finds memory taken; one that fails is named,
+and the others go on. A measurement begins only within its part's minutes; what is left out, or has
+failed, is measured by the next call with the same --json. docs/gpu.md says in which order to lend
+45 minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,82 +34,76 @@ import torch
 # The benches are no part of the installed package: they are run from the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import gpu_parts
 from bench.generation import GPU_ROWS, measure_row
 from bench.generation_sides import GenerationWork
+from bench.gpu_tables import tables
 from bench.harness import in_child, measure, now, peak_bytes, ready
 from bench.models import SHAPES, tiny
 from bench.ppo_sides import PlainSide, TandemSide, Work, agreement, require_same_work, start
-from bench.report import Report, count, parser, table
+from bench.report import Report, count, parser
 from tandem.engine.hybrid import RLHFEngine
 from tandem.generation.blocks import blocks_for
 from tandem.generation.runner import new_memory
 from tandem.generation.runners import make_runner
 from tandem.ops.attention_context import BLOCK_TOKENS
 
-BATCHES = (8, 16, 32, 64, 128, 256, 512)
-RAGGED_BATCH = 64
-PEERS = (("hf", "hf-static"), ("hf-cb",))
-"""Who is measured beside Tandem in one process; continuous batching keeps its cache there."""
+BATCHES = (16, 64, 128)
+PEERS = ("hf", "hf-static", "hf-compile")
+"""Who is measured beside Tandem in one process."""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure part by part, show each; returns what --json writes."""
     options = _options(arguments)
     report = Report(options)
-    for part in options.parts:
-        PARTS[part](options, report)
+    parts = report.result["parts"] = _measured_before(options)
+    for letter in options.parts:
+        rows = parts.setdefault(letter, {})
+        end = now() + 60 * options.minutes
+        for name, function, arguments_of in PARTS[letter](options):
+            if rows.get(name) is not None and "failed" not in rows[name]:
+                continue
+            if now() > end:
+                rows[name] = {"failed": f"not begun within {options.minutes:g} minutes"}
+                continue
+            report.print_line(f"{letter}: {name} ...")
+            rows[name] = _tried(function, *arguments_of)
+            report.keep()
+        for shown in tables({letter: json.loads(json.dumps(rows, default=_as_text))}):
+            report.console.print(shown, highlight=False, markup=False)
         report.keep()
     return report.end()
 
 
-def generation(options: argparse.Namespace, report: Report) -> None:
-    """Every row beside each group of peers; the table at the end."""
-    result = report.result["generation"] = {}
-    for name, work in generation_rows(options):
-        for peers in PEERS:
-            report.print_line(f"{name}, {', '.join(peers)} ...")
-            arguments = (work, ("tandem", *peers), options.rounds, options.bandwidth)
-            result.setdefault(name, {})[" ".join(peers)] = _tried(measure_row, *arguments)
-            report.keep()
-    lines: list[tuple[str, ...]] = []
-    for name, groups in result.items():
-        for peers, row in groups.items():
-            if "failed" in row:
-                lines.append((name, peers, row["failed"], "", ""))
-                continue
-            ends = row["work"].ends  # the limit is not meant for ragged answers
-            for side, of in row["summary"].items():
-                ratio = "" if side == "tandem" else f"{of['wall_ratio'].median:.2f}"
-                share = "" if ends else f"{of['share_of_limit']:.0%}"
-                lines.append((name, side, f"{of['tokens_per_wall_second']:.0f}", ratio, share))
-            lines += [(name, side, reason, "", "") for side, reason in row["absent"].items()]
-    report.console.print(
-        table(
-            "generation, decoded tokens per second",
-            "ratio: Tandem's rate / the side's in each round, median; limit: share of the time "
-            "that reading weights, keys and values takes at least",
-            ("row", "side"),
-            ("tokens/s", "ratio", "limit"),
-            lines,
-        )
-    )
+Measurement = tuple[str, Callable[..., Any], tuple[Any, ...]]
+"""A row's name, what measures it, and its arguments."""
 
 
-def generation_rows(options: argparse.Namespace) -> Iterator[tuple[str, GenerationWork]]:
-    """Every model at every batch with answers of one length, and once with ragged ones."""
-    for name, work in GPU_ROWS.items():
-        row = replace(work, device=options.device)
-        if options.tiny:
-            row = replace(row, shape=tiny(row.shape), prompt_tokens=(8, 8), max_new_tokens=8)
+def first_look(options: argparse.Namespace) -> Iterator[Measurement]:
+    """Part A."""
+    work = _generation("llama-7b", options, 4 if options.tiny else 64)
+    few = replace(work, max_new_tokens=min(64, work.max_new_tokens))
+    yield "tests", gpu_parts.gpu_tests, (options.device, 6.0)
+    yield "attention, TB/s", gpu_parts.attention_rates, (options.device,)
+    yield "numbers that other rows change", gpu_parts.row_invariance, (options.device,)
+    yield "rollouts in a row", gpu_parts.rollouts, (few, 3 if options.tiny else 8)
+
+
+def decoding(options: argparse.Namespace) -> Iterator[Measurement]:
+    """Part B."""
+    for name in reversed(GPU_ROWS):
         for batch in options.batch:
-            yield f"{name}, batch {batch}", replace(row, num_prompts=batch)
-        ragged = min(RAGGED_BATCH, max(options.batch))
-        yield f"{name}, batch {ragged}, ragged", replace(row, num_prompts=ragged, ends=True)
+            work = _generation(name, options, batch)
+            arguments = (work, ("tandem",), options.rounds, options.bandwidth)
+            yield f"{name}, batch {batch}", measure_row, arguments
 
 
-def numbers(options: argparse.Namespace, report: Report) -> None:
-    """That a PPO step of the plain loop has the same numbers, on this device."""
-    work = Work(
+def ppo_step(options: argparse.Namespace) -> Iterator[Measurement]:
+    """Part C."""
+    yield "tandem", measured, ("tandem", step3_work(options), options.rounds)
+    yield "plain", measured, ("plain", step3_work(options), options.rounds)
+    checked = Work(
         shape=SHAPES["a"],
         mode="ragged",
         num_prompts=8,
@@ -108,29 +111,42 @@ def numbers(options: argparse.Namespace, report: Report) -> None:
         micro_batch_tokens=1536,
         device=options.device,
     )
-    report.result["agreement"] = _tried(agreement, work)
-    report.print_line(f"a PPO step on both sides, apart: {report.result['agreement']}")
+    yield "agreement", agreement, (checked,)
 
 
-def step3(options: argparse.Namespace, report: Report) -> None:
-    """Pairs per second of both sides' PPO steps, and what switching modes costs."""
-    work = step3_work(options)
-    result = report.result["step3"] = {"work": work}
-    for side in ("tandem", "plain"):
-        of = result[side] = _tried(measured, side, work, options.rounds)
-        report.keep()
-        if "failed" in of:
-            report.print_line(f"PPO step, {side}: {of['failed']}")
-            continue
-        report.print_line(
-            f"PPO step, {side}: {of['pairs_per_second']:.2f} pairs/s, "
-            f"{of['step_seconds']:.2f} s a step"
-        )
-        if "switch" in of:
-            report.print_line(
-                f"switching to generation and back: {of['switch']['seconds'] * 1000:.1f} ms, "
-                f"{of['switch']['share_of_step']:.2%} of a step"
-            )
+def peers(options: argparse.Namespace) -> Iterator[Measurement]:
+    """Part D; each side of its own, so that one that fails takes no other with it."""
+    batch = min(64, max(options.batch))
+    for name in reversed(GPU_ROWS):
+        for kind in ("equal", "ragged"):
+            work = replace(_generation(name, options, batch), ends=kind == "ragged")
+            for side in PEERS[: 1 if options.tiny else None]:
+                sides = ("tandem", side)
+                arguments = (work, sides, options.rounds, options.bandwidth)
+                yield f"{name}, batch {batch}, {kind}, {side}", measure_row, arguments
+
+
+def largest(options: argparse.Namespace) -> Iterator[Measurement]:
+    """Part E."""
+    for name in gpu_parts.LARGEST:
+        work = gpu_parts.largest_work(name, is_tiny=options.tiny, device=options.device)
+        yield name, gpu_parts.largest, (work,)
+
+
+def profiles(options: argparse.Namespace) -> Iterator[Measurement]:
+    """Part F."""
+    work = _generation("llama-7b", options, 2 if options.tiny else 64)
+    few = replace(work, max_new_tokens=min(32, work.max_new_tokens))
+    yield "decode step, llama-7b, batch 64", gpu_parts.profile_decode, (few,)
+    yield "PPO update, opt-1.3b + opt-350m", gpu_parts.profile_step, (step3_work(options),)
+
+
+def _generation(name: str, options: argparse.Namespace, batch: int) -> GenerationWork:
+    """256 tokens in, 256 out."""
+    row = replace(GPU_ROWS[name], device=options.device, num_prompts=batch)
+    if not options.tiny:
+        return row
+    return replace(row, shape=tiny(row.shape), prompt_tokens=(8, 8), max_new_tokens=8)
 
 
 def step3_work(options: argparse.Namespace) -> Work:
@@ -207,16 +223,36 @@ def switch(engine: RLHFEngine, work: Work) -> dict[str, float]:
     return {"seconds": max(0.0, first - second) + back, "decode_step_seconds": second}
 
 
-PARTS = {"generation": generation, "agreement": numbers, "step3": step3}
+PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[Measurement]]] = {
+    "A": first_look,
+    "B": decoding,
+    "C": ppo_step,
+    "D": peers,
+    "E": largest,
+    "F": profiles,
+}
 
 
-def _tried(function: Any, *arguments: Any) -> Mapping[str, Any]:
+def _measured_before(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The rows of an earlier call with the same --json and sizes."""
+    if options.json is None or not options.json.is_file() or options.again:
+        return {}
+    before = json.loads(options.json.read_text("utf-8"))
+    same = before.get("options", {}).get("tiny") == options.tiny
+    parts: dict[str, dict[str, Any]] = before.get("parts", {}) if same else {}
+    return parts
+
+
+def _as_text(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+
+def _tried(function: Any, *arguments: Any) -> Any:
     """What the function returns in a process of its own, or why it failed."""
     try:
-        answer: Mapping[str, Any] = in_child(_caught, function, arguments)
+        return in_child(_caught, function, arguments)
     except RuntimeError as error:  # the process died
         return {"failed": str(error)}
-    return answer
 
 
 def _caught(function: Any, arguments: tuple[Any, ...]) -> Any:
@@ -231,11 +267,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags = parser(__doc__, "rounds device micro-batch-tokens")
     flags.set_defaults(device="cuda", rounds=3, micro_batch_tokens=8192)
     add = flags.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    add("--batch", nargs="+", type=count, help="prompts side by side; 8 to 512 by default")
+    add("--parts", type=str.upper, default="".join(PARTS), help="letters, as in ABC")
+    add("--minutes", type=float, default=8.0, help="per part, in which measurements may begin")
+    add("--again", action="store_true", help="measure what --json already has, too")
+    add("--batch", nargs="+", type=count, help="prompts side by side in part B; 16 64 128")
     add("--pairs", type=count, help="prompts of the PPO step; 64 by default")
     add("--bandwidth", type=float, help="of the GPU's memory, TB/s; measured by default")
     options = flags.parse_args(arguments)
+    if unknown := set(options.parts) - set(PARTS):
+        flags.error(f"--parts must be of {''.join(PARTS)}; got {''.join(sorted(unknown))}")
     if options.device == "cuda" and not torch.cuda.is_available():
         flags.error("--device must be available; got cuda, but no GPU was found. Use --device cpu")
     if options.device == "cpu" and not options.tiny:

@@ -120,7 +120,7 @@ def loss_sum(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    flags = parser(__doc__, "threads device")
+    flags = parser(__doc__, "threads device default-allocator")
     add = flags.add_argument
     add("--seeds", nargs="+", type=count, default=[1, 2, 3])
     add("--steps", type=count, default=200)
