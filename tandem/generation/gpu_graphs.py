@@ -53,11 +53,6 @@ class NoWaiting(TorchDispatchMode):
     graph cannot contain. Our own operations are assumed not to wait.
     """
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True: or torch.compile would skip every function that it meets within, ever after."""
-        return True
-
     def __torch_dispatch__(
         self,
         operation: Any,
