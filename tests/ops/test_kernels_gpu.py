@@ -18,12 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.generation.runner import TwinRunner
 from tandem.generation.sampler import truncated
+from tandem.models.gpu_blocks import join_projections
 from tandem.models.packed import hidden_states
 from tandem.models.quantized import PackedWeight
+from tandem.models.twin import kv_shapes
 from tandem.ops import dense, gpu, native
 from tandem.ops.attention import varlen_attention
-from tandem.ops.attention_context import AttentionSpec, Decode, Packed
+from tandem.ops.attention_context import AttentionSpec, Decode, KVMemory, Packed
 from tandem.types import TokenBatch
 from tests.models.families import tiny_model
 from tests.ops.test_paged_gpu import CASES, DEVICE, Rows, kernels
@@ -311,3 +314,28 @@ def test_whole_models(family: str, fused: Callable[[bool], None]) -> None:
     for name, gradient in wanted.items():
         scale = max(1.0, float(gradient.abs().max()))
         assert float((got[name] - gradient).abs().max()) <= 1e-5 * scale, name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+def test_prompts_then_tokens_of_whole_models(family: str, fused: Callable[[bool], None]) -> None:
+    """Prefill and two steps of decoding, with joined weights, against the model's own forward."""
+    fused(True)
+    model = tiny_model(family).eval()
+    assert join_projections(model) > 0
+    shape = kv_shapes(model)
+    memory = KVMemory(shape, 6, dtype=torch.float32, device=torch.device("meta"))
+    memory.layers = [tuple(torch.zeros_like(t, device=DEVICE) for t in x) for x in memory.layers]
+    runner = TwinRunner(model, memory)
+    lengths, tables = (3, 17), torch.tensor([[4, 1], [0, 3]], dtype=torch.int32)
+    rows = [torch.randint(4, 50, (n + 2,)) for n in lengths]
+    prompts = torch.cat([row[:n] for row, n in zip(rows, lengths, strict=True)])
+    with torch.no_grad():
+        found = [runner.prefill(prompts, lengths, tables)]
+        for step in range(2):
+            at = torch.tensor([n + step for n in lengths])
+            tokens = torch.stack([row[p] for row, p in zip(rows, at, strict=True)])
+            found.append(runner.decode(tokens, at, tables))
+        for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+            own = model(input_ids=row[None], use_cache=False).logits[0, n - 1 :]
+            ours = torch.stack([logits[i] for logits in found])
+            assert torch.allclose(ours, own, atol=2e-5)
