@@ -112,10 +112,19 @@ def _traced(model: PreTrainedModel, batch: TokenBatch) -> tuple[Tensor, list[Ten
     return logprobs, outputs
 
 
+def _states(output: Any) -> Tensor:
+    """What a block gives: a tensor, the first of a tuple, or the sum of two addends, as a GPU's
+    blocks have it (`models.gpu_blocks`)."""
+    first, *others = output if isinstance(output, tuple) else (output,)
+    added = others and isinstance(others[0], Tensor) and others[0].shape == first.shape
+    states: Tensor = first + others[0] if added else first
+    return states
+
+
 @contextmanager
 def _recorded(blocks: Any, outputs: list[Tensor]) -> Iterator[None]:
     def keep(module: nn.Module, given: Any, output: Any) -> None:
-        outputs.append((output[0] if isinstance(output, tuple) else output).detach().clone())
+        outputs.append(_states(output).detach().clone())
 
     handles = [block.register_forward_hook(keep) for block in blocks]
     try:

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from tandem.models.frozen import FrozenConv1D, FrozenLinear
 from tandem.ops import dense, gpu
 from tandem.ops.attention import attend, attend_rotary
-from tandem.ops.attention_context import AttentionSpec
+from tandem.ops.attention_context import AttentionSpec, Decode, current_step
 from tandem.ops.joined import joined_linear
 
 
@@ -153,7 +153,8 @@ class TwinRotaryAttention(nn.Module):
         module: Any = self
         joined = projected(hidden_states, [module.q_proj, module.k_proj, module.v_proj])
         qkv = joined.view(hidden_states.shape[1], -1, module.head_dim)
-        heads = module.k_proj.out_features // module.head_dim
+        # By the weights that are here: a slice of tensor-parallel generation has fewer heads.
+        heads = len(module.k_proj.weight) // module.head_dim
         sizes = qkv.shape[1] - 2 * heads, heads
         if "q_norm" in self._modules:
             q, k, v = qkv.split((*sizes, heads), 1)
@@ -162,11 +163,13 @@ class TwinRotaryAttention(nn.Module):
 
 
 def projected(x: Tensor, layers: Sequence[Any]) -> Tensor:
-    """What linear layers over one input give, side by side: one product where they are plain."""
+    """What linear layers over one input give, side by side; in decoding by one product where they
+    are plain and lie side by side."""
     biases = [layer.bias for layer in layers]
     alike = len({bias is None for bias in biases}) == 1
     if alike and all(type(layer) is TwinLinear for layer in layers):
-        return joined_linear(x, [layer.weight for layer in layers], biases)
+        weights = [layer.weight for layer in layers]
+        return joined_linear(x, weights, biases, together=isinstance(current_step(), Decode))
     return torch.cat([layer(x) for layer in layers], -1)
 
 

@@ -1,9 +1,10 @@
 """Linear layers over one input as one product: queries, keys and values; gate and up.
 
 Their weights stay parameters of their own. `join` lays them side by side in one storage, of which
-each is a view; then one product over all rows computes all of them, and so do the products of the
-backward. An optimizer that changes them in place changes the storage. Weights that lie elsewhere,
-as sharded ones do, give the same result in a product each, written side by side.
+each is a view; an optimizer that changes them in place changes the storage. Then one product over
+all rows computes all of them in decoding, and in the backward. Forwards of whole sequences keep a
+product each, written side by side, so that a policy and its reference agree to the bit wherever
+their weights lie.
 """
 
 from __future__ import annotations
@@ -58,27 +59,35 @@ def joined_view(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def joined_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+def joined_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    together: bool = True,
+) -> Tensor:
     """[x W0' + b0, x W1' + b1, ...] side by side, with gradient.
 
     Args:
         x: (..., in). weights: (out_i, in) each. biases: (out_i,) each, or all None.
+        together: one product, where the weights allow it. Without it a product each, wherever they
+            lie: two models that do not lie alike then still give the same bits.
     Returns:
         (..., sum of out_i).
     """
     given = [bias for bias in biases if bias is not None]
     assert len(given) in (0, len(weights)), "biases must be all there or all None"
-    result: Tensor = _JoinedLinear.apply(x, len(weights), *weights, *given)
+    result: Tensor = _JoinedLinear.apply(x, len(weights), together, *weights, *given)
     return result
 
 
 class _JoinedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, count: int, together: bool, *parameters: Tensor) -> Tensor:
         weights, biases = parameters[:count], parameters[count:]
         ctx.count = count
         ctx.save_for_backward(x, *weights)
-        weight = joined_view(weights)
+        weight = joined_view(weights) if together else None
         bias = joined_view(biases) if biases else None
         if weight is not None and (bias is not None or not biases):
             return F.linear(x, weight, bias)
@@ -102,7 +111,7 @@ class _JoinedLinear(torch.autograd.Function):
         of_x = None
         if ctx.needs_input_grad[0]:
             of_x = _times(given, weights, sizes).view(x.shape)
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[3:]
         made: list[Tensor | None] = [None] * len(needed)
         if all(needed[: ctx.count]):
             made[: ctx.count] = (given.t() @ rows).split(sizes)
@@ -111,7 +120,7 @@ class _JoinedLinear(torch.autograd.Function):
                 made[number] = part.t() @ rows if needed[number] else None
         if any(needed[ctx.count :]):
             made[ctx.count :] = given.sum(0).split(sizes)
-        return of_x, None, *made
+        return of_x, None, None, *made
 
 
 def _times(given: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:

@@ -201,16 +201,8 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
     if (begin <= last) & (begin + CHUNK_TOKENS > first):
         g, kd, vd = tl.arange(0, GROUP_PAD), tl.arange(0, K_PAD), tl.arange(0, V_PAD)
         q_at = q_ptr + row * q_row + (head * GROUP + g[:, None]) * q_head + kd[None]
-        q = tl.load(q_at, mask=(g < GROUP)[:, None] & (kd < K_WIDTH)[None], other=0.0)
-        if TURNING:
-            turns = kd < TURNING
-            partner = tl.where(kd < TURNING // 2, TURNING // 2, -(TURNING // 2))
-            sign = tl.where(kd < TURNING // 2, -1.0, 1.0)
-            c = tl.load(cos_ptr + row * TURNING + kd, mask=turns, other=1.0)
-            s = tl.load(sin_ptr + row * TURNING + kd, mask=turns, other=0.0)
-            both = (g < GROUP)[:, None] & turns[None]
-            far_q = tl.load(q_at + partner[None], mask=both, other=0.0)
-            q = tl.where(turns[None], turned(q, far_q, c[None], s[None], sign[None]), q)
+        inside = (g < GROUP)[:, None] & (kd < K_WIDTH)[None]
+        q = _turned_at(q_at, inside, kd[None], cos_ptr, sin_ptr, row, TURNING)
         # Below any score, yet finite: of two of them the difference is 0 and not NaN.
         top = tl.full([GROUP_PAD], -1.0e30, tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
@@ -236,10 +228,7 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
             top = higher
         if last < begin + CHUNK_TOKENS:
             k_at = k_ptr + row * k_row + head * k_head + kd
-            k = tl.load(k_at, mask=kd < K_WIDTH, other=0.0)
-            if TURNING:
-                far_k = tl.load(k_at + partner, mask=turns, other=0.0)
-                k = tl.where(turns, turned(k, far_k, c, s, sign), k)
+            k = _turned_at(k_at, kd < K_WIDTH, kd, cos_ptr, sin_ptr, row, TURNING)
             v = tl.load(v_ptr + row * v_row + head * v_head + vd, mask=vd < V_WIDTH, other=0.0)
             block = tl.load(tables_ptr + row * table_row + last // BLOCK)
             place = (block.to(tl.int64) * BLOCK + last % BLOCK) * HEADS + head
@@ -257,6 +246,23 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
         tl.store(sums_at, summed, mask=(g < GROUP)[:, None] & (vd < V_WIDTH)[None])
         tl.store(tops_ptr + at * 2, top, mask=g < GROUP)
         tl.store(tops_ptr + at * 2 + 1, total, mask=g < GROUP)
+
+
+# fmt: off
+@_kernel
+def _turned_at(  # type: ignore[no-untyped-def]
+    at, inside, d, cos_ptr, sin_ptr, row, TURNING: tl.constexpr,
+):
+    # fmt: on
+    """Columns d at an address, by the row's rotary position where TURNING columns turn."""
+    x = tl.load(at, mask=inside, other=0.0)
+    if TURNING:
+        turns, half = d < TURNING, TURNING // 2
+        c = tl.load(cos_ptr + row * TURNING + d, mask=turns, other=1.0)
+        s = tl.load(sin_ptr + row * TURNING + d, mask=turns, other=0.0)
+        far = tl.load(at + tl.where(d < half, half, -half), mask=inside & turns, other=0.0)
+        x = tl.where(turns, turned(x, far, c, s, tl.where(d < half, -1.0, 1.0)), x)
+    return x
 
 
 @_kernel

@@ -183,6 +183,51 @@ def _share_above(  # type: ignore[no-untyped-def]
 
 # fmt: off
 @_kernel
+def _border(  # type: ignore[no-untyped-def]
+    at, vocabulary, inverse, stops_ptr, young, high, top_k, top_p, min_p, BANS: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, CHUNK_LOGITS: tl.constexpr,
+):
+    # fmt: on
+    """The least logit, as `_ordered`, that top-k, then top-p, then min-p leave."""
+    floor = -2147483648  # below every number
+    if TOP_K:  # the largest border with top_k tokens at or above it, bit by bit
+        border = -2147483648
+        if _share_above(at, vocabulary, inverse, stops_ptr, young, 0, 0, 0.0,
+                        BANS, True, CHUNK_LOGITS) >= top_k:
+            border = 0
+        for i in range(31):
+            trial = border + (1 << (30 - i))
+            if _share_above(at, vocabulary, inverse, stops_ptr, young, 0, trial, 0.0,
+                            BANS, True, CHUNK_LOGITS) >= top_k:
+                border = trial
+        floor = border
+    if TOP_P:  # the smallest border with less than top_p of the probability above it
+        all_kept = _share_above(at, vocabulary, inverse, stops_ptr, young, floor, -2147483648,
+                                high, BANS, False, CHUNK_LOGITS)
+        goal = top_p * all_kept
+        border = -2147483648  # at this border and below, the share is still top_p or more
+        if _share_above(at, vocabulary, inverse, stops_ptr, young, floor, -1,
+                        high, BANS, False, CHUNK_LOGITS) >= goal:
+            border = 0
+        for i in range(31):
+            trial = border + (1 << (30 - i))
+            if _share_above(at, vocabulary, inverse, stops_ptr, young, floor, trial - 1,
+                            high, BANS, False, CHUNK_LOGITS) >= goal:
+                border = trial
+        floor = tl.maximum(floor, border)
+    if MIN_P:
+        highest = float("-inf")
+        for begin in range(0, vocabulary, CHUNK_LOGITS):
+            v = begin + tl.arange(0, CHUNK_LOGITS)
+            y = tl.load(at + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32)
+            y = _allowed(y * inverse, v, stops_ptr, young, BANS)
+            highest = tl.maximum(highest, tl.max(y, 0))
+        floor = tl.maximum(floor, _ordered(highest + tl.log(min_p)))
+    return floor
+
+
+# fmt: off
+@_kernel
 def _draw_rows(  # type: ignore[no-untyped-def]
     logits_ptr, drawn_ptr, keys_ptr, ages_ptr, stops_ptr, sums_ptr, tokens_ptr, numbers_ptr,
     row_logits, row_drawn, vocabulary, inverse, chunks, rows, top_k, top_p, min_p, min_new,
@@ -211,39 +256,8 @@ def _draw_rows(  # type: ignore[no-untyped-def]
     floor = -2147483648  # below every number
     masses = tl.exp(kept - high).to(tl.float64)
     if TRUNCATES:
-        if TOP_K:  # the largest border with top_k tokens at or above it, bit by bit
-            border = -2147483648
-            if _share_above(at, vocabulary, inverse, stops_ptr, young, 0, 0, 0.0,
-                            BANS, True, CHUNK_LOGITS) >= top_k:
-                border = 0
-            for i in range(31):
-                trial = border + (1 << (30 - i))
-                if _share_above(at, vocabulary, inverse, stops_ptr, young, 0, trial, 0.0,
-                                BANS, True, CHUNK_LOGITS) >= top_k:
-                    border = trial
-            floor = border
-        if TOP_P:  # the smallest border with less than top_p of the probability above it
-            all_kept = _share_above(at, vocabulary, inverse, stops_ptr, young, floor, -2147483648,
-                                    high, BANS, False, CHUNK_LOGITS)
-            goal = top_p * all_kept
-            border = -2147483648  # at this border and below, the share is still top_p or more
-            if _share_above(at, vocabulary, inverse, stops_ptr, young, floor, -1,
-                            high, BANS, False, CHUNK_LOGITS) >= goal:
-                border = 0
-            for i in range(31):
-                trial = border + (1 << (30 - i))
-                if _share_above(at, vocabulary, inverse, stops_ptr, young, floor, trial - 1,
-                                high, BANS, False, CHUNK_LOGITS) >= goal:
-                    border = trial
-            floor = tl.maximum(floor, border)
-        if MIN_P:
-            highest = float("-inf")
-            for begin in range(0, vocabulary, CHUNK_LOGITS):
-                v = begin + tl.arange(0, CHUNK_LOGITS)
-                y = tl.load(at + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32)
-                y = _allowed(y * inverse, v, stops_ptr, young, BANS)
-                highest = tl.maximum(highest, tl.max(y, 0))
-            floor = tl.maximum(floor, _ordered(highest + tl.log(min_p)))
+        floor = _border(at, vocabulary, inverse, stops_ptr, young, high, top_k, top_p, min_p,
+                        BANS, TOP_K, TOP_P, MIN_P, CHUNK_LOGITS)
         masses = tl.zeros([CHUNKS_PAD], tl.float64)
         for chunk in range(chunks):
             v = chunk * CHUNK_LOGITS + tl.arange(0, CHUNK_LOGITS)

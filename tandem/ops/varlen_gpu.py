@@ -194,7 +194,8 @@ def _forward(
         top = tl.full([SIZE], -1.0e30, tl.float32)
         total = tl.zeros([SIZE], tl.float32)
         if SINKS:
-            top += 1.0e30 + tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+            sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+            top = tl.zeros([SIZE], tl.float32) + sink
             total += 1.0
         summed = tl.zeros([SIZE, V_PAD], tl.float32)
         start = first

@@ -112,22 +112,6 @@ def test_what_waits_for_nothing_is_let_through() -> None:
         assert torch.searchsorted(x.sort(-1).values, x).shape == (2, 3)
 
 
-def test_a_warm_up_does_not_switch_compilation_off() -> None:
-    runs = []
-
-    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        return lambda *given: runs.append(1) or module.forward(*given)
-
-    compiled = torch.compile(lambda x: x * 2 + 1, backend=backend)
-    x = torch.ones(3)
-    compiled(x)
-    with NoWaiting():
-        compiled(x)
-    before = len(runs)
-    compiled(x)
-    assert len(runs) == before + 1
-
-
 def test_a_capture_that_breaks_off_says_what_broke_it(
     recorder: CudaRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,14 +1,15 @@
-"""The GPU kernels against the plain path, values and gradients, in Triton's interpreter on a CPU.
+"""The GPU kernels against the plain path, values and gradients: on a GPU, else in Triton's
+interpreter.
 
-They need triton and TRITON_INTERPRET=1 in the environment before anything imports it, and numpy
-below 2.4 for triton 3.6 (`make kernels-interpreted` says how). The interpreter rounds to bfloat16
-by cutting off, so what is rounded where is seen in float16.
+The interpreter needs TRITON_INTERPRET=1 in the environment before anything imports triton, and
+numpy below 2.4 for triton 3.6 (docs/gpu_kernels.md says how). It rounds to bfloat16 by cutting off,
+so what is rounded where is seen in float16.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,19 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.generation.runner import TwinRunner
 from tandem.generation.sampler import truncated
+from tandem.models.gpu_blocks import join_projections
 from tandem.models.packed import hidden_states
 from tandem.models.quantized import PackedWeight
+from tandem.models.twin import kv_shapes
 from tandem.ops import dense, gpu, native
 from tandem.ops.attention import varlen_attention
-from tandem.ops.attention_context import AttentionSpec, Decode, Packed
+from tandem.ops.attention_context import AttentionSpec, Decode, KVMemory, Packed
 from tandem.types import TokenBatch
 from tests.models.families import tiny_model
 from tests.ops.test_paged_gpu import CASES, DEVICE, Rows, kernels
 
 pytestmark = [
     kernels,
-    pytest.mark.skipif(DEVICE.type != "cpu", reason="tests/gpu does it on a GPU"),
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
@@ -40,8 +43,11 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3}
 
 
 @pytest.fixture(autouse=True)
-def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def _plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(native, "available", lambda: False)
+    torch.set_default_device(DEVICE)
+    yield
+    torch.set_default_device(None)
 
 
 @pytest.fixture
@@ -57,8 +63,8 @@ def compare(ours: Any, plain: Any, inputs: list[Tensor]) -> None:
     """Outputs and gradients agree, relative to the largest number."""
     ours, plain = ([x] if isinstance(x, Tensor) else [*x] for x in (ours, plain))
     pulls = [torch.randn_like(x) for x in ours]
-    got = [*ours, *torch.autograd.grad(ours, inputs, pulls)]
-    want = [*plain, *torch.autograd.grad(plain, inputs, pulls)]
+    got = [*ours, *torch.autograd.grad(ours, inputs, pulls, retain_graph=True)]
+    want = [*plain, *torch.autograd.grad(plain, inputs, pulls, retain_graph=True)]
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
         assert a.shape == b.shape
@@ -83,10 +89,8 @@ def test_residual_and_norm(kind: int, dtype: torch.dtype) -> None:
     shift = bias if kind == 2 else None
     inputs = [x, delta, weight] + ([bias] if kind == 2 else [])
     compare(add_norm(x, delta, weight, shift, 1e-5, kind), (h, plain(h)), inputs)
-    inputs.remove(delta)
-    compare(add_norm(x, None, weight, shift, 1e-5, kind)[1], plain(x), inputs)
-    frozen = weight.detach()
-    assert add_norm(x, delta, frozen, None, 1e-5, kind)[1].sum().backward() is None
+    compare(add_norm(x, None, weight, shift, 1e-5, kind)[1], plain(x), [x, *inputs[2:]])
+    add_norm(x, delta, weight.detach(), None, 1e-5, kind)[1].sum().backward()
     assert x.grad is not None
 
 
@@ -173,12 +177,12 @@ def test_packed_attention(widths: tuple[int, int], kind: AttentionSpec, monkeypa
 
     monkeypatch.setattr(varlen_gpu, "_tiles", lambda q, v: (16, 4))
     lengths = (1, 16, 21)
-    step = Packed.of_lengths(lengths, torch.device("cpu"))
+    step = Packed.of_lengths(lengths, DEVICE)
     q, k = normal(38, 4, widths[0]), normal(38, 2, widths[0])
     v = normal(38, 2, widths[1])
     inputs = [q, k, v]
     if kind.sinks is not None:
-        kind = replace(kind, sinks=kind.sinks.clone().requires_grad_())
+        kind = replace(kind, sinks=kind.sinks.to(DEVICE).clone().requires_grad_())
         inputs.append(kind.sinks)
     ours = varlen_gpu.varlen_attention_gpu(q, k, v, step.cu_seqlens, kind)
     compare(ours, varlen_attention(q, k, v, step, kind), inputs)
@@ -310,3 +314,28 @@ def test_whole_models(family: str, fused: Callable[[bool], None]) -> None:
     for name, gradient in wanted.items():
         scale = max(1.0, float(gradient.abs().max()))
         assert float((got[name] - gradient).abs().max()) <= 1e-5 * scale, name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+def test_prompts_then_tokens_of_whole_models(family: str, fused: Callable[[bool], None]) -> None:
+    """Prefill and two steps of decoding, with joined weights, against the model's own forward."""
+    fused(True)
+    model = tiny_model(family).eval()
+    assert join_projections(model) > 0
+    shape = kv_shapes(model)
+    memory = KVMemory(shape, 6, dtype=torch.float32, device=torch.device("meta"))
+    memory.layers = [tuple(torch.zeros_like(t, device=DEVICE) for t in x) for x in memory.layers]
+    runner = TwinRunner(model, memory)
+    lengths, tables = (3, 17), torch.tensor([[4, 1], [0, 3]], dtype=torch.int32)
+    rows = [torch.randint(4, 50, (n + 2,)) for n in lengths]
+    prompts = torch.cat([row[:n] for row, n in zip(rows, lengths, strict=True)])
+    with torch.no_grad():
+        found = [runner.prefill(prompts, lengths, tables)]
+        for step in range(2):
+            at = torch.tensor([n + step for n in lengths])
+            tokens = torch.stack([row[p] for row, p in zip(rows, at, strict=True)])
+            found.append(runner.decode(tokens, at, tables))
+        for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+            own = model(input_ids=row[None], use_cache=False).logits[0, n - 1 :]
+            ours = torch.stack([logits[i] for logits in found])
+            assert torch.allclose(ours, own, atol=2e-5)
