@@ -66,4 +66,4 @@ def test_a_shape_of_numbers_is_a_llama_or_an_opt() -> None:
         scaled(layers=4, width=128, inner=256, heads=4, kv_heads=4, vocabulary=512, tied=False)
     ).parameters  # fmt: skip
     assert shape_for(config_of_shape("layers=2,width=64,family=opt")).inner == 256
-    assert [name for name, _ in ladder(config_of_shape("layers=2,width=64"))][0].startswith("Tiny")
+    assert next(name for name, _ in ladder(config_of_shape("layers=2,width=64"))).startswith("Tiny")
