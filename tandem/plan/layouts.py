@@ -95,7 +95,7 @@ def layouts(
     Args:
         trains_alike: only those that compute the same update: no adapters or integers in place of
             full weights.
-        few: only ZeRO stages and offload.
+        few: only ZeRO stage 3, offload, slices and micro-batches.
     """
     found: dict[tuple[object, ...], Laid] = {}
     for knobs in _candidates(config, hardware, ranks, trains_alike, few):
@@ -138,11 +138,10 @@ def _candidates(
     ]
     slices = [parallel.inference_tp_size]
     if ranks > 1 and not hardware.on_cpu:
-        slices += [parts for parts in (4, 8) if ranks % parts == 0][:1]
+        slices += [parts for parts in (2, 8) if ranks % parts == 0]
     again = [config.gradient_checkpointing, True]
     if few:
-        budgets, slices, again = budgets[:1], slices[:1], again[:1]
-        zero, offload = zero[-1:], [offload[0], offload[-1]]
+        budgets, again, zero = budgets[:2], again[:1], zero[-1:]
     combinations = product(
         zero, dict.fromkeys(adapters), dict.fromkeys(offload), budgets,
         dict.fromkeys(slices), dict.fromkeys(again),
@@ -152,7 +151,7 @@ def _candidates(
         frozen,
         shared,
     ), moved, tokens, parts, checkpointing in combinations:
-        if parts > 1 and (actor != 3 or frozen or rank):
+        if parts > 1 and (actor != 3 or frozen):
             continue
         yield {
             "parallel.actor_zero_stage": actor,

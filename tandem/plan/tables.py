@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from tandem.config.flags import parse_run_flags
+from tandem.config.schema import RunConfig
 from tandem.config.stages import rl_stage
 from tandem.memory.dimensions import Shape
 from tandem.plan.layouts import layouts
@@ -199,20 +200,26 @@ def table_rows() -> list[dict[str, Any]]:
 def tandem_hours(cell: Cell, pairs: int) -> float | None:
     """What Tandem would need for a cell; None if no layout that was tried fits."""
     hardware = find_hardware(f"{cell.count}x{cell.hardware}")
-    flags = [
-        "--stages", rl_stage(()).name, "--max-new-tokens", "256", "--ppo-steps", "1",
-        "--ppo.epochs", "1", "--micro-batch-tokens", "2048",
-        "--ppo.prompts-per-step", "1024", "--ppo.minibatch-size", "1024", "--reward-model", "opt",
-        "--save-every", "0", "--dtype", "fp16" if cell.hardware.startswith("V100") else "bf16",
-        "--generation-batch-size", "256", "--gradient-checkpointing",
-        *(["--lora-rank", "128"] if _shape(cell.model).parameters > 1e10 else []),
-    ]  # fmt: skip
-    config = parse_run_flags(flags, "train", note=lambda line: None)
+    dtype = "fp16" if cell.hardware.startswith("V100") else "bf16"
+    config = _tandem_config(dtype, adapters=_shape(cell.model).parameters > 1e10)
     models = {config.stages[0]: Models(_shape(cell.model), _shape("350m", scalar=True), "opt")}
     rows = {config.stages[0]: Rows(tokens=256, longest=256)}
     found = layouts(config, models, rows, hardware, cell.count, trains_alike=True, few=True)
     seconds = [laid.stages[0].step_seconds for laid in found if laid.fits()]
     return min(seconds) * pairs / _PAIRS_PER_STEP / 3600 if seconds else None
+
+
+@cache
+def _tandem_config(dtype: str, *, adapters: bool) -> RunConfig:
+    """A run like theirs: answers of 256 tokens, 1,024 pairs per step, one epoch."""
+    flags = [
+        "--stages", rl_stage(()).name, "--max-new-tokens", "256", "--ppo-steps", "1",
+        "--ppo.epochs", "1", "--ppo.prompts-per-step", "1024", "--ppo.minibatch-size", "1024",
+        "--reward-model", "facebook/opt-350m", "--save-every", "0", "--dtype", dtype,
+        "--generation-batch-size", "256", "--gradient-checkpointing",
+        *(["--lora-rank", "128"] if adapters else []),
+    ]  # fmt: skip
+    return parse_run_flags(flags, "train", note=lambda line: None)
 
 
 def show_tables(*, as_json: bool) -> int:

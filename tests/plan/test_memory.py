@@ -85,7 +85,8 @@ def test_activations_are_what_autograd_keeps(family: str) -> None:
     slope = {name: (kept[3, name] - kept[1, name]) / 2 for name in lengths}
     shapes = {n: shape_of(tiny_config(family, num_hidden_layers=n)) for n in layers}
     expected = {
-        n: activation_bytes(s, 48, Layout()) - activation_bytes(s, 16, Layout())
+        n: activation_bytes(s, 48, Layout(on_cpu=True))
+        - activation_bytes(s, 16, Layout(on_cpu=True))
         for n, s in shapes.items()
     }
     assert slope["many"] - slope["few"] == pytest.approx((expected[3] - expected[1]) / 2, rel=0.1)

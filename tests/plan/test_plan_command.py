@@ -1,0 +1,184 @@
+"""`tandem plan` and `--auto-layout` as a user meets them, without torch being loaded by them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tandem.cli import main
+from tandem.config.flags import parse_run_flags
+from tandem.errors import ConfigError
+from tandem.plan import tables
+from tandem.plan.auto_layout import choose_layout
+from tandem.plan.grade import grade_table, non_negative, refit
+from tandem.plan.layout_flags import memory_bytes, take_layout_flags
+from tandem.predict.hardware import as_values, find_hardware
+from tandem.predict.machine import MACHINE_FILE
+from tandem.predict.record import Outcome, add_outcomes
+
+SHAPE = ("--shape", "layers=4,width=256,heads=4,vocabulary=8192", "--reward-model",
+         "facebook/opt-350m")  # fmt: skip
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU of 8 GB whose speed is known."""
+    found = replace(
+        find_hardware("1xH100"), kind="cpu", name="this machine (test)", memory=8e9, packs=True,
+        flops={"fp32": 8e10, "bf16": 8e10}, bandwidth=2e10, link=1e9, call=1.5e-6, process=3.5e8,
+    )  # fmt: skip
+    file = tmp_path / "machine.yaml"
+    file.write_text(yaml.safe_dump(as_values(found)))
+    monkeypatch.setenv(MACHINE_FILE, str(file))
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = main(["plan", *args])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_a_plan_of_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(
+        capsys, "--actor-model", "facebook/opt-1.3b", "--reward-model", "facebook/opt-350m",
+        "--hardware", "8xA100-80G", "--price", "2.10",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    for part in ("plan for 8 x A100-80G, bf16", "generate", "MFU", "fits", "  yes ", "$2.1 per"):
+        assert part in out
+    assert max(map(len, out.splitlines())) <= 82
+
+
+def test_json_says_the_same_and_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(
+        capsys, "--actor-model", "facebook/opt-66b", "--hardware", "1xL4", "--stages", "sft",
+        "--json",
+    )  # fmt: skip
+    told = json.loads(out)
+    assert code == 1
+    assert not told["fits"]
+    (stage,) = told["stages"]
+    phase = stage["phases"][stage["peak_phase"]]
+    assert sum(phase["parts"].values()) == pytest.approx(phase["live_bytes"], rel=0.01)
+    assert any("needs" in entry["why"] for entry in told["rejected"])
+
+
+@pytest.mark.usefixtures("machine")
+def test_this_machine_and_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *SHAPE, "--data", "embedded")
+    assert code == 0
+    assert "this machine (test), 1 rank(s), fp32" in out
+    assert "rows" in out
+    code, out, _ = run(capsys, "--actor-model", "facebook/opt-125m", "--stages", "sft", "--largest")
+    assert code == 0
+    assert "facebook/opt-13b: does not fit" in out
+    assert "facebook/opt-350m: fits" in out or "facebook/opt-125m: fits" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (("--hardwear", "H100"), "Did you mean"),
+        ((*SHAPE, "--hardware", "9xQ1"), "with a name of V100-32G, A6000-48G"),
+        (("--hardware", "H100"), "tandem plan must know the model"),
+        (("--shape", "layers=4,depth=3", "--hardware", "H100"), "got 'depth=3'"),
+        (("--shape", "layers=4", "--hardware", "H100"), "--shape must say width"),
+        (("--actor-model", "no/such", "--hardware", "H100"), "a hub name in the hub's cache"),
+        ((*SHAPE, "--hardware", "H100", "--memory-limit", "much"), "a size above 0 such as 2GiB"),
+        (("--grade", "nowhere"), "got none"),
+        (("--refit",), "--refit must get folders"),
+    ],
+)
+def test_mistakes_get_one_line(
+    capsys: pytest.CaptureFixture[str], args: tuple[str, ...], part: str
+) -> None:
+    code, out, err = run(capsys, *args)
+    assert (code, out) == (2, "")
+    assert part in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_plan_does_not_wait_for_torch() -> None:
+    script = (
+        "import sys; from tandem.cli import main; main(['plan', '--actor-model', "
+        "'facebook/opt-125m', '--hardware', 'H100', '--stages', 'sft', '--json']); "
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_seeds_tables_reach_the_goals() -> None:
+    rows = tables.table_rows()
+    assert len(rows) == 23
+    assert sum(abs(row["ratio"] - 1) <= 0.25 for row in rows) >= 16
+    assert sum(abs(row["ratio"] - 1) <= 0.5 for row in rows) >= 20
+    # The constants for a hardware are fitted without it.
+    cell = tables.cells()[0]
+    others = [c for c in tables.cells() if c.hardware != cell.hardware]
+    assert tables.fit(others, 1000, tries=3) == tables.fit(others, 1000, tries=3)
+
+
+def test_layout_flags_are_taken_off() -> None:
+    options, rest = take_layout_flags(["--seed", "3", "--auto-layout", "--memory-limit=1.5GiB"])
+    assert (options.auto, options.limit, rest) == (True, 1.5 * 2**30, ["--seed", "3"])
+    assert memory_bytes("800MB") == 8e8
+    assert memory_bytes("2g") == 2**31
+    with pytest.raises(ConfigError, match="must go with --auto-layout"):
+        take_layout_flags(["--memory-limit", "1GiB"])
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_fastest_layout_that_fits_is_taken_and_kept(tmp_path: Path) -> None:
+    flags = ["--actor-model", "facebook/opt-125m", "--stages", "sft", "--output-dir",
+             str(tmp_path / "run")]  # fmt: skip
+    config, said = parse_run_flags(flags, "train"), list[str]()
+    free, chosen = choose_layout(config, 1, None, said.append)
+    assert (free, chosen) == (config, [])
+    tight, chosen = choose_layout(config, 1, 3.2 * 2**30, said.append)
+    assert tight.micro_batch_tokens < config.micro_batch_tokens
+    assert "--micro-batch-tokens" in chosen
+    assert "faster, but too large" in said[-1]
+    smallest, _ = choose_layout(config, 1, 2**20, said.append)
+    assert "none fits into 1 MiB a rank" in said[-1]
+    assert "the cheapest ways out: --" in said[-1]
+    assert smallest.micro_batch_tokens <= tight.micro_batch_tokens
+    # A run that has begun keeps its own.
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "command.txt").write_text("x\n")
+    from tandem.config.load import dump_config
+
+    (folder / "config.yaml").write_text(dump_config(tight))
+    kept, chosen = choose_layout(config, 1, 2**40, said.append)
+    assert kept == tight
+    assert "has begun" in said[-1]
+
+
+def test_runs_are_graded_and_constants_fitted(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        folder = tmp_path / f"run{number}"
+        folder.mkdir()
+        known = Outcome(
+            stage="sft", phase="train", ranks=1, hardware="this machine (test)", dtype="fp32",
+            predicted_bytes=4.4e8, measured_bytes=4e8, predicted_seconds=number,
+            cpu_seconds=2.0 * number + 1e-3, measured_seconds=9.0, process_bytes=3e8,
+            terms={"products": number, "fixed": 1e-3},
+        )  # fmt: skip
+        add_outcomes(folder, [known, replace(known, phase="stage", terms={})])
+    folders = sorted(tmp_path.glob("run*"))
+    table = grade_table(folders)
+    assert "peak memory: 3 of 3 within 10%" in table
+    assert "time of a phase: 0 of 3 within 25%" in table
+    fitted = refit(folders)["cpu"]
+    assert fitted["train"]["products"] == pytest.approx(2, rel=0.03)
+    assert fitted["fitted_on"] == "3 runs on test"
+
+
+def test_non_negative_least_squares() -> None:
+    assert non_negative([[1, 0], [0, 1], [1, 1]], [2, -1, 1]) == pytest.approx([1.5, 0])

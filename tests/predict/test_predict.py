@@ -1,0 +1,199 @@
+"""Predictions: properties that hold whatever the constants are, hardware, records."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem.config.load import build_config
+from tandem.config.schema import RunConfig
+from tandem.config.stages import stage_of
+from tandem.errors import ConfigError
+from tandem.plan.knobs import nested
+from tandem.predict import machine
+from tandem.predict.hardware import as_values, find_hardware, hardware_names, read_hardware
+from tandem.predict.memory import Models
+from tandem.predict.models import config_of_shape, shape_for
+from tandem.predict.record import Outcome, add_outcomes, read_outcomes
+from tandem.predict.rows import Rows, rows_of
+from tandem.predict.stage import StagePrediction, predict_stage
+
+LONGER = replace(ROWS, tokens=400, answered=200, longest=512)
+ROOMY = {"micro_batch_tokens": 1 << 20}  # else fewer of the longer rows fit
+LLAMA = config_of_shape("layers=8,width=512,heads=8,vocabulary=8192")
+ROWS = Rows(count=1000, tokens=200, answered=100, longest=256)
+CPU = replace(find_hardware("1xH100"), kind="cpu", count=1, packs=True, memory=64e9)
+
+
+def models_of(text: str = "") -> Models:
+    config = config_of_shape(text) if text else LLAMA
+    return Models(shape_for(config), shape_for(config, scalar=True), str(config["model_type"]))
+
+
+def config_with(stage: str, **knobs: Any) -> RunConfig:
+    return build_config(nested({"stages": [stage], "reward_model": "x", **knobs}), where="")
+
+
+def predicted(
+    stage: str = "ppo", *, ranks: int = 1, shape: str = "", on_cpu: bool = False,
+    rows: Rows = ROWS, **knobs: Any,
+) -> StagePrediction:  # fmt: skip
+    hardware = CPU if on_cpu else find_hardware(f"{ranks}xH100")
+    config = config_with(stage, **{name.replace("__", "."): v for name, v in knobs.items()})
+    return predict_stage(config, stage_of(stage), models_of(shape), rows, hardware, ranks)
+
+
+ZERO = {n: {f"parallel__{role}_zero_stage": n for role in ("actor", "critic")} for n in range(4)}
+
+
+def peaks(found: StagePrediction) -> dict[str, float]:
+    return {name: phase.peak for name, phase in found.phases.items()}
+
+
+def part(found: StagePrediction, phase: str, name: str) -> float:
+    return found.phases[phase].live.get(name, 0.0)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo", "grpo"])
+def test_more_of_everything_never_takes_less(stage: str) -> None:
+    for small, large in (
+        ({"shape": "layers=4,width=256"}, {"shape": "layers=8,width=256"}),
+        ({"shape": "layers=4,width=256"}, {"shape": "layers=4,width=512"}),
+        ({"micro_batch_tokens": 512}, {"micro_batch_tokens": 4096}),
+        ({"rows": ROWS, **ROOMY}, {"rows": LONGER, **ROOMY}),
+    ):
+        less, more = predicted(stage, **small), predicted(stage, **large)
+        for phase, peak in peaks(less).items():
+            assert peak <= peaks(more)[phase], (phase, small, large)
+        if "rows" in small or "shape" in small:
+            assert less.step_seconds < more.step_seconds
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_what_saves_memory_never_raises_the_part_that_it_acts_on(stage: str, on_cpu: bool) -> None:
+    run = partial(predicted, stage, on_cpu=on_cpu)
+    plain = run(dtype="bf16")
+    again = run(dtype="bf16", gradient_checkpointing=True)
+    for phase in ("rehearse", "train"):
+        assert part(again, phase, "activations") <= part(plain, phase, "activations")
+        assert again.phases[phase].peak <= plain.phases[phase].peak
+    offload = run(dtype="bf16", parallel__offload=["optimizer"])
+    assert part(offload, "train", "AdamW") <= part(plain, "train", "AdamW")
+    lora = run(dtype="bf16", lora__rank=8)
+    for kind in ("int8", "nf4"):
+        quantized = run(dtype="bf16", lora__rank=8, parallel__frozen_weights=kind)
+        assert part(quantized, "train", "weights") < part(lora, "train", "weights")
+    assert part(lora, "train", "AdamW") < part(plain, "train", "AdamW")
+    shared = run(dtype="bf16", lora__rank=8, parallel__shared_base=True)
+    assert shared.peak <= lora.peak
+
+
+def test_more_ranks_and_higher_zero_stages_never_take_more_of_what_they_split() -> None:
+    for stage in (1, 2, 3):
+        for fewer, more in ((1, 2), (2, 4), (4, 8)):
+            less = predicted("ppo", ranks=more, **ZERO[stage])
+            whole = predicted("ppo", ranks=fewer, **ZERO[stage])
+            for name in ("AdamW", "KV memory"):
+                assert part(less, "generate", name) <= part(whole, "generate", name)
+    stages = [predicted("ppo", ranks=4, **ZERO[stage]) for stage in range(4)]
+    for low, high in itertools.pairwise(stages):
+        assert part(high, "score", "weights") <= part(low, "score", "weights")
+        assert part(high, "train", "gradients") <= part(low, "train", "gradients")
+
+
+def test_steps_totals_price_and_disk() -> None:
+    sft = predicted("sft", sft__batch_size=100, sft__epochs=2.0, sft__max_steps=0)
+    assert sft.work.steps == 20
+    assert sft.total_seconds == pytest.approx(
+        20 * sft.step_seconds + sum(sft.phases[n].seconds or 0 for n in ("load", "save"))
+    )
+    assert sft.dollars == pytest.approx(2.95 * (sft.total_seconds or 0) / 3600)
+    assert predicted("sft", rows=replace(ROWS, count=0)).total_seconds is None
+    assert predicted("sft", keep_checkpoints=4).disk > sft.disk
+    trained = sft.phases["train"]
+    assert trained.flops > 6 * 0.9 * models_of().policy.linear_weights * 100 * 200
+    assert trained.reserved > trained.peak  # live and reserved apart
+
+
+def test_several_ranks_are_larger_each_and_a_critic_costs() -> None:
+    one, two = predicted(on_cpu=True), predicted(on_cpu=True, ranks=2, **ZERO[0])
+    assert two.phases["load"].reserved > one.phases["load"].reserved
+    critic, none = predicted("ppo"), predicted("grpo", grpo__minibatch_size=32)
+    assert part(none, "train", "AdamW") < part(critic, "train", "AdamW")
+
+
+def test_hardware_is_named_counted_priced_or_a_file(tmp_path: Path) -> None:
+    found = find_hardware("8xa100-80gb")
+    assert (found.name, found.count, found.memory) == ("A100-80G", 8, 80e9)
+    assert find_hardware("H200", price=2.1).price == 2.1
+    assert find_hardware("H200").rate("bf16", 64) == 989e12  # dense
+    for wrong in ("8xZ9", "0xH100", "A100"):
+        with pytest.raises(ConfigError, match="A100-40G, A100-80G, H100"):
+            find_hardware(wrong)
+    file = tmp_path / "mine.yaml"
+    entry = {"bf16": 100, "fp32": 20, "memory": 24, "bandwidth": 900, "link": 30, "network": 1}
+    file.write_text(yaml.safe_dump({**entry, "name": "mine", "count": 3}))
+    assert (find_hardware(str(file)).label, find_hardware(str(file)).price) == ("3 x mine", None)
+    file.write_text(yaml.safe_dump({**entry, "bf16": "fast"}))
+    with pytest.raises(ConfigError, match=r"must give bf16, .* got 'fast' for bf16"):
+        find_hardware(str(file))
+    with pytest.raises(ConfigError, match="must be a YAML file"):
+        find_hardware(str(tmp_path / "none.yaml"))
+    assert len(hardware_names()) > 10
+
+
+def test_a_machine_is_kept_unless_it_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    monkeypatch.delenv(machine.MACHINE_FILE, raising=False)
+    busy, said = [2.0], list[str]()
+    monkeypatch.setattr(machine, "measure_machine", lambda: (CPU, busy[0]))
+    assert machine.known_machine() is None
+    machine.this_machine(said.append)
+    assert "busy" in said[-1]
+    assert machine.known_machine() is None
+    busy[0] = 1.0
+    machine.this_machine()
+    kept = machine.known_machine()
+    assert kept is not None
+    assert kept.bandwidth == CPU.bandwidth
+    file = tmp_path / "m.yaml"
+    file.write_text(yaml.safe_dump(as_values(CPU)))
+    assert read_hardware(file) == CPU
+    monkeypatch.setenv(machine.MACHINE_FILE, str(file))
+    assert machine.this_machine() == CPU
+
+
+def test_predictions_are_kept_by_stage_and_phase(tmp_path: Path) -> None:
+    first = Outcome(stage="a", phase="train", ranks=1, hardware="h", dtype="fp32",
+                    predicted_bytes=110, measured_bytes=100, predicted_seconds=3, cpu_seconds=2,
+                    measured_seconds=9)  # fmt: skip
+    add_outcomes(tmp_path, [first])
+    add_outcomes(tmp_path, [replace(first, predicted_bytes=90)])
+    with (tmp_path / "predictions.jsonl").open("a") as file:
+        file.write(json.dumps({"stage": "x"})[:-4] + "\n")
+    (found,) = read_outcomes(tmp_path)
+    assert found.memory_error == pytest.approx(-0.1)
+    assert found.time_error == pytest.approx(0.5)
+    assert math.isnan(replace(found, predicted_seconds=None).time_error)
+
+
+def test_lengths_of_rows() -> None:
+    rows = rows_of([[(4, 1), (6, 3)], [(10, 2), (2, 2)]], 50, "here")
+    assert (rows.count, rows.sequences, rows.tokens, rows.answered, rows.longest) == (
+        50,
+        2,
+        11,
+        4,
+        10,
+    )
