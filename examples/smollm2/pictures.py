@@ -27,6 +27,7 @@ LABELS = {
     "base": "base",
     "sft": "SFT",
     "grpo": "GRPO",
+    "grpo-6min": "GRPO, 6 min",
     "rloo": "RLOO",
     "ppo": "PPO",
     "trl-grpo": "GRPO, TRL",
@@ -35,6 +36,7 @@ COLOURS = {
     "base": "#9aa3ad",
     "sft": "#5b6b7d",
     "grpo": "#0b6e99",
+    "grpo-6min": "#094f70",
     "rloo": "#2a9d8f",
     "ppo": "#8f5fbf",
     "trl-grpo": "#d97904",
@@ -116,7 +118,7 @@ def curve(arm: Path) -> list[tuple[float, float]]:
 
 def training(axes: Axes, runs: Path, task: str) -> None:
     """Reward over CPU minutes."""
-    for label in ("grpo", "rloo", "ppo", "trl-grpo"):
+    for label in [label for label in LABELS if label not in ("base", "sft")]:
         arm = runs / f"{task}-{label}-1"
         if not (arm / "cpu.jsonl").exists() and not (arm / "metrics.jsonl").exists():
             continue
@@ -138,7 +140,7 @@ def training(axes: Axes, runs: Path, task: str) -> None:
     axes.set_ylabel("right answers in training, %")
     axes.margins(x=0.02)
     axes.set_xlim(right=axes.get_xlim()[1] * 1.32)
-    axes.set_title("The same CPU minutes for each, mean of 4 steps", fontsize=10, loc="left")
+    axes.set_title("Reward over CPU minutes, mean of 4 steps", fontsize=10, loc="left")
 
 
 def apart(axes: Axes) -> None:
