@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-ORDER = ("base", "sft", "grpo", "rloo", "ppo", "trl-grpo", "trl-rloo")
+ORDER = ("base", "sft", "grpo", "grpo-3e-6", "grpo-3e-5", "rloo", "ppo", "trl-grpo", "trl-rloo")
 COLUMNS = ("strict_pass1", "strict_passn", "lenient_pass1", "lenient_passn")
 
 
