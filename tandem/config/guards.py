@@ -30,6 +30,6 @@ class LogConfig:
     """Print a prompt and its answers every N steps of PPO or GRPO; 0: never."""
     record_answers: int = knob(8, ge=0)
     """Answers of each rollout that rollouts.jsonl keeps, with every token's numbers; 0: none."""
-    record_bytes: int = knob(2**26, ge=0)
+    record_bytes: int = knob(2**25, ge=0)
     """How large answers.jsonl, rollouts.jsonl and followed.jsonl may each become, in bytes; a file
     that grows beyond keeps every second of its steps. 0: none is written."""

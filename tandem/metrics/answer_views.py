@@ -69,15 +69,15 @@ class Histogram:
     def of(
         values: Sequence[float], bins: int = 24, span: tuple[float, float] | None = None
     ) -> Histogram | None:
-        """Of the finite values; None if there are none.
+        """Of the finite values; None if there are none, or they are too far apart to count.
 
         Args:
             span: low and high instead of the values' own, to compare several.
         """
         found = [value for value in values if math.isfinite(value)]
-        if not found:
+        low, high = span or (min(found, default=0.0), max(found, default=0.0))
+        if not found or not math.isfinite(high - low):
             return None
-        low, high = span or (min(found), max(found))
         if high <= low:
             low, high = low - 0.5, high + 0.5
         counts = [0] * bins
@@ -132,10 +132,10 @@ def followed_prompts(lines: Iterable[Mapping[str, Any]], stage: str) -> dict[str
     """The lines of followed.jsonl of a stage by prompt, in the order of steps."""
     found: dict[str, list[Any]] = {}
     for line in lines:
-        if line.get("stage") == stage and "prompt_id" in line:
+        if line.get("stage") == stage and "prompt_id" in line and type(line.get("step")) is int:
             found.setdefault(str(line["prompt_id"]), []).append(line)
     for answers in found.values():
-        answers.sort(key=lambda line: number_or_none(line.get("step")) or 0)
+        answers.sort(key=lambda line: line["step"])
     return found
 
 

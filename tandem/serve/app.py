@@ -30,8 +30,9 @@ def make_app(service: Service) -> Starlette:
     settings = service.settings
     votes = VoteApi(service)
     routes: list[BaseRoute] = [*Api(service).routes(), *votes.routes()]
-    if service.offer.run is not None:
-        routes += run_api.routes(service.offer.run)
+    shown = Path(settings.runs) if settings.runs else service.offer.run
+    if shown is not None:
+        routes += run_api.routes(shown)
     page = Path(str(files("tandem.serve") / "page"))
     routes.append(Mount("/", StaticFiles(directory=page, html=True), name="page"))
     hosts = (*settings.allow_hosts, settings.host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from tandem.config.pages import Parser
 from tandem.errors import ConfigError
@@ -36,6 +37,8 @@ def serve_command(args: Sequence[str]) -> int:
     key = options.api_key or os.environ.get("TANDEM_API_KEY", "")
     if not (key.isascii() and key.isprintable()):
         raise ConfigError("--api-key must be printable ASCII; got other characters.")
+    if options.runs and not Path(options.runs).is_dir():
+        raise ConfigError(f"--runs must be a folder; got {options.runs!r}.")
     try:
         from tandem.serve.server import serve
         from tandem.serve.service import ServeSettings
@@ -63,6 +66,7 @@ def serve_command(args: Sequence[str]) -> int:
         allow_hosts=tuple(options.allow_host),
         allow_origins=tuple(options.allow_origin),
         votes=options.votes,
+        runs=options.runs,
     )
     return serve(settings, options.port)
 
@@ -100,6 +104,7 @@ def _parser() -> Parser:
     parser.flag("--max-body-mb N", "Largest body of a request, in MiB.", 4)
     parser.section("votes")
     parser.flag("--votes FILE", "Where votes are kept, as JSONL.", shown="the run's votes.jsonl")
+    parser.flag("--runs FOLDER", "Runs that the page shows, side by side.", shown="this run")
     return parser
 
 

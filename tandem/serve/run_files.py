@@ -6,6 +6,7 @@ A run is found by looking, never by a name that a client sends: nothing outside 
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.metrics.answers import LINE_FILES, ROLLOUTS_FILE, ROWS_FILE
+from tandem.metrics.answer_views import numbers
+from tandem.metrics.answers import ANSWER_FILES, ANSWERS_FILE, LINE_FILES, ROLLOUTS_FILE, ROWS_FILE
 from tandem.metrics.folder import EVALUATION_FILE, RunFolder, read_folder
 from tandem.metrics.records import METRICS_FILE
 
@@ -23,7 +25,11 @@ _MOST_RUNS = 1000
 _MOST_LOOKED_AT = 20_000
 _LONG = ("tokens", "logprobs", "ref_logprobs", "values", "advantages")
 """Columns of rollouts.jsonl that are read again from the file when they are asked for."""
+_DISTRIBUTED = ("reward", "length", "kl")
 _FILES = (*LINE_FILES, "config.yaml", "command.txt", "data.json", ROWS_FILE, EVALUATION_FILE)
+
+_REPORTED = tuple(name for name in _FILES if name not in ANSWER_FILES)
+"""What `read_folder` reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +98,13 @@ class RunFiles:
         self._rollouts = GrowingLines(path / ROLLOUTS_FILE)
         self._lines: dict[str, GrowingLines] = {}
         self._folder: tuple[str, RunFolder] | None = None
+        self._spans: dict[tuple[str, str], tuple[float, float]] = {}
+        self._spanned: tuple[list[Answer], int] = ([], 0)
 
-    def version(self) -> str:
-        """Changes when a file of the run does."""
+    def version(self, names: tuple[str, ...] = _FILES) -> str:
+        """Changes when one of the files does."""
         parts = []
-        for name in _FILES:
+        for name in names:
             try:
                 status = (self.path / name).stat()
                 parts.append(f"{status.st_mtime_ns:x}.{status.st_size:x}")
@@ -106,7 +114,7 @@ class RunFiles:
 
     def folder(self) -> RunFolder:
         """The run's files as the report reads them."""
-        version = self.version()
+        version = self.version(_REPORTED)
         with self._lock:
             if self._folder is None or self._folder[0] != version:
                 self._folder = version, read_folder(self.path)
@@ -126,6 +134,23 @@ class RunFiles:
         with self._lock:
             lines = self._lines.setdefault(name, GrowingLines(self.path / name))
             return [answer.line for answer in lines.refresh()]
+
+    def span(self, stage: str, name: str) -> tuple[float, float] | None:
+        """The lowest and highest number that answers.jsonl has of a stage; None without one."""
+        self.lines(ANSWERS_FILE)
+        with self._lock:
+            found, done = self._lines[ANSWERS_FILE].answers, self._spanned[1]
+            if found is not self._spanned[0]:  # the file was replaced
+                self._spans, done = {}, 0
+            for answer in found[done:]:
+                for column in _DISTRIBUTED:
+                    values = [x for x in numbers(answer.line.get(column)) if math.isfinite(x)]
+                    if values:
+                        key = (str(answer.line.get("stage")), column)
+                        low, high = self._spans.get(key, (values[0], values[0]))
+                        self._spans[key] = min(low, *values), max(high, *values)
+            self._spanned = found, len(found)
+            return self._spans.get((stage, name))
 
     def json(self, name: str) -> Mapping[str, Any]:
         """One of the run's JSON files; empty if it is missing or cannot be read."""

@@ -137,12 +137,9 @@ def histograms(run: RunFiles, stage: str, step: int | None) -> View:
     found["step"] = chosen.get("step")
     found["finished"] = numbers(chosen.get("finished"))
     for name in ("reward", "length", "kl"):
-        values = [x for line in lines for x in numbers(line.get(name)) if math.isfinite(x)]
-        if values:
-            span = (min(values), max(values))
-            made = Histogram.of(numbers(chosen.get(name)), span=span)
-            if made is not None:
-                found["histograms"][name] = asdict(made)
+        made = Histogram.of(numbers(chosen.get(name)), span=run.span(stage, name))
+        if made is not None:
+            found["histograms"][name] = asdict(made)
     advantage = mapping_or_empty(chosen.get("advantage"))
     low, high = (number_or_none(advantage.get(edge)) for edge in ("low", "high"))
     if low is not None and high is not None:

@@ -34,6 +34,7 @@ class ServeSettings:
     max_context: most tokens of prompt and answer. max_new_tokens: of an answer whose request does
     not say. max_body_bytes: of a request. follow: read new checkpoints between requests.
     allow_hosts, allow_origins: beside the server's own. votes: the file of votes; "": the run's.
+    runs: the folder of runs that the page shows; "": the run alone.
     """
 
     path: str
@@ -52,6 +53,7 @@ class ServeSettings:
     allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
     votes: str = ""
+    runs: str = ""
 
 
 @dataclass(eq=False)

@@ -55,8 +55,8 @@ def read_vote(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     row: dict[str, Any] = {"id": _read_id(body.get("id"))}
     messages = read_messages(body.get("messages"))
     prompt = [{"role": turn.role, "content": turn.content} for turn in messages]
-    answers = _read_answers(body.get("answers"))
     verdict = body.get("verdict")
+    answers = _read_answers(body.get("answers"), 1 if verdict == "rewrite" else 2)
     if verdict not in VERDICTS:
         raise fields.wrong("verdict", f"be one of {', '.join(VERDICTS)}", verdict)
     row |= {"verdict": verdict, "answers": answers}
@@ -294,9 +294,9 @@ def _read_id(value: Any) -> str:
     return str(value)
 
 
-def _read_answers(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not 2 <= len(value) <= _MOST_ANSWERS:
-        raise fields.wrong("answers", f"be a list of 2 to {_MOST_ANSWERS} answers", value)
+def _read_answers(value: Any, least: int) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not least <= len(value) <= _MOST_ANSWERS:
+        raise fields.wrong("answers", f"be a list of {least} to {_MOST_ANSWERS} answers", value)
     return [_read_answer(answer, f"answers[{i}]") for i, answer in enumerate(value)]
 
 

@@ -319,3 +319,55 @@ def test_a_long_run_stays_a_small_page(tmp_path):
 def test_there_must_be_a_folder(tmp_path):
     with pytest.raises(CheckpointError, match="run folder must exist"):
         write_report(tmp_path / "gone")
+
+
+def recorded(step, reward, text="hm"):
+    asked = {"prompt_id": "a1", "prompt": [{"role": "user", "content": "Followed?"}]}
+    answer = {"text": text, "reward": reward, "kl": 1.0, "length": 2, "finished": 1}
+    return {"stage": "ppo", "step": step, "every": 1, **asked, **answer}
+
+
+def test_recorded_answers_are_shown_over_training(run):
+    write_lines(run / "followed.jsonl", [recorded(n, n / 2, f"say {n}") for n in (0, 2, 4, 6, 8)])
+    numbers = {"length": [3, 9], "kl": [0.0, 4.0], "finished": [1, 0]}
+    advantage = {"low": -1, "high": 1, "counts": [3, 1]}
+    lines = [
+        {"stage": "ppo", "step": n, "every": 1, "reward": [0.0, n], "advantage": advantage}
+        for n in (1, 2, 8)
+    ]
+    write_lines(run / "answers.jsonl", [{**line, **numbers} for line in lines])
+    metrics = [metrics_line("ppo", n, heldout_kl=n, heldout_reward=n / 8) for n in (0, 4, 8)]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in metrics)
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    evaluation["scores"] = {"base": [0, 0, 1, None], "ppo": [1, 1, 1, 1]}
+    (run / "evaluation.json").write_text(json.dumps(evaluation))
+    _, page = report(run)
+    for shown in (
+        "ppo base 2 1 0 83% (31% to 98%)",
+        "PPO at step 8 PPO at step 0 1 0 0 100% (21% to 100%)",
+        "Reward of answers, step 1 mean 0.5, standard deviation 0.5",
+        "Advantages, step 8 4 tokens",
+        "PPO, held-out answers",
+        "PPO Followed? step 0 0 say 0 step 4 2 say 4 step 8 4 say 8",
+    ):
+        assert shown in page.text, shown
+    charts = [v for t, name, v in page.attributes if (t, name) == ("svg", "aria-label")]
+    assert charts.count("Reward against KL") == 1
+    assert charts.count("Length of answers") == 2  # of the first and the last step alone
+
+
+def test_recorded_answers_of_an_unexpected_shape_do_no_harm(run):
+    strange = [
+        {"stage": "ppo", "step": "one", "prompt_id": 3, "prompt": "x", "reward": {}},
+        {"stage": "ppo", "step": 2, "prompt_id": [], "prompt": [1], "reward": "inf", "text": 5},
+        {"stage": "ppo", "step": 3, "reward": [None, {}, "nan", 1e308, -1e308], "length": 4,
+         "advantage": {"low": 1, "high": "x", "counts": 7}},
+    ]  # fmt: skip
+    for name in ("answers.jsonl", "followed.jsonl"):
+        write_lines(run / name, strange)
+    with (run / "followed.jsonl").open("a") as file:
+        file.write('<script>alert(1)</script>\n{"stage": "ppo"}\n')
+    html, _ = report(run)
+    assert "<script" not in html
+    assert "followed.jsonl:4 must be one JSON object" in html

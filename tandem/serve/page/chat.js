@@ -162,7 +162,7 @@ export async function chatView(holder, query, { left }) {
     const columns = h("div", { class: `columns of${turn.choices.length}` }, turn.choices.map((choice, place) => answerCard(turn, choice, place, several, best)));
     const parts = [columns];
     if (turn.rewritten !== undefined) parts.push(h("div", { class: "answer picked" }, h("div", { class: "head" }, h("b", {}, "rewritten"), h("span", { class: "badge" }, "continues the conversation")), h("p", { class: "text", dir: "auto" }, turn.rewritten)));
-    if (done && several && turn.choices.some((choice) => choice.text)) parts.push(voteBar(turn));
+    if (done && turn.choices.some((choice) => choice.text)) parts.push(voteBar(turn));
     if (done && isLast) {
       parts.push(h("div", { class: "buttons" }, button("Retry", () => { state.turns.pop(); answer(); }, { class: "quiet" }),
         turn.blind && !turn.revealed ? button("Reveal the models", () => { turn.revealed = true; drawAll(); }, { class: "quiet" }) : "",
@@ -203,7 +203,8 @@ export async function chatView(holder, query, { left }) {
     const bar = h("div", { class: "votebar", role: "group", "aria-label": "Vote on these answers" });
     const status = h("span", { class: "soft small", role: "status" });
     const cast = async (verdict, winner, rewrite) => {
-      for (const one of bar.querySelectorAll("button")) one.disabled = true;
+      const buttons = [...bar.querySelectorAll("button")];
+      for (const one of buttons) one.disabled = true;
       try {
         const saved = await sendVote(turn, { verdict, winner, rewrite, system: state.system });
         turn.vote = { id: saved.id, verdict, told: saved.told };
@@ -213,7 +214,7 @@ export async function chatView(holder, query, { left }) {
         drawAll();
         say(`Vote saved. ${saved.told}`);
       } catch (error) {
-        for (const one of bar.querySelectorAll("button")) one.disabled = false;
+        for (const one of buttons) one.disabled = false;
         status.textContent = `Not saved: ${error.message}`;
       }
     };
@@ -232,6 +233,7 @@ export async function chatView(holder, query, { left }) {
       bar.append(dialog);
       box.focus();
     };
+    if (turn.choices.length === 1) return show(bar, button("Rewrite…", rewrite), status);
     const names = turn.choices.length === 2 ? ["Left is better", "Right is better"] : turn.choices.map((_, i) => `${LETTERS[i]} is best`);
     return show(bar, names.map((label, i) => button(label, () => cast(turn.choices.length === 2 ? ["left", "right"][i] : "best", i))),
       button("Tie", () => cast("tie")), button(turn.choices.length === 2 ? "Both bad" : "All bad", () => cast("both_bad")),

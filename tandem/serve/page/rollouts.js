@@ -118,10 +118,15 @@ export async function rolloutsView(holder, query, { remember, left }) {
     const one = await runs.of(state.run, "prompt", { stage: state.stage, id: state.prompt });
     if (left.gone) return;
     const points = (lines, name) => lines.filter((x) => x[name] !== undefined).map((x) => [x.step, number(x[name])]);
-    const chart = (title, name, unit) => lineChart({ title, unit, series: [{ label: "evaluations", color: 2, marks: true, points: points(one.followed, name) }, { label: "training", color: 1, marks: true, points: points(one.trained, name) }].filter((x) => x.points.length) });
+    // Training rewards have penalties and clips, held-out ones do not: no axis for both.
+    const chart = (title, name, unit, kinds) => lineChart({ title, unit, series: kinds.map(([kind, color]) => ({
+      label: kind === "followed" ? "held-out" : "training", color, marks: true, points: points(one[kind], name),
+    })).filter((x) => x.points.length) });
+    const both = [["followed", 2], ["trained", 1]];
+    const charts = [chart("Held-out reward", "reward", "reward", [both[0]]), chart("Training reward", "reward", "after penalties", [both[1]]), chart("KL", "kl", "nats", both), chart("Length", "length", "tokens", both)].filter(Boolean);
     const answers = [...one.followed.map((x) => ({ ...x, kind: "evaluation" })), ...one.trained.map((x) => ({ ...x, kind: "training" }))].sort((a, b) => a.step - b.step);
     show(body, h("div", { class: "panel" }, (one.prompt || []).map((turn) => h("div", { class: `turn ${turn.role}` }, h("span", { class: "role" }, turn.role), h("p", { dir: "auto" }, turn.content)))),
-      h("h2", {}, "Numbers over training"), h("div", { class: "figures" }, [chart("Reward", "reward", "reward"), chart("KL", "kl", "nats"), chart("Length", "length", "tokens")].filter(Boolean)),
+      h("h2", {}, "Numbers over training"), h("div", { class: "figures" }, charts),
       h("h2", {}, "Answers over training"), h("ol", { class: "timeline" }, answers.map((x, i) => h("li", { class: "panel" },
         h("div", { class: "rowtop" }, h("span", { class: "chip" }, `step ${x.step}`), h("span", { class: "chip" }, x.kind), h("span", { class: `chip ${number(x.reward) < 0 ? "neg" : "pos"}` }, `reward ${signed(x.reward)}`), x.kl === undefined ? "" : h("span", { class: "chip" }, `KL ${short(x.kl)}`), h("span", { class: "chip" }, `${x.length} tokens${x.finished ? "" : ", cut"}`)),
         h("p", { class: "text", dir: "auto" }, difference(i ? answers[i - 1].text : null, x.text))))),
