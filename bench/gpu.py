@@ -92,7 +92,7 @@ def first_look(options: argparse.Namespace) -> Iterator[Measurement]:
 
 def decoding(options: argparse.Namespace) -> Iterator[Measurement]:
     """Part B."""
-    for name in reversed(GPU_ROWS):
+    for name in reversed(list(GPU_ROWS)):
         for batch in options.batch:
             work = _generation(name, options, batch)
             arguments = (work, ("tandem",), options.rounds, options.bandwidth)
@@ -117,7 +117,7 @@ def ppo_step(options: argparse.Namespace) -> Iterator[Measurement]:
 def peers(options: argparse.Namespace) -> Iterator[Measurement]:
     """Part D; each side of its own, so that one that fails takes no other with it."""
     batch = min(64, max(options.batch))
-    for name in reversed(GPU_ROWS):
+    for name in reversed(list(GPU_ROWS)):
         for kind in ("equal", "ragged"):
             work = replace(_generation(name, options, batch), ends=kind == "ragged")
             for side in PEERS[: 1 if options.tiny else None]:

@@ -160,7 +160,7 @@ def largest_work(name: str, *, is_tiny: bool, device: str) -> Work:
     )
     if not is_tiny:
         return work
-    small = {"shape": tiny(shape), "critic_shape": tiny(SHAPES["opt-350m"])}
+    small: dict[str, Any] = {"shape": tiny(shape), "critic_shape": tiny(SHAPES["opt-350m"])}
     few: dict[str, Any] = {"num_prompts": 2, "minibatch_size": 2, "prompt_tokens": (8,)}
     return replace(work, **small, **few, max_new_tokens=8, dtype="fp32")
 

@@ -139,8 +139,8 @@ def _peers(rows: Rows) -> Iterator[str]:
             )
             continue
         ours, theirs = row["summary"]["tandem"], row["summary"][side]
-        rates = [f"{of['tokens_per_wall_second']:.0f}" for of in (ours, theirs)]
-        lines.append((name, *rates, f"{theirs['wall_ratio']['median']:.2f}"))
+        own, other = (f"{of['tokens_per_wall_second']:.0f}" for of in (ours, theirs))
+        lines.append((name, own, other, f"{theirs['wall_ratio']['median']:.2f}"))
     head = ("work", "Tandem, tokens/s", "the other, tokens/s", "ratio")
     yield markdown(
         "D. Beside Hugging Face", head, [*lines, *((n, why, "", "") for n, why in failed)]

@@ -259,11 +259,12 @@ def _run_here(config: Any, machine: Path) -> None:
     found = replace(read_hardware(machine), process=held - constants("cpu").imports)
     own.write_text(yaml.safe_dump(as_values(found)), "utf-8")
     os.environ[MACHINE_FILE] = str(own)
-    compared, run_stages.is_compared = run_stages.is_compared, lambda run: True
+    compared = getattr(run_stages, "is_compared")  # noqa: B009
+    setattr(run_stages, "is_compared", lambda run: True)  # noqa: B010
     try:
         run_stages.train(config, print_line=lambda line: None)
     finally:
-        run_stages.is_compared = compared
+        setattr(run_stages, "is_compared", compared)  # noqa: B010
 
 
 def _run_ranks(case: GradeCase, config: Any, where: Path, machine: Path) -> None:

@@ -48,4 +48,4 @@ def ask_for_determinism(device: torch.device, *, strict: bool) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     # Nothing of ours reads memory that it has not written, and filling it takes time.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -57,7 +57,7 @@ class AnswerRecords:
 
     def frontier(self) -> Row | None:
         """Reward against KL of every stage that logged both."""
-        found = []
+        found: list[Path] = []
         for stage in self._folder.stages():
             points = frontier(self._folder.records, stage.name)
             shown = [(p.kl, p.reward, f"step {p.step}") for p in points]
@@ -71,7 +71,7 @@ class AnswerRecords:
 
     def distributions(self) -> list[Row]:
         """Histograms of the first and the last recorded step of each stage, on one axis."""
-        rows = []
+        rows: list[Row] = []
         for stage in self._folder.stages():
             lines = [line for line in self._answers if line.get("stage") == stage.name]
             if not lines:
@@ -83,7 +83,7 @@ class AnswerRecords:
 
     def followed(self) -> list[Row]:
         """Held-out prompts with the answers at the beginning, the middle and the end."""
-        rows = []
+        rows: list[Row] = []
         for stage in self._folder.stages():
             prompts = list(followed_prompts(self._followed, stage.name).values())[:_MAX_PROMPTS]
             for lines in prompts:
@@ -125,7 +125,7 @@ class AnswerRecords:
 
 
 def _histograms(line: Row, ends: Sequence[Row]) -> list[Row]:
-    figures = []
+    figures: list[Row] = []
     step = line.get("step")
     for name, title, unit in _DISTRIBUTIONS:
         every = [x for end in ends for x in numbers(end.get(name)) if abs(x) < float("inf")]

@@ -180,4 +180,4 @@ def gated_product(gate_up: Tensor, down: Any, tanh: bool) -> Tensor:
     kind = GELU_TANH if tanh else SILU
     if type(down) is TwinLinear and down.bias is None:
         return gated_linear(gate_up, down.weight, kind)
-    return down(gated(gate_up, kind))  # type: ignore[no-any-return]
+    return down(gated(gate_up, kind))

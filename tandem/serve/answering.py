@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -182,7 +182,7 @@ class Answering:
         return {"prompt_tokens": prompt, "completion_tokens": drawn,
                 "total_tokens": prompt + drawn}  # fmt: skip
 
-    async def steps(self) -> AsyncIterator[Step]:
+    async def steps(self) -> AsyncGenerator[Step]:
         """What is new, as it comes, until all choices have ended. Closing it frees their slots.
 
         Raises:
@@ -224,7 +224,7 @@ class Answering:
             async for _ in steps:
                 pass
 
-    async def _events(self) -> AsyncIterator[tuple[Choice, Progress]]:
+    async def _events(self) -> AsyncGenerator[tuple[Choice, Progress]]:
         loop, wanted = asyncio.get_running_loop(), self.wanted
         events: asyncio.Queue[tuple[int, list[Progress]]] = asyncio.Queue()
         generations: list[Generation] = []

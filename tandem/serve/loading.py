@@ -228,7 +228,8 @@ def _fill(
 
 def _placed(model: PreTrainedModel, settings: LoadSettings) -> None:
     model.eval().requires_grad_(False)
-    model.to(device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
+    module: torch.nn.Module = model  # whose annotation of `to` is right
+    module.to(device=settings.device, dtype=settings.dtype)
 
 
 def resident_bytes() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, aclosing
 from typing import Any
 
@@ -255,7 +255,7 @@ class Api:
     async def _metrics(self, request: Request) -> Response:
         service = self._service
         blocks: dict[str, float] = dict(service.engine.free_blocks())
-        gauges = {
+        gauges: dict[str, tuple[str, Mapping[str, float]]] = {
             "answers_outstanding": ("Answers that run or wait.", {"": service.outstanding}),
             "answers_in_engine": ("Answers the engine holds.", {"": service.engine.num_running}),
             "slots": ("Most answers of a model side by side.", {"": service.settings.slots}),

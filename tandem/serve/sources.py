@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tandem.checkpoint.layout import read_layout
 from tandem.checkpoint.state import LATEST, numbered
@@ -154,7 +155,7 @@ def _holds_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file()
 
 
-def _facts(name: str, models: dict[str, ModelSource]) -> dict[str, str]:
+def _facts(name: str, models: dict[str, ModelSource]) -> dict[str, Any]:
     """The stage that made a model, and what its KL is taken to."""
     stage = next((s for s in STAGES for p in s.policies if p.label == name), None)
     if stage is None:

@@ -90,7 +90,8 @@ class TrackedLoop:
             run.open(shlex.join(sys.argv) or "python")
             state = run.load(self.stage)
             start = 0 if state is None else state.step
-            log = stack.enter_context(run.metric_log(self.stage, self.num_steps, start))
+            log = run.metric_log(self.stage, self.num_steps, start)
+            stack.enter_context(log)
             adapter = _Stage(self.trainer)
             self._loop = StepLoop(run, self.stage, log, adapter, self.num_steps)
             if state is not None:
