@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -115,7 +116,11 @@ def models_of(config: RunConfig, policy: Mapping[str, Any], value: Mapping[str, 
 
 def _asked(options: Any, rest: Sequence[str]) -> Asked:
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)  # noqa: E731
-    config = parse_run_flags(rest, "train", note=say)
+    try:
+        config = parse_run_flags(rest, "train", note=say)
+    except ConfigError:
+        _refuse_typo(rest)
+        raise
     price = options.price or None
     if options.hardware:
         hardware = find_hardware(options.hardware, price)
@@ -126,6 +131,19 @@ def _asked(options: Any, rest: Sequence[str]) -> Asked:
     policy = config_of_shape(options.shape) if options.shape else None
     ranks = options.num_gpus or (1 if hardware.on_cpu else hardware.count)
     return asked_of(config, hardware, ranks, policy=policy)
+
+
+def _refuse_typo(words: Sequence[str]) -> None:
+    """Say which of this command's own flags a wrong one is near, if it is.
+
+    Raises:
+        ConfigError: one is.
+    """
+    own = ("--hardware", "--shape", "--price", "--largest", "--tables", "--grade", "--refit",
+           "--json", "--memory-limit", "--num-gpus")  # fmt: skip
+    for word in (word.partition("=")[0] for word in words if word.startswith("--")):
+        if near := difflib.get_close_matches(word, own, n=1, cutoff=0.8):
+            raise ConfigError(f"{word} is not a flag of tandem plan. Did you mean {near[0]}?")
 
 
 def _tables(options: Any) -> int:

@@ -71,7 +71,7 @@ def test_json_says_the_same_and_what_does_not_fit(capsys: pytest.CaptureFixture[
 
 @pytest.mark.usefixtures("machine")
 def test_this_machine_and_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, *SHAPE, "--data", "embedded")
+    code, out, _ = run(capsys, *SHAPE[:2], "--data", "embedded")
     assert code == 0
     assert "this machine (test), 1 rank(s), fp32" in out
     assert "rows" in out
@@ -84,7 +84,7 @@ def test_this_machine_and_the_largest(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("args", "part"),
     [
-        (("--hardwear", "H100"), "Did you mean"),
+        (("--hardwear", "H100"), "not a flag of tandem plan. Did you mean --hardware?"),
         ((*SHAPE, "--hardware", "9xQ1"), "with a name of V100-32G, A6000-48G"),
         (("--hardware", "H100"), "tandem plan must know the model"),
         (("--shape", "layers=4,depth=3", "--hardware", "H100"), "got 'depth=3'"),
@@ -166,7 +166,7 @@ def test_runs_are_graded_and_constants_fitted(tmp_path: Path) -> None:
         folder.mkdir()
         known = Outcome(
             stage="sft", phase="train", ranks=1, hardware="this machine (test)", dtype="fp32",
-            predicted_bytes=4.4e8, measured_bytes=4e8, predicted_seconds=number,
+            predicted_bytes=4.3e8, measured_bytes=4e8, predicted_seconds=number,
             cpu_seconds=2.0 * number + 1e-3, measured_seconds=9.0, process_bytes=3e8,
             terms={"products": number, "fixed": 1e-3},
         )  # fmt: skip

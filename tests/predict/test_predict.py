@@ -26,10 +26,10 @@ from tandem.predict.record import Outcome, add_outcomes, read_outcomes
 from tandem.predict.rows import Rows, rows_of
 from tandem.predict.stage import StagePrediction, predict_stage
 
-ROOMY = {"micro_batch_tokens": 1 << 20}  # else fewer of the longer rows fit
 LLAMA = config_of_shape("layers=8,width=512,heads=8,vocabulary=8192")
 ROWS = Rows(count=1000, tokens=200, answered=100, longest=256)
 LONGER = replace(ROWS, tokens=400, answered=200, longest=512)
+ROOMY = {"micro_batch_tokens": 1 << 20}  # else fewer of the longer rows fit
 CPU = replace(find_hardware("1xH100"), kind="cpu", count=1, packs=True, memory=64e9)
 
 
