@@ -306,31 +306,9 @@ def _eval(args: list[str]) -> int:
 
 
 def _push(args: list[str]) -> int:
-    usage, example = "PATH REPO [flags]", "tandem push runs/first you/assistant --dry-run"
-    parser = Parser("push", usage, _SUMMARIES["push"], example).section("what")
-    models = f"Which model of a run: {listed(latest_first())}."
-    parser.flag("PATH", "A model's folder, or a run's.", type=_path)
-    parser.flag("REPO", "OWNER/NAME on the hub; made if it is missing.")
-    parser.flag("--model NAME", models, shown="the first of these that is finished")
-    about = "Only the LoRA adapter in the folder."
-    parser.flag("--adapter", about, False, shown="off", action="store_true")
-    parser.section("how")
-    about = "Make a new repository public."
-    parser.flag("--public", about, False, shown="off: private", action="store_true")
-    about = "List the files and upload nothing."
-    parser.flag("--dry-run", about, False, shown="off", action="store_true")
-    options = parser.parse_args(args)
-    from tandem.serve.push import push
+    from tandem.serve.push_command import push_command
 
-    push(
-        options.path,
-        options.repo,
-        which=options.model,
-        adapter=options.adapter,
-        public=options.public,
-        dry_run=options.dry_run,
-    )
-    return 0
+    return push_command(args, _SUMMARIES["push"])
 
 
 def _replay(args: list[str]) -> int:

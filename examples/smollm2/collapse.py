@@ -31,13 +31,13 @@ ARMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "kl-k1-in-reward": {"kl": "k1-in-reward"},
     "kl-k3-in-loss": {"kl": "forward-k3-in-loss"},
-    "kl-weight-0": {"kl_coef": 0.0},
+    "kl-none": {"kl_coef": 1e-9},
     "no-group-std": {"advantage_scale": "none"},
     "sequence-mean": {"normalization": "sequence"},
     "ppo-lambda-0.95": {"lam": 0.95},
     "ppo-lambda-1": {"lam": 1.0},
 }
-"""What each arm changes. A KL of weight 0 stands for none, so that the reference is there to
+"""What each arm changes. A KL of weight 1e-9 stands for none, so that the reference is there to
 measure it."""
 
 

@@ -146,7 +146,7 @@ def training(axes: Axes, runs: Path, task: str) -> None:
     apart(axes)
     axes.set_xlabel("CPU minutes")
     axes.set_ylabel("right answers in training, %")
-    axes.margins(x=0.02)
+    axes.set_xlim(left=0)
     axes.set_xlim(right=axes.get_xlim()[1] * 1.32)
     axes.set_title("Reward over CPU minutes, mean of 4 steps", fontsize=10, loc="left")
 

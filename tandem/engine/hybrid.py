@@ -142,9 +142,7 @@ class RLHFEngine:
             check_same_start(self.actor, self.reference)
         self.scaler = LossScaler() if self.dtype == torch.float16 else None
         self.actor_learner = self._learner("actor", self.actor)
-        self.critic_learner = None
-        if self.critic is not None:
-            self.critic_learner = self._learner("critic", self.critic)
+        self.critic_learner = self._learner("critic", self.critic) if self.critic else None
         self.ema = None
         if settings.ema_decay:
             masters = self.actor_learner.masters
