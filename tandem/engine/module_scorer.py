@@ -34,7 +34,6 @@ def any_scorer(
     placement: Placement,
     source: Model | nn.Module | None,
     tokenizer: PreTrainedTokenizerBase | None,
-    *,
     policy: Renderer,
     base: Base | None = None,
 ) -> RewardScorer | None:

@@ -146,7 +146,7 @@ class MetricLog:
 
     def sample(self, step: int, prompt: str, answers: Mapping[str, Answer]) -> None:
         """Write and print a prompt and its answers by label ("sft", "ppo", "sample 1")."""
-        by_label = {
+        by_label: dict[str, Answer] = {
             label: {"text": answer["text"], "score": answer.get("score")}
             for label, answer in answers.items()
         }
