@@ -10,7 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils._validators import validate_repo_id
 
 from tandem.checkpoint.beside import verify_beside
 from tandem.errors import ConfigError, ModelError
