@@ -111,14 +111,12 @@ class RLHFEngine:
         self.dtype = placement.dtype
         self.tensor_group = tensor_group(self.world, settings.parallel.inference_tp_size)
         self.tokenizer = tokenizer or self._tokenizer_of(actor, "tokenizer")
-        is_any_module = not isinstance(reward_model, PreTrainedModel | str | None)
-        if reward_model is not None and reward_tokenizer is None and not is_any_module:
+        if isinstance(reward_model, PreTrainedModel | str) and reward_tokenizer is None:
             reward_tokenizer = self._tokenizer_of(reward_model, "reward_tokenizer")
         # Copies are made before their original gets adapters or is split.
         reference = _another(actor) if has_reference and settings.lora.rank == 0 else None
         if has_critic and critic is None:
-            source = None if is_any_module else reward_model
-            critic = self._critic_start(actor, source, reward_tokenizer)
+            critic = self._critic_start(actor, reward_model, reward_tokenizer)
         self.has_reference = has_reference
         self.actor = placement.policy(actor, trained=True, keeps_start=True)
         check_vocabulary(self.actor, self.tokenizer)
@@ -126,9 +124,7 @@ class RLHFEngine:
         if settings.parallel.shared_base:
             base = Base(self.actor, self.actor.name_or_path if isinstance(actor, str) else None)
         self.renderer = Renderer(self.tokenizer, stop_ids(self.actor.generation_config))
-        self.scorer = any_scorer(
-            placement, reward_model, reward_tokenizer, policy=self.renderer, base=base
-        )
+        self.scorer = any_scorer(placement, reward_model, reward_tokenizer, self.renderer, base)
         self.critic = None
         if has_critic and critic is not None:
             seed = settings.seed + 1
@@ -344,9 +340,8 @@ class RLHFEngine:
         shares_tokenizer = reward_tokenizer is not None and Renderer(reward_tokenizer).renders_like(
             Renderer(self.tokenizer)
         )
-        if reward_model is not None and shares_tokenizer:
-            again: Model = _another(reward_model)
-            return again
+        if isinstance(reward_model, PreTrainedModel | str) and shares_tokenizer:
+            return _another(reward_model)
         if isinstance(actor, str):
             return actor
         raise ModelError(

@@ -35,7 +35,6 @@ def any_scorer(
     placement: Placement,
     source: Model | nn.Module | None,
     tokenizer: PreTrainedTokenizerBase | None,
-    *,
     policy: Renderer,
     base: Base | None = None,
 ) -> RewardScorer | None:

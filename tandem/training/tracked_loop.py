@@ -18,6 +18,7 @@ from typing import Any
 from tandem.checkpoint.state import SavedState
 from tandem.config.stages import rl_stage
 from tandem.errors import ConfigError
+from tandem.metrics.log import MetricLog, MutedLog
 from tandem.metrics.report import write_report
 from tandem.metrics.timing import Phases
 from tandem.training.callbacks import Callback, CallbackStop
@@ -90,7 +91,7 @@ class TrackedLoop:
             run.open(shlex.join(sys.argv) or "python")
             state = run.load(self.stage)
             start = 0 if state is None else state.step
-            log = run.metric_log(self.stage, self.num_steps, start)
+            log: MetricLog | MutedLog = run.metric_log(self.stage, self.num_steps, start)
             stack.enter_context(log)
             adapter = _Stage(self.trainer)
             self._loop = StepLoop(run, self.stage, log, adapter, self.num_steps)
