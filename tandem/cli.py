@@ -219,11 +219,10 @@ def _demo(args: list[str]) -> int:
     example = "tandem demo --output-dir runs/demo"
     parser = Parser("demo", "[--output-dir DIR]", _SUMMARIES["demo"], example).section("flags")
     parser.flag("--output-dir DIR", "The run's folder.", "runs/demo", type=_path)
-    options = parser.parse_args(args)
+    folder = parser.parse_args(args).output_dir
     from tandem.training.demo import demo
 
-    demo(options.output_dir)
-    return 0
+    return 0 if demo(folder) else 1
 
 
 def _sweep(args: list[str]) -> int:

@@ -71,14 +71,15 @@ async def prepare_chat(service: Service, loaded: Loaded, messages: Sequence[Mess
         ApiError: the template or the tokenizer refuses it.
     """
 
-    def render() -> Prepared:
+    def rendered() -> Prepared:
+        """In a thread: templates may take long."""
         try:
             row = loaded.renderer.prompt(messages)
         except DataError as error:
             raise ApiError(str(error), "messages") from None
         return Prepared(row.token_ids, tuple(messages))
 
-    return await service.in_text_thread(render)
+    return await service.in_text_thread(rendered)
 
 
 async def prepare_text(service: Service, loaded: Loaded, prompt: Prompt) -> Prepared:
@@ -88,7 +89,8 @@ async def prepare_text(service: Service, loaded: Loaded, prompt: Prompt) -> Prep
         ApiError: the tokenizer refuses the text, or the model does not have a token.
     """
 
-    def render() -> Prepared:
+    def rendered() -> Prepared:
+        """In a thread: a long text takes a while."""
         if isinstance(prompt, str):
             try:
                 ids = loaded.encode(prompt)
@@ -103,7 +105,7 @@ async def prepare_text(service: Service, loaded: Loaded, prompt: Prompt) -> Prep
                 )
         return Prepared(prompt, (), loaded.decode(prompt))
 
-    return await service.in_text_thread(render)
+    return await service.in_text_thread(rendered)
 
 
 def check_limits(

@@ -142,6 +142,7 @@ class Api:
         service, asked, answer = self._service, messages[:-1], messages[-1].content
 
         def render() -> tuple[Any, int]:
+            """In a thread: templates may take long."""
             from tandem.data.render import IN_MEMORY
 
             try:

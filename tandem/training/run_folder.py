@@ -8,7 +8,6 @@ RUN/checkpoints/STAGE/step-N/                         to continue an unfinished 
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +52,7 @@ from tandem.training.own_folder import CHECKPOINTS, COMMAND_FILE, require_run_fo
 from tandem.training.provenance import Identity, environment, origin
 from tandem.training.signals import StopSignals
 from tandem.training.stage_data import StepRows
+from tandem.training.step_metrics import finite
 
 _LOCK_FILE = ".lock"
 
@@ -395,8 +395,3 @@ class Run:
 
     def _checkpoints(self, stage: str) -> Path:
         return self.path / CHECKPOINTS / stage
-
-
-def finite(figures: Mapping[str, float]) -> dict[str, float]:
-    """Those that JSON can represent."""
-    return {name: value for name, value in figures.items() if math.isfinite(value)}

@@ -30,8 +30,8 @@ from tandem.parallel.watchdog import note
 from tandem.training.callbacks import CallbackStop, RunState
 from tandem.training.flight_recorder import Recorded
 from tandem.training.own_folder import SAVE_NOW
-from tandem.training.run_folder import Run, finite
-from tandem.training.step_metrics import spreads
+from tandem.training.run_folder import Run
+from tandem.training.step_metrics import finite, spreads
 from tandem.types import Experience
 
 RECORDER_FILE = "recorder.jsonl"

@@ -1,8 +1,10 @@
-"""What a PPO step's updates measure, put together to one value a step."""
+"""What a PPO step's updates measure, put together to one value a step; figures as JSON has them."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Mapping
 
 from tandem.types import Experience
 
@@ -53,3 +55,8 @@ class Means:
         """All of them, by name."""
         means = {name: sum(values) / len(values) for name, values in self._values.items()}
         return {**means, **self._largest, **self._counts}
+
+
+def finite(figures: Mapping[str, float]) -> dict[str, float]:
+    """Those that JSON can represent."""
+    return {name: value for name, value in figures.items() if math.isfinite(value)}

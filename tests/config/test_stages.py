@@ -36,6 +36,8 @@ OTHERWISE = {
     "serve/judging.py": ({"reward"}, "a field of the API"),
     "serve/routes.py": ({"reward"}, "a field of the API"),
     "serve/service.py": ({"reward"}, "a field of the API"),
+    "serve/sources.py": ({"reward"}, "a model's name in the API"),
+    "serve/votes.py": ({"reward"}, "a field of the API"),
     "training/answer_records.py": ({"reward"}, "a field of the records of answers"),
 }
 
