@@ -164,6 +164,7 @@ class Api:
         answered = Answered(row.token_ids, prompt, True, tuple(asked), answer)
 
         def work() -> tuple[list[Any], dict[str, Any]]:
+            """In a thread."""
             logprobs = sequence_logprobs(loaded, [answered.row], 0)[0]
             return logprobs, judge(loaded, answered, wanted, judges, logprobs)
 
