@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from os.path import normpath
 from pathlib import PurePath
 from typing import Literal
 
@@ -47,9 +49,6 @@ class ScoringConfig:
         at_home(self)
 
 
-_WEIGHT = re.compile(r"(.+):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)", re.DOTALL)
-
-
 @dataclass(frozen=True, slots=True)
 class WeightedModel:
     """A reward model beside the stage's own.
@@ -63,8 +62,8 @@ class WeightedModel:
 
 
 def weighted_models(texts: Sequence[str]) -> tuple[WeightedModel, ...]:
-    """Read `scoring.reward_models`; labels are the last part of each path, with a number where two
-    are called the same.
+    """Read `scoring.reward_models`; labels are `reward_model.` and the last part of each path, with
+    a number where two are called the same.
 
     Raises:
         ConfigError: one names no model, or a model twice.
@@ -72,16 +71,18 @@ def weighted_models(texts: Sequence[str]) -> tuple[WeightedModel, ...]:
     found: list[WeightedModel] = []
     for text in texts:
         source, weight = text, 1.0
-        if match := _WEIGHT.fullmatch(text):
-            source, weight = match[1], float(match[2])
-        problem = f"scoring.reward_models must be FOLDER_OR_NAME or FOLDER_OR_NAME:WEIGHT; {text!r}"
+        before, _, after = text.rpartition(":")
+        with suppress(ValueError):
+            source, weight = (before, float(after)) if before else (text, 1.0)
+        problem = f"scoring.reward_models must be FOLDER_OR_NAME[:WEIGHT]; {text!r}"
         if not source.strip("/. ") or not math.isfinite(weight):
             raise ConfigError(f"{problem} names no model or no finite weight. Fix it.")
-        if any(model.source == source for model in found):
+        if any(normpath(model.source) == normpath(source) for model in found):
             raise ConfigError(f"{problem} is given twice. Remove one, or change its weight.")
-        plain = re.sub(r"[^\w.-]", "_", PurePath(source).name) or "model"
+        # Reward functions have labels without a dot but where two of them are called the same.
+        plain = "reward_model." + re.sub(r"[^\w.-]", "_", PurePath(source).name)
         label, number = plain, 1
-        while label in {"reward_model", *(model.label for model in found)}:
+        while label in {model.label for model in found}:
             number += 1
             label = f"{plain}_{number}"
         found.append(WeightedModel(source, weight, label))

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandem.data.render import Renderer
 from tandem.engine.placement import Base, Model, Placement
 from tandem.engine.scoring import FurtherScorer, RewardScorer, further_scorers, place_scorer
-from tandem.errors import ModelError
+from tandem.errors import ConfigError, ModelError
 from tandem.parallel.shard import ShardPlan, shard
 from tandem.parallel.world import World
 from tandem.types import TokenBatch
@@ -46,8 +46,15 @@ def any_scorer(
         policy: the policy's renderer.
         base: as for `place_scorer`.
     Raises:
+        ConfigError: there is none, but the settings name others beside it.
         ModelError: it cannot be used.
     """
+    if source is None and placement.settings.further_rewards:
+        named = placement.settings.further_rewards[0].source
+        raise ConfigError(
+            "scoring.reward_models must be empty without a reward model, beside which they count; "
+            f"got {named}. Give it as --reward-model."
+        )
     if isinstance(source, nn.Module) and not isinstance(source, PreTrainedModel):
         renderer = Renderer(tokenizer) if tokenizer is not None else policy
         max_tokens = placement.settings.micro_batch_tokens

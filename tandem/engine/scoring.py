@@ -111,11 +111,14 @@ def place_scorer(
 
 def further_scorers(placement: Placement) -> list[FurtherScorer]:
     """The reward models that the run's settings name beside the first."""
+    remote = placement.settings.trust_remote_code
     return [
         FurtherScorer(
             other.label,
             other.weight,
-            _placed(placement, other.source, load_tokenizer(other.source)),
+            _placed(
+                placement, other.source, load_tokenizer(other.source, trust_remote_code=remote)
+            ),
         )
         for other in placement.settings.further_rewards
     ]

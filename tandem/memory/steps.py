@@ -26,9 +26,9 @@ class PPOWork:
 
     rows: answers generated in parallel. prompt, new: tokens of each. tokens: of the largest
     micro-batch, of which `answered` are response tokens. packs: decoding reads a second, packed
-    copy. slices: ranks that hold slices of the actor while it generates. has_reward_model: a model
-    scores, not only a function. has_critic, has_reference: the step has those roles. hosted: frozen
-    models (`reference`, `reward`) in host memory.
+    copy. slices: ranks that hold slices of the actor while it generates. num_reward_models:
+    that score, 0 where only a function does. has_critic, has_reference: the step has those roles.
+    hosted: frozen models (`reference`, `reward`) in host memory.
     """
 
     rows: int
@@ -38,7 +38,7 @@ class PPOWork:
     answered: int
     packs: bool = False
     slices: int = 1
-    has_reward_model: bool = True
+    num_reward_models: int = 1
     has_critic: bool = True
     has_reference: bool = True
     hosted: tuple[str, ...] = ()
@@ -91,8 +91,10 @@ def ppo_memory(
     }
     if policy.lora_rank or not work.has_reference:
         del layouts["reference"]
-    if not work.has_reward_model:
+    if not work.num_reward_models:
         del layouts["reward model"]
+    for number in range(2, work.num_reward_models + 1):  # taken to be as large as the first
+        layouts[f"reward model {number}"] = layouts["reward model"]
     if not work.has_critic:
         del layouts["critic"]
     roles = {name: role_memory(*laid) for name, laid in layouts.items()}
@@ -100,7 +102,7 @@ def ppo_memory(
     asked = ["actor" if policy.lora_rank else "reference"] * work.has_reference
     # The critic needs at least as much memory as the reward model, and runs as often.
     asked += ["critic" if work.has_critic else "reward model"] * (
-        work.has_critic or work.has_reward_model
+        work.has_critic or work.num_reward_models > 0
     )
     scoring = [layouts[name] for name in asked]
     tokens, answered = work.tokens, work.answered

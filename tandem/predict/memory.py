@@ -11,7 +11,7 @@ from tandem.config.stages import Stage
 from tandem.memory.dimensions import Shape
 from tandem.memory.model import FLOAT, Bytes, Layout, MemoryPlan, layout_of, trained_parameters
 from tandem.memory.steps import PPOWork, ppo_memory, supervised_memory
-from tandem.predict.work import Work, has_reference, has_reward_model
+from tandem.predict.work import Work, has_reference, num_reward_models
 
 PACKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types that decode from packed weights on a CPU (generation/native_runner.py)."""
@@ -99,7 +99,7 @@ def _ppo_work(
         packs=packs,
         slices=config.parallel.inference_tp_size,
         hosted=tuple(set(config.parallel.offload) & {"reference", "reward"}),
-        has_reward_model=has_reward_model(config, stage),
+        num_reward_models=num_reward_models(config, stage),
         has_critic="critic" in stage.trains,
         has_reference=has_reference(config, stage),
     )

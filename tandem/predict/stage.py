@@ -25,7 +25,7 @@ from tandem.predict.seconds import (
     scoring,
     training,
 )
-from tandem.predict.work import Work, has_reference, has_reward_model, work_of
+from tandem.predict.work import Work, has_reference, num_reward_models, work_of
 
 RESERVED = 1.1
 """What torch's allocator on a GPU holds over the live peak; fragmentation can make it 1.43."""
@@ -176,9 +176,9 @@ def _phase_work(
         scored: list[PhaseWork] = []
         if has_reference(config, stage):
             scored.append(scoring(models.policy, frozen, work, pace))
-        scorers = has_reward_model(config, stage) + ("critic" in stage.trains)
+        scorers = num_reward_models(config, stage) + ("critic" in stage.trains)
         scored += [scoring(models.value, replace(value, is_trained=False), work, pace)] * scorers
-        held += [models.value] * has_reward_model(config, stage)
+        held += [models.value] * num_reward_models(config, stage)
         held += [models.policy] * (has_reference(config, stage) and not policy.lora_rank)
         if scored:
             found["score"] = sum(scored[1:], scored[0])

@@ -118,9 +118,10 @@ def has_reference(config: RunConfig, stage: Stage) -> bool:
     return "reference" in stage.freezes and not goes_without
 
 
-def has_reward_model(config: RunConfig, stage: Stage) -> bool:
-    """Whether a reward model scores, as far as the configuration says: not where a function alone
+def num_reward_models(config: RunConfig, stage: Stage) -> int:
+    """How many reward models score, as far as the configuration says: none where a function alone
     is named. One that an earlier run left in the folder is not seen here."""
     rl: RLConfig = getattr(config, stage.section)
     named = bool(config.reward_model) or bool(leaving(config.stages, "reward model"))
-    return rl.reward_model_weight > 0 and (named or not rl.reward_function)
+    scores = rl.reward_model_weight > 0 and (named or not rl.reward_function)
+    return 1 + len(config.scoring.reward_models) if scores else 0

@@ -8,6 +8,7 @@ user can read. Run untrusted models in a container or a virtual machine.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
@@ -63,6 +64,8 @@ def reward(
         seconds: for code and tests together; keep it below scoring.deadline_seconds.
         memory_mb: that the process may map.
     """
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"python_tests?seconds= must be a number above 0; got {seconds}")
     scores: list[float | None] = []
     for completion, test in zip(completions, tests, strict=True):
         text = "\n".join(map(str, test)) if isinstance(test, list | tuple) else str(test or "")

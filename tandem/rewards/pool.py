@@ -158,6 +158,8 @@ class WorkerPool:
                         found[worker.number] = self._answer(worker, calls[worker.number])
             self._watch(on=False)
         except BaseException:
+            for worker in busy.values():
+                worker.connection.close()
             self.close()  # a signal came: nothing goes on in the background
             raise
         return found

@@ -132,6 +132,7 @@ class RewardFunctions:
         """
         self.config = config or ScoringConfig()
         self._print_line = print_line or partial(print, flush=True)
+        self._held: dict[str, list[FunctionScores]] | None = None
         self._functions = [self._made(spec, call) for spec, call in named(functions)]
 
     @property
@@ -154,6 +155,18 @@ class RewardFunctions:
         for function in self._functions:
             if function.pool is not None:
                 function.pool.close()
+
+    @contextmanager
+    def told_once(self) -> Iterator[None]:
+        """Within: what the functions print and fail on is told at the end, as of one batch."""
+        self._held = {}
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            for function in self._functions:
+                if parts := held.get(function.spec.label):
+                    self._tell(function, FunctionScores.joined(parts))
 
     def score(self, answers: Answers) -> list[FunctionScores]:
         """Each function's scores of the answers; failures are told in a line per function.
@@ -208,7 +221,11 @@ class RewardFunctions:
             first="" if first is None else f"{sources[first]}: {outcomes[first].message}",
             seconds=time.monotonic() - start,
         )
-        self._tell(function, found)
+        if self._held is None:
+            self._tell(function, found)
+        else:
+            self._require_no_failure(found)
+            self._held.setdefault(spec.label, []).append(found)
         return found
 
     def _outcomes(self, function: _Function, call: Call) -> list[Outcome]:
@@ -230,11 +247,14 @@ class RewardFunctions:
             )
         if not found.failures:
             return
-        if self.config.on_failure == "stop":
+        self._require_no_failure(found)
+        self._print_line(found.describe())
+
+    def _require_no_failure(self, found: FunctionScores) -> None:
+        if found.failures and self.config.on_failure == "stop":
             raise DataError(
                 f"{found.describe()}. Fix the function, or set scoring.on_failure to none or zero."
             )
-        self._print_line(found.describe())
 
 
 def named(functions: Sequence[GivenFunction]) -> list[tuple[RewardSpec, RewardFunction]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from torch import Tensor
@@ -82,14 +83,18 @@ class Answering:
             more=partial(self._more, list(prompts), step),
             longest=max(self._config.dataset.max_prompt_tokens, *map(len, prompts)),
             # A reward model would compete with the generation for the same cores.
-            beside=self._engine.scorer is None,
+            stop=self._rewards.close if self._rewards and self._engine.scorer is None else None,
         )
         collect = partial(self._source.collect_with, prompts, step=step, numbers=numbers)
-        with self._phases("generate") as phase:
+        with self._phases("generate") as phase, self._told_once():
             made = refilled(collect, refill, len(prompts))
             phase.samples, phase.tokens = len(made[0]), made[0].batch.num_response_tokens
             phase.flops = generation_flops(self._engine, made[0])
         return made
+
+    def _told_once(self) -> AbstractContextManager[None]:
+        """Within: what reward functions print and fail on is shown at the end, as of one batch."""
+        return nullcontext() if self._rewards is None else self._rewards.told_once()
 
     def _can_refill(self) -> bool:
         """Whether prompts can join a running rollout, and groups be scored one by one."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from tandem.config.engine import EngineSettings
 from tandem.config.load import config_knobs
 from tandem.config.schema import RunConfig, rl_section
+from tandem.config.scoring import weighted_models
 from tandem.config.stages import of_family, policy_folders, rl_stage
 from tandem.engine.module_scorer import any_scorer
 from tandem.engine.rollouts import rollout_of
@@ -142,6 +143,8 @@ def _made_from(run: Run) -> dict[str, Any]:
     }
     for knob in ("actor_model", "reward_model"):
         made_from[f"the files of {knob}"] = identity.files_of(knob)
+    for further in weighted_models(run.config.scoring.reward_models):
+        made_from[f"the files of {further.source}"] = identity.files_of_model(further.source)
     if _uses_function(run.config):
         made_from["the reward function"] = identity.reward_function()
     return made_from | identity.in_memory

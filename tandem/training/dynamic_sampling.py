@@ -45,19 +45,21 @@ class Refill:
         score: Callable[[Rollout], ScoredAnswers],
         more: Callable[[int], Sequence[PromptRow]],
         longest: int,
-        beside: bool,
+        stop: Callable[[], None] | None,
     ) -> None:
         """
         Args:
             num_given, num_most: prompts that the rollout starts with, and may have at most.
             score: of one prompt's answers.
             more: at most so many further prompts, each asked for once.
-            beside: score in a thread, while answers are drawn; not where the device does both.
+            stop: makes a `score` that runs in another thread end soon. With it, groups are scored
+                in a thread while answers are drawn; None: not where the device does both.
         """
         self.longest = longest
         self._asked, self._most = num_given, num_most
         self._score, self._more = score, more
-        self._thread = futures.ThreadPoolExecutor(1, "rewards") if beside else None
+        self._stop = stop
+        self._thread = futures.ThreadPoolExecutor(1, "rewards") if stop is not None else None
         self._running: dict[futures.Future[ScoredAnswers], int] = {}
         self._scored: dict[int, ScoredAnswers] = {}
         self._missing = 0
@@ -71,8 +73,12 @@ class Refill:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._thread is None:
+            return
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if error is not None and self._stop is not None:
+            self._stop()  # else Ctrl-C would wait for a reward function's deadlines
+        self._thread.shutdown(wait=True)
 
     def ended(self, place: int, answers: Rollout) -> None:
         """Score a group."""

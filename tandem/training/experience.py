@@ -46,8 +46,8 @@ def make_experience(
 
     Args:
         kl_coef: of the penalty, which needs a reference where it is not 0.
-        kept: (B,) bool, the answers to learn from; None: all. The others count in the metrics
-            that speak of answers.
+        kept: (B,) bool, the answers to learn from; None, or where none of them is scored: all. The
+            others count in the metrics that speak of answers.
         advantages_of: what is made of the rewards; None: the algorithm's.
 
     Answers that nothing could score (a reward function's None, without a reward model) are counted
@@ -64,6 +64,8 @@ def make_experience(
         )
     metrics = scored.metrics(rollout)
     kept = scored.is_scored if kept is None else kept & scored.is_scored
+    if not bool(kept.any()):
+        kept = scored.is_scored
     scores = scored.scores
     if not bool(kept.all()):
         rows = kept.nonzero().flatten()

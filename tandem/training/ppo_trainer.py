@@ -263,7 +263,8 @@ class PPOTrainer:
         # The loss has its own denominator; metrics are means over the tokens of the forward.
         per_token = units / learned.batch.num_response_tokens
         learning_rate = learner.learning_rate
-        is_first = not log.has("ratio_gap_before_update")
+        # Texts alone move the policy too, where no answer has a gradient.
+        is_first = not (log.has("ratio_gap_before_update") or log.has("ptx_loss"))
         check = partial(self._require_same_policy, learned, per_token) if is_first else None
         means, *others = update.learn(learner, [answers, *texts], check)
         log.maximum("ratio_max", means.pop("ratio_max"))

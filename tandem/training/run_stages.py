@@ -17,6 +17,7 @@ from tandem.checkpoint.beside import verify_beside
 from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.load import check_config
 from tandem.config.schema import RunConfig, rl_section
+from tandem.config.scoring import weighted_models
 from tandem.config.stages import in_order, leaving, of_family, sources, stage_of
 from tandem.data.ledger import USES
 from tandem.engine.allocator import keep_freed_memory
@@ -27,6 +28,7 @@ from tandem.errors import ConfigError
 from tandem.metrics.answers import ROWS_FILE
 from tandem.metrics.report import write_report
 from tandem.models.checkpoint_ref import model_folders
+from tandem.models.load import load_tokenizer
 from tandem.parallel.watchdog import note
 from tandem.parallel.world import World
 from tandem.rewards.scoring import named
@@ -250,11 +252,20 @@ def _check_inputs(run: Run) -> None:
             f"stage {rl[0].name} must have a reward; got none. Add stage {makers}, --reward-model "
             f"or --{rl[0].section}.reward-function"
         )
+    further = [model.source for model in weighted_models(config.scoring.reward_models)]
+    if rl and further and not (scores or has_source):
+        problems.append(
+            "scoring.reward_models must be empty without a reward model, beside which they count; "
+            f"got {further[0]}. Give it as --reward-model"
+        )
     if problems:
         raise ConfigError("; ".join(problems))
     if rl and function:
         named(function)  # a typo must not cost two stages
-    for model in dict.fromkeys((config.actor_model, config.reward_model)):
+    if rl:
+        for model in further:
+            load_tokenizer(model, trust_remote_code=config.trust_remote_code)
+    for model in dict.fromkeys((config.actor_model, config.reward_model, *further)):
         for folder in model_folders(model) if model else ():
             verify_beside(folder, world=run.world)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from tandem.training.make_engine import make_engine
 from tandem.training.ppo import more_prompts
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.training.replay import replay
-from tandem.types import Experience, PromptRow
+from tandem.types import Experience, PromptRow, Source, TokenRow
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config, tiny_llama
 from tests.training import letter_rewards
@@ -349,7 +352,7 @@ def test_several_reward_models_score_beside_each_other(tiny_model: str, tmp_path
     assert alone.scorer is not None
     raw = alone.scorer.raw(made.rollout, engine.renderer)
     expected = float(((raw - 1.0) / 2.0).mean())
-    assert made.metrics["reward_mean/harmless"] == pytest.approx(expected, abs=1e-6)
+    assert made.metrics["reward_mean/reward_model.harmless"] == pytest.approx(expected, abs=1e-6)
     mean = made.metrics["reward_mean/reward_model"] - 0.5 * expected
     assert made.metrics["reward_before_penalty"] == pytest.approx(mean, abs=1e-5)
     assert trainer.train_rlhf(made, step=1)["updates"] >= 1
@@ -358,8 +361,8 @@ def test_several_reward_models_score_beside_each_other(tiny_model: str, tmp_path
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        (["a/b:0.5", "c/b", "d"], [("a/b", 0.5, "b"), ("c/b", 1.0, "b_2"), ("d", 1.0, "d")]),
-        (["x/reward_model:-1e-1"], [("x/reward_model", -0.1, "reward_model_2")]),
+        (["a/b:0.5", "c/b"], [("a/b", 0.5, "reward_model.b"), ("c/b", 1.0, "reward_model.b_2")]),
+        (["x/d:-1e-1"], [("x/d", -0.1, "reward_model.d")]),
     ],
 )
 def test_reward_models_are_named_with_weights(given: list[str], found: list[Any]) -> None:
@@ -369,8 +372,9 @@ def test_reward_models_are_named_with_weights(given: list[str], found: list[Any]
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"scoring": {"reward_models": ["a", "a:2"]}}, "is given twice"),
+        ({"scoring": {"reward_models": ["a", "./a:2"]}}, "is given twice"),
         ({"scoring": {"reward_models": ["/:2"]}}, "names no model"),
+        ({"scoring": {"reward_models": ["a:nan"]}}, "no finite weight"),
         (
             {"scoring": {"reward_models": ["a"]}, "grpo": {"reward_model_weight": 0}},
             "scoring.reward_models must be empty where grpo.reward_model_weight is 0",
@@ -380,3 +384,101 @@ def test_reward_models_are_named_with_weights(given: list[str], found: list[Any]
 def test_wrong_reward_models_are_refused(knobs: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         check_config(config_of(tmp_path, "m", **knobs))
+
+
+def test_texts_may_move_the_policy_before_the_first_answers_do(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    """Mixture training on a minibatch without a gradient: the next one's ratio is not 1."""
+    config = config_of(tmp_path, tiny_model, grpo={"minibatch_size": 12, "ptx_coef": 1.0})
+    texts = [TokenRow((5, 6, 7, 8), (False, True, True, True), Source("t", "t", 1))] * 4
+    trainer, prompts = trainer_of(config, ptx_rows=texts)
+    made = trainer.generate_experience(prompts[:6], step=1)
+    _, first = next(trainer._minibatches(made, step=1))
+    advantages = made.batch.response_mask.float()
+    advantages[first] = 0.0
+    metrics = trainer.train_rlhf(replace(made, advantages=advantages), step=1)
+    assert metrics["updates"] == 2
+    assert "ratio_gap_before_update" not in metrics
+
+
+def test_where_no_group_has_a_signal_the_scored_answers_are_left(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    """The step's own prompts are unscored, those that follow score alike."""
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+        own = {f"Say {word}." for word in WORDS[:6]}
+        return [None if prompt in own else 1.0 for prompt in prompts]
+
+    config = config_of(
+        tmp_path, tiny_model, grpo={"sampling_rounds": 2, "missing_eos_penalty": 0.0}
+    )
+    engine = make_engine(config, config.actor_model)
+    prompts = [engine.renderer.prompt(f"Say {word}.") for word in WORDS]
+    lines: list[str] = []
+    trainer = PPOTrainer(
+        engine,
+        config,
+        num_steps=3,
+        reward_function=reward,
+        more_prompts=lambda step, taken, count: more_prompts(prompts, 1, step, taken, count),
+        print_line=lines.append,
+    )
+    made = trainer.generate_experience(prompts[:6], step=1)
+    assert len(made) == 4 * len(WORDS[6:])
+    assert "updates" not in trainer.train_rlhf(made, step=1)
+
+
+def test_an_interruption_does_not_wait_for_scores(tiny_model: str, tmp_path: Path) -> None:
+    def sleeping(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        time.sleep(100)
+        return [0.0]
+
+    config = config_of(
+        tmp_path, tiny_model, grpo={"sampling_rounds": 2}, scoring={"deadline_seconds": 1000.0}
+    )
+    engine = make_engine(config, config.actor_model)
+    prompts = [engine.renderer.prompt(f"Say {word}.") for word in WORDS]
+    trainer = PPOTrainer(engine, config, num_steps=3, reward_function=sleeping)
+    done = threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        if not done.wait(3):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    watch = threading.Thread(target=interrupt)
+    watch.start()
+    begin = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.generate_experience(prompts[:6], step=1)
+    finally:
+        done.set()
+        watch.join()
+    assert time.monotonic() - begin < 90, "the functions sleep for 100 s"
+
+
+def test_what_fails_in_a_refilled_rollout_is_told_in_one_line(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    def failing(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        print("looking at", prompts[0])
+        if len(completions[0]) % 2:
+            raise ValueError("odd")
+        return [float(len(completions[0]))]
+
+    config = config_of(tmp_path, tiny_model, grpo={"sampling_rounds": 2}, seed=5)
+    engine = make_engine(config, config.actor_model)
+    prompts = [engine.renderer.prompt(f"Say {word}.") for word in WORDS]
+    lines: list[str] = []
+    trainer = PPOTrainer(
+        engine, config, num_steps=3, reward_function=failing, print_line=lines.append
+    )
+    made = trainer.generate_experience(prompts[:6], step=1)
+    assert trainer.answering._can_refill()
+    assert made.metrics["reward_failed"] > 0
+    assert sum("failed on" in line for line in lines) == 1
+    assert sum("printed" in line for line in lines) == 4
