@@ -301,11 +301,10 @@ class PPOTrainer:
         check = partial(self._require_same_policy, learned, per_token) if number == 0 else None
         means, *others = update.learn(learner, terms, check)
         log.maximum("ratio_max", means.pop("ratio_max"))
-        del means["loss"]
+        gap, largest_gap = means.pop("ratio_gap") * per_token, means.pop("gap_max")
         for name in ("policy_loss", "rank_idle"):
             log.add(name, means.pop(name))
-        means = {name: value * per_token for name, value in means.items()}
-        gap, largest_gap = means.pop("ratio_gap"), means.pop("gap_max")
+        means = {name: value * per_token for name, value in means.items() if name != "loss"}
         if number == 0:
             log.add("ratio_gap_before_update", gap)
             log.add("policy_kl_before_update", means["policy_kl"])
