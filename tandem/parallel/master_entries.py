@@ -10,18 +10,9 @@ from torch import Tensor, nn
 
 from tandem.config.parallel import OptimizerStates
 from tandem.errors import CheckpointError, ModelError
+from tandem.parallel import moments as packing
 from tandem.parallel.dtensor import local, own_rows
-from tandem.parallel.moments import (
-    MOMENTS,
-    exact_moments,
-    from_8bit,
-    kind_for,
-    random_bits,
-    row_size,
-    to_8bit,
-    to_bf16,
-    zero_moments,
-)
+from tandem.parallel.moments import MOMENTS
 
 
 class Slice(NamedTuple):
@@ -56,10 +47,10 @@ class Entry(Mapping[str, Tensor]):
                 f"strides {parameter.stride()}. Use --dtype fp32 without --offload optimizer."
             )
         self.parameter = parameter
-        self.kind = kind_for(kind, parameter.shape)
-        self.row_size = row_size(parameter.shape)
+        self.kind = packing.kind_for(kind, parameter.shape)
+        self.row_size = packing.row_size(parameter.shape)
         # Made from the parameter, so that the state is split as it is.
-        self.tensors = zero_moments(self.kind, parameter, device)
+        self.tensors = packing.zero_moments(self.kind, parameter, device)
         # An existing master is not copied: there may be no room for two.
         source = parameter.detach() if master is None else master
         copies = master is None and not is_own_master
@@ -99,7 +90,7 @@ class Entry(Mapping[str, Tensor]):
             for name, value in moments.items():
                 self[name] = value
             return
-        exact = exact_moments(moments)
+        exact = packing.exact_moments(moments)
         for s in self.slices:
             self.pack(s, [exact[name].reshape(-1)[s.where] for name in MOMENTS])
 
@@ -109,7 +100,7 @@ class Entry(Mapping[str, Tensor]):
         if self.kind != "8bit":
             return [value.float() for value in flat.values()]
         return [
-            from_8bit(name, codes.view(-1, self.row_size), self._scales(name, s)).view(-1)
+            packing.from_8bit(name, codes.view(-1, self.row_size), self._scales(name, s)).view(-1)
             for name, codes in flat.items()
         ]
 
@@ -123,14 +114,14 @@ class Entry(Mapping[str, Tensor]):
                 continue
             if bits is None:
                 first = self._first + s.where.start
-                bits = random_bits(len(values), first, self._ordinal, s.step)
+                bits = packing.random_bits(len(values), first, self._ordinal, s.step)
             else:
                 bits = bits >> 16
             if self.kind == "bf16":
-                target.copy_(to_bf16(values, bits))
+                target.copy_(packing.to_bf16(values, bits))
                 continue
             rows = (-1, self.row_size)
-            codes, scales = to_8bit(name, values.view(rows), bits.view(rows))
+            codes, scales = packing.to_8bit(name, values.view(rows), bits.view(rows))
             target.copy_(codes.view(-1))
             self._scales(name, s).copy_(scales)
 

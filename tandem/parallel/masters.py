@@ -21,9 +21,7 @@ from tandem.config.parallel import OptimizerStates
 from tandem.parallel.dtensor import local
 from tandem.parallel.lanes import Lane, StreamLane
 from tandem.parallel.master_entries import Entry, Slice, bucketed
-from tandem.parallel.moments import (
-    MOMENTS,
-)
+from tandem.parallel.moments import MOMENTS
 
 _MASTERS = "tandem_masters"
 """Where a model keeps its masters until an optimizer takes them."""
