@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import yaml
@@ -228,6 +229,7 @@ def _config(case: GradeCase, work: Path, where: Path) -> Any:
         "ppo.eval_prompts": 2,
         "grpo.eval_prompts": 2,
         "ppo.epochs": 1,
+        "sampling.samples_per_prompt": {"grpo": 8, "online-dpo": 2}.get(case.stage, 1),
         **case.knobs,
     }
     if not trains_reward:
@@ -259,12 +261,8 @@ def _run_here(config: Any, machine: Path) -> None:
     found = replace(read_hardware(machine), process=held - constants("cpu").imports)
     own.write_text(yaml.safe_dump(as_values(found)), "utf-8")
     os.environ[MACHINE_FILE] = str(own)
-    compared = getattr(run_stages, "is_compared")  # noqa: B009
-    setattr(run_stages, "is_compared", lambda run: True)  # noqa: B010
-    try:
+    with patch.object(run_stages, "is_compared", lambda run: True):  # no answers at the end
         run_stages.train(config, print_line=lambda line: None)
-    finally:
-        setattr(run_stages, "is_compared", compared)  # noqa: B010
 
 
 def _run_ranks(case: GradeCase, config: Any, where: Path, machine: Path) -> None:

@@ -17,7 +17,9 @@ from tandem.predict.record import PREDICTIONS_FILE, WHOLE, Outcome, read_outcome
 
 MEMORY_GOAL, TIME_GOAL = 0.10, 0.25
 _FITTED = ("generate", "score", "train")
-_TOLERANCE = 0.02
+_PULL, _PULL_OF_PRODUCTS = 0.02, 0.5
+"""How strongly a coefficient is held where it was, in units of a run's relative error. Products are
+measured by themselves, so a few runs of small models must not explain everything by them."""
 
 
 def outcomes_of(folders: Iterable[Path]) -> list[Outcome]:
@@ -140,8 +142,9 @@ def _coefficients(rows: Sequence[Outcome], start: Mapping[str, float]) -> dict[s
         target.append(1.0)
     for number, name in enumerate(names):
         before = start.get(name, 1.0)
-        matrix.append([_TOLERANCE / max(before, 0.1) * (i == number) for i in range(len(names))])
-        target.append(_TOLERANCE)
+        pull = _PULL_OF_PRODUCTS if name == "products" else _PULL
+        matrix.append([pull / max(before, 0.1) * (i == number) for i in range(len(names))])
+        target.append(pull * (before > 0))
     found = non_negative(matrix, target)
     return {name: float(f"{value:.3g}") for name, value in zip(names, found, strict=True)}
 

@@ -216,7 +216,15 @@ def failures(found: Sequence[Laid], limit: float | None, most: int = 3) -> list[
         (laid for laid in found if not laid.fits(limit)),
         key=lambda laid: (len(laid.changes), laid.peak),
     )
-    return [(laid, why_not(laid, limit)) for laid in wrong[:most]]
+    told: list[Laid] = []
+    for laid in wrong:  # more changes that do not help either say nothing new
+        if not any(_is_within(other.changes, laid.changes) for other in told if other.changes):
+            told.append(laid)
+    return [(laid, why_not(laid, limit)) for laid in told[:most]]
+
+
+def _is_within(some: Knobs, more: Knobs) -> bool:
+    return all(name in more and more[name] == value for name, value in some.items())
 
 
 def why_not(laid: Laid, limit: float | None) -> str:

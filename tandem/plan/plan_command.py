@@ -209,8 +209,7 @@ def _parser() -> Parser:
         "What a run needs, before it starts: memory, time, disk and price of every stage and "
         "phase, and the layouts that fit. Needs a model's config only. The flags of tandem train "
         "describe the run.",
-        "tandem plan --actor-model facebook/opt-13b --reward-model facebook/opt-350m --hardware "
-        "8xA100-80G",
+        "tandem plan --actor-model facebook/opt-13b --hardware 8xA100-80G",
     )
     names = ", ".join(hardware_names())
     shape = "A model in numbers: layers, width, and if you like heads, kv_heads, inner, vocabulary."

@@ -22,6 +22,7 @@ from tandem.predict.models import config_of, shape_for
 from tandem.predict.record import WHOLE, Outcome, add_outcomes
 from tandem.predict.rows import Rows, rows_of
 from tandem.predict.stage import Phase, StagePrediction, predict_stage
+from tandem.text import named_line
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
 from tandem.types import PromptRow, TokenRow
@@ -33,27 +34,28 @@ class Forecast:
     """A stage's prediction, and what is measured beside it.
 
     Attributes:
-        prediction: None where the models' configs have no formula.
+        prediction: None where it failed, which a line has said.
     """
 
     def __init__(self, run: Run, stage: str, rows: StepRows) -> None:
         self.prediction: StagePrediction | None = None
         self._run, self._stage = run, stage
         self._load = Whole()
-        known = known_machine()
-        self._is_known = known is not None
+        self._is_known = False
         gc.collect()
         self._process = resident_bytes()
-        hardware = known or _unmeasured(run, self._process)
         try:
-            models = _models(run, stage)
-        except ModelError as error:
-            run.print_line(f"{stage}: no prediction: {error}")
-            return
-        self.prediction = predict_stage(
-            run.config, stage_of(stage), models, measured_rows(run, stage, rows), hardware,
-            run.world.size,
-        )  # fmt: skip
+            self.prediction = self._predict(rows)
+        except Exception as error:  # a run must not end because it cannot be predicted
+            run.print_line(f"{stage}: no prediction: {named_line(error)}")
+
+    def _predict(self, rows: StepRows) -> StagePrediction:
+        run, stage = self._run, self._stage
+        known = known_machine()
+        self._is_known = known is not None
+        hardware = known or _unmeasured(run, self._process)
+        models, lengths = _models(run, stage), measured_rows(run, stage, rows)
+        return predict_stage(run.config, stage_of(stage), models, lengths, hardware, run.world.size)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -83,7 +85,10 @@ class Forecast:
         seconds = sum(measured[n].seconds for n in _OF_STEP if n in measured)
         cpu = sum(measured[n].cpu_seconds for n in _OF_STEP if n in measured)
         outcomes.append(self._outcome(WHOLE, whole, Whole(step.blocks, seconds, cpu, peak), steps))
-        add_outcomes(self._run.path, outcomes)
+        try:
+            add_outcomes(self._run.path, outcomes)
+        except OSError as error:  # the stage is finished, which counts more
+            self._run.print_line(f"{self._stage}: predictions not written: {named_line(error)}")
         self._show(outcomes[-1])
 
     def _outcome(self, name: str, phase: Phase, whole: Whole, steps: int) -> Outcome:
