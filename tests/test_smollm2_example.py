@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from tandem.config.load import build_config
+from tandem.config.load import build_config, check_config
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2"
 NAMES = ("arm", "collapse", "measure", "mismatch", "table", "tasks")
@@ -47,6 +47,7 @@ def test_an_arm_is_a_valid_run_on_the_same_rollouts(
     )
     arm, tasks = example["arm"], example["tasks"]
     config = build_config(arm.knobs(algorithm, tasks.TASKS[task], options))
+    check_config(config)
     section = config.ppo if algorithm == "ppo" else config.grpo
     if algorithm != "sft":
         assert (section.prompts_per_step, config.sampling.samples_per_prompt) == (16, 4)
@@ -69,6 +70,7 @@ def test_every_arm_of_the_collapse_table_is_a_valid_run(example: dict[str, Modul
     )
     for arm in collapse.ARMS:
         config = build_config(collapse.knobs(arm, options))
+        check_config(config)
         section = config.ppo if arm.startswith("ppo") else config.grpo
         assert section.has_reference, arm
 
