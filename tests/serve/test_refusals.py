@@ -3,6 +3,7 @@ suites (entrypoints/openai/*, tools/server/tests/unit/*)."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def check_error(body: dict[str, Any], param: str | None) -> None:
 
 def test_wrong_fields_are_refused_by_name(client: TestClient) -> None:
     for path, body, param in WRONG:
-        answer = client.post(path, json=body)
+        answer = client.post(path, content=json.dumps(body))
         assert answer.status_code == 400, (path, body, answer.text)
         check_error(answer.json(), param)
     assert client.post(CHAT, json=ask()).status_code == 200
