@@ -45,6 +45,15 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def test_one_answer_alone_can_be_rewritten() -> None:
+    body = vote(verdict="rewrite", rewrite="It is four.")
+    body["answers"] = body["answers"][:1]
+    (row,) = read_vote(body)
+    assert (row["chosen"], row["rejected"]) == ("It is four.", "Four.")
+    with pytest.raises(ApiError, match="2 to 8 answers"):
+        read_vote({**body, "verdict": "left"})
+
+
 def test_a_vote_is_a_row_to_train_on(opened: Open, tmp_path: Path) -> None:
     votes = opened(tmp_path / "votes.jsonl")
     for body in (

@@ -21,7 +21,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_model: str, preference
     folder = tmp_path_factory.mktemp("recorded") / "run"
     return tiny_config(
         folder, tiny_model, preferences, stages=["ppo"], ppo__eval_every=1,
-        ppo__reward_function=[f"{letter_rewards.__file__}:starts_early"],
+        ppo__reward_function=f"{letter_rewards.__file__}:starts_early",
         log__record_answers=3,
     )  # fmt: skip
 
