@@ -88,7 +88,8 @@ def _derived(kind: Any, forward: Any) -> Any:
 def _addends(hidden_states: Any) -> Addends | None:
     """What the block before gave; None where our kernels do not run."""
     if isinstance(hidden_states, tuple):
-        return hidden_states
+        residual, delta = hidden_states
+        return residual, delta
     return (hidden_states, None) if gpu.fuses(hidden_states) else None
 
 
