@@ -73,8 +73,8 @@ def test_an_unknown_phase_is_refused():
 
 def test_an_outer_peak_covers_the_inner_ones(monkeypatch):
     peaks = {"now": 0}
-    monkeypatch.setattr(timing, "_reset_peak", lambda: peaks.update(now=0))
-    monkeypatch.setattr(timing, "_peak_bytes", lambda: peaks["now"])
+    monkeypatch.setattr(timing, "reset_peak", lambda: peaks.update(now=0))
+    monkeypatch.setattr(timing, "peak_bytes", lambda: peaks["now"])
     phases = Phases()
     with phases("step"):
         peaks["now"] = 5
@@ -105,10 +105,10 @@ def test_the_peak_is_the_phases_own():
 
 def resets_the_peak():
     block = torch.ones(64 * 2**20 // 4)
-    before = timing._peak_bytes()
+    before = timing.peak_bytes()
     del block
-    timing._reset_peak()
-    return timing._peak_bytes() < before - 32 * 2**20
+    timing.reset_peak()
+    return timing.peak_bytes() < before - 32 * 2**20
 
 
 @pytest.mark.parametrize(("in_use", "calls"), [(True, 2), (False, 0)])
