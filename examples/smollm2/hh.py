@@ -92,14 +92,16 @@ def knobs(options: argparse.Namespace, data: Path, stages: Sequence[str]) -> dic
 
 
 def reward_model(output: Path) -> dict[str, Any]:
-    """Held-out accuracy as the stage logged it last, with its binomial standard error."""
+    """Held-out accuracy as the stage logged it last and first, and what became of the rows."""
     lines = (output / "main/metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     logged = [r["values"] for r in records if r["stage"] == "reward"]
     measured = [v for v in logged if "heldout_accuracy" in v]
     accuracy = measured[-1]["heldout_accuracy"]
-    pairs = json.loads((output / "main/data.json").read_text())
-    return {"accuracy": accuracy, "first": measured[0]["heldout_accuracy"], "data": pairs}
+    counts = json.loads((output / "main/data.json").read_text())["datasets"][0]
+    kept = {name: counts[name] for name in ("rows", "used")}
+    kept["dropped"] = {reason: told["count"] for reason, told in counts["dropped"].items()}
+    return {"accuracy": accuracy, "first": measured[0]["heldout_accuracy"], "data": kept}
 
 
 @torch.no_grad()
