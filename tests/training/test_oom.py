@@ -145,10 +145,10 @@ def test_other_errors_are_not_taken_for_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "knobs"),
     [
-        ({}, ("--micro-batch-tokens 4096", "--gradient-checkpointing", "--lora-rank 16")),
+        ({}, ("--micro-batch-tokens 4096", "--gradient-checkpointing")),
         (
             {"gradient_checkpointing": True, "micro_batch_tokens": 64, "lora": LoraConfig(rank=2)},
-            ("--frozen-weights nf4",),
+            ("--micro-batch-tokens 32", "--frozen-weights nf4"),
         ),
     ],
 )
