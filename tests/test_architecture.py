@@ -180,6 +180,8 @@ def test_files_and_commands_that_pages_name_are_there(page: Path) -> None:
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     shown = [block for language, block in blocks if language in ("", "sh", "bash")]
     for line in "\n".join(shown).replace("\\\n", " ").splitlines():
+        if not line.lstrip().startswith("tandem "):
+            continue  # curl's JSON goes over several lines
         words = shlex.split(line, comments=True)
         if words[:1] == ["tandem"] and len(words) > 1 and words[1] in commands:
             flags = [word for word in words[2:] if word not in ("...", "[flags]")]

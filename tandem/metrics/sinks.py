@@ -73,7 +73,9 @@ class TensorBoard:
             ) from error
         folder = run_dir / "tensorboard" / stage
         folder.mkdir(parents=True, exist_ok=True)
-        writer = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers):06d}"
+        writer = (
+            f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers):06d}"
+        )
         self._path = folder / f"events.out.tfevents.{writer}"
         self._stage = stage
         self._event, self._summary, self._records = Event, Summary, RecordWriter
