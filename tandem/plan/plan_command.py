@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -94,16 +95,25 @@ def asked_of(
     """
     named = config.actor_model or config.reward_model
     if policy is None:
-        if not named:
-            raise ConfigError(
-                "tandem plan must know the model; got none. Give --actor-model FOLDER_OR_NAME, "
-                "--config FILE, or --shape layers=N,width=N,..."
-            )
+        require_model(config)
         policy = config_of(named)
     value = config_of(config.reward_model) if config.reward_model else policy
     models = models_of(config, policy, value)
     rows = rows_by_stage(config, named)
     return Asked(config, hardware, ranks or hardware.count, models, rows, policy)
+
+
+def require_model(config: RunConfig) -> None:
+    """Refuse a configuration that names no model.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if not (config.actor_model or config.reward_model):
+        raise ConfigError(
+            "tandem plan must know the model; got none. Give --actor-model FOLDER_OR_NAME, "
+            "--config FILE, or --shape layers=N,width=N,..."
+        )
 
 
 def models_of(config: RunConfig, policy: Mapping[str, Any], value: Mapping[str, Any]) -> ModelsOf:
@@ -121,14 +131,23 @@ def _asked(options: Any, rest: Sequence[str]) -> Asked:
     except ConfigError:
         _refuse_typo(rest)
         raise
+    if not math.isfinite(options.price):
+        raise ConfigError(f"--price must be a finite number; got {options.price}.")
     price = options.price or None
+    policy = config_of_shape(options.shape) if options.shape else None
+    if policy is None:
+        require_model(config)
     if options.hardware:
         hardware = find_hardware(options.hardware, price)
     else:
         hardware = this_machine(say)
         if price is not None:
             hardware = replace(hardware, price=price, priced="by --price")
-    policy = config_of_shape(options.shape) if options.shape else None
+    if options.num_gpus and not hardware.on_cpu and options.num_gpus != hardware.count:
+        raise ConfigError(
+            f"--num-gpus must be left out or {hardware.count}, the devices of --hardware "
+            f"{options.hardware}; got {options.num_gpus}. Write {options.num_gpus}xNAME."
+        )
     ranks = options.num_gpus or (1 if hardware.on_cpu else hardware.count)
     return asked_of(config, hardware, ranks, policy=policy)
 

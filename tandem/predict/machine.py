@@ -30,6 +30,8 @@ WIDTHS = (64, 256, 768)
 _ROWS = 512
 _BUSY = 1.25
 """Wall seconds per CPU second from which the machine counts as busy."""
+_PATIENCE = 3.0
+"""Wall seconds that a measurement may take at most, per CPU second that it asks for."""
 _FLOPS_SECONDS = 0.15
 _COPY_BYTES, _DISK_BYTES, _SOCKET_BYTES = 2**26, 2**25, 2**24
 
@@ -46,7 +48,7 @@ def this_machine(print_line: Callable[[str], None] | None = None) -> Hardware:
     if known is not None:
         return known
     say = print_line or (lambda line: None)
-    say("measuring this machine, once ...")
+    say("measuring this machine ...")
     found, busy = measure_machine()
     if busy > _BUSY:
         say(
@@ -184,14 +186,26 @@ def _call_seconds() -> float:
     return _quickest(calls, 0.1) / 200
 
 
+class _Until:
+    """So many CPU seconds from now, and at most `_PATIENCE` times as many by the clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self._cpu = time.process_time() + seconds
+        self._wall = time.monotonic() + _PATIENCE * seconds
+
+    def reached(self) -> bool:
+        return time.process_time() >= self._cpu or time.monotonic() >= self._wall
+
+
 def _quickest(work: Callable[[], object], seconds: float) -> float:
-    """CPU seconds of the quickest of many runs of `work`, after a few to warm up."""
-    end, runs = time.process_time() + seconds / 2, 0
-    while time.process_time() < end or runs < 2:
+    """CPU seconds of the quickest of many runs of `work`, after a few to warm up; on a busy machine
+    fewer, so that nobody waits long."""
+    end, runs = _Until(seconds / 2), 0
+    while not end.reached() or runs < 2:
         work()
         runs += 1
-    best, end, runs = float("inf"), time.process_time() + seconds, 0
-    while time.process_time() < end or runs < 2:
+    best, end, runs = float("inf"), _Until(seconds), 0
+    while not end.reached() or runs < 2:
         begin = time.process_time()
         work()
         best, runs = min(best, time.process_time() - begin), runs + 1

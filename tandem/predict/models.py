@@ -103,6 +103,11 @@ def config_of_shape(text: str) -> dict[str, Any]:
     width = sizes["width"]
     heads = sizes.get("heads", max(1, width // 64))
     vocabulary = sizes.get("vocabulary", 32000)
+    if width % heads or heads % sizes.get("kv_heads", heads):
+        raise ConfigError(
+            "--shape's width must be a multiple of heads, and heads of kv_heads; got "
+            f"{text!r}. Change one of them."
+        )
     if family == "opt":
         fixed = _families()["opt"]["fixed"]
         return {**fixed, "num_hidden_layers": sizes["layers"], "hidden_size": width,

@@ -102,12 +102,14 @@ def offer_of(path: str, *, base: str = "") -> Offer:
 
 
 def _refuse_misspelled(path: str, folder: Path) -> None:
-    """A path whose parent is there is no hub name if something beside it is called alike."""
-    if "/" not in path or not folder.parent.is_dir():
-        return
-    beside = [inner.name for inner in folder.parent.iterdir() if inner.is_dir()]
-    near = difflib.get_close_matches(folder.name, beside, n=1)
-    if near or folder.exists():
+    """A path whose parent is there is no hub name if something beside it is called alike; and what
+    begins like a path, or has more parts than a hub name, never is one."""
+    near: list[str] = []
+    if "/" in path and folder.parent.is_dir():
+        beside = [inner.name for inner in folder.parent.iterdir() if inner.is_dir()]
+        near = difflib.get_close_matches(folder.name, beside, n=1)
+    is_path = path.startswith(("/", ".", "~")) or path.rstrip("/").count("/") > 1
+    if near or is_path or folder.exists():
         found = f"Did you mean {folder.parent / near[0]}?" if near else "Give its folder."
         kind = "a file" if folder.exists() else "no such folder"
         raise ModelError(

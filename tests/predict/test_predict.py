@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -197,3 +198,18 @@ def test_lengths_of_rows() -> None:
         4,
         10,
     )
+
+
+@pytest.mark.parametrize(
+    "text", ["layers=2,width=64,heads=7", "layers=2,width=64,heads=8,kv_heads=3"]
+)
+def test_a_shape_must_be_one_that_a_model_can_have(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be a multiple of heads"):
+        config_of_shape(text)
+
+
+def test_a_measurement_ends_on_a_busy_machine() -> None:
+    """Work that waits takes little CPU time; the clock ends it."""
+    begin = time.monotonic()
+    machine._quickest(lambda: time.sleep(0.01), 0.5)
+    assert time.monotonic() - begin < 60

@@ -45,6 +45,7 @@ def test_a_run_and_its_folders(run: Path) -> None:
         ("rnu", "Did you mean"),
         ("empty", "it is neither"),
         ("a file", "got a file"),
+        ("nix", "got no such folder"),
     ],
 )
 def test_what_offers_no_model_is_told_in_one_line(run: Path, name: str, part: str) -> None:
