@@ -112,7 +112,7 @@ def test_a_stopped_run_is_the_run_that_was_not(
     tmp_path: Path, undisturbed: RunConfig, stops: int
 ) -> None:
     random = Random(SEED)
-    done = runs = saved = in_steps = 0
+    done = runs = saved = in_steps = between = 0
     while done < stops:
         ours = replace(undisturbed, output_dir=str(tmp_path / f"run-{runs}"))
         newest: list[str] = []
@@ -129,6 +129,7 @@ def test_a_stopped_run_is_the_run_that_was_not(
             assert "Traceback" not in said, said
             if "which is finished" in said or process.returncode == 0:
                 newest = []
+                between += 1  # it was read late, and the stage had ended
             if process.returncode == 0:  # it was done before
                 break
             assert process.returncode == 128 + number or (process.returncode, said) == (-number, "")
@@ -141,7 +142,7 @@ def test_a_stopped_run_is_the_run_that_was_not(
         assert all(line in finishing for line in newest), finishing
         assert_equal_runs(Path(ours.output_dir), Path(undisturbed.output_dir))
         runs += 1
-    assert saved >= max(1, in_steps)
+    assert saved + between >= max(1, in_steps)
     record("stopping signals", ranks=2, stops=done, saved=saved, runs=runs, seed=SEED,
            equal=runs, hangs=0, tracebacks=0)  # fmt: skip
 
