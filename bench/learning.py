@@ -191,7 +191,7 @@ def plain_ppo(task: Task) -> Iterator[float]:
             critic_learning_rate=task.learning_rate,
             betas=ppo.actor.betas,
             max_grad_norm=ppo.actor.max_grad_norm,
-            kl_coef=_NO_KL["kl_coef"],
+            kl_coef=KL_COEF,
             reward_clip=ppo.reward_clip,
             clip_ratio=ppo.clip_ratio,
             value_clip=ppo.value_clip,
@@ -267,7 +267,7 @@ def trl_grpo(task: Task) -> Iterator[float]:
     yield from found
 
 
-_NO_KL = {"kl_coef": 0.0}
+KL_COEF = 0.0
 """The task is worth 0.5 at most; with a penalty of 0.05 per nat on 64 tokens the best policy has a
 share of 0.58, where log(p / (1 - p)) = 1 / (0.05 * 64), and no side would ever reach the target."""
 
@@ -275,10 +275,10 @@ Side = Callable[[Task], Iterator[float]]
 SIDES: dict[str, Side] = {
     "tandem grpo": lambda task: tandem(task, "grpo"),
     "tandem rloo": lambda task: tandem(task, "rloo", kl="none", kl_coef=0.0),
-    "tandem ppo": lambda task: tandem(task, "ppo", **_NO_KL),
-    "tandem ppo, lam 1": lambda task: tandem(task, "ppo", lam=1.0, **_NO_KL),
+    "tandem ppo": lambda task: tandem(task, "ppo", kl_coef=KL_COEF),
+    "tandem ppo, lam 1": lambda task: tandem(task, "ppo", lam=1.0, kl_coef=KL_COEF),
     "tandem grpo, bf16": lambda task: tandem(task, "grpo", "bf16"),
-    "tandem ppo, lam 1, bf16": lambda task: tandem(task, "ppo", "bf16", lam=1.0, **_NO_KL),
+    "tandem ppo, lam 1, bf16": lambda task: tandem(task, "ppo", "bf16", lam=1.0, kl_coef=KL_COEF),
     "plain ppo": plain_ppo,
     "trl grpo": trl_grpo,
 }
