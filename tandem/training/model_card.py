@@ -104,7 +104,7 @@ def _front_matter(stage: Stage, base: str, role: str, is_adapter: bool) -> str:
 
 def _data(run: Run) -> str:
     rows = []
-    for account in run.accounts.values():
+    for account in run.rows.ledger.datasets.values() if run.rows else ():
         used = ", ".join(f"{use} {account.used[use]:,}" for use in USES if account.used[use])
         left = sum(account.unused.values())
         rows.append(

@@ -35,7 +35,6 @@ from tandem.config.engine import EngineSettings, engine_settings
 from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import Leaves, sources, stage_names
-from tandem.data.ledger import DatasetLedger
 from tandem.engine.devices import ask_for_determinism, resolve_device
 from tandem.engine.module_scorer import RewardModule
 from tandem.engine.placement import Placement
@@ -91,7 +90,6 @@ class Run:
         self.reward_module: RewardModule | None = None
         self.stopped = ""
         self.command = ""
-        self.accounts: Mapping[str, DatasetLedger] = {}
         self._verified: set[str] = set()  # a large model is hashed only once per run
         self.rows: StepRows | None = None  # what it trains on, once it is read
         self._savers: dict[str, Saver] = {}
@@ -169,7 +167,6 @@ class Run:
             DataError: the ranks have read different rows.
         """
         self.rows = rows
-        self.accounts = rows.ledger.datasets
         digests = [account.fingerprint for account in rows.ledger.datasets.values()]
         num_data, num_sft = len(self.config.data), len(self.config.sft_data)
         self.identity.fingerprints = {
