@@ -285,19 +285,29 @@ def test_a_run_stopped_in_the_middle_is_the_same_run_and_replays(
     steps = [record["values"] for record in records(straight) if record["step"] > 0]
     assert all("sampling_rounds" in values and "kl" in values for values in steps)
     assert "explained_variance" not in steps[0]
-    assert replay(str(straight), 2) == 0
-    assert "grpo step 2, again" in capsys.readouterr().out
+    refilled = [step for step, values in enumerate(steps, 1) if values["sampling_rounds"] > 1]
+    assert refilled, "else no step shows that further prompts come again"
+    for step in refilled:
+        assert replay(str(straight), step) == 0
+        assert f"grpo step {step}, again" in capsys.readouterr().out
     evaluation = json.loads((straight / "evaluation.json").read_text("utf-8"))
     assert set(evaluation["models"]) == {"base", "grpo", "grpo-ema"}
 
 
+@pytest.mark.parametrize(
+    "knobs",
+    [{"algorithm": "reinforce++-baseline", "normalization": "sequence"}, {"algorithm": "dapo"}],
+    ids=lambda knobs: knobs["algorithm"],
+)
 def test_ranks_have_the_statistics_of_one_process(
-    tiny_model: str, preferences: str, tmp_path: Path
+    tiny_model: str, preferences: str, tmp_path: Path, knobs: dict[str, Any]
 ) -> None:
-    knobs = {"algorithm": "reinforce++-baseline", "normalization": "sequence"}
+    """With DAPO: one process refills its running generation, two ranks answer in rounds."""
     config = config_of(tmp_path / "one", tiny_model, data=[preferences], grpo=knobs)
     one = ran(config)
     on_ranks(2, ran_on_ranks, replace(config, output_dir=str(tmp_path / "two")))
+    rounds = [record["values"].get("sampling_rounds", 2) for record in records(one)]
+    assert max(rounds) > 1
     unlike = (*CLOCK, "rank_")
     for ours, theirs in zip(records(tmp_path / "two", unlike), records(one, unlike), strict=True):
         assert ours["values"] == pytest.approx(theirs["values"], rel=2e-3, abs=2e-4)
