@@ -294,20 +294,27 @@ def test_a_run_stopped_in_the_middle_is_the_same_run_and_replays(
     assert set(evaluation["models"]) == {"base", "grpo", "grpo-ema"}
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [{"algorithm": "reinforce++-baseline", "normalization": "sequence"}, {"algorithm": "dapo"}],
-    ids=lambda knobs: knobs["algorithm"],
-)
+@pytest.mark.parametrize("algorithm", ["reinforce++-baseline", "dapo"])
 def test_ranks_have_the_statistics_of_one_process(
-    tiny_model: str, preferences: str, tmp_path: Path, knobs: dict[str, Any]
+    tiny_model: str, preferences: str, tmp_path: Path, algorithm: str
 ) -> None:
-    """With DAPO: one process refills its running generation, two ranks answer in rounds."""
-    config = config_of(tmp_path / "one", tiny_model, data=[preferences], grpo=knobs)
+    """The one with two reward models, on the host over ranks. With DAPO one process refills its
+    running generation, and two ranks answer in rounds."""
+    more: dict[str, Any] = {"grpo": {"algorithm": algorithm}}
+    if algorithm != "dapo":
+        save_reward_models(tiny_model, tmp_path)
+        more["grpo"] |= {"normalization": "sequence", "reward_function": []}
+        more["reward_model"] = str(tmp_path / "helpful")
+        more["scoring"] = {"reward_models": [f"{tmp_path / 'harmless'}:0.5"]}
+    config = config_of(tmp_path / "one", tiny_model, data=[preferences], **more)
     one = ran(config)
-    on_ranks(2, ran_on_ranks, replace(config, output_dir=str(tmp_path / "two")))
-    rounds = [record["values"].get("sampling_rounds", 2) for record in records(one)]
-    assert max(rounds) > 1
+    two = replace(config, output_dir=str(tmp_path / "two"))
+    if algorithm != "dapo":
+        two = replace(two, parallel=replace(two.parallel, offload=("reward",)))
+    on_ranks(2, ran_on_ranks, two)
+    expected = {"dapo": "sampling_rounds"}.get(algorithm, "reward_std/reward_model.harmless")
+    values = [record["values"] for record in records(one) if record["step"] > 0]
+    assert max(step[expected] for step in values) > (algorithm == "dapo")
     unlike = (*CLOCK, "rank_")
     for ours, theirs in zip(records(tmp_path / "two", unlike), records(one, unlike), strict=True):
         assert ours["values"] == pytest.approx(theirs["values"], rel=2e-3, abs=2e-4)
@@ -336,13 +343,17 @@ def test_after_sft_by_the_command_line(
     assert "grpo.clip_high 0.2 -> 0.3" in capsys.readouterr().err
 
 
-def test_several_reward_models_score_beside_each_other(tiny_model: str, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+def save_reward_models(model: str, folder: Path) -> None:
+    """Two in folders of their names, with random heads and normalizations of their own."""
     for seed, name in enumerate(("helpful", "harmless")):
         torch.manual_seed(seed)
-        scalar = load_scalar_model(tiny_model, seed=seed)
+        scalar = load_scalar_model(model, seed=seed)
         set_normalization(scalar, float(seed), 2.0)
-        save_model(scalar, tokenizer, tmp_path / name)
+        save_model(scalar, AutoTokenizer.from_pretrained(model), folder / name)
+
+
+def test_several_reward_models_score_beside_each_other(tiny_model: str, tmp_path: Path) -> None:
+    save_reward_models(tiny_model, tmp_path)
     config = config_of(
         tmp_path / "run",
         tiny_model,
