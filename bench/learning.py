@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,8 +170,9 @@ class _PlainOnTokens(PlainPPO):
         )
 
 
-def plain_ppo(task: Task) -> Iterator[float]:
-    """The same of the plain loop's PPO, with Tandem's defaults for every knob that both have."""
+def plain_ppo(task: Task, *, epochs: int, minibatch_size: int, lam: float) -> Iterator[float]:
+    """The same of the plain loop's PPO, with Tandem's defaults for every other knob that both
+    have."""
     model, tokenizer = task.model()
     torch.manual_seed(task.seed)
     ppo = PPOConfig()
@@ -185,8 +186,8 @@ def plain_ppo(task: Task) -> Iterator[float]:
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
             micro_batch_tokens=1536,
-            minibatch_size=ppo.minibatch_size,
-            epochs=ppo.epochs,
+            minibatch_size=minibatch_size,
+            epochs=epochs,
             actor_learning_rate=task.learning_rate,
             critic_learning_rate=task.learning_rate,
             betas=ppo.actor.betas,
@@ -196,7 +197,7 @@ def plain_ppo(task: Task) -> Iterator[float]:
             clip_ratio=ppo.clip_ratio,
             value_clip=ppo.value_clip,
             gamma=ppo.gamma,
-            lam=ppo.lam,
+            lam=lam,
         ),
     )
     yield BUILT
@@ -271,15 +272,21 @@ KL_COEF = 0.0
 """The task is worth 0.5 at most; with a penalty of 0.05 per nat on 64 tokens the best policy has a
 share of 0.58, where log(p / (1 - p)) = 1 / (0.05 * 64), and no side would ever reach the target."""
 
+USUAL: Mapping[str, Any] = {"epochs": 2, "minibatch_size": 32, "lam": 0.95}
+"""The plain loop's recipe: several passes in large minibatches, and the lambda of PPO's paper."""
+OURS: Mapping[str, Any] = {"epochs": 1, "minibatch_size": 8, "lam": 1.0}
+"""What Tandem has in their place; 8 is an eighth of a rollout."""
+
 Side = Callable[[Task], Iterator[float]]
 SIDES: dict[str, Side] = {
     "tandem grpo": lambda task: tandem(task, "grpo"),
     "tandem rloo": lambda task: tandem(task, "rloo", kl="none", kl_coef=0.0),
     "tandem ppo": lambda task: tandem(task, "ppo", kl_coef=KL_COEF),
-    "tandem ppo, lam 1": lambda task: tandem(task, "ppo", lam=1.0, kl_coef=KL_COEF),
+    "tandem ppo, usual knobs": lambda task: tandem(task, "ppo", kl_coef=KL_COEF, **USUAL),
     "tandem grpo, bf16": lambda task: tandem(task, "grpo", "bf16"),
-    "tandem ppo, lam 1, bf16": lambda task: tandem(task, "ppo", "bf16", lam=1.0, kl_coef=KL_COEF),
-    "plain ppo": plain_ppo,
+    "tandem ppo, bf16": lambda task: tandem(task, "ppo", "bf16", kl_coef=KL_COEF),
+    "plain ppo": lambda task: plain_ppo(task, **USUAL),
+    "plain ppo, our knobs": lambda task: plain_ppo(task, **OURS),
     "trl grpo": trl_grpo,
 }
 

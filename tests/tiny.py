@@ -77,6 +77,7 @@ def tiny_config(folder: Path, model: str, data: str, **changes: object) -> RunCo
             "steps": 3,
             "prompts_per_step": 8,
             "minibatch_size": 4,
+            "epochs": 2,
             "eval_prompts": 8,
             "actor": {"learning_rate": 1e-3},
         },

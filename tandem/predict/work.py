@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config.schema import RLConfig, RunConfig, num_updates
+from tandem.config.schema import RLConfig, RunConfig, minibatch_size, num_updates
 from tandem.config.stages import Stage, leaving
 from tandem.predict.rows import Rows
 
@@ -80,7 +80,7 @@ def _rl_work(config: RunConfig, rl: RLConfig, ranks: int, rows: Rows) -> Work:
     new, samples = config.sampling.max_new_tokens, config.sampling.samples_per_prompt
     answers = rl.prompts_per_step * samples
     mine = -(-answers // ranks)
-    share = -(-min(rl.minibatch_size, answers) // ranks)
+    share = -(-min(minibatch_size(config), answers) // ranks)
     length = rows.longest + new
     limit = config.micro_batch_tokens
     # Answers to a prompt compute it once.

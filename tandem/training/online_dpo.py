@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.state import SavedState
+from tandem.config.schema import minibatch_size
 from tandem.data.loader import BatchOrder
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.oom import MicroBatchBudget
@@ -129,7 +130,7 @@ class OnlineDPO:
 
     @property
     def _pairs_per_update(self) -> int:
-        return max(1, self._config.ppo.minibatch_size // 2)
+        return max(1, minibatch_size(self._config) // 2)
 
     def step(self, step: int, rows: Sequence[PromptRow], loop: StepLoop) -> dict[str, float]:
         """Answer the prompts, pair the answers, and learn from the pairs."""

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tandem.config.schema import RunConfig, num_updates, rl_section
+from tandem.config.schema import RunConfig, minibatch_size, num_updates, rl_section
 from tandem.config.stages import rl_stage
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.learner import Learner
@@ -203,7 +203,9 @@ class PPOTrainer:
         Raises:
             OutOfMemoryError: it does not.
         """
-        rehearse_updates(self.engine, self.budget, self.rl, self.algorithm, prompts)
+        rehearse_updates(
+            self.engine, self.budget, minibatch_size(self.config), self.algorithm, prompts
+        )
 
     @property
     def _updates_per_epoch(self) -> int:
@@ -222,7 +224,7 @@ class PPOTrainer:
             key = sequence_key(self.config.seed, step, epoch, 0)
             places = torch.randperm(len(found), generator=torch.Generator().manual_seed(key))
             order = places.argsort().to(group.device)[group].argsort(stable=True)
-            minibatches = chosen[order.to(chosen.device)].split(self.rl.minibatch_size)
+            minibatches = chosen[order.to(chosen.device)].split(minibatch_size(self.config))
             for number, rows in enumerate(minibatches):
                 yield epoch * self._updates_per_epoch + number, rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 
 from tandem.config.engine import engine_settings
-from tandem.config.schema import RunConfig, rl_section
+from tandem.config.schema import RunConfig, minibatch_size, rl_section
 from tandem.config.stages import in_order, leaving, of_family, rl_stage
 from tandem.engine.shard_plan import check_layout
 from tandem.errors import ConfigError
@@ -115,7 +115,7 @@ def idle_ranks(config: RunConfig, world: World) -> list[str]:
         f"{'ranks' if ranks == world.size else 'groups of ranks'} without a row at a time: they "
         f"wait for the others. Raise {knob} to a multiple of {ranks}, or use fewer ranks."
         for stage, knob, section, name, ranks in batches
-        if (rows := getattr(section, name)) < ranks
+        if (rows := getattr(section, name) or minibatch_size(config)) < ranks
     ]
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.config.schema import RLConfig
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.oom import MicroBatchBudget
 from tandem.engine.update import rehearse, training_mode
@@ -18,13 +17,15 @@ from tandem.types import PromptRow, TokenBatch
 def rehearse_updates(
     engine: RLHFEngine,
     budget: MicroBatchBudget,
-    rl: RLConfig,
+    minibatch_size: int,
     algorithm: Algorithm,
     prompts: Sequence[PromptRow],
 ) -> None:
     """Run the largest micro-batches that can come forward and backward, for nothing: what does not
     fit into memory is known before the first step.
 
+    Args:
+        minibatch_size: answers of an update, over all ranks.
     Raises:
         OutOfMemoryError: it does not.
     """
@@ -33,7 +34,7 @@ def rehearse_updates(
     device = engine.device
 
     # No rank gets more answers of a minibatch than this.
-    share = -(-rl.minibatch_size // engine.world.size)
+    share = -(-minibatch_size // engine.world.size)
 
     def batch(max_tokens: int) -> TokenBatch:
         rows = max(1, min(max_tokens // length, share))

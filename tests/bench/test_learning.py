@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bench import learning
+from tandem.config.schema import PPOConfig, RunConfig, minibatch_size
 
 
 def test_a_side_is_measured_from_its_first_answer() -> None:
@@ -14,3 +15,8 @@ def test_a_side_is_measured_from_its_first_answer() -> None:
         assert 1 <= len(run["curve"]) <= 2
         assert all(0 <= score <= 1 for score in run["curve"])
         assert run["cpu_seconds"] > 0
+
+
+def test_our_knobs_are_the_defaults() -> None:
+    ppo, size = PPOConfig(), minibatch_size(RunConfig(stages=("ppo",)))
+    assert {"epochs": ppo.epochs, "minibatch_size": size, "lam": ppo.lam} == learning.OURS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.schema import RunConfig, num_updates
+from tandem.config.schema import PPOConfig, RunConfig, num_updates
 from tandem.data.render import Renderer
 from tandem.errors import NumericsError
 from tandem.models.load import load_causal_lm, load_tokenizer
@@ -256,10 +256,10 @@ def make_learner(model: str, folder: Path, seed: int) -> tuple[PPOTrainer, list[
         config,
         ppo=replace(
             config.ppo,
-            lam=1.0,
+            epochs=PPOConfig().epochs,
+            minibatch_size=PPOConfig().minibatch_size,
             kl_coef=0.0,
             missing_eos_penalty=0.0,
-            minibatch_size=32,
             early_stop_kl=0.0,
             actor=replace(config.ppo.actor, learning_rate=3e-3, schedule="constant"),
             critic=replace(config.ppo.critic, learning_rate=3e-3, schedule="constant"),

@@ -50,13 +50,13 @@ def test_ranks_without_a_row_are_said_with_their_knob() -> None:
     config = RunConfig(stages=("sft", "ppo"))
     sft, ppo = idle_ranks(config, many)
     assert sft.startswith("sft: sft.batch_size 32 leaves 32 of 64 ranks without a row at a time")
-    assert "ppo.minibatch_size 32 leaves 32 of 64 ranks" in ppo
+    assert "ppo.minibatch_size 8 leaves 56 of 64 ranks" in ppo
     assert "Raise ppo.minibatch_size to a multiple of 64" in ppo
     sliced = replace(config, stages=("ppo",), parallel=ParallelConfig(inference_tp_size=2))
     assert "ppo.prompts_per_step 64 leaves 64 of 128 groups" in "".join(
         idle_ranks(sliced, World(size=256, ranks_per_node=8))
     )
-    assert idle_ranks(config, World(size=32, ranks_per_node=8)) == []
+    assert idle_ranks(config, World(size=8, ranks_per_node=8)) == []
 
 
 @pytest.mark.parametrize(
