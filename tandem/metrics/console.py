@@ -58,7 +58,7 @@ class StageConsole:
         self._stage = stage
         family = stage_of(stage).family
         self._heldout = _columns(family, heldout=True)
-        self._possible = _columns(family, heldout=False) | dict([_SPEED[family]])
+        self._possible = _columns(family, heldout=False) | dict([_speed(stage)])
         self._main: dict[str, str] = {}
         self._num_steps = num_steps
         self._start_step = start_step
@@ -154,6 +154,11 @@ class StageConsole:
         if done < 1 or self._num_steps <= step:
             return ""
         return duration((time.monotonic() - self._started) / done * (self._num_steps - step))
+
+
+def _speed(stage: str) -> tuple[str, str]:
+    metric, unit = _SPEED[stage_of(stage).family]
+    return metric, "answers/s" if stage_of(stage).labelled else unit  # its rows are no pairs
 
 
 def _columns(family: Family, heldout: bool) -> dict[str, str]:

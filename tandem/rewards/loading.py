@@ -35,7 +35,7 @@ def load_reward_function(text: str) -> RewardFunction:
         ConfigError: there is no such file, module, function or option.
     """
     spec = parse_spec(text)
-    problem = f"ppo.reward_function must be file.py:function or module:function; got {text!r}"
+    problem = f"--reward-function must be file.py:function or module:function; got {text!r}"
     where, attribute = home_of(spec)
     try:
         module = _module_from_file(where) if where.endswith(".py") else import_module(where)

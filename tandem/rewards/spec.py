@@ -47,7 +47,7 @@ def parse_spec(text: str) -> RewardSpec:
     Raises:
         ConfigError: no function is named, or the options or the weight cannot be read.
     """
-    problem = f"ppo.reward_function must be file.py:function or module:function; got {text!r}"
+    problem = f"--reward-function must be file.py:function or module:function; got {text!r}"
     name, weight = text, 1.0
     if found := _WEIGHT.fullmatch(text):
         name, weight = found[1], float(found[2])
@@ -55,9 +55,12 @@ def parse_spec(text: str) -> RewardSpec:
         raise ConfigError(f"{problem}. Its weight must be a finite number.")
     name, mark, query = name.partition("?")
     try:
-        options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(mark)))
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(mark))
     except ValueError:
         raise ConfigError(f"{problem}. Write its options as ?option=value&option=value.") from None
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise ConfigError(f"{problem}. Give each option once.")
     where, _, function = _RENAMED.get(name, name).rpartition(":")
     if not where or not function:
         raise ConfigError(
@@ -87,7 +90,7 @@ def parse_specs(texts: Sequence[str]) -> list[RewardSpec]:
     for i, spec in enumerate(specs):
         if (spec.name, spec.options) in [(s.name, s.options) for s in specs[:i]]:
             raise ConfigError(
-                f"ppo.reward_function must name each function once; got {spec.name} twice. Remove "
+                f"--reward-function must name each function once; got {spec.name} twice. Remove "
                 "one, or change its weight."
             )
     return with_labels(specs)

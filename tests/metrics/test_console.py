@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from tandem.config.stages import FAMILIES, STAGES
-from tandem.metrics.console import _SPEED, StageConsole
+from tandem.metrics.console import _SPEED, StageConsole, _speed
 from tandem.metrics.names import find_metric
 from tandem.metrics.table import METRICS
 from tandem.metrics.text import short_number
@@ -20,18 +20,18 @@ def stage_console(stage="ppo", num_steps=200, start_step=0, terminal=False, widt
     return StageConsole(stage, num_steps, start_step, console), file
 
 
-def columns(family):
-    """(name, label) of everything that a stage of the family may show, held-out numbers last."""
-    shown = [m for m in METRICS if family in m.families and m.column]
+def columns(stage):
+    """(name, label) of everything that a stage may show, held-out numbers last."""
+    shown = [m for m in METRICS if stage.family in m.families and m.column]
     main = [(m.name, m.column) for m in shown if not m.is_heldout]
-    return [*main, _SPEED[family], *((m.name, m.column) for m in shown if m.is_heldout)]
+    return [*main, _speed(stage.name), *((m.name, m.column) for m in shown if m.is_heldout)]
 
 
 def test_every_family_shows_a_few_declared_metrics():
-    assert set(_SPEED) == set(FAMILIES)
-    for family in FAMILIES:
-        names = [name for name, _ in columns(family)]
-        assert all(family in find_metric(name).families for name in names)
+    assert set(_SPEED) == set(FAMILIES) == {stage.family for stage in STAGES}
+    for stage in STAGES:
+        names = [name for name, _ in columns(stage)]
+        assert all(stage.family in find_metric(name).families for name in names)
         assert 5 <= len([name for name in names if "heldout" not in name]) <= 9
 
 
@@ -93,7 +93,7 @@ def test_the_bar_has_an_eta_however_long_a_step_takes(monkeypatch):
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_a_terminals_lines_end_between_numbers(stage, width):
     console, file = stage_console(stage.name, terminal=True, width=width)
-    shown = columns(stage.family)
+    shown = columns(stage)
     values = {name: -0.012345 * 10**-n for n, (name, _) in enumerate(shown)}
     console.line(123, values)
     console.close()

@@ -27,6 +27,11 @@ def test_a_name_its_options_and_its_weight() -> None:
     assert (found.options["pattern"], found.weight) == (":5+", 0.1)
 
 
+def test_an_option_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Give each option once"):
+        parse_spec("tandem:length?limit=400&limit=50")
+
+
 def test_labels_are_different() -> None:
     specs = parse_specs(["a.py:score", "b.py:score", "tandem:exact_number", "m.n:other:0"])
     assert [s.label for s in specs] == ["a.score", "b.score", "exact_number", "other"]
