@@ -143,7 +143,7 @@ def test_the_fastest_layout_that_fits_is_taken_and_kept(tmp_path: Path) -> None:
     config, said = parse_run_flags(flags, "train"), list[str]()
     free, chosen = choose_layout(config, 1, None, said.append)
     assert (free, chosen) == (config, [])
-    tight, chosen = choose_layout(config, 1, 3.2 * 2**30, said.append)
+    tight, chosen = choose_layout(config, 1, 4.5 * 2**30, said.append)
     assert tight.micro_batch_tokens < config.micro_batch_tokens
     assert "--micro-batch-tokens" in chosen
     assert "faster, but too large" in said[-1]
