@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.table:
         run_cases(chosen, options.work, folder, options.most)
     runs = sorted(path for path in folder.glob("*") if path.is_dir())
-    machine = read_hardware(_machine(options.work))
+    machine = read_hardware(machine_file(options.work))
     for run in runs:
         predict_again(run, machine)
     print(grade_table(runs))
@@ -179,13 +179,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run_cases(cases: Sequence[GradeCase], work: Path, folder: Path, most: int) -> None:
     """Run those that have no result yet, in order."""
     torch.set_num_threads(1)
-    machine = _machine(work)
+    machine = machine_file(work)
     for ran, case in enumerate(_without_result(cases, folder)):
         if ran >= most:
             return
         where = folder / case.folder
         try:
-            _run(case, _config(case, work, where), where, machine)
+            run_case(case, case_config(case, work, where), where, machine)
         except (TandemError, RuntimeError, subprocess.CalledProcessError) as error:
             where.mkdir(parents=True, exist_ok=True)
             (where / "failed.txt").write_text(f"{error}\n", "utf-8")
@@ -206,7 +206,7 @@ def _without_result(cases: Sequence[GradeCase], folder: Path) -> Iterator[GradeC
             yield case
 
 
-def _machine(work: Path) -> Path:
+def machine_file(work: Path) -> Path:
     """The file of this machine's measurement, kept with the results."""
     path = work / "machine.yaml"
     if not path.exists():
@@ -218,7 +218,7 @@ def _machine(work: Path) -> Path:
     return path
 
 
-def _config(case: GradeCase, work: Path, where: Path) -> Any:
+def case_config(case: GradeCase, work: Path, where: Path) -> Any:
     models = _models(case.model, work)
     trains_reward = case.stage == "reward"
     shared = bool(case.knobs.get("parallel.shared_base"))
@@ -283,7 +283,7 @@ def _rows(work: Path) -> Path:
     return path
 
 
-def _run(case: GradeCase, config: Any, where: Path, machine: Path) -> None:
+def run_case(case: GradeCase, config: Any, where: Path, machine: Path) -> None:
     """A case as the command that a user gives, but for the answers that a run compares at its
     end."""
     where.parent.mkdir(parents=True, exist_ok=True)
