@@ -49,6 +49,7 @@ def _with(outcome: Outcome, found: StagePrediction) -> Outcome:
         return replace(
             outcome,
             predicted_bytes=found.peak,
+            live_bytes=found.phases[found.peak_phase].peak,
             predicted_seconds=found.step_seconds,
             constants=fitted_on,
         )

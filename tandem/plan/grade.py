@@ -66,10 +66,11 @@ def grade_table(folders: Sequence[Path]) -> str:
 
 
 def net_error(outcome: Outcome) -> float:
-    """The error of what the run adds to its process."""
+    """The error of what the run's models add to its process, by the formula alone."""
     measured = outcome.measured_bytes - outcome.process_bytes
-    predicted = outcome.predicted_bytes - outcome.process_bytes
-    return predicted / measured - 1 if measured > 0 else math.nan
+    if measured <= 0 or not outcome.live_bytes:
+        return math.nan
+    return outcome.live_bytes / measured - 1
 
 
 def summary(found: Sequence[Outcome]) -> list[str]:

@@ -86,7 +86,8 @@ class Forecast:
         ]
         peak = max(whole.peak_bytes for whole in measured.values())
         step = measured["step"]
-        whole = Phase(live={}, peak=0.0, reserved=prediction.peak, seconds=prediction.step_seconds)
+        live = prediction.phases[prediction.peak_phase].peak
+        whole = Phase(live={}, peak=live, reserved=prediction.peak, seconds=prediction.step_seconds)
         seconds = sum(measured[n].seconds for n in _OF_STEP if n in measured)
         cpu = sum(measured[n].cpu_seconds for n in _OF_STEP if n in measured)
         outcomes.append(self._outcome(WHOLE, whole, Whole(step.blocks, seconds, cpu, peak), steps))
