@@ -3,27 +3,27 @@
     python bench/grade_plan.py --work grades --fit          # the runs that constants are fitted on
     python bench/grade_plan.py --work grades                # other runs, that are graded
     python bench/grade_plan.py --work grades --table        # errors of what has run so far
-    tandem plan --refit grades/fit                          # constants from the first
+    tandem plan --refit grades/fit/*                        # constants from the first
 
-One case after another in one process, each in a folder of its own; a case that has run is not run
-again. Cases of several ranks are commands of their own. The machine is measured before the first
-case. On one thread CPU seconds are predicted and measured, which other processes disturb less.
-Memory is the process's resident peak; what it held before a case counts as its process.
+One case after another, each a command with a folder of its own; a case that has run is not run
+again. The machine is measured before the first case. On one thread CPU seconds are predicted and
+measured, which other processes disturb less. Memory is the process's resident peak.
+
+Before the table is shown, the runs are predicted again with the formulas and constants of now, from
+their configurations, their rows' lengths and the measured machine: what was measured stays.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import yaml
@@ -32,19 +32,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.models import SHAPES, Shape, llama, model_config
 from tandem.config.load import build_config, dump_config
+from tandem.config.schema import RunConfig
+from tandem.data.dataset import load_data
 from tandem.data.embedded.tokenizer import build_tokenizer
-from tandem.engine.allocator import give_back_memory
 from tandem.errors import TandemError
 from tandem.models.hf_logging import quiet
 from tandem.models.load import new_causal_lm
 from tandem.models.scalar import new_scalar_model
+from tandem.plan.again import predict_again
 from tandem.plan.grade import grade_table
 from tandem.plan.knobs import nested
-from tandem.predict.constants import constants
 from tandem.predict.hardware import as_values, read_hardware
-from tandem.predict.machine import MACHINE_FILE, measure_machine, resident_bytes
+from tandem.predict.machine import MACHINE_FILE, measure_machine
 from tandem.predict.record import read_outcomes
-from tandem.training import run_stages
 
 OPT = {"model_type": "opt", "dropout": 0.0, "do_layer_norm_before": True}
 
@@ -64,6 +64,8 @@ MODELS: Mapping[str, Shape] = {
     "llama-22m": SHAPES["llama-22m"],
     "llama-v50k": llama(128, 352, 4, 4, 50257),
     "llama-v150k": llama(96, 256, 3, 4, 151936),
+    "llama-40m": llama(512, 1408, 8, 8, 32000),
+    "llama-135m": llama(576, 1536, 30, 9, 49152, kv_heads=3),
     "opt-1m": _opt(128, 4, 4, 1024),
     "opt-7m": _opt(256, 6, 8, 8192),
     "opt-16m": _opt(256, 6, 8, 50272),
@@ -94,6 +96,9 @@ SHARED = {**LORA, "parallel.shared_base": True}
 AGAIN = {"gradient_checkpointing": True}
 LONG = {"sampling.max_new_tokens": 64, "sampling.min_new_tokens": 64}
 OFFLOAD = {"parallel.offload": ["optimizer"]}
+FEW = {"micro_batch_tokens": 256, "sft.batch_size": 4, "grpo.prompts_per_step": 1,
+       "grpo.minibatch_size": 4, "sampling.samples_per_prompt": 4, "ppo.prompts_per_step": 1,
+       "ppo.minibatch_size": 4, "sft.max_steps": 2}  # fmt: skip
 
 
 def _zero(stage: int) -> dict[str, Any]:
@@ -114,7 +119,11 @@ FIT = _cases(
     ("reward", "llama-2m"), ("reward", "opt-7m"), ("dpo", "llama-5m"),
     ("ppo", "llama-1m"), ("ppo", "llama-5m", "long", LONG), ("ppo", "opt-7m"),
     ("ppo", "llama-v50k"), ("ppo", "llama-5m", "lora", LORA), ("grpo", "llama-2m"),
-    ("sft", "llama-5m", "nf4", NF4), ("ppo", "llama-15m"), ("ppo", "opt-16m", "short"),
+    ("sft", "llama-5m", "nf4", NF4), ("ppo", "llama-15m"), ("ppo", "opt-16m"),
+    ("sft", "llama-40m", "few", FEW), ("grpo", "llama-40m", "few", FEW),
+    ("sft", "llama-2m", "int8", INT8), ("sft", "llama-1m", "bf16", {"dtype": "bf16"}),
+    ("ppo", "llama-2m", "shared", SHARED), ("sft", "llama-5m", "zero3", _zero(3), 2),
+    ("ppo", "llama-1m", "zero2", _zero(2), 2), ("sft", "llama-1m", "zero0", _zero(0), 2),
 )  # fmt: skip
 GRADED = _cases(
     ("sft", "stories260K"), ("ppo", "stories260K"), ("sft", "llama-22m"), ("reward", "llama-5m"),
@@ -131,8 +140,16 @@ GRADED = _cases(
     ("sft", "llama-2m", "zero1", _zero(1), 2), ("sft", "llama-2m", "zero3", _zero(3), 4),
     ("ppo", "opt-1m", "zero0", _zero(0), 2), ("ppo", "llama-2m", "long", LONG),
     ("online-dpo", "llama-2m"), ("reward", "llama-v50k"),
+    ("sft", "llama-135m", "few", FEW), ("grpo", "llama-135m", "few", FEW),
+    ("ppo", "llama-135m", "shared", {**SHARED, **FEW}),
 )  # fmt: skip
-_M_TRIM = 0
+_NUM_ROWS = 800
+_WITHOUT_ANSWERS = """
+from tandem.training import run_stages
+run_stages.is_compared = lambda run: True
+from tandem.cli import main
+raise SystemExit(main())
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -152,23 +169,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen = tuple(c for c in chosen if any(text in c.folder for text in options.only))
     if not options.table:
         run_cases(chosen, options.work, folder, options.most)
-    print(grade_table(sorted(folder.glob("*"))))
+    runs = sorted(path for path in folder.glob("*") if path.is_dir())
+    machine = read_hardware(machine_file(options.work))
+    for run in runs:
+        predict_again(run, machine)
+    print(grade_table(runs))
 
 
 def run_cases(cases: Sequence[GradeCase], work: Path, folder: Path, most: int) -> None:
     """Run those that have no result yet, in order."""
     torch.set_num_threads(1)
-    machine = _machine(work)
+    machine = machine_file(work)
     for ran, case in enumerate(_without_result(cases, folder)):
         if ran >= most:
             return
         where = folder / case.folder
         try:
-            config = _config(case, work, where)
-            if case.ranks > 1:
-                _run_ranks(case, config, where, machine)
-            else:
-                _run_here(config, machine)
+            run_case(case, case_config(case, work, where), where, machine)
         except (TandemError, RuntimeError, subprocess.CalledProcessError) as error:
             where.mkdir(parents=True, exist_ok=True)
             (where / "failed.txt").write_text(f"{error}\n", "utf-8")
@@ -189,7 +206,7 @@ def _without_result(cases: Sequence[GradeCase], folder: Path) -> Iterator[GradeC
             yield case
 
 
-def _machine(work: Path) -> Path:
+def machine_file(work: Path) -> Path:
     """The file of this machine's measurement, kept with the results."""
     path = work / "machine.yaml"
     if not path.exists():
@@ -201,17 +218,18 @@ def _machine(work: Path) -> Path:
     return path
 
 
-def _config(case: GradeCase, work: Path, where: Path) -> Any:
+def case_config(case: GradeCase, work: Path, where: Path) -> Any:
     models = _models(case.model, work)
     trains_reward = case.stage == "reward"
+    shared = bool(case.knobs.get("parallel.shared_base"))
     values: dict[str, Any] = {
         "actor_model": str(models / "actor"),
-        "data": ["embedded"],
+        "data": [str(_rows(work))],
         "output_dir": str(where),
-        "stages": [case.stage],
+        "stages": (["reward"] if shared else []) + [case.stage],
         "device": "cpu",
         "micro_batch_tokens": 1024,
-        "save_every": 1,
+        "save_every": 0,
         "log.tensorboard": False,
         "dataset.heldout": 0.01,
         "sampling.max_new_tokens": 24,
@@ -232,7 +250,7 @@ def _config(case: GradeCase, work: Path, where: Path) -> Any:
         "sampling.samples_per_prompt": {"grpo": 8, "online-dpo": 2}.get(case.stage, 1),
         **case.knobs,
     }
-    if not trains_reward:
+    if not (trains_reward or shared):  # a shared base: the reward model is trained first
         values["reward_model"] = str(models / "reward")
     return build_config(nested(values), where=f"{case.folder}: ")
 
@@ -251,28 +269,31 @@ def _models(name: str, work: Path) -> Path:
     return folder
 
 
-def _run_here(config: Any, machine: Path) -> None:
-    """Run a case in this process, from as little memory as it can have."""
-    gc.collect()
-    give_back_memory()
-    ctypes.CDLL(None).malloc_trim(_M_TRIM)
-    held = resident_bytes()
-    own = machine.with_name("machine-now.yaml")
-    found = replace(read_hardware(machine), process=held - constants("cpu").imports)
-    own.write_text(yaml.safe_dump(as_values(found)), "utf-8")
-    os.environ[MACHINE_FILE] = str(own)
-    with patch.object(run_stages, "is_compared", lambda run: True):  # no answers at the end
-        run_stages.train(config, print_line=lambda line: None)
+def _rows(work: Path) -> Path:
+    """Some pairs of the built-in data set: to read all of it takes longer than to train."""
+    path = work / "rows.jsonl"
+    if not path.exists():
+        data = load_data(RunConfig().dataset, ("embedded",), (), seed=1, stages=("reward",))
+        rows = (
+            {"prompt": sample.prompt[-1].content, "chosen": sample.chosen,
+             "rejected": sample.rejected}
+            for sample in data.pairs[:_NUM_ROWS]
+        )  # fmt: skip
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
 
 
-def _run_ranks(case: GradeCase, config: Any, where: Path, machine: Path) -> None:
+def run_case(case: GradeCase, config: Any, where: Path, machine: Path) -> None:
+    """A case as the command that a user gives, but for the answers that a run compares at its
+    end."""
     where.parent.mkdir(parents=True, exist_ok=True)
     path = where.with_suffix(".yaml")
     path.write_text(dump_config(config), "utf-8")
+    command = ["-c", _WITHOUT_ANSWERS] if case.ranks == 1 else ["-m", "tandem"]
     words = ["train", "--config", str(path), "--num-gpus", str(case.ranks)]
     environment = {**os.environ, MACHINE_FILE: str(machine), "OMP_NUM_THREADS": "1"}
     subprocess.run(
-        [sys.executable, "-m", "tandem", *words],
+        [sys.executable, *command, *words],
         env=environment, check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from tandem.config import stages
 from tandem.config.flags import help_page, parse_run_flags
 from tandem.config.load import check_ranges, show_note
-from tandem.config.pages import Parser
+from tandem.config.pages import Parser, command_lines
 from tandem.config.schema import RunConfig
 from tandem.config.spellings import listed
 from tandem.config.stages import DEFAULT, latest_first, stage_names
@@ -140,7 +140,7 @@ def _run_commands() -> dict[str, str]:
 def _overview() -> str:
     lines = ["usage: tandem COMMAND [flags]        tandem COMMAND --help", ""]
     commands = {**_run_commands(), **_SUMMARIES}
-    lines += [f"  {name:8} {summary}" for name, summary in commands.items()]
+    lines += [line for entry in commands.items() for line in command_lines(*entry)]
     lines += [
         "",
         "--debug shows the traceback of an error. --version shows the version.",

@@ -130,7 +130,8 @@ def _read_config(path: str | None) -> tuple[Any, list[str], list[str]]:
 
 def help_page(command: str, summary: str, *, everything: bool) -> str:
     """Help for `tandem COMMAND`: the common knobs of its stages, or every one by section."""
-    lines = [f"usage: tandem {command} [--config FILE.yaml] [flags]", "", summary, ""]
+    usage = f"usage: tandem {command} [--config FILE.yaml] [flags]"
+    lines = [usage, "", *textwrap.wrap(summary, 79), ""]
     docs = knob_docs()
     shorts = short_flags("" if command == "train" else stage_of(command).section)
     section = None
@@ -151,7 +152,7 @@ def help_page(command: str, summary: str, *, everything: bool) -> str:
     if command == "train":
         pages = ", ".join(f"tandem {name} --help" for name in stage_names())
         about = f"Learning rates, batch sizes and epochs: {pages}; the same flags work here."
-        lines += textwrap.wrap(about, 80)
+        lines += textwrap.wrap(about, 79)
         lines += [
             "",
             "Example: tandem train --actor-model MODEL --data prefs.jsonl --stages sft dpo",

@@ -8,13 +8,21 @@ from typing import Any, NoReturn
 
 from tandem.errors import ConfigError
 
-_WIDTH = 92
+_WIDTH = 79
 
 
 def flag_lines(flag: str, about: str, default: str) -> list[str]:
     """A flag's lines on a help page: `flag` with its value's name, what it does, its default."""
     text = f"{about} [{default}]" if default else about
     return [f"  {flag}", *paragraph(text)]
+
+
+def command_lines(name: str, summary: str) -> list[str]:
+    """A command's lines on the page of all commands."""
+    indent = " " * 11
+    return textwrap.wrap(
+        f"  {name:8} {summary}", _WIDTH, subsequent_indent=indent, break_on_hyphens=False
+    )
 
 
 def paragraph(text: str) -> list[str]:
@@ -70,7 +78,11 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """The page."""
-        return "\n".join([*self._page, "", f"Example: {self._example}", ""])
+        example = textwrap.wrap(
+            f"Example: {self._example}", _WIDTH, subsequent_indent=" " * 9,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        return "\n".join([*self._page, "", *example, ""])
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")

@@ -61,16 +61,16 @@ def launch_help() -> str:
     """The paragraph on several GPUs for the run commands' help."""
     lines = [
         "Several GPUs (or, without any, several processes on the CPU):",
-        "  --num-gpus N                                          all on this machine",
-        "  --num-nodes M --num-gpus N --rdzv HOST:PORT           the same command on each of M",
+        "  --num-gpus N                                    all on this machine",
+        "  --num-nodes M --num-gpus N --rdzv HOST:PORT     the same on each of M machines",
     ]
     for name, about in _FLAGS.items():
         text = f"--{name}: {about}."
-        lines += textwrap.wrap(text, 92, initial_indent=" " * 6, subsequent_indent=" " * 8)
+        lines += textwrap.wrap(text, 79, initial_indent=" " * 6, subsequent_indent=" " * 8)
     lines += textwrap.wrap(
         "Rank 0 prints; the others write RUN/logs/rank-N.log. torchrun works too: torchrun "
         "--nproc-per-node N -m tandem train ...",
-        92,
+        79,
         initial_indent=" " * 6,
         subsequent_indent=" " * 6,
     )

@@ -17,7 +17,13 @@ from tandem.memory.model import (
     role_memory,
     working_bytes,
 )
-from tandem.memory.work import activation_bytes, forward_bytes, generation_bytes, logits_bytes
+from tandem.memory.work import (
+    activation_bytes,
+    backward_bytes,
+    forward_bytes,
+    generation_bytes,
+    logits_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,13 +157,17 @@ def _frozen(layout: Layout, on_host: bool) -> Layout:
 
 
 def _training(shape: Shape, layout: Layout, role: Role, tokens: int, answered: int) -> Bytes:
-    """A forward and backward of one model."""
+    """A forward and backward of one model. Logits are freed before the layers' backward begins."""
+    beside = {
+        "activations' gradients": backward_bytes(shape, tokens, layout),
+        "logits": logits_bytes(shape, answered, layout, backward=True),
+    }
+    larger = max(beside, key=lambda name: beside[name])
     return {
         **role.working,
         **role.backward,
         "activations": activation_bytes(shape, tokens, layout),
-        "activations' gradients": forward_bytes(shape, tokens, layout),
-        "logits": logits_bytes(shape, answered, layout, backward=True),
+        larger: beside[larger],
     }
 
 
@@ -186,7 +196,8 @@ def _loading(layouts: Mapping[str, tuple[Shape, Layout]], roles: dict[str, Role]
         held[f"{name}: weights"] = resting.get("weights", 0.0)
         if layout.has_masters_on_host and layout.is_trained:
             states += resting.get("AdamW", 0.0) + resting.get("masters", 0.0)
-        read = shape.parameters if layout.is_split else 0
+        # On a CPU the file is mapped while it is copied from, and mapped pages are resident.
+        read = shape.parameters
         if quantized_weights(shape, layout):
             read = shape.largest
         checked = sum(working_bytes(shape, layout, at_once=True).values())

@@ -5,15 +5,14 @@ Activations are counted as in arXiv:2205.05198 (section 4.1), for the operations
 
 from __future__ import annotations
 
-from tandem.memory.dimensions import Shape
+from tandem.memory.dimensions import GATED_KEEPS, Shape
 from tandem.memory.model import FLOAT, Bytes, Layout, in_flight_bytes, working_bytes
 from tandem.ops.logits import BUDGET_BYTES
 from tandem.ops.sizes import BLOCK_TOKENS, PREFILL_TOKENS
 
-GPU_KEEPS = 1.5
-"""What the GPU's operations keep, over the formula, which is of the C++ ones: norms, rotary and
-gates keep intermediates that the C++ operations compute again. Counted from fake tensors of a 7B
-Llama's layer, 1.4 to 1.6; no GPU run has confirmed it."""
+GPU_GATED_KEEPS = 2
+"""Tensors of the inner width that a GPU's gated MLP keeps: gate and up. Their product is computed
+again, but where an adapter's gradient needs it (ops/layer_gpu.py)."""
 
 
 def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
@@ -23,26 +22,46 @@ def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
 
     D is the width, Q and K the widths of queries and keys, I and m the MLP's width and number of
     kept tensors, c the bytes of the compute type. An adapter keeps `rank` more numbers per token
-    and layer.
+    and layer. A GPU's kernels keep a gated MLP's input alone (m = 2), and with checkpointing two
+    tensors of the width per layer: blocks hand on their sum unadded. The tests count that on the
+    meta device; plain torch on a GPU without our kernels keeps about half more.
     """
     size = layout.compute_bytes
     numbers = float(4 * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
-    numbers += shape.inner_kept * shape.inner
+    numbers += _inner_kept(shape, layout) * shape.inner
     if layout.lora_rank:
         numbers += layout.lora_rank * len(shape.linears) / max(1, shape.layers)
-    if not layout.on_cpu:
-        numbers *= GPU_KEEPS
     layer = size * numbers + FLOAT * (shape.heads + 2)
     ends = 2 * size * shape.width  # the embeddings' output and the last norm's input
     if layout.checkpointing:
-        return tokens * (shape.layers * size * shape.width + layer + ends)
+        inputs = shape.width * (1 if layout.on_cpu else 2)
+        return tokens * (shape.layers * size * inputs + layer + ends)
     return tokens * (shape.layers * layer + ends)
+
+
+def _inner_kept(shape: Shape, layout: Layout) -> int:
+    is_gated = shape.inner_kept == GATED_KEEPS
+    if is_gated and not (layout.on_cpu or layout.lora_rank):
+        return GPU_GATED_KEEPS
+    return shape.inner_kept
 
 
 def forward_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
     """Of a forward without gradient: a layer's input, output and inner tensors."""
-    inner = max(3 * shape.inner, 2 * (shape.query_width + shape.kv_width))
-    return tokens * layout.compute_bytes * (3 * shape.width + inner)
+    is_gated = shape.inner_kept == GATED_KEEPS
+    inner = max((3 if is_gated else 2) * shape.inner, 2 * (shape.query_width + shape.kv_width))
+    return tokens * layout.compute_bytes * ((3 if is_gated else 2) * shape.width + inner)
+
+
+def backward_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
+    """What a layer's backward holds beside the activations: the gradients of its inner tensors, and
+    on a GPU a gated MLP's product, computed again."""
+    if layout.on_cpu:
+        return forward_bytes(shape, tokens, layout)
+    is_gated = shape.inner_kept == GATED_KEEPS
+    wide = (2 if layout.lora_rank else 4) if is_gated else (3 if layout.lora_rank else 2)
+    inner = max(wide * shape.inner, 2 * (shape.query_width + shape.kv_width))
+    return tokens * layout.compute_bytes * (2 * shape.width + inner)
 
 
 def logits_bytes(shape: Shape, tokens: int, layout: Layout, *, backward: bool) -> float:

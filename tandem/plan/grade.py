@@ -17,9 +17,10 @@ from tandem.predict.record import PREDICTIONS_FILE, WHOLE, Outcome, read_outcome
 
 MEMORY_GOAL, TIME_GOAL = 0.10, 0.25
 _FITTED = ("generate", "score", "train")
-_PULL, _PULL_OF_PRODUCTS = 0.02, 0.5
+_PULL, _HELD = 0.02, {"products": 0.5, "first": 0.5}
 """How strongly a coefficient is held where it was, in units of a run's relative error. Products are
-measured by themselves, so a few runs of small models must not explain everything by them."""
+measured by themselves, so a few runs of small models must not explain everything by them. What a
+first step costs more (runs record every step's time) must not pass for what each step costs."""
 
 
 def outcomes_of(folders: Iterable[Path]) -> list[Outcome]:
@@ -65,10 +66,11 @@ def grade_table(folders: Sequence[Path]) -> str:
 
 
 def net_error(outcome: Outcome) -> float:
-    """The error of what the run adds to its process."""
+    """The error of what the run's models add to its process, by the formula alone."""
     measured = outcome.measured_bytes - outcome.process_bytes
-    predicted = outcome.predicted_bytes - outcome.process_bytes
-    return predicted / measured - 1 if measured > 0 else math.nan
+    if measured <= 0 or not outcome.live_bytes:
+        return math.nan
+    return outcome.live_bytes / measured - 1
 
 
 def summary(found: Sequence[Outcome]) -> list[str]:
@@ -114,16 +116,21 @@ def refit(folders: Sequence[Path]) -> dict[str, Any]:
     single = [_missing(o) for o in wholes if o.ranks == 1]
     if single:
         old = of_cpu["slack_mib"]["step"]
-        of_cpu["slack_mib"]["step"] = round(max(0.0, old + statistics.median(single)), 1)
+        of_cpu["slack_mib"]["step"] = round(max(0.0, old + _upper(single)), 1)
         several = [_missing(o) for o in wholes if o.ranks > 1]
         if several:
-            beside = statistics.median(several) - statistics.median(single)
+            beside = _upper(several) - _upper(single)
             of_cpu["slack_mib"]["per_rank"] = round(
                 max(0.0, of_cpu["slack_mib"]["per_rank"] + beside), 1
             )
     names = {o.hardware.removeprefix("this machine ").strip("()") for o in found}
     of_cpu["fitted_on"] = f"{len(wholes)} runs on {', '.join(sorted(names))}"
     return known
+
+
+def _upper(missing: Sequence[float]) -> float:
+    """What two thirds of the runs do with: too low a prediction costs a run, too high a layout."""
+    return sorted(missing)[2 * (len(missing) - 1) // 3]
 
 
 def _missing(outcome: Outcome) -> float:
@@ -142,7 +149,7 @@ def _coefficients(rows: Sequence[Outcome], start: Mapping[str, float]) -> dict[s
         target.append(1.0)
     for number, name in enumerate(names):
         before = start.get(name, 1.0)
-        pull = _PULL_OF_PRODUCTS if name == "products" else _PULL
+        pull = _HELD.get(name, _PULL)
         matrix.append([pull / max(before, 0.1) * (i == number) for i in range(len(names))])
         target.append(pull * (before > 0))
     found = non_negative(matrix, target)

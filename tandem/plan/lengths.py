@@ -59,6 +59,7 @@ def longest_rows(config: RunConfig, stage: Stage) -> Rows:
         tokens=sequences * length,
         answered=sequences * length if stage.family != "rl" else 0,
         longest=length,
+        widest=sequences * length,
         ptx=config.dataset.max_tokens if stage.family == "rl" else 0.0,
         source="no data given: rows as long as the limits",
     )

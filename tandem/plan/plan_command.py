@@ -196,9 +196,11 @@ def _largest(asked: Asked, limit: float | None, *, as_json: bool) -> int:
         fitting = [way for way in ways if way.fits(limit)]
         same = [way for way in fitting if way.trains_alike]
         if fitting:
-            best, full = fitting[0], same[0] if same else None
+            full = same[0] if same else None
+            best = full or fitting[0]
             found.append({"model": name, "fits": True, "peak_bytes": best.peak,
                           "seconds": best.seconds, "flags": best.flags(),
+                          "host_bytes": max(stage.host for stage in best.stages),
                           "full": None if full is None else full.flags()})  # fmt: skip
             if full is not None:
                 break
@@ -216,7 +218,8 @@ def _largest_line(entry: Mapping[str, Any]) -> str:
     peak = f"{entry['peak_bytes'] / 2**30:,.1f} GiB a rank"
     if not entry["fits"]:
         return f"{entry['model']}: does not fit; at least {peak}"
-    return f"{entry['model']}: fits, {peak}: {entry['flags']}" + (
+    host = f" and {entry['host_bytes'] / 2**30:,.1f} GiB of the host" if entry["host_bytes"] else ""
+    return f"{entry['model']}: fits, {peak}{host}: {entry['flags']}" + (
         "" if entry["full"] else " (not with full weights)"
     )
 
@@ -236,7 +239,7 @@ def _parser() -> Parser:
     parser.section("what")
     parser.flag("--shape NAME=N,...", shape, shown="--actor-model's")
     where = f"COUNTxNAME of {names}; or a YAML file."
-    parser.flag("--hardware NAME", where, shown="this machine, measured once")
+    parser.flag("--hardware NAME", where, shown="this machine")
     parser.flag("--num-gpus N", "Ranks.", 0, shown="one per device; 1 on a CPU")
     parser.flag("--price X", "Dollars per hour and device.", 0.0, shown="the table's")
     parser.flag("--memory-limit SIZE", limit, shown="the device's memory")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,8 @@ from tandem.predict.stage import Phase, StagePrediction
 _PARTS = {"gathered weights": "gathered", "activations' gradients": "act. grads",
           "read or checked, then AdamW and masters": "read/checked",
           "gradients being reduced": "reduced", "weights in flight": "in flight"}  # fmt: skip
+_UNBROKEN = 160
+"""Columns where the output is no terminal."""
 
 
 def show_plan(
@@ -23,6 +27,8 @@ def show_plan(
 ) -> None:
     """Print stages and phases, then the best layouts and why others failed."""
     console = Console(highlight=False)
+    if not console.is_terminal:  # a file or a program gets whole lines
+        console = Console(highlight=False, width=_UNBROKEN)
     wide = console.width >= 110
     hardware = laid.stages[0].hardware
     ranks = laid.stages[0].ranks
@@ -40,10 +46,24 @@ def show_plan(
             table.add_row(*_row(stage, name, phase, first=number == 0, parts=5 if wide else 1))
     console.print(table)
     for stage in laid.stages:
-        console.print(_sums(stage), soft_wrap=not wide)
+        _say(console, _sums(stage))
     _verdict(console, laid, others, limit)
     for note in notes:
-        console.print(f"[dim]{note}[/dim]")
+        _say(console, note, style="dim")
+
+
+def _say(console: Console, line: str, style: str = "") -> None:
+    """Print a line, wrapped under itself, never between a flag and its value."""
+    glued = re.sub(r"(--[\w-]+) (?!--)(?=[\w./]+(?: |$|:))", "\\1\u00a0", line)
+    glued = re.sub(r"(\d) (?=[KMGT]iB|s\b|min\b|h\b)", "\\1\u00a0", glued)
+    width = console.width - 1
+    indent = len(line) - len(line.lstrip()) + 4
+    rows = textwrap.wrap(
+        glued, width, subsequent_indent=" " * indent, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    for row in rows:
+        console.print(row.replace("\u00a0", " "), style=style, soft_wrap=True, markup=False)
 
 
 def _rate_title(on_cpu: bool) -> str:
@@ -94,25 +114,24 @@ def _sums(stage: StagePrediction) -> str:
 
 def _verdict(console: Console, laid: Laid, others: Sequence[Laid], limit: float | None) -> None:
     allowed = laid.worst.budget if limit is None else limit
-    word = "fits" if laid.fits(limit) else "[bold red]does not fit[/bold red]"
+    fits = laid.fits(limit)
     worst = laid.worst
     where = f"{worst.stage}, {worst.phases[worst.peak_phase].instant}"
-    console.print(
-        f"peak (*) {size_text(laid.peak)} of {size_text(allowed)} a rank, in {where}: {word}"
-    )
+    verdict = f"peak (*) {size_text(laid.peak)} of {size_text(allowed)} a rank, in {where}: "
+    _say(console, verdict + ("fits" if fits else "does not fit"), style="" if fits else "bold red")
     alike = [other for other in others if other.trains_alike]
     fitting = [other for other in alike if other.fits(limit)][:3]
     for other in fitting:
-        console.print(f"  yes {duration(other.seconds)}, {size_text(other.peak)}: {other.flags()}")
+        _say(console, f"  yes {duration(other.seconds)}, {size_text(other.peak)}: {other.flags()}")
     if alike and not fitting:
         smallest = min(alike, key=lambda other: other.peak)
-        console.print(f"  none fits; the smallest: {size_text(smallest.peak)}: {smallest.flags()}")
+        _say(console, f"  none fits; the smallest: {size_text(smallest.peak)}: {smallest.flags()}")
     adapted = [other for other in others if not other.trains_alike and other.fits(limit)][:1]
     for other in adapted:
         line = f"  yes {duration(other.seconds)}, {size_text(other.peak)}, trains adapters alone: "
-        console.print(line + other.flags())
+        _say(console, line + other.flags())
     for other, why in failures(alike, limit, 3):
-        console.print(f"  no  {other.flags()}: {why}")
+        _say(console, f"  no  {other.flags()}: {why}")
 
 
 def plan_notes(laid: Laid, rows: Sequence[str]) -> list[str]:

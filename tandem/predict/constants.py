@@ -23,12 +23,14 @@ class Constants:
     """Of one kind of device.
 
     phases: coefficients by phase and kind of work. Bytes beside what is counted: imports, of a
-    run's process over what was measured of the machine; step, of the first step's small things;
-    per_rank, the more of each of several ranks. fitted_on: what they come from.
+    run's process over what was measured of the machine; row, of each row of its data; step, of the
+    first step's small things; per_rank, the more of each of several ranks. fitted_on: what they
+    come from.
     """
 
     phases: dict[str, dict[str, float]]
     imports: float
+    row: float
     step: float
     per_rank: float
     fitted_on: str
@@ -44,8 +46,9 @@ def constants(kind: str) -> Constants:
     values = dict(_read(path)[kind])
     slack = values.pop("slack_mib")
     fitted = str(values.pop("fitted_on"))
-    imports, step, per_rank = (slack[n] * MEBIBYTE for n in ("imports", "step", "per_rank"))
-    return Constants(values, imports, step, per_rank, fitted)
+    names = ("imports", "row", "step", "per_rank")
+    imports, row, step, per_rank = (slack[name] * MEBIBYTE for name in names)
+    return Constants(values, imports, row, step, per_rank, fitted)
 
 
 @cache

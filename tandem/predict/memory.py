@@ -50,7 +50,7 @@ def stage_memory(
         policy = layout(parallel.actor_zero_stage, average=rl.ema)
         value = layout(parallel.critic_zero_stage)
         of_step = partial(ppo_memory, models.policy, models.value, policy, value)
-        step = _ppo_work(config, stage, models, work, device, policy)
+        step = _ppo_work(config, stage, models, work, device)
         plan = of_step(step)
         rehearsed = replace(step, tokens=work.rehearsed, answered=_answered(work, work.rehearsed))
         tried = of_step(rehearsed)
@@ -74,29 +74,41 @@ def stage_memory(
         layouts = [(shape, placed)]
     rehearsal = {f"rehearse{name[5:]}": size for name, size in tried.phases.items()
                  if name.startswith("train")}  # fmt: skip
-    copied = {"copy to write": _saved(layouts)} if config.save_async and device.on_cpu else {}
-    saved: dict[str, Bytes] = {"save": copied}
+    saved: dict[str, Bytes] = {"save": {}}
+    if saves(config, work) and config.save_async and device.on_cpu:
+        # The next step runs while the copy is written.
+        copied = {"copy to write": _saved(layouts)}
+        saved = {f"save beside {name}": size | copied for name, size in plan.phases.items()}
     return replace(plan, phases={**rehearsal, **plan.phases, **saved})
 
 
-def _ppo_work(
-    config: RunConfig, stage: Stage, models: Models, work: Work, device: Device, policy: Layout
-) -> PPOWork:
-    packs = (
+def saves(config: RunConfig, work: Work) -> bool:
+    """Whether the stage writes a checkpoint before it ends."""
+    return bool(config.save_every) and not 0 < work.steps <= config.save_every
+
+
+def decodes_packed(config: RunConfig, models: Models, device: Device) -> bool:
+    """Whether generation reads a second, packed copy of the weights."""
+    return (
         models.kind in PACKED_FAMILIES
         and device.on_cpu
         and device.packs
         and config.dtype != "fp16"
-        and not (policy.lora_rank or config.parallel.inference_tp_size > 1)
+        and not (config.lora.rank or config.parallel.inference_tp_size > 1)
         and config.hybrid_engine
     )
+
+
+def _ppo_work(
+    config: RunConfig, stage: Stage, models: Models, work: Work, device: Device
+) -> PPOWork:
     return PPOWork(
         rows=work.at_once,
         prompt=work.longest_prompt,
         new=work.new,
         tokens=work.micro_tokens,
         answered=_answered(work, work.micro_tokens),
-        packs=packs,
+        packs=decodes_packed(config, models, device),
         slices=config.parallel.inference_tp_size,
         hosted=tuple(set(config.parallel.offload) & {"reference", "reward"}),
         num_reward_models=num_reward_models(config, stage),

@@ -41,6 +41,7 @@ class Outcome:
     steps: int = 0
     parts: Mapping[str, float] = field(default_factory=dict)
     terms: Mapping[str, float] = field(default_factory=dict)
+    rows: Mapping[str, Any] = field(default_factory=dict)
     constants: str = ""
     case: str = ""
 

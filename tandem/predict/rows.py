@@ -11,9 +11,10 @@ class Rows:
     """The rows that a stage trains on, or its prompts.
 
     count: rows; 0: not known. sequences: that a row puts through the model (a pair: 2). tokens,
-    answered: mean of a row's tokens over all its sequences, and of those that go through the
-    vocabulary's head. longest: the longest sequence. ptx: mean tokens of a row of ptx_data.
-    source: where the figures are from, for the user.
+    answered: mean of a row's tokens over all its sequences, a prompt that they share once, and of
+    those that go through the vocabulary's head. longest: the longest sequence; widest: the tokens
+    of the longest row (0: of its sequences, each the longest). ptx: mean tokens of a row of
+    ptx_data. source: where the figures are from, for the user.
     """
 
     count: int = 0
@@ -21,6 +22,7 @@ class Rows:
     tokens: float = 1.0
     answered: float = 1.0
     longest: int = 1
+    widest: int = 0
     ptx: float = 0.0
     source: str = ""
 
@@ -29,15 +31,24 @@ def rows_of(lengths: Sequence[Sequence[tuple[int, int]]], count: int, source: st
     """Of rows measured one by one.
 
     Args:
-        lengths: per row, (tokens, answered tokens) of each of its sequences; at least one row.
+        lengths: per row, (tokens, answered tokens) of each of its sequences, which begin with the
+            same prompt; at least one row.
         count: of all rows, of which these may be a sample.
     """
     number = len(lengths)
+    computed = [_computed(row) for row in lengths]
     return Rows(
         count=count,
         sequences=sum(map(len, lengths)) / number,
-        tokens=sum(tokens for row in lengths for tokens, _ in row) / number,
+        tokens=sum(computed) / number,
         answered=sum(answered for row in lengths for _, answered in row) / number,
         longest=max(tokens for row in lengths for tokens, _ in row),
+        widest=max(computed),
         source=source,
     )
+
+
+def _computed(row: Sequence[tuple[int, int]]) -> int:
+    """Tokens of a row's sequences, the prompt before their answers once."""
+    whole = sum(tokens for tokens, _ in row)
+    return whole - (len(row) - 1) * min(tokens - answered for tokens, answered in row)

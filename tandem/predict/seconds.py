@@ -103,13 +103,21 @@ def training(shape: Shape, layout: Layout, work: Work, pace: Pace) -> PhaseWork:
         "activations": pace.moving(3.0 * kept * (1.5 if layout.checkpointing else 1.0)),
         "logits": pace.moving(6.0 * logits),
         "optimizer": pace.moving(work.updates * (28.0 * own + 8.0 * trained)),
+        # The first step also makes the moments and gradients, in memory that is new.
+        "first": pace.moving(16.0 * own / work.steps) if work.steps else 0.0,
         "layers": pace.small(batches * shape.layers * 40.0),
         "sequences": pace.small(work.sequences * passes * shape.layers),
         "fixed": pace.small(work.updates * 400.0),
         **_collectives(shape, layout, pace, work.updates, batches),
     }
+    if layout.half and layout.on_cpu:  # the backward's products in two bytes are slower
+        terms["half"] = terms["products"]
+    if layout.lora_rank:
+        outputs = sum(outputs for _, outputs in shape.linears)
+        terms["adapters"] = pace.moving(6.0 * tokens * outputs * layout.compute_bytes)
+        terms["adapter layers"] = pace.small(batches * len(shape.linears) * 10.0)
     if layout.frozen:
-        terms["dequantized"] = pace.moving(2.0 * batches * FLOAT * shape.linear_weights)
+        terms[layout.frozen] = pace.moving(2.0 * batches * FLOAT * shape.linear_weights)
     if layout.offload_optimizer and not layout.on_cpu:
         terms["offload"] = work.updates * own * (28.0 / HOST_RATE + 6.0 / PCIE_RATE)
     if layout.offload_params and not layout.on_cpu:
@@ -135,18 +143,22 @@ def scoring(shape: Shape, layout: Layout, work: Work, pace: Pace) -> PhaseWork:
         "fixed": pace.small(200.0),
     }
     if layout.frozen:
-        terms["dequantized"] = pace.moving(2.0 * batches * FLOAT * shape.linear_weights)
+        terms[layout.frozen] = pace.moving(batches * FLOAT * shape.linear_weights)
     if layout.is_split:
         whole = weight_bytes(shape, layout, layout.compute_bytes)
         terms["collectives"] = pace.between(whole, layout.ranks)
+        terms["exchanges"] = pace.small(100.0 * (shape.layers + 1))
     return PhaseWork(terms, work.tokens, forward, size + 3.0 * logits)
 
 
-def generating(shape: Shape, layout: Layout, work: Work, pace: Pace, rows: int) -> PhaseWork:
+def generating(
+    shape: Shape, layout: Layout, work: Work, pace: Pace, rows: int, *, packs: bool
+) -> PhaseWork:
     """A rollout: prompts at once, then a token of every row per decoding step.
 
     Args:
-        rows: decoded in parallel.
+        rows: decoded in parallel. packs: from packed weights in one call per step, not layer by
+            layer in Python.
     """
     prompts = work.prompts * work.prompt
     rounds = work.rows / max(1.0, rows)
@@ -168,10 +180,17 @@ def generating(shape: Shape, layout: Layout, work: Work, pace: Pace, rows: int) 
         "tokens": pace.small(drawn),
         "prefill": pace.small((1 + prompts / PREFILL_TOKENS) * shape.layers * 20.0),
         "fixed": pace.small(400.0),
-        "packing": pace.moving(2.0 * weights),
     }
+    if packs:
+        terms["packing"] = pace.moving(2.0 * weights)
+    elif layout.on_cpu:
+        adapted = len(shape.linears) if layout.lora_rank else 0
+        terms["eager layers"] = pace.small(steps * (shape.layers * 100.0 + adapted * 10.0))
+        if layout.frozen:
+            terms[layout.frozen] = pace.moving(steps * FLOAT * shape.linear_weights)
     if layout.is_split:
         terms["collectives"] = pace.between(weights, layout.ranks)
+        terms["exchanges"] = pace.small(100.0 * (shape.layers + 1))
     return PhaseWork(terms, drawn, flops, memory)
 
 
@@ -199,7 +218,12 @@ def _collectives(shape: Shape, layout: Layout, pace: Pace, updates: float, batch
         reduced = FLOAT * trained * (batches if layout.stage >= 2 else updates)
     else:
         gathered = 0.0
-    return {"collectives": pace.between(reduced + gathered, layout.ranks)}
+    messages = updates
+    if layout.is_split:
+        each = batches if layout.gathers_blocks else updates
+        messages = (shape.layers + 1) * (updates + each)
+    return {"collectives": pace.between(reduced + gathered, layout.ranks),
+            "exchanges": pace.small(100.0 * messages)}  # fmt: skip
 
 
 def _kept_whole(layout: Layout) -> Layout:

@@ -14,7 +14,7 @@ from tandem.memory.model import FLOAT, Layout, MemoryPlan, layout_of, trained_pa
 from tandem.memory.work import logits_rows
 from tandem.predict.constants import constants
 from tandem.predict.hardware import Hardware
-from tandem.predict.memory import Device, Models, by_part, stage_memory
+from tandem.predict.memory import Device, Models, by_part, decodes_packed, saves, stage_memory
 from tandem.predict.rows import Rows
 from tandem.predict.seconds import (
     Pace,
@@ -90,7 +90,7 @@ class StagePrediction:
         """Of the whole stage; None where the number of its steps is not known."""
         if not self.work.steps:
             return None
-        once = sum(self.phases[name].seconds or 0.0 for name in ("load", "save"))
+        once = sum(p.seconds or 0.0 for name, p in self.phases.items() if name in ("load", "save"))
         return once + self.work.steps * self.step_seconds
 
     @property
@@ -132,8 +132,11 @@ def predict_stage(
     policy = layout(config.parallel.actor_zero_stage)
     value = layout(config.parallel.critic_zero_stage)
     pace = Pace(machine=hardware, dtype=dtype, threads=hardware.cores)
-    times = _phase_work(config, stage, models, work, pace, policy, value)
-    phases = _with_memory(memory, times, hardware, ranks)
+    packs = decodes_packed(config, models, device)
+    times = _phase_work(config, stage, models, work, pace, policy, value, packs=packs)
+    if not saves(config, work):
+        times.pop("save", None)
+    phases = _with_memory(memory, times, hardware, ranks, rows.count)
     trained = _trained(config, stage, models, policy, value)
     return StagePrediction(
         stage=stage.name,
@@ -165,6 +168,8 @@ def _phase_work(
     pace: Pace,
     policy: Layout,
     value: Layout,
+    *,
+    packs: bool,
 ) -> dict[str, PhaseWork]:
     trained = _trained(config, stage, models, policy, value)
     held = [shape for shape, _ in trained]
@@ -172,7 +177,7 @@ def _phase_work(
     if stage.family == "rl":
         frozen = replace(policy, is_trained=False)
         rows = min(work.at_once, logits_rows(models.policy, policy, FLOAT))
-        found["generate"] = generating(models.policy, policy, work, pace, rows)
+        found["generate"] = generating(models.policy, policy, work, pace, rows, packs=packs)
         scored: list[PhaseWork] = []
         if has_reference(config, stage):
             scored.append(scoring(models.policy, frozen, work, pace))
@@ -194,10 +199,15 @@ def _phase_work(
 
 
 def _with_memory(
-    memory: MemoryPlan, times: Mapping[str, PhaseWork], hardware: Hardware, ranks: int
+    memory: MemoryPlan,
+    times: Mapping[str, PhaseWork],
+    hardware: Hardware,
+    ranks: int,
+    num_rows: int,
 ) -> dict[str, Phase]:
     known = constants(hardware.kind)
     beside = hardware.process + known.imports + known.step + (known.per_rank if ranks > 1 else 0.0)
+    beside += known.row * num_rows
     names = {name: _of_phase(name, memory) for name in ("load", "rehearse", *times)}
     found: dict[str, Phase] = {}
     kept = 0.0

@@ -55,7 +55,7 @@ def work_of(config: RunConfig, stage: Stage, ranks: int, rows: Rows) -> Work:
         return _rl_work(config, section, ranks, rows)
     batch = min(section.batch_size, rows.count) if rows.count else section.batch_size
     share = -(-batch // ranks)
-    width = max(1, round(rows.sequences * rows.longest))
+    width = rows.widest or max(1, round(rows.sequences * rows.longest))
     limit = config.micro_batch_tokens
     tokens = batch * rows.tokens / ranks
     fits = max(1, min(limit // width, share))

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from tandem.config.schema import RLConfig
 from tandem.config.stages import stage_of
@@ -39,6 +39,7 @@ class Forecast:
 
     def __init__(self, run: Run, stage: str, rows: StepRows) -> None:
         self.prediction: StagePrediction | None = None
+        self._rows = Rows()
         self._run, self._stage = run, stage
         self._load = Whole()
         self._is_known = False
@@ -53,9 +54,13 @@ class Forecast:
         run, stage = self._run, self._stage
         known = known_machine()
         self._is_known = known is not None
-        hardware = known or _unmeasured(run, self._process)
-        models, lengths = _models(run, stage), measured_rows(run, stage, rows)
-        return predict_stage(run.config, stage_of(stage), models, lengths, hardware, run.world.size)
+        models, self._rows = _models(run, stage), measured_rows(run, stage, rows)
+        slack = constants("cpu")  # which the prediction adds
+        without = self._process - slack.imports - slack.row * self._rows.count
+        hardware = known or _unmeasured(run, without)
+        return predict_stage(
+            run.config, stage_of(stage), models, self._rows, hardware, run.world.size
+        )
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -81,7 +86,8 @@ class Forecast:
         ]
         peak = max(whole.peak_bytes for whole in measured.values())
         step = measured["step"]
-        whole = Phase(live={}, peak=0.0, reserved=prediction.peak, seconds=prediction.step_seconds)
+        live = prediction.phases[prediction.peak_phase].peak
+        whole = Phase(live={}, peak=live, reserved=prediction.peak, seconds=prediction.step_seconds)
         seconds = sum(measured[n].seconds for n in _OF_STEP if n in measured)
         cpu = sum(measured[n].cpu_seconds for n in _OF_STEP if n in measured)
         outcomes.append(self._outcome(WHOLE, whole, Whole(step.blocks, seconds, cpu, peak), steps))
@@ -114,6 +120,7 @@ class Forecast:
             steps=steps,
             parts=phase.live,
             terms=phase.terms or {},
+            rows=asdict(self._rows) if name == WHOLE else {},
             constants=constants(hardware.kind).fitted_on,
         )
 
@@ -176,7 +183,7 @@ def measured_rows(run: Run, stage: str, rows: StepRows) -> Rows:
 
 
 def _unmeasured(run: Run, process: float) -> Hardware:
-    """This machine where its speed is not known: for memory alone."""
+    """This machine where its speed is not known: for memory alone. process: resident bytes."""
     return Hardware(
         name=_UNMEASURED,
         kind="cpu" if run.device.type == "cpu" else "gpu",
@@ -184,6 +191,6 @@ def _unmeasured(run: Run, process: float) -> Hardware:
         bandwidth=1.0,
         link=1.0,
         network=1.0,
-        process=process - constants("cpu").imports,
+        process=process,
         packs=native.available(),
     )

@@ -112,7 +112,7 @@ def test_more_ranks_and_higher_zero_stages_never_take_more_of_what_they_split() 
 
 
 def test_steps_totals_price_and_disk() -> None:
-    sft = predicted("sft", sft__batch_size=100, sft__epochs=2.0, sft__max_steps=0)
+    sft = predicted("sft", sft__batch_size=100, sft__epochs=2.0, sft__max_steps=0, save_every=5)
     assert sft.work.steps == 20
     assert sft.total_seconds == pytest.approx(
         20 * sft.step_seconds + sum(sft.phases[n].seconds or 0 for n in ("load", "save"))
@@ -120,6 +120,7 @@ def test_steps_totals_price_and_disk() -> None:
     assert sft.dollars == pytest.approx(2.95 * (sft.total_seconds or 0) / 3600)
     assert predicted("sft", rows=replace(ROWS, count=0)).total_seconds is None
     assert predicted("sft", keep_checkpoints=4).disk > sft.disk
+    assert "save" not in predicted("sft", save_every=0).phases
     trained = sft.phases["train"]
     assert trained.flops > 6 * 0.9 * models_of().policy.linear_weights * 100 * 200
     assert trained.reserved > trained.peak  # live and reserved apart
@@ -191,13 +192,9 @@ def test_predictions_are_kept_by_stage_and_phase(tmp_path: Path) -> None:
 
 def test_lengths_of_rows() -> None:
     rows = rows_of([[(4, 1), (6, 3)], [(10, 2), (2, 2)]], 50, "here")
-    assert (rows.count, rows.sequences, rows.tokens, rows.answered, rows.longest) == (
-        50,
-        2,
-        11,
-        4,
-        10,
-    )
+    # The prompts of 3 and of 0 tokens (the second row's are not alike) count once.
+    found = (rows.count, rows.sequences, rows.tokens, rows.answered, rows.longest, rows.widest)
+    assert found == (50, 2, 9.5, 4, 10, 12)
 
 
 @pytest.mark.parametrize(

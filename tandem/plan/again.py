@@ -1,0 +1,67 @@
+"""A finished run predicted again, after formulas or constants changed, beside what it measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tandem.config.load import load_config
+from tandem.config.stages import stage_of
+from tandem.predict.constants import constants
+from tandem.predict.hardware import Hardware
+from tandem.predict.memory import Models
+from tandem.predict.models import config_of, shape_for
+from tandem.predict.record import WHOLE, Outcome, add_outcomes, read_outcomes
+from tandem.predict.rows import Rows
+from tandem.predict.stage import StagePrediction, predict_stage
+
+
+def predict_again(folder: Path, hardware: Hardware) -> None:
+    """Add predictions of now to a run's predictions.jsonl, from its configuration and the lengths
+    of its rows; what was measured stays. A stage recorded without lengths is left as it is.
+
+    Args:
+        hardware: the machine that it ran on.
+    Raises:
+        ConfigError, ModelError: the run's configuration or models are gone.
+    """
+    outcomes = read_outcomes(folder)
+    for whole in [outcome for outcome in outcomes if outcome.phase == WHOLE and outcome.rows]:
+        found = _prediction(folder, whole, hardware)
+        own = [outcome for outcome in outcomes if outcome.stage == whole.stage]
+        add_outcomes(folder, [_with(outcome, found) for outcome in own])
+
+
+def _prediction(folder: Path, whole: Outcome, hardware: Hardware) -> StagePrediction:
+    config = load_config(folder / "config.yaml")
+    policy = config_of(config.actor_model or config.reward_model)
+    value = config_of(config.reward_model) if config.reward_model else policy
+    models = Models(
+        shape_for(policy), shape_for(value, scalar=True), str(policy.get("model_type", ""))
+    )
+    rows = Rows(**whole.rows)
+    return predict_stage(config, stage_of(whole.stage), models, rows, hardware, whole.ranks)
+
+
+def _with(outcome: Outcome, found: StagePrediction) -> Outcome:
+    fitted_on = constants(found.hardware.kind).fitted_on
+    if outcome.phase == WHOLE:
+        return replace(
+            outcome,
+            predicted_bytes=found.peak,
+            live_bytes=found.phases[found.peak_phase].peak,
+            predicted_seconds=found.step_seconds,
+            constants=fitted_on,
+        )
+    phase = found.phases.get(outcome.phase)
+    if phase is None:
+        return outcome
+    return replace(
+        outcome,
+        predicted_bytes=phase.reserved,
+        live_bytes=phase.peak,
+        predicted_seconds=phase.seconds,
+        parts=phase.live,
+        terms=phase.terms or {},
+        constants=fitted_on,
+    )
