@@ -24,15 +24,15 @@ _COLDEST = 1e-4
 EXTRAS = ("reward", "kl", "token_kl", "values", "seed")
 """What a request may ask for in `tandem`."""
 Prompt = str | tuple[int, ...]
-_UNSUPPORTED_CHAT = ("functions", "audio", "prediction", "web_search_options", "grammar",
+UNSUPPORTED_CHAT = ("functions", "audio", "prediction", "web_search_options", "grammar",
                      "guided_json", "guided_regex", "guided_choice", "guided_grammar",
                      "structured_outputs", "chat_template", "chat_template_kwargs",
                      "continue_final_message", "documents", "verbosity")  # fmt: skip
-_UNSUPPORTED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar",
+UNSUPPORTED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar",
                 "structured_outputs", "use_beam_search", "prompt_embeds", "mirostat",
                 "xtc_probability", "dry_multiplier", "bad_words", "allowed_token_ids",
                 "stop_token_ids")  # fmt: skip
-_PARTS = ("text", "input_text", "refusal")
+PARTS = ("text", "input_text", "refusal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def read_chat(body: Mapping[str, Any]) -> tuple[list[Message], Wanted]:
     Raises:
         ApiError: a field is wrong, or not supported.
     """
-    _refuse(body, (*_UNSUPPORTED, *_UNSUPPORTED_CHAT))
+    _refuse(body, (*UNSUPPORTED, *UNSUPPORTED_CHAT))
     _refuse_tools(body)
     turns = read_messages(body.get("messages"))
     top = fields.integer(body, "top_logprobs", 0, 0, 20) or 0
@@ -79,7 +79,7 @@ def read_completion(body: Mapping[str, Any]) -> tuple[list[Prompt], Wanted]:
     Raises:
         ApiError: a field is wrong, or not supported.
     """
-    _refuse(body, _UNSUPPORTED)
+    _refuse(body, UNSUPPORTED)
     if body.get("suffix"):
         raise _unsupported("suffix", body["suffix"])
     best_of = fields.integer(body, "best_of", None, 1, MOST_CHOICES)
@@ -161,7 +161,7 @@ def _part(part: Any, where: str, name: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, dict) else None
     written = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
-    if kind not in _PARTS or not isinstance(written, str):
+    if kind not in PARTS or not isinstance(written, str):
         raise ApiError(
             f"{where}.content must hold text parts only; got {fields.shown(part)}. Images, audio "
             "and files are not supported.",

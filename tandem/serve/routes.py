@@ -25,6 +25,7 @@ from tandem.serve.bodies import Wanted, read_chat, read_completion, read_extras,
 from tandem.serve.connection import ClientGoneError, EventStream, read_body, unless_gone
 from tandem.serve.judging import Answered, finite, judge, sequence_logprobs
 from tandem.serve.loading import Loaded, resident_bytes
+from tandem.serve.openapi import document
 from tandem.serve.service import Service
 from tandem.serve.shapes import ChatShape, CompletionShape, Shape
 from tandem.types import Message
@@ -52,6 +53,7 @@ class Api:
             "/v1/models/{name:path}": self._model,
             "/health": self._health,
             "/metrics": self._metrics,
+            "/openapi.json": self._openapi,
         }
         return [
             *(
@@ -255,6 +257,9 @@ class Api:
 
     async def _health(self, request: Request) -> Response:
         return json_response({"status": "ok"})
+
+    async def _openapi(self, request: Request) -> Response:
+        return json_response(document())
 
     async def _metrics(self, request: Request) -> Response:
         service = self._service
