@@ -27,11 +27,18 @@ Prompt = str | tuple[int, ...]
 UNSUPPORTED_CHAT = ("functions", "audio", "prediction", "web_search_options", "grammar",
                      "guided_json", "guided_regex", "guided_choice", "guided_grammar",
                      "structured_outputs", "chat_template", "chat_template_kwargs",
-                     "continue_final_message", "documents", "verbosity")  # fmt: skip
+                     "continue_final_message", "documents", "verbosity", "echo")  # fmt: skip
 UNSUPPORTED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar",
                 "structured_outputs", "use_beam_search", "prompt_embeds", "mirostat",
                 "xtc_probability", "dry_multiplier", "bad_words", "allowed_token_ids",
-                "stop_token_ids")  # fmt: skip
+                "stop_token_ids", "include_stop_str_in_output", "truncate_prompt_tokens",
+                "samplers", "skip_special_tokens")  # fmt: skip
+NEUTRAL: dict[str, tuple[float | bool, ...]] = {
+    "add_special_tokens": (True,), "add_generation_prompt": (True,), "n_predict": (-1,),
+    "repeat_penalty": (1,), "length_penalty": (1,), "typical_p": (1,), "tfs_z": (1,), "top_a": (0,),
+    "top_n_sigma": (-1,), "dynatemp_range": (0,),
+}  # fmt: skip
+"""Fields of other servers that are not supported, and the values with which they change nothing."""
 PARTS = ("text", "input_text", "refusal")
 
 
@@ -286,6 +293,9 @@ def read_extras(value: Any) -> frozenset[str]:
 def _refuse(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for name in names:
         if body.get(name):
+            raise _unsupported(name, body[name])
+    for name, neutral in NEUTRAL.items():
+        if body.get(name) is not None and body[name] not in neutral:
             raise _unsupported(name, body[name])
 
 

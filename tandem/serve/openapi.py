@@ -6,6 +6,7 @@ refuses what it does not know.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
@@ -32,8 +33,8 @@ _ERRORS = {
 _EVERYWHERE = (401, 403, 405, 413)
 
 
-def document() -> Json:
-    """The whole document."""
+def document(models: Iterable[str]) -> Json:
+    """The whole document of a server that offers these models."""
     return {
         "openapi": "3.1.0",
         "info": {
@@ -44,7 +45,7 @@ def document() -> Json:
         },
         "paths": {**_model_paths(), **_vote_paths(), **_run_paths(), **_plain_paths()},
         "components": {
-            "schemas": {**_requests(), **_responses()},
+            "schemas": {**_requests(list(models)), **_responses()},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"key": []}, {}],
@@ -167,11 +168,17 @@ def _error(status: int) -> Json:
     return found
 
 
-def _requests() -> Json:
+def _requests(models: list[str]) -> Json:
     text, message = {"type": "string"}, _ref("Turn")
     turns = {"type": "array", "items": message, "minItems": 1}
-    model = _maybe({"type": "string", "maxLength": 500})
-    both = {"model": model, "tandem": _extras(), **_sampling(), **_refused(bodies.UNSUPPORTED)}
+    model = {"enum": [*models, "", None], "description": "Without a name: the preferred one."}
+    both = {
+        "model": model,
+        "tandem": _extras(),
+        **_sampling(),
+        **_refused(bodies.UNSUPPORTED),
+        **_neutral(),
+    }
     refused = {**_refused(bodies.UNSUPPORTED_CHAT), "tools": _ref("NotSupported")}
     ids = {"type": "array", "items": {"type": "integer", "minimum": 0}}
     prompt = [text, {**ids, "minItems": 1},
@@ -198,7 +205,7 @@ def _requests() -> Json:
             {"messages": {**turns, "minItems": 2}, "model": model, "tandem": _extras()}, "messages"
         ),
         "TokenizeRequest": {
-            "anyOf": [_object({"model": model, name: kind}, name)
+            "anyOf": [_object({"model": model, name: kind, "add_special_tokens": _flag()}, name)
                       for name, kind in (("prompt", text), ("content", text), ("messages", turns))]
         },
         "DetokenizeRequest": _object({"model": model, "tokens": ids}, "tokens"),
@@ -344,6 +351,10 @@ def _number(low: float, high: float) -> Json:
 
 def _refused(names: tuple[str, ...]) -> Json:
     return {name: _ref("NotSupported") for name in names}
+
+
+def _neutral() -> Json:
+    return {name: {"enum": [*values, None]} for name, values in bodies.NEUTRAL.items()}
 
 
 def _format() -> Json:

@@ -197,6 +197,8 @@ class Api:
             if not isinstance(text, str):
                 raise fields.wrong(field, "be a text (or give messages)", text)
             ids = (await prepare_text(self._service, loaded, text)).token_ids
+            if not fields.boolean(body, "add_special_tokens", default=True):
+                ids = ids[len(loaded.encode("")) :]
         return json_response(
             {"tokens": list(ids), "count": len(ids),
              "max_model_len": self._service.engine.context_of(loaded)}
@@ -259,7 +261,7 @@ class Api:
         return json_response({"status": "ok"})
 
     async def _openapi(self, request: Request) -> Response:
-        return json_response(document())
+        return json_response(document(self._service.offer.models))
 
     async def _metrics(self, request: Request) -> Response:
         service = self._service
