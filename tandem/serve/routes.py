@@ -60,8 +60,6 @@ class Api:
                 Route(path, self._posted(path, run), methods=["POST"])
                 for path, run in posts.items()
             ),
-            # Else the page, which takes every other address, would not find these.
-            *(Route(path, _wrong_method, methods=["GET", "PUT", "DELETE"]) for path in posts),
             *(Route(path, handler, methods=["GET"]) for path, handler in gets.items()),
         ]
 
@@ -276,10 +274,6 @@ class Api:
         }
         page = service.counters.page(gauges)
         return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
-
-
-async def _wrong_method(request: Request) -> Response:
-    raise ApiError("this address takes POST.", status=405, code="method_not_allowed")
 
 
 async def _chunks(answering: Answering, shape: Shape) -> AsyncIterator[dict[str, Any]]:
