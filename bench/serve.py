@@ -1,17 +1,20 @@
-"""Tandem's server against `transformers serve`: tokens per second and time to the first token.
+"""Tandem's server against `transformers serve` and llama.cpp's: tokens per second, first token.
 
     python bench/serve.py --clients 1 16 64 --clock cpu --json serve.json
+    python bench/serve.py --llama-server llama.cpp/build/bin/llama-server
 
-Both serve one folder of a random Llama, in a process of their own, with the same threads. Clients
-send one streamed chat after another over their own connections. With --clock cpu rates are per CPU
-second of the server's process, which a busy machine does not change; the time to the first token
-is always on the clock. A third side asks Tandem for reward and KL beside each answer, from a run's
-folder with a reward model and an SFT model of the same size.
+All serve one folder of a random Llama (or --model FOLDER), in a process of their own, with the same
+threads; llama.cpp a GGUF file of it, in fp32 (pip install gguf). Clients send one
+streamed chat after another over their own connections. With --clock cpu rates are per CPU second of
+the server's process, which a busy machine does not change; the time to the first token is always on
+the clock. A third side asks Tandem for reward and KL beside each answer, from a run's folder with a
+reward model and an SFT model of the same size.
 """
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import socket
@@ -34,12 +37,12 @@ from bench.models import SHAPES
 from bench.report import Report, count, parser, table
 from tandem.config.load import build_config, dump_config
 from tandem.data.embedded.tokenizer import build_tokenizer
-from tandem.models.load import new_causal_lm
+from tandem.models.load import load_causal_lm, load_tokenizer, new_causal_lm
 from tandem.models.save import save_model
 from tandem.models.scalar import new_scalar_model
 
 START_SECONDS = 600.0
-SIDES = ("tandem", "transformers", "tandem with reward and KL")
+SIDES = ("tandem", "transformers", "tandem with reward and KL", "llama.cpp")
 _PROMPT = "Tell me a long story about a small bird that wanted to see the other side of the sea. "
 
 
@@ -61,6 +64,8 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     made.add_argument("--requests", type=count, default=4, help="of each client in a round")
     made.add_argument("--max-tokens", type=count, default=64, help="of an answer")
     made.add_argument("--shape", choices=sorted(SHAPES), default="llama-2.2m")
+    made.add_argument("--model", type=Path, help="a folder with a chat template, not a random one")
+    made.add_argument("--llama-server", type=Path, help="llama.cpp's program; without it, left out")
     made.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     made.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="of the rates")
     options = made.parse_args(args)
@@ -70,7 +75,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     report = Report(options)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        _make_models(folder, options.shape)
+        _make_models(folder, options)
         report.result["rounds"] = {
             side: _measure(side, folder, options, report) for side in options.sides
         }
@@ -95,11 +100,9 @@ def summarized(rounds: Any, clock: str) -> dict[str, dict[str, dict[str, float]]
     }
 
 
-def _make_models(folder: Path, shape: str) -> None:
-    """A run's folder: base, SFT model, reward model and PPO's actor, all of random weights."""
-    tokenizer = build_tokenizer()
-    shaped = {**SHAPES[shape], "vocab_size": len(tokenizer), "max_position_embeddings": 2048}
-    kind = shaped.pop("model_type")
+def _make_models(folder: Path, options: Any) -> None:
+    """A run's folder: base, SFT model, reward model and PPO's actor, all of one shape."""
+    tokenizer = load_tokenizer(str(options.model)) if options.model else build_tokenizer()
 
     def save(model: PreTrainedModel, place: Path) -> None:
         # Nothing ends an answer, so that all sides do the same work.
@@ -109,20 +112,36 @@ def _make_models(folder: Path, shape: str) -> None:
             model.generation_config.pad_token_id = tokenizer.pad_token_id
         save_model(model, tokenizer, place)
 
+    def policy(seed: int) -> PreTrainedModel:
+        if options.model:
+            return load_causal_lm(str(options.model))
+        return new_causal_lm(config(), seed)
+
     def config() -> Any:
-        return AutoConfig.for_model(kind, **shaped)
+        if options.model:
+            return AutoConfig.from_pretrained(options.model)
+        shaped = {**SHAPES[options.shape], "vocab_size": len(tokenizer)}
+        shaped["max_position_embeddings"] = 2048
+        return AutoConfig.for_model(shaped.pop("model_type"), **shaped)
 
     for name, seed in (("base", 1), ("run/sft", 2), ("run/ppo/actor", 3)):
-        save(new_causal_lm(config(), seed), folder / name)
+        save(policy(seed), folder / name)
     save(new_scalar_model(config(), 4), folder / "run/reward")
     values = {"actor_model": str(folder / "base"), "output_dir": str(folder / "run"), "data": ["x"]}
     run = build_config(values, where="bench: ")
     (folder / "run" / "config.yaml").write_text(dump_config(run), encoding="utf-8")
+    if options.llama_server:
+        script = Path(__file__).resolve().parents[1] / "examples" / "to_gguf.py"
+        words = [sys.executable, str(script), str(folder / "base"), str(folder / "base.gguf")]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
 
 
 def _measure(side: str, folder: Path, options: Any, report: Report) -> dict[str, list[Measured]]:
     if side == "transformers" and find_spec("fastapi") is None:
         report.print_line("transformers serve needs fastapi; it is not installed: left out")
+        return {}
+    if side == "llama.cpp" and options.llama_server is None:
+        report.print_line("llama.cpp needs --llama-server: left out")
         return {}
     found: dict[str, list[Measured]] = {}
     with _server(side, folder, options) as (process, port):
@@ -154,7 +173,7 @@ def _body(side: str, folder: Path, options: Any) -> dict[str, Any]:
     if side == "transformers":
         return {**body, "model": str(folder / "base")}
     body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
-    if side == "tandem":
+    if side in ("tandem", "llama.cpp"):
         return body
     return {**body, "model": "ppo", "tandem": {"reward": True, "kl": True}}
 
@@ -165,16 +184,23 @@ def _server(side: str, folder: Path, options: Any) -> Iterator[tuple[subprocess.
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     model = folder / ("run" if side == SIDES[2] else "base")
-    if side == "transformers":
-        words = ["-c", "from transformers.cli.transformers import main; main()", "serve",
-                 str(model), "--continuous-batching", "--device", "cpu", "--dtype", "float32",
-                 "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
-    else:
-        words = ["-m", "tandem", "serve", str(model), "--device", "cpu", "--port", str(port),
-                 "--slots", "64", "--max-context", "2048"]  # fmt: skip
     threads = str(options.threads)
+    if side == "llama.cpp":
+        words = [str(options.llama_server), "-m", str(folder / "base.gguf"), "--port", str(port),
+                 "-np", "64", "-c", str(64 * 512), "-t", threads, "-tb", threads, "--jinja",
+                 "--threads-http", "64", "--no-webui"]  # fmt: skip
+    elif side == "transformers":
+        words = [sys.executable, "-c", "from transformers.cli.transformers import main; main()",
+                 "serve", str(model), "--continuous-batching", "--device", "cpu",
+                 "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
+    else:
+        words = [sys.executable, "-m", "tandem", "serve", str(model), "--device", "cpu",
+                 "--port", str(port), "--slots", "64", "--max-context", "2048"]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen([sys.executable, *words], env=environment, stdout=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL}
+    if side == "llama.cpp":
+        quiet["stderr"] = subprocess.DEVNULL
+    process = subprocess.Popen(words, env=environment, **quiet)
     try:
         _wait_for(port, process)
         yield process, port
@@ -189,11 +215,15 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
         if process.poll() is not None:
             raise SystemExit(f"the server must start; it ended with code {process.returncode}.")
         try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/health")
+            is_up = connection.getresponse().status == 200
+            connection.close()
         except OSError:
-            time.sleep(0.2)
-            continue
-        return
+            is_up = False
+        if is_up:
+            return
+        time.sleep(0.2)
     raise SystemExit(f"the server must start within {START_SECONDS:.0f} s; it did not.")
 
 
