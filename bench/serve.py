@@ -107,7 +107,7 @@ def _make_models(folder: Path, options: Any) -> None:
     def save(model: PreTrainedModel, place: Path) -> None:
         # Nothing ends an answer, so that all sides do the same work.
         model.config.pad_token_id = tokenizer.pad_token_id
-        if model.generation_config is not None:
+        if getattr(model, "generation_config", None) is not None:  # a scorer has none
             model.generation_config.eos_token_id = None
             model.generation_config.pad_token_id = tokenizer.pad_token_id
         save_model(model, tokenizer, place)
