@@ -197,10 +197,8 @@ def _server(side: str, folder: Path, options: Any) -> Iterator[tuple[subprocess.
         words = [sys.executable, "-m", "tandem", "serve", str(model), "--device", "cpu",
                  "--port", str(port), "--slots", "64", "--max-context", "2048"]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
-    quiet = {"stdout": subprocess.DEVNULL}
-    if side == "llama.cpp":
-        quiet["stderr"] = subprocess.DEVNULL
-    process = subprocess.Popen(words, env=environment, **quiet)
+    errors = subprocess.DEVNULL if side == "llama.cpp" else None  # it tells every request there
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
     try:
         _wait_for(port, process)
         yield process, port
