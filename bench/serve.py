@@ -4,11 +4,12 @@
     python bench/serve.py --llama-server llama.cpp/build/bin/llama-server
 
 All serve one folder of a random Llama (or --model FOLDER), in a process of their own, with the same
-threads; llama.cpp a GGUF file of it, in fp32 (pip install gguf). Clients send one
-streamed chat after another over their own connections. With --clock cpu rates are per CPU second of
-the server's process, which a busy machine does not change; the time to the first token is always on
-the clock. A third side asks Tandem for reward and KL beside each answer, from a run's folder with a
-reward model and an SFT model of the same size.
+threads: `transformers serve` as it is, and with continuous batching over the KV memory that this
+bench needs (left to itself it takes gigabytes, and minutes per answer); llama.cpp a GGUF file, in
+fp32 (pip install gguf). Clients send one streamed chat after another over their own connections.
+With --clock cpu rates are per CPU second of the server's process, which a busy machine does not
+change; the time to the first token is always on the clock. Another side asks Tandem for reward and
+KL beside each answer, from a run's folder with a reward model and an SFT model of the same size.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from tandem.models.save import save_model
 from tandem.models.scalar import new_scalar_model
 
 START_SECONDS = 600.0
-SIDES = ("tandem", "transformers", "tandem with reward and KL", "llama.cpp")
+JUDGED, BATCHING = "tandem with reward and KL", "transformers, batching"
+SIDES = ("tandem", "transformers", BATCHING, JUDGED, "llama.cpp")
 _PROMPT = "Tell me a long story about a small bird that wanted to see the other side of the sea. "
 
 
@@ -137,7 +139,7 @@ def _make_models(folder: Path, options: Any) -> None:
 
 
 def _measure(side: str, folder: Path, options: Any, report: Report) -> dict[str, list[Measured]]:
-    if side == "transformers" and find_spec("fastapi") is None:
+    if side.startswith("transformers") and find_spec("fastapi") is None:
         report.print_line("transformers serve needs fastapi; it is not installed: left out")
         return {}
     if side == "llama.cpp" and options.llama_server is None:
@@ -170,7 +172,7 @@ def _body(side: str, folder: Path, options: Any) -> dict[str, Any]:
         "temperature": 1.0,
         "stream": True,
     }
-    if side == "transformers":
+    if side.startswith("transformers"):
         return {**body, "model": str(folder / "base")}
     body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
     if side in ("tandem", "llama.cpp"):
@@ -183,16 +185,19 @@ def _server(side: str, folder: Path, options: Any) -> Iterator[tuple[subprocess.
     """A server that answers, and its port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    model = folder / ("run" if side == SIDES[2] else "base")
+    model = folder / ("run" if side == JUDGED else "base")
     threads = str(options.threads)
     if side == "llama.cpp":
         words = [str(options.llama_server), "-m", str(folder / "base.gguf"), "--port", str(port),
                  "-np", "64", "-c", str(64 * 512), "-t", threads, "-tb", threads, "--jinja",
                  "--threads-http", "64", "--no-webui"]  # fmt: skip
-    elif side == "transformers":
+    elif side.startswith("transformers"):
         words = [sys.executable, "-c", "from transformers.cli.transformers import main; main()",
-                 "serve", str(model), "--continuous-batching", "--device", "cpu",
-                 "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
+                 "serve", str(model), "--device", "cpu", "--dtype", "float32",
+                 "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
+        if side == BATCHING:
+            words += ["--continuous-batching", "--cb-block-size", "32", "--cb-num-blocks", "512",
+                      "--cb-max-batch-tokens", "512"]  # fmt: skip
     else:
         words = [sys.executable, "-m", "tandem", "serve", str(model), "--device", "cpu",
                  "--port", str(port), "--slots", "64", "--max-context", "2048"]  # fmt: skip
@@ -274,18 +279,18 @@ def _cpu_seconds(pid: int) -> float:
 
 def _table(summary: dict[str, dict[str, dict[str, float]]], options: Any) -> Any:
     rows = []
-    base = summary.get(SIDES[1], {})
+    theirs = [found for side, found in summary.items() if side.startswith("transformers")]
     for side, by_clients in summary.items():
         for clients, found in by_clients.items():
-            against = base.get(clients, {}).get("tokens_per_second")
-            ratio = "" if against is None else f"{found['tokens_per_second'] / against:.1f}"
+            against = [of[clients]["tokens_per_second"] for of in theirs if clients in of]
+            ratio = f"{found['tokens_per_second'] / max(against):.1f}" if against else ""
             rows.append(
                 (side, clients, f"{found['tokens_per_second']:.0f}", ratio,
                  f"{1000 * found['first_token_seconds']:.0f}", f"{found['cpu_share']:.0%}")
             )  # fmt: skip
     unit = "tokens/s" if options.clock == "wall" else "tokens/CPU s"
     caption = f"medians of {options.rounds} rounds; torch {torch.__version__}"
-    right = (unit, "x transformers", "first token ms", "CPU")
+    right = (unit, "x faster transformers", "first token ms", "CPU")
     return table("serve", caption, ("side", "clients"), right, rows)
 
 
