@@ -1,17 +1,21 @@
-"""Tandem's server against `transformers serve`: tokens per second and time to the first token.
+"""Tandem's server against `transformers serve` and llama.cpp's: tokens per second, first token.
 
     python bench/serve.py --clients 1 16 64 --clock cpu --json serve.json
+    python bench/serve.py --llama-server llama.cpp/build/bin/llama-server
 
-Both serve one folder of a random Llama, in a process of their own, with the same threads. Clients
-send one streamed chat after another over their own connections. With --clock cpu rates are per CPU
-second of the server's process, which a busy machine does not change; the time to the first token
-is always on the clock. A third side asks Tandem for reward and KL beside each answer, from a run's
-folder with a reward model and an SFT model of the same size.
+All serve one folder of a random Llama (or --model FOLDER), in a process of their own, with the same
+threads: `transformers serve` as it is, and with continuous batching over the KV memory that this
+bench needs (left to itself it takes gigabytes, and minutes per answer); llama.cpp a GGUF file, in
+fp32 (pip install gguf). Clients send one streamed chat after another over their own connections.
+With --clock cpu rates are per CPU second of the server's process, which a busy machine does not
+change; the time to the first token is always on the clock. Another side asks Tandem for reward and
+KL beside each answer, from a run's folder with a reward model and an SFT model of the same size.
 """
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import socket
@@ -34,12 +38,13 @@ from bench.models import SHAPES
 from bench.report import Report, count, parser, table
 from tandem.config.load import build_config, dump_config
 from tandem.data.embedded.tokenizer import build_tokenizer
-from tandem.models.load import new_causal_lm
+from tandem.models.load import load_causal_lm, load_tokenizer, new_causal_lm
 from tandem.models.save import save_model
 from tandem.models.scalar import new_scalar_model
 
 START_SECONDS = 600.0
-SIDES = ("tandem", "transformers", "tandem with reward and KL")
+JUDGED, BATCHING = "tandem with reward and KL", "transformers, batching"
+SIDES = ("tandem", "transformers", BATCHING, JUDGED, "llama.cpp")
 _PROMPT = "Tell me a long story about a small bird that wanted to see the other side of the sea. "
 
 
@@ -61,6 +66,8 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     made.add_argument("--requests", type=count, default=4, help="of each client in a round")
     made.add_argument("--max-tokens", type=count, default=64, help="of an answer")
     made.add_argument("--shape", choices=sorted(SHAPES), default="llama-2.2m")
+    made.add_argument("--model", type=Path, help="a folder with a chat template, not a random one")
+    made.add_argument("--llama-server", type=Path, help="llama.cpp's program; without it, left out")
     made.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     made.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="of the rates")
     options = made.parse_args(args)
@@ -70,7 +77,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     report = Report(options)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        _make_models(folder, options.shape)
+        _make_models(folder, options)
         report.result["rounds"] = {
             side: _measure(side, folder, options, report) for side in options.sides
         }
@@ -95,34 +102,48 @@ def summarized(rounds: Any, clock: str) -> dict[str, dict[str, dict[str, float]]
     }
 
 
-def _make_models(folder: Path, shape: str) -> None:
-    """A run's folder: base, SFT model, reward model and PPO's actor, all of random weights."""
-    tokenizer = build_tokenizer()
-    shaped = {**SHAPES[shape], "vocab_size": len(tokenizer), "max_position_embeddings": 2048}
-    kind = shaped.pop("model_type")
+def _make_models(folder: Path, options: Any) -> None:
+    """A run's folder: base, SFT model, reward model and PPO's actor, all of one shape."""
+    tokenizer = load_tokenizer(str(options.model)) if options.model else build_tokenizer()
 
     def save(model: PreTrainedModel, place: Path) -> None:
         # Nothing ends an answer, so that all sides do the same work.
         model.config.pad_token_id = tokenizer.pad_token_id
-        if model.generation_config is not None:
+        if getattr(model, "generation_config", None) is not None:  # a scorer has none
             model.generation_config.eos_token_id = None
             model.generation_config.pad_token_id = tokenizer.pad_token_id
         save_model(model, tokenizer, place)
 
+    def policy(seed: int) -> PreTrainedModel:
+        if options.model:
+            return load_causal_lm(str(options.model))
+        return new_causal_lm(config(), seed)
+
     def config() -> Any:
-        return AutoConfig.for_model(kind, **shaped)
+        if options.model:
+            return AutoConfig.from_pretrained(options.model)
+        shaped = {**SHAPES[options.shape], "vocab_size": len(tokenizer)}
+        shaped["max_position_embeddings"] = 2048
+        return AutoConfig.for_model(shaped.pop("model_type"), **shaped)
 
     for name, seed in (("base", 1), ("run/sft", 2), ("run/ppo/actor", 3)):
-        save(new_causal_lm(config(), seed), folder / name)
+        save(policy(seed), folder / name)
     save(new_scalar_model(config(), 4), folder / "run/reward")
     values = {"actor_model": str(folder / "base"), "output_dir": str(folder / "run"), "data": ["x"]}
     run = build_config(values, where="bench: ")
     (folder / "run" / "config.yaml").write_text(dump_config(run), encoding="utf-8")
+    if options.llama_server:
+        script = Path(__file__).resolve().parents[1] / "examples" / "to_gguf.py"
+        words = [sys.executable, str(script), str(folder / "base"), str(folder / "base.gguf")]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
 
 
 def _measure(side: str, folder: Path, options: Any, report: Report) -> dict[str, list[Measured]]:
-    if side == "transformers" and find_spec("fastapi") is None:
+    if side.startswith("transformers") and find_spec("fastapi") is None:
         report.print_line("transformers serve needs fastapi; it is not installed: left out")
+        return {}
+    if side == "llama.cpp" and options.llama_server is None:
+        report.print_line("llama.cpp needs --llama-server: left out")
         return {}
     found: dict[str, list[Measured]] = {}
     with _server(side, folder, options) as (process, port):
@@ -151,10 +172,10 @@ def _body(side: str, folder: Path, options: Any) -> dict[str, Any]:
         "temperature": 1.0,
         "stream": True,
     }
-    if side == "transformers":
+    if side.startswith("transformers"):
         return {**body, "model": str(folder / "base")}
     body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
-    if side == "tandem":
+    if side in ("tandem", "llama.cpp"):
         return body
     return {**body, "model": "ppo", "tandem": {"reward": True, "kl": True}}
 
@@ -164,17 +185,25 @@ def _server(side: str, folder: Path, options: Any) -> Iterator[tuple[subprocess.
     """A server that answers, and its port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    model = folder / ("run" if side == SIDES[2] else "base")
-    if side == "transformers":
-        words = ["-c", "from transformers.cli.transformers import main; main()", "serve",
-                 str(model), "--continuous-batching", "--device", "cpu", "--dtype", "float32",
-                 "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
-    else:
-        words = ["-m", "tandem", "serve", str(model), "--device", "cpu", "--port", str(port),
-                 "--slots", "64", "--max-context", "2048"]  # fmt: skip
+    model = folder / ("run" if side == JUDGED else "base")
     threads = str(options.threads)
+    if side == "llama.cpp":
+        words = [str(options.llama_server), "-m", str(folder / "base.gguf"), "--port", str(port),
+                 "-np", "64", "-c", str(64 * 512), "-t", threads, "-tb", threads, "--jinja",
+                 "--threads-http", "64", "--no-webui"]  # fmt: skip
+    elif side.startswith("transformers"):
+        words = [sys.executable, "-c", "from transformers.cli.transformers import main; main()",
+                 "serve", str(model), "--device", "cpu", "--dtype", "float32",
+                 "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
+        if side == BATCHING:
+            words += ["--continuous-batching", "--cb-block-size", "32", "--cb-num-blocks", "512",
+                      "--cb-max-batch-tokens", "512"]  # fmt: skip
+    else:
+        words = [sys.executable, "-m", "tandem", "serve", str(model), "--device", "cpu",
+                 "--port", str(port), "--slots", "64", "--max-context", "2048"]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen([sys.executable, *words], env=environment, stdout=subprocess.DEVNULL)
+    errors = subprocess.DEVNULL if side == "llama.cpp" else None  # it tells every request there
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
     try:
         _wait_for(port, process)
         yield process, port
@@ -189,11 +218,15 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
         if process.poll() is not None:
             raise SystemExit(f"the server must start; it ended with code {process.returncode}.")
         try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/health")
+            is_up = connection.getresponse().status == 200
+            connection.close()
         except OSError:
-            time.sleep(0.2)
-            continue
-        return
+            is_up = False
+        if is_up:
+            return
+        time.sleep(0.2)
     raise SystemExit(f"the server must start within {START_SECONDS:.0f} s; it did not.")
 
 
@@ -246,18 +279,18 @@ def _cpu_seconds(pid: int) -> float:
 
 def _table(summary: dict[str, dict[str, dict[str, float]]], options: Any) -> Any:
     rows = []
-    base = summary.get(SIDES[1], {})
+    theirs = [found for side, found in summary.items() if side.startswith("transformers")]
     for side, by_clients in summary.items():
         for clients, found in by_clients.items():
-            against = base.get(clients, {}).get("tokens_per_second")
-            ratio = "" if against is None else f"{found['tokens_per_second'] / against:.1f}"
+            against = [of[clients]["tokens_per_second"] for of in theirs if clients in of]
+            ratio = f"{found['tokens_per_second'] / max(against):.1f}" if against else ""
             rows.append(
                 (side, clients, f"{found['tokens_per_second']:.0f}", ratio,
                  f"{1000 * found['first_token_seconds']:.0f}", f"{found['cpu_share']:.0%}")
             )  # fmt: skip
     unit = "tokens/s" if options.clock == "wall" else "tokens/CPU s"
     caption = f"medians of {options.rounds} rounds; torch {torch.__version__}"
-    right = (unit, "x transformers", "first token ms", "CPU")
+    right = (unit, "x faster transformers", "first token ms", "CPU")
     return table("serve", caption, ("side", "clients"), right, rows)
 
 

@@ -24,6 +24,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from tandem.generation.observed import observe, read_observed
 from tandem.generation.sampler import Draw, TokenCounts
 from tandem.generation.scheduler import Request
 from tandem.models.twin import rope_border
@@ -132,7 +133,8 @@ def _joined(parts: Sequence[Draw], order: Sequence[int]) -> Draw:
 def stream(
     model: PreTrainedModel, request: Request, stop_token_ids: Sequence[int]
 ) -> Iterator[int]:
-    """Yield one answer's tokens, the stop token included; sets the request's end."""
+    """Yield one answer's tokens, the stop token included; sets the request's end, and what it
+    observes."""
     cache = DynamicCache(config=model.config)
     ids, border = list(request.prompt), rope_border(model)
     new = len(ids)
@@ -149,6 +151,9 @@ def stream(
             request.ended = request.failed = True
             return
         ids.append(int(draw.tokens))
+        if request.top >= 0:
+            numbers = observe(logits, draw.tokens, request.top)
+            request.observed += read_observed(ids[-1:], numbers, [request.top])
         _see(request, ids[-1], stop_token_ids)
         yield ids[-1]
 

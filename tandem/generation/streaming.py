@@ -125,7 +125,7 @@ class Conversations:
 
         Args:
             top_logprobs: keep each token's log-prob and those of so many of the likeliest in its
-                place; -1: keep none. Only where `observes`.
+                place; -1: keep none.
         Raises:
             GenerationError: as `submit`.
         """
@@ -153,11 +153,6 @@ class Conversations:
         handles = [Handle(logprobs=request.observed) for request in requests]
         self._handles.update(zip(requests, handles, strict=True))
         return handles
-
-    @property
-    def observes(self) -> bool:
-        """Whether log-probs can be kept while answers are sampled."""
-        return self._session is not None
 
     @property
     def num_free_blocks(self) -> int:

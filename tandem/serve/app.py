@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount
+from starlette.routing import BaseRoute, Match, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from tandem.serve import run_api
@@ -67,12 +67,26 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = {404: "there is no such address", 405: "this address takes another method"}
-    message = known.get(error.status_code, str(error.detail))
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    response = ApiError(f"{message}.", status=error.status_code, code=code).response()
+    allowed = _methods_of(request)
+    if error.status_code in (404, 405) and allowed and request.method not in allowed:
+        named = ", ".join(sorted(allowed))
+        response = ApiError(
+            f"this address takes {named}.", status=405, code="method_not_allowed"
+        ).response()
+        response.headers["Allow"] = named
+        return response
+    if error.status_code in (404, 405):  # the page, which has every other address, takes GET alone
+        return ApiError("there is no such address.", status=404, code="not_found").response()
+    response = ApiError(f"{error.detail}.", status=error.status_code).response()
     response.headers.update(error.headers or {})
     return response
+
+
+def _methods_of(request: Request) -> set[str]:
+    """What the address of a request takes; nothing if no route has it."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in found for method in route.methods or ()}
 
 
 async def _failed(request: Request, error: Exception) -> Response:

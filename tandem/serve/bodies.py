@@ -24,15 +24,22 @@ _COLDEST = 1e-4
 EXTRAS = ("reward", "kl", "token_kl", "values", "seed")
 """What a request may ask for in `tandem`."""
 Prompt = str | tuple[int, ...]
-_UNSUPPORTED_CHAT = ("functions", "audio", "prediction", "web_search_options", "grammar",
+UNSUPPORTED_CHAT = ("functions", "audio", "prediction", "web_search_options", "grammar",
                      "guided_json", "guided_regex", "guided_choice", "guided_grammar",
                      "structured_outputs", "chat_template", "chat_template_kwargs",
-                     "continue_final_message", "documents", "verbosity")  # fmt: skip
-_UNSUPPORTED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar",
+                     "continue_final_message", "documents", "verbosity", "echo")  # fmt: skip
+UNSUPPORTED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar",
                 "structured_outputs", "use_beam_search", "prompt_embeds", "mirostat",
                 "xtc_probability", "dry_multiplier", "bad_words", "allowed_token_ids",
-                "stop_token_ids")  # fmt: skip
-_PARTS = ("text", "input_text", "refusal")
+                "stop_token_ids", "include_stop_str_in_output", "truncate_prompt_tokens",
+                "samplers", "skip_special_tokens")  # fmt: skip
+NEUTRAL: dict[str, tuple[float | bool, ...]] = {
+    "add_special_tokens": (True,), "add_generation_prompt": (True,), "n_predict": (-1,),
+    "repeat_penalty": (1,), "length_penalty": (1,), "typical_p": (1,), "tfs_z": (1,), "top_a": (0,),
+    "top_n_sigma": (-1,), "dynatemp_range": (0,),
+}  # fmt: skip
+"""Fields of other servers that are not supported, and the values with which they change nothing."""
+PARTS = ("text", "input_text", "refusal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ def read_chat(body: Mapping[str, Any]) -> tuple[list[Message], Wanted]:
     Raises:
         ApiError: a field is wrong, or not supported.
     """
-    _refuse(body, (*_UNSUPPORTED, *_UNSUPPORTED_CHAT))
+    _refuse(body, (*UNSUPPORTED, *UNSUPPORTED_CHAT))
     _refuse_tools(body)
     turns = read_messages(body.get("messages"))
     top = fields.integer(body, "top_logprobs", 0, 0, 20) or 0
@@ -79,7 +86,7 @@ def read_completion(body: Mapping[str, Any]) -> tuple[list[Prompt], Wanted]:
     Raises:
         ApiError: a field is wrong, or not supported.
     """
-    _refuse(body, _UNSUPPORTED)
+    _refuse(body, UNSUPPORTED)
     if body.get("suffix"):
         raise _unsupported("suffix", body["suffix"])
     best_of = fields.integer(body, "best_of", None, 1, MOST_CHOICES)
@@ -161,7 +168,7 @@ def _part(part: Any, where: str, name: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, dict) else None
     written = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
-    if kind not in _PARTS or not isinstance(written, str):
+    if kind not in PARTS or not isinstance(written, str):
         raise ApiError(
             f"{where}.content must hold text parts only; got {fields.shown(part)}. Images, audio "
             "and files are not supported.",
@@ -286,6 +293,9 @@ def read_extras(value: Any) -> frozenset[str]:
 def _refuse(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for name in names:
         if body.get(name):
+            raise _unsupported(name, body[name])
+    for name, neutral in NEUTRAL.items():
+        if body.get(name) is not None and body[name] not in neutral:
             raise _unsupported(name, body[name])
 
 

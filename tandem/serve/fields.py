@@ -94,15 +94,15 @@ def integer(
     return value
 
 
-def boolean(body: Mapping[str, Any], name: str) -> bool:
-    """True or false; absent and null mean false.
+def boolean(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """True or false; absent and null mean the default.
 
     Raises:
         ApiError: it is anything else.
     """
     value = body.get(name)
     if value is None:
-        return False
+        return default
     if not isinstance(value, bool):
         raise wrong(name, "be true or false", value)
     return value

@@ -25,6 +25,7 @@ from tandem.serve.bodies import Wanted, read_chat, read_completion, read_extras,
 from tandem.serve.connection import ClientGoneError, EventStream, read_body, unless_gone
 from tandem.serve.judging import Answered, finite, judge, sequence_logprobs
 from tandem.serve.loading import Loaded, resident_bytes
+from tandem.serve.openapi import document
 from tandem.serve.service import Service
 from tandem.serve.shapes import ChatShape, CompletionShape, Shape
 from tandem.types import Message
@@ -52,14 +53,13 @@ class Api:
             "/v1/models/{name:path}": self._model,
             "/health": self._health,
             "/metrics": self._metrics,
+            "/openapi.json": self._openapi,
         }
         return [
             *(
                 Route(path, self._posted(path, run), methods=["POST"])
                 for path, run in posts.items()
             ),
-            # Else the page, which takes every other address, would not find these.
-            *(Route(path, _wrong_method, methods=["GET", "PUT", "DELETE"]) for path in posts),
             *(Route(path, handler, methods=["GET"]) for path, handler in gets.items()),
         ]
 
@@ -195,6 +195,8 @@ class Api:
             if not isinstance(text, str):
                 raise fields.wrong(field, "be a text (or give messages)", text)
             ids = (await prepare_text(self._service, loaded, text)).token_ids
+            if not fields.boolean(body, "add_special_tokens", default=True):
+                ids = ids[len(loaded.encode("")) :]
         return json_response(
             {"tokens": list(ids), "count": len(ids),
              "max_model_len": self._service.engine.context_of(loaded)}
@@ -256,6 +258,9 @@ class Api:
     async def _health(self, request: Request) -> Response:
         return json_response({"status": "ok"})
 
+    async def _openapi(self, request: Request) -> Response:
+        return json_response(document(self._service.offer.models))
+
     async def _metrics(self, request: Request) -> Response:
         service = self._service
         blocks: dict[str, float] = dict(service.engine.free_blocks())
@@ -269,10 +274,6 @@ class Api:
         }
         page = service.counters.page(gauges)
         return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
-
-
-async def _wrong_method(request: Request) -> Response:
-    raise ApiError("this address takes POST.", status=405, code="method_not_allowed")
 
 
 async def _chunks(answering: Answering, shape: Shape) -> AsyncIterator[dict[str, Any]]:

@@ -46,13 +46,14 @@ def describe(service: Service) -> list[str]:
     known = [size for size in sizes if size is not None]
     free = free_bytes(load.device)
     dtype = str(load.dtype).removeprefix("torch.")
-    total = f"{_gib(sum(known))}{' and more' if len(known) < len(sizes) else ''}"
+    total = f"{_size(sum(known))}{' and more' if len(known) < len(sizes) else ''}"
     names = ", ".join(offer.models)
     lines = [f"models: {names} (without a name: {offer.preferred})"]
     lines += [f"scores: {', '.join(scorer.name for scorer in scorers)}"] if scorers else []
     lines.append(
-        f"memory: each is loaded when first asked for; all {len(sizes)} take {total} as {dtype} on "
-        f"{load.device.type}, and KV memory; {_gib(free)} are free"
+        f"memory: weights of all {len(sizes)} models take {total} as {dtype} on "
+        f"{load.device.type}, each loaded when first asked for; KV memory comes on top, of "
+        f"{_size(free)} free"
     )
     votes = service.votes_file
     lines.append(f"votes:  {votes}" if votes else "votes:  refused without --votes FILE")
@@ -119,5 +120,9 @@ def _printable(record: logging.LogRecord) -> bool:
     return True
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def _size(size: int) -> str:
+    """Bytes in the unit that shows two or more digits."""
+    for unit, bytes_of in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= bytes_of:
+            return f"{size / bytes_of:.2f} {unit}"
+    return f"{size / 2**10:.0f} KiB"

@@ -34,7 +34,7 @@ from tandem.types import Source
 
 VERDICTS = ("left", "right", "best", "tie", "both_bad", "rewrite")
 _WINNERS = {"left": 0, "right": 1}
-_MOST_ANSWERS = 8
+MOST_ANSWERS = 8
 _KEPT_OF_ANSWER = ("text", "model", "seed", "reward", "kl", "tokens")
 _MOST_ID = 100
 _WHERE = Source("votes", "vote", 1)
@@ -295,8 +295,8 @@ def _read_id(value: Any) -> str:
 
 
 def _read_answers(value: Any, least: int) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not least <= len(value) <= _MOST_ANSWERS:
-        raise fields.wrong("answers", f"be a list of {least} to {_MOST_ANSWERS} answers", value)
+    if not isinstance(value, list) or not least <= len(value) <= MOST_ANSWERS:
+        raise fields.wrong("answers", f"be a list of {least} to {MOST_ANSWERS} answers", value)
     return [_read_answer(answer, f"answers[{i}]") for i, answer in enumerate(value)]
 
 

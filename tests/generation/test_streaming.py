@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
+import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
@@ -155,3 +156,20 @@ def test_an_answer_with_nothing_to_draw_from_ends_alone(model: PreTrainedModel) 
     assert "the conversation" in str(broken.error)
     with pytest.raises(NumericsError, match="got none at its token 1"):
         list(stream(model, row, none, STOPS, seed=1))
+
+
+def test_observed_logprobs_are_those_of_a_forward(model: PreTrainedModel) -> None:
+    row = prompts(9)[0].token_ids
+    with Conversations(model, STOPS, slots=2, max_tokens=100) as talks:
+        (handle,) = talks.submit_samples(row, CONFIGS[2], seed=3, top_logprobs=2)
+        while talks.busy:
+            talks.step()
+    drawn = [each.token_id for each in handle.logprobs]
+    assert drawn[: len(handle.token_ids)] == handle.token_ids
+    with torch.no_grad():
+        logits = model(torch.tensor([[*row, *drawn]])).logits[0].float()
+    table = logits.log_softmax(-1)[len(row) - 1 : -1]
+    for place, each in zip(table, handle.logprobs, strict=True):
+        assert each.logprob == pytest.approx(float(place[each.token_id]), abs=1e-4)
+        best = place.topk(2)
+        assert [logprob for _, logprob in each.top] == pytest.approx(best.values.tolist(), abs=1e-4)

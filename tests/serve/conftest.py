@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 # Without the extra `serve`, only the chat in the terminal can be tested.
-collect_ignore_glob = [] if find_spec("starlette") else ["test_[!c]*.py", "test_co*.py"]
+collect_ignore_glob = [] if find_spec("starlette") else ["test_[!c]*.py", "test_c[!h]*.py"]
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import uvicorn
 from starlette.testclient import TestClient
 
 from tandem.checkpoint.folder import write_folder
@@ -66,6 +70,52 @@ def serving(path: Path | str, **settings: Any) -> Iterator[TestClient]:
             yield client
     finally:
         service.close()
+
+
+class Running:
+    """A server on a free port of this machine, in a thread."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        known = ServeSettings(str(path), **settings)
+        self.service = Service(known, load_settings(known))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        config = uvicorn.Config(make_app(self.service), log_level="critical", access_log=False)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._listener]))
+
+    def close(self) -> None:
+        """End it."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()
+
+    def connect(self) -> socket.socket:
+        """A connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=120.0)
+
+    def send(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> socket.socket:
+        """A request whose answer nobody has read."""
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
+        head += "Connection: close\r\n\r\n"
+        connection = self.connect()
+        connection.sendall(head.encode() + content)
+        return connection
+
+    def is_free(self) -> bool:
+        """Whether nothing runs and no block is held."""
+        engine = self.service.engine
+        free = all(
+            running.talk.num_free_blocks == running.talk._session._scheduler.pool.num_blocks
+            for running in list(engine._running.values())
+            if running.talk._session is not None
+        )
+        return free and engine.num_running == 0 and self.service.outstanding == 0
 
 
 def events(text: str) -> list[dict[str, Any]]:

@@ -115,15 +115,18 @@ def test_two_models_answer_side_by_side_and_a_vote_is_kept_and_undone(page: Any,
     assert (run / "votes.jsonl").read_text("utf-8") == ""
 
 
+VIEWS = {
+    "runs": "svg.chart",
+    "rollouts": ".row",
+    "rollouts?tab=prompt": ".timeline li",
+    "rollouts?tab=compare": ".winrate",
+    "data": ".counts li",
+    "votes": ".card",
+}
+
+
 def test_every_view_shows_its_records_and_fits_a_phone(page: Any) -> None:
-    for view, shown in {
-        "runs": "svg.chart",
-        "rollouts": ".row",
-        "rollouts?tab=prompt": ".timeline li",
-        "rollouts?tab=compare": ".winrate",
-        "data": ".counts li",
-        "votes": ".card",
-    }.items():
+    for view, shown in VIEWS.items():
         page.goto(f"{page.address}#/{view}")
         page.locator(shown).first.wait_for()
         wide = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
@@ -149,3 +152,34 @@ def test_of_ten_thousand_answers_only_those_in_sight_exist(page: Any) -> None:
     assert page.locator(".row b, .detail .turn b").count() == 0
     page.get_by_label("Search").fill("question 42")
     page.get_by_text("100 of 10,000 answers").wait_for()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_axe_finds_no_serious_fault(page: Any, scheme: str, width: int) -> None:
+    axe_core = pytest.importorskip("axe_core_python", reason="pip install axe-core-python")
+    axe = (Path(axe_core.__file__).parent / "axe.min.js").read_text("utf-8")
+    page.set_viewport_size({"width": width, "height": 844})
+    page.emulate_media(color_scheme=scheme)
+    faults = []
+    for view, shown in {**VIEWS, "chat": ".conversation"}.items():
+        page.goto(f"{page.address}#/{view}")
+        page.locator(shown).first.wait_for()
+        if view == "chat":
+            page.get_by_label("Color tokens by").select_option("kl")
+            page.get_by_label("Your message").fill("Hi")
+            page.get_by_role("button", name="Send", exact=True).click()
+            page.get_by_role("button", name="Left is better").wait_for()
+        if view == "rollouts":
+            page.locator(".row").nth(1).click()
+            page.locator(".detail .token").first.wait_for()
+        page.evaluate(axe)  # by the debugger, which the page's policy does not bind
+        found = page.evaluate("axe.run()")
+        assert len(found["passes"]) > 10
+        faults += [
+            (view, fault["id"], fault["impact"], fault["nodes"][0]["target"])
+            for fault in found["violations"]
+            if fault["impact"] in ("serious", "critical")
+        ]
+    assert faults == []

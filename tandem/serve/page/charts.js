@@ -188,7 +188,10 @@ export function frontierChart({ title, series, about }) {
         }, s("title", {}, told(one, point)));
         svg.append(dot);
         dots.push([one, point]);
-        if (index === 0 || isLast) svg.append(s("text", { class: "tag", x: f.x(point.kl) + 8, y: f.y(point.reward) - 6 }, point.step));
+        if (index === 0 || isLast) {
+          const atEdge = f.x(point.kl) > width - 40;
+          svg.append(s("text", { class: "tag", "text-anchor": atEdge ? "end" : "start", x: f.x(point.kl) + (atEdge ? -8 : 8), y: f.y(point.reward) + (atEdge ? 4 : -6) }, point.step));
+        }
       });
     }
     let at = -1;

@@ -2,16 +2,16 @@
 
 import { get, streamed } from "./api.js";
 import { add, button, choose, field, h, newId, nothing, say, show } from "./dom.js";
-import { number, short, signed } from "./format.js";
+import { counted, number, short, signed } from "./format.js";
 import { measuresOf, tokenText } from "./tokens.js";
-import { sendVote, undoVote } from "./votes.js";
+import { sendVote, undoVote, voter } from "./votes.js";
 
 const LETTERS = ["A", "B", "C", "D"];
 const KNOBS = [
   ["temperature", "Temperature", 0, 5, 0.05], ["top_p", "Top p", 0, 1, 0.01], ["top_k", "Top k", 0, 100000, 1],
-  ["min_p", "Min p", 0, 1, 0.01], ["max_tokens", "Most tokens", 1, 100000, 1], ["repetition_penalty", "Repetition penalty", 0.01, 10, 0.01], ["seed", "Seed", 0, 2 ** 31, 1],
+  ["min_p", "Min p", 0, 1, 0.01], ["max_tokens", "Most tokens", 1, 100000, 1], ["repetition_penalty", "Repetition penalty", 0.01, 10, 0.01], ["presence_penalty", "Presence penalty", -2, 2, 0.1], ["frequency_penalty", "Frequency penalty", -2, 2, 0.1], ["seed", "Seed", 0, 2 ** 31, 1],
 ];
-const OPENAI = { temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1 };
+const OPENAI = { temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1, presence_penalty: 0, frequency_penalty: 0 };
 // What a conversation is outlives a look at another view.
 const state = { models: [], chosen: [], count: 2, blind: false, measure: "", system: "", knobs: {}, turns: [], draft: "", running: null };
 
@@ -56,8 +56,9 @@ export async function chatView(holder, query, { left }) {
   }
 
   function knobs() {
-    return h("details", { class: "panel knobs" }, h("summary", {}, "Sampling and system prompt"),
+    return h("details", { class: "panel knobs" }, h("summary", {}, "Sampling, system prompt, your name"),
       field("System prompt", h("textarea", { rows: 2, value: state.system, on: { input: (event) => { state.system = event.target.value; } } })),
+      field("Your name", h("input", { type: "text", maxlength: 100, value: voter(), on: { input: (event) => voter(event.target.value.trim()) } }), "Kept with your votes."),
       h("div", { class: "toolbar" }, KNOBS.map(([name, label, min, max, step]) => field(label, h("input", {
         type: "number", min, max, step, value: state.knobs[name] ?? "", placeholder: String(defaults[name] ?? (name === "seed" ? "random" : "server's")),
         on: { input: (event) => { if (event.target.value === "") delete state.knobs[name]; else state.knobs[name] = Number(event.target.value); } },
@@ -188,7 +189,7 @@ export async function chatView(holder, query, { left }) {
       const reward = number(scores.reward);
       show(facts, h("span", { class: `score${several && reward === best ? " best" : ""}` }, "reward ", Number.isFinite(reward) ? signed(reward) : "–"), " ",
         h("span", { class: "score" }, "KL ", Number.isFinite(number(scores.kl)) ? `${short(scores.kl)} nats` : "–"), " ",
-        h("span", { class: "score" }, `${choice.length} tokens${choice.finish === "length" ? ", cut at the limit" : choice.finish === "stopped" ? ", stopped" : ""}`), " ",
+        h("span", { class: "score" }, `${counted(choice.length, "token")}${choice.finish === "length" ? ", cut at the limit" : choice.finish === "stopped" ? ", stopped" : ""}`), " ",
         h("span", { class: "soft" }, `${choice.seconds.toFixed(1)} s`));
       if (scores.why && turn.revealed) facts.title = Object.entries(scores.why).map(([what, why]) => `${what}: ${why}`).join("; ");
     };
@@ -234,7 +235,7 @@ export async function chatView(holder, query, { left }) {
       box.focus();
     };
     if (turn.choices.length === 1) return show(bar, button("Rewrite…", rewrite), status);
-    const names = turn.choices.length === 2 ? ["Left is better", "Right is better"] : turn.choices.map((_, i) => `${LETTERS[i]} is best`);
+    const names = turn.choices.length === 2 ? ["A: left is better", "B: right is better"] : turn.choices.map((_, i) => `${LETTERS[i]} is best`);
     return show(bar, names.map((label, i) => button(label, () => cast(turn.choices.length === 2 ? ["left", "right"][i] : "best", i))),
       button("Tie", () => cast("tie")), button(turn.choices.length === 2 ? "Both bad" : "All bad", () => cast("both_bad")),
       button("Rewrite…", rewrite), status);

@@ -22,6 +22,11 @@ export function short(value, digits = 3) {
   return text.replace("-", "−");
 }
 
+/** "1 token", "2 tokens". */
+export function counted(count, noun, plural = `${noun}s`) {
+  return `${typeof count === "number" ? count.toLocaleString("en") : count} ${count === 1 ? noun : plural}`;
+}
+
 /** With a sign. */
 export function signed(value, digits = 3) {
   const x = number(value);

@@ -3,7 +3,7 @@
 import { runs } from "./api.js";
 import { intervalBar, lineChart } from "./charts.js";
 import { add, button, choose, field, h, newId, nothing, say, show } from "./dom.js";
-import { number, percent, short, signed } from "./format.js";
+import { counted, number, percent, short, signed } from "./format.js";
 import { pickRun, pickStage } from "./runs.js";
 import { measuresOf, tokenText } from "./tokens.js";
 
@@ -78,7 +78,7 @@ export async function rolloutsView(holder, query, { remember, left }) {
 
   function answerRow(row) {
     return [h("span", { class: "rowtop" }, h("span", { class: "chip" }, `step ${row.step}`), h("span", { class: `chip ${number(row.reward) < 0 ? "neg" : "pos"}` }, `reward ${signed(row.reward)}`),
-      row.kl === undefined ? "" : h("span", { class: "chip" }, `KL ${short(row.kl)}`), h("span", { class: "chip" }, `${row.length} tokens${row.finished ? "" : ", cut"}`)),
+      row.kl === undefined ? "" : h("span", { class: "chip" }, `KL ${short(row.kl)}`), h("span", { class: "chip" }, `${counted(row.length, "token")}${row.finished ? "" : ", cut"}`)),
     h("span", { class: "rowprompt", dir: "auto" }, row.prompt), h("span", { class: "rowtext", dir: "auto" }, row.text || "(empty)")];
   }
 
@@ -128,7 +128,7 @@ export async function rolloutsView(holder, query, { remember, left }) {
     show(body, h("div", { class: "panel" }, (one.prompt || []).map((turn) => h("div", { class: `turn ${turn.role}` }, h("span", { class: "role" }, turn.role), h("p", { dir: "auto" }, turn.content)))),
       h("h2", {}, "Numbers over training"), h("div", { class: "figures" }, charts),
       h("h2", {}, "Answers over training"), h("ol", { class: "timeline" }, answers.map((x, i) => h("li", { class: "panel" },
-        h("div", { class: "rowtop" }, h("span", { class: "chip" }, `step ${x.step}`), h("span", { class: "chip" }, x.kind), h("span", { class: `chip ${number(x.reward) < 0 ? "neg" : "pos"}` }, `reward ${signed(x.reward)}`), x.kl === undefined ? "" : h("span", { class: "chip" }, `KL ${short(x.kl)}`), h("span", { class: "chip" }, `${x.length} tokens${x.finished ? "" : ", cut"}`)),
+        h("div", { class: "rowtop" }, h("span", { class: "chip" }, `step ${x.step}`), h("span", { class: "chip" }, x.kind), h("span", { class: `chip ${number(x.reward) < 0 ? "neg" : "pos"}` }, `reward ${signed(x.reward)}`), x.kl === undefined ? "" : h("span", { class: "chip" }, `KL ${short(x.kl)}`), h("span", { class: "chip" }, `${counted(x.length, "token")}${x.finished ? "" : ", cut"}`)),
         h("p", { class: "text", dir: "auto" }, difference(i ? answers[i - 1].text : null, x.text))))),
       found.win_rates.length ? [h("h2", {}, `Win rates against step ${found.steps[0]}`), h("p", { class: "soft small" }, "All followed prompts; a tie counts half. The interval is Wilson's at 95 %."), h("div", { class: "panel scroll", tabindex: 0, role: "group", "aria-label": "Win rates by step" }, h("table", {},
         h("thead", {}, h("tr", {}, ["step", "wins, ties, losses", "win rate", "interval"].map((head) => h("th", { scope: "col" }, head)))),
@@ -146,8 +146,8 @@ export async function rolloutsView(holder, query, { remember, left }) {
     if (!found.rows.length) { show(body, nothing("The two have no held-out prompt in common.")); return; }
     const rate = found.win_rate, before = `${state.run} step ${found.before}`, after = `${other.id} step ${found.after}`;
     const rows = [...found.rows].sort((a, b) => Math.abs(number(b.after.reward) - number(b.before.reward)) - Math.abs(number(a.after.reward) - number(a.before.reward)));
-    const side = (label, x, best, earlier = null) => h("div", { class: "answer" }, h("div", { class: "head" }, h("b", {}, label), h("span", { class: `score${best ? " best" : ""}` }, signed(x.reward))), h("p", { class: "text", dir: "auto" }, difference(earlier, x.text)), h("p", { class: "soft small" }, `${x.length} tokens${x.kl === undefined ? "" : `, KL ${short(x.kl)}`}`));
-    show(body, h("div", { class: "panel winrate" }, h("p", {}, h("b", {}, after), " scores higher than ", h("b", {}, before), " on ", h("b", {}, percent(rate.rate)), ` of ${found.rows.length} prompts (${percent(rate.low)} to ${percent(rate.high)}, Wilson 95 %): ${rate.wins} wins, ${rate.ties} ties, ${rate.losses} losses.`), intervalBar(rate),
+    const side = (label, x, best, earlier = null) => h("div", { class: "answer" }, h("div", { class: "head" }, h("b", {}, label), h("span", { class: `score${best ? " best" : ""}` }, `reward ${signed(x.reward)}`)), h("p", { class: "text", dir: "auto" }, difference(earlier, x.text)), h("p", { class: "soft small" }, `${counted(x.length, "token")}${x.kl === undefined ? "" : `, KL ${short(x.kl)}`}`));
+    show(body, h("div", { class: "panel winrate" }, h("p", {}, h("b", {}, after), " scores higher than ", h("b", {}, before), " on ", h("b", {}, percent(rate.rate)), ` of ${found.rows.length} prompts (${percent(rate.low)} to ${percent(rate.high)}, Wilson 95 %): ${counted(rate.wins, "win")}, ${counted(rate.ties, "tie")}, ${counted(rate.losses, "loss", "losses")}.`), intervalBar(rate),
       found.only_before || found.only_after ? h("p", { class: "soft small" }, `Not compared: ${found.only_before} prompts of the first alone, ${found.only_after} of the second.`) : ""),
     h("h2", {}, "Largest changes first"), rows.map((row) => h("article", { class: "panel" }, h("p", { class: "prompt", dir: "auto" }, row.prompt), h("div", { class: "answers" },
       side(before, row.before, number(row.before.reward) > number(row.after.reward)), side(after, row.after, number(row.after.reward) > number(row.before.reward), row.before.text)))));

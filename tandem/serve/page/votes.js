@@ -16,8 +16,24 @@ export async function sendVote(turn, { verdict, winner, rewrite }) {
   const answers = turn.choices.map((choice) => ({
     model: choice.model, text: choice.text, reward: finite(choice.tandem?.reward), kl: finite(choice.tandem?.kl), tokens: choice.length,
   }));
-  const saved = await post("/v1/votes", { id: turn.voteId, messages: turn.messages, answers, verdict, winner, rewrite, seed: turn.seed, blind: turn.blind });
-  return { id: saved.id || turn.voteId, told: told(turn, winner) };
+  const saved = await post("/v1/votes", { id: turn.voteId, messages: turn.messages, answers, verdict, winner, rewrite, seed: turn.seed, blind: turn.blind, who: voter() });
+  return { id: saved.id || turn.voteId, told: [told(turn, winner), await agreed()].filter(Boolean).join(" ") };
+}
+
+/** The name that is kept with votes; it stays in this browser. */
+export function voter(name) {
+  try {
+    if (name !== undefined) localStorage.setItem("tandem-voter", name);
+    return localStorage.getItem("tandem-voter") || "";
+  } catch { return ""; }  // a browser that keeps nothing
+}
+
+/** How often the reward model agrees, over all votes so far. */
+async function agreed() {
+  try {
+    const { agreement } = await get("/v1/votes?limit=0");
+    return agreement?.compared ? `It agrees with ${agreement.agree} of ${agreement.compared} votes (${percent(agreement.rate)}).` : "";
+  } catch { return ""; }
 }
 
 function finite(value) {
@@ -67,7 +83,7 @@ export async function votesView(holder, query, { left }) {
     }, { class: "quiet", "aria-label": `Undo the vote on: ${asked.slice(0, 60)}` })),
     h("div", { class: "answers" }, (vote.answers || []).map((answer, i) => h("div", { class: "answer" }, h("div", { class: "head" }, h("b", {}, answer.model || `answer ${i + 1}`), i === vote.winner ? h("span", { class: "badge" }, "better") : "", h("span", { class: "score" }, `reward ${Number.isFinite(number(answer.reward)) ? signed(answer.reward) : "–"}`)), h("p", { class: "text", dir: "auto" }, answer.text ?? answer.content ?? "")))),
     vote.rewrite ? h("p", { class: "text", dir: "auto" }, h("b", {}, "rewritten: "), vote.rewrite) : "",
-    h("p", { class: "soft small" }, [NAMES[vote.verdict] || vote.verdict, when(number(vote.created))].filter(Boolean).join(" · ")));
+    h("p", { class: "soft small" }, [NAMES[vote.verdict] || vote.verdict, vote.who && `by ${vote.who}`, when(number(vote.created))].filter(Boolean).join(" · ")));
   }
   await draw();
   const timer = window.setInterval(() => { if (!document.hidden && !body.contains(document.activeElement)) draw(); }, 5000);

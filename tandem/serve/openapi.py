@@ -1,0 +1,378 @@
+"""The server's routes as an OpenAPI 3.1 document, from the limits that the readers of bodies use.
+
+Fields that the document does not name are ignored, so no object here is closed unless its reader
+refuses what it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, get_args
+
+from tandem.serve import bodies, votes
+from tandem.serve.run_views import SORTS
+from tandem.types import Role
+
+Json = dict[str, Any]
+_INT_MOST = 2**31 - 1
+_SEED_MOST = 2**63 - 1
+_ERRORS = {
+    400: "A field is wrong, or would change the answer and is not supported.",
+    401: "An API key is needed.",
+    403: "The Host or the Origin is not allowed.",
+    404: "There is no such model, vote, run or stage.",
+    405: "The address takes another method.",
+    408: "The body took too long to arrive.",
+    409: "Another vote has this id.",
+    413: "The body is over the limit.",
+    429: "As many answers run and wait as may.",
+    500: "The server failed.",
+    507: "The disk refuses a vote.",
+}
+_EVERYWHERE = (401, 403, 405, 413)
+
+
+def document(models: Iterable[str]) -> Json:
+    """The whole document of a server that offers these models."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Tandem",
+            "version": _version(),
+            "description": "OpenAI's API over the models of a run. Unknown fields are ignored; "
+            "fields that would change the answer and are not supported are refused by name.",
+        },
+        "paths": {**_model_paths(), **_vote_paths(), **_run_paths(), **_plain_paths()},
+        "components": {
+            "schemas": {**_requests(list(models)), **_responses()},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _version() -> str:
+    try:
+        return version("tandem-rlhf")
+    except PackageNotFoundError:  # from a checkout that was not installed
+        return "0"
+
+
+def _model_paths() -> Json:
+    def post(name: str, about: str, answer: str, *more: int, streams: bool = False) -> Json:
+        content = {"application/json": {"schema": _ref(answer)}}
+        if streams:
+            content["text/event-stream"] = {"schema": {"type": "string"}}
+        return {"post": _operation(name, about, {"content": content}, (400, 408, *more), name)}
+
+    busy = (404, 429, 500)
+    return {
+        "/v1/models": {"get": _operation("models", "The models.", _json("ModelList"), ())},
+        "/v1/models/{model}": {
+            "get": _operation("model", "One model.", _json("Model"), (404,)),
+            "parameters": [_path_text("model")],
+        },
+        "/v1/chat/completions": post(
+            "Chat", "Answers to a conversation.", "ChatCompletion", *busy, streams=True
+        ),
+        "/v1/completions": post(
+            "Completion", "Continuations of texts or ids.", "TextCompletion", *busy, streams=True
+        ),
+        "/v1/score": post("Score", "Reward, KL and values of a conversation.", "Scored", *busy),
+        "/tokenize": post("Tokenize", "Text or turns as token ids.", "Tokens", 404, 500),
+        "/detokenize": post("Detokenize", "Token ids as text.", "Text", 404, 500),
+    }
+
+
+def _vote_paths() -> Json:
+    limit = _query("limit", {"type": "integer", "minimum": 0, "maximum": 9_999_999})
+    kept = _operation("Vote", "Keep a preference.", _json("Kept"), (400, 408, 409, 507), "Vote")
+    kept["responses"]["201"] = {"description": "It is new and on the disk.", **_json("Kept")}
+    listed = _operation("votes", "The newest votes, and the agreement.", _json("Votes"), (400,))
+    return {
+        "/v1/votes": {"post": kept, "get": {**listed, "parameters": [limit]}},
+        "/v1/votes/{id}": {
+            "delete": _operation("undo", "Take a vote back.", _json("Undone"), (400, 404, 507)),
+            "parameters": [_path_text("id")],
+        },
+    }
+
+
+def _run_paths() -> Json:
+    number = {"type": "integer", "minimum": 0, "maximum": 10**11 - 1}
+    stage = {**_query("stage", {"type": "string"}), "required": True}
+    numbers = {name: _query(name, number) for name in ("step", "offset", "limit", "row")}
+    sort = _query("sort", {"enum": [sign + name for name in SORTS for sign in ("", "-")]})
+    prompt = _query("id", {"type": "string"})
+    other = [_query("other", {"type": "string"}), _query("other_stage", {"type": "string"}),
+             _query("other_step", number)]  # fmt: skip
+    text = _query("filter", {"type": "string", "maxLength": 1000})
+    views = {
+        "": ("A run's commands and results.", []),
+        "/metrics": ("A stage's metrics, or their points.",
+                     [stage, _query("names", {"type": "string"})]),
+        "/alarms": ("A stage's alarms.", [{**stage, "required": False}]),
+        "/frontier": ("Reward against KL.", [stage]),
+        "/histograms": ("Distributions of a step's answers.", [stage, numbers["step"]]),
+        "/rollouts": ("Recorded answers.", [stage, numbers["step"], text, sort, numbers["offset"],
+                                            numbers["limit"]]),
+        "/rollout": ("One answer, token by token.", [stage, numbers["step"], numbers["row"]]),
+        "/prompts": ("Followed prompts.", [stage]),
+        "/prompt": ("One prompt over training.", [stage, {**prompt, "required": True}]),
+        "/compare": ("The same prompts twice.", [stage, numbers["step"], *other]),
+        "/data": ("The ledger and some rows.", []),
+    }  # fmt: skip
+    paths: Json = {"/api/runs": {"get": _operation("runs", "All runs.", _json("Object"), ())}}
+    for path, (about, parameters) in views.items():
+        name = f"run{path.replace('/', '_')}"
+        paths[f"/api/runs/{{run}}{path}"] = {
+            "get": {**_operation(name, about, _json("Object"), (400, 404)),
+                    "parameters": parameters},
+            "parameters": [_path_text("run")],
+        }  # fmt: skip
+    return paths
+
+
+def _plain_paths() -> Json:
+    metrics = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    return {
+        "/health": {"get": _operation("health", "Whether it serves.", _json("Object"), ())},
+        "/metrics": {"get": _operation("metrics", "Counts, for Prometheus.", metrics, ())},
+        "/openapi.json": {"get": _operation("openapi", "This.", _json("Object"), ())},
+    }
+
+
+def _operation(
+    name: str, about: str, answer: Json, errors: tuple[int, ...], body: str = ""
+) -> Json:
+    found: Json = {
+        "operationId": name,
+        "summary": about,
+        "responses": {
+            "200": {"description": "OK", **answer},
+            **{str(status): _error(status) for status in sorted({*errors, *_EVERYWHERE})},
+        },
+    }
+    if body:
+        content = {"application/json": {"schema": _ref(f"{body}Request")}}
+        found["requestBody"] = {"required": True, "content": content}
+    return found
+
+
+def _error(status: int) -> Json:
+    found: Json = {"description": _ERRORS[status], **_json("Error")}
+    if status == 429:
+        seconds = {"schema": {"type": "integer", "minimum": 1}, "required": True}
+        found["headers"] = {"Retry-After": seconds}
+    return found
+
+
+def _requests(models: list[str]) -> Json:
+    text, message = {"type": "string"}, _ref("Turn")
+    turns = {"type": "array", "items": message, "minItems": 1}
+    model = {"enum": [*models, "", None], "description": "Without a name: the preferred one."}
+    both = {
+        "model": model,
+        "tandem": _extras(),
+        **_sampling(),
+        **_refused(bodies.UNSUPPORTED),
+        **_neutral(),
+    }
+    refused = {**_refused(bodies.UNSUPPORTED_CHAT), "tools": _ref("NotSupported")}
+    ids = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+    prompt = [text, {**ids, "minItems": 1},
+              {"type": "array", "minItems": 1, "maxItems": bodies.MOST_CHOICES,
+               "items": {"anyOf": [text, {**ids, "minItems": 1}]}}]  # fmt: skip
+    choices = _maybe(_whole(1, bodies.MOST_CHOICES))
+    top = _maybe(_whole(0, 20))
+    return {
+        "ChatRequest": _object(
+            {**both, **refused, "messages": turns, "logprobs": _flag(), "top_logprobs": top,
+             "max_tokens": _maybe(_whole(1, _INT_MOST)),
+             "max_completion_tokens": _maybe(_whole(1, _INT_MOST)),
+             "tool_choice": {"enum": [None, "none", "auto"]},
+             "response_format": _format()},
+            "messages",
+        ),
+        "CompletionRequest": _object(
+            {**both, "prompt": {"anyOf": prompt}, "echo": _flag(), "best_of": choices,
+             "suffix": _ref("NotSupported"), "max_tokens": _maybe(_whole(0, _INT_MOST)),
+             "logprobs": {"anyOf": [_flag(), top]}, "response_format": _format()},
+            "prompt",
+        ),
+        "ScoreRequest": _object(
+            {"messages": {**turns, "minItems": 2}, "model": model, "tandem": _extras()}, "messages"
+        ),
+        "TokenizeRequest": {
+            "anyOf": [_object({"model": model, name: kind, "add_special_tokens": _flag()}, name)
+                      for name, kind in (("prompt", text), ("content", text), ("messages", turns))]
+        },
+        "DetokenizeRequest": _object({"model": model, "tokens": ids}, "tokens"),
+        "VoteRequest": _vote(turns),
+        "Turn": _object(
+            {"role": {"enum": [*get_args(Role), "developer"]},
+             "content": {"anyOf": [text, {"type": "array", "items": _ref("Part")}]},
+             **_refused(("tool_calls", "function_call", "audio"))},
+            "role", "content",
+        ),
+        "Part": {
+            "anyOf": [text, _object({"type": {"enum": list(bodies.PARTS)}, "text": text},
+                                    "type", "text")]
+        },
+        "NotSupported": {"enum": [None, False, 0, "", [], {}],
+                         "description": "Would change the answer: refused unless empty."},
+    }  # fmt: skip
+
+
+def _vote(turns: Json) -> Json:
+    numbers = {name: _maybe({"type": "number"}) for name in ("seed", "reward", "kl", "tokens")}
+    answer = {"text": {"type": "string"}, "model": _maybe({"type": "string"}), **numbers}
+    identity = {"type": "string", "minLength": 1, "maxLength": 100, "pattern": "^[A-Za-z0-9_.:-]+$"}
+    return _object(
+        {"id": identity, "messages": turns, "verdict": {"enum": list(votes.VERDICTS)},
+         "answers": {"type": "array", "minItems": 1, "maxItems": votes.MOST_ANSWERS,
+                     "items": _object(answer, "text")},
+         "winner": _maybe(_whole(0, votes.MOST_ANSWERS - 1)),
+         "rewrite": _maybe({"type": "string", "maxLength": 1_000_000}),
+         "who": _maybe({"type": "string", "maxLength": 200}),
+         "seed": _maybe(_whole(-_SEED_MOST - 1, _SEED_MOST)), "blind": _flag()},
+        "id", "messages", "verdict", "answers",
+    )  # fmt: skip
+
+
+def _sampling() -> Json:
+    stop = {"type": "string", "maxLength": 1000}
+    bias = {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": _maybe(_number(-100, 100))}  # fmt: skip
+    options = _maybe(_object({"include_usage": _flag()}))
+    return {
+        "n": _maybe(_whole(1, bodies.MOST_CHOICES)),
+        "stop": _maybe({"anyOf": [stop, {"type": "array", "items": stop, "maxItems": 16}]}),
+        "seed": _maybe(_whole(-_SEED_MOST - 1, _SEED_MOST)),
+        "temperature": _maybe(_number(0, 100)),
+        "top_p": _maybe(_number(0, 1)),
+        "top_k": _maybe(_whole(-1, _INT_MOST)),
+        "min_p": _maybe(_number(0, 1)),
+        "presence_penalty": _maybe(_number(-2, 2)),
+        "frequency_penalty": _maybe(_number(-2, 2)),
+        "repetition_penalty": _maybe(_number(0.01, 100)),
+        "logit_bias": _maybe(bias),
+        "min_tokens": _maybe(_whole(0, _INT_MOST)),
+        "ignore_eos": _flag(),
+        "stream": _flag(),
+        "stream_options": options,
+    }
+
+
+def _extras() -> Json:
+    names = list(bodies.EXTRAS)
+    wanted = {"type": "object", "properties": {name: _flag() for name in names},
+              "additionalProperties": False}  # fmt: skip
+    listed = {"type": "array", "items": {"enum": names}}
+    return _maybe({"anyOf": [wanted, listed]})
+
+
+def _responses() -> Json:
+    text, whole, maybe_number = (
+        {"type": "string"},
+        {"type": "integer"},
+        {"type": ["number", "null"]},
+    )
+    finish = {"enum": ["stop", "length"]}
+    said = {"role": {"const": "assistant"}, "content": text, "refusal": {"type": "null"}}
+    message = _object(said, *said)
+    usage = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), whole),
+                    "prompt_tokens", "completion_tokens", "total_tokens")  # fmt: skip
+
+    def completion(kind: str, **choice: Json) -> Json:
+        keys = {"index": whole, "finish_reason": finish,
+                "logprobs": {"type": ["object", "null"]}, **choice}  # fmt: skip
+        made = {
+            "id": text,
+            "object": {"const": kind},
+            "created": whole,
+            "model": text,
+            "choices": {"type": "array", "items": _object(keys, *keys)},
+            "usage": usage,
+        }
+        return _object(made, *made)
+
+    def whole_object(**keys: Json) -> Json:
+        return _object(keys, *keys)
+
+    model = whole_object(id=text, object={"const": "model"}, created=whole, owned_by=text)
+    error = whole_object(message=text, type=text, param={"type": ["string", "null"]}, code=text)
+    objects = {"type": "array", "items": {"type": "object"}}
+    return {
+        "Object": {"type": "object"},
+        "Error": whole_object(error=error),
+        "Model": model,
+        "ModelList": whole_object(
+            object={"const": "list"}, data={"type": "array", "items": _ref("Model")}
+        ),
+        "ChatCompletion": completion("chat.completion", message=message),
+        "TextCompletion": completion("text_completion", text=text),
+        "Scored": whole_object(
+            object={"const": "score"}, model=text, tokens={"type": "array", "items": text},
+            token_logprobs={"type": "array", "items": maybe_number}, tandem={"type": "object"},
+            usage=usage,
+        ),
+        "Tokens": whole_object(
+            tokens={"type": "array", "items": whole}, count=whole, max_model_len=whole
+        ),
+        "Text": whole_object(prompt=text, content=text),
+        "Kept": whole_object(object={"const": "vote"}, id=text, new={"type": "boolean"}),
+        "Undone": whole_object(object={"const": "vote"}, id=text, undone={"const": True}),
+        "Votes": whole_object(object={"const": "list"}, data=objects, votes=whole, rows=whole),
+    }  # fmt: skip
+
+
+def _object(properties: Json, *required: str) -> Json:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def _maybe(schema: Json) -> Json:
+    """Null stands for the default."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _flag() -> Json:
+    return {"type": ["boolean", "null"]}
+
+
+def _whole(low: int, high: int) -> Json:
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def _number(low: float, high: float) -> Json:
+    return {"type": "number", "minimum": low, "maximum": high}
+
+
+def _refused(names: tuple[str, ...]) -> Json:
+    return {name: _ref("NotSupported") for name in names}
+
+
+def _neutral() -> Json:
+    return {name: {"enum": [*values, None]} for name, values in bodies.NEUTRAL.items()}
+
+
+def _format() -> Json:
+    return _maybe(_object({"type": {"const": "text"}}, "type"))
+
+
+def _query(name: str, schema: Json) -> Json:
+    return {"name": name, "in": "query", "schema": schema}
+
+
+def _path_text(name: str) -> Json:
+    schema = {"type": "string", "minLength": 1}
+    return {"name": name, "in": "path", "required": True, "schema": schema}
+
+
+def _json(name: str) -> Json:
+    return {"content": {"application/json": {"schema": _ref(name)}}}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}

@@ -1,0 +1,246 @@
+"""Cases that vLLM's and llama.cpp's suites hold against their own servers, in our words.
+
+After vLLM tests/entrypoints/openai (completion/test_completion, test_completion_text_offset,
+chat_completion/test_chat, test_tool_choice_null, test_stream_frame_template) and llama.cpp
+tools/server/tests/unit (test_completion, test_chat_completion, test_tokenize, test_security,
+test_log_injection).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tandem.generation.streaming import Conversations
+from tandem.serve.server import _printable
+from tests.serve.serving import TestClient, ask, events
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def said(client: TestClient, **more: Any) -> dict[str, Any]:
+    """The one choice of a chat."""
+    answer = client.post(CHAT, json=ask(**more))
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
+
+
+def continued(client: TestClient, **more: Any) -> dict[str, Any]:
+    """The one choice of a completion."""
+    body = {"prompt": "One two", "max_tokens": 6, "seed": 1, **more}
+    answer = client.post(TEXT, json=body)
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
+
+
+def test_frames_of_a_stream(client: TestClient) -> None:
+    text = client.post(CHAT, json=ask(stream=True)).text
+    assert text.endswith("data: [DONE]\n\n")
+    frames = text.split("\n\n")[:-1]
+    assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
+    first, *middle, last = [json.loads(frame[6:]) for frame in frames[:-1]]
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert first["choices"][0]["delta"]["content"] == ""
+    assert last["choices"][0]["finish_reason"] == "length"
+    for chunk in middle:
+        assert chunk["object"] == "chat.completion.chunk"
+        assert chunk["choices"][0]["finish_reason"] is None
+        assert "role" not in chunk["choices"][0]["delta"]
+    assert all("usage" not in chunk for chunk in (first, *middle, last))
+
+
+def test_an_error_in_mid_stream_is_an_event_and_the_server_lives_on(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+    step = Conversations.step
+
+    def breaks(self: Conversations) -> Any:
+        steps.append(1)
+        if len(steps) == 3:
+            raise RuntimeError("out of memory\x1b[31m")
+        return step(self)
+
+    monkeypatch.setattr(Conversations, "step", breaks)
+    found = events(client.post(CHAT, json=ask(stream=True)).text)
+    error = found[-1]["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "server_error"
+    assert "memory" not in error["message"]
+    assert found[0]["choices"]
+    monkeypatch.undo()
+    assert said(client)["finish_reason"] == "length"
+    answer = client.post(CHAT, json=ask(n=2))
+    assert len(answer.json()["choices"]) == 2
+
+
+def test_text_offsets_are_where_the_tokens_begin(client: TestClient) -> None:
+    for echo in (False, True):
+        choice = continued(client, echo=echo, logprobs=1, temperature=0, prompt="a bird, a bird")
+        logprobs = choice["logprobs"]
+        assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+        assert logprobs["text_offset"][0] == 0  # of the choice's own text
+        if echo:
+            for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+                if offset < len("a bird, a bird"):
+                    assert choice["text"][offset:].startswith(token)
+
+
+def test_a_streamed_echo_and_its_logprobs_are_those_of_the_whole(client: TestClient) -> None:
+    whole = continued(client, echo=True, logprobs=2)
+    body = {"prompt": "One two", "max_tokens": 6, "seed": 1, "echo": True, "logprobs": 2}
+    chunks = events(client.post(TEXT, json={**body, "stream": True}).text)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
+    joined: dict[str, list[Any]] = {name: [] for name in whole["logprobs"]}
+    for chunk in chunks:
+        for name, values in (chunk["choices"][0]["logprobs"] or {}).items():
+            joined[name] += values
+    assert joined == whole["logprobs"]
+
+
+def test_streamed_logprobs_of_a_chat_are_those_of_the_whole(client: TestClient) -> None:
+    wanted: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
+    whole = said(client, **wanted)["logprobs"]["content"]
+    chunks = events(client.post(CHAT, json=ask(stream=True, **wanted)).text)
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [entry for part in parts if part for entry in part["content"]] == whole
+
+
+def test_several_prompts_and_answers_come_in_order(client: TestClient) -> None:
+    body = {"prompt": ["One", "Two"], "n": 2, "max_tokens": 3, "seed": 5}
+    choices = client.post(TEXT, json=body).json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    alone = client.post(TEXT, json={**body, "prompt": "Two"}).json()["choices"]
+    assert [c["text"] for c in choices[2:]] == [c["text"] for c in alone]
+    chunks = events(client.post(TEXT, json={**body, "stream": True}).text)
+    for choice in choices:
+        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(c["text"] for c in own) == choice["text"]
+        assert sum(c["finish_reason"] is not None for c in own) == 1
+
+
+def test_what_means_nothing_changes_nothing(client: TestClient) -> None:
+    plain = said(client)
+    for nothing in (
+        {"tool_choice": None}, {"tools": None}, {"stop": None}, {"stop": ""}, {"stop": []},
+        {"logit_bias": None}, {"logit_bias": {}}, {"n": None}, {"stream": None}, {"top_k": -1},
+        {"top_k": 0}, {"min_p": 0}, {"repetition_penalty": 1}, {"presence_penalty": 0},
+        {"response_format": None}, {"functions": None}, {"audio": None}, {"user": "\x1b[31m"},
+        {"add_special_tokens": True}, {"repeat_penalty": 1.0}, {"cache_prompt": True},
+        {"stream_options": None}, {"metadata": {"a": "b"}}, {"reasoning_effort": "none"},
+        {"extra_headers": {}}, {"ignore_eos": False}, {"skip_special_tokens": False},
+    ):  # fmt: skip
+        assert said(client, **nothing) == plain, nothing
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"repeat_penalty": 1.3}, {"typical_p": 0.5}, {"n_predict": 5}, {"length_penalty": 2},
+        {"add_special_tokens": False}, {"truncate_prompt_tokens": 3}, {"samplers": ["top_k"]},
+        {"include_stop_str_in_output": True}, {"skip_special_tokens": True}, {"mirostat": 2},
+        {"add_generation_prompt": False}, {"stop_token_ids": [3]}, {"reasoning_effort": "high"},
+        {"function_call": "f"}, {"modalities": ["audio"]},
+    ],
+)  # fmt: skip
+def test_what_is_not_done_is_refused_by_its_name(client: TestClient, field: dict[str, Any]) -> None:
+    (name,) = field
+    answer = client.post(CHAT, json=ask(**field))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == name
+    assert answer.json()["error"]["code"] == "unsupported_parameter"
+
+
+def test_roles_and_turns(client: TestClient) -> None:
+    turns = [{"role": "user", "content": "Hi"}]
+    with_system = [{"role": "system", "content": "Be brief."}, *turns]
+    developer = [{"role": "developer", "content": "Be brief."}, *turns]
+    counts = []
+    for messages in (turns, with_system, developer):
+        answer = client.post(CHAT, json=ask() | {"messages": messages}).json()
+        counts.append((answer["usage"]["prompt_tokens"], answer["choices"]))
+    assert counts[1] == counts[2]
+    assert counts[1][0] > counts[0][0]
+    longer = [*turns, {"role": "assistant", "content": "Hello"}, *turns]
+    assert client.post(CHAT, json=ask() | {"messages": longer}).status_code == 200
+
+
+def test_seeds_repeat_and_their_absence_does_not(client: TestClient) -> None:
+    def text(**more: Any) -> str:
+        body = {k: v for k, v in (ask(max_tokens=12) | more).items() if v is not None}
+        answer = client.post(CHAT, json=body).json()
+        return str(answer["choices"][0]["message"]["content"])
+
+    assert text(seed=4) == text(seed=4)
+    assert len({text(seed=seed) for seed in range(4)}) == 4
+    assert len({text(seed=None) for _ in range(3)}) == 3
+
+
+def test_the_most_tokens_are_kept_to_and_ends_are_said(client: TestClient) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        body = {**ask(), "ignore_eos": True}
+        del body["max_tokens"]
+        answer = client.post(CHAT, json={**body, name: 3}).json()
+        assert answer["usage"]["completion_tokens"] == 3
+        assert answer["choices"][0]["finish_reason"] == "length"
+    default = {"prompt": "One", "ignore_eos": True}
+    assert client.post(TEXT, json=default).json()["usage"]["completion_tokens"] == 16
+
+
+def test_tokens_of_a_text_and_back(client: TestClient) -> None:
+    for text in (
+        "What a world",
+        "ünïcödé 世界 🦆",
+        " leading",
+        "",
+        "<|user|> </s>",
+        "a\x00b\x1b[2J",
+    ):
+        tokens = client.post("/tokenize", json={"content": text}).json()
+        bare = client.post("/tokenize", json={"content": text, "add_special_tokens": False}).json()
+        assert tokens["tokens"][len(tokens["tokens"]) - bare["count"] :] == bare["tokens"]
+        back = client.post("/detokenize", json={"tokens": bare["tokens"]}).json()
+        assert back["content"] == text
+    turns = [{"role": "user", "content": "Hi"}]
+    count = client.post("/tokenize", json={"messages": turns}).json()["count"]
+    body = ask() | {"messages": turns}
+    assert client.post(CHAT, json=body).json()["usage"]["prompt_tokens"] == count
+
+
+def test_bytes_of_characters_that_span_tokens(client: TestClient) -> None:
+    """Every text that a stream shows is whole characters; the bytes beside it are exact."""
+    body = ask(logprobs=True, max_tokens=40, temperature=3.0, stream=True)
+    for seed in range(3):
+        text, raw = "", b""
+        for chunk in events(client.post(CHAT, json={**body, "seed": seed}).text):
+            choice = chunk["choices"][0]
+            text += choice["delta"].get("content") or ""
+            for entry in (choice["logprobs"] or {}).get("content", []):
+                raw += bytes(entry["bytes"])
+        assert raw.decode("utf-8", "replace").strip() == text.strip()
+
+
+def test_the_server_lives_through_wrong_and_right_at_once(client: TestClient) -> None:
+    bodies = [ask(logprobs=True, top_logprobs=21), ask(), ask(messages=[{}]), ask(n=2),
+              ask(max_tokens=10**6), ask(stream=True)] * 2  # fmt: skip
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda body: client.post(CHAT, json=body), bodies))
+    assert [answer.status_code for answer in answers] == [400, 200, 400, 200, 400, 200] * 2
+
+
+def test_log_lines_are_one_printable_line_each() -> None:
+    raw = "GET /\r\n2026 INFO all is well\x1b[2J \u202e %s"
+    record = logging.LogRecord("uvicorn.error", 30, "", 1, raw, (), None)
+    record.args = None
+    assert _printable(record)
+    line = record.getMessage()
+    assert "\n" not in line
+    assert "\r" not in line
+    assert "\x1b" not in line
+    assert "\u202e" not in line
