@@ -154,7 +154,10 @@ CASES = [
     Case("log-probs backward", "logprobs_gpu", "_write_row",
          {"logits_ptr": "*bf16", "targets_ptr": "*i64", "made_ptr": "*bf16", "inverse": "fp32"}
          | _pointers("fp32", "sums", "entropy", "of_logprobs", "of_entropy"),
-         {"ENTROPY": True, "BLOCK": 4096}, ("vocabulary",), warps=8),
+         {"ENTROPY": True, "BLOCK": 4096}, ("columns", "first"), warps=8),
+    Case("tile of the vocabulary", "vocabulary_gpu", "_fold_tile",
+         {"logits_ptr": "*bf16", "targets_ptr": "*i64", "numbers_ptr": "*fp32", "inverse": "fp32"},
+         {"BLOCK": 4096}, ("columns", "first"), warps=8),
 ]  # fmt: skip
 
 
