@@ -17,7 +17,8 @@ Llama's layer, 1.4 to 1.6; no GPU run has confirmed it."""
 
 
 def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
-    """What a forward keeps for its backward: of every layer, or of one with checkpointing.
+    """What a forward keeps for its backward: of every layer, or of one with checkpointing; of one
+    that recomputes parts, these of one layer and the rest of every layer.
 
         per token and layer   c (4 D + 2 Q + 2 K + m I) + 4 (heads + 2)       bytes
 
@@ -34,9 +35,31 @@ def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
         numbers *= GPU_KEEPS
     layer = size * numbers + FLOAT * (shape.heads + 2)
     ends = 2 * size * shape.width  # the embeddings' output and the last norm's input
+    if layout.checkpointing and layout.recompute != "layers":
+        part = _part_bytes(shape, layout)
+        return tokens * (shape.layers * (layer - part) + part + ends)
     if layout.checkpointing:
         return tokens * (shape.layers * size * shape.width + layer + ends)
     return tokens * (shape.layers * layer + ends)
+
+
+def _part_bytes(shape: Shape, layout: Layout) -> float:
+    """What a layer's MLP or attention keeps per token, without the norm before it."""
+    size = layout.compute_bytes * (1.0 if layout.on_cpu else GPU_KEEPS)
+    if layout.recompute == "mlp":
+        return size * shape.inner_kept * shape.inner
+    return size * (2 * shape.query_width + 2 * shape.kv_width) + FLOAT * shape.heads
+
+
+def recomputed_share(shape: Shape, layout: Layout) -> float:
+    """The share of a forward that checkpointing computes again."""
+    if not layout.checkpointing:
+        return 0.0
+    if layout.recompute == "layers":
+        return 1.0
+    attention = shape.layers * shape.width * 2 * (shape.query_width + shape.kv_width)
+    share = min(1.0, attention / max(1, shape.linear_weights))
+    return share if layout.recompute == "attention" else 1.0 - share
 
 
 def forward_bytes(shape: Shape, tokens: int, layout: Layout) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tandem.engine.forward import response_logprobs
 from tandem.models.lm_head import vocabulary_head
+from tandem.models.packed import predictor_states
 from tandem.objectives.logprobs import token_logprobs
 from tandem.ops import dense, gpu, logits, vocabulary_gpu
 from tandem.ops.logits import HeadProduct, tile_columns
@@ -116,9 +117,7 @@ def test_heads_of_all_families_in_tiles(family: str, tiled: Any) -> None:
         head = vocabulary_head(model)
         assert head.product() is not None
         tiled(False)  # the layers stay plain
-        from tandem.engine import forward
-
-        states = forward.predictor_states(model, batch)
+        states = predictor_states(model, batch)
         tiled(on)
         made = token_logprobs(
             head, states, batch.token_ids[batch.response_mask], vocabulary=99,
@@ -170,7 +169,7 @@ def test_no_tensor_of_the_size_of_the_logits(monkeypatch: pytest.MonkeyPatch) ->
     largest = 0
 
     class Largest(Launches):
-        def __torch_dispatch__(self, *given: Any) -> Any:  # type: ignore[override]
+        def __torch_dispatch__(self, *given: Any) -> Any:
             nonlocal largest
             result = super().__torch_dispatch__(*given)
             if isinstance(result, Tensor) and result.shape[-1:] != (width,):
