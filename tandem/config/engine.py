@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.config.optimizer import OptimizerConfig
-from tandem.config.parallel import ParallelConfig
+from tandem.config.parallel import ParallelConfig, Recompute
 from tandem.config.schema import LoraConfig, RunConfig, SamplingConfig, rl_section
 from tandem.config.scoring import WeightedModel, weighted_models
 from tandem.config.stages import in_order, rl_stage
@@ -45,6 +45,7 @@ class EngineSettings:
     ema_decay: float
     old_logprobs: Literal["auto", "sampler", "forward"]
     further_rewards: tuple[WeightedModel, ...] = ()
+    recompute: Recompute = "layers"
 
     @property
     def carries_adapters(self) -> bool:
@@ -79,4 +80,5 @@ def engine_settings(config: RunConfig) -> EngineSettings:
         ema_decay=section.ema_decay if section.ema else 0.0,
         old_logprobs=section.old_logprobs,
         further_rewards=weighted_models(config.scoring.reward_models),
+        recompute=config.recompute,
     )

@@ -10,6 +10,8 @@ from tandem.config.knob import RL, knob
 
 OptimizerStates = Literal["fp32", "bf16", "8bit"]
 """How AdamW's moments are kept (`parallel.optimizer_states`)."""
+Recompute = Literal["layers", "mlp", "attention"]
+"""What gradient checkpointing computes again (`recompute`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -179,6 +179,11 @@ def _order_problems(names: Sequence[str]) -> Iterator[str]:
 
 
 def _parallel_problems(config: RunConfig) -> Iterator[str]:
+    if config.recompute != "layers" and not config.gradient_checkpointing:
+        yield (
+            "recompute must be layers without gradient_checkpointing, which it divides; got "
+            f"{config.recompute}. Add --gradient-checkpointing"
+        )
     yield from frozen_base_problems(config.parallel, config.lora.rank)
     if config.parallel.inference_tp_size > 1 and not config.hybrid_engine:
         yield (

@@ -314,6 +314,10 @@ class RunConfig:
     sampling.samples_per_prompt."""
     gradient_checkpointing: bool = knob(False, common=True)
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    recompute: Literal["layers", "mlp", "attention"] = knob("layers")
+    """What gradient_checkpointing recomputes: whole layers; only each layer's mlp, which is the
+    larger part of what a layer keeps, or only its attention. Parts keep more and recompute less;
+    not every model family keeps them in modules of their own."""
     dropout: float = knob(0.0, ge=0, lt=1)
     """Dropout of the trained models. Off by default: PPO compares two forwards of one policy."""
     trust_remote_code: bool = knob(False)

@@ -25,6 +25,7 @@ from tandem.models.packed import PromptGroup, drops_now, predictor_states, promp
 from tandem.models.tensor_parallel import sliced_twin
 from tandem.models.twin import decodes, standing_in, without_hooks
 from tandem.objectives.logprobs import scatter_to_tokens, token_logprobs
+from tandem.ops import gpu
 from tandem.parallel.dtensor import whole
 from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import TensorGroup
@@ -104,6 +105,7 @@ def response_logprobs(
             weights=head.weights,
             temperature=temperature,
             with_entropy=with_entropy,
+            product=head.product() if gpu.fuses(selected) else None,
         )
         mask = batch.response_mask
         return scatter_to_tokens(logprobs, mask), scatter_to_tokens(entropy, mask)

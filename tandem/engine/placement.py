@@ -260,7 +260,7 @@ def prepare_for_training(
     if settings.parallel.frozen_weights:
         freeze_quantized(model, settings.parallel.frozen_weights)
     if settings.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
+        enable_gradient_checkpointing(model, settings.recompute)
 
 
 def _continue_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tandem.config.engine import EngineSettings
-from tandem.config.parallel import OptimizerStates
+from tandem.config.parallel import OptimizerStates, Recompute
 from tandem.memory.dimensions import Shape
 
 FrozenKind = Literal["", "int8", "nf4"]
@@ -48,7 +48,8 @@ class Layout:
     counts it. offload_params: weights are in host memory; trained ones are split as at stage 3.
     accumulates: more than one micro-batch per optimizer step. moving_average: of what is trained,
     in float32. on_cpu: the host is the device. optimizer_states: how AdamW's moments are kept.
-    offload_gradients: they are summed on the host if its optimizer is there.
+    offload_gradients: they are summed on the host if its optimizer is there. recompute: what
+    checkpointing recomputes.
     """
 
     ranks: int = 1
@@ -67,6 +68,7 @@ class Layout:
     on_cpu: bool = False
     optimizer_states: OptimizerStates = "fp32"
     offload_gradients: bool = True
+    recompute: Recompute = "layers"
 
     @property
     def is_split(self) -> bool:
@@ -137,6 +139,7 @@ def layout_of(
         on_cpu=on_cpu,
         moving_average=average,
         checkpointing=settings.gradient_checkpointing,
+        recompute=settings.recompute,
     )
 
 

@@ -16,7 +16,8 @@ again, but where an adapter's gradient needs it (ops/layer_gpu.py)."""
 
 
 def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
-    """What a forward keeps for its backward: of every layer, or of one with checkpointing.
+    """What a forward keeps for its backward: of every layer, or of one with checkpointing; of one
+    that recomputes parts, these of one layer and the rest of every layer.
 
         per token and layer   c (4 D + 2 Q + 2 K + m I) + 4 (heads + 2)       bytes
 
@@ -33,6 +34,9 @@ def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
         numbers += layout.lora_rank * len(shape.linears) / max(1, shape.layers)
     layer = size * numbers + FLOAT * (shape.heads + 2)
     ends = 2 * size * shape.width  # the embeddings' output and the last norm's input
+    if layout.checkpointing and layout.recompute != "layers":
+        part = _part_bytes(shape, layout)
+        return tokens * (shape.layers * (layer - part) + part + ends)
     if layout.checkpointing:
         inputs = shape.width * (1 if layout.on_cpu else 2)
         return tokens * (shape.layers * size * inputs + layer + ends)
@@ -44,6 +48,25 @@ def _inner_kept(shape: Shape, layout: Layout) -> int:
     if is_gated and not (layout.on_cpu or layout.lora_rank):
         return GPU_GATED_KEEPS
     return shape.inner_kept
+
+
+def _part_bytes(shape: Shape, layout: Layout) -> float:
+    """What a layer's MLP or attention keeps per token, without the norm before it."""
+    size = layout.compute_bytes
+    if layout.recompute == "mlp":
+        return float(size * _inner_kept(shape, layout) * shape.inner)
+    return size * (2 * shape.query_width + 2 * shape.kv_width) + FLOAT * shape.heads
+
+
+def recomputed_share(shape: Shape, layout: Layout) -> float:
+    """The share of a forward that checkpointing computes again."""
+    if not layout.checkpointing:
+        return 0.0
+    if layout.recompute == "layers":
+        return 1.0
+    attention = shape.layers * shape.width * 2 * (shape.query_width + shape.kv_width)
+    share = min(1.0, attention / max(1, shape.linear_weights))
+    return share if layout.recompute == "attention" else 1.0 - share
 
 
 def forward_bytes(shape: Shape, tokens: int, layout: Layout) -> float:

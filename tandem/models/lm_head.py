@@ -23,6 +23,9 @@ from tandem.errors import ModelError, NumericsError
 from tandem.models.modes import evaluating
 from tandem.models.packed import hidden_states
 from tandem.models.twin import twin_of
+from tandem.models.twin_layers import TwinLinear
+from tandem.ops import dense
+from tandem.ops.logits import HeadProduct
 from tandem.text import first_line
 from tandem.types import TokenBatch
 
@@ -48,6 +51,21 @@ class _GivenStates(nn.Module):
         return _GivenOutput(last_hidden_state=inputs_embeds)
 
 
+class _GivenLogits(nn.Module):
+    """Replaces the head's linear layer and returns the logits that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits: Tensor | None = None
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the linear layer would get, (1, n, D), is kept to be looked at."""
+        assert self.logits is not None
+        self.seen = x
+        return self.logits[None]
+
+
 class VocabularyHead:
     """A model's head alone: (N, D) hidden states -> (N, V) logits, with gradient.
 
@@ -68,6 +86,12 @@ class VocabularyHead:
         # A copy of the twin, so that the head computes as in generation.
         self._twin = copy.copy(twin_of(model))
         self._twin._modules = {**self._twin._modules, model.base_model_prefix: _GivenStates()}
+        layer = model.get_output_embeddings()
+        names = [name for name, child in model._modules.items() if child is layer]
+        self._layer_name = names[0] if layer is not None and len(names) == 1 else None
+        self._is_product: bool | None = None
+        self._is_plain = False
+        self._after: _After | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """(N, D) -> (N, V), in the dtype that the model's forward would give (`attending`)."""
@@ -78,6 +102,69 @@ class VocabularyHead:
     def weights(self) -> list[nn.Parameter]:
         """The head's parameters; sharded weights are whole only inside a forward."""
         return list(self._twin.parameters())
+
+    def product(self) -> HeadProduct | None:
+        """The head as a product and what each of its numbers goes through after it, to be called
+        where weights are whole; None if it is not of that kind, or its weight is quantized.
+
+        It is found out once, by running the head's own code on random states.
+        """
+        if self._layer_name is None:
+            return None
+        layer = self._twin._modules[self._layer_name]
+        if type(layer) is not TwinLinear:
+            return None
+        if self._is_product is None:
+            self._after = _After(self._twin, self._layer_name)
+            self._is_product = self._takes_apart(layer, self._after)
+        if not self._is_product:
+            return None
+        return HeadProduct(layer.weight, layer.bias, None if self._is_plain else self._after)
+
+    @torch.no_grad()
+    def _takes_apart(self, layer: TwinLinear, after: _After) -> bool:
+        """Whether the head is its linear layer, on the states as they are, and then a function of
+        each number by itself."""
+        weight, bias = layer.weight, layer.bias
+        states = torch.randn(2, weight.shape[1], device=weight.device).to(weight.dtype)
+        raw = dense.linear(states, weight, bias)
+        cut = len(weight) // 3
+        try:
+            whole, parts = after(raw), [after(part) for part in (raw[:, :cut], raw[:, cut:])]
+        except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
+            return False
+        self._is_plain = whole.data_ptr() == raw.data_ptr()
+        return (
+            after.passes_on(states)
+            and whole.dtype == raw.dtype
+            and torch.equal(torch.cat(parts, 1), whole)
+            and torch.equal(self(states), whole)
+        )
+
+
+class _After:
+    """A head without its linear layer: raw logits (n, v) -> (n, v), of any columns."""
+
+    def __init__(self, twin: Any, name: str) -> None:
+        self._given = _GivenLogits()
+        self._twin = copy.copy(twin)
+        self._twin._modules = {**twin._modules, name: self._given}
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        return self._run(raw, raw)
+
+    def passes_on(self, states: Tensor) -> bool:
+        """Whether states (n, D) come to the linear layer unchanged."""
+        self._run(states, states.new_zeros(len(states), 1))
+        seen, self._given.seen = self._given.seen, None
+        return seen is not None and torch.equal(seen.view(states.shape), states)
+
+    def _run(self, states: Tensor, raw: Tensor) -> Tensor:
+        self._given.logits = raw
+        with torch.autocast(raw.device.type, enabled=False):
+            logits: Tensor = self._twin(inputs_embeds=states[None], use_cache=False).logits
+        self._given.logits = None
+        return logits.squeeze(0)
 
 
 _heads: WeakKeyDictionary[PreTrainedModel, VocabularyHead] = WeakKeyDictionary()

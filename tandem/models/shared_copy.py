@@ -41,13 +41,12 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tandem.errors import ModelError
 from tandem.models.fused import fused
+from tandem.models.recompute import RECOMPUTED, checkpointed, recomputing
 from tandem.ops.attention import TANDEM_ATTENTION
-from tandem.ops.attention_context import attending, current_step
 
 # How a model is sharded (`parallel.shard`) is the model's business, not its twin's.
 _NOT_COPIED = ("tandem_shards", "sharded_call")
@@ -97,7 +96,7 @@ def shared_copy(
         if "config" in state:
             state["config"] = _with_our_attention(state["config"], configs)
         if hasattr(twin, "_gradient_checkpointing_func") or hasattr(twin, "gradient_checkpointing"):
-            state["_gradient_checkpointing_func"] = _checkpointed
+            state["_gradient_checkpointing_func"] = checkpointed
     return copies
 
 
@@ -112,6 +111,8 @@ def _new_object(module: nn.Module, own_forward: bool) -> nn.Module:
     """An object with the attributes of the module, its tables of tensors among them."""
     kind = _own_class(module)
     replaced, attributes = (kind, {}) if own_forward else fused(module, kind)
+    if module.__dict__.get(RECOMPUTED) and not own_forward:
+        replaced = recomputing(replaced)
     twin: nn.Module = object.__new__(replaced)
     twin.__dict__.update(module.__dict__, **attributes)
     for name in _NOT_COPIED:
@@ -176,14 +177,3 @@ def _with_our_attention(config: Any, configs: dict[int, Any]) -> Any:
         changed._attn_implementation = TANDEM_ATTENTION
         configs[id(config)] = changed
     return configs[id(config)]
-
-
-def _checkpointed(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Gradient checkpointing whose second forward has the attention metadata of the first."""
-    step = current_step()
-
-    def recompute(*inputs: Any) -> Any:
-        with attending(step):
-            return function(*inputs)
-
-    return checkpoint(recompute, *arguments, use_reentrant=False)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tandem.ops import dense
-from tandem.ops.logits import rows_at_once
+from tandem.ops import dense, gpu
+from tandem.ops.logits import HeadProduct, rows_at_once
 
 
 def scatter_to_tokens(values: Tensor, mask: Tensor) -> Tensor:
@@ -30,6 +30,7 @@ def token_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     max_rows: int | None = None,
+    product: HeadProduct | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, and the entropy of its distribution, without the whole logits.
 
@@ -47,9 +48,15 @@ def token_logprobs(
         max_rows: most rows through the head at once; None takes the device's budget of bytes
             (`ops.logits`). With more than one chunk the backward pass computes each chunk's logits
             again rather than keep them, and adds the chunks' gradients of the weights in float32.
+        product: the head taken apart, where it can be. A GPU that runs our kernels then makes the
+            logits in tiles of the vocabulary instead (`ops.vocabulary_gpu`).
     Returns:
         logprobs (N,) and entropy (N,), float32 nats, with gradient.
     """
+    if product is not None and gpu.fuses(hidden) and hidden.dtype == product.weight.dtype:
+        from tandem.ops.vocabulary_gpu import head_logprobs_gpu  # imports Triton
+
+        return head_logprobs_gpu(product, hidden, targets, temperature, with_entropy)
     rows = max_rows or rows_at_once(vocabulary, hidden.dtype, hidden.device)
     head = _Head(logits_of, temperature, with_entropy, rows)
     if len(targets) <= rows:

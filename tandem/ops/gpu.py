@@ -58,3 +58,16 @@ def sent(
     """Numbers of the host on a device; from pinned memory, so that the host does not wait."""
     made = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return made.to(device, non_blocking=True)
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right in float32, in place, whatever the type of the two.
+
+    A CUDA product adds to what is there as it writes; no product is held or rounded apart.
+    """
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.device.type in ("cuda", "meta"):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))

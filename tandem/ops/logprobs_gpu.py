@@ -94,8 +94,8 @@ def _row_gradients(
     if n:
         _write_row[(n, triton.cdiv(vocabulary, _BLOCK))](
             logits, targets, sums, entropy, of_logprobs,
-            of_logprobs if of_entropy is None else of_entropy, made, vocabulary, 1.0 / temperature,
-            ENTROPY=of_entropy is not None, BLOCK=_BLOCK, num_warps=8,
+            of_logprobs if of_entropy is None else of_entropy, made, vocabulary, 0,
+            1.0 / temperature, ENTROPY=of_entropy is not None, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
 
 
@@ -106,18 +106,15 @@ def _(*_: Any) -> None:
 
 # fmt: off
 @_kernel
-def _read_row(  # type: ignore[no-untyped-def]
-    logits_ptr, targets_ptr, numbers_ptr, rows, vocabulary, inverse, BLOCK: tl.constexpr,
+def _fold_row(  # type: ignore[no-untyped-def]
+    at, columns, inverse, top, total, moved, BLOCK: tl.constexpr,
 ):
     # fmt: on
-    """A row: top, sum and sum of e^(x - top) (x - top), corrected where the top rises."""
-    row = tl.program_id(0).to(tl.int64)
-    at = logits_ptr + row * vocabulary
-    top = -3.0e38  # below any number, yet finite: -inf less -inf is NaN
-    total, moved = 0.0, 0.0
-    for begin in range(0, vocabulary, BLOCK):
+    """Top, sum and sum of e^(x - top) (x - top) with more columns, corrected where the top
+    rises."""
+    for begin in range(0, columns, BLOCK):
         v = begin + tl.arange(0, BLOCK)
-        x = tl.load(at + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32) * inverse
+        x = tl.load(at + v, mask=v < columns, other=float("-inf")).to(tl.float32) * inverse
         higher = tl.maximum(top, tl.max(x, 0))
         weights = tl.exp(x - higher)
         shrink = tl.exp(top - higher)
@@ -125,6 +122,21 @@ def _read_row(  # type: ignore[no-untyped-def]
         moved += tl.sum(tl.where(weights == 0, 0.0, weights * (x - higher)), 0)
         total = total * shrink + tl.sum(weights, 0)
         top = higher
+    return top, total, moved
+
+
+# fmt: off
+@_kernel
+def _read_row(  # type: ignore[no-untyped-def]
+    logits_ptr, targets_ptr, numbers_ptr, rows, vocabulary, inverse, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    """A row's log-prob, entropy and log-sum."""
+    row = tl.program_id(0).to(tl.int64)
+    at = logits_ptr + row * vocabulary
+    top = -3.0e38  # below any number, yet finite: -inf less -inf is NaN
+    total, moved = 0.0, 0.0
+    top, total, moved = _fold_row(at, vocabulary, inverse, top, total, moved, BLOCK)
     log_sum = top + tl.log(total)
     target = tl.load(targets_ptr + row)
     x = tl.load(at + target).to(tl.float32) * inverse
@@ -137,20 +149,21 @@ def _read_row(  # type: ignore[no-untyped-def]
 @_kernel
 def _write_row(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, sums_ptr, entropy_ptr, of_logprobs_ptr, of_entropy_ptr, made_ptr,
-    vocabulary, inverse, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    columns, first, inverse, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
-    """Part of a row: g (1[target] - p) - h p (log p + H), over the temperature."""
+    """Part of a row of the tokens from `first` on: g (1[target] - p) - h p (log p + H), over the
+    temperature."""
     row = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = row * vocabulary + v
-    x = tl.load(logits_ptr + at, mask=v < vocabulary, other=float("-inf")).to(tl.float32)
+    at = row * columns + v
+    x = tl.load(logits_ptr + at, mask=v < columns, other=float("-inf")).to(tl.float32)
     logprob = x * inverse - tl.load(sums_ptr + row)
     chance = tl.exp(logprob)
     g = tl.load(of_logprobs_ptr + row)
-    made = tl.where(v == tl.load(targets_ptr + row), g, 0.0) - g * chance
+    made = tl.where(v + first == tl.load(targets_ptr + row), g, 0.0) - g * chance
     if ENTROPY:
         h = tl.load(of_entropy_ptr + row)
         made -= tl.where(chance > 0, h * chance * (logprob + tl.load(entropy_ptr + row)), 0.0)
     made = (made * inverse).to(made_ptr.dtype.element_ty)
-    tl.store(made_ptr + at, made, mask=v < vocabulary)
+    tl.store(made_ptr + at, made, mask=v < columns)

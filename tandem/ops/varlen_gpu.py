@@ -76,19 +76,29 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def _tiles(q: Tensor, v: Tensor) -> tuple[int, int]:
-    """Tokens of a tile, and warps."""
-    wide = max(q.shape[2], v.shape[2]) * q.element_size()
-    return (64, 4) if wide <= 128 else (32, 4)
+def tiles(width: int, size: int, *, keys: bool) -> tuple[int, int]:
+    """Tokens of a tile, and warps, such that no kernel spills registers
+    (tests/ops/compile_kernels.py).
+
+    Args:
+        width: of the wider heads. size: bytes of one number.
+        keys: of the keys' backward, which sums twice as much as the others.
+    """
+    wide = width * size
+    if wide <= 128:
+        return 64, 8 if keys else 4
+    return 32, 8 if wide > 256 else 4
 
 
 def _padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def _settings(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, window: int, cap: float):
+def _settings(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, window: int, cap: float, *, keys: bool = False
+):
     """Constants that all kernels have, and how many tiles and warps."""
-    size, warps = _tiles(q, v)
+    size, warps = tiles(max(q.shape[2], v.shape[2]), q.element_size(), keys=keys)
     sequences = len(ends) - 1
     return triton.cdiv(q.shape[0], size) + sequences, {
         "GROUP": q.shape[1] // k.shape[1], "WINDOW": window, "CAPPED": cap != 0, "SIZE": size,
@@ -106,8 +116,8 @@ def _attend(
     n, heads, _ = q.shape
     out, sums = q.new_empty((n, heads, v.shape[2])), q.new_empty((heads, n), dtype=torch.float32)
     if n:
-        tiles, constants = _settings(q, k, v, ends, window, softcap)
-        _forward[(tiles, heads)](
+        count, constants = _settings(q, k, v, ends, window, softcap)
+        _forward[(count, heads)](
             q, k, v, ends, q if sinks is None else sinks, out, sums, q.stride(0), k.stride(0),
             v.stride(0), len(ends) - 1, n, heads, scale, softcap, SINKS=sinks is not None,
             **constants,
@@ -129,11 +139,13 @@ def _attend_backward(
     n, heads, _ = q.shape
     of_q, of_k, of_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if n:
-        tiles, constants = _settings(q, k, v, ends, window, softcap)
+        rule = (q, k, v, ends, window, softcap)
+        count, constants = _settings(*rule)
         given = (q, k, v, ends, gradient, sums, inner)
         strides = (q.stride(0), k.stride(0), v.stride(0), len(ends) - 1, n, heads, scale, softcap)
-        _backward_queries[(tiles, heads)](*given, of_q, *strides, **constants)
-        _backward_keys[(tiles, k.shape[1])](*given, of_k, of_v, *strides, **constants)
+        _backward_queries[(count, heads)](*given, of_q, *strides, **constants)
+        count, constants = _settings(*rule, keys=True)
+        _backward_keys[(count, k.shape[1])](*given, of_k, of_v, *strides, **constants)
     return of_q, of_k, of_v
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from tandem.memory.dimensions import Shape
 from tandem.memory.model import FLOAT, Layout, trained_parameters, weight_bytes
-from tandem.memory.work import activation_bytes, forward_bytes
+from tandem.memory.work import activation_bytes, forward_bytes, recomputed_share
 from tandem.ops.sizes import PREFILL_TOKENS
 from tandem.predict.hardware import Hardware
 from tandem.predict.work import Work
@@ -93,14 +93,15 @@ def training(shape: Shape, layout: Layout, work: Work, pace: Pace) -> PhaseWork:
     forward = forward_flops(shape, tokens, work.length, answered)
     trained = trained_parameters(shape, layout)
     share = trained / max(1, shape.parameters) if layout.lora_rank else 1.0
-    runs = 2.0 + share + (1.0 if layout.checkpointing else 0.0)
+    again = recomputed_share(shape, layout)
+    runs = 2.0 + share + again
     kept = activation_bytes(shape, 1, _kept_whole(layout)) * tokens
     logits = 0.0 if shape.is_scalar else answered * shape.vocabulary * layout.compute_bytes
     own = trained / (layout.pieces if layout.is_split else 1)
     batches = work.micro_batches
     terms = {
         "products": pace.products(forward * runs, shape.width),
-        "activations": pace.moving(3.0 * kept * (1.5 if layout.checkpointing else 1.0)),
+        "activations": pace.moving(3.0 * kept * (1.0 + 0.5 * again)),
         "logits": pace.moving(6.0 * logits),
         "optimizer": pace.moving(work.updates * (28.0 * own + 8.0 * trained)),
         # The first step also makes the moments and gradients, in memory that is new.

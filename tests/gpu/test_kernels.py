@@ -84,3 +84,35 @@ def test_a_model_computes_alike_with_and_without_kernels(
         found, _ = response_logprobs(model, batch.to(DEVICE))
     mask = batch.response_mask
     assert float(F.l1_loss(found.cpu()[mask], expected[mask])) < 2e-2
+
+
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+def test_the_vocabulary_head_in_tiles(cap: float) -> None:
+    """Values and gradients of 300 rows by 100,000 tokens, two tiles, against float32."""
+    kernel("vocabulary_gpu", "head_logprobs_gpu")
+    from tandem.objectives.logprobs import token_logprobs
+    from tandem.ops.logits import HeadProduct
+
+    hidden = (torch.randn(300, 256, device=DEVICE) / 16).to(BF16).requires_grad_()
+    weight = torch.randn(100_000, 256, device=DEVICE).to(BF16).requires_grad_()
+    targets = torch.randint(100_000, (300,), device=DEVICE)
+
+    def capped(raw: torch.Tensor) -> torch.Tensor:
+        return cap * torch.tanh(raw / cap)
+
+    head = HeadProduct(weight, None, capped if cap else None)
+    found = token_logprobs(
+        lambda x: x, hidden, targets, vocabulary=100_000, weights=[], with_entropy=True,
+        product=head,
+    )  # fmt: skip
+    raw = hidden.float() @ weight.float().t()
+    every = torch.log_softmax(capped(raw) if cap else raw, -1)
+    entropy = -(every.exp() * every).sum(-1)
+    expected = every.gather(1, targets[:, None])[:, 0], entropy
+    pulls = torch.randn(2, 300, device=DEVICE).unbind()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    got = torch.autograd.grad(found, [hidden, weight], pulls)
+    want = torch.autograd.grad(expected, [hidden, weight], pulls)
+    for a, b in zip(got, want, strict=True):
+        assert float((a - b).float().norm() / b.float().norm()) < 2e-2

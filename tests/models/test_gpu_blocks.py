@@ -9,11 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, Qwen2Config, Qwen3Config
 
+from tandem.config.parallel import Recompute
 from tandem.config.schema import SamplingConfig
 from tandem.generation.gpu_graphs import NoWaiting
 from tandem.generation.sampler import Sampler
 from tandem.models.gpu_blocks import join_projections
 from tandem.models.quantized import PackedWeight
+from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.twin import base_forward, twin_of
 from tandem.ops.attention_context import Decode, KVMemory, LayerShape, Packed, attending
 from tandem.ops.dense import token_logprobs
@@ -81,9 +83,11 @@ def test_a_layer_decodes_in_few_kernels(name: str) -> None:
     assert launched.total() <= KERNELS[name], launched
 
 
-def trained(name: str, layers: int) -> tuple[int, Launches]:
+def trained(name: str, layers: int, recompute: Recompute | None = None) -> tuple[int, Launches]:
     """Bytes that a forward of 8,192 tokens keeps, and what its backward launches."""
     model = model_of(name, layers).train()
+    if recompute is not None:
+        enable_gradient_checkpointing(model, recompute)
     join_projections(model)
     meta = torch.device("meta")
     lengths = torch.zeros(17, dtype=torch.int32, device=meta)
@@ -101,6 +105,19 @@ def test_a_7b_layer_keeps_less_than_a_gigabyte_of_8192_tokens(name: str, megabyt
     (one, few), (two, more) = trained(name, 1), trained(name, 2)
     assert (two - one) / 1e6 <= megabytes
     assert (more.seen - few.seen).total() <= 20, more.seen - few.seen
+
+
+KEPT = {
+    ("llama", "layers"): 135, ("llama", "mlp"): 572, ("llama", "attention"): 630,
+    ("llama-3", "mlp"): 471, ("llama-3", "attention"): 739,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "recompute"), KEPT)
+def test_what_a_7b_layer_keeps_with_checkpointing(name: str, recompute: Recompute) -> None:
+    """Megabytes of 8,192 tokens."""
+    one, two = (trained(name, layers, recompute)[0] for layers in (1, 2))
+    assert (two - one) / 1e6 <= KEPT[name, recompute]
 
 
 @pytest.mark.parametrize("name", ["llama-3", "opt"])

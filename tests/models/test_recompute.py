@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tandem.config.parallel import Recompute
 from tandem.config.schema import LoraConfig
 from tandem.errors import ModelError
 from tandem.models.lora import add_lora, lora_parameters
 from tandem.models.packed import hidden_states
 from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.twin import supports_packing, twin_of
+from tests.ops.counting import kept as counted
 
 from .families import ragged_batch, tiny_model
+
+NAMES = {"mlp": "mlp", "self_attn": "attention", "attn": "attention", "attention": "attention"}
 
 
 def _gradients(model: PreTrainedModel) -> tuple[dict[str, Tensor], int]:
@@ -53,6 +58,49 @@ def test_gradients_are_the_same(family: str, lora_only: bool) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert (runs, runs_again) == (1, 2), "the backward pass must run the layers again"
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "attention"])
+@pytest.mark.parametrize("lora_only", [False, True])
+def test_parts_give_the_same_gradients(family: str, recompute: Recompute, lora_only: bool) -> None:
+    """To the bit, shared prompts included; and the part runs twice, the other once."""
+    if family == "opt" and recompute == "mlp":
+        pytest.skip("OPT's MLP is not a module")
+    plain = tiny_model(family)
+    if lora_only:
+        add_lora(plain, LoraConfig(rank=2), seed=0)
+        with torch.no_grad():
+            for parameter in lora_parameters(plain):
+                parameter += 0.1
+    parted = copy.deepcopy(plain)
+    enable_gradient_checkpointing(parted, recompute)
+    found, kept = [], []
+    for model in (plain, parted):
+        runs = Counter[str]()
+        assert supports_packing(model)  # found out by a forward
+        twin = twin_of(model.train())
+        for name, module in twin.named_modules():
+            if ".0." in name and name.split(".")[-1] in NAMES:
+                kind = NAMES[name.split(".")[-1]]
+                inner = next(m for m in module.modules() if not list(m.children()))
+                inner.register_forward_hook(lambda *_, kind=kind, runs=runs: runs.update([kind]))
+        with counted() as storages:
+            states = hidden_states(model, ragged_batch())
+        states.square().sum().backward()
+        kept.append(sum(storages.values()))
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        again = 2 if model is parted else 1
+        assert runs[recompute] == again
+        other = "attention" if recompute == "mlp" else "mlp"
+        assert family == "opt" or runs[other] == 1
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[1][name], found[0][name]) for name in found[0])
+    assert kept[1] < kept[0]
+
+
+def test_a_family_without_the_part() -> None:
+    with pytest.raises(ModelError, match=r"keep their mlp in a module .* got self_attn, .*fc1"):
+        enable_gradient_checkpointing(tiny_model("opt"), "mlp")
 
 
 def test_no_hook_stays_on_the_embeddings() -> None:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tandem.ops.varlen_gpu import tiles
+
 ARCHS = (80, 90, 100)
 
 
@@ -64,9 +66,16 @@ _PAGED_CONSTANTS = {
 _PAGED_ALIGNED = ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "table_row")
 _PACKED = {"x_ptr": "*bf16", "codes_ptr": "*u8", "out_ptr": "*bf16", "table_ptr": "*fp32"}
 
-_PACKED_ATTENTION = _pointers("bf16", "q", "k", "v", "g") | _pointers("fp32", "sums", "inner") | {
-    "ends_ptr": "*i32", "scale": "fp32", "softcap": "fp32",
-}  # fmt: skip
+
+def _packed_attention(kind: str) -> dict[str, str]:
+    return _pointers(kind, "q", "k", "v", "g") | _pointers("fp32", "sums", "inner") | {
+        "ends_ptr": "*i32", "scale": "fp32", "softcap": "fp32",
+    }  # fmt: skip
+
+
+def _tiles(kind: str, width: int, keys: bool) -> tuple[int, int]:
+    return tiles(width, 2 if kind == "bf16" else 4, keys=keys)
+
 
 CASES = [
     Case("add + RMSNorm", "layer_gpu", "_norm_rows", _NORM,
@@ -137,15 +146,20 @@ CASES = [
          {"INPUTS": 4096, "KIND": 0, "BLOCK": 256, "STEP": 256, "ROWS_PAD": 16, "OUTPUTS": 32},
          ("outputs",)),
     *(
-        Case(f"packed attention {name}", "varlen_gpu", kernel, _PACKED_ATTENTION | more,
-             {"GROUP": 4, "WINDOW": 0, "CAPPED": True, "SIZE": size, "K_WIDTH": width,
-              "K_PAD": width, "V_WIDTH": width, "V_PAD": width, "ROWS_PAD": 32} | extra,
-             ("q_row", "k_row", "v_row"), stages=2)
-        for width, size in ((64, 64), (128, 32), (256, 32))
-        for name, kernel, more, extra in (
-            (f"{width}", "_forward", {"out_ptr": "*bf16", "sinks_ptr": "*bf16"}, {"SINKS": True}),
-            (f"{width}, of queries", "_backward_queries", {"of_q_ptr": "*bf16"}, {}),
-            (f"{width}, of keys", "_backward_keys", {"of_k_ptr": "*bf16", "of_v_ptr": "*bf16"}, {}),
+        Case(f"packed attention {kind} {name}", "varlen_gpu", kernel,
+             _packed_attention(kind) | more,
+             {"GROUP": 4, "WINDOW": 0, "CAPPED": True, "SIZE": _tiles(kind, width, keys)[0],
+              "K_WIDTH": width, "K_PAD": width, "V_WIDTH": width, "V_PAD": width,
+              "ROWS_PAD": 32} | extra,
+             ("q_row", "k_row", "v_row"), warps=_tiles(kind, width, keys)[1], stages=2)
+        for kind, width in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 64),
+                            ("fp32", 128))
+        for name, kernel, keys, more, extra in (
+            (f"{width}", "_forward", False,
+             {"out_ptr": f"*{kind}", "sinks_ptr": f"*{kind}"}, {"SINKS": True}),
+            (f"{width}, of queries", "_backward_queries", False, {"of_q_ptr": f"*{kind}"}, {}),
+            (f"{width}, of keys", "_backward_keys", True,
+             {"of_k_ptr": f"*{kind}", "of_v_ptr": f"*{kind}"}, {}),
         )
     ),
     Case("log-probs", "logprobs_gpu", "_read_row",
@@ -154,7 +168,10 @@ CASES = [
     Case("log-probs backward", "logprobs_gpu", "_write_row",
          {"logits_ptr": "*bf16", "targets_ptr": "*i64", "made_ptr": "*bf16", "inverse": "fp32"}
          | _pointers("fp32", "sums", "entropy", "of_logprobs", "of_entropy"),
-         {"ENTROPY": True, "BLOCK": 4096}, ("vocabulary",), warps=8),
+         {"ENTROPY": True, "BLOCK": 4096}, ("columns", "first"), warps=8),
+    Case("tile of the vocabulary", "vocabulary_gpu", "_fold_tile",
+         {"logits_ptr": "*bf16", "targets_ptr": "*i64", "numbers_ptr": "*fp32", "inverse": "fp32"},
+         {"BLOCK": 4096}, ("columns", "first"), warps=8),
 ]  # fmt: skip
 
 

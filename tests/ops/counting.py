@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tandem.models import recompute
 from tandem.ops import attention_context, gpu
 
 _FREE = {
@@ -71,5 +72,18 @@ def kept() -> Iterator[dict[int, int]]:
             storages[storage._cdata] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield storages
+    def checkpoint(function: Any, *inputs: Any, **keywords: Any) -> Any:
+        """What a checkpoint holds is not saved in the graph."""
+        for value in (*inputs, *keywords.values()):
+            for tensor in value if isinstance(value, tuple) else (value,):
+                if isinstance(tensor, Tensor):
+                    keep(tensor)
+        return original(function, *inputs, **keywords)
+
+    original = recompute.checkpoint
+    recompute.checkpoint = checkpoint
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            yield storages
+    finally:
+        recompute.checkpoint = original

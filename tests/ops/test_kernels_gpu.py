@@ -27,6 +27,7 @@ from tandem.models.twin import kv_shapes
 from tandem.ops import dense, gpu, native
 from tandem.ops.attention import varlen_attention
 from tandem.ops.attention_context import AttentionSpec, Decode, KVMemory, Packed
+from tandem.ops.logits import HeadProduct
 from tandem.types import TokenBatch
 from tests.models.families import tiny_model
 from tests.ops.test_paged_gpu import CASES, DEVICE, Rows, kernels
@@ -37,6 +38,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
 ]
 DTYPES = (torch.float32, torch.float16)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3}
@@ -175,7 +177,7 @@ def test_attention_of_decoding_turns_its_queries_and_key(name: str) -> None:
 def test_packed_attention(widths: tuple[int, int], kind: AttentionSpec, monkeypatch: Any) -> None:
     from tandem.ops import varlen_gpu
 
-    monkeypatch.setattr(varlen_gpu, "_tiles", lambda q, v: (16, 4))
+    monkeypatch.setattr(varlen_gpu, "tiles", lambda *_, keys: (16, 4))
     lengths = (1, 16, 21)
     step = Packed.of_lengths(lengths, DEVICE)
     q, k = normal(38, 4, widths[0]), normal(38, 2, widths[0])
@@ -271,6 +273,39 @@ def test_log_probs_and_entropy(dtype: torch.dtype, temperature: float, monkeypat
         (want,) = torch.autograd.grad(plain, logits, pulls.unbind(), retain_graph=True)
         assert torch.allclose(torch.stack(ours), torch.stack(plain), atol=TOLERANCE[torch.float32])
         assert torch.allclose(got, want, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("capped", [False, True])
+def test_the_vocabulary_head_in_tiles(
+    dtype: torch.dtype, temperature: float, capped: bool, monkeypatch: Any
+) -> None:
+    """Blocks of 32 in tiles of 80 columns of 190, the last one ragged; one tile is all banned."""
+    from tandem.ops import vocabulary_gpu
+
+    monkeypatch.setattr(vocabulary_gpu, "_BLOCK", 32)
+    monkeypatch.setattr(vocabulary_gpu, "tile_columns", lambda *_: 80)
+    hidden, weight = normal(5, 24, dtype=dtype), normal(190, 24, dtype=dtype)
+    bias = torch.zeros(190, dtype=dtype)
+    if not capped:
+        bias[:100] = -math.inf
+    bias.requires_grad_()
+    targets = torch.randint(100, 190, (5,))
+    after = (lambda raw: 3.0 * torch.tanh(raw / 3.0)) if capped else None
+    head = HeadProduct(weight, bias, after)
+    ours = vocabulary_gpu.head_logprobs_gpu(head, hidden, targets, temperature, True)
+    whole = F.linear(hidden, weight, bias)
+    plain = dense.token_logprobs(after(whole) if after else whole, targets, temperature)
+    assert torch.allclose(torch.stack(ours), torch.stack(plain), atol=TOLERANCE[torch.float32])
+    pulls = torch.randn(2, 5).unbind()
+    inputs = [hidden, weight, bias]
+    got = torch.autograd.grad(ours, inputs, pulls)
+    want = torch.autograd.grad(plain, inputs, pulls)
+    for a, b in zip(got, want, strict=True):
+        scale = max(1.0, float(b.abs().max()))
+        assert a.dtype == b.dtype
+        assert float((a - b).abs().max()) <= TOLERANCE[dtype] * scale
 
 
 @pytest.mark.parametrize(("kind", "inputs"), [("nf4", 128), ("int8", 512), ("nf4", 100)])
