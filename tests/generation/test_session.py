@@ -63,6 +63,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "short of memory": {"kv_blocks": 9},
     "prompts one by one": {"prefill_tokens": 1},
     "no sharing": {"share_prompts": False, "batch_size": 5},
+    "parts beside decoding": {"chunk_tokens": 16, "batch_size": 3, "refill": 1, "kv_blocks": 14},
 }
 
 
