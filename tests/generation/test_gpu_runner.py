@@ -23,6 +23,7 @@ from tandem.generation.gpu_runner import GraphRunner
 from tandem.generation.runner import TwinRunner, new_memory
 from tandem.generation.sampler import Sampler
 from tandem.generation.scheduler import Request
+from tandem.models.twin import twin_of
 from tandem.ops import attention, native
 from tests.generation.cuda_stand_ins import stand_in
 from tests.generation.gpu_sessions import (
@@ -120,6 +121,7 @@ def test_no_part_of_a_prefill_waits_for_the_host(
             return plain(self, *arguments)
 
     monkeypatch.setattr(TwinRunner, "prefill", watched)
+    twin_of(model).config.pad_token_id = None  # as `GraphRunner` sets it
     sampling = SamplingConfig(max_new_tokens=4)
     for how in ({}, {"chunk_tokens": 16, "batch_size": 2}):
         generate(model, rows, sampling, STOPS, seed=1, **how)  # type: ignore[arg-type]
