@@ -22,10 +22,11 @@ from tandem.generation import hf_generate
 from tandem.generation.blocks import affordable_blocks, blocks_for
 from tandem.generation.detokenizer import AnswerText
 from tandem.generation.following import Followed, Following
+from tandem.generation.record import Record
 from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Draw, Sampler, sequence_key
 from tandem.generation.scheduler import Request, blocks_wanted, most_needed
-from tandem.generation.session import Record, Session
+from tandem.generation.session import Session
 from tandem.models.twin import decodes, kv_shapes, rope_border
 from tandem.ops.logits import rows_at_once
 from tandem.ops.sizes import PREFILL_TOKENS
@@ -79,12 +80,10 @@ def generate(
             another comes in.
         kv_blocks: blocks of KV memory, each of `steps.BLOCK_TOKENS` tokens; None takes what is
             needed, or what there is room for. With fewer, answers wait.
-        share_prompts: run a prompt once for all its samples, which then share its memory, and run
-            what prompts begin with alike once for all of them.
+        share_prompts: run what prompts and samples begin with alike once, in memory they share.
         refill: free rows that are worth letting others in; None takes an eighth of batch_size.
         prefill_tokens: most tokens of prompts that are run at once; a longer one runs in parts.
-        chunk_tokens: most tokens of prompts that run between two tokens of the answers in progress;
-            None: all that come in.
+        chunk_tokens: most tokens of prompts run between two tokens of live answers; None: any.
         agreed_blocks: what to make of the blocks that there is room for, where several ranks run
             the same answers and must let them in alike.
         by_hugging_face: through Hugging Face's `generate`, whatever the family: to compare.
@@ -118,17 +117,9 @@ def generate(
     if kv_blocks is None:
         kv_blocks = agreed_blocks(_kv_blocks(model, groups, batch_size, longest))
     draws = _drawn_side_by_side(
-        model,
-        groups,
-        stops,
-        followed,
-        slots=batch_size,
-        num_blocks=kv_blocks,
-        refill=refill,
-        prefill_tokens=prefill_tokens,
-        chunk_tokens=chunk_tokens,
-        share_prefixes=share_prompts,
-    )
+        model, groups, stops, followed, slots=batch_size, num_blocks=kv_blocks, refill=refill,
+        prefill_tokens=prefill_tokens, chunk_tokens=chunk_tokens, share_prefixes=share_prompts,
+    )  # fmt: skip
     if followed is not None:
         prompts = followed.prompts
         requests = [request for group in followed.groups for request in group]

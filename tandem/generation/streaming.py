@@ -337,7 +337,7 @@ class Turns:
 def _weights_of(model: PreTrainedModel) -> tuple[Any, ...]:
     """Equal as long as no weight is replaced or changed in place and no adapter is switched."""
     return (
-        tuple((p.data_ptr(), p._version) for p in model.parameters()),
+        tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()),
         tuple(copy(layer.switch) for _, layer in lora_layers(model)),
     )
 
