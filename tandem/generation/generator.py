@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +22,11 @@ from tandem.generation import hf_generate
 from tandem.generation.blocks import affordable_blocks, blocks_for
 from tandem.generation.detokenizer import AnswerText
 from tandem.generation.following import Followed, Following
+from tandem.generation.record import Record
 from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Draw, Sampler, sequence_key
 from tandem.generation.scheduler import Request, blocks_wanted, most_needed
-from tandem.generation.session import Record, Session
+from tandem.generation.session import Session
 from tandem.models.twin import decodes, kv_shapes, rope_border
 from tandem.ops.logits import rows_at_once
 from tandem.ops.sizes import PREFILL_TOKENS
@@ -61,6 +63,7 @@ def generate(
     share_prompts: bool = True,
     refill: int | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
+    chunk_tokens: int | None = None,
     agreed_blocks: Callable[[int], int] = int,
     by_hugging_face: bool = False,
     following: Following | None = None,
@@ -77,9 +80,10 @@ def generate(
             another comes in.
         kv_blocks: blocks of KV memory, each of `steps.BLOCK_TOKENS` tokens; None takes what is
             needed, or what there is room for. With fewer, answers wait.
-        share_prompts: run a prompt once for all its samples, which then share its memory.
+        share_prompts: run what prompts and samples begin with alike once, in memory they share.
         refill: free rows that are worth letting others in; None takes an eighth of batch_size.
-        prefill_tokens: most tokens of prompts that are run at once.
+        prefill_tokens: most tokens of prompts that are run at once; a longer one runs in parts.
+        chunk_tokens: most tokens of prompts run between two tokens of live answers; None: any.
         agreed_blocks: what to make of the blocks that there is room for, where several ranks run
             the same answers and must let them in alike.
         by_hugging_face: through Hugging Face's `generate`, whatever the family: to compare.
@@ -87,7 +91,7 @@ def generate(
             Only for families that `decodes` knows.
     Returns:
         P * samples rows, the samples of a prompt side by side, on the model's device; P counts
-        those that followed. None of the last seven arguments before `following` changes any of it
+        those that followed. None of the last eight arguments before `following` changes any of it
         (on a CPU with the C++ operations, to the last bit; through Hugging Face up to rounding).
     Raises:
         GenerationError: a prompt is empty, a prompt or a logit bias names tokens that the model
@@ -113,8 +117,9 @@ def generate(
     if kv_blocks is None:
         kv_blocks = agreed_blocks(_kv_blocks(model, groups, batch_size, longest))
     draws = _drawn_side_by_side(
-        model, groups, stops, batch_size, kv_blocks, refill, prefill_tokens, followed
-    )
+        model, groups, stops, followed, slots=batch_size, num_blocks=kv_blocks, refill=refill,
+        prefill_tokens=prefill_tokens, chunk_tokens=chunk_tokens, share_prefixes=share_prompts,
+    )  # fmt: skip
     if followed is not None:
         prompts = followed.prompts
         requests = [request for group in followed.groups for request in group]
@@ -237,13 +242,12 @@ def _drawn_side_by_side(
     model: PreTrainedModel,
     groups: list[list[Request]],
     stops: Stops,
-    slots: int,
-    kv_blocks: int,
-    refill: int | None,
-    prefill_tokens: int,
     followed: Followed | None,
+    *,
+    slots: int,
+    **how: Any,
 ) -> Draw:
-    """All draws, (requests, limit); the requests know their ends."""
+    """All draws, (requests, limit); the requests know their ends. `how`: as `Session` takes it."""
     lengths = [len(group[0].prompt) for group in groups]
     if followed is not None:
         lengths.append(followed.longest)
@@ -253,11 +257,9 @@ def _drawn_side_by_side(
         model,
         stops.stop_token_ids,
         slots=min(slots, len(groups) * samples),
-        num_blocks=kv_blocks,
         table_width=blocks_for(max(lengths) + limit),
-        refill=refill,
-        prefill_tokens=prefill_tokens,
         record=record,
+        **how,
     )
     try:
         # The longest first: while the last answers end, what is left is short.

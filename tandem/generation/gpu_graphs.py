@@ -67,7 +67,7 @@ class NoWaiting(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operation, or refuse it."""
-        if _reads_back(operation, args):
+        if _reads_back(operation, args, kwargs or {}):
             raise RuntimeError(f"{operation} needs numbers of the device on the host")
         result = operation(*args, **(kwargs or {}))
         if operation in _COPIES:
@@ -82,8 +82,10 @@ _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
 _INDEXING = (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default)
 
 
-def _reads_back(operation: Any, args: tuple[Any, ...]) -> bool:
+def _reads_back(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the result's size or the host's next step depends on values on the device."""
+    if operation is _ATEN.repeat_interleave.Tensor:  # told its size, it waits for nothing
+        return kwargs.get("output_size") is None
     if operation in _INDEXING:  # an index fixes the size, a mask does not
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     tags = operation.tags

@@ -15,19 +15,27 @@ from tandem.generation.sampler import Draw
 from tandem.models.lm_head import vocabulary_logits
 from tandem.models.twin import base_forward, kv_shapes, twin_of
 from tandem.ops import gpu, native
-from tandem.ops.attention_context import Decode, KVMemory, Packed, attending
+from tandem.ops.attention_context import Before, Decode, KVMemory, Packed, attending
 
 
 class Runner(Protocol):
     """A model with KV memory. Everything stays on the model's device; the host never waits."""
 
-    def prefill(self, token_ids: Tensor, lengths: Sequence[int], tables: Tensor) -> Tensor:
-        """Compute and keep the keys and values of G packed prompts.
+    def prefill(
+        self,
+        token_ids: Tensor,
+        lengths: Sequence[int],
+        tables: Tensor,
+        starts: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Compute and keep the keys and values of G packed prompts, or of parts of prompts.
 
         Args:
             token_ids: (N,) int64, the prompts in order.
             lengths: G lengths that add up to N.
             tables: (G, W) int32, the blocks of each.
+            starts: tokens before each part, whole blocks, whose keys and values are in memory or
+                are computed by a part before it; None: none.
         Returns:
             (G, V) logits of each prompt's last token, float32 or the compute type.
         """
@@ -69,15 +77,23 @@ class TwinRunner:
         self._twin = twin_of(model)
         self._keeps_some = "logits_to_keep" in inspect.signature(self._twin.forward).parameters
 
-    def prefill(self, token_ids: Tensor, lengths: Sequence[int], tables: Tensor) -> Tensor:
+    def prefill(
+        self,
+        token_ids: Tensor,
+        lengths: Sequence[int],
+        tables: Tensor,
+        starts: Sequence[int] | None = None,
+    ) -> Tensor:
         """As `Runner` says."""
         device = token_ids.device
         counts = gpu.sent(lengths, device)
         ends = counts.cumsum(0)
-        starts = torch.repeat_interleave(ends - counts, counts, output_size=len(token_ids))
-        positions = torch.arange(len(token_ids), device=device) - starts
-        plain = Packed.of_lengths(lengths, device)
-        step = Packed(plain.cu_seqlens, plain.max_length, self._memory, tables)
+        firsts = ends - counts  # of each part among the N
+        step = self._packed(lengths, tables, starts)
+        if step.before is not None:
+            firsts = firsts - step.before.starts_at
+        firsts = torch.repeat_interleave(firsts, counts, output_size=len(token_ids))
+        positions = torch.arange(len(token_ids), device=device) - firsts
         with attending(step):
             if self._keeps_some:
                 return self._logits(token_ids, positions, logits_to_keep=ends - 1)
@@ -88,6 +104,18 @@ class TwinRunner:
         """As `Runner` says."""
         with attending(Decode(positions, tables, self._memory)):
             return self._logits(token_ids, positions)
+
+    def _packed(
+        self, lengths: Sequence[int], tables: Tensor, starts: Sequence[int] | None
+    ) -> Packed:
+        """What attention needs to know; without `starts` it reads no memory."""
+        plain = Packed.of_lengths(lengths, tables.device)
+        if starts is None or not any(starts):
+            return Packed(plain.cu_seqlens, plain.max_length, self._memory, tables)
+        before = Before(tables, starts, lengths, tables.device)
+        longest = max(a + b for a, b in zip(starts, lengths, strict=True))
+        new = before.tables_of_new()
+        return Packed(plain.cu_seqlens, longest, self._memory, new, before=before)
 
     def draw(self, logits: Tensor, part: Part) -> Draw | None:
         """As `Runner` says: it cannot."""

@@ -2,7 +2,8 @@
 
 Prompts enter in the order they came in, so one that does not fit is never passed over for ever.
 The samples of a prompt share the blocks that it fills whole; of its last, partly filled block each
-sample has a copy, but the last sample to enter takes the block itself.
+sample has a copy, but the last sample to enter takes the block itself. Prompts that begin alike
+share the blocks of their beginning (`prefixes`), which the first of them computes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tandem.errors import GenerationError
-from tandem.generation.blocks import BlockPool, blocks_for
+from tandem.generation.blocks import blocks_for
 from tandem.generation.detokenizer import AnswerText
 from tandem.generation.observed import TokenLogprobs
+from tandem.generation.prefixes import PrefixPool
 from tandem.generation.sampler import Sampler
 from tandem.ops.attention_context import BLOCK_TOKENS
 
@@ -32,6 +34,7 @@ class Request:
     first token. length: tokens drawn, the one that ended it included; valid once `ended`.
     finished: a stop token or stop string ended it. failed: its distribution was none (NaN).
     top: how many of the likeliest tokens to observe beside each drawn one; -1: observe nothing.
+    drawn: its tokens as far as the host has read them, where sessions keep answers.
     observed: what was observed, a drawn token each.
     """
 
@@ -51,31 +54,60 @@ class Request:
     failed: bool = False
     top: int = -1
     observed: list[TokenLogprobs] = field(default_factory=list)
+    drawn: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Samples of one prompt. logits: (V,) of its last token, once it has been run."""
+    """Samples of one prompt. computed: its tokens whose keys and values are in memory, or will be
+    before its own next ones. found: its first blocks, which others have computed. logits: (V,) of
+    its last token, once it has been run."""
 
     prompt: tuple[int, ...]
     waiting: deque[Request]
     blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    found: int = 0
     logits: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A request that comes in once its prompt has been run; then a block is copied (from, to)."""
+
+    request: Request
+    group: Group
+    copy: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Entering:
-    """What comes in now: prompts to run, blocks to copy then (from, to), requests with theirs."""
+    """What comes in now: prompts to run, and requests."""
 
     prompts: list[Group]
-    copies: list[tuple[int, int]]
-    requests: list[tuple[Request, Group]]
+    entries: list[Entry]
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """Tokens of prompts that were let in, and how many of them were in memory already."""
+
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
 
 
 class Scheduler:
     """The queue, and the blocks that it hands out."""
 
-    def __init__(self, pool: BlockPool, slots: int, *, prefill_tokens: int, refill: int) -> None:
+    def __init__(
+        self,
+        pool: PrefixPool,
+        slots: int,
+        *,
+        prefill_tokens: int,
+        refill: int,
+        shares_prefixes: bool = True,
+    ) -> None:
         """An empty queue.
 
         Args:
@@ -83,8 +115,11 @@ class Scheduler:
             prefill_tokens: prompts that are run at once have at most this many tokens together;
                 a longer one is run alone.
             refill: rows that must be free before some are filled while others run.
+            shares_prefixes: prompts that begin alike share blocks.
         """
         self.pool = pool
+        self.counts = PrefixCounts()
+        self._shares_prefixes = shares_prefixes
         self._slots, self._prefill_tokens, self._refill = slots, prefill_tokens, refill
         self._queue: deque[Group] = deque()
         self.num_waiting = 0
@@ -111,30 +146,48 @@ class Scheduler:
         room = self._slots - num_live
         if not self._queue or (num_live and room < min(self._refill, self.num_waiting)):
             return None
-        entering = Entering([], [], [])
+        entering = Entering([], [])
         num_tokens = 0
         while self._queue and room:
             group = self._queue[0]
             if not group.blocks:
-                num_tokens += len(group.prompt)
+                found = self.pool.find(group.prompt) if self._shares_prefixes else []
+                num_tokens += len(group.prompt) - len(found) * BLOCK_TOKENS
                 if num_tokens > self._prefill_tokens and entering.prompts:
                     break
-                if not self._fits_with_prompt(group):
+                if not self._fits_with_prompt(group, found):
                     break
-                group.blocks = self.pool.take(blocks_for(len(group.prompt)))
+                self._begin(group, found)
                 entering.prompts.append(group)
             while group.waiting and room and self._own_blocks(group) <= self.pool.num_free:
-                entering.requests.append((self._enter(group, entering.copies), group))
+                entering.entries.append(self._enter(group))
                 room -= 1
             if group.waiting:
                 break
             self._queue.popleft()
-        return entering if entering.requests else None
+        return entering if entering.entries else None
 
-    def leave(self, request: Request) -> None:
-        """A request that was admitted gives its blocks back."""
+    def leave(self, request: Request, answer: Sequence[int] | None = None) -> None:
+        """A request that was admitted gives its blocks back.
+
+        Args:
+            answer: its tokens whose keys and values are in memory, for sequences that begin with
+                prompt and answer; None: nobody will ask for them.
+        """
+        if answer is not None and request.blocks:
+            self.pool.keep((*request.prompt, *answer), request.blocks)
         self.pool.release(request.blocks)
         request.blocks = []
+
+    def drop(self, entry: Entry) -> bool:
+        """Forget a request whose prompt is being run, unless others need what its prompt computes;
+        whether it has been done."""
+        group, request = entry.group, entry.request
+        if group.waiting or self.pool.has_others(group.blocks[group.found :]):
+            return False
+        self.pool.forget(group.blocks[group.computed // BLOCK_TOKENS :])
+        self.leave(request)
+        return True
 
     def withdraw(self, request: Request) -> None:
         """Forget a request that waits."""
@@ -147,9 +200,21 @@ class Scheduler:
                     self._queue.remove(group)
                 return
 
-    def _fits_with_prompt(self, group: Group) -> bool:
+    def _fits_with_prompt(self, group: Group, found: Sequence[int]) -> bool:
         needed = blocks_needed(len(group.prompt), group.waiting[0].limit, len(group.waiting))
-        return needed <= self.pool.num_free
+        held_by_others = len(found) - self.pool.num_idle(found)
+        return needed - held_by_others <= self.pool.num_free
+
+    def _begin(self, group: Group, found: list[int]) -> None:
+        """Blocks for a prompt that begins with the tokens of these."""
+        length = len(group.prompt)
+        self.pool.share(found)
+        group.blocks = [*found, *self.pool.take(blocks_for(length) - len(found))]
+        group.found, group.computed = len(found), len(found) * BLOCK_TOKENS
+        self.counts.prompt_tokens += length
+        self.counts.shared_tokens += group.computed
+        if self._shares_prefixes:  # those behind it run later, or in the same forward
+            self.pool.keep(group.prompt, group.blocks)
 
     def _own_blocks(self, group: Group) -> int:
         """Blocks that the group's next sample needs besides the prompt's."""
@@ -158,19 +223,18 @@ class Scheduler:
         takes_over = len(group.waiting) == 1
         return whole - (blocks_for(length) if takes_over else length // BLOCK_TOKENS)
 
-    def _enter(self, group: Group, copies: list[tuple[int, int]]) -> Request:
+    def _enter(self, group: Group) -> Entry:
         own = self.pool.take(self._own_blocks(group))
         request = group.waiting.popleft()
         self.num_waiting -= 1
-        if group.waiting:
-            shared = group.blocks[: len(group.prompt) // BLOCK_TOKENS]
-            self.pool.share(shared)
-            request.blocks = [*shared, *own]
-            if len(shared) < len(group.blocks):
-                copies.append((group.blocks[-1], own[0]))
-        else:
+        if not group.waiting:
             request.blocks = [*group.blocks, *own]
-        return request
+            return Entry(request, group, None)
+        shared = group.blocks[: len(group.prompt) // BLOCK_TOKENS]
+        self.pool.share(shared)
+        request.blocks = [*shared, *own]
+        partly_filled = len(shared) < len(group.blocks)
+        return Entry(request, group, (group.blocks[-1], own[0]) if partly_filled else None)
 
 
 def blocks_needed(prompt: int, limit: int, samples: int) -> int:

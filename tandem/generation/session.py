@@ -1,8 +1,9 @@
 """Continuous batching: rows leave when their answers end, waiting ones come in, none is padded.
 
-One step lets in what fits, gives every live row a token, and sees which answers have ended. On a
-GPU what was drawn is looked at one step late, so that the device never waits for the host; the one
-token too many of an answer that had ended is thrown away.
+One step lets in what fits, gives every live row a token, and sees which answers have ended. Where
+`chunk_tokens` says so, prompts run a part at a time between such steps, so that a long one does not
+hold the live rows up. On a GPU what was drawn is looked at one step late, so that the device never
+waits for the host; the one token too many of an answer that had ended is thrown away.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.generation.batch_state import Part, Rows
-from tandem.generation.blocks import BlockPool
 from tandem.generation.observed import observe, read_observed
+from tandem.generation.prefixes import PrefixPool
+from tandem.generation.record import Record
 from tandem.generation.runner import new_memory
 from tandem.generation.runners import make_runner
-from tandem.generation.sampler import Draw
-from tandem.generation.scheduler import Entering, Group, Request, Scheduler
+from tandem.generation.scheduler import Entry, Group, PrefixCounts, Request, Scheduler
 from tandem.ops import gpu
 from tandem.ops.sizes import BLOCK_TOKENS, PREFILL_TOKENS
 
@@ -37,6 +38,10 @@ class Drawn:
     token_ids: list[int]
 
 
+Piece = tuple[Group, int, int]
+"""A part of a prompt: where it begins, and how many tokens it has."""
+
+
 class Session:
     """Answers being drawn over one KV memory, from the first request to `close`."""
 
@@ -50,6 +55,9 @@ class Session:
         table_width: int,
         refill: int | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
+        chunk_tokens: int | None = None,
+        share_prefixes: bool = True,
+        keep_answers: bool = False,
         record: Record | None = None,
         late: bool | None = None,
     ) -> None:
@@ -60,6 +68,11 @@ class Session:
             num_blocks: blocks of KV memory.
             table_width: most blocks that one answer can need.
             refill: free rows that are worth letting others in; None takes an eighth of the slots.
+            prefill_tokens: most tokens of prompts in one forward; a longer prompt runs in parts.
+            chunk_tokens: most tokens of prompts that run between two tokens of live rows; None: all
+                that come in.
+            share_prefixes: prompts that begin alike share the memory of their beginning.
+            keep_answers: later prompts may begin with an answer too, as a conversation's do.
             record: keeps what is drawn, and its owner looks at the numbers; without one, an
                 answer whose distribution is NaN ends as failed.
             late: look at tokens one step late; None does so on a GPU.
@@ -70,15 +83,21 @@ class Session:
         self._memory = memory
         # On a CPU more in one forward are no faster, and their activations take memory.
         width = model.config.get_text_config().hidden_size
+        self._prefill_tokens = prefill_tokens
         self._run_tokens = (
             prefill_tokens if model.device.type != "cpu" else max(512, 2**18 // width)
         )
+        self._chunk_tokens = chunk_tokens
+        self._keep_answers = keep_answers
         self._scheduler = Scheduler(
-            BlockPool(num_blocks),
+            PrefixPool(num_blocks),
             slots,
             prefill_tokens=prefill_tokens,
             refill=max(1, slots // 8) if refill is None else refill,
+            shares_prefixes=share_prefixes,
         )
+        self._prompts: deque[Group] = deque()  # let in and not yet run to their ends
+        self._entries: deque[Entry] = deque()  # their requests
         self._stop_token_ids = frozenset(stop_token_ids)
         self._record = record
         self._late = model.device.type == "cuda" if late is None else late
@@ -92,7 +111,18 @@ class Session:
     @property
     def busy(self) -> bool:
         """Whether any answer waits or runs, or any token has not been looked at."""
-        return bool(self.rows.requests or self._scheduler.num_waiting or self._unread)
+        return bool(
+            self.rows.requests or self._scheduler.num_waiting or self._entries or self._unread
+        )
+
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        """Tokens of prompts so far, and how many of them were found in memory."""
+        return self._scheduler.counts
+
+    def forget_prefixes(self) -> None:
+        """The weights have changed: what memory holds of prompts is found no longer."""
+        self._scheduler.pool.forget_all()
 
     @property
     def num_free_blocks(self) -> int:
@@ -116,17 +146,27 @@ class Session:
         request.ended = True
         if request.row >= 0:
             self._let_go([request])
-        else:
+            return
+        entry = next((entry for entry in self._entries if entry.request is request), None)
+        if entry is None:
             self._scheduler.withdraw(request)
+        elif self._scheduler.drop(entry):  # else its blocks are free when its prompt has been run
+            self._entries.remove(entry)
+            self._prompts.remove(entry.group)
 
     @torch.no_grad()
     def step(self) -> list[Drawn]:
         """Let in what fits, give every live row a token, see what has ended."""
         drawn: list[Drawn] = []
-        entering = self._scheduler.admit(len(self.rows))
-        if entering is not None:
-            self._let_in(entering)
-            drawn += self._look()
+        if not self._entries:
+            entering = self._scheduler.admit(len(self.rows))
+            if entering is not None:
+                self._prompts.extend(entering.prompts)
+                self._entries.extend(entering.entries)
+        if self._entries:
+            self._prefill()
+            if self._let_in():
+                drawn += self._look()
         if self.rows.requests:
             live = self.rows.live
             logits = self.runner.decode(live.token_ids, live.positions, live.tables)
@@ -139,45 +179,78 @@ class Session:
         self.runner.close()
         self._memory.layers.clear()
 
-    def _let_in(self, entering: Entering) -> None:
-        if entering.prompts:
-            self._prefill(entering.prompts)
-        if entering.copies:
-            pairs = gpu.sent(entering.copies, self.rows.device)
+    def _let_in(self) -> bool:
+        """Rows for the requests whose prompts have been run; whether there were any."""
+        ready: list[Entry] = []
+        while self._entries and self._entries[0].group.logits is not None:
+            ready.append(self._entries.popleft())
+        for entry in ready:
+            if entry.request.ended:  # cancelled meanwhile
+                self._scheduler.leave(entry.request)
+        ready = [entry for entry in ready if not entry.request.ended]
+        if not ready:
+            return False
+        copies = [entry.copy for entry in ready if entry.copy is not None]
+        if copies:
+            pairs = gpu.sent(copies, self.rows.device)
             self._memory.copy_blocks(pairs[:, 0], pairs[:, 1])
-        requests = [request for request, _ in entering.requests]
+        requests = [entry.request for entry in ready]
         places = [0 if self._record is None else self._record.place(r) for r in requests]
         part = self.rows.enter(requests, places)
-        rows_of_logits = [group.logits for _, group in entering.requests]
+        rows_of_logits = [entry.group.logits for entry in ready]
         logits = torch.stack([row for row in rows_of_logits if row is not None])
-        for _, group in entering.requests:
+        for entry in ready:
+            group = entry.group
             if group.logits is not None:
                 group.logits = group.logits.clone() if group.waiting else None
         for request in requests:
             request.begun = self._step
             self._limits.setdefault(self._step + request.limit - 1, []).append(request)
         self._draw(logits, part)
+        return True
 
-    def _prefill(self, groups: list[Group]) -> None:
-        part: list[Group] = []
-        for group in groups:
-            if part and sum(len(g.prompt) for g in (*part, group)) > self._run_tokens:
+    def _prefill(self) -> None:
+        """Run prompts that were let in, or as much of them as one step may.
+
+        Prompts run in order, so what one shares has been computed when another needs it.
+        """
+        left: float = torch.inf
+        if self._chunk_tokens is not None:
+            left = self._chunk_tokens if self.rows.requests else self._prefill_tokens
+        part: list[Piece] = []
+        while self._prompts and left > 0:
+            group = self._prompts[0]
+            remaining = len(group.prompt) - group.computed
+            count = int(min(remaining, left, self._prefill_tokens))
+            if count < remaining:  # parts end where blocks do
+                count = max(1, count // BLOCK_TOKENS) * BLOCK_TOKENS
+                count = min(count, remaining)
+            if part and sum(n for _, _, n in part) + count > self._run_tokens:
                 self._run(part)
                 part = []
-            part.append(group)
-        self._run(part)
+            part.append((group, group.computed, count))
+            group.computed += count
+            left -= count
+            if group.computed == len(group.prompt):
+                self._prompts.popleft()
+        if part:
+            self._run(part)
 
-    def _run(self, groups: list[Group]) -> None:
+    def _run(self, parts: list[Piece]) -> None:
+        """One forward over parts of prompts: each a group, where it begins, and its tokens."""
         device = self.rows.device
-        width = max(len(group.blocks) for group in groups)
-        tables = [group.blocks + [0] * (width - len(group.blocks)) for group in groups]
+        width = max(len(group.blocks) for group, _, _ in parts)
+        tables = [group.blocks + [0] * (width - len(group.blocks)) for group, _, _ in parts]
+        tokens = [t for group, start, n in parts for t in group.prompt[start : start + n]]
         logits = self.runner.prefill(
-            gpu.sent([token for group in groups for token in group.prompt], device),
-            [len(group.prompt) for group in groups],
+            gpu.sent(tokens, device),
+            [count for _, _, count in parts],
             gpu.sent(tables, device, torch.int32),
+            [start for _, start, _ in parts],
         )
-        for group, row in zip(groups, logits, strict=True):
-            group.logits = row
+        for (group, start, count), row in zip(parts, logits, strict=True):
+            if start + count == len(group.prompt):
+                group.logits = row
 
     def _draw(self, logits: Tensor, part: Part) -> None:
         """Draw for these rows; those that have reached their limit leave before the next step."""
@@ -206,6 +279,9 @@ class Session:
 
     def _read(self, unread: _Unread) -> Drawn:
         requests, token_ids = unread.requests, unread.token_ids()
+        if self._keep_answers:
+            for request, token in zip(requests, token_ids, strict=True):
+                request.drawn.append(token)
         if unread.observed is not None:
             unread.observed.deliver()
         if self._late:  # a row may have been drawn for after its end
@@ -241,7 +317,9 @@ class Session:
     def _let_go(self, requests: list[Request]) -> None:
         self.rows.leave(requests)
         for request in requests:
-            self._scheduler.leave(request)
+            # The last token has been drawn, but not been run.
+            answer = request.drawn[:-1] if self._keep_answers and not request.failed else None
+            self._scheduler.leave(request, answer)
 
 
 class _Unread:
@@ -297,43 +375,3 @@ class _Observed:
         for request, of_token in zip(self.requests, found, strict=True):
             if not request.ended:
                 request.observed.append(of_token)
-
-
-class Record:
-    """What was drawn for a known number of answers, put in order once at the end."""
-
-    def __init__(self, num_answers: int, limit: int) -> None:
-        """For answers of at most `limit` tokens, numbered from 0 by `Request.number`.
-
-        `num_answers` may be set to more before they are collected.
-        """
-        self.num_answers = num_answers
-        self._width = limit
-        self._places: list[Tensor] = []
-        self._draws: list[Draw] = []
-
-    def place(self, request: Request) -> int:
-        """Where a request's first token goes."""
-        return request.number * self._width
-
-    def keep(self, places: Tensor, draw: Draw) -> None:
-        """Keep a draw; each row's next one goes to the next place."""
-        self._places.append(places)
-        self._draws.append(draw)
-
-    def collected(self) -> Draw:
-        """All draws, (answers, limit) each; undefined past an answer's end."""
-        places = torch.cat(self._places)
-
-        def ordered(parts: list[Tensor]) -> Tensor:
-            flat = torch.cat(parts)
-            out = torch.zeros(self.num_answers * self._width, dtype=flat.dtype, device=flat.device)
-            out[places] = flat
-            return out.view(self.num_answers, self._width)
-
-        return Draw(
-            ordered([draw.tokens for draw in self._draws]),
-            ordered([draw.logprobs for draw in self._draws]),
-            ordered([draw.sampled_logprobs for draw in self._draws]),
-            ordered([draw.entropy for draw in self._draws]),
-        )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import TracebackType
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -26,10 +28,15 @@ from tandem.generation.generator import (
 from tandem.generation.observed import TokenLogprobs
 from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Sampler, sequence_key
-from tandem.generation.scheduler import Request
+from tandem.generation.scheduler import PrefixCounts, Request
 from tandem.generation.session import Session
+from tandem.models.lora import lora_layers
 from tandem.models.twin import decodes, kv_shapes
 
+CHUNK_TOKENS = 512
+"""Tokens of prompts that run between two tokens of the answers that stream."""
+_LEAST_KEPT = 1024
+"""Tokens that a conversation's memory has room for at the least, where the model has as many."""
 _KEPT_SAMPLERS = 64
 """Samplers that are kept for the next answer that is sampled alike."""
 
@@ -56,6 +63,8 @@ class Conversations:
     """Answers that start, stream and end independently of each other.
 
     Each conversation has its own sampling and seed, and its text does not depend on the others.
+    What prompts begin with alike is computed once, and so is what a conversation's next prompt
+    repeats of its earlier turns, as long as memory has room for it and the weights stay the same.
     The model must not change between `step`s. Use it as a context manager, which frees the memory.
     """
 
@@ -67,6 +76,8 @@ class Conversations:
         slots: int = 8,
         max_tokens: int = 4096,
         kv_blocks: int | None = None,
+        chunk_tokens: int = CHUNK_TOKENS,
+        share_prefixes: bool = True,
     ) -> None:
         """Memory is allocated now and kept until `close`.
 
@@ -75,6 +86,8 @@ class Conversations:
             max_tokens: most tokens of one prompt and its answer together.
             kv_blocks: blocks of KV memory; None: what `slots` of the longest answers need, or what
                 there is room for.
+            chunk_tokens: most tokens of prompts that run between two tokens of running answers.
+            share_prefixes: compute once what prompts begin with alike.
         Raises:
             GenerationError: there is no room for one of the longest answers.
         """
@@ -101,7 +114,11 @@ class Conversations:
                 ),
                 table_width=longest,
                 refill=1,
+                chunk_tokens=chunk_tokens,
+                share_prefixes=share_prefixes,
+                keep_answers=share_prefixes,
             )
+        self._weights = _weights_of(model)
 
     def submit(self, prompt_ids: Sequence[int], sampling: SamplingConfig, *, seed: int) -> Handle:
         """Queue an answer to a prompt; the next steps generate it.
@@ -130,6 +147,7 @@ class Conversations:
             GenerationError: as `submit`.
         """
         check_token_ids(self._model, prompt_ids, "the conversation")
+        self._forget_if_changed()
         limit = _budget(self._model, prompt_ids, sampling, self._max_tokens)
         sampler = self._sampler_of(sampling)
         requests = [
@@ -158,6 +176,11 @@ class Conversations:
     def num_free_blocks(self) -> int:
         """Blocks of KV memory that no answer holds; 0 where there are none."""
         return 0 if self._session is None else self._session.num_free_blocks
+
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        """Tokens of the prompts that were let in, and how many of them were in memory already."""
+        return PrefixCounts() if self._session is None else self._session.prefix_counts
 
     @property
     def busy(self) -> bool:
@@ -242,9 +265,76 @@ class Conversations:
             for token in islice(tokens, 1):  # none if none could be sampled
                 yield request, token
 
+    def _forget_if_changed(self) -> None:
+        """What was computed with other weights or other adapters is of no use."""
+        weights = _weights_of(self._model)
+        if weights != self._weights and self._session is not None:
+            self._session.forget_prefixes()
+        self._weights = weights
+
     def _forget(self, request: Request) -> None:
         del self._handles[request]
         self._streams.pop(request, None)
+
+
+class Turns:
+    """One conversation's answers, one at a time, over memory that stays from turn to turn.
+
+    Of each prompt only what earlier prompts and answers did not begin with is computed. When a
+    prompt outgrows the memory, twice as much takes its place and the whole prompt is computed.
+    """
+
+    def __init__(self, model: PreTrainedModel, stops: Stops) -> None:
+        """No memory is allocated yet."""
+        self._model, self._stops = model, stops
+        self._talk: Conversations | None = None
+        self._room = 0  # in tokens
+
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        """Tokens of prompts, and how many were in memory, since memory was allocated last."""
+        return PrefixCounts() if self._talk is None else self._talk.prefix_counts
+
+    def stream(
+        self, prompt_ids: Sequence[int], sampling: SamplingConfig, *, seed: int
+    ) -> Iterator[int]:
+        """As `stream`; the memory is kept for the next prompt.
+
+        Raises:
+            GenerationError, NumericsError: as `stream`.
+        """
+        positions = max_positions(self._model)
+        budget = _budget(self._model, prompt_ids, sampling, positions)
+        talk = self._with_room(len(prompt_ids) + budget, positions)
+        limited = replace(sampling, max_new_tokens=budget)
+        yield from _streamed(talk, prompt_ids, limited, seed)
+
+    def close(self) -> None:
+        """Free the memory."""
+        if self._talk is not None:
+            self._talk.close()
+        self._talk, self._room = None, 0
+
+    def _with_room(self, tokens: int, positions: int | None) -> Conversations:
+        if self._talk is None or tokens > self._room:
+            self.close()
+            wanted = max(2 * tokens, _LEAST_KEPT)
+            wanted = wanted if positions is None else min(wanted, positions)
+            try:
+                talk = Conversations(self._model, self._stops, slots=1, max_tokens=wanted)
+            except GenerationError:  # as much as this answer needs, then
+                wanted = tokens
+                talk = Conversations(self._model, self._stops, slots=1, max_tokens=wanted)
+            self._talk, self._room = talk, wanted
+        return self._talk
+
+
+def _weights_of(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Equal as long as no weight is replaced or changed in place and no adapter is switched."""
+    return (
+        tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()),
+        tuple(copy(layer.switch) for _, layer in lora_layers(model)),
+    )
 
 
 def stream(
@@ -266,12 +356,22 @@ def stream(
     """
     budget = _budget(model, prompt_ids, sampling, max_positions(model))
     with Conversations(model, stops, slots=1, max_tokens=len(prompt_ids) + budget) as talk:
-        handle = talk.submit(prompt_ids, sampling, seed=seed)
+        yield from _streamed(talk, prompt_ids, sampling, seed)
+
+
+def _streamed(
+    talk: Conversations, prompt_ids: Sequence[int], sampling: SamplingConfig, seed: int
+) -> Iterator[int]:
+    """One answer's tokens; closing the iterator ends the answer."""
+    handle = talk.submit(prompt_ids, sampling, seed=seed)
+    try:
         while not handle.ended:
             for _, token_ids in talk.step():
                 yield from token_ids
-        if handle.error is not None:
-            raise handle.error
+    finally:
+        talk.cancel(handle)
+    if handle.error is not None:
+        raise handle.error
 
 
 def _budget(

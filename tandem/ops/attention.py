@@ -22,6 +22,7 @@ from tandem.ops import gpu, native
 from tandem.ops.attention_context import (
     BLOCK_TOKENS,
     AttentionSpec,
+    Before,
     Decode,
     KVMemory,
     LayerShape,
@@ -78,6 +79,8 @@ def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> 
         step = step.packed
     if step.memory is not None and step.block_tables is not None:
         store_kv(k, v, step.memory, layer, step.block_tables, step.cu_seqlens)
+        if step.before is not None:
+            return continued_attention(q, step.memory, layer, step, step.before, kind)
     return varlen_attention(q, k, v, step, kind)
 
 
@@ -146,6 +149,32 @@ def paged_attention(
     return _paged_plain(q, k, v, keys, values, step, kind)
 
 
+def continued_attention(
+    q: Tensor, memory: KVMemory, layer: int, step: Packed, before: Before, kind: AttentionSpec
+) -> Tensor:
+    """Causal attention of new tokens (N, Hq, Dk) over sequences whose keys and values, the new
+    tokens' too, are in KV memory -> (N, Hq, Dv). It has no gradient."""
+    keys, values = memory.layers[layer]
+    if q.device.type == "cpu" and _native(q.dtype):
+        return torch.ops.tandem.continued_attention(
+            q, keys, values, before.tables, before.starts_at, step.cu_seqlens,
+            kind.scale, kind.window, kind.softcap, kind.sinks,
+        )  # fmt: skip
+    blocks, places, ends = before.written_out()
+    if q.device.type == "cpu":
+        k, v = keys[blocks, :, :, places], values[blocks, :, places]
+    else:
+        k, v = keys[blocks, places], values[blocks, places]
+    if q.device.type in ("cuda", "meta") and _varlen_kernel_fits(q, v, kind):
+        return _varlen_on_gpu(q, k, v, step, kind, ends)
+    found, new, old = [], 0, 0
+    for start, count in zip(before.starts, before.counts, strict=True):
+        end = old + start + count
+        found.append(_one_sequence(q[new : new + count], k[old:end], v[old:end], kind))
+        new, old = new + count, end
+    return torch.cat(found)
+
+
 def store_kv(
     k: Tensor, v: Tensor, memory: KVMemory, layer: int, block_tables: Tensor, cu_seqlens: Tensor
 ) -> None:
@@ -180,19 +209,20 @@ def _native(dtype: torch.dtype) -> bool:
 
 
 def _one_sequence(q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> Tensor:
-    """(T, Hq, D) and (T, Hkv, D) -> (T, Hq, Dv), causal."""
+    """The last T of S tokens: (T, Hq, D) and (S, Hkv, D) -> (T, Hq, Dv), causal."""
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-    T = q.shape[1]
+    T, S = q.shape[1], k.shape[1]
     plain = kind.softcap == 0 and kind.sinks is None and kind.dropout == 0
-    if plain and (kind.window == 0 or kind.window >= T):
+    if plain and T == S and (kind.window == 0 or kind.window >= T):
         out = F.scaled_dot_product_attention(
             q[None], k[None], v[None], is_causal=True, scale=kind.scale, enable_gqa=True
         )[0]
         return out.transpose(0, 1)
-    places = torch.arange(T, device=q.device)
-    seen = places[None] <= places[:, None]
+    places = torch.arange(S, device=q.device)
+    queries = places[S - T :, None]
+    seen = places[None] <= queries
     if kind.window:
-        seen = seen & (places[None] > places[:, None] - kind.window)
+        seen = seen & (places[None] > queries - kind.window)
     return _weighted(q, k, v, seen, kind).transpose(0, 1)
 
 
@@ -254,7 +284,16 @@ def _varlen_kernel_fits(q: Tensor, v: Tensor, kind: AttentionSpec) -> bool:
     )
 
 
-def _varlen_on_gpu(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: AttentionSpec) -> Tensor:
+def _varlen_on_gpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Packed,
+    kind: AttentionSpec,
+    key_ends: Tensor | None = None,
+) -> Tensor:
+    """`key_ends`, (B + 1,) int32, are the keys' own where they are more than the queries, which are
+    a sequence's last (flash attention counts a causal mask from the end of both)."""
     from torch.nn.attention.varlen import varlen_attn  # imports the GPU kernels
 
     shared: dict[str, Any] = {}
@@ -268,7 +307,8 @@ def _varlen_on_gpu(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: Attentio
     # The kernels need a head's numbers side by side, not heads or tokens.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = varlen_attn(
-        q, k, v, step.cu_seqlens, step.cu_seqlens, step.max_length, step.max_length,
+        q, k, v, step.cu_seqlens, step.cu_seqlens if key_ends is None else key_ends,
+        step.max_length, step.max_length,
         scale=kind.scale, window_size=window, **shared,
     )  # fmt: skip
     assert isinstance(out, Tensor)

@@ -82,6 +82,47 @@ class KVMemory:
             values[targets] = values[sources]
 
 
+class Before:
+    """What KV memory holds of B sequences that go on: `starts` tokens, with `counts` new ones each.
+
+    tables: (B, W) int32, all blocks of each sequence, those of the new tokens too. starts are
+    multiples of BLOCK_TOKENS, so that new tokens begin a block of their own. starts_at: (B,) int64,
+    the same on the device. Everything is known on the host: nothing waits for the device.
+    """
+
+    def __init__(
+        self, tables: Tensor, starts: Sequence[int], counts: Sequence[int], device: torch.device
+    ) -> None:
+        self.tables, self.starts, self.counts = tables, tuple(starts), tuple(counts)
+        self.starts_at = gpu.sent(list(starts), device)
+        self._written_out: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def tables_of_new(self) -> Tensor:
+        """(B, W') int32, from the first new token's block on."""
+        first = torch.tensor([start // BLOCK_TOKENS for start in self.starts])
+        width = max(1, -(-max(self.counts) // BLOCK_TOKENS))
+        columns = first[:, None] + torch.arange(width)
+        columns = columns.clamp(max=self.tables.shape[1] - 1)
+        return self.tables.gather(1, gpu.sent(columns.tolist(), self.tables.device))
+
+    def written_out(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Where all M tokens of the sequences lie, old and new in order: their blocks (M,), their
+        places in them (M,); and (B + 1,) int32, where each sequence begins among them."""
+        if self._written_out is None:
+            device = self.tables.device
+            lengths = [a + b for a, b in zip(self.starts, self.counts, strict=True)]
+            ends = [*accumulate(lengths, initial=0)]
+            counts = gpu.sent(lengths, device)
+            rows = torch.arange(len(lengths), device=device)
+            rows = rows.repeat_interleave(counts, output_size=ends[-1])
+            places = torch.arange(ends[-1], device=device) - gpu.sent(ends[:-1], device)[rows]
+            blocks = self.tables[rows, places // BLOCK_TOKENS].long()
+            self._written_out = (
+                blocks, places % BLOCK_TOKENS, gpu.sent(ends, device, torch.int32)
+            )  # fmt: skip
+        return self._written_out
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """B segments side by side, N tokens: training, scoring and prefill.
@@ -92,8 +133,10 @@ class Packed:
     cu_seqlens: (B + 1,) int32, where each begins. max_length: of the longest sequence, in tokens.
     prefixes: (B,) int32, the whole sequence that a segment continues, -1 where it is whole itself;
         None: all are whole. Continuations stand directly after the sequence that they continue.
-    memory, block_tables: where prefill keeps keys and values of whole sequences, (B, max_blocks)
+    memory, block_tables: where prefill keeps the keys and values of these tokens, (B, max_blocks)
         int32.
+    before: what memory holds of the sequences already; None: nothing of any. max_length then
+        counts that too.
     """
 
     cu_seqlens: Tensor
@@ -101,6 +144,7 @@ class Packed:
     memory: KVMemory | None = None
     block_tables: Tensor | None = None
     prefixes: Tensor | None = None
+    before: Before | None = None
     _whole: list[WholeSequences] = field(default_factory=list, repr=False, compare=False)
 
     @staticmethod

@@ -20,7 +20,7 @@ from tandem.data.render import Renderer
 from tandem.errors import ModelError, TandemError
 from tandem.generation.detokenizer import AnswerText
 from tandem.generation.generator import Stops
-from tandem.generation.streaming import stream
+from tandem.generation.streaming import Turns
 from tandem.models.checkpoint_ref import model_folders
 from tandem.models.eos import load_stop_ids
 from tandem.models.load import load_causal_lm, load_tokenizer
@@ -49,6 +49,9 @@ class Conversation:
     turns: list[Message] = field(default_factory=list)
     num_answers: int = 0
 
+    def __post_init__(self) -> None:
+        self._memory = Turns(self.model, Stops.of(self.renderer))
+
     def answer(self) -> Iterator[str]:
         """Stream an answer to the last turn, and keep it as the next turn, also if interrupted.
 
@@ -61,13 +64,8 @@ class Conversation:
         )
         self.num_answers += 1
         try:
-            for token in stream(
-                self.model,
-                prompt.token_ids,
-                self.sampling,
-                Stops.of(self.renderer),
-                seed=self.seed + self.num_answers,
-            ):
+            seed = self.seed + self.num_answers
+            for token in self._memory.stream(prompt.token_ids, self.sampling, seed=seed):
                 if piece := said.push(token):
                     yield piece
             if piece := said.flush():

@@ -148,6 +148,11 @@ class Engine:
         found = list(self._running.values())
         return {running.loaded.source.name: running.talk.num_free_blocks for running in found}
 
+    def prefix_tokens(self) -> dict[str, tuple[int, int]]:
+        """By model: tokens of the prompts so far, and how many of them were in memory already."""
+        counts = {r.loaded.source.name: r.talk.prefix_counts for r in list(self._running.values())}
+        return {name: (one.prompt_tokens, one.shared_tokens) for name, one in counts.items()}
+
     def _run(self) -> None:
         while True:
             busy = [running for running in self._running.values() if running.answers]

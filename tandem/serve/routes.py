@@ -264,11 +264,20 @@ class Api:
     async def _metrics(self, request: Request) -> Response:
         service = self._service
         blocks: dict[str, float] = dict(service.engine.free_blocks())
+        prefixes = service.engine.prefix_tokens()
         gauges: dict[str, tuple[str, Mapping[str, float]]] = {
             "answers_outstanding": ("Answers that run or wait.", {"": service.outstanding}),
             "answers_in_engine": ("Answers the engine holds.", {"": service.engine.num_running}),
             "slots": ("Most answers of a model side by side.", {"": service.settings.slots}),
             "kv_blocks_free": ("Free blocks of KV memory, 16 tokens each.", blocks),
+            "prompt_tokens_run": (
+                "Tokens of prompts that were computed since the model's first answer.",
+                {name: total - shared for name, (total, shared) in prefixes.items()},
+            ),
+            "prompt_tokens_shared": (
+                "Tokens of prompts that earlier prompts and answers had computed.",
+                {name: shared for name, (_, shared) in prefixes.items()},
+            ),
             "resident_bytes": ("Memory of the process.", {"": resident_bytes()}),
             "uptime_seconds": ("Since the start.", {"": time.time() - service.started}),
         }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import gpu, gpu_tables
+from bench import gpu, gpu_parts, gpu_tables
 from bench.generation_sides import GenerationWork
 from bench.gpu_parts import LARGEST, largest_work
 from bench.models import SHAPES, model_config, random_model
@@ -42,6 +43,62 @@ def test_two_parts_run_and_become_tables(
     assert "Tiny shapes" in shown
     assert "| llama-7b, batch 2 |" in shown
     assert "| operation | calls |" in shown
+
+
+def test_the_other_parts_run_and_become_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but tests/gpu itself, which the other tests run: on a CPU it is its dry run."""
+    asked, others = [], subprocess.run
+
+    def ran(command: list[str], **how: Any) -> Any:
+        if "pytest" not in command:
+            return others(command, **how)
+        asked.append((command[1:4], how["env"]["TANDEM_TEST_GPU"], how["timeout"]))
+        return subprocess.CompletedProcess(command, 1, "FAILED a::b\n1 failed, 2 passed\n", "")
+
+    monkeypatch.setattr(gpu_parts.subprocess, "run", ran)
+    file = tmp_path / "made.json"
+    parts = gpu.main([*TRY, "--parts", "acde", "--json", str(file)])["parts"]
+    assert asked == [(["-m", "pytest", "tests/gpu"], "dry", 360.0)]
+    failed = {n: row for rows in parts.values() for n, row in rows.items() if "failed" in row}
+    assert not failed
+    assert parts["A"]["tests"]["summary"] == ["FAILED a::b", "1 failed, 2 passed"]
+    assert len(parts["A"]["rollouts in a row"]) == 3
+    assert parts["C"]["tandem"]["switch"]["seconds"] > 0
+    assert max(abs(apart) for apart in parts["C"]["agreement"].values()) < 1e-3
+    assert len(parts["D"]) == 4
+    assert all(row["actor_parameters"] > 0 for row in parts["E"].values())
+    capsys.readouterr()
+    gpu_tables.main([str(file)])
+    shown = capsys.readouterr().out
+    for title in ("A. First look", "C. PPO step", "D. Beside Hugging Face", "E. Largest"):
+        assert f"**{title}" in shown
+    assert "| 34b LoRA on NF4 |" in shown
+
+
+def test_what_was_measured_before_a_kill_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is whole after every row, also if the bench dies inside the next."""
+    file = tmp_path / "made.json"
+
+    def killed(device: str) -> Any:
+        raise KeyboardInterrupt
+
+    quick = {"gpu_tests": lambda *_: {"passed": True, "summary": ["1 passed"], "seconds": 1.0}}
+    quick |= {"attention_rates": lambda _: {"a": 1.0}, "rollouts": lambda *_: [{"seconds": 1.0}]}
+    for name, function in quick.items():
+        monkeypatch.setattr(gpu_parts, name, function)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_parts, "row_invariance", killed)
+        with pytest.raises(KeyboardInterrupt):
+            gpu.main([*TRY, "--parts", "A", "--json", str(file)])
+    half = json.loads(file.read_text("utf-8"))["parts"]["A"]
+    assert list(half) == ["tests", "attention, TB/s"]
+    monkeypatch.setattr(gpu_parts, "gpu_tests", killed)
+    rows = gpu.main([*TRY, "--parts", "A", "--json", str(file)])["parts"]["A"]
+    assert list(rows) == [*half, "numbers that other rows change", "rollouts in a row"]
 
 
 def test_a_second_call_measures_what_is_missing(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError
 from tandem.generation.blocks import BlockPool, affordable_blocks, blocks_for, free_bytes
+from tandem.generation.prefixes import PrefixPool
 from tandem.generation.sampler import Sampler
 from tandem.generation.scheduler import Request, Scheduler, blocks_needed, blocks_wanted
 from tandem.ops.attention_context import LayerShape
@@ -59,7 +60,7 @@ def test_everything_runs_in_time_and_nothing_is_shared_that_is_written(
     groups: list[tuple[int, int, int]], spare: int, slots: int, refill: int, random: object
 ) -> None:
     least = max(blocks_needed(prompt, limit, samples) for prompt, limit, samples in groups)
-    pool = BlockPool(least + spare)
+    pool = PrefixPool(least + spare)
     scheduler = Scheduler(pool, slots, prefill_tokens=50, refill=refill)
     everyone = []
     for group in groups:
@@ -71,12 +72,12 @@ def test_everything_runs_in_time_and_nothing_is_shared_that_is_written(
     for _ in range(1000):
         entering = scheduler.admit(len(live))
         if entering is not None:
-            live += [request for request, _ in entering.requests]
-            ran += [request for request, _ in entering.requests]
-            new_prompts = [len(group.prompt) for group in entering.prompts]
+            live += [entry.request for entry in entering.entries]
+            ran += [entry.request for entry in entering.entries]
+            new_prompts = [len(group.prompt) - group.computed for group in entering.prompts]
             assert sum(new_prompts) <= 50 or len(new_prompts) == 1
-            written = {source for source, _ in entering.copies}
-            assert not written & {target for _, target in entering.copies}
+            copies = [entry.copy for entry in entering.entries if entry.copy is not None]
+            assert not {source for source, _ in copies} & {target for _, target in copies}
         assert len(live) <= slots
         assert live or not scheduler.num_waiting  # never stuck
         if not live:
@@ -94,22 +95,23 @@ def test_everything_runs_in_time_and_nothing_is_shared_that_is_written(
 
 
 def test_samples_share_the_blocks_that_the_prompt_fills() -> None:
-    pool = BlockPool(100)
+    pool = PrefixPool(100)
     scheduler = Scheduler(pool, 8, prefill_tokens=1000, refill=1)
     scheduler.submit(requests_of(40, 10, 3))
     entering = scheduler.admit(0)
     assert entering is not None
     assert len(entering.prompts) == 1
-    tables = [request.blocks for request, _ in entering.requests]
+    tables = [entry.request.blocks for entry in entering.entries]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert len({table[2] for table in tables}) == 3
     last = tables[2][2]  # the prompt's own third block
-    assert entering.copies == [(last, tables[0][2]), (last, tables[1][2])]
+    copies = [entry.copy for entry in entering.entries]
+    assert copies == [(last, tables[0][2]), (last, tables[1][2]), None]
     assert 100 - pool.num_free == 2 + 3 * 2
 
 
 def test_a_request_in_the_queue_can_be_withdrawn_at_any_time() -> None:
-    pool = BlockPool(10)
+    pool = PrefixPool(10)
     scheduler = Scheduler(pool, 1, prefill_tokens=1000, refill=1)
     first, second = requests_of(20, 10, 2)
     scheduler.submit([first, second])
@@ -121,7 +123,7 @@ def test_a_request_in_the_queue_can_be_withdrawn_at_any_time() -> None:
 
 
 def test_a_request_larger_than_the_memory_is_refused_with_the_numbers() -> None:
-    scheduler = Scheduler(BlockPool(3), 1, prefill_tokens=1000, refill=1)
+    scheduler = Scheduler(PrefixPool(3), 1, prefill_tokens=1000, refill=1)
     scheduler.submit(requests_of(20, 28, 1))
     with pytest.raises(
         GenerationError, match=r"prompt of 20 tokens .* 4 blocks of 16; got 3 blocks"
@@ -138,12 +140,12 @@ def test_with_the_blocks_wanted_rows_never_wait_for_memory(
 ) -> None:
     wanted = blocks_wanted(prompts, limit, samples, slots)
     assert all(wanted >= blocks_needed(prompt, limit, samples) for prompt in prompts)
-    scheduler = Scheduler(BlockPool(wanted), slots, prefill_tokens=10**6, refill=1)
+    scheduler = Scheduler(PrefixPool(wanted), slots, prefill_tokens=10**6, refill=1)
     for prompt in sorted(prompts, reverse=True):
         scheduler.submit(requests_of(prompt, limit, samples))
     entering = scheduler.admit(0)
     assert entering is not None
-    assert len(entering.requests) == min(slots, samples * len(prompts))
+    assert len(entering.entries) == min(slots, samples * len(prompts))
 
 
 def test_memory_is_what_is_needed_or_what_there_is() -> None:

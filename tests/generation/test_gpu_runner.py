@@ -5,6 +5,7 @@ CUDA's graphs are stand-ins here (`cuda_stand_ins`): what a GPU replays is repla
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,18 +17,23 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from tandem.config.schema import SamplingConfig
 from tandem.generation import runners, sampler
 from tandem.generation.batch_state import Part, Rows
+from tandem.generation.generator import generate
+from tandem.generation.gpu_graphs import NoWaiting
 from tandem.generation.gpu_runner import GraphRunner
 from tandem.generation.runner import TwinRunner, new_memory
 from tandem.generation.sampler import Sampler
 from tandem.generation.scheduler import Request
-from tandem.ops import native
+from tandem.models.twin import twin_of
+from tandem.ops import attention, native
 from tests.generation.cuda_stand_ins import stand_in
 from tests.generation.gpu_sessions import (
+    STOPS,
     adapted,
     assert_same,
     bitwise,
     decoded,
     in_buckets,
+    prompts,
     rollout_of,
     wide,
 )
@@ -94,6 +100,34 @@ def test_no_step_of_any_family_waits_for_the_host(
     assert torch.equal(rollout.batch.token_ids, plain.batch.token_ids)
     apart = rollout.rollout_logprobs - plain.rollout_logprobs
     assert apart.abs().max() < 1e-4
+
+
+@bitwise
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_part_of_a_prefill_waits_for_the_host(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole prompts, and parts of prompts that share blocks; only attention runs in C++."""
+    rows = prompts(40, 40, 3, 20)
+    rows[1] = replace(rows[1], token_ids=(*rows[0].token_ids[:35], *rows[1].token_ids[35:]))
+    model = wide(family)
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(attention, "_native", lambda dtype: dtype == torch.float32)
+    plain, seen = TwinRunner.prefill, []
+
+    def watched(self: TwinRunner, *arguments: Any) -> Tensor:
+        seen.append(arguments[3])
+        with NoWaiting():
+            return plain(self, *arguments)
+
+    monkeypatch.setattr(TwinRunner, "prefill", watched)
+    twin_of(model).config.pad_token_id = None  # as `GraphRunner` sets it
+    sampling = SamplingConfig(max_new_tokens=4)
+    for how in ({}, {"chunk_tokens": 16, "batch_size": 2}):
+        generate(model, rows, sampling, STOPS, seed=1, **how)  # type: ignore[arg-type]
+    starts = [start for part in seen for start in part]
+    assert 0 in starts
+    assert 32 in starts, "of the prompt that begins like another"
 
 
 @bitwise

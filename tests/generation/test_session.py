@@ -16,10 +16,11 @@ from tandem.errors import GenerationError
 from tandem.generation import generator
 from tandem.generation.blocks import blocks_for
 from tandem.generation.generator import Stops, generate
+from tandem.generation.record import Record
 from tandem.generation.runners import make_runner
 from tandem.generation.sampler import Sampler, sequence_key
 from tandem.generation.scheduler import Request
-from tandem.generation.session import Record, Session
+from tandem.generation.session import Session
 from tandem.models.lm_head import vocabulary_logits
 from tandem.models.packed import predictor_states
 from tandem.ops import dense, native
@@ -63,6 +64,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "short of memory": {"kv_blocks": 9},
     "prompts one by one": {"prefill_tokens": 1},
     "no sharing": {"share_prompts": False, "batch_size": 5},
+    "parts beside decoding": {"chunk_tokens": 16, "batch_size": 3, "refill": 1, "kv_blocks": 14},
 }
 
 

@@ -17,7 +17,14 @@ from tandem.models.gpu_blocks import join_projections
 from tandem.models.quantized import PackedWeight
 from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.twin import base_forward, twin_of
-from tandem.ops.attention_context import Decode, KVMemory, LayerShape, Packed, attending
+from tandem.ops.attention_context import (
+    Before,
+    Decode,
+    KVMemory,
+    LayerShape,
+    Packed,
+    attending,
+)
 from tandem.ops.dense import token_logprobs
 from tandem.ops.paged_gpu import AddressedMemory
 from tests.ops.counting import Launches, kept, on_meta
@@ -130,8 +137,12 @@ def test_nothing_waits_in_prefill_and_update(name: str) -> None:
     ends = torch.zeros(5, dtype=torch.int32, device=meta)
     tables = torch.zeros((4, 2), dtype=torch.int32, device=meta)
     twin = twin_of(model)
-    with NoWaiting(), torch.no_grad(), attending(Packed(ends, 16, memory, tables)):
-        base_forward(twin, ids, ids)
+    before = Before(tables, [16, 0, 16, 0], [16] * 4, meta)
+    new = before.tables_of_new()
+    before.written_out()  # once a forward, before its layers
+    for step in (Packed(ends, 16, memory, tables), Packed(ends, 32, memory, new, before=before)):
+        with NoWaiting(), torch.no_grad(), attending(step):
+            base_forward(twin, ids, ids)
     with NoWaiting():
         with attending(Packed(ends, 16)):
             out = base_forward(twin, ids, ids)

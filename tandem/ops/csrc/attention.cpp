@@ -745,9 +745,9 @@ class Copies {
 // Queries of a segment from position t on, up to `most`, none of them past a multiple of `most`.
 int64_t tile_of(int64_t t, int64_t end, int64_t most) { return std::min(most - t % most, end - t); }
 
-template <class T>
+template <class T, class Keys, class Values>
 void forward_segment(const Packed<T>& in, const Piece& piece, const Segment& segment,
-                     const Columns<T>& keys, const Copies<T>& values) {
+                     const Keys& keys, const Values& values) {
   const Sizes& size = in.sizes;
   const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
   Scratch& mine = scratch();
@@ -799,6 +799,57 @@ void forward_piece(const Packed<T>& in, const Piece& piece) {
     put(*segment);
     forward_segment(in, piece, *segment, keys, values);
   }
+}
+
+// ---- new tokens of sequences in KV memory ----
+
+// Lists of blocks, positions counted from block `skipped` on.
+struct Listed {
+  const float** at;
+  int64_t skipped;
+  const float* const* from(int64_t block) const { return at + (block - skipped); }
+};
+
+// A piece over KV memory. Floats are read where they lie; others, and values whose width is no whole
+// number of vectors, are copied once for all the piece's queries.
+template <class T>
+void continued_piece(const Continued<T>& in, const Packed<T>& packed, const Piece& piece,
+                     int64_t sequence) {
+  const Sizes& size = in.sizes;
+  const Segment& segment = *piece.from;
+  const int64_t begin = std::max(piece.begin, segment.first);
+  const int64_t end = std::min(piece.end, segment.end());
+  if (end <= begin) return;
+  const int64_t skipped = in.kind.first_key(begin) / kBlock, blocks = blocks_of(end) - skipped;
+  const int64_t key_width = size.key_width, width = size.value_width, wide = row_width(width);
+  constexpr bool floats = std::is_same_v<T, float>;
+  const bool lies = floats && wide == width;
+  Scratch& mine = scratch();
+  const Listed keys{reinterpret_cast<const float**>(mine.key_blocks.take(blocks)), skipped};
+  const Listed values{reinterpret_cast<const float**>(mine.value_blocks.take(blocks)), skipped};
+  float* key_to = floats ? nullptr : mine.keys.take(blocks * key_width * kLanes);
+  float* value_to = lies ? nullptr : mine.values.take(blocks * kBlock * wide);
+  const int32_t* table = in.tables + sequence * in.table_stride;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t at = int64_t{table[skipped + b]} * size.heads + piece.head;
+    const T* key = in.k_memory + at * key_width * kBlock;
+    const T* value = in.v_memory + at * width * kBlock;
+    if constexpr (floats) {
+      keys.at[b] = key;
+      if (lies) values.at[b] = value;
+    } else {
+      keys.at[b] = key_to;
+      for (int64_t d = 0; d < key_width; ++d, key_to += kLanes) {
+        store(key_to, load(key + d * kLanes));
+      }
+    }
+    if (lies) continue;
+    values.at[b] = value_to;
+    const int64_t count = std::min(kBlock, end - (skipped + b) * kBlock);
+    for (int64_t j = 0; j < count; ++j) copy_row(value + j * width, width, 1.0f, value_to + j * wide);
+    value_to += kBlock * wide;
+  }
+  forward_segment(packed, piece, segment, keys, values);
 }
 
 // ---- packed sequences, backward ----
@@ -1363,6 +1414,18 @@ void attend_packed(const Packed<T>& in, const Segments& of) {
 }
 
 template <class T>
+void attend_continued(const Continued<T>& in) {
+  const Segments of{in.bounds, nullptr, in.count};
+  auto segments = segments_of(of);
+  for (int64_t b = 0; b < in.count; ++b) segments[b].first = in.starts[b];
+  const Packed<T> packed{in.q, {}, {}, in.out, nullptr, in.sizes, in.kind};
+  const auto pieces = pieces_of(segments, of, in.sizes.heads, true);
+  share_out(pieces.size(), num_threads(), [&](int64_t i) {
+    continued_piece(in, packed, pieces[i], pieces[i].from - segments.data());
+  });
+}
+
+template <class T>
 void attend_packed_backward(const Gradients<T>& work, const Segments& of) {
   const auto segments = segments_of(of);
   const auto pieces = pieces_of(segments, of, work.in.sizes.heads, false);
@@ -1414,6 +1477,7 @@ void keep_packed(const Rows<const T>& keys, const Rows<const T>& values, T* k_me
 }
 
 #define TANDEM_ATTENTION(T)                                                                     \
+  template void attend_continued(const Continued<T>&);                                          \
   template void attend_packed(const Packed<T>&, const Segments&);                               \
   template void attend_packed_backward(const Gradients<T>&, const Segments&);                   \
   template void attend_paged(const Paged<T>&, int64_t, int64_t);                                \

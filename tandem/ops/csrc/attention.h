@@ -97,7 +97,25 @@ struct Paged {
   }
 };
 
+// New tokens of `count` sequences on KV memory that holds their keys and values already, as it does
+// those of the starts[b] tokens before: tokens bounds[b] to bounds[b + 1] of q and out.
+template <class T>
+struct Continued {
+  Rows<const T> q;
+  const T *k_memory, *v_memory;
+  T* out;
+  const int32_t* tables;
+  int64_t table_stride;
+  const int64_t* starts;
+  const int32_t* bounds;
+  int64_t count;
+  Sizes sizes;
+  Kind kind;
+};
+
 // Each writes what its argument points at.
+template <class T>
+void attend_continued(const Continued<T>& in);
 template <class T>
 void attend_packed(const Packed<T>& in, const Segments& segments);
 template <class T>

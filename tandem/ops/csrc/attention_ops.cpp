@@ -307,9 +307,57 @@ void store_kv(const Tensor& k_, const Tensor& v_, Tensor& k_memory, Tensor& v_me
   });
 }
 
+Tensor continued_attention(const Tensor& q_, const Tensor& k_memory, const Tensor& v_memory,
+                           const Tensor& block_tables, const Tensor& starts_,
+                           const Tensor& cu_seqlens, double scale, int64_t window, double softcap,
+                           const std::optional<Tensor>& sinks_) {
+  const char* where = "continued_attention";
+  TORCH_CHECK(q_.dim() == 3 && k_memory.dim() == 4 && v_memory.dim() == 4, where,
+              " must get q (N, Hq, Dk) and memory of 4 dimensions; got ", q_.sizes(), ", ",
+              k_memory.sizes(), ", ", v_memory.sizes(), ".");
+  // Rows as the memory's would be, to be checked against it.
+  const Tensor k = k_memory.select(3, 0), v = v_memory.select(2, 0);
+  check_rows(q_, k.narrow(0, 0, 1).expand({q_.size(0), -1, -1}),
+             v.narrow(0, 0, 1).expand({q_.size(0), -1, -1}), where);
+  check_memory(k, v, k_memory, v_memory, block_tables, where);
+  check_bounds(cu_seqlens, q_.size(0), where);
+  const int64_t count = cu_seqlens.size(0) - 1;
+  TORCH_CHECK(starts_.dim() == 1 && starts_.size(0) == count && block_tables.size(0) == count &&
+                  starts_.scalar_type() == at::kLong,
+              where, " must get starts (B,) int64 and a table row for each of ", count,
+              " sequences; got ", starts_.sizes(), " of ", starts_.scalar_type(), " and ",
+              block_tables.sizes(), ".");
+  const Tensor q = dense_rows(q_), starts = starts_.contiguous();
+  const Sizes size = sizes_of(q, k, v);
+  const auto sinks = float_sinks(sinks_, size.query_heads);
+  const Kind kind = kind_of(scale, window, softcap, sinks);
+  const int32_t* bounds = cu_seqlens.const_data_ptr<int32_t>();
+  const int64_t* at = starts.const_data_ptr<int64_t>();
+  for (int64_t b = 0; b < count; ++b) {
+    TORCH_CHECK(at[b] >= 0, "starts must not be negative; got ", at[b], " in row ", b, ".");
+    check_tables(block_tables, b, kind.first_key(at[b]), at[b] + bounds[b + 1] - bounds[b],
+                 k_memory.size(0), where);
+  }
+  Tensor out = at::empty({q.size(0), size.query_heads, size.value_width}, q.options());
+  if (q.size(0) == 0) return out;
+  by_type(q, [&](auto zero) {
+    using T = decltype(zero);
+    attend_continued(Continued<T>{rows_of<const T>(q), static_cast<const T*>(k_memory.data_ptr()),
+                                  static_cast<const T*>(v_memory.data_ptr()),
+                                  static_cast<T*>(out.data_ptr()),
+                                  block_tables.const_data_ptr<int32_t>(), block_tables.stride(0),
+                                  at, bounds, count, size, kind});
+  });
+  return out;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
+  m.def(
+      "continued_attention(Tensor q, Tensor k_memory, Tensor v_memory, Tensor block_tables, "
+      "Tensor starts, Tensor cu_seqlens, float scale, int window, float softcap, Tensor? sinks) "
+      "-> Tensor");
   m.def(
       "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float scale, int window, "
       "float softcap, Tensor? sinks, Tensor? prefixes=None) -> Tensor");
@@ -326,12 +374,14 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("varlen_attention", &varlen_attention);
   m.impl("paged_attention", &paged_attention);
   m.impl("store_kv", &store_kv);
+  m.impl("continued_attention", &continued_attention);
 }
 
 TORCH_LIBRARY_IMPL(tandem, Autograd, m) {
   m.impl("varlen_attention", &varlen_attention_autograd);
   m.impl("paged_attention", torch::CppFunction::makeFallthrough());
   m.impl("store_kv", torch::CppFunction::makeFallthrough());
+  m.impl("continued_attention", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(tandem, ADInplaceOrView, m) {

@@ -1,0 +1,198 @@
+"""What shared prefixes and chunked prefill save: a chat's turns, prompts that begin alike, stalls.
+
+    python bench/prefixes.py --json prefixes.json
+
+Three works, each with and without, in CPU seconds of one process, the two ways in turn:
+
+    chat     one conversation of --turns turns; each prompt repeats all turns before
+    shot     prompts that begin with the same examples, one short answer each, as in a rollout
+    beside   a long prompt comes in while others decode: their longest wait for a token
+
+The first two count the tokens of prompts that were run; answers are the same both ways, and that is
+checked. `beside` has the prompt in parts of --chunk tokens, or whole.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+# The benches are no part of the installed package: they are run from the repository.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from transformers import PreTrainedModel
+
+from bench.models import SHAPES, model_config, prompt_rows, random_ids, random_model
+from bench.report import Report, count, parser, table
+from tandem.config.schema import SamplingConfig
+from tandem.generation.generator import Stops, generate
+from tandem.generation.runner import TwinRunner
+from tandem.generation.streaming import Conversations
+
+STOPS = Stops((), 0, lambda ids: " ".join(map(str, ids)))
+Measured = dict[str, float]
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure every work both ways; returns what --json writes."""
+    flags = parser(__doc__, "rounds threads dtype")
+    flags.add_argument("--shape", choices=sorted(SHAPES), default="llama-22m")
+    flags.add_argument("--turns", type=count, default=8)
+    flags.add_argument("--chunk", type=count, default=128, help="tokens of a part of a prompt")
+    options = flags.parse_args(arguments)
+    if options.tiny:
+        options.shape, options.turns, options.rounds, options.chunk = "a", 3, 1, 16
+    report = Report(options)
+    positions = 96 + 160 * options.turns if not options.tiny else 320
+    model = random_model(model_config(SHAPES[options.shape], 2 * positions), dtype=options.dtype)
+    for name, function in WORKS.items():
+        rows = compared(function, model, options)
+        report.result[name] = rows
+        report.console.print(_table(name, rows), highlight=False)
+        report.keep()
+    return report.end()
+
+
+def chat(model: PreTrainedModel, options: Namespace, shares: bool) -> tuple[Measured, Any]:
+    """A conversation: a system prompt of 96 tokens, then messages of 96 and answers of 64."""
+    size = 24 if options.tiny else 96
+    vocabulary = model.config.vocab_size
+    texts = random_ids([size] * (options.turns + 1), vocabulary, 3)
+    sampling = SamplingConfig(max_new_tokens=size * 2 // 3)
+    history, said = list(texts[0]), []
+    most = (options.turns + 2) * 2 * size
+    talk = Conversations(model, STOPS, slots=1, max_tokens=most, share_prefixes=shares)
+    with talk, _counting() as measured:
+        for turn in range(options.turns):
+            history += texts[turn + 1]
+            handle = talk.submit(history, sampling, seed=turn)
+            while not handle.ended:
+                talk.step()
+            history += handle.token_ids
+            said.append(handle.token_ids)
+    return measured.result(), said
+
+
+def shot(model: PreTrainedModel, options: Namespace, shares: bool) -> tuple[Measured, Any]:
+    """16 prompts of 512 tokens alike and 32 of their own; 16 new tokens each."""
+    alike, own, many = (32, 8, 4) if options.tiny else (512, 32, 16)
+    vocabulary = model.config.vocab_size
+    (examples,) = random_ids([alike], vocabulary, 5)
+    rows = prompt_rows([*examples, *ids] for ids in random_ids([own] * many, vocabulary, 6))
+    sampling = SamplingConfig(max_new_tokens=16)
+    with _counting() as measured:
+        made = generate(model, rows, sampling, STOPS, seed=1, share_prompts=shares)
+    return measured.result(), made.responses
+
+
+def beside(model: PreTrainedModel, options: Namespace, in_parts: bool) -> tuple[Measured, Any]:
+    """7 answers that decode, and a prompt of 1,024 tokens that comes after their eighth token."""
+    few, long = (20, 128) if options.tiny else (40, 1024)
+    vocabulary = model.config.vocab_size
+    *prompts, last = random_ids([16] * 7 + [long], vocabulary, 8)
+    sampling = SamplingConfig(max_new_tokens=few)
+    chunk = options.chunk if in_parts else 2**31
+    most = long + few
+    with Conversations(model, STOPS, slots=8, max_tokens=most, chunk_tokens=chunk) as talk:
+        handles = [talk.submit(ids, sampling, seed=i) for i, ids in enumerate(prompts)]
+        with _counting() as measured:
+            for step in range(1000):
+                if step == 8:
+                    handles.append(talk.submit(last, sampling, seed=9))
+                begin = time.process_time()
+                events = talk.step()
+                if any(handle in handles[:7] and new for handle, new in events):
+                    measured.waits.append(time.process_time() - begin)
+                if not talk.busy:
+                    break
+    found = measured.result()
+    found["longest_wait_seconds"] = max(measured.waits)
+    found["median_wait_seconds"] = statistics.median(measured.waits)
+    return found, [handle.token_ids for handle in handles]
+
+
+WORKS: dict[str, Callable[[PreTrainedModel, Namespace, bool], tuple[Measured, Any]]] = {
+    "chat": chat,
+    "shot": shot,
+    "beside": beside,
+}
+
+
+def compared(
+    function: Callable[[PreTrainedModel, Namespace, bool], tuple[Measured, Any]],
+    model: PreTrainedModel,
+    options: Namespace,
+) -> dict[str, Any]:
+    """Medians of both ways over the rounds, one unmeasured before, and their ratios.
+
+    Raises:
+        RuntimeError: the two gave other answers.
+    """
+    found: dict[bool, list[Measured]] = {True: [], False: []}
+    for number in range(options.rounds + 1):
+        answers = {}
+        for way in (True, False):
+            measured, answers[way] = function(model, options, way)
+            if number:
+                found[way].append(measured)
+        if answers[True] != answers[False]:
+            raise RuntimeError(f"{function.__name__} must answer alike both ways; it did not.")
+    medians = {
+        name: {key: statistics.median(one[key] for one in found[way]) for key in found[way][0]}
+        for name, way in (("with", True), ("without", False))
+    }
+    ratios = {
+        key: medians["with"][key] / medians["without"][key]
+        for key in medians["with"]
+        if medians["without"][key]
+    }
+    return {**medians, "ratios": ratios}
+
+
+class _counting:  # noqa: N801 - a context manager
+    """CPU seconds inside, and the tokens that prefill ran."""
+
+    def __enter__(self) -> _counting:
+        self.tokens, self.largest, self.waits = 0, 0, list[float]()
+        self._plain = TwinRunner.prefill
+        plain = self._plain
+
+        def prefill(runner: TwinRunner, token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+            self.tokens += len(token_ids)
+            self.largest = max(self.largest, len(token_ids))
+            return plain(runner, token_ids, *rest)
+
+        TwinRunner.prefill = prefill  # type: ignore[method-assign]
+        self._begin = time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.process_time() - self._begin
+        TwinRunner.prefill = self._plain  # type: ignore[method-assign]
+
+    def result(self) -> Measured:
+        return {
+            "cpu_seconds": self.seconds,
+            "prefilled_tokens": self.tokens,
+            "largest_forward_tokens": self.largest,
+        }
+
+
+def _table(name: str, rows: dict[str, Any]) -> Any:
+    keys = list(rows["with"])
+    lines = [
+        (key, f"{rows['with'][key]:.4g}", f"{rows['without'][key]:.4g}",
+         f"{rows['ratios'].get(key, float('nan')):.2f}")
+        for key in keys
+    ]  # fmt: skip
+    return table(name, "medians of the rounds", ("measure",), ("with", "without", "ratio"), lines)
+
+
+if __name__ == "__main__":
+    main()

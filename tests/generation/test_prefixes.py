@@ -1,0 +1,288 @@
+"""Blocks found again by their tokens: by prompts that begin alike, by the next turn of a chat."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.config.schema import SamplingConfig
+from tandem.generation.generator import generate
+from tandem.generation.prefixes import PrefixPool
+from tandem.generation.runner import TwinRunner
+from tandem.generation.sampler import Sampler, sequence_key
+from tandem.generation.scheduler import Request
+from tandem.generation.session import Session
+from tandem.generation.streaming import Conversations, Turns
+from tandem.ops import attention
+from tandem.ops.attention_context import (
+    AttentionSpec,
+    Before,
+    KVMemory,
+    LayerShape,
+    Packed,
+)
+from tandem.types import PromptRow, Rollout, Source
+from tests.generation.test_generator import STOPS
+from tests.generation.test_session import CPU, assert_same, bitwise, wide
+
+GREEDY = SamplingConfig(max_new_tokens=20, top_k=1)
+
+
+def tokens_of(seed: int, count: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(4, 99, (count,), generator=generator).tolist())
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 70)), max_size=40))
+def test_what_is_found_is_what_was_kept(moves: list[tuple[int, int]]) -> None:
+    """Against a slow memory of what each block holds, over sequences of a tree of beginnings."""
+    pool = PrefixPool(9)
+    held: list[list[int]] = []
+    contents: dict[int, tuple[int, ...]] = {}  # of a block: all tokens up to its end
+    for branch, length in moves:
+        tokens = (*range(min(length, 24)), *(100 * branch + i for i in range(max(0, length - 24))))
+        found = pool.find(tokens)
+        assert len(found) <= (len(tokens) - 1) // 16
+        for i, block in enumerate(found):
+            assert contents[block] == tokens[: 16 * (i + 1)]
+        wanted = -(-len(tokens) // 16)
+        while held and pool.num_free - pool.num_idle(found) < wanted - len(found):
+            pool.release(held.pop(0))
+        pool.share(found)
+        blocks = [*found, *pool.take(wanted - len(found))]
+        for i, block in enumerate(blocks[len(found) :], len(found)):
+            contents[block] = tokens[: 16 * (i + 1)]
+        pool.keep(tokens, blocks)
+        held.append(blocks)
+        holders = Counter(block for one in held for block in one)
+        assert pool.num_free == 9 - len(holders)
+    for blocks in held:
+        pool.release(blocks)
+    pool.forget_all()
+    assert pool.num_known == 0
+    assert sorted(pool.take(9)) == list(range(9))
+
+
+def test_the_oldest_goes_first_and_its_end_before_its_beginning() -> None:
+    pool = PrefixPool(4)
+    for seed in (1, 2):
+        blocks = pool.take(2)
+        pool.keep(tokens_of(seed, 32), blocks)
+        pool.release(blocks)
+    assert pool.num_free == 4
+    taken = pool.take(1)
+    assert len(pool.find(tokens_of(1, 40))) == 1
+    assert len(pool.find(tokens_of(2, 40))) == 2
+    pool.release(taken)
+
+
+SPECS = [
+    AttentionSpec(0.25),
+    AttentionSpec(0.25, window=20),
+    AttentionSpec(0.25, softcap=3.0),
+    AttentionSpec(0.25, sinks=torch.tensor([0.3, -0.2, 1.0, 0.0])),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [16, 8, 20])
+def test_attention_on_top_of_memory_is_that_of_whole_sequences(
+    dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, starts = (37, 5, 64, 100), (16, 0, 48, 64)
+    counts = [length - start for length, start in zip(lengths, starts, strict=True)]
+    q, k, v = (
+        [torch.randn(length, heads, width).to(dtype) for length in lengths] for heads in (4, 2, 2)
+    )
+    memory = KVMemory([LayerShape(2, width, width)], 30, dtype=dtype, device=CPU)
+    for part in memory.layers[0]:
+        part.fill_(torch.nan)  # what lies past a sequence's end must not be seen
+    tables = torch.randperm(30)[:28].int().view(4, 7)
+    packed = Packed.of_lengths(lengths, CPU)
+    before = Before(tables, starts, counts, CPU)
+    new = Packed.of_lengths(counts, CPU)
+    step = Packed(new.cu_seqlens, 100, memory, before.tables_of_new(), before=before)
+
+    def new_of(rows: Sequence[Tensor]) -> Tensor:
+        return torch.cat([row[start:] for row, start in zip(rows, starts, strict=True)])
+
+    for kind in SPECS:
+        whole = attention.varlen_attention(torch.cat(q), torch.cat(k), torch.cat(v), packed, kind)
+        wanted = new_of(whole.split(lengths))
+        for is_native in (True, False):
+            if not is_native:
+                monkeypatch.setattr(attention, "_native", lambda _: False)
+            attention.store_kv(torch.cat(k), torch.cat(v), memory, 0, tables, packed.cu_seqlens)
+            for rows, place in ((k, 0), (v, 1)):  # the new tokens' are stored by the call itself
+                assert len(rows) == 4, place
+            found = attention.continued_attention(new_of(q), memory, 0, step, before, kind)
+            loose = 2e-2 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(found, wanted, rtol=loose, atol=loose)
+            if is_native and attention._native(dtype):
+                assert torch.equal(found, wanted)
+        monkeypatch.undo()
+
+
+def rows_of(*prompts: tuple[int, ...]) -> list[PromptRow]:
+    return [PromptRow(ids, (), {}, Source("test", "test", i + 1)) for i, ids in enumerate(prompts)]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The lengths of the parts of each prefill from now on."""
+    seen: list[list[int]] = []
+    plain = TwinRunner.prefill
+
+    def prefill(self: TwinRunner, ids: Tensor, lengths: Sequence[int], *more: Any) -> Tensor:
+        seen.append(list(lengths))
+        return plain(self, ids, lengths, *more)
+
+    monkeypatch.setattr(TwinRunner, "prefill", prefill)
+    return seen
+
+
+SHARED = tokens_of(7, 50)
+ALIKE = (SHARED + tokens_of(1, 30), SHARED + tokens_of(2, 9), tokens_of(3, 20), SHARED, SHARED[:40])
+
+
+@bitwise
+@pytest.mark.parametrize("family", ["llama", "opt", "gemma2", "gpt2", "qwen3"])
+@pytest.mark.parametrize(
+    "how", [{}, {"batch_size": 2, "refill": 1, "chunk_tokens": 16, "kv_blocks": 16}]
+)
+def test_prompts_that_begin_alike_are_answered_alike(
+    family: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, with fewer tokens run; the second way evicts what the first keeps."""
+    sampling = SamplingConfig(max_new_tokens=30, samples_per_prompt=2)
+
+    def made(**how: Any) -> Rollout:
+        return generate(wide(family), rows_of(*ALIKE), sampling, STOPS, seed=3, **how)
+
+    apart = made(share_prompts=False)
+    seen = counted(monkeypatch)
+    assert_same(made(**how), apart)
+    assert sum(map(sum, seen)) < sum(map(len, ALIKE)) - 3 * 32
+    assert len(seen) > 1 or not how
+
+
+def session_with(model: PreTrainedModel, *prompts: tuple[int, ...], **how: Any) -> Any:
+    sampler = Sampler(GREEDY, STOPS.stop_token_ids, CPU, 99)
+    requests = [
+        Request(i, prompt, sequence_key(1, 1, i, 0), sampler, 20)
+        for i, prompt in enumerate(prompts)
+    ]
+    session = Session(model, (), slots=4, num_blocks=40, table_width=12, refill=1, **how)
+    return session, requests
+
+
+def test_live_rows_get_a_token_at_every_step_while_a_long_prompt_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session, (short, long, last) = session_with(
+        wide(), tokens_of(1, 5), tokens_of(2, 150), tokens_of(3, 6), chunk_tokens=32
+    )
+    session.submit([short])
+    session.step()
+    seen = counted(monkeypatch)
+    session.submit([long])
+    session.submit([last])
+    tokens = 0
+    while long.row < 0:
+        drawn = session.step()
+        tokens += sum(part.requests.count(short) for part in drawn)
+    assert seen == [[32], [32], [32], [32], [22], [6]] or seen == [[32]] * 4 + [[22, 6]]
+    assert tokens == 5  # one between any two parts
+    while session.busy:
+        session.step()
+    assert [r.length for r in (short, long, last)] == [20] * 3
+    assert session.num_free_blocks == 40
+
+
+def test_a_cancelled_prompt_stops_running_unless_others_need_it() -> None:
+    session, (short, long, other) = session_with(
+        wide(), tokens_of(1, 5), tokens_of(2, 150), (*tokens_of(2, 150), 9, 9), chunk_tokens=16
+    )
+    session.submit([short])
+    session.step()
+    session.submit([long])
+    session.step()
+    held = 40 - session.num_free_blocks
+    session.cancel(long)
+    assert 40 - session.num_free_blocks == held - 11
+    session.submit([other])  # it finds what was computed of the first, and no more
+    session.step()
+    assert session.prefix_counts.shared_tokens == 16
+    again = Request(9, long.prompt, long.key, long.sampler, 20)
+    session.submit([again])
+    while other.row < 0:
+        session.step()
+    session.cancel(again)
+    while session.busy:
+        session.step()
+    assert other.length == 20
+    assert session.num_free_blocks == 40
+
+
+def conversation(talk: Any, turns: int, *, seed: int = 5) -> list[list[int]]:
+    """Answers of turns that each begin with all before."""
+    history: tuple[int, ...] = tokens_of(4, 40)
+    answers = []
+    for turn in range(turns):
+        if isinstance(talk, Turns):
+            answers.append(list(talk.stream(history, GREEDY, seed=seed + turn)))
+        else:
+            handle = talk.submit(history, GREEDY, seed=seed + turn)
+            while not handle.ended:
+                talk.step()
+            answers.append(handle.token_ids)
+        history += (*answers[-1], *tokens_of(10 + turn, 25))
+    return answers
+
+
+@bitwise
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_conversations_next_turn_begins_with_what_is_there(family: str) -> None:
+    model = wide(family)
+    with Conversations(model, STOPS, max_tokens=256, share_prefixes=False) as apart:
+        plain = conversation(apart, 4)
+        assert apart.prefix_counts.shared_tokens == 0
+    with Conversations(model, STOPS, max_tokens=256) as talk:
+        assert conversation(talk, 4) == plain
+        counts = talk.prefix_counts
+        new = counts.prompt_tokens - counts.shared_tokens
+        assert new < 40 + 4 * (25 + 16 + 16)  # each turn's own, and what fills no block
+    turns = Turns(model, STOPS)
+    assert conversation(turns, 4) == plain
+    assert turns.prefix_counts == counts
+    turns.close()
+
+
+def test_what_other_weights_computed_is_not_found() -> None:
+    model = wide("opt")
+    with Conversations(model, STOPS, max_tokens=256) as talk:
+        conversation(talk, 1)
+        conversation(talk, 1)
+        assert talk.prefix_counts.shared_tokens == 32
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.0)
+        conversation(talk, 1)
+        assert talk.prefix_counts.shared_tokens == 32
+
+
+def test_a_conversation_that_outgrows_its_memory_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.generation.streaming._LEAST_KEPT", 16)
+    model = wide()
+    turns = Turns(model, STOPS)
+    grown = conversation(turns, 4)
+    with Conversations(model, STOPS, max_tokens=256, share_prefixes=False) as apart:
+        assert conversation(apart, 4) == grown
+    turns.close()
