@@ -168,13 +168,13 @@ class _counting:  # noqa: N801 - a context manager
             self.largest = max(self.largest, len(token_ids))
             return plain(runner, token_ids, *rest)
 
-        TwinRunner.prefill = prefill  # type: ignore[method-assign]
+        TwinRunner.prefill = prefill  # type: ignore[method-assign, assignment]
         self._begin = time.process_time()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.seconds = time.process_time() - self._begin
-        TwinRunner.prefill = self._plain  # type: ignore[method-assign]
+        TwinRunner.prefill = self._plain  # type: ignore[method-assign, assignment]
 
     def result(self) -> Measured:
         return {
