@@ -174,7 +174,7 @@ class _counting:  # noqa: N801 - a context manager
 
     def __exit__(self, *_: object) -> None:
         self.seconds = time.process_time() - self._begin
-        TwinRunner.prefill = self._plain  # type: ignore[method-assign, assignment]
+        TwinRunner.prefill = self._plain  # type: ignore[method-assign]
 
     def result(self) -> Measured:
         return {
