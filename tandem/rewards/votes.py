@@ -66,6 +66,7 @@ def decided(
 
 
 decided.in_process = True  # type: ignore[attr-defined]  # it waits for people, without a deadline
+decided.training_only = True  # type: ignore[attr-defined]  # half of all answers always win
 decided.whole_rollout = True  # type: ignore[attr-defined]
 decided.checks_answer = False  # type: ignore[attr-defined]
 

@@ -39,6 +39,8 @@ def test_online_dpo_learns_from_votes_and_finds_them_again(
         voter.join()
     assert asked_file(file).read_bytes() == asked, "nothing is asked twice"
     assert_equal_runs(tmp_path / "run", straight)
-    values = records(straight)[1]["values"]
+    first, values = (record["values"] for record in records(straight)[:2])
+    assert "heldout_eos_rate" in first
+    assert "heldout_reward" not in first, "held-out answers are not asked about"
     assert values["preference_pairs"] == 8 * (1 - values["tied_prompts"]) > 0
     assert values["score_gap"] == 1.0
