@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -65,6 +66,28 @@ class _Slot:
     scalar: LoadedScalar | None = None
 
 
+class Mailbox:
+    """Calls from other threads into a loop, which is woken once for all that have come."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._calls: deque[Callable[[], None]] = deque()
+        self._is_woken = False
+
+    def post(self, call: Callable[[], None]) -> None:
+        """From any thread; the calls are made in order."""
+        self._calls.append(call)
+        if not self._is_woken:  # if another thread asks at once, the loop is woken twice
+            self._is_woken = True
+            with suppress(RuntimeError):  # the loop has ended, and so have all who asked
+                self.loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        self._is_woken = False  # first, so that what comes while they are taken wakes it again
+        while self._calls:
+            self._calls.popleft()()
+
+
 class Service:
     """The models of one path, loaded when they are first asked for."""
 
@@ -81,6 +104,7 @@ class Service:
         self.started = time.time()
         self.outstanding = 0
         self._slots: dict[str, _Slot] = {}
+        self._mailbox: Mailbox | None = None
         self._loader = ThreadPoolExecutor(1, "tandem-load")
         self._text = ThreadPoolExecutor(1, "tandem-text")
 
@@ -89,6 +113,13 @@ class Service:
         self.engine.close()
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._text.shutdown(wait=False, cancel_futures=True)
+
+    def mailbox(self) -> Mailbox:
+        """That of the running loop."""
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = Mailbox(loop)
+        return self._mailbox
 
     @property
     def votes_file(self) -> Path | None:
