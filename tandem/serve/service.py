@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from tandem.config.stages import STAGES
 from tandem.errors import TandemError
 from tandem.serve.api_errors import ApiError
 from tandem.serve.counters import Counters
@@ -24,6 +25,8 @@ from tandem.serve.loading import Loaded, LoadedScalar, LoadSettings, load_policy
 from tandem.serve.sources import ModelSource, Offer, offer_of
 
 T = TypeVar("T")
+_ALIASES = {f"{s.name}-{p.folder}": p.label for s in STAGES for p in s.policies}
+"""Further names: `ppo-ema` for what chat calls `ema`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,7 @@ class Service:
             ApiError: there is none of that name, or it only scores.
         """
         name = name or self.offer.preferred
+        name = name if name in self.offer.models else _ALIASES.get(name, name)
         found = self.offer.models.get(name)
         if found is None and self.settings.follow:
             self.look_again()
