@@ -177,7 +177,7 @@ def test_runs_are_graded_and_constants_fitted(tmp_path: Path) -> None:
     folders = sorted(tmp_path.glob("run*"))
     table = grade_table(folders)
     assert "peak memory: 3 of 3 within 10%" in table
-    assert "time of a phase: 0 of 3 within 25%" in table
+    assert "time of a step's phase: 0 of 3 within 25%" in table
     fitted = refit(folders)["cpu"]
     assert fitted["train"]["activations"] == pytest.approx(2, rel=0.05)
     assert fitted["fitted_on"] == "3 runs on test"
