@@ -96,6 +96,7 @@ INT8 = {**LORA, "parallel.frozen_weights": "int8"}
 NF4 = {**LORA, "parallel.frozen_weights": "nf4"}
 SHARED = {**LORA, "parallel.shared_base": True}
 AGAIN = {"gradient_checkpointing": True}
+MICRO = {"micro_batch_tokens": 128}
 LONG = {"sampling.max_new_tokens": 64, "sampling.min_new_tokens": 64}
 OFFLOAD = {"parallel.offload": ["optimizer"]}
 FEW = {"micro_batch_tokens": 256, "sft.batch_size": 4, "grpo.prompts_per_step": 1,
@@ -129,6 +130,8 @@ FIT = _cases(
     ("sft", "llama-tiny"), ("ppo", "llama-tiny"), ("grpo", "llama-tiny"),
     ("ppo", "opt-3m"), ("sft", "llama-5m", "bf16", {"dtype": "bf16"}),
     ("ppo", "llama-1m", "lora", LORA), ("kto", "llama-1m"), ("reward", "llama-tiny"),
+    ("sft", "llama-5m", "micro", MICRO), ("ppo", "llama-5m", "micro", MICRO),
+    ("reward", "opt-3m", "micro", MICRO),
 )  # fmt: skip
 GRADED = _cases(
     ("sft", "stories260K"), ("ppo", "stories260K"), ("sft", "llama-22m"), ("reward", "llama-5m"),

@@ -102,6 +102,7 @@ def training(shape: Shape, layout: Layout, work: Work, pace: Pace) -> PhaseWork:
         "products": pace.products(forward * runs, shape.width),
         "activations": pace.moving(3.0 * kept * (1.5 if layout.checkpointing else 1.0)),
         "logits": pace.moving(6.0 * logits),
+        "accumulating": pace.moving(12.0 * batches * trained),
         "optimizer": pace.moving(work.updates * (28.0 * own + 8.0 * trained)),
         # The first step also makes the moments and gradients, in memory that is new.
         "first": pace.moving(16.0 * own / work.steps) if work.steps else 0.0,
