@@ -152,7 +152,7 @@ def _coefficients(rows: Sequence[Outcome], start: Mapping[str, float]) -> dict[s
     for number, name in enumerate(names):
         before = start.get(name, 1.0)
         pull = _HELD.get(name, _PULL)
-        matrix.append([pull / max(before, 0.1) * (i == number) for i in range(len(names))])
+        matrix.append([pull / max(before, 0.5) * (i == number) for i in range(len(names))])
         target.append(pull * (before > 0))
     found = non_negative(matrix, target)
     return {name: float(f"{value:.3g}") for name, value in zip(names, found, strict=True)}
