@@ -60,6 +60,16 @@ def sent(
     return made.to(device, non_blocking=True)
 
 
+def sent_together(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Tensors of whole numbers on the host, of any shapes, as int64 on a device, in one transfer
+    that the host does not wait for."""
+    flat = torch.cat([part.reshape(-1).to(torch.int64) for part in parts])
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    pieces = flat.to(device, non_blocking=True).split([part.numel() for part in parts])
+    return tuple(piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True))
+
+
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right in float32, in place, whatever the type of the two.
 
