@@ -11,13 +11,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tandem.config.parallel import OptimizerStates
+from tandem.ops import gpu
 from tandem.parallel.dtensor import local
 from tandem.parallel.lanes import Lane, StreamLane
 from tandem.parallel.master_entries import Entry, Slice, bucketed
@@ -164,8 +165,13 @@ class MasterAdamW:
             for group in self.param_groups
             for slices in bucketed(self._of_group(group, travels), size)
         ]
-        for parameter in [p for p in self.state if not isinstance(p, DTensor)]:
+        for parameter, entry in self.state.items():
+            if isinstance(parameter, DTensor):
+                continue
             parameter.register_post_accumulate_grad_hook(partial(_taken, weakref.ref(self)))
+            stays = not self._is_apart or sums_on_device or not entry.travels
+            if stays and lane is None:
+                gpu.keep_sum(parameter, partial(_sum_of, weakref.ref(self)))
 
     def _of_group(self, group: Mapping[str, Any], travels: bool) -> list[Entry]:
         entries = [self.state[parameter] for parameter in group["params"]]
@@ -204,6 +210,14 @@ class MasterAdamW:
         target = entry.gradient.view(-1)
         for s in entry.slices:
             self._down.down(source[s.where], partial(add, target[s.where]))
+
+    def sum_of(self, parameter: nn.Parameter) -> Tensor:
+        """The float32 sum of a weight's gradients so far, to be added to; made where its weight
+        is."""
+        entry = self.state[parameter]
+        if entry.gradient is None:
+            entry.gradient = torch.zeros_like(parameter.detach(), dtype=torch.float32)
+        return entry.gradient
 
     def collect(self) -> list[Tensor]:
         """This rank's pieces of all gradients that there are, float32, moved from the weights;
@@ -264,8 +278,15 @@ class MasterAdamW:
 
 def _taken(held: weakref.ref[MasterAdamW], parameter: nn.Parameter) -> None:
     """Give a gradient to the optimizer, if it still exists."""
-    if (optimizer := held()) is not None:
+    optimizer = held()
+    if optimizer is not None and parameter.grad is not None:  # None: it is in the sum already
         optimizer.take(parameter)
+
+
+def _sum_of(held: weakref.ref[MasterAdamW], weight: Tensor) -> Tensor | None:
+    """A weight's sum, if the optimizer still exists."""
+    optimizer = held()
+    return None if optimizer is None else optimizer.sum_of(cast(nn.Parameter, weight))
 
 
 def _fused(slices: list[Slice], betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
