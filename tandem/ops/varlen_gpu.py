@@ -77,7 +77,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def tiles(width: int, size: int, kernel: str = "forward") -> tuple[int, int]:
-    """Tokens of a tile, and warps, such that no kernel spills registers, or hardly any
+    """Tokens of a tile, and warps, such that no kernel spills registers
     (tests/ops/compile_kernels.py).
 
     Args:
@@ -88,7 +88,7 @@ def tiles(width: int, size: int, kernel: str = "forward") -> tuple[int, int]:
     if wide <= 128:
         return (32 if kernel == "keys" else 64), 4
     if wide > 256:
-        return 16, 8 if kernel == "keys" else 4
+        return 16, 4 if kernel == "forward" else 8
     if size == 4:
         return (16 if kernel == "keys" else 32), 4
     return 32, 8 if kernel == "queries" else 4
