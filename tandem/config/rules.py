@@ -184,7 +184,7 @@ def _parallel_problems(config: RunConfig) -> Iterator[str]:
         yield (
             "parallel.offload_share must be 1 unless parallel.offload has optimizer, and not "
             f"params, whose optimizer is where they are; got {config.parallel.offload_share:g} "
-            f"with offload {' '.join(offload) or 'empty'}"
+            f"with offload {' '.join(offload) or 'empty'}. Add --offload optimizer, or remove it"
         )
     if config.recompute != "layers" and not config.gradient_checkpointing:
         yield (

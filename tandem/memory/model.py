@@ -216,7 +216,7 @@ def role_memory(shape: Shape, layout: Layout) -> Role:
         if layout.has_gradients_on_host:
             states["gradients kept"] = FLOAT * trained / pieces
         is_on_host = layout.offload_optimizer or layout.offload_params
-        if is_on_host and layout.offload_share < 1:
+        if is_on_host and layout.offload_share < 1 and not layout.on_cpu:
             share = layout.offload_share
             beside = {k: v for k, v in states.items() if layout.half or k != "masters"}
             device |= {f"{name} on the GPU": (1 - share) * b for name, b in beside.items()}
