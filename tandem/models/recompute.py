@@ -77,7 +77,7 @@ def _parts(model: PreTrainedModel, recompute: Recompute) -> list[nn.Module]:
 
 
 @cache
-def recomputing(kind: type[nn.Module]) -> type[nn.Module]:
+def recomputing(kind: Any) -> Any:
     """A class that computes as `kind`, and in training keeps its input alone."""
 
     def forward(self: Any, *args: Any, **keywords: Any) -> Any:

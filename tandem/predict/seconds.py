@@ -121,7 +121,8 @@ def training(shape: Shape, layout: Layout, work: Work, pace: Pace) -> PhaseWork:
     if layout.frozen:
         terms[layout.frozen] = pace.moving(2.0 * batches * FLOAT * shape.linear_weights)
     if layout.offload_optimizer and not layout.on_cpu:
-        terms["offload"] = work.updates * own * (28.0 / HOST_RATE + 6.0 / PCIE_RATE)
+        there = layout.offload_share * own
+        terms["offload"] = work.updates * there * (28.0 / HOST_RATE + 6.0 / PCIE_RATE)
     if layout.offload_params and not layout.on_cpu:
         terms["offload"] = terms.get("offload", 0.0) + 2.0 * batches * weight_bytes(
             shape, layout, layout.compute_bytes
