@@ -163,18 +163,18 @@ class _counting:  # noqa: N801 - a context manager
         self._plain = TwinRunner.prefill
         plain = self._plain
 
-        def prefill(runner: TwinRunner, token_ids: torch.Tensor, *rest: Any) -> Any:
+        def prefill(runner: TwinRunner, token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
             self.tokens += len(token_ids)
             self.largest = max(self.largest, len(token_ids))
             return plain(runner, token_ids, *rest)
 
-        TwinRunner.prefill = prefill  # type: ignore
+        TwinRunner.prefill = prefill  # type: ignore[method-assign, assignment]
         self._begin = time.process_time()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.seconds = time.process_time() - self._begin
-        TwinRunner.prefill = self._plain  # type: ignore
+        TwinRunner.prefill = self._plain  # type: ignore[method-assign]
 
     def result(self) -> Measured:
         return {

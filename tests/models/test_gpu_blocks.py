@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, Qwen2Config, Qwen3Config
 
-from tandem.config.schema import LoraConfig, SamplingConfig
+from tandem.config.schema import SamplingConfig
 from tandem.generation.gpu_graphs import NoWaiting
 from tandem.generation.sampler import Sampler
 from tandem.models.gpu_blocks import join_projections
-from tandem.models.lora import add_lora
 from tandem.models.quantized import PackedWeight
 from tandem.models.twin import base_forward, twin_of
 from tandem.ops.attention_context import (
@@ -47,12 +46,9 @@ def model_of(name: str, layers: int = 2) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def decoding(name: str, layers: int, lora: int = 0) -> Launches:
-    """One step of 64 rows through that many layers, with adapters of a rank."""
+def decoding(name: str, layers: int) -> Launches:
+    """One step of 64 rows through that many layers."""
     model = model_of(name, layers).eval()
-    if lora:
-        add_lora(model, LoraConfig(rank=lora), seed=0)
-        model.to("meta")
     twin = twin_of(model)  # as in a session, made before
     heads = getattr(model.config, "num_key_value_heads", None) or 32
     width = model.config.hidden_size // model.config.num_attention_heads
@@ -63,7 +59,7 @@ def decoding(name: str, layers: int, lora: int = 0) -> Launches:
     ids = torch.zeros((1, 64), dtype=torch.long, device=meta)
     tables = torch.zeros((64, 16), dtype=torch.int32, device=meta)
     joined = join_projections(model)
-    assert joined == (0 if lora else layers * (1 if name == "opt" else 2))
+    assert joined == layers * (1 if name == "opt" else 2)
     with torch.no_grad(), attending(Decode(ids[0], tables, memory)), Launches() as launches:
         base_forward(twin, ids, ids)
     return launches
@@ -90,12 +86,6 @@ def test_a_layer_decodes_in_few_kernels(name: str) -> None:
     one, two = decoding(name, 1), decoding(name, 2)
     launched = two.seen - one.seen
     assert launched.total() <= KERNELS[name], launched
-
-
-def test_adapters_cost_launches() -> None:
-    """Counted, so that it grows no further; docs/gpu.md says why they are not merged."""
-    one, two = decoding("llama", 1, lora=16), decoding("llama", 2, lora=16)
-    assert (two.seen - one.seen).total() <= 56
 
 
 def trained(name: str, layers: int) -> tuple[int, Launches]:
