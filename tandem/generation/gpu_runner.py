@@ -166,6 +166,13 @@ class _Kept:
 _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 
 
+def recorded_so_far(model: PreTrainedModel) -> tuple[int, float]:
+    """How many steps and draws have been recorded for a model, and the seconds that took."""
+    kept = _kept.get(model)
+    recorder: Any = None if kept is None else kept.recorder
+    return (0, 0.0) if recorder is None else (recorder.num_recorded, recorder.seconds)
+
+
 def _finds_by_address(device: torch.device) -> bool:
     """Whether attention takes the KV memory's address as an input: Triton's does."""
     return device.type == "cuda" and gpu.available()
