@@ -19,7 +19,11 @@ Key = tuple[int, tuple[int, ...]]
 
 
 class PrefixPool(BlockPool):
-    """A pool that knows what its blocks hold."""
+    """A pool that knows what its blocks hold.
+
+    Attributes:
+        epoch: how often all has been forgotten; what an earlier one computed is not to be kept.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         """All blocks are free, none is known."""
@@ -28,6 +32,7 @@ class PrefixPool(BlockPool):
         self._keys: dict[int, Key] = {}  # of the known blocks
         self._idle: OrderedDict[int, None] = OrderedDict()  # known, held by none; oldest first
         self._last_node = 0
+        self.epoch = 0
 
     @property
     def num_free(self) -> int:
@@ -103,6 +108,7 @@ class PrefixPool(BlockPool):
 
     def forget_all(self) -> None:
         """The weights have changed: nothing can be found."""
+        self.epoch += 1
         self.forget(list(self._keys))
 
     def _chain(self, tokens: Sequence[int]) -> Iterator[Key]:

@@ -150,9 +150,12 @@ class Session:
         entry = next((entry for entry in self._entries if entry.request is request), None)
         if entry is None:
             self._scheduler.withdraw(request)
-        elif self._scheduler.drop(entry):  # else its blocks are free when its prompt has been run
+            return
+        samples = sum(other.group is entry.group for other in self._entries)
+        if samples == 1 and entry.group in self._prompts and self._scheduler.drop(entry):
             self._entries.remove(entry)
             self._prompts.remove(entry.group)
+        # Else its blocks are free when its prompt has been run, which others need.
 
     @torch.no_grad()
     def step(self) -> list[Drawn]:

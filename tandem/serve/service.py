@@ -16,6 +16,7 @@ import torch
 
 from tandem.config.stages import STAGES
 from tandem.errors import TandemError
+from tandem.generation.streaming import CHUNK_TOKENS
 from tandem.serve.api_errors import ApiError
 from tandem.serve.counters import Counters
 from tandem.serve.engine import Engine
@@ -36,7 +37,8 @@ class ServeSettings:
     path: a run's folder, a model's folder or a hub name. base: where a moved base is now.
     slots: answers of one model side by side. max_queue: further answers that may wait.
     max_context: most tokens of prompt and answer. max_new_tokens: of an answer whose request does
-    not say. max_body_bytes: of a request. follow: read new checkpoints between requests.
+    not say. prefill_tokens: most tokens of prompts that run between two tokens of running answers.
+    max_body_bytes: of a request. follow: read new checkpoints between requests.
     allow_hosts, allow_origins: beside the server's own. votes: the file of votes; "": the run's.
     runs: the folder of runs that the page shows; "": the run alone.
     """
@@ -50,6 +52,7 @@ class ServeSettings:
     max_queue: int = 64
     max_context: int = 4096
     max_new_tokens: int = 512
+    prefill_tokens: int = CHUNK_TOKENS
     max_body_bytes: int = 4 << 20
     follow: bool = False
     api_key: str = ""
@@ -102,7 +105,11 @@ class Service:
         self.settings = settings
         self.load_settings = load
         self.offer: Offer = offer_of(settings.path, base=settings.base)
-        self.engine = Engine(slots=settings.slots, max_context=settings.max_context)
+        self.engine = Engine(
+            slots=settings.slots,
+            max_context=settings.max_context,
+            prefill_tokens=settings.prefill_tokens,
+        )
         self.counters = Counters()
         self.started = time.time()
         self.outstanding = 0
