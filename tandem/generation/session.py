@@ -150,9 +150,13 @@ class Session:
         entry = next((entry for entry in self._entries if entry.request is request), None)
         if entry is None:
             self._scheduler.withdraw(request)
-        elif self._scheduler.drop(entry):  # else its blocks are free when its prompt has been run
-            self._entries.remove(entry)
-            self._prompts.remove(entry.group)
+            return
+        group = entry.group
+        samples = [other for other in self._entries if other.group is group]
+        # Else the blocks are free when the prompt has been run.
+        if all(one.request.ended for one in samples) and self._scheduler.drop(samples):
+            self._entries = deque(other for other in self._entries if other.group is not group)
+            self._prompts.remove(group)
 
     @torch.no_grad()
     def step(self) -> list[Drawn]:
