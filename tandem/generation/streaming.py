@@ -6,10 +6,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from types import TracebackType
 from typing import Any
 
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
@@ -330,11 +332,26 @@ class Turns:
 
 
 def _weights_of(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Equal as long as no weight is replaced or changed in place and no adapter is switched."""
+    """Equal as long as no weight is replaced or changed in place, no optimizer has made a step and
+    no adapter is switched. What is written into a parameter's `data` is not seen."""
     return (
+        _optimizer_steps()[0],
         tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()),
         tuple(copy(layer.switch) for _, layer in lora_layers(model)),
     )
+
+
+@cache
+def _optimizer_steps() -> list[int]:
+    """One number: steps that optimizers of this process have made since the first call. Fused ones
+    change weights without raising their version."""
+    steps = [0]
+
+    def count(*_: Any) -> None:
+        steps[0] += 1
+
+    register_optimizer_step_post_hook(count)
+    return steps
 
 
 def stream(

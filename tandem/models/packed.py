@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandem.errors import ShapeError
-from tandem.models.twin import base_forward, decodes, supports_packing, twin_of
+from tandem.models.recompute import require_whole_layers
+from tandem.models.twin import base_forward, decodes, supports_packing, twin_of, why_unpacked
 from tandem.ops import gpu
 from tandem.ops.attention_context import Packed, WholeSequences, attending
 from tandem.types import TokenBatch
@@ -233,6 +234,8 @@ def _states(model: PreTrainedModel, rows: PackedRows) -> Tensor:
 
 def _padded_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """(B, T, D). No mask: a causal model's token sees nothing to its right, where padding is."""
+    if model.training and torch.is_grad_enabled():
+        require_whole_layers(model, why_unpacked(model))
     states: Tensor = model.base_model(input_ids=batch.token_ids, use_cache=False).last_hidden_state
     return states
 

@@ -76,6 +76,18 @@ def _parts(model: PreTrainedModel, recompute: Recompute) -> list[nn.Module]:
     return parts
 
 
+def require_whole_layers(model: nn.Module, why: str) -> None:
+    """Refuse a model that runs by its own forward, where nothing recomputes parts.
+
+    Args:
+        why: it has no twin that computes.
+    Raises:
+        ModelError: it was told to recompute parts.
+    """
+    if any(RECOMPUTED in module.__dict__ for module in model.modules()):
+        raise ModelError(f"--recompute must be layers: {why}. Use --recompute layers.")
+
+
 @cache
 def recomputing(kind: Any) -> Any:
     """A class that computes as `kind`, and in training keeps its input alone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -232,6 +232,32 @@ def test_a_cancelled_prompt_stops_running_unless_others_need_it() -> None:
     assert session.num_free_blocks == 40
 
 
+@pytest.mark.parametrize("cancelled", [(0,), (2,), (1, 0), (2, 0, 1)])
+@pytest.mark.parametrize("shared", [0, 16])
+def test_a_short_prompts_samples_are_cancelled_one_by_one(
+    cancelled: tuple[int, ...], shared: int
+) -> None:
+    """The prompt fills no block of its own that the samples could share while it waits to run."""
+    session, (short, long) = session_with(
+        wide(), tokens_of(1, 5), tokens_of(2, 150), chunk_tokens=16
+    )
+    session.submit([short])
+    session.step()
+    prompt = (*tokens_of(2, shared), *tokens_of(3, 7))
+    samples = [Request(i, prompt, i, short.sampler, 20) for i in range(3)]
+    session.submit([long])
+    session.submit(samples[:2])
+    session.submit(samples[2:])
+    session.step()
+    for i in cancelled:
+        session.cancel(samples[i])
+    for _ in range(200):
+        session.step()
+    assert not session.busy
+    assert [r.length for r in samples] == [0 if i in cancelled else 20 for i in range(3)]
+    assert (long.length, session.num_free_blocks) == (20, 40)
+
+
 def conversation(talk: Any, turns: int, *, seed: int = 5) -> list[list[int]]:
     """Answers of turns that each begin with all before."""
     history: tuple[int, ...] = tokens_of(4, 40)
@@ -266,14 +292,30 @@ def test_a_conversations_next_turn_begins_with_what_is_there(family: str) -> Non
     turns.close()
 
 
-def test_what_other_weights_computed_is_not_found() -> None:
+def fused_step(model: PreTrainedModel) -> None:
+    """Fused optimizers leave `_version` as it is."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def scaled_in_place(model: PreTrainedModel) -> None:
+    next(model.parameters()).mul_(1.0)
+
+
+@pytest.mark.parametrize("change", [scaled_in_place, fused_step])
+def test_what_other_weights_computed_is_not_found(
+    change: Callable[[PreTrainedModel], None],
+) -> None:
     model = wide("opt")
     with Conversations(model, STOPS, max_tokens=256) as talk:
         conversation(talk, 1)
         conversation(talk, 1)
         assert talk.prefix_counts.shared_tokens == 32
-        with torch.no_grad():
-            next(model.parameters()).mul_(1.0)
+        change(model)
         conversation(talk, 1)
         assert talk.prefix_counts.shared_tokens == 32
 
@@ -313,6 +355,22 @@ def test_a_cancelled_sample_of_a_short_prompt_leaves_the_others_be() -> None:
         session.step()
     assert [r.length for r in (live, long, samples[0])] == [20] * 3
     assert session.num_free_blocks == 40
+
+
+def test_an_answer_that_other_weights_began_is_not_found() -> None:
+    model = wide("opt")
+    with Conversations(model, STOPS, max_tokens=256) as talk:
+        begun = talk.submit(tokens_of(4, 40), GREEDY, seed=1)
+        talk.step()
+        scaled_in_place(model)
+        other = talk.submit(tokens_of(5, 40), GREEDY, seed=1)
+        while not (begun.ended and other.ended):
+            talk.step()
+        for seed, shared in ((4, 0), (5, 32)):
+            before = talk.prefix_counts.shared_tokens
+            talk.submit(tokens_of(seed, 40), GREEDY, seed=1)
+            talk.step()
+            assert talk.prefix_counts.shared_tokens - before == shared
 
 
 def test_a_conversation_that_outgrows_its_memory_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

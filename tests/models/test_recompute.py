@@ -8,11 +8,12 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from tandem.config.parallel import Recompute
 from tandem.config.schema import LoraConfig
 from tandem.errors import ModelError
+from tandem.models.load import new_causal_lm
 from tandem.models.lora import add_lora, lora_parameters
 from tandem.models.packed import hidden_states
 from tandem.models.recompute import enable_gradient_checkpointing
@@ -101,6 +102,16 @@ def test_parts_give_the_same_gradients(family: str, recompute: Recompute, lora_o
 def test_a_family_without_the_part() -> None:
     with pytest.raises(ModelError, match=r"keep their mlp in a module .* got self_attn, .*fc1"):
         enable_gradient_checkpointing(tiny_model("opt"), "mlp")
+
+
+def test_a_family_that_runs_by_its_own_forward_is_refused() -> None:
+    bloom = AutoConfig.for_model("bloom", vocab_size=99, hidden_size=32, n_layer=2, n_head=4)
+    model = new_causal_lm(bloom, seed=0)
+    enable_gradient_checkpointing(model, "mlp")
+    with pytest.raises(ModelError, match=r"must be layers: .*bloom.* Use --recompute layers"):
+        hidden_states(model.train(), ragged_batch())
+    with torch.no_grad():
+        hidden_states(model, ragged_batch())
 
 
 def test_no_hook_stays_on_the_embeddings() -> None:
