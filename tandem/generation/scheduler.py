@@ -182,15 +182,14 @@ class Scheduler:
         self.pool.release(request.blocks)
         request.blocks = []
 
-    def drop(self, samples: Sequence[Entry]) -> bool:
-        """Forget all samples of a prompt that is being run, unless other prompts need what it
-        computes or more of its samples wait; whether it has been done."""
-        group = samples[0].group
-        if group.waiting or self.pool.has_others(group.blocks[group.found :], len(samples)):
+    def drop(self, entry: Entry) -> bool:
+        """Forget a request whose prompt is being run, unless others need what its prompt computes;
+        whether it has been done."""
+        group, request = entry.group, entry.request
+        if group.waiting or self.pool.has_others(group.blocks[group.found :]):
             return False
         self.pool.forget(group.blocks[group.computed // BLOCK_TOKENS :])
-        for entry in samples:
-            self.leave(entry.request)
+        self.leave(request)
         return True
 
     def withdraw(self, request: Request) -> None:
