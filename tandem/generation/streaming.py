@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import islice
 from types import TracebackType
-from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
@@ -32,8 +28,8 @@ from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Sampler, sequence_key
 from tandem.generation.scheduler import PrefixCounts, Request
 from tandem.generation.session import Session
-from tandem.models.lora import lora_layers
 from tandem.models.twin import decodes, kv_shapes
+from tandem.models.versions import weights_of
 
 CHUNK_TOKENS = 512
 """Tokens of prompts that run between two tokens of the answers that stream."""
@@ -120,7 +116,7 @@ class Conversations:
                 share_prefixes=share_prefixes,
                 keep_answers=share_prefixes,
             )
-        self._weights = _weights_of(model)
+        self._weights = weights_of(model)
 
     def submit(self, prompt_ids: Sequence[int], sampling: SamplingConfig, *, seed: int) -> Handle:
         """Queue an answer to a prompt; the next steps generate it.
@@ -269,7 +265,7 @@ class Conversations:
 
     def _forget_if_changed(self) -> None:
         """What was computed with other weights or other adapters is of no use."""
-        weights = _weights_of(self._model)
+        weights = weights_of(self._model)
         if weights != self._weights and self._session is not None:
             self._session.forget_prefixes()
         self._weights = weights
@@ -329,29 +325,6 @@ class Turns:
                 talk = Conversations(self._model, self._stops, slots=1, max_tokens=wanted)
             self._talk, self._room = talk, wanted
         return self._talk
-
-
-def _weights_of(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Equal as long as no weight is replaced or changed in place, no optimizer has made a step and
-    no adapter is switched. What is written into a parameter's `data` is not seen."""
-    return (
-        _optimizer_steps()[0],
-        tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()),
-        tuple(copy(layer.switch) for _, layer in lora_layers(model)),
-    )
-
-
-@cache
-def _optimizer_steps() -> list[int]:
-    """One number: steps that optimizers of this process have made since the first call. Fused ones
-    change weights without raising their version."""
-    steps = [0]
-
-    def count(*_: Any) -> None:
-        steps[0] += 1
-
-    register_optimizer_step_post_hook(count)
-    return steps
 
 
 def stream(
