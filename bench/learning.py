@@ -33,6 +33,7 @@ from bench.report import Report, count, parser
 from tandem.config.load import build_config
 from tandem.config.schema import GRPOConfig, PPOConfig, RunConfig
 from tandem.data.embedded.tokenizer import build_tokenizer
+from tandem.models.scalar import start_new_head
 from tandem.plan.knobs import nested
 from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
@@ -79,6 +80,13 @@ class Task:
 def lower_half(token_ids: Tensor, mask: Tensor, vocabulary: int) -> Tensor:
     """(B,) the share of each answer's tokens in the lower half of the vocabulary."""
     return ((token_ids < vocabulary // 2) & mask).sum(1) / mask.sum(1)
+
+
+def _critic(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Random weights, and a new head as runs of Tandem give their critics."""
+    critic = random_model(model.config, scalar=True, seed=seed)
+    start_new_head(critic, seed, zeros=True)
+    return critic
 
 
 class _Kept(SingleTurn):
@@ -135,7 +143,7 @@ def tandem(task: Task, algorithm: str, dtype: str = "fp32", **knobs: Any) -> Ite
     engine = make_engine(
         config,
         model,
-        critic=random_model(model.config, scalar=True, seed=task.seed) if rl.has_critic else None,
+        critic=_critic(model, task.seed) if rl.has_critic else None,
         tokenizer=tokenizer,
         has_critic=rl.has_critic,
         has_reference=rl.has_reference,

@@ -92,7 +92,7 @@ class RLHFEngine:
             reward_model: a model with a scalar head, any torch module (called as
                 `module_scorer.RewardModule` says), or None where a function rewards.
             critic: where the critic starts; by default the reward model, or the actor's backbone
-                with a new head if there is none or its tokenizer is another.
+                with a new head of zeros if there is none or its tokenizer is another.
             tokenizer, reward_tokenizer: required for models given as modules.
             has_critic, has_reference: False for an algorithm without them; they then take no
                 memory.
@@ -128,7 +128,9 @@ class RLHFEngine:
         self.critic = None
         if has_critic and critic is not None:
             seed = settings.seed + 1
-            self.critic = placement.scalar(critic, trained=True, seed=seed, base=base)
+            self.critic = placement.scalar(
+                critic, trained=True, seed=seed, base=base, zero_head=True
+            )
         self.reference = None
         if reference is not None:
             on_host = "reference" in settings.parallel.offload

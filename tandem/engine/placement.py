@@ -76,6 +76,7 @@ class _Role:
     on_host: bool
     keeps_start: bool = False
     base: Base | None = None
+    zero_head: bool = False
 
 
 class Placement:
@@ -135,6 +136,7 @@ class Placement:
         needs_head: bool = False,
         on_host: bool = False,
         base: Base | None = None,
+        zero_head: bool = False,
     ) -> PreTrainedModel:
         """A model with a scalar head, ready for its role. A new head is seeded by the settings.
 
@@ -142,11 +144,12 @@ class Placement:
             source, trained, seed, on_host: as for `policy`.
             needs_head: refuse a language model, whose head would be random.
             base: use its frozen weights instead of the model's own, which are not read.
+            zero_head: a new head is all zeros.
         Raises:
             ModelError: it cannot be used, or does not start from the weights of `base`.
         """
         stage = self.settings.parallel.critic_zero_stage
-        role = self._role(stage, trained, seed, on_host, base=base)
+        role = self._role(stage, trained, seed, on_host, base=base, zero_head=zero_head)
         if not isinstance(source, str):
             return self._placed(source, role)
         start = checkpoint_ref_of(source, unmerged=self.settings.carries_adapters)
@@ -164,6 +167,7 @@ class Placement:
             start.base if only_backbone else start.adapter or start.base,
             seed=self.settings.seed,
             from_causal_lm=False if needs_head and not start.classifies else None,
+            zero_head=zero_head,
             **self._options,
         )
         if only_backbone:
@@ -215,7 +219,7 @@ class Placement:
         if reads:
             _require_finite(empty.fill(own_rows), model, self.world)
         if empty.missing:
-            start_new_head(model, self.settings.seed, fill)
+            start_new_head(model, self.settings.seed, fill, zeros=role.zero_head)
         cast_weights(model, self.dtype, splits=role.plan.stage > 0)  # what had no memory before
         if base is not None and reads:
             share_base(base.model, model)

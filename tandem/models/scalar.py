@@ -33,6 +33,7 @@ def load_scalar_model(
     *,
     seed: int,
     from_causal_lm: bool | None = None,
+    zero_head: bool = False,
     dropout: float = 0.0,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
@@ -45,6 +46,7 @@ def load_scalar_model(
     Args:
         from_causal_lm: True: start a new head in any case; False: the path must have one; None:
             as config.architectures says, or else whether the files hold a head.
+        zero_head: a new head is all zeros, as for `start_new_head`.
     Raises:
         ModelError: as `load_causal_lm`; also a family without a backbone to put a head on, a
             head with more than one output, or no head although the caller needs one.
@@ -69,7 +71,7 @@ def load_scalar_model(
         model = _on_language_model(base, dropout, trust_remote_code)
     _require_head(model)
     if from_causal_lm or not has_head:
-        start_new_head(model, seed)
+        start_new_head(model, seed, zeros=zero_head)
     if opened.adapter is not None:
         load_adapter(model, opened.adapter)
     return model
@@ -184,18 +186,24 @@ def _on_language_model(source: Located, dropout: float, trust_remote_code: bool)
 
 @torch.no_grad()
 def start_new_head(
-    model: PreTrainedModel, seed: int, put: Callable[[Tensor, Tensor], object] = Tensor.copy_
+    model: PreTrainedModel,
+    seed: int,
+    put: Callable[[Tensor, Tensor], object] = Tensor.copy_,
+    *,
+    zeros: bool = False,
 ) -> None:
     """Initialize a scalar head: small scores, of about the same size at any width.
 
     Args:
         put: copies a whole tensor into a parameter, which may be sharded.
+        zeros: all scores are 0 at first. For a critic: random values, which the first advantages
+            are measured from, would hide the rewards' differences until they are unlearned.
     """
     head = _require_head(model)
     generator = torch.Generator().manual_seed(seed)
-    start = torch.empty(head.weight.shape).normal_(
-        0.0, 1.0 / math.sqrt(head.in_features + 1), generator=generator
-    )
+    start = torch.zeros(head.weight.shape)
+    if not zeros:
+        start.normal_(0.0, 1.0 / math.sqrt(head.in_features + 1), generator=generator)
     put(head.weight, start)
     if head.bias is not None:
         put(head.bias, torch.zeros(head.bias.shape))

@@ -109,6 +109,14 @@ def test_new_scalar_models_follow_their_seed() -> None:
 
 
 @torch.no_grad()
+def test_a_critics_new_head_is_zero_and_a_trained_one_is_kept(
+    llama_folder: Path, scalar_folder: Path
+) -> None:
+    assert not load_scalar_model(llama_folder, seed=5, zero_head=True).score.weight.any()
+    assert load_scalar_model(scalar_folder, seed=5, zero_head=True).score.weight.any()
+    assert load_scalar_model(llama_folder, seed=5).score.weight.any()
+
+
 def test_a_saved_scalar_model_opens_anywhere_and_keeps_its_head(
     family: str, tmp_path: Path
 ) -> None:
