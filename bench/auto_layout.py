@@ -3,7 +3,7 @@
     python bench/auto_layout.py --work layouts
 
 Every layout of a few runs is run once as a command, and its peak and its step's time are measured.
-Then `--auto-layout` is asked for each run with five memory limits between the smallest layout and
+Then `--auto-layout` is asked for each run with seven memory limits between the smallest layout and
 the largest. Its choice must have run under the limit, within 15 % of the fastest layout that did.
 A layout that has run is not run again.
 """
@@ -33,14 +33,14 @@ from tandem.predict.hardware import read_hardware
 from tandem.predict.record import WHOLE, read_outcomes
 
 GOAL = 0.15
-SHARES = (0.02, 0.25, 0.5, 0.75, 1.05)
+SHARES = (0.02, 0.15, 0.3, 0.5, 0.7, 0.85, 1.05)
 """Where the limits lie between the least and the greatest predicted peak."""
 LARGE = {"micro_batch_tokens": 4096, **{f"{s}.batch_size": 64 for s in ("sft", "reward", "dpo")},
+         **{f"{s}.max_steps": 2 for s in ("sft", "reward", "dpo")},
          "ppo.prompts_per_step": 48, "ppo.minibatch_size": 48}  # fmt: skip
 CASES = (
     GradeCase(stage="sft", model="llama-5m", name="large", knobs=LARGE),
     GradeCase(stage="reward", model="opt-7m", name="large", knobs=LARGE),
-    GradeCase(stage="dpo", model="llama-2m", name="large", knobs=LARGE),
     GradeCase(stage="ppo", model="llama-2m", name="large", knobs=LARGE),
 )
 

@@ -26,6 +26,7 @@ from bench.report import ROOT
 from tandem.config.schema import SamplingConfig
 from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.generation.generator import generate
+from tandem.generation.gpu_runner import recorded_so_far
 from tandem.ops import attention
 from tandem.ops.attention_context import (
     BLOCK_TOKENS,
@@ -126,6 +127,7 @@ def rollouts(work: GenerationWork, count: int) -> list[dict[str, float]]:
         if work.device == "cuda":
             row["reserved_bytes"] = torch.cuda.memory_reserved()
             row["allocated_bytes"] = torch.cuda.memory_allocated()
+            row["recordings"], row["recording_seconds"] = recorded_so_far(start.model)
         found.append(row)
         with torch.no_grad():
             for parameter in start.model.parameters():

@@ -76,6 +76,10 @@ def _first_look(rows: Rows) -> Iterator[str]:
             if "reserved_bytes" in of[0]:
                 sizes = ", ".join(f"{one['reserved_bytes'] / 1e9:.1f}" for one in of)
                 lines.append(("reserved, GB", sizes))
+                graphs = ", ".join(
+                    f"{one['recordings']} in {one['recording_seconds']:.2f} s" for one in of
+                )
+                lines.append(("graphs recorded so far", graphs))
         else:
             lines += [(f"{name}: {case}", f"{value:.3g}") for case, value in of.items()]
     yield markdown("A. First look", ("what", "result"), [*lines, *failed])

@@ -57,6 +57,7 @@ def _opt(width: int, layers: int, heads: int, vocabulary: int) -> Shape:
 
 MODELS: Mapping[str, Shape] = {
     "stories260K": SHAPES["stories260k"],
+    "llama-tiny": llama(48, 128, 3, 4, 512),
     "llama-1m": SHAPES["a"],
     "llama-2m": SHAPES["llama-2.2m"],
     "llama-5m": llama(256, 704, 4, 4, 8192),
@@ -67,6 +68,7 @@ MODELS: Mapping[str, Shape] = {
     "llama-40m": llama(512, 1408, 8, 8, 32000),
     "llama-135m": llama(576, 1536, 30, 9, 49152, kv_heads=3),
     "opt-1m": _opt(128, 4, 4, 1024),
+    "opt-3m": _opt(192, 3, 6, 4096),
     "opt-7m": _opt(256, 6, 8, 8192),
     "opt-16m": _opt(256, 6, 8, 50272),
 }
@@ -94,6 +96,7 @@ INT8 = {**LORA, "parallel.frozen_weights": "int8"}
 NF4 = {**LORA, "parallel.frozen_weights": "nf4"}
 SHARED = {**LORA, "parallel.shared_base": True}
 AGAIN = {"gradient_checkpointing": True}
+MICRO = {"micro_batch_tokens": 128}
 LONG = {"sampling.max_new_tokens": 64, "sampling.min_new_tokens": 64}
 OFFLOAD = {"parallel.offload": ["optimizer"]}
 FEW = {"micro_batch_tokens": 256, "sft.batch_size": 4, "grpo.prompts_per_step": 1,
@@ -124,6 +127,11 @@ FIT = _cases(
     ("sft", "llama-2m", "int8", INT8), ("sft", "llama-1m", "bf16", {"dtype": "bf16"}),
     ("ppo", "llama-2m", "shared", SHARED), ("sft", "llama-5m", "zero3", _zero(3), 2),
     ("ppo", "llama-1m", "zero2", _zero(2), 2), ("sft", "llama-1m", "zero0", _zero(0), 2),
+    ("sft", "llama-tiny"), ("ppo", "llama-tiny"), ("grpo", "llama-tiny"),
+    ("ppo", "opt-3m"), ("sft", "llama-5m", "bf16", {"dtype": "bf16"}),
+    ("ppo", "llama-1m", "lora", LORA), ("kto", "llama-1m"), ("reward", "llama-tiny"),
+    ("sft", "llama-5m", "micro", MICRO), ("ppo", "llama-5m", "micro", MICRO),
+    ("reward", "opt-3m", "micro", MICRO),
 )  # fmt: skip
 GRADED = _cases(
     ("sft", "stories260K"), ("ppo", "stories260K"), ("sft", "llama-22m"), ("reward", "llama-5m"),

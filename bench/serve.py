@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import math
 import os
 import socket
 import statistics
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -92,7 +93,10 @@ def summarized(rounds: Any, clock: str) -> dict[str, dict[str, dict[str, float]]
         side: {
             clients: {
                 "tokens_per_second": statistics.median(m.tokens / getattr(m, clock) for m in of),
-                "first_token_seconds": statistics.median(t for m in of for t in m.first),
+                "first_token_seconds": statistics.median(
+                    # 0: nothing but tokens without text came, say a control token again and again
+                    [t for m in of for t in m.first if t] or [math.nan]
+                ),
                 "cpu_share": statistics.median(m.cpu / m.wall for m in of),
             }
             for clients, of in by_clients.items()
@@ -103,7 +107,7 @@ def summarized(rounds: Any, clock: str) -> dict[str, dict[str, dict[str, float]]
 
 
 def _make_models(folder: Path, options: Any) -> None:
-    """A run's folder: base, SFT model, reward model and PPO's actor, all of one shape."""
+    """A base, and a run of models of its shape if one is asked for."""
     tokenizer = load_tokenizer(str(options.model)) if options.model else build_tokenizer()
 
     def save(model: PreTrainedModel, place: Path) -> None:
@@ -126,16 +130,28 @@ def _make_models(folder: Path, options: Any) -> None:
         shaped["max_position_embeddings"] = 2048
         return AutoConfig.for_model(shaped.pop("model_type"), **shaped)
 
-    for name, seed in (("base", 1), ("run/sft", 2), ("run/ppo/actor", 3)):
-        save(policy(seed), folder / name)
-    save(new_scalar_model(config(), 4), folder / "run/reward")
-    values = {"actor_model": str(folder / "base"), "output_dir": str(folder / "run"), "data": ["x"]}
-    run = build_config(values, where="bench: ")
-    (folder / "run" / "config.yaml").write_text(dump_config(run), encoding="utf-8")
+    save(policy(1), folder / "base")
+    if JUDGED in options.sides:
+        _make_run(folder, save, policy, new_scalar_model(config(), 4))
     if options.llama_server:
         script = Path(__file__).resolve().parents[1] / "examples" / "to_gguf.py"
         words = [sys.executable, str(script), str(folder / "base"), str(folder / "base.gguf")]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+
+
+def _make_run(
+    folder: Path,
+    save: Callable[[PreTrainedModel, Path], None],
+    policy: Callable[[int], PreTrainedModel],
+    scorer: PreTrainedModel,
+) -> None:
+    """A run's folder with an SFT model, a reward model and PPO's actor."""
+    save(policy(2), folder / "run/sft")
+    save(policy(3), folder / "run/ppo/actor")
+    save(scorer, folder / "run/reward")
+    values = {"actor_model": str(folder / "base"), "output_dir": str(folder / "run"), "data": ["x"]}
+    run = build_config(values, where="bench: ")
+    (folder / "run" / "config.yaml").write_text(dump_config(run), encoding="utf-8")
 
 
 def _measure(side: str, folder: Path, options: Any, report: Report) -> dict[str, list[Measured]]:

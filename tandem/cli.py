@@ -11,6 +11,8 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from tandem.config import stages
@@ -32,6 +34,7 @@ _SUMMARIES = {
     "serve": "Serve a run's models: OpenAI's API, and a page to look, compare and vote.",
     "eval": "Compare a run's models on held-out rows: perplexity, reward, answers side by side.",
     "report": "Rewrite a run's one-page HTML report.",
+    "vote": "Decide between answers that a run with the reward tandem:votes asks about.",
     "push": "Upload a model's folder to the Hugging Face hub, private by default.",
     "data": "`tandem data check FILE ...`: what a run would train on, row by row.",
     "demo": "All three stages on the built-in data set, in minutes, on a CPU.",
@@ -40,6 +43,14 @@ _SUMMARIES = {
     "plan": "What a run needs before it starts: memory, time, price, and which layouts fit.",
     "doctor": "This machine: processor, C++ operations, speed, GPUs, what is missing.",
 }
+_HOMES = {
+    "serve": "tandem.serve.command:serve_command",
+    "vote": "tandem.serve.vote_command:vote_command",
+    "sweep": "tandem.plan.command:sweep_command",
+    "plan": "tandem.plan.plan_command:plan_command",
+    "doctor": "tandem.plan.doctor:doctor_command",
+}
+"""Commands that parse their own flags."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,16 +117,13 @@ def _run(args: list[str], debug: bool) -> int:
         return _train(command, rest, debug)
     commands: dict[str, Callable[[list[str]], int]] = {
         "chat": _chat,
-        "serve": _serve,
         "eval": _eval,
         "report": _report,
         "data": _data,
         "demo": _demo,
-        "sweep": _sweep,
-        "plan": _plan,
-        "doctor": _doctor,
         "replay": _replay,
         "push": _push,
+        **{name: partial(_elsewhere, home) for name, home in _HOMES.items()},
     }
     if command not in commands:
         known = [*_run_commands(), *commands, "--help", "--version"]
@@ -225,22 +233,10 @@ def _demo(args: list[str]) -> int:
     return 0 if demo(folder) else 1
 
 
-def _sweep(args: list[str]) -> int:
-    from tandem.plan.command import sweep_command
-
-    return sweep_command(args)
-
-
-def _plan(args: list[str]) -> int:
-    from tandem.plan.plan_command import plan_command
-
-    return plan_command(args)
-
-
-def _doctor(args: list[str]) -> int:
-    from tandem.plan.doctor import doctor_command
-
-    return doctor_command(args)
+def _elsewhere(home: str, args: list[str]) -> int:
+    module, _, function = home.partition(":")
+    code: int = getattr(import_module(module), function)(args)
+    return code
 
 
 def _chat(args: list[str]) -> int:
@@ -281,12 +277,6 @@ def _chat(args: list[str]) -> int:
         seed=options.seed,
         trust_remote_code=options.trust_remote_code,
     )
-
-
-def _serve(args: list[str]) -> int:
-    from tandem.serve.command import serve_command
-
-    return serve_command(args)
 
 
 def _eval(args: list[str]) -> int:

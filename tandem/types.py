@@ -164,6 +164,13 @@ class PromptRow:
         return len(self.token_ids)
 
 
+def _sent(rows: Tensor, device: torch.device) -> Tensor:
+    """Numbers of rows on a device; from the host by way of pinned memory, without waiting."""
+    if rows.device.type == "cpu" and device.type == "cuda":
+        rows = rows.pin_memory()
+    return rows.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """Sequences side by side, right-padded.
@@ -171,14 +178,18 @@ class TokenBatch:
     token_ids: (B, T) int64. attention_mask: (B, T) bool, a real token.
     response_mask: (B, T) bool, a token that the assistant wrote, its EOS included; a subset of
     attention_mask that never holds at index 0 (nothing precedes it to be predicted from).
+    host: the same batch in host memory, where this one is on a device; made when it is first asked
+        for (`on_host`) unless it was known before.
     """
 
     token_ids: Tensor
     attention_mask: Tensor
     response_mask: Tensor
+    host: TokenBatch | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        shapes = {tuple(getattr(self, f.name).shape) for f in fields(self)}
+        tensors = (self.token_ids, self.attention_mask, self.response_mask)
+        shapes = {tuple(tensor.shape) for tensor in tensors}
         if len(shapes) != 1 or len(next(iter(shapes))) != 2:
             raise ShapeError(
                 f"TokenBatch tensors must share one (B, T) shape; got {sorted(shapes)}. "
@@ -204,7 +215,7 @@ class TokenBatch:
     @property
     def num_response_tokens(self) -> int:
         """How many tokens a token-mean loss divides by."""
-        return int(self.response_mask.sum())
+        return int(self.on_host().response_mask.sum())
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -213,19 +224,49 @@ class TokenBatch:
         """(B,) int64: real tokens per sequence."""
         return self.attention_mask.sum(dim=1)
 
+    def on_host(self) -> TokenBatch:
+        """The same batch in host memory; the device is asked at most once."""
+        if self.token_ids.device.type == "cpu":
+            return self
+        if self.host is None:
+            object.__setattr__(self, "host", self.to("cpu"))
+        assert self.host is not None
+        return self.host
+
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch on `device`."""
-        return TokenBatch(
+        if self.host is not None and str(device) == "cpu":
+            return self.host
+        moved = TokenBatch(
             self.token_ids.to(device), self.attention_mask.to(device), self.response_mask.to(device)
         )
+        if moved.token_ids.device.type == "cpu":
+            return moved
+        host = self.host if self.token_ids.device.type != "cpu" else self
+        return replace(moved, host=host)
 
     def select(self, rows: Tensor) -> TokenBatch:
-        """The sequences at `rows` (M,) int64, trimmed to the longest of them."""
-        width = int(self.attention_mask[rows].sum(dim=1).max()) if len(rows) else 0
+        """The sequences at `rows` (M,) int64, on the host or the device, trimmed to the longest of
+        them."""
+        return self._selected(rows, _sent(rows, self.token_ids.device))
+
+    def _selected(self, rows: Tensor, there: Tensor) -> TokenBatch:
+        """`there`: the rows on this batch's device."""
+        host = self.on_host()
+        chosen = rows.cpu()
+        width = int(host.attention_mask[chosen].sum(dim=1).max()) if len(rows) else 0
+        own = TokenBatch(
+            host.token_ids[chosen, :width],
+            host.attention_mask[chosen, :width],
+            host.response_mask[chosen, :width],
+        )
+        if host is self:
+            return own
         return TokenBatch(
-            self.token_ids[rows, :width],
-            self.attention_mask[rows, :width],
-            self.response_mask[rows, :width],
+            self.token_ids[there, :width],
+            self.attention_mask[there, :width],
+            self.response_mask[there, :width],
+            own,
         )
 
 
@@ -291,14 +332,16 @@ class Experience:
         return len(self.batch)
 
     def select(self, rows: Tensor) -> Experience:
-        """The sequences at `rows` (M,) int64, trimmed to the longest of them."""
+        """The sequences at `rows` (M,) int64, on the host or the device, trimmed to the longest of
+        them."""
         from torch import Tensor
 
-        batch = self.batch.select(rows)
+        there = _sent(rows, self.batch.token_ids.device)
+        batch = self.batch._selected(rows, there)
         width = batch.token_ids.shape[1]
-        chosen: dict[str, Any] = {
-            f.name: value[rows, :width] if value.dim() == 2 else value[rows]
-            for f in fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
+        chosen: dict[str, Any] = {}
+        for f in fields(self):
+            if isinstance(value := getattr(self, f.name), Tensor):
+                where = there if value.device == there.device else rows.to(value.device)
+                chosen[f.name] = value[where, :width] if value.dim() == 2 else value[where]
         return replace(self, batch=batch, **chosen)

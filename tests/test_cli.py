@@ -37,6 +37,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str], args: tuple[str, .
         ("replay", ("--step N", "[required]", "--rows N", "[3]")),
         ("sweep", ("--sweep-stages N ...", "[0 1 2 3]", "--no-sweep-offload")),
         ("demo", ("--output-dir DIR", "[runs/demo]")),
+        ("vote", ("--who NAME", "[the user's name]", "--once")),
         ("plan", ("what:", "--hardware NAME", "[this machine]", "8xA100-80G")),
     ],
 )

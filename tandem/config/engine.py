@@ -39,6 +39,7 @@ class EngineSettings:
     halve_micro_batches: bool
     hybrid_engine: bool
     generation_batch_size: int
+    generation_prefill_tokens: int
     spike_sigma: float
     trained_roles: frozenset[str]
     optimizers: Mapping[str, OptimizerConfig]
@@ -74,6 +75,7 @@ def engine_settings(config: RunConfig) -> EngineSettings:
         halve_micro_batches=config.halve_micro_batches,
         hybrid_engine=config.hybrid_engine,
         generation_batch_size=config.generation_batch_size,
+        generation_prefill_tokens=config.generation_prefill_tokens,
         spike_sigma=config.guards.spike_sigma,
         trained_roles=frozenset(role for s in in_order(config.stages) for role in s.trains),
         optimizers={role: getattr(section, role) for role in rl_stage(config.stages).trains},

@@ -8,13 +8,17 @@ from typing import Any, NoReturn
 
 from tandem.errors import ConfigError
 
-_WIDTH = 79
+_WIDTH, _UNBROKEN, _GLUE = 79, 40, "\u00a0"
+"""Columns of a page; of a default that stays in one line, its spaces held together by _GLUE."""
 
 
 def flag_lines(flag: str, about: str, default: str) -> list[str]:
     """A flag's lines on a help page: `flag` with its value's name, what it does, its default."""
-    text = f"{about} [{default}]" if default else about
-    return [f"  {flag}", *paragraph(text)]
+    shown = f"[{default}]"
+    if len(shown) <= _UNBROKEN:
+        shown = shown.replace(" ", _GLUE)
+    lines = paragraph(f"{about} {shown}" if default else about)
+    return [f"  {flag}", *(line.replace(_GLUE, " ") for line in lines)]
 
 
 def command_lines(name: str, summary: str) -> list[str]:

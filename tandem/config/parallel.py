@@ -43,6 +43,9 @@ class ParallelConfig:
     """With offload optimizer: send each gradient to the host during the backward pass and sum it
     there, 4 bytes per weight. Off: sum on the GPU and send the sum once, for hosts with too little
     memory. Whole weights on several ranks are always summed on the GPU."""
+    offload_share: float = knob(1.0, gt=0, le=1)
+    """Share of the optimizer's states that offload optimizer keeps on the host. The rest stays on
+    the GPU, which updates it while the host updates its own: 12 bytes per weight for less time."""
     zero_hpz: bool = knob(False)
     """ZeRO++ (arXiv:2306.10209): keep a second copy, sharded within each node, from forward to
     backward, so that the backward pass gathers inside the node. For ZeRO stage 3 on several

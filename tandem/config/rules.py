@@ -179,6 +179,13 @@ def _order_problems(names: Sequence[str]) -> Iterator[str]:
 
 
 def _parallel_problems(config: RunConfig) -> Iterator[str]:
+    offload = config.parallel.offload
+    if config.parallel.offload_share < 1 and ("optimizer" not in offload or "params" in offload):
+        yield (
+            "parallel.offload_share must be 1 unless parallel.offload has optimizer, and not "
+            f"params, whose optimizer is where they are; got {config.parallel.offload_share:g} "
+            f"with offload {' '.join(offload) or 'empty'}. Add --offload optimizer, or remove it"
+        )
     if config.recompute != "layers" and not config.gradient_checkpointing:
         yield (
             "recompute must be layers without gradient_checkpointing, which it divides; got "

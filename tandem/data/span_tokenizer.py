@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tandem.data.control import ControlTokens
 from tandem.data.excerpt import excerpt
@@ -30,6 +30,7 @@ class PieceTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens) -> None:
         self._tokenizer = tokenizer
+        self._is_plain = _decodes_plainly(tokenizer)
         self._control = control
         self._in_context = lru_cache(maxsize=64)(self._ids_in_context)
         odd = control.forbidden | {tokenizer.unk_token_id}
@@ -149,5 +150,18 @@ class PieceTokenizer:
             ) from error
 
     def _text(self, ids: list[int]) -> str:
+        if self._is_plain:
+            return str(self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False))
         # Cleaning up spaces is for WordPiece and breaks every other tokenizer.
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _decodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer's `decode` is the Rust library's, so that the latter may be called: what
+    Hugging Face does around it takes five times as long as decoding one token."""
+    kind = type(tokenizer)
+    return (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind.decode is PreTrainedTokenizerBase.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+    )

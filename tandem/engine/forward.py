@@ -21,7 +21,13 @@ from tandem.engine.allocator import give_back_memory
 from tandem.engine.placement import onload
 from tandem.models import scalar
 from tandem.models.lm_head import vocabulary_head
-from tandem.models.packed import PromptGroup, drops_now, predictor_states, prompt_groups
+from tandem.models.packed import (
+    PromptGroup,
+    drops_now,
+    predictor_states,
+    prompt_groups,
+    response_tokens,
+)
 from tandem.models.tensor_parallel import sliced_twin
 from tandem.models.twin import decodes, standing_in, without_hooks
 from tandem.objectives.logprobs import scatter_to_tokens, token_logprobs
@@ -100,7 +106,7 @@ def response_logprobs(
         logprobs, entropy = token_logprobs(
             head,
             selected,
-            batch.token_ids[batch.response_mask],
+            response_tokens(batch, len(selected)),
             vocabulary=model.config.get_text_config().vocab_size,
             weights=head.weights,
             temperature=temperature,
@@ -263,16 +269,16 @@ def _shares_prompts(model: PreTrainedModel) -> bool:
 def rank_micro_batches_of(
     batch: TokenBatch, max_tokens: int, world: World, models: Sequence[PreTrainedModel] = ()
 ) -> list[tuple[Tensor, MicroBatch]]:
-    """As `rank_micro_batches`, with the rows' numbers as a tensor on the batch's device.
+    """As `rank_micro_batches`, with the rows' numbers as a tensor on the host.
 
     Args:
         models: those that will run them; without any, rows count as if none shared a prompt.
     """
-    device = batch.token_ids.device
     groups = groups_of(batch, models) if models else []
+    lengths = batch.on_host().lengths().tolist()
     return [
-        (torch.tensor(part.rows, device=device), part)
-        for part in rank_micro_batches(batch.lengths().tolist(), max_tokens, world, groups)
+        (torch.tensor(part.rows, device="cpu"), part)
+        for part in rank_micro_batches(lengths, max_tokens, world, groups)
     ]
 
 

@@ -109,6 +109,7 @@ class Learner:
                 # Gradients of whole weights are summed over the ranks where the weights are.
                 sums_on_device=not parallel.offload_gradients
                 or (self.shards.world.size > 1 and not is_split),
+                host_share=parallel.offload_share,
                 states=parallel.optimizer_states,
             )
         else:

@@ -95,6 +95,7 @@ def shared_rollout(
             step=step,
             prompt_numbers=[numbers[i] for i in chosen],
             batch_size=settings.generation_batch_size,
+            chunk_tokens=settings.generation_prefill_tokens or None,
             by_hugging_face=not settings.hybrid_engine,
             # A group's ranks must schedule alike.
             agreed_blocks=int if group is None else group.lowest,

@@ -16,6 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self, cast
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -41,6 +42,10 @@ class MicroBatchLoss:
         sums = {name: value.detach() for name, value in self.sums.items()}
         largest = {name: value.detach() for name, value in self.largest.items()}
         return MicroBatchLoss(self.loss.detach(), sums, largest)
+
+    def numbers(self) -> list[Tensor]:
+        """The loss, the sums and the largest, in this order."""
+        return [self.loss, *self.sums.values(), *self.largest.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,15 +204,27 @@ def _accumulated(
     # Read after all are queued: a GPU that must answer in between runs out of work.
     totals: defaultdict[str, float] = defaultdict(float, rank_idle=idle)
     largest: dict[str, float] = {}
+    read = iter(_read([value for _, found in added for value in found.numbers()]))
     for weight, found in added:
-        for name, value in (("loss", found.loss), *found.sums.items()):
-            totals[name] += weight * float(value)
-        for name, value in found.largest.items():
-            largest[name] = max(largest.get(name, 0.0), weight * float(value))
+        for name in ("loss", *found.sums):
+            totals[name] += weight * next(read)
+        for name in found.largest:
+            largest[name] = max(largest.get(name, 0.0), weight * next(read))
     means = {name: total / term.units for name, total in world.all_reduce_sum(totals).items()}
     if largest:
         means |= dict(zip(largest, world.all_reduce_max(list(largest.values())), strict=True))
     return means
+
+
+def _read(numbers: Sequence[Tensor]) -> list[float]:
+    """Single numbers of a device, in one transfer for each type."""
+    read = [0.0] * len(numbers)
+    for kind in {number.dtype for number in numbers}:
+        places = [i for i, number in enumerate(numbers) if number.dtype == kind]
+        values = torch.stack([numbers[i].reshape(()) for i in places]).tolist()
+        for i, value in zip(places, values, strict=True):
+            read[i] = float(value)
+    return read
 
 
 def _require_finite(learner: Learner, means: Mapping[str, float]) -> None:

@@ -6,6 +6,7 @@ on a GPU yet.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -117,10 +118,12 @@ class CudaRecorder:
 
     Attributes:
         refused: why a kind of function is not recorded. The first one is also a warning.
+        num_recorded, seconds: recordings so far, and what they took, their warm-up included.
     """
 
     def __init__(self) -> None:
         self.refused: dict[Hashable, str] = {}
+        self.num_recorded, self.seconds = 0, 0.0
         self._warm: set[tuple[Hashable, Hashable]] = set()
         self._stream = torch.cuda.Stream()
         self._pool: Any = None  # made with the first recording
@@ -131,11 +134,14 @@ class CudaRecorder:
         """As `Recorder` says; a new kind and size runs once before."""
         if kind in self.refused:
             return function
+        begin = time.perf_counter()
         try:
             if (kind, size) not in self._warm:
                 self._warm_up(function)
                 self._warm.add((kind, size))
-            return self._captured(function)
+            replay = self._captured(function)
+            self.num_recorded += 1
+            return replay
         except RuntimeError as error:
             # The error of a failed capture hides the error that made it fail.
             cause = error.__context__ or error
@@ -144,6 +150,8 @@ class CudaRecorder:
                 warnings.warn(f"decoding without CUDA graphs, slower: {reason}", stacklevel=2)
             self.refused[kind] = reason
             return function
+        finally:
+            self.seconds += time.perf_counter() - begin
 
     def forget(self) -> None:
         """As `Recorder` says; the pool of dropped graphs may not be captured into again."""

@@ -24,7 +24,7 @@ from tandem.generation.batch_state import Part
 from tandem.generation.gpu_graphs import CudaRecorder, DecodeStep, Recorder, bucket_of, width_of
 from tandem.generation.runner import TwinRunner
 from tandem.generation.sampler import Draw, Sampler
-from tandem.models.gpu_blocks import join_projections
+from tandem.models.gpu_blocks import GatheredTogether, join_projections
 from tandem.models.lora import lora_layers
 from tandem.ops import gpu
 from tandem.ops.attention_context import KVMemory, attending
@@ -100,11 +100,16 @@ class _Kept:
         self._rests_on: tuple[Any, ...] | None = None
         self._steps: dict[tuple[KVMemory, int, int], DecodeStep] = {}
         self._addressed: Any = None
+        self._num_sessions = 0
+        self._gathered: GatheredTogether | None = None
 
     def enter(self, model: PreTrainedModel) -> None:
         """A session begins; recordings are dropped if what they depend on has changed."""
         if gpu.available():
             join_projections(model)  # before addresses are compared
+            if self._gathered is None:
+                self._gathered = GatheredTogether(model)
+        self._num_sessions += 1
         rests_on = _fingerprint(model, self.twin)
         if rests_on != self._rests_on:
             self._steps, self._addressed, self._rests_on = {}, None, rests_on
@@ -112,6 +117,10 @@ class _Kept:
 
     def leave(self, memory: KVMemory) -> None:
         """The session with this memory ends."""
+        self._num_sessions -= 1
+        if self._gathered is not None and not self._num_sessions:
+            self._gathered.undo()
+            self._gathered = None
         steps = {key: step for key, step in self._steps.items() if key[0] is not memory}
         had, self._steps = len(self._steps), steps
         if had and not steps:
@@ -155,6 +164,13 @@ class _Kept:
 
 
 _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
+
+
+def recorded_so_far(model: PreTrainedModel) -> tuple[int, float]:
+    """How many steps and draws have been recorded for a model, and the seconds that took."""
+    kept = _kept.get(model)
+    recorder: Any = None if kept is None else kept.recorder
+    return (0, 0.0) if recorder is None else (recorder.num_recorded, recorder.seconds)
 
 
 def _finds_by_address(device: torch.device) -> bool:

@@ -19,7 +19,11 @@ Key = tuple[int, tuple[int, ...]]
 
 
 class PrefixPool(BlockPool):
-    """A pool that knows what its blocks hold."""
+    """A pool that knows what its blocks hold.
+
+    Attributes:
+        epoch: how often all has been forgotten; what an earlier one computed is not to be kept.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         """All blocks are free, none is known."""
@@ -27,8 +31,8 @@ class PrefixPool(BlockPool):
         self._known: dict[Key, tuple[int, int]] = {}  # to a node, numbered once, and its block
         self._keys: dict[int, Key] = {}  # of the known blocks
         self._idle: OrderedDict[int, None] = OrderedDict()  # known, held by none; oldest first
-        self._outdated: set[int] = set()  # held by sequences that other weights have begun
         self._last_node = 0
+        self.epoch = 0
 
     @property
     def num_free(self) -> int:
@@ -49,9 +53,7 @@ class PrefixPool(BlockPool):
 
     def keep(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """A sequence's tokens are, or soon will be, in these held blocks: its whole ones are known
-        from now on, but those whose like is known already, and none that other weights filled."""
-        if not self._outdated.isdisjoint(blocks):
-            return
+        from now on, but those whose like is known already."""
         node = 0
         for i in range(len(tokens) // BLOCK_TOKENS):
             key = node, tuple(tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS])
@@ -66,9 +68,9 @@ class PrefixPool(BlockPool):
         """How many of these known blocks nobody holds."""
         return sum(block in self._idle for block in blocks)
 
-    def has_others(self, blocks: Iterable[int], sequences: int) -> bool:
-        """Whether more than so many sequences hold any of these."""
-        return any(self._holders[block] > sequences for block in blocks)
+    def has_others(self, blocks: Iterable[int]) -> bool:
+        """Whether more than one sequence holds any of these."""
+        return any(self._holders[block] > 1 for block in blocks)
 
     def take(self, count: int) -> list[int]:
         """As `BlockPool.take`; known blocks are used last."""
@@ -76,9 +78,7 @@ class PrefixPool(BlockPool):
             block, _ = self._idle.popitem(last=False)
             self._forget(block)
             self._free.append(block)
-        blocks = super().take(count)
-        self._outdated.difference_update(blocks)
-        return blocks
+        return super().take(count)
 
     def share(self, blocks: Iterable[int]) -> None:
         """As `BlockPool.share`; found blocks may be held by none before."""
@@ -107,9 +107,9 @@ class PrefixPool(BlockPool):
                 self._free.append(block)
 
     def forget_all(self) -> None:
-        """The weights have changed: nothing can be found, nor what is held now when it is kept."""
+        """The weights have changed: nothing can be found."""
+        self.epoch += 1
         self.forget(list(self._keys))
-        self._outdated = {block for block, holders in enumerate(self._holders) if holders}
 
     def _chain(self, tokens: Sequence[int]) -> Iterator[Key]:
         node = 0

@@ -34,6 +34,7 @@ class Request:
     first token. length: tokens drawn, the one that ended it included; valid once `ended`.
     finished: a stop token or stop string ended it. failed: its distribution was none (NaN).
     top: how many of the likeliest tokens to observe beside each drawn one; -1: observe nothing.
+    epoch: of the pool, when its prompt came in.
     drawn: its tokens as far as the host has read them, where sessions keep answers.
     observed: what was observed, a drawn token each.
     """
@@ -54,6 +55,7 @@ class Request:
     failed: bool = False
     top: int = -1
     observed: list[TokenLogprobs] = field(default_factory=list)
+    epoch: int = 0
     drawn: list[int] = field(default_factory=list)
 
 
@@ -68,6 +70,7 @@ class Group:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     found: int = 0
+    epoch: int = 0
     logits: Tensor | None = None
 
 
@@ -174,20 +177,19 @@ class Scheduler:
             answer: its tokens whose keys and values are in memory, for sequences that begin with
                 prompt and answer; None: nobody will ask for them.
         """
-        if answer is not None and request.blocks:
+        if answer is not None and request.blocks and request.epoch == self.pool.epoch:
             self.pool.keep((*request.prompt, *answer), request.blocks)
         self.pool.release(request.blocks)
         request.blocks = []
 
-    def drop(self, samples: Sequence[Entry]) -> bool:
-        """Forget all samples of a prompt that is being run, unless other prompts need what it
-        computes or more of its samples wait; whether it has been done."""
-        group = samples[0].group
-        if group.waiting or self.pool.has_others(group.blocks[group.found :], len(samples)):
+    def drop(self, entry: Entry) -> bool:
+        """Forget a request whose prompt is being run, unless others need what its prompt computes;
+        whether it has been done."""
+        group, request = entry.group, entry.request
+        if group.waiting or self.pool.has_others(group.blocks[group.found :]):
             return False
         self.pool.forget(group.blocks[group.computed // BLOCK_TOKENS :])
-        for entry in samples:
-            self.leave(entry.request)
+        self.leave(request)
         return True
 
     def withdraw(self, request: Request) -> None:
@@ -212,6 +214,7 @@ class Scheduler:
         self.pool.share(found)
         group.blocks = [*found, *self.pool.take(blocks_for(length) - len(found))]
         group.found, group.computed = len(found), len(found) * BLOCK_TOKENS
+        group.epoch = self.pool.epoch
         self.counts.prompt_tokens += length
         self.counts.shared_tokens += group.computed
         if self._shares_prefixes:  # those behind it run later, or in the same forward
@@ -227,6 +230,7 @@ class Scheduler:
     def _enter(self, group: Group) -> Entry:
         own = self.pool.take(self._own_blocks(group))
         request = group.waiting.popleft()
+        request.epoch = group.epoch
         self.num_waiting -= 1
         if not group.waiting:
             request.blocks = [*group.blocks, *own]

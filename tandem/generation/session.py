@@ -156,12 +156,11 @@ class Session:
         if entry is None:
             self._scheduler.withdraw(request)
             return
-        group = entry.group
-        samples = [other for other in self._entries if other.group is group]
-        # Else the blocks are free when the prompt has been run.
-        if all(one.request.ended for one in samples) and self._scheduler.drop(samples):
-            self._entries = deque(other for other in self._entries if other.group is not group)
-            self._prompts.remove(group)
+        samples = sum(other.group is entry.group for other in self._entries)
+        if samples == 1 and entry.group in self._prompts and self._scheduler.drop(entry):
+            self._entries.remove(entry)
+            self._prompts.remove(entry.group)
+        # Else its blocks are free when its prompt has been run, which others need.
 
     @torch.no_grad()
     def step(self) -> list[Drawn]:

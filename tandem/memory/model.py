@@ -49,7 +49,7 @@ class Layout:
     accumulates: more than one micro-batch per optimizer step. moving_average: of what is trained,
     in float32. on_cpu: the host is the device. optimizer_states: how AdamW's moments are kept.
     offload_gradients: they are summed on the host if its optimizer is there. recompute: what
-    checkpointing recomputes.
+    checkpointing recomputes. offload_share: of the optimizer's states that are on the host.
     """
 
     ranks: int = 1
@@ -68,6 +68,7 @@ class Layout:
     on_cpu: bool = False
     optimizer_states: OptimizerStates = "fp32"
     offload_gradients: bool = True
+    offload_share: float = 1.0
     recompute: Recompute = "layers"
 
     @property
@@ -140,6 +141,7 @@ def layout_of(
         moving_average=average,
         checkpointing=settings.gradient_checkpointing,
         recompute=settings.recompute,
+        offload_share=settings.parallel.offload_share,
     )
 
 
@@ -214,6 +216,11 @@ def role_memory(shape: Shape, layout: Layout) -> Role:
         if layout.has_gradients_on_host:
             states["gradients kept"] = FLOAT * trained / pieces
         is_on_host = layout.offload_optimizer or layout.offload_params
+        if is_on_host and layout.offload_share < 1 and not layout.on_cpu:
+            share = layout.offload_share
+            beside = {k: v for k, v in states.items() if layout.half or k != "masters"}
+            device |= {f"{name} on the GPU": (1 - share) * b for name, b in beside.items()}
+            states = {name: share * b for name, b in states.items()}
         (host if is_on_host else device).update(states)
         if layout.moving_average:
             average = {"moving average": FLOAT * trained / pieces}

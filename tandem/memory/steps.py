@@ -66,6 +66,7 @@ def supervised_memory(
         reference: there is a frozen copy too; never under LoRA.
         reference_on_host: its weights are in host memory.
     """
+    layout = replace(layout, shares_base=False)  # the one model here has a base of its own
     layouts = {"model": (shape, layout)}
     if reference and layout.lora_rank == 0:
         layouts["reference"] = (shape, _frozen(layout, on_host=reference_on_host))
@@ -196,8 +197,8 @@ def _loading(layouts: Mapping[str, tuple[Shape, Layout]], roles: dict[str, Role]
         held[f"{name}: weights"] = resting.get("weights", 0.0)
         if layout.has_masters_on_host and layout.is_trained:
             states += resting.get("AdamW", 0.0) + resting.get("masters", 0.0)
-        # On a CPU the file is mapped while it is copied from, and mapped pages are resident.
-        read = shape.parameters
+        # On a CPU a policy's file is mapped while it is copied, and mapped pages are resident.
+        read = 0 if shape.is_scalar and not layout.is_split else shape.parameters
         if quantized_weights(shape, layout):
             read = shape.largest
         checked = sum(working_bytes(shape, layout, at_once=True).values())

@@ -88,11 +88,20 @@ def backward_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
 
 
 def logits_bytes(shape: Shape, tokens: int, layout: Layout, *, backward: bool) -> float:
-    """Vocabulary logits in use at once, and in the backward their gradient; 0 for a scalar head."""
+    """Vocabulary logits in use at once, and in the backward their gradient; 0 for a scalar head.
+
+    The CPU's operations write the gradient over the logits. If these come in several chunks, every
+    chunk makes a gradient of the head that is then added to the others'.
+    """
     if shape.is_scalar:
         return 0.0
-    rows = min(tokens, logits_rows(shape, layout, layout.compute_bytes))
-    return rows * shape.vocabulary * layout.compute_bytes * (2 if backward else 1)
+    most = logits_rows(shape, layout, layout.compute_bytes)
+    size = min(tokens, most) * shape.vocabulary * layout.compute_bytes
+    if not backward:
+        return size
+    if not layout.on_cpu:
+        return 2.0 * size
+    return size + (tokens > most) * layout.compute_bytes * shape.vocabulary * shape.width
 
 
 def logits_rows(shape: Shape, layout: Layout, size: int) -> int:

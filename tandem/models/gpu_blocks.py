@@ -6,10 +6,11 @@ model's last, adds up. The blocks' own code runs wherever our GPU kernels do not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -97,20 +98,82 @@ def join_projections(model: PreTrainedModel) -> int:
     """Lay the weights of linear layers over one input side by side (`ops.joined`), in place.
 
     Parameters stay the objects that they are. A model split by FSDP2 is not touched: it gathers
-    weights into memory of its own.
+    weights into memory of its own (`GatheredTogether`).
 
     Returns:
         how many groups of layers lie side by side now.
     """
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if _is_split(model):
         return 0
-    joined = 0
+    return sum(_join_layers(layers) for layers in _groups(model))
+
+
+class GatheredTogether:
+    """Weights that FSDP2 has gathered, laid side by side until `undo`.
+
+    FSDP2 gathers each weight into memory of its own and frees it there. So a group's weights move
+    into memory that they share, their own is given back meanwhile, and at the end they return to
+    it: never are more than one group's weights there twice.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Does nothing where the model is not split or its weights are not gathered now."""
+        self.num_groups = 0
+        self._moved: list[tuple[Tensor, Tensor]] = []
+        if _is_split(model):
+            for layers in _groups(model):
+                self.num_groups += self._join(layers)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """The weights are where FSDP2 looks for them, before it frees or changes them."""
+        for tensor, own in self._moved:
+            own.untyped_storage().resize_(own.nbytes)
+            own.copy_(tensor)
+            tensor.data = own
+        self._moved.clear()
+
+    @torch.no_grad()
+    def _join(self, layers: Sequence[Any]) -> bool:
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        if not gpu.fuses(weights[0]) or len({bias is None for bias in biases}) > 1:
+            return False
+        together = [weights] if biases[0] is None else [weights, biases]
+        if not all(_are_alike(tensors) for tensors in together):
+            return False
+        for tensors in together:
+            whole = torch.cat([tensor.detach() for tensor in tensors])
+            parts = whole.split([len(tensor) for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                own = tensor.data
+                tensor.data = part
+                own.untyped_storage().resize_(0)
+                self._moved.append((tensor, own))
+        return True
+
+
+def _is_split(model: PreTrainedModel) -> bool:
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _groups(model: PreTrainedModel) -> Iterator[list[Any]]:
+    """Plain linear layers over one input."""
     for module in model.modules():
         for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
             layers = [module._modules.get(name) for name in names]
             if all(type(layer) is nn.Linear for layer in layers):
-                joined += _join_layers(layers)
-    return joined
+                yield layers
+
+
+def _are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Plain tensors of one kind that have their storages, from the beginning on, to themselves."""
+    first = tensors[0]
+    return len({tensor.untyped_storage()._cdata for tensor in tensors}) == len(tensors) and all(
+        type(t.data) is Tensor and t.device == first.device and t.dtype == first.dtype
+        and t.shape[1:] == first.shape[1:] and t.is_contiguous()
+        and t.untyped_storage().nbytes() == t.nbytes
+        for t in tensors
+    )  # fmt: skip
 
 
 def _join_layers(layers: Sequence[Any]) -> bool:

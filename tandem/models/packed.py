@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from tandem.errors import ShapeError
 from tandem.models.recompute import require_whole_layers
 from tandem.models.twin import base_forward, decodes, supports_packing, twin_of, why_unpacked
-from tandem.ops.attention_context import Packed, attending
+from tandem.ops import gpu
+from tandem.ops.attention_context import Packed, WholeSequences, attending
 from tandem.types import TokenBatch
 
 
@@ -40,6 +41,8 @@ class PackedRows:
 
     token_ids, positions: (N,) int64; positions count from 0 in every row.
     step: the sequences that they are.
+    predictors: (R,) int64, where among the N the token before each response token stands, in the
+        order of the mask.
     index: (B, T) int64, where among the N a real token stands; meaningless at padding.
 
     Example: rows [p q a] and [p q b c] of one prompt [p q] are the tokens p q a b c at positions
@@ -49,6 +52,7 @@ class PackedRows:
     token_ids: Tensor
     positions: Tensor
     step: Packed
+    predictors: Tensor
     index: Tensor
 
 
@@ -72,7 +76,22 @@ def predictor_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     if not supports_packing(model):
         return _padded_states(model, batch)[:, :-1][_before_responses(batch)]
     rows = packed_rows(batch) if shares_prompts(model) else _row_by_row(batch)
-    return _states(model, rows)[rows.index[:, :-1][_before_responses(batch)]]
+    return _states(model, rows)[rows.predictors]
+
+
+def response_tokens(batch: TokenBatch, count: int) -> Tensor:
+    """(R,) int64: the response tokens in the order of the mask.
+
+    Args:
+        count: R, which the host then need not ask the device for.
+    """
+    mask = batch.response_mask
+    if mask.device.type == "cpu":
+        return batch.token_ids[mask]
+    flat = mask.flatten()
+    places = torch.where(flat, flat.cumsum(0) - 1, count)  # all others in one place more
+    made = batch.token_ids.new_empty(count + 1)
+    return made.scatter_(0, places, batch.token_ids.flatten())[:count]
 
 
 def last_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
@@ -96,9 +115,10 @@ def shares_prompts(model: PreTrainedModel) -> bool:
 
 def prompt_groups(batch: TokenBatch) -> list[PromptGroup]:
     """The rows of a batch by prompt, told by its tokens; in the order of the groups' first rows."""
+    batch = batch.on_host()
     answered = batch.response_mask.any(dim=1).tolist()
     lengths = batch.response_mask.int().argmax(dim=1).tolist()
-    ids = batch.token_ids.cpu().numpy()
+    ids = batch.token_ids.numpy()
     groups: dict[bytes | int, PromptGroup] = {}
     for row, (has_response, length) in enumerate(zip(answered, lengths, strict=True)):
         if not has_response:
@@ -119,7 +139,7 @@ def packed_rows(batch: TokenBatch) -> PackedRows:
         return _row_by_row(batch)
     lengths: list[int] = []
     prefixes: list[int] = []
-    row_lengths = batch.lengths().tolist()
+    row_lengths = batch.on_host().lengths().tolist()
     # Of each row: tokens of its shared prompt, where that begins, and where position 0 of the
     # rest would stand.
     shared, starts, shifts = ([0] * len(batch) for _ in range(3))
@@ -147,25 +167,64 @@ def _placed(
     total: int,
     columns: tuple[list[int], ...],
 ) -> PackedRows:
-    device = batch.token_ids.device
-    shared, starts, shifts = torch.tensor(columns, device=device)[:, :, None]
-    places = torch.arange(batch.token_ids.shape[1], device=device).expand_as(batch.token_ids)
+    host = batch.on_host()
+    shared, starts, shifts = torch.tensor(columns, device="cpu")[:, :, None]
+    places = _places(host)
     index = places + torch.where(places < shared, starts, shifts)
-    where = index[batch.attention_mask]
+    where = index[host.attention_mask]
     # A token that several rows share is written by each of them, with one value.
-    token_ids, positions = (torch.empty(total, dtype=torch.long, device=device) for _ in range(2))
-    token_ids[where] = batch.token_ids[batch.attention_mask]
-    positions[where] = places[batch.attention_mask]
-    return PackedRows(token_ids, positions, Packed.of_lengths(lengths, device, prefixes), index)
+    token_ids, positions = (torch.empty(total, dtype=torch.long, device="cpu") for _ in range(2))
+    token_ids[where] = host.token_ids[host.attention_mask]
+    positions[where] = places[host.attention_mask]
+    return _sent(batch, token_ids, positions, index, lengths, prefixes)
 
 
 def _row_by_row(batch: TokenBatch) -> PackedRows:
     """Each row whole, whatever its prompt."""
+    host = batch.on_host()
+    mask = host.attention_mask
+    lengths = host.lengths().tolist()
+    return _sent(batch, host.token_ids[mask], _places(host)[mask], real_positions(host), lengths)
+
+
+def _places(batch: TokenBatch) -> Tensor:
+    """(B, T): each token's number in its row."""
+    width = batch.token_ids.shape[1]
+    return torch.arange(width, device=batch.token_ids.device).expand_as(batch.token_ids)
+
+
+def _sent(
+    batch: TokenBatch,
+    token_ids: Tensor,
+    positions: Tensor,
+    index: Tensor,
+    lengths: Sequence[int],
+    prefixes: Sequence[int] | None = None,
+) -> PackedRows:
+    """Rows laid out on the host, where the batch is; to a device in one transfer."""
+    predictors = index[:, :-1][_before_responses(batch.on_host())]
+    step = Packed.of_lengths(lengths, torch.device("cpu"), prefixes)
     device = batch.token_ids.device
-    places = torch.arange(batch.token_ids.shape[1], device=device).expand_as(batch.token_ids)
-    step = Packed.of_lengths(batch.lengths().tolist(), device)
-    mask = batch.attention_mask
-    return PackedRows(batch.token_ids[mask], places[mask], step, real_positions(batch))
+    if device.type == "cpu":
+        return PackedRows(token_ids, positions, step, predictors, index)
+    parts = [token_ids, positions, predictors, index, step.cu_seqlens]
+    whole = None
+    if step.prefixes is not None:  # a GPU's attention knows of none
+        whole = step.whole()
+        parts += [step.prefixes, whole.packed.cu_seqlens, whole.tokens, whole.back]
+    token_ids, positions, predictors, index, ends, *more = gpu.sent_together(parts, device)
+    if whole is None:
+        moved = Packed(ends.int(), step.max_length)
+    else:
+        shared, own_ends, tokens, back = more
+        own = Packed(own_ends.int(), whole.packed.max_length)
+        moved = Packed(
+            ends.int(),
+            step.max_length,
+            prefixes=shared.int(),
+            _whole=[WholeSequences(own, tokens, back)],
+        )
+    return PackedRows(token_ids, positions, moved, predictors, index)
 
 
 def _states(model: PreTrainedModel, rows: PackedRows) -> Tensor:

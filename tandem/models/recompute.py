@@ -89,7 +89,7 @@ def require_whole_layers(model: nn.Module, why: str) -> None:
 
 
 @cache
-def recomputing(kind: type[nn.Module]) -> type[nn.Module]:
+def recomputing(kind: Any) -> Any:
     """A class that computes as `kind`, and in training keeps its input alone."""
 
     def forward(self: Any, *args: Any, **keywords: Any) -> Any:

@@ -35,7 +35,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 from weakref import WeakMethod
 
 import torch
@@ -112,7 +112,7 @@ def _new_object(module: nn.Module, own_forward: bool) -> nn.Module:
     kind = _own_class(module)
     replaced, attributes = (kind, {}) if own_forward else fused(module, kind)
     if module.__dict__.get(RECOMPUTED) and not own_forward:
-        replaced = recomputing(replaced)  # type: ignore[arg-type]  # a class has a hash
+        replaced = recomputing(cast(Any, replaced))
     twin: nn.Module = object.__new__(replaced)
     twin.__dict__.update(module.__dict__, **attributes)
     for name in _NOT_COPIED:

@@ -186,10 +186,15 @@ def aggregation(
     Returns:
         weights, None where all are 1, and the denominator.
     """
+    weights = aggregation_weights(response_mask, by)
     if by == "token":
-        return None, int(response_mask.sum())
-    lengths = response_mask.sum(dim=1, keepdim=True)
-    num_answers = int((lengths > 0).sum())
-    if by == "constant":
-        return None, num_answers * max_tokens
-    return response_mask.float() / lengths.clamp(min=1), num_answers
+        return weights, int(response_mask.sum())
+    num_answers = int(response_mask.any(dim=1).sum())
+    return weights, num_answers * max_tokens if by == "constant" else num_answers
+
+
+def aggregation_weights(response_mask: Tensor, by: Aggregation) -> Tensor | None:
+    """The weights of `aggregation` alone, of any rows; the device is asked for nothing."""
+    if by != "sequence":
+        return None
+    return response_mask.float() / response_mask.sum(dim=1, keepdim=True).clamp(min=1)

@@ -8,12 +8,13 @@ its compiler, not yet on a GPU (docs/gpu_kernels.md).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tandem.ops import native
 
@@ -58,6 +59,48 @@ def sent(
     """Numbers of the host on a device; from pinned memory, so that the host does not wait."""
     made = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return made.to(device, non_blocking=True)
+
+
+def sent_together(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Tensors of whole numbers on the host, of any shapes, as int64 on a device, in one transfer
+    that the host does not wait for."""
+    flat = torch.cat([part.reshape(-1).to(torch.int64) for part in parts])
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    pieces = flat.to(device, non_blocking=True).split([part.numel() for part in parts])
+    return tuple(piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True))
+
+
+SumOf = Callable[[Tensor], Tensor | None]
+_sums = WeakTensorKeyDictionary()
+
+
+def keep_sum(weight: Tensor, sum_of: SumOf) -> None:
+    """Let our kernels' backward add gradients of a weight (out, in) to a float32 sum of its shape.
+
+    Args:
+        sum_of: the weight's sum, zeros before the first gradient of a step; None: not any more.
+    """
+    _sums[weight] = sum_of
+
+
+def gradient_sum(weight: Tensor) -> Tensor | None:
+    """The sum that a weight's gradients are added to, if its optimizer keeps one beside it."""
+    sum_of: SumOf | None = _sums.get(weight)
+    return None if sum_of is None else sum_of(weight)
+
+
+def weight_gradient(weight: Tensor, of_out: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient (out, in) of a weight from its output's (N, out) and its input (N, in).
+
+    Where the weight has a `gradient_sum`, the product is added to that as it is written, neither
+    held nor rounded, and None is returned.
+    """
+    total = gradient_sum(weight)
+    if total is None:
+        return of_out.t() @ x
+    add_product_(total, of_out.t(), x)
+    return None
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

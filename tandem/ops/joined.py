@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tandem.ops.gpu import gradient_sum, weight_gradient
+
 
 def join(tensors: Sequence[Tensor]) -> bool:
     """Lay plain tensors (out, in) or (out,) side by side, in place; whether they are so now.
@@ -113,11 +115,12 @@ class _JoinedLinear(torch.autograd.Function):
             of_x = _times(given, weights, sizes).view(x.shape)
         needed = ctx.needs_input_grad[3:]
         made: list[Tensor | None] = [None] * len(needed)
-        if all(needed[: ctx.count]):
+        if all(needed[: ctx.count]) and gradient_sum(weights[0]) is None:
             made[: ctx.count] = (given.t() @ rows).split(sizes)
         else:
             for number, part in enumerate(given.split(sizes, 1)):
-                made[number] = part.t() @ rows if needed[number] else None
+                if needed[number]:
+                    made[number] = weight_gradient(weights[number], part, rows)
         if any(needed[ctx.count :]):
             made[ctx.count :] = given.sum(0).split(sizes)
         return of_x, None, None, *made

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tandem.ops.gpu import contiguous
+from tandem.ops.gpu import contiguous, weight_gradient
 
 try:
     import triton
@@ -286,7 +286,8 @@ class _GatedLinear(torch.autograd.Function):
         made, inner = gate_backward(gate_up, of_inner, ctx.kind, trains)
         if not trains:
             return made, None, None
-        return made, gradient.flatten(0, -2).t() @ inner.flatten(0, -2), None
+        of_weight = weight_gradient(weight, gradient.flatten(0, -2), inner.flatten(0, -2))
+        return made, of_weight, None
 
 
 @torch.library.custom_op("tandem::gate", mutates_args=())

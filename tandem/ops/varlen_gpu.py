@@ -76,18 +76,22 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def tiles(width: int, size: int, *, keys: bool) -> tuple[int, int]:
+def tiles(width: int, size: int, kernel: str = "forward") -> tuple[int, int]:
     """Tokens of a tile, and warps, such that no kernel spills registers
     (tests/ops/compile_kernels.py).
 
     Args:
         width: of the wider heads. size: bytes of one number.
-        keys: of the keys' backward, which sums twice as much as the others.
+        kernel: "forward", "queries" or "keys", which sums twice as much as the others.
     """
     wide = width * size
     if wide <= 128:
-        return 64, 8 if keys else 4
-    return 32, 8 if wide > 256 else 4
+        return (32 if kernel == "keys" else 64), 4
+    if wide > 256:
+        return 16, 4 if kernel == "forward" else 8
+    if size == 4:
+        return (16 if kernel == "keys" else 32), 4
+    return 32, 8 if kernel == "queries" else 4
 
 
 def _padded(width: int) -> int:
@@ -95,10 +99,10 @@ def _padded(width: int) -> int:
 
 
 def _settings(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, window: int, cap: float, *, keys: bool = False
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, window: int, cap: float, kernel: str = "forward"
 ):
     """Constants that all kernels have, and how many tiles and warps."""
-    size, warps = tiles(max(q.shape[2], v.shape[2]), q.element_size(), keys=keys)
+    size, warps = tiles(max(q.shape[2], v.shape[2]), q.element_size(), kernel)
     sequences = len(ends) - 1
     return triton.cdiv(q.shape[0], size) + sequences, {
         "GROUP": q.shape[1] // k.shape[1], "WINDOW": window, "CAPPED": cap != 0, "SIZE": size,
@@ -140,11 +144,11 @@ def _attend_backward(
     of_q, of_k, of_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if n:
         rule = (q, k, v, ends, window, softcap)
-        count, constants = _settings(*rule)
+        count, constants = _settings(*rule, "queries")
         given = (q, k, v, ends, gradient, sums, inner)
         strides = (q.stride(0), k.stride(0), v.stride(0), len(ends) - 1, n, heads, scale, softcap)
         _backward_queries[(count, heads)](*given, of_q, *strides, **constants)
-        count, constants = _settings(*rule, keys=True)
+        count, constants = _settings(*rule, "keys")
         _backward_keys[(count, k.shape[1])](*given, of_k, of_v, *strides, **constants)
     return of_q, of_k, of_v
 

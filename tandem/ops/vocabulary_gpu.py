@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tandem.ops.gpu import add_product_, contiguous
+from tandem.ops.gpu import add_product_, contiguous, gradient_sum
 from tandem.ops.logits import HeadProduct, tile_columns
 
 try:
@@ -118,7 +118,8 @@ class _InTiles(torch.autograd.Function):
         of_entropy = contiguous(of_entropy) if with_entropy and of_entropy is not None else None
         needs_states, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         of_states = hidden.new_zeros(hidden.shape, dtype=torch.float32) if needs_states else None
-        of_weight = torch.empty_like(weight) if needs_weight else None
+        total = gradient_sum(weight) if needs_weight else None
+        of_weight = torch.empty_like(weight) if needs_weight and total is None else None
         of_bias = torch.empty_like(bias) if needs_bias else None
         tiles = _Tiles(hidden, weight, bias)
         given = (targets, sums, entropy, of_logprobs, of_entropy)
@@ -126,7 +127,9 @@ class _InTiles(torch.autograd.Function):
             made = _raw_gradient(tiles.raw(part), after, given, part.start, temperature)
             if of_states is not None:
                 add_product_(of_states, made, weight[part])
-            if of_weight is not None:
+            if total is not None:
+                add_product_(total[part], made.t(), hidden)
+            elif of_weight is not None:
                 torch.mm(made.t(), hidden, out=of_weight[part])
             if of_bias is not None:
                 torch.sum(made, 0, out=of_bias[part])

@@ -28,7 +28,8 @@ class Entry(Mapping[str, Tensor]):
     """What the optimizer keeps for one parameter; as a mapping, its state, split as it is.
 
     gradient: the float32 sum so far; None before the first. spare: host memory for the next one.
-    kind: how the moments are kept.
+    kind: how the moments are kept. travels: gradient and weight go to where the master is and back,
+    as the optimizer's lanes take them.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Entry(Mapping[str, Tensor]):
                 f"strides {parameter.stride()}. Use --dtype fp32 without --offload optimizer."
             )
         self.parameter = parameter
+        self.travels = True
         self.kind = packing.kind_for(kind, parameter.shape)
         self.row_size = packing.row_size(parameter.shape)
         # Made from the parameter, so that the state is split as it is.

@@ -11,13 +11,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tandem.config.parallel import OptimizerStates
+from tandem.ops import gpu
 from tandem.parallel.dtensor import local
 from tandem.parallel.lanes import Lane, StreamLane
 from tandem.parallel.master_entries import Entry, Slice, bucketed
@@ -110,6 +111,7 @@ class MasterAdamW:
         device: torch.device | None = None,
         masters: Mapping[nn.Parameter, Tensor] | None = None,
         sums_on_device: bool = False,
+        host_share: float = 1.0,
         states: OptimizerStates = "fp32",
         eps: float = 1e-8,
         bucket_bytes: int = 2**26,
@@ -123,6 +125,8 @@ class MasterAdamW:
                 from the weights.
             sums_on_device: sum gradients where the weights are, wherever the masters are, because
                 they must then be summed over ranks, or the host has no memory for them.
+            host_share: share of the weights whose masters and moments are on `device`, the last
+                ones, whose gradients backward makes first; the others' stay beside their weights.
             states: how the moments are kept.
             bucket_bytes: float32 bytes of one bucket, and at most in flight each way.
             lane: makes what copies; None chooses by the devices.
@@ -136,10 +140,15 @@ class MasterAdamW:
         are_masters = device is None
         device = device or here
         masters = masters or {}
-        entries = [
-            Entry(p, device, masters.get(p), states, i, is_own_master=are_masters)
-            for i, p in enumerate(parameters)
-        ]
+        stays = (1.0 - host_share) * sum(local(p).numel() for p in parameters)
+        entries: list[Entry] = []
+        for i, p in enumerate(parameters):
+            travels = are_masters or host_share == 1.0 or stays <= 0
+            stays -= local(p).numel()
+            own = are_masters or not travels
+            where = device if travels else local(p).device
+            entries.append(Entry(p, where, masters.get(p), states, i, is_own_master=own))
+            entries[-1].travels = travels
         self.state: dict[nn.Parameter, Entry] = {entry.parameter: entry for entry in entries}
         self._is_apart = device.type != here.type
         streams = here.type == "cuda" and self._is_apart
@@ -149,13 +158,24 @@ class MasterAdamW:
         self._adopts = lane is None and not streams and (sums_on_device or not self._is_apart)
         # Multiples of a cache line, so that the kernel rounds as over the whole.
         size = max(1, bucket_bytes // 4096) * 1024
+        # Those of the device first: it computes while the host does.
         self._buckets = [
             (group, slices, _fused(slices, betas, eps))
+            for travels in (False, True)
             for group in self.param_groups
-            for slices in bucketed([self.state[p] for p in group["params"]], size)
+            for slices in bucketed(self._of_group(group, travels), size)
         ]
-        for parameter in [p for p in self.state if not isinstance(p, DTensor)]:
+        for parameter, entry in self.state.items():
+            if isinstance(parameter, DTensor):
+                continue
             parameter.register_post_accumulate_grad_hook(partial(_taken, weakref.ref(self)))
+            stays = not self._is_apart or sums_on_device or not entry.travels
+            if stays and lane is None:
+                gpu.keep_sum(parameter, partial(_sum_of, weakref.ref(self)))
+
+    def _of_group(self, group: Mapping[str, Any], travels: bool) -> list[Entry]:
+        entries = [self.state[parameter] for parameter in group["params"]]
+        return [entry for entry in entries if entry.travels is travels]
 
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:
@@ -170,9 +190,9 @@ class MasterAdamW:
         whole = local(parameter.grad)
         source = whole.reshape(-1)
         is_sum = whole.dtype == torch.float32 and whole.is_contiguous()
-        if self._adopts and is_sum and entry.gradient is None:
+        if (self._adopts or not entry.travels) and is_sum and entry.gradient is None:
             entry.gradient = whole
-        elif self._sums_on_device:
+        elif self._sums_on_device or not entry.travels:
             if entry.gradient is None:
                 entry.gradient = source.to(torch.float32, copy=True).view_as(local(parameter))
             else:
@@ -190,6 +210,14 @@ class MasterAdamW:
         target = entry.gradient.view(-1)
         for s in entry.slices:
             self._down.down(source[s.where], partial(add, target[s.where]))
+
+    def sum_of(self, parameter: nn.Parameter) -> Tensor:
+        """The float32 sum of a weight's gradients so far, to be added to; made where its weight
+        is."""
+        entry = self.state[parameter]
+        if entry.gradient is None:
+            entry.gradient = torch.zeros_like(parameter.detach(), dtype=torch.float32)
+        return entry.gradient
 
     def collect(self) -> list[Tensor]:
         """This rank's pieces of all gradients that there are, float32, moved from the weights;
@@ -230,23 +258,35 @@ class MasterAdamW:
                 s.entry.pack(s, [optimizer.state[s.master].pop(name) for name in MOMENTS])
             for s in moving:
                 weights = local(s.entry.parameter).detach().view(-1)[s.where]
-                if weights.data_ptr() != s.master.data_ptr():
+                if weights.data_ptr() == s.master.data_ptr():
+                    continue
+                if s.entry.travels:
                     self._up.up(weights, s.master)
+                else:
+                    weights.copy_(s.master)
         self._up.land()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; `set_to_none` has no effect."""
         self._down.land()
         for parameter, entry in self.state.items():
-            if self._is_apart and not self._sums_on_device and entry.gradient is not None:
+            leaves = self._is_apart and entry.travels and not self._sums_on_device
+            if leaves and entry.gradient is not None:
                 entry.spare = entry.gradient  # host memory is slow to allocate
             parameter.grad = entry.gradient = None
 
 
 def _taken(held: weakref.ref[MasterAdamW], parameter: nn.Parameter) -> None:
     """Give a gradient to the optimizer, if it still exists."""
-    if (optimizer := held()) is not None:
+    optimizer = held()
+    if optimizer is not None and parameter.grad is not None:  # None: it is in the sum already
         optimizer.take(parameter)
+
+
+def _sum_of(held: weakref.ref[MasterAdamW], weight: Tensor) -> Tensor | None:
+    """A weight's sum, if the optimizer still exists."""
+    optimizer = held()
+    return None if optimizer is None else optimizer.sum_of(cast(nn.Parameter, weight))
 
 
 def _fused(slices: list[Slice], betas: tuple[float, float], eps: float) -> torch.optim.AdamW:

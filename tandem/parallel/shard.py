@@ -183,7 +183,7 @@ class Shards:
         total = torch.zeros((), device=self.world.device, dtype=torch.float64)
         if pieces := [g for g in gradients if g.numel()]:  # a rank may have none
             norms = torch._foreach_norm(pieces, dtype=torch.float32)
-            total += torch.stack(norms).double().square().sum().to(total.device)
+            total += torch.stack([n.to(total.device) for n in norms]).double().square().sum()
         self.world.all_reduce_(total)
         return math.sqrt(float(total) / self.plan.replicas)
 

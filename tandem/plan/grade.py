@@ -16,7 +16,8 @@ from tandem.predict.constants import MEBIBYTE, SHIPPED
 from tandem.predict.record import PREDICTIONS_FILE, WHOLE, Outcome, read_outcomes
 
 MEMORY_GOAL, TIME_GOAL = 0.10, 0.25
-_FITTED = ("generate", "score", "train")
+_STEP = ("generate", "score", "train")
+_FITTED = ("load", *_STEP)
 _PULL, _HELD = 0.02, {"products": 0.5, "first": 0.5}
 """How strongly a coefficient is held where it was, in units of a run's relative error. Products are
 measured by themselves, so a few runs of small models must not explain everything by them. What a
@@ -76,7 +77,6 @@ def net_error(outcome: Outcome) -> float:
 def summary(found: Sequence[Outcome]) -> list[str]:
     """How many predictions are within the goals."""
     memory = [o.memory_error for o in found if o.phase == WHOLE and math.isfinite(o.memory_error)]
-    times = [o.time_error for o in found if o.phase in _FITTED and math.isfinite(o.time_error)]
     lines = []
     if memory:
         good = sum(abs(error) <= MEMORY_GOAL for error in memory)
@@ -84,12 +84,14 @@ def summary(found: Sequence[Outcome]) -> list[str]:
             f"peak memory: {good} of {len(memory)} within {MEMORY_GOAL:.0%}, the lowest "
             f"{min(memory):+.1%}, the highest {max(memory):+.1%}"
         )
-    if times:
-        good = sum(abs(error) <= TIME_GOAL for error in times)
-        lines.append(
-            f"time of a phase: {good} of {len(times)} within {TIME_GOAL:.0%}, median of the errors "
-            f"{statistics.median(map(abs, times)):.0%}"
-        )
+    for name, phases in (("a step's phase", _STEP), ("loading", ("load",))):
+        times = [o.time_error for o in found if o.phase in phases and math.isfinite(o.time_error)]
+        if times:
+            good = sum(abs(error) <= TIME_GOAL for error in times)
+            lines.append(
+                f"time of {name}: {good} of {len(times)} within {TIME_GOAL:.0%}, median of the "
+                f"errors {statistics.median(map(abs, times)):.0%}"
+            )
     return lines
 
 
@@ -150,7 +152,7 @@ def _coefficients(rows: Sequence[Outcome], start: Mapping[str, float]) -> dict[s
     for number, name in enumerate(names):
         before = start.get(name, 1.0)
         pull = _HELD.get(name, _PULL)
-        matrix.append([pull / max(before, 0.1) * (i == number) for i in range(len(names))])
+        matrix.append([pull / max(before, 0.5) * (i == number) for i in range(len(names))])
         target.append(pull * (before > 0))
     found = non_negative(matrix, target)
     return {name: float(f"{value:.3g}") for name, value in zip(names, found, strict=True)}

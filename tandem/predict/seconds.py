@@ -103,6 +103,7 @@ def training(shape: Shape, layout: Layout, work: Work, pace: Pace) -> PhaseWork:
         "products": pace.products(forward * runs, shape.width),
         "activations": pace.moving(3.0 * kept * (1.0 + 0.5 * again)),
         "logits": pace.moving(6.0 * logits),
+        "accumulating": pace.moving(12.0 * batches * trained),
         "optimizer": pace.moving(work.updates * (28.0 * own + 8.0 * trained)),
         # The first step also makes the moments and gradients, in memory that is new.
         "first": pace.moving(16.0 * own / work.steps) if work.steps else 0.0,
@@ -120,7 +121,8 @@ def training(shape: Shape, layout: Layout, work: Work, pace: Pace) -> PhaseWork:
     if layout.frozen:
         terms[layout.frozen] = pace.moving(2.0 * batches * FLOAT * shape.linear_weights)
     if layout.offload_optimizer and not layout.on_cpu:
-        terms["offload"] = work.updates * own * (28.0 / HOST_RATE + 6.0 / PCIE_RATE)
+        there = layout.offload_share * own
+        terms["offload"] = work.updates * there * (28.0 / HOST_RATE + 6.0 / PCIE_RATE)
     if layout.offload_params and not layout.on_cpu:
         terms["offload"] = terms.get("offload", 0.0) + 2.0 * batches * weight_bytes(
             shape, layout, layout.compute_bytes
@@ -185,8 +187,10 @@ def generating(
     if packs:
         terms["packing"] = pace.moving(2.0 * weights)
     elif layout.on_cpu:
-        adapted = len(shape.linears) if layout.lora_rank else 0
-        terms["eager layers"] = pace.small(steps * (shape.layers * 100.0 + adapted * 10.0))
+        terms["eager layers"] = pace.small(steps * shape.layers * 100.0)
+        terms["eager products"] = terms["products"]
+        if layout.lora_rank:
+            terms["adapter layers"] = pace.small(steps * len(shape.linears) * 10.0)
         if layout.frozen:
             terms[layout.frozen] = pace.moving(steps * FLOAT * shape.linear_weights)
     if layout.is_split:
@@ -195,10 +199,15 @@ def generating(
     return PhaseWork(terms, drawn, flops, memory)
 
 
-def loading(size: float, params: float, pace: Pace) -> PhaseWork:
-    """Models read, placed and checked. size: bytes of their files."""
-    terms = {"reading": pace.moving(6.0 * size), "fixed": pace.small(1e4),
-             "parameters": pace.moving(8.0 * params)}  # fmt: skip
+def loading(size: float, policy: float, models: int, pace: Pace) -> PhaseWork:
+    """Models read, placed and checked.
+
+    Args:
+        size: bytes of all their files. policy: of those, bytes of what samples or is sampled from,
+            which is tried out. models: how many there are.
+    """
+    terms = {"reading": pace.moving(6.0 * size), "policy": pace.moving(6.0 * policy),
+             "fixed": pace.small(1e4), "models": pace.small(1e4 * models)}  # fmt: skip
     return PhaseWork(terms, 0.0, 0.0, size)
 
 

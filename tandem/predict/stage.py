@@ -194,7 +194,8 @@ def _phase_work(
     found["train"] = sum(passes[1:], passes[0])
     size = sum(FLOAT * shape.parameters for shape in held)
     state = _copied(trained)
-    return {"load": loading(size, size / FLOAT, pace), **found,
+    policies = sum(FLOAT * shape.parameters for shape in held if not shape.is_scalar)
+    return {"load": loading(size, policies, len(held), pace), **found,
             "save": saving(state, pace.machine)}  # fmt: skip
 
 

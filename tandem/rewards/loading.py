@@ -23,7 +23,7 @@ from tandem.text import one_line
 
 GIVEN = {"prompts", "completions", "messages"}
 """What every reward function is given beside the data's columns."""
-SETTINGS = ("in_process", "whole_rollout", "checks_answer", "as_completion")
+SETTINGS = ("in_process", "whole_rollout", "checks_answer", "training_only", "as_completion")
 """Attributes of a function that say how it is run and tested (docs/reward_function.md)."""
 
 

@@ -133,6 +133,7 @@ class RewardFunctions:
         self.config = config or ScoringConfig()
         self._print_line = print_line or partial(print, flush=True)
         self._held: dict[str, list[FunctionScores]] | None = None
+        self._on_heldout = False
         self._functions = [self._made(spec, call) for spec, call in named(functions)]
 
     @property
@@ -167,6 +168,16 @@ class RewardFunctions:
             for function in self._functions:
                 if parts := held.get(function.spec.label):
                     self._tell(function, FunctionScores.joined(parts))
+
+    @contextmanager
+    def on_heldout(self) -> Iterator[None]:
+        """Within: a function with the attribute `training_only` is not called and scores
+        nothing."""
+        self._on_heldout = True
+        try:
+            yield
+        finally:
+            self._on_heldout = False
 
     def score(self, answers: Answers) -> list[FunctionScores]:
         """Each function's scores of the answers; failures are told in a line per function.
@@ -231,6 +242,8 @@ class RewardFunctions:
     def _outcomes(self, function: _Function, call: Call) -> list[Outcome]:
         if len(call) == 0:
             return []
+        if self._on_heldout and getattr(function.call, "training_only", False):
+            return [Outcome(None)] * len(call)
         if function.pool is None:
             return outcomes_of(function.call, call)
         calls = [call] if function.is_whole else call.each()

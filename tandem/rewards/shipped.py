@@ -55,6 +55,10 @@ SHIPPED: Mapping[str, Shipped] = MappingProxyType(
             "tandem.rewards.code:reward",
             "1 if the Python code passes all of the row's unit tests, else 0.",
         ),
+        "votes": Shipped(
+            "tandem.rewards.votes:decided",
+            "1 for the answer that a person prefers (`tandem vote`), 0 for its rivals.",
+        ),
         "reasoning_gym": Shipped(
             "tandem.rewards.gym:reward",
             "The score of the row's reasoning-gym task, 0 to 1.",

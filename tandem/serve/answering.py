@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -227,7 +227,7 @@ class Answering:
                 pass
 
     async def _events(self) -> AsyncGenerator[tuple[Choice, Progress]]:
-        loop, wanted = asyncio.get_running_loop(), self.wanted
+        mailbox, wanted = self._service.mailbox(), self.wanted
         events: asyncio.Queue[tuple[int, list[Progress]]] = asyncio.Queue()
         generations: list[Generation] = []
         for number, (prompt, budget) in enumerate(zip(self.prompts, self._budgets, strict=True)):
@@ -240,8 +240,7 @@ class Answering:
                 continue
 
             def deliver(progress: list[Progress], number: int = number) -> None:
-                with suppress(RuntimeError):  # the loop has ended, and so has who asked
-                    loop.call_soon_threadsafe(events.put_nowait, (number, progress))
+                mailbox.post(partial(events.put_nowait, (number, progress)))
 
             sampling = replace(
                 wanted.sampling,
@@ -261,9 +260,11 @@ class Answering:
             for generation in generations:
                 self._service.engine.start(generation)
             while generations:
-                number, progress_of_all = await events.get()
-                for progress in progress_of_all:
-                    yield self.choices[number * wanted.n + progress.sample], progress
+                came = [await events.get()]
+                while not events.empty():  # one chunk for what came while another was written
+                    came.append(events.get_nowait())
+                for place, progress in _merged(came, wanted.n).items():
+                    yield self.choices[place], progress
         finally:
             for generation in generations:
                 self._service.engine.cancel(generation)
@@ -305,3 +306,24 @@ class Answering:
     def _observe_first(self, seconds: float) -> None:
         about = "Time from a request to its first token."
         self._service.counters.observe("time_to_first_token_seconds", about, seconds)
+
+
+def _merged(came: Sequence[tuple[int, list[Progress]]], n: int) -> dict[int, Progress]:
+    """Progress by choice: `came` lists prompts' numbers with that of their n samples, in order."""
+    found: dict[int, Progress] = {}
+    for number, progress_of_all in came:
+        for new in progress_of_all:
+            place = number * n + new.sample
+            old = found.get(place)
+            if old is not None:
+                new = Progress(
+                    new.sample,
+                    old.text + new.text,
+                    (*old.token_ids, *new.token_ids),
+                    (*old.logprobs, *new.logprobs),
+                    new.finish,
+                    new.stop_token,
+                    new.error,
+                )
+            found[place] = new
+    return found

@@ -19,6 +19,7 @@ def serve_command(args: Sequence[str]) -> int:
     options = _parser().parse_args(args)
     limits = {"--slots": options.slots, "--max-context": options.max_context,
               "--max-new-tokens": options.max_new_tokens,
+              "--prefill-tokens": options.prefill_tokens,
               "--max-body-mb": options.max_body_mb}  # fmt: skip
     for flag, value in limits.items():
         if value < 1:
@@ -59,6 +60,7 @@ def serve_command(args: Sequence[str]) -> int:
         max_queue=options.max_queue,
         max_context=options.max_context,
         max_new_tokens=options.max_new_tokens,
+        prefill_tokens=options.prefill_tokens,
         max_body_bytes=options.max_body_mb << 20,
         follow=options.follow,
         api_key=key,
@@ -101,6 +103,8 @@ def _parser() -> Parser:
     parser.flag("--max-queue N", "Further answers that may wait; more get status 429.", 64)
     parser.flag("--max-context N", "Most tokens of prompt and answer.", 4096)
     parser.flag("--max-new-tokens N", "Of an answer whose request does not say.", 512)
+    prefill = "Of prompts, between two tokens of the answers in progress; longer ones run in parts."
+    parser.flag("--prefill-tokens N", prefill, 512)
     parser.flag("--max-body-mb N", "Largest body of a request, in MiB.", 4)
     parser.section("votes")
     parser.flag("--votes FILE", "Where votes are kept, as JSONL.", shown="the run's votes.jsonl")

@@ -107,19 +107,60 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        writer = _Writer(send)
         try:
             async with aclosing(self._events) as events:  # type: ignore[type-var]
                 async for event in events:
-                    await _write(send, f"data: {json_text(event)}\n\n")
+                    await writer.write(f"data: {json_text(event)}\n\n")
         except ApiError as error:
-            await _write(send, f"data: {json_text(error.body())}\n\n")
-        await _write(send, "data: [DONE]\n\n")
-        await send({"type": "http.response.body", "body": b""})
+            await writer.write(f"data: {json_text(error.body())}\n\n")
+        finally:
+            writer.close()
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 
-async def _write(send: Send, text: str) -> None:
-    try:
-        async with asyncio.timeout(_WRITE_SECONDS):
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-    except TimeoutError:
-        raise ClientGoneError from None
+class _Writer:
+    """Writes of one stream, given up when the reader takes nothing for long.
+
+    One timer watches all of them; a timeout around each would cost more than the write.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._loop = send, asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._since: float | None = None
+        self._is_late = False
+        self._timer = self._loop.call_later(_WRITE_SECONDS, self._look)
+
+    async def write(self, text: str) -> None:
+        """Returns when there is room for more.
+
+        Raises:
+            ClientGoneError: the reader takes nothing.
+        """
+        self._since = self._loop.time()
+        try:
+            await self._send(
+                {"type": "http.response.body", "body": text.encode(), "more_body": True}
+            )
+        except asyncio.CancelledError:
+            if self._is_late:
+                raise ClientGoneError from None
+            raise
+        finally:
+            self._since = None
+
+    def close(self) -> None:
+        """End the watch."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        since = now if self._since is None else self._since
+        if now - since >= _WRITE_SECONDS:
+            self._is_late = True
+            self._task.cancel()
+        else:
+            self._timer = self._loop.call_later(since + _WRITE_SECONDS - now, self._look)

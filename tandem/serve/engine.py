@@ -22,7 +22,7 @@ from tandem.generation.detokenizer import AnswerText
 from tandem.generation.generator import Stops
 from tandem.generation.observed import TokenLogprobs
 from tandem.generation.runner import kv_dtype
-from tandem.generation.streaming import Conversations, Handle
+from tandem.generation.streaming import CHUNK_TOKENS, Conversations, Handle
 from tandem.models.twin import decodes, kv_shapes
 from tandem.serve.api_errors import ApiError
 from tandem.serve.loading import Loaded
@@ -89,12 +89,14 @@ class _Running:
 class Engine:
     """The thread. `start` and `cancel` may be called from any other."""
 
-    def __init__(self, *, slots: int, max_context: int) -> None:
+    def __init__(self, *, slots: int, max_context: int, prefill_tokens: int = CHUNK_TOKENS) -> None:
         """
         Args:
             slots: most answers of one model side by side.
             max_context: most tokens of prompt and answer, where the model allows as many.
+            prefill_tokens: most tokens of prompts that run between two tokens of running answers.
         """
+        self._prefill_tokens = prefill_tokens
         self.slots, self._max_context = slots, max_context
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: dict[Loaded, _Running] = {}
@@ -217,6 +219,7 @@ class Engine:
             slots=self.slots,
             max_tokens=context,
             kv_blocks=blocks,
+            chunk_tokens=self._prefill_tokens,
         )
         self._running[loaded] = _Running(loaded, talk)
         return self._running[loaded]

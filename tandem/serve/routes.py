@@ -229,7 +229,7 @@ class Api:
         name = request.path_params["name"]
         scorer = self._service.offer.reward_model
         if scorer is None or name != scorer.name:
-            self._service.source_of(name)
+            name = self._service.source_of(name).name
         return json_response(self._entry(name))
 
     def _entry(self, name: str) -> dict[str, Any]:

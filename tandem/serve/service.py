@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from tandem.config.stages import STAGES
 from tandem.errors import TandemError
+from tandem.generation.streaming import CHUNK_TOKENS
 from tandem.serve.api_errors import ApiError
 from tandem.serve.counters import Counters
 from tandem.serve.engine import Engine
@@ -23,6 +26,8 @@ from tandem.serve.loading import Loaded, LoadedScalar, LoadSettings, load_policy
 from tandem.serve.sources import ModelSource, Offer, offer_of
 
 T = TypeVar("T")
+_ALIASES = {f"{s.name}-{p.folder}": p.label for s in STAGES for p in s.policies}
+"""Further names: `ppo-ema` for what chat calls `ema`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,8 @@ class ServeSettings:
     path: a run's folder, a model's folder or a hub name. base: where a moved base is now.
     slots: answers of one model side by side. max_queue: further answers that may wait.
     max_context: most tokens of prompt and answer. max_new_tokens: of an answer whose request does
-    not say. max_body_bytes: of a request. follow: read new checkpoints between requests.
+    not say. prefill_tokens: most tokens of prompts that run between two tokens of running answers.
+    max_body_bytes: of a request. follow: read new checkpoints between requests.
     allow_hosts, allow_origins: beside the server's own. votes: the file of votes; "": the run's.
     runs: the folder of runs that the page shows; "": the run alone.
     """
@@ -46,6 +52,7 @@ class ServeSettings:
     max_queue: int = 64
     max_context: int = 4096
     max_new_tokens: int = 512
+    prefill_tokens: int = CHUNK_TOKENS
     max_body_bytes: int = 4 << 20
     follow: bool = False
     api_key: str = ""
@@ -65,6 +72,28 @@ class _Slot:
     scalar: LoadedScalar | None = None
 
 
+class Mailbox:
+    """Calls from other threads into a loop, which is woken once for all that have come."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._calls: deque[Callable[[], None]] = deque()
+        self._is_woken = False
+
+    def post(self, call: Callable[[], None]) -> None:
+        """From any thread; the calls are made in order."""
+        self._calls.append(call)
+        if not self._is_woken:  # if another thread asks at once, the loop is woken twice
+            self._is_woken = True
+            with suppress(RuntimeError):  # the loop has ended, and so have all who asked
+                self.loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        self._is_woken = False  # first, so that what comes while they are taken wakes it again
+        while self._calls:
+            self._calls.popleft()()
+
+
 class Service:
     """The models of one path, loaded when they are first asked for."""
 
@@ -76,11 +105,16 @@ class Service:
         self.settings = settings
         self.load_settings = load
         self.offer: Offer = offer_of(settings.path, base=settings.base)
-        self.engine = Engine(slots=settings.slots, max_context=settings.max_context)
+        self.engine = Engine(
+            slots=settings.slots,
+            max_context=settings.max_context,
+            prefill_tokens=settings.prefill_tokens,
+        )
         self.counters = Counters()
         self.started = time.time()
         self.outstanding = 0
         self._slots: dict[str, _Slot] = {}
+        self._mailbox: Mailbox | None = None
         self._loader = ThreadPoolExecutor(1, "tandem-load")
         self._text = ThreadPoolExecutor(1, "tandem-text")
 
@@ -89,6 +123,13 @@ class Service:
         self.engine.close()
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._text.shutdown(wait=False, cancel_futures=True)
+
+    def mailbox(self) -> Mailbox:
+        """That of the running loop."""
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = Mailbox(loop)
+        return self._mailbox
 
     @property
     def votes_file(self) -> Path | None:
@@ -104,6 +145,7 @@ class Service:
             ApiError: there is none of that name, or it only scores.
         """
         name = name or self.offer.preferred
+        name = name if name in self.offer.models else _ALIASES.get(name, name)
         found = self.offer.models.get(name)
         if found is None and self.settings.follow:
             self.look_again()

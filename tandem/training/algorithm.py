@@ -22,7 +22,7 @@ from tandem.objectives.masked import masked_sum
 from tandem.objectives.policy import (
     Aggregation,
     PolicyLoss,
-    aggregation,
+    aggregation_weights,
     capped_reinforce_loss,
     policy_loss,
     sequence_ratio_loss,
@@ -159,7 +159,7 @@ def actor_loss(
     """
     mask = part.batch.response_mask
     logprobs, entropy = engine.actor_logprobs(part.batch, with_entropy=algorithm.entropy_coef > 0)
-    weights, _ = aggregation(mask, algorithm.normalization, max_tokens=algorithm.max_tokens)
+    weights = aggregation_weights(mask, algorithm.normalization)
     found = algorithm.loss(
         logprobs, part.old_logprobs, part.advantages, mask, token_weights=weights
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -122,7 +122,8 @@ def rewarding(
     named = rl_section(run.config).reward_function if _uses_function(run.config) else None
     rewards = rewards_of(named, run.config.scoring, run.print_line)
     try:
-        yield _scorer(run, rows), rewards
+        with rewards.on_heldout() if rewards is not None else nullcontext():
+            yield _scorer(run, rows), rewards
     finally:
         if rewards is not None:
             rewards.close()

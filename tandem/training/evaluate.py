@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -128,14 +129,15 @@ def policy_metrics(
     rollout = engine.rollout(prompts, step=0)
 
     def scores(rollout: Rollout) -> ScoredAnswers:
-        return score_answers(
-            rollout,
-            engine.scorer,
-            engine.renderer,
-            rl_section(config),
-            reward_function,
-            engine.world,
-        )
+        with reward_function.on_heldout() if reward_function is not None else nullcontext():
+            return score_answers(
+                rollout,
+                engine.scorer,
+                engine.renderer,
+                rl_section(config),
+                reward_function,
+                engine.world,
+            )
 
     answers = scores(rollout)
     metrics = answer_metrics(rollout, answers)

@@ -14,7 +14,7 @@ from tandem.types import Experience, Rollout, TokenBatch
 def batch_flops(model: PreTrainedModel, batch: TokenBatch, *, backward: bool = False) -> float:
     """`sequence_flops` of a batch whose response tokens go through the vocabulary head; a prompt
     that several rows share counts once where the model runs it once."""
-    lengths = batch.lengths().tolist()
+    lengths = batch.on_host().lengths().tolist()
     flops = sequence_flops(model, lengths, batch.num_response_tokens, backward=backward)
     again = [group.prompt_tokens for group in groups_of(batch, [model]) for _ in group.rows[1:]]
     return flops - sequence_flops(model, again, 0, backward=backward)

@@ -185,7 +185,7 @@ class PPOTrainer:
                 if len(rows):
                     learned = minibatch.batch.select(rows)
                     phase.samples += len(learned)
-                    phase.tokens += int(learned.attention_mask.sum())
+                    phase.tokens += int(learned.on_host().attention_mask.sum())
                     phase.flops += update_flops(engine, learned, actor=trains_actor)
                 if trains_actor and self._has_ptx:
                     texts = self._ptx_batch(step, number)
@@ -214,27 +214,29 @@ class PPOTrainer:
     def _minibatches(self, experience: Experience, step: int) -> Iterator[tuple[int, Tensor]]:
         """Every update's number within the step and its rows. Prompts are shuffled each epoch by
         (seed, step, epoch); the answers to one stay together, so that they can share it."""
-        chosen, group = torch.arange(len(experience), device=self.engine.device), experience.group
+        # On the host, where rows are dealt.
+        chosen, group = torch.arange(len(experience)), experience.group.cpu()
         if experience.in_loss is not None:
-            chosen, group = chosen[experience.in_loss], group[experience.in_loss.to(group.device)]
+            in_loss = experience.in_loss.cpu()
+            chosen, group = chosen[in_loss], group[in_loss]
         if len(chosen) == 0:
             return
         found, group = group.unique(return_inverse=True)
         for epoch in range(self.rl.epochs):
             key = sequence_key(self.config.seed, step, epoch, 0)
             places = torch.randperm(len(found), generator=torch.Generator().manual_seed(key))
-            order = places.argsort().to(group.device)[group].argsort(stable=True)
-            minibatches = chosen[order.to(chosen.device)].split(minibatch_size(self.config))
+            order = places.argsort()[group].argsort(stable=True)
+            minibatches = chosen[order].split(minibatch_size(self.config))
             for number, rows in enumerate(minibatches):
                 yield epoch * self._updates_per_epoch + number, rows
 
     def _with_gradient(self, minibatch: Experience) -> Tensor:
         """The rows of a minibatch that its forward must read: not those that add exactly 0 to the
         gradient."""
-        every = torch.arange(len(minibatch), device=self.engine.device)
+        every = torch.arange(len(minibatch))
         if self.advantages_of is not None or not self.algorithm.skips_without_signal():
             return every
-        return every[(minibatch.advantages != 0).any(dim=1)]
+        return every[(minibatch.advantages != 0).any(dim=1).cpu()]
 
     def _update_actor(
         self, update: Update, minibatch: Experience, log: Means, step: int, number: int
@@ -242,7 +244,7 @@ class PPOTrainer:
         """Train the actor, unless no answer has a gradient: an optimizer step would then move the
         weights by momentum alone. Returns whether to skip the rollout's other updates."""
         learner, algorithm = self.engine.actor_learner, self.algorithm
-        mask = minibatch.batch.response_mask
+        mask = minibatch.batch.on_host().response_mask
         _, units = aggregation(mask, algorithm.normalization, max_tokens=algorithm.max_tokens)
         learned = minibatch.select(self._with_gradient(minibatch))
         log.add("answers_learned", len(learned) / len(minibatch))
@@ -255,7 +257,7 @@ class PPOTrainer:
                 log.add("ptx_loss", means["loss"])
             return False
         answers = LossTerm(
-            learned.batch.lengths().tolist(),
+            learned.batch.on_host().lengths().tolist(),
             units,
             lambda numbers: actor_loss(
                 self.engine, algorithm, learned.select(self._rows(numbers)), kl_coef=self.kl_coef
@@ -298,7 +300,7 @@ class PPOTrainer:
             return critic_loss(self.engine, self.algorithm, minibatch.select(self._rows(rows)))
 
         batch = minibatch.batch
-        lengths, count = batch.lengths().tolist(), batch.num_response_tokens
+        lengths, count = batch.on_host().lengths().tolist(), batch.num_response_tokens
         term = LossTerm(lengths, count, loss, batch=batch)
         learning_rate = learner.learning_rate
         (means,) = update.learn(learner, [term])
@@ -318,7 +320,7 @@ class PPOTrainer:
                 self.engine.ema.update()
 
     def _rows(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, device=self.engine.device)
+        return torch.tensor(numbers)
 
     @property
     def _has_ptx(self) -> bool:

@@ -71,12 +71,14 @@ def test_a_step_cut_into_micro_batches_has_the_gradient_of_the_whole() -> None:
 
 
 class Reads(TorchDispatchMode):
-    """Counts the numbers that are read from tensors."""
+    """Counts the numbers that are read from tensors one by one, and what is put together to be
+    read."""
 
-    num = 0
+    num = together = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.num += func is torch.ops.aten._local_scalar_dense.default
+        self.together += func is torch.ops.aten.stack.default
         return func(*args, **(kwargs or {}))
 
 
@@ -87,14 +89,14 @@ def test_no_number_is_read_before_all_micro_batches_are_under_way() -> None:
     before: list[int] = []
 
     def loss(rows: list[int]) -> MicroBatchLoss:
-        before.append(reads.num)
+        before.append(reads.num + reads.together)
         errors = (model(inputs[rows]) - targets[rows]).square().sum(1)
         return MicroBatchLoss(errors.sum(), {"twice": 2 * errors.sum()}, {"worst": errors.max()})
 
     with Reads() as reads:
         means = _accumulated(learner, LossTerm([1] * 10, 10, loss), 2, is_last=True)
     assert before == [0] * 5
-    assert reads.num == 15
+    assert (reads.num, reads.together) == (0, 1)
     errors = (model(inputs) - targets).square().sum(1)
     expected = {"loss": errors.mean(), "twice": 2 * errors.mean(), "worst": errors.max()}
     assert {name: means[name] for name in expected} == pytest.approx(

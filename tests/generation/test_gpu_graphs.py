@@ -34,6 +34,17 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> CudaRecorder:
     return CudaRecorder()
 
 
+def test_recordings_are_counted_with_their_seconds(recorder: CudaRecorder) -> None:
+    x = torch.ones(3)
+    for size in (1, 2):
+        recorder.recorded(lambda: x + 1, "sum", size)()
+    assert recorder.num_recorded == 2
+    assert recorder.seconds > 0
+    with pytest.warns(UserWarning, match="without CUDA graphs"):
+        recorder.recorded(lambda: x * float(x.sum()), "waits", 1)()
+    assert recorder.num_recorded == 2
+
+
 def test_a_replay_reads_what_is_at_the_same_places_now(recorder: CudaRecorder) -> None:
     x, runs = torch.ones(3), []
 

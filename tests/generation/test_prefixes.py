@@ -335,6 +335,43 @@ def test_other_weights_answer_from_their_change_on(dtype: torch.dtype) -> None:
     assert second == list(Turns(model, STOPS).stream(prompt, GREEDY, seed=1)) != first
 
 
+def test_what_other_weights_began_is_not_kept_when_it_ends() -> None:
+    model = wide("opt")
+    with Conversations(model, STOPS, max_tokens=256) as talk:
+        running = talk.submit(tokens_of(4, 40), GREEDY, seed=1)
+        talk.step()
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.0)
+        other = talk.submit(tokens_of(5, 20), GREEDY, seed=1)
+        while not (running.ended and other.ended):
+            talk.step()
+        talk.submit((*tokens_of(4, 40), *running.token_ids, 5), GREEDY, seed=1)
+        talk.step()
+        assert talk.prefix_counts.shared_tokens == 0
+        talk.submit((*tokens_of(5, 20), 5), GREEDY, seed=1)
+        talk.step()
+        assert talk.prefix_counts.shared_tokens == 16
+
+
+def test_a_cancelled_sample_of_a_short_prompt_leaves_the_others_be() -> None:
+    """The samples wait behind a long prompt of the same step, and share no whole block."""
+    session, (live, long, *_) = session_with(
+        wide(), tokens_of(1, 5), tokens_of(2, 100), chunk_tokens=16
+    )
+    sampler = live.sampler
+    samples = [Request(i, tokens_of(8, 6), i, sampler, 20) for i in (7, 8)]
+    session.submit([live])
+    session.step()
+    for group in ([long], samples):
+        session.submit(group)
+    session.step()
+    session.cancel(samples[1])
+    while session.busy:
+        session.step()
+    assert [r.length for r in (live, long, samples[0])] == [20] * 3
+    assert session.num_free_blocks == 40
+
+
 def test_an_answer_that_other_weights_began_is_not_found() -> None:
     model = wide("opt")
     with Conversations(model, STOPS, max_tokens=256) as talk:

@@ -10,10 +10,12 @@ from tandem.ops import attention
 from tandem.ops.attention_context import (
     BLOCK_TOKENS,
     AttentionSpec,
+    Before,
     Decode,
     KVMemory,
     LayerShape,
     Packed,
+    attending,
 )
 from tests.gpu.conftest import DEVICE
 
@@ -77,3 +79,29 @@ def test_what_prefill_stores_is_what_decoding_reads(width: int) -> None:
         queries[-1] = q[i]
         expected = plain(queries, keys, values, kind)[-1]
         assert float((found[i] - expected).abs().max()) < 3e-2
+
+
+@pytest.mark.parametrize("kind", [(64**-0.5,), (64**-0.5, 33), (64**-0.5, 0, 20.0)], ids=str)
+def test_a_prompts_part_sees_what_memory_holds_before_it(kind: tuple[float, ...]) -> None:
+    """Two sequences go on behind 48 and 16 tokens, one begins; flash attention, or one by one."""
+    spec, heads, kv_heads = AttentionSpec(*kind), 8, 2  # type: ignore[arg-type]
+    lengths, starts = [70, 20, 200], [48, 0, 16]
+    q, k, v = ([random(length, h, 64) for length in lengths] for h in (heads, kv_heads, kv_heads))
+    memory = KVMemory([LayerShape(kv_heads, 64, 64)], 40, dtype=BF16, device=DEVICE)
+    tables = torch.randperm(39)[:39].view(3, 13).to(DEVICE, torch.int32)
+    counts = [length - start for length, start in zip(lengths, starts, strict=True)]
+    before = Before(tables, starts, counts, DEVICE)
+    old = Packed.of_lengths(starts, DEVICE)
+    k_old, v_old = (
+        torch.cat([row[:n] for row, n in zip(rows, starts, strict=True)]) for rows in (k, v)
+    )
+    attention.store_kv(k_old, v_old, memory, 0, tables, old.cu_seqlens)
+    plainly = Packed.of_lengths(counts, DEVICE)
+    step = Packed(plainly.cu_seqlens, 200, memory, before.tables_of_new(), before=before)
+    q_new, k_new, v_new = (
+        torch.cat([row[n:] for row, n in zip(rows, starts, strict=True)]) for rows in (q, k, v)
+    )
+    with attending(step):
+        found = attention.attend(0, q_new, k_new, v_new, spec)
+    wanted = [plain(*rows, spec)[n:] for *rows, n in zip(q, k, v, starts, strict=True)]
+    assert float((found - torch.cat(wanted)).abs().max()) < 3e-2

@@ -86,6 +86,17 @@ def test_updates_in_place_record_nothing_again(recorded: None) -> None:
 
 
 @needs_gpu
+def test_a_bucket_is_recorded_in_a_second() -> None:
+    """The stated time of docs/gpu.md for tiny models, after the kernels have been compiled."""
+    rollout(placed())
+    model = placed()
+    rollout(model)
+    count, seconds = gpu_runner.recorded_so_far(model)
+    assert count > 0
+    assert seconds / count < 1.0
+
+
+@needs_gpu
 def test_reserved_memory_is_flat_over_a_hundred_rollouts() -> None:
     model = placed()
     rollout(model)

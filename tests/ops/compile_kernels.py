@@ -73,8 +73,8 @@ def _packed_attention(kind: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _tiles(kind: str, width: int, keys: bool) -> tuple[int, int]:
-    return tiles(width, 2 if kind == "bf16" else 4, keys=keys)
+def _tiles(kind: str, width: int, kernel: str) -> tuple[int, int]:
+    return tiles(width, 2 if kind == "bf16" else 4, kernel)
 
 
 CASES = [
@@ -148,17 +148,17 @@ CASES = [
     *(
         Case(f"packed attention {kind} {name}", "varlen_gpu", kernel,
              _packed_attention(kind) | more,
-             {"GROUP": 4, "WINDOW": 0, "CAPPED": True, "SIZE": _tiles(kind, width, keys)[0],
+             {"GROUP": 4, "WINDOW": 0, "CAPPED": True, "SIZE": _tiles(kind, width, part)[0],
               "K_WIDTH": width, "K_PAD": width, "V_WIDTH": width, "V_PAD": width,
               "ROWS_PAD": 32} | extra,
-             ("q_row", "k_row", "v_row"), warps=_tiles(kind, width, keys)[1], stages=2)
+             ("q_row", "k_row", "v_row"), warps=_tiles(kind, width, part)[1], stages=2)
         for kind, width in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 64),
                             ("fp32", 128))
-        for name, kernel, keys, more, extra in (
-            (f"{width}", "_forward", False,
+        for name, kernel, part, more, extra in (
+            (f"{width}", "_forward", "forward",
              {"out_ptr": f"*{kind}", "sinks_ptr": f"*{kind}"}, {"SINKS": True}),
-            (f"{width}, of queries", "_backward_queries", False, {"of_q_ptr": f"*{kind}"}, {}),
-            (f"{width}, of keys", "_backward_keys", True,
+            (f"{width}, of queries", "_backward_queries", "queries", {"of_q_ptr": f"*{kind}"}, {}),
+            (f"{width}, of keys", "_backward_keys", "keys",
              {"of_k_ptr": f"*{kind}", "of_v_ptr": f"*{kind}"}, {}),
         )
     ),

@@ -177,7 +177,7 @@ def test_attention_of_decoding_turns_its_queries_and_key(name: str) -> None:
 def test_packed_attention(widths: tuple[int, int], kind: AttentionSpec, monkeypatch: Any) -> None:
     from tandem.ops import varlen_gpu
 
-    monkeypatch.setattr(varlen_gpu, "tiles", lambda *_, keys: (16, 4))
+    monkeypatch.setattr(varlen_gpu, "tiles", lambda *_: (16, 4))
     lengths = (1, 16, 21)
     step = Packed.of_lengths(lengths, DEVICE)
     q, k = normal(38, 4, widths[0]), normal(38, 2, widths[0])

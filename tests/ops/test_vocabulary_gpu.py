@@ -17,7 +17,9 @@ from tandem.models.lm_head import vocabulary_head
 from tandem.models.packed import predictor_states
 from tandem.objectives.logprobs import token_logprobs
 from tandem.ops import dense, gpu, logits, vocabulary_gpu
+from tandem.ops.joined import joined_linear
 from tandem.ops.logits import HeadProduct, tile_columns
+from tandem.parallel.masters import MasterAdamW
 from tests.models.families import CAUSAL_ONLY, FAMILIES, ragged_batch, tiny_model
 from tests.ops.counting import Launches, kept, on_meta
 
@@ -132,6 +134,51 @@ def test_heads_of_all_families_in_tiles(family: str, tiled: Any) -> None:
     for name, one in wanted.items():
         scale = max(1.0, float(one.abs().max()))
         assert float((got[name] - one).abs().max()) <= 2e-5 * scale, name
+
+
+def test_the_heads_gradient_is_added_to_its_sum(tiled: Any) -> None:
+    tiled(True)
+    hidden, targets = torch.randn(9, 12).bfloat16().requires_grad_(), torch.randint(51, (9,))
+    weight = torch.nn.Parameter(torch.randn(51, 12).bfloat16())
+    group = {"params": [weight], "lr": 1e-3, "weight_decay": 0.0}
+    optimizer = MasterAdamW([group], betas=(0.9, 0.95))
+    expected = torch.zeros(51, 12)
+    for _ in range(2):
+        found, _ = vocabulary_gpu.head_logprobs_gpu(
+            HeadProduct(weight), hidden, targets, 1.0, False
+        )
+        found.sum().backward()
+        assert weight.grad is None
+        exact = weight.detach().float().requires_grad_()
+        plain, _ = dense.token_logprobs(F.linear(hidden.detach().float(), exact), targets)
+        plain.sum().backward()
+        expected += exact.grad
+    (total,) = optimizer.collect()
+    assert total.dtype == torch.float32
+    assert float((total - expected).abs().max()) <= 2e-2 * float(expected.abs().max())
+    before = weight.detach().clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not torch.equal(weight, before)
+    assert optimizer.collect() == []
+
+
+def test_joined_products_add_their_gradients_to_the_sums() -> None:
+    """Two micro-batches give the float32 sum, and no gradient in the weights' type."""
+    weights = [torch.nn.Parameter(torch.randn(n, 6).bfloat16()) for n in (4, 2)]
+    optimizer = MasterAdamW(
+        [{"params": weights, "lr": 1e-3, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    expected = torch.zeros(6, 6)
+    for _ in range(2):
+        x, pull = (torch.randn(5, 6).bfloat16() for _ in range(2))
+        joined_linear(x, weights, [None, None]).backward(pull)
+        expected += pull.float().t() @ x.float()
+    assert all(weight.grad is None for weight in weights)
+    assert torch.allclose(torch.cat(optimizer.collect()), expected, atol=1e-5)
+    del optimizer  # the weights' gradients are their own again
+    joined_linear(x, weights, [None, None]).backward(pull)
+    assert all(weight.grad is not None for weight in weights)
 
 
 def test_a_head_that_is_more_than_a_product_is_not_taken_apart() -> None:

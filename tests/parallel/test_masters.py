@@ -170,6 +170,52 @@ def test_weights_travel_in_their_own_dtype_within_the_bound() -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("share", [0.01, 0.6])
+def test_masters_divided_between_host_and_device_give_the_same_bits(share: float) -> None:
+    """Only the share of the host travels, and it is the last weights'."""
+    expected, _, norms = trained_by_torch(3)
+    lanes: list[LateLane] = []
+
+    def make(device: torch.device, max_bytes: int) -> LateLane:
+        lanes.append(LateLane(device, max_bytes))
+        return lanes[-1]
+
+    model = tiny_llama(VOCABULARY)
+    ours = MasterAdamW(
+        groups_of(model),
+        betas=BETAS,
+        device=CPU,
+        host_share=share,
+        bucket_bytes=4096 * 3,
+        lane=make,
+    )
+    assert train_on_host(model, ours, range(3)) == norms
+    for p, q in zip(ordered(model), ordered(expected), strict=True):
+        assert torch.equal(p, q)
+    travels = [ours.state[p].travels for p in ordered(model)]
+    assert travels == sorted(travels)
+    moved = sum(p.numel() for p in model.parameters() if ours.state[p].travels)
+    total = sum(p.numel() for p in model.parameters())
+    assert 0 < moved < total
+    assert share * total <= moved + max(p.numel() for p in model.parameters())
+    assert lanes[1].sent == 4 * moved * 3
+    own = [p.data_ptr() == ours.masters[p].data_ptr() for p in ordered(model)]
+    assert own == [not there for there in travels]
+
+
+def test_half_precision_masters_divided_are_those_of_the_host() -> None:
+    found = []
+    for share in (1.0, 0.5):
+        model = tiny_llama(VOCABULARY).bfloat16()
+        optimizer = MasterAdamW(
+            groups_of(model), betas=BETAS, device=CPU, host_share=share, states="8bit",
+            lane=LateLane,
+        )  # fmt: skip
+        train_on_host(model, optimizer, range(2))
+        found.append([*ordered(model), *(optimizer.masters[p] for p in ordered(model))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_float32_masters_keep_what_bfloat16_would_lose() -> None:
     """A constant gradient moves AdamW by lr a step; bfloat16 around 1 moves by 2^-8 or not."""
     lr, steps = 1e-4, 64

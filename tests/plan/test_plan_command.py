@@ -13,14 +13,16 @@ import yaml
 
 from tandem.cli import main
 from tandem.config.flags import parse_run_flags
+from tandem.config.load import dump_config
 from tandem.errors import ConfigError
 from tandem.plan import tables
+from tandem.plan.again import predict_again
 from tandem.plan.auto_layout import choose_layout
 from tandem.plan.grade import grade_table, non_negative, refit
 from tandem.plan.layout_flags import memory_bytes, take_layout_flags
 from tandem.predict.hardware import as_values, find_hardware
 from tandem.predict.machine import MACHINE_FILE
-from tandem.predict.record import Outcome, add_outcomes
+from tandem.predict.record import Outcome, add_outcomes, read_outcomes
 
 SHAPE = ("--shape", "layers=4,width=256,heads=4,vocabulary=8192", "--reward-model",
          "facebook/opt-350m")  # fmt: skip
@@ -155,8 +157,6 @@ def test_the_fastest_layout_that_fits_is_taken_and_kept(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "command.txt").write_text("x\n")
-    from tandem.config.load import dump_config
-
     (folder / "config.yaml").write_text(dump_config(tight))
     kept, chosen = choose_layout(config, 1, 2**40, said.append)
     assert kept == tight
@@ -177,7 +177,7 @@ def test_runs_are_graded_and_constants_fitted(tmp_path: Path) -> None:
     folders = sorted(tmp_path.glob("run*"))
     table = grade_table(folders)
     assert "peak memory: 3 of 3 within 10%" in table
-    assert "time of a phase: 0 of 3 within 25%" in table
+    assert "time of a step's phase: 0 of 3 within 25%" in table
     fitted = refit(folders)["cpu"]
     assert fitted["train"]["activations"] == pytest.approx(2, rel=0.05)
     assert fitted["fitted_on"] == "3 runs on test"
@@ -185,3 +185,23 @@ def test_runs_are_graded_and_constants_fitted(tmp_path: Path) -> None:
 
 def test_non_negative_least_squares() -> None:
     assert non_negative([[1, 0], [0, 1], [1, 1]], [2, -1, 1]) == pytest.approx([1.5, 0])
+
+
+def test_a_run_is_predicted_again_and_keeps_what_was_measured(tmp_path: Path) -> None:
+    flags = ["--actor-model", "facebook/opt-125m", "--stages", "sft"]
+    (tmp_path / "config.yaml").write_text(dump_config(parse_run_flags(flags, "train")))
+    rows = {"count": 10, "tokens": 100.0, "answered": 50.0, "longest": 120}
+    whole = Outcome(
+        stage="sft", phase="stage", ranks=1, hardware="H100", dtype="bf16", predicted_bytes=1.0,
+        measured_bytes=3e9, rows=rows,
+    )  # fmt: skip
+    add_outcomes(
+        tmp_path, [whole, replace(whole, phase="train", rows={}), replace(whole, phase="?")]
+    )
+    predict_again(tmp_path, find_hardware("1xH100"))
+    found = {outcome.phase: outcome for outcome in read_outcomes(tmp_path)}
+    assert found["stage"].measured_bytes == 3e9
+    assert found["stage"].predicted_bytes > found["stage"].live_bytes > 1e9
+    assert found["stage"].predicted_seconds == found["train"].predicted_seconds
+    assert found["train"].terms["products"] > 0
+    assert found["?"].predicted_bytes == 1.0  # a phase that is not predicted

@@ -87,8 +87,17 @@ def test_what_saves_memory_never_raises_the_part_that_it_acts_on(stage: str, on_
     for phase in ("rehearse", "train"):
         assert part(again, phase, "activations") <= part(plain, phase, "activations")
         assert again.phases[phase].peak <= plain.phases[phase].peak
+    for kind in ("mlp", "attention"):
+        parts = run(dtype="bf16", gradient_checkpointing=True, recompute=kind)
+        kept = [part(found, "train", "activations") for found in (again, parts, plain)]
+        assert kept == sorted(kept)
+        assert plain.step_seconds <= parts.step_seconds <= again.step_seconds
     offload = run(dtype="bf16", parallel__offload=["optimizer"])
     assert part(offload, "train", "AdamW") <= part(plain, "train", "AdamW")
+    halved = run(dtype="bf16", parallel__offload=["optimizer"], parallel__offload_share=0.5)
+    on_gpu = 0.0 if on_cpu else part(plain, "train", "AdamW") / 2
+    assert part(halved, "train", "AdamW on the GPU") == pytest.approx(on_gpu) or on_cpu
+    assert offload.step_seconds >= halved.step_seconds
     lora = run(dtype="bf16", lora__rank=8)
     for kind in ("int8", "nf4"):
         quantized = run(dtype="bf16", lora__rank=8, parallel__frozen_weights=kind)

@@ -27,6 +27,8 @@ def test_models_are_the_runs_stages(client: TestClient) -> None:
     for model in listed["data"]:
         assert {"id", "object", "created", "owned_by"} <= model.keys()
         assert client.get(f"/v1/models/{model['id']}").json()["id"] == model["id"]
+    other_name = ask(model="ppo-ema")
+    assert client.post(CHAT, json=other_name).json()["model"] == "ema"
 
 
 def test_a_chat_completion_has_every_required_key(client: TestClient) -> None:

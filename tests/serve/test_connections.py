@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tandem.serve import connection
 from tests.serve.serving import Running, ask
 
 SECONDS = 120.0
@@ -93,3 +95,32 @@ def test_what_is_no_http_is_refused(server: Running, sent: bytes) -> None:
     assert answer == b"" or b" 40" in answer.splitlines()[0]
     with closing(server.send(ask())) as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_a_reader_that_takes_nothing_for_long_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_WRITE_SECONDS", 0.05)
+    closed, released = [], []
+
+    async def chunks() -> AsyncIterator[dict[str, Any]]:
+        try:
+            while True:
+                yield {"a": 1}
+        finally:
+            closed.append(True)
+
+    async def release() -> None:
+        released.append(True)
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) > 3:
+            await never()
+
+    asyncio.run(connection.EventStream(chunks(), release)({"type": "http"}, never, send))
+    assert closed == released == [True]
+    assert len(sent) == 4

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tandem.data.embedded.generator import rows
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD, SYSTEM, USER, ASSISTANT, END = "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 
@@ -37,6 +40,8 @@ def build_tokenizer(
         seed: the data set's seed.
         model_max_length: the model's context, in tokens.
     """
+    from transformers import PreTrainedTokenizerFast  # seconds, which the rows do not need
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,6 +74,8 @@ def model_config(
 ) -> LlamaConfig:
     """A Llama of about 0.4 million parameters for `tokenizer`: tied embeddings, grouped queries
     (two heads per key and value head) and a context of `context` tokens."""
+    from transformers import LlamaConfig
+
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
