@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,7 +79,8 @@ class Session:
             late: look at tokens one step late; None does so on a GPU.
         """
         memory = new_memory(model, num_blocks)
-        self.runner = make_runner(model, memory, table_width * BLOCK_TOKENS)
+        self._make_runner = partial(make_runner, model, memory, table_width * BLOCK_TOKENS)
+        self.runner = self._make_runner()
         self.rows = Rows(slots, table_width, model.device)
         self._memory = memory
         # On a CPU more in one forward are no faster, and their activations take memory.
@@ -120,9 +122,12 @@ class Session:
         """Tokens of prompts so far, and how many of them were found in memory."""
         return self._scheduler.counts
 
-    def forget_prefixes(self) -> None:
-        """The weights have changed: what memory holds of prompts is found no longer."""
+    def forget_weights(self) -> None:
+        """The weights have changed: what memory holds of prompts is found no longer, and runners
+        that keep weights in a form of their own read them again."""
         self._scheduler.pool.forget_all()
+        self.runner.close()
+        self.runner = self._make_runner()
 
     @property
     def num_free_blocks(self) -> int:

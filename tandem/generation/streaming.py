@@ -267,7 +267,7 @@ class Conversations:
         """What was computed with other weights or other adapters is of no use."""
         weights = weights_of(self._model)
         if weights != self._weights and self._session is not None:
-            self._session.forget_prefixes()
+            self._session.forget_weights()
         self._weights = weights
 
     def _forget(self, request: Request) -> None:

@@ -32,6 +32,7 @@ from tandem.ops.attention_context import (
 from tandem.types import PromptRow, Rollout, Source
 from tests.generation.test_generator import STOPS
 from tests.generation.test_session import CPU, assert_same, bitwise, wide
+from tests.models.families import tiny_model
 
 GREEDY = SamplingConfig(max_new_tokens=20, top_k=1)
 
@@ -318,6 +319,20 @@ def test_what_other_weights_computed_is_not_found(
         change(model)
         conversation(talk, 1)
         assert talk.prefix_counts.shared_tokens == 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_weights_answer_from_their_change_on(dtype: torch.dtype) -> None:
+    """Runners may keep weights in a form of their own."""
+    model = tiny_model("llama", max_position_embeddings=256).to(dtype).eval()
+    turns, prompt = Turns(model, STOPS), tokens_of(4, 11)
+    first = list(turns.stream(prompt, GREEDY, seed=1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1.3)
+    second = list(turns.stream(prompt, GREEDY, seed=1))
+    turns.close()
+    assert second == list(Turns(model, STOPS).stream(prompt, GREEDY, seed=1)) != first
 
 
 def test_what_other_weights_began_is_not_kept_when_it_ends() -> None:
