@@ -59,6 +59,7 @@ def work_of(config: RunConfig, stage: Stage, ranks: int, rows: Rows) -> Work:
     limit = config.micro_batch_tokens
     tokens = batch * rows.tokens / ranks
     fits = max(1, min(limit // width, share))
+    at_once = min(share, limit / max(1.0, rows.cost or rows.tokens))
     # Rows vary in length: on the average a micro-batch is not quite full.
     micro = max(1.0, tokens / max(1.0, min(limit, share * width)))
     steps = section.max_steps
@@ -71,7 +72,7 @@ def work_of(config: RunConfig, stage: Stage, ranks: int, rows: Rows) -> Work:
         answered=batch * rows.answered / ranks,
         sequences=batch * rows.sequences / ranks,
         micro_batches=-(-micro // 1),
-        micro_tokens=min(limit, max(width, round(share * rows.tokens))),
+        micro_tokens=min(limit, max(width, round(at_once * rows.tokens))),
         rehearsed=fits * width,
     )
 

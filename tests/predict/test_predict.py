@@ -26,6 +26,7 @@ from tandem.predict.models import config_of_shape, shape_for
 from tandem.predict.record import Outcome, add_outcomes, read_outcomes
 from tandem.predict.rows import Rows, rows_of
 from tandem.predict.stage import StagePrediction, predict_stage
+from tandem.predict.work import work_of
 
 LLAMA = config_of_shape("layers=8,width=512,heads=8,vocabulary=8192")
 ROWS = Rows(count=1000, tokens=200, answered=100, longest=256)
@@ -204,6 +205,15 @@ def test_lengths_of_rows() -> None:
     # The prompts of 3 and of 0 tokens (the second row's are not alike) count once.
     found = (rows.count, rows.sequences, rows.tokens, rows.answered, rows.longest, rows.widest)
     assert found == (50, 2, 9.5, 4, 10, 12)
+    assert rows.cost == (2 * 6 + 2 * 10) / 2
+
+
+def test_a_micro_batch_counts_a_pair_as_two_of_its_longer_answer() -> None:
+    """The prompt that they share is computed once, so what is computed is less than the limit."""
+    config = RunConfig(stages=("reward",), micro_batch_tokens=320)
+    rows = Rows(count=1000, sequences=2, tokens=24, answered=16, longest=20, widest=28, cost=32)
+    assert work_of(config, stage_of("reward"), 1, rows).micro_tokens == 10 * 24
+    assert work_of(config, stage_of("reward"), 1, replace(rows, cost=0)).micro_tokens == 320
 
 
 @pytest.mark.parametrize(
