@@ -13,7 +13,7 @@ from tandem.rewards.scoring import RewardFunctions
 from tests.battery.figures import record
 from tests.rewards.answers import answers_of
 
-_DEADLINE = 1.0
+_DEADLINE = 2.0
 _MARGIN = 15.0
 """Seconds beyond deadlines that a busy machine may need to end what is over."""
 _FILE = """

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from tandem.config.schema import DataConfig, RunConfig, SamplingConfig
 from tandem.data.check import check
+from tandem.data.render import Renderer
 from tandem.metrics.console import StageConsole
 from tandem.metrics.log import MetricLog
 from tandem.metrics.report import write_report
@@ -133,7 +134,8 @@ def test_the_chat(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
     assert serve.chat(model, SamplingConfig(), read=read, write=said.append) == 0
     assert_harmless("".join(said))
-    talk = serve.Conversation(None, None, SamplingConfig())  # type: ignore[arg-type]
+    renderer = Renderer(tiny_tokenizer())
+    talk = serve.Conversation(None, renderer, SamplingConfig())  # type: ignore[arg-type]
     for text in texts(50):
         for command in ("/", "/save ", "/set ", "/save /nowhere/"):
             if "\0" in text or "\ud800" in text or command == "/save ":

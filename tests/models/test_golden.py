@@ -31,7 +31,7 @@ def test_logprobs_and_likeliest_tokens(shared: Path, name: str) -> None:
     for case in _cases(folder):
         ids = torch.tensor([case["prompt_ids"]])
         everything = torch.ones_like(ids, dtype=torch.bool)
-        hidden = hidden_states(model, TokenBatch(ids, everything, everything))
+        hidden = hidden_states(model, TokenBatch(ids, everything, ~everything))
         logprobs = vocabulary_logits(model, hidden).log_softmax(-1)
         chosen = logprobs[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
         assert torch.allclose(chosen, torch.tensor(case["prompt_token_logprobs"]), atol=2e-4)
@@ -49,7 +49,7 @@ def test_greedy_tokens(shared: Path, name: str) -> None:
     for case in _cases(folder):
         ids = torch.tensor([case["greedy_ids"]])
         everything = torch.ones_like(ids, dtype=torch.bool)
-        hidden = hidden_states(model, TokenBatch(ids, everything, everything))
+        hidden = hidden_states(model, TokenBatch(ids, everything, ~everything))
         start = len(case["prompt_ids"])
         greedy = vocabulary_logits(model, hidden[start - 1 : -1]).argmax(-1)
         assert greedy.tolist() == case["greedy_ids"][start:]
