@@ -80,7 +80,11 @@ def judge(
         places: where ranks without a report were last seen.
         silent: phrases on ranks that stopped writing notes, from `watchdog.blame`.
     """
-    own = sorted((e for e in endings if e.failed_by_itself), key=lambda ending: ending.time)
+    # The launcher ends the others by SIGTERM, on a busy machine before it has seen why.
+    own = sorted(
+        (e for e in endings if e.failed_by_itself),
+        key=lambda ending: (ending.code == -signal.SIGTERM, ending.time),
+    )
     if own:
         return _blame(own[0], endings, places or {}, silent)
     lost = sorted(

@@ -39,6 +39,15 @@ def test_an_error_that_all_share_is_shown_without_a_rank_and_never_tried_again()
     assert verdict.line == "rank 1 on h: model 'x' must be a folder"
 
 
+def test_a_rank_that_was_told_to_end_is_not_the_cause() -> None:
+    """It ends before it could say so, and both ends are noticed together or in the other order."""
+    for seen in (3.2, 3.1):
+        verdict = judge([ending(0, -15, seen=seen), ending(1, -9, seen=3.2)])
+        assert verdict.code == 137
+        assert "rank 1 on h was killed by SIGKILL" in verdict.line
+    assert judge([ending(0, -15), ending(1, None)]).code == 143
+
+
 def test_an_aborted_rank_is_shown_with_whom_it_waited_for() -> None:
     verdict = judge([ending(0, -6), ending(1, None)], {}, ["rank 1, which is silent"])
     assert "rank 0 on h was killed by SIGABRT, and waited for rank 1, which is" in verdict.line
