@@ -17,6 +17,7 @@ from tandem.engine.forward import balanced, generation_weights
 from tandem.generation.following import Following
 from tandem.generation.generator import Stops, generate
 from tandem.models.modes import evaluating
+from tandem.models.twin import decodes
 from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import TensorGroup, tensor_group
 from tandem.parallel.world import World
@@ -113,6 +114,13 @@ def shared_rollout(
     sent = [shares[rank // together] if rank % together == 0 else [] for rank in range(world.size)]
     start = time.perf_counter()
     own = answers(mine) if mine else None
+    if not settings.hybrid_engine or not decodes(model):
+        # In Hugging Face's `generate` the ranks of a sharded model wait for each other in every
+        # step, so all must call it equally often.
+        calls = [-(-len(s) * sampling.samples_per_prompt // settings.generation_batch_size)
+                 for s in shares]  # fmt: skip
+        for _ in range(max(calls) - calls[batches.rank]):
+            answers([0])
     seconds = tuple(world.all_gather_object(time.perf_counter() - start))
     own = own if sent[world.rank] else None
     rollout = _exchanged(own, prompts, sent, sampling.samples_per_prompt, stops, world)

@@ -25,6 +25,7 @@ from tandem.models.modes import evaluating
 from tandem.models.save import save_model
 from tandem.models.scalar import load_scalar_model, set_normalization
 from tandem.ops import native
+from tandem.parallel.world import World
 from tandem.plan.run import plan_memory
 from tandem.training.algorithm import Algorithm
 from tandem.training.answering import Answering
@@ -292,6 +293,19 @@ def test_a_run_stopped_in_the_middle_is_the_same_run_and_replays(
         assert f"grpo step {step}, again" in capsys.readouterr().out
     evaluation = json.loads((straight / "evaluation.json").read_text("utf-8"))
     assert set(evaluation["models"]) == {"base", "grpo", "grpo-ema"}
+
+
+def answers_of_hugging_face(world: World, config: RunConfig) -> tuple[str, ...]:
+    engine = make_engine(config, config.actor_model, world=world)
+    return engine.rollout([engine.renderer.prompt("Say cat.")], step=1).responses
+
+
+def test_a_rank_without_a_prompt_does_not_wait_for_anothers_generate(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, tiny_model, hybrid_engine=False, parallel={"actor_zero_stage": 3})
+    first, second = on_ranks(2, answers_of_hugging_face, config)
+    assert first == second == answers_of_hugging_face(World(), config)
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce++-baseline", "dapo"])
