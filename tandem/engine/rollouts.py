@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.engine import EngineSettings
+from tandem.config.schema import SamplingConfig
 from tandem.engine.forward import balanced, generation_weights
 from tandem.generation.following import Following
 from tandem.generation.generator import Stops, generate
@@ -83,10 +84,11 @@ def shared_rollout(
     Returns:
         the rollout of all prompts, in their order, on every rank.
     """
-    world, sampling = shards_of(model).world, settings.sampling
+    shards, sampling = shards_of(model), settings.sampling
+    world = shards.world
     numbers = list(range(len(prompts))) if numbers is None else numbers
 
-    def answers(chosen: Sequence[int]) -> Rollout:
+    def answers(chosen: Sequence[int], sampling: SamplingConfig = sampling) -> Rollout:
         return generate(
             model,
             [prompts[i] for i in chosen],
@@ -114,13 +116,13 @@ def shared_rollout(
     sent = [shares[rank // together] if rank % together == 0 else [] for rank in range(world.size)]
     start = time.perf_counter()
     own = answers(mine) if mine else None
-    if not settings.hybrid_engine or not decodes(model):
+    if shards.plan.stage > 0 and not (settings.hybrid_engine and decodes(model)):
         # In Hugging Face's `generate` the ranks of a sharded model wait for each other in every
-        # step, so all must call it equally often.
+        # step, so all must call it equally often: once for a single answer.
         calls = [-(-len(s) * sampling.samples_per_prompt // settings.generation_batch_size)
                  for s in shares]  # fmt: skip
         for _ in range(max(calls) - calls[batches.rank]):
-            answers([0])
+            answers([0], replace(sampling, samples_per_prompt=1))
     seconds = tuple(world.all_gather_object(time.perf_counter() - start))
     own = own if sent[world.rank] else None
     rollout = _exchanged(own, prompts, sent, sampling.samples_per_prompt, stops, world)
