@@ -517,8 +517,7 @@ void add_pairs(const Sum<T>& work) {
 #pragma GCC unroll 4
   for (int r = 0; r < Q; ++r) {
     const v16 total = ((sums[r][0] + sums[r][1]) + sums[r][2]) + sums[r][3];
-    const v8 out = lower(total) + upper(total);
-    __builtin_memcpy(work.out + r * work.out_stride, &out, sizeof out);
+    store(work.out + r * work.out_stride, lower(total) + upper(total));
   }
 }
 

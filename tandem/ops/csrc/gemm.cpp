@@ -128,7 +128,7 @@ TANDEM_INLINE void for_sums(Body body) {
     for (int c = 0; c < C; ++c) body(r, c);
 }
 
-// A vector as it lies in memory. memcpy would go through the stack in pieces on some processors.
+// A vector as it lies in memory, as in vec.h.
 typedef wide wide_word __attribute__((may_alias, aligned(2)));
 
 TANDEM_INLINE wide load_wide(const word* p) { return *reinterpret_cast<const wide_word*>(p); }
@@ -310,9 +310,7 @@ TANDEM_INLINE v16 full_words(const T* row, int64_t k) {
   if constexpr (kPerWord<T> == 1) {
     return load(row + k);
   } else {
-    v16 x;
-    __builtin_memcpy(&x, row + 2 * k, sizeof x);
-    return x;
+    return load_whole(row + 2 * k);
   }
 }
 
