@@ -10,6 +10,7 @@ from tandem.config.dataset import DataConfig
 from tandem.config.stages import DEFAULT, in_order
 from tandem.data.ledger import DatasetLedger, Ledger
 from tandem.data.rows import BadRow, RowProblem
+from tandem.data.sampled import Read
 from tandem.data.shapes import Shaped, to_sample
 from tandem.data.sources import DataSpec, parse_columns, parse_spec, read_rows
 from tandem.data.split import (
@@ -90,6 +91,7 @@ def load_data(
     *,
     seed: int,
     stages: Sequence[str] = DEFAULT,
+    read: Read = read_rows,
 ) -> Dataset:
     """Read all data sets and give each row to the one stage that may train on its prompt.
 
@@ -100,18 +102,24 @@ def load_data(
         data, sft_data: data sets as FILE_OR_NAME[:weight][::role=column,...].
         seed: the run's seed; the same seed, the same split.
         stages: those that run. Without configured shares they get all the rows.
+        read: yields a data set's rows, all of them or a sample.
     Raises:
         ConfigError: a data set's name, a column map or the split is wrong.
         DataError: a file cannot be read, or a row is bad (unless on_bad_row is drop).
     """
     split = Split(config.split or shares_among(stages), config.heldout)
     ledger = Ledger()
-    read = read_all(config, data, sft_data, ledger, seed=seed)
-    return assign(read, split, ledger, seed=seed, stages=stages)
+    found = read_all(config, data, sft_data, ledger, seed=seed, read=read)
+    return assign(found, split, ledger, seed=seed, stages=stages)
 
 
 def load_text(
-    specs: Sequence[str], config: DataConfig, *, seed: int, ledger: Ledger | None = None
+    specs: Sequence[str],
+    config: DataConfig,
+    *,
+    seed: int,
+    ledger: Ledger | None = None,
+    read: Read = read_rows,
 ) -> TextData:
     """Read text or SFT rows for mixture training; rows are held out as in `load_data`.
 
@@ -123,7 +131,7 @@ def load_text(
     split = Split(DEFAULT_SHARES, config.heldout)
     ledger = ledger if ledger is not None else Ledger()
     text = TextData([], [], ledger)
-    for row in read_all(config, specs, (), ledger, seed=seed):
+    for row in read_all(config, specs, (), ledger, seed=seed, read=read):
         account = ledger.datasets[row.spec.name]
         if row.sample.text is None and row.sample.chosen is None:
             account.leave("no text and no answer: not for mixture training")
@@ -139,7 +147,13 @@ def load_text(
 
 
 def read_all(
-    config: DataConfig, data: Sequence[str], sft_data: Sequence[str], ledger: Ledger, *, seed: int
+    config: DataConfig,
+    data: Sequence[str],
+    sft_data: Sequence[str],
+    ledger: Ledger,
+    *,
+    seed: int,
+    read: Read = read_rows,
 ) -> list[ReadRow]:
     """Every usable row of all data sets, in order; others are in the ledger, or raise.
 
@@ -159,7 +173,7 @@ def read_all(
         spec = replace(spec, name=_free_name(spec.name, ledger))
         account = ledger.open(spec.name, spec.path, spec.weight)
         digest = hashlib.sha256()
-        for shaped in _samples(spec, config, columns, account, found):
+        for shaped in _samples(spec, config, columns, account, found, read):
             account.shapes[shaped.shape] += 1
             if shaped.note:
                 account.notes[shaped.note] += 1
@@ -215,13 +229,14 @@ def _samples(
     columns: Mapping[str, str],
     account: DatasetLedger,
     found: set[str],
+    read: Read,
 ) -> Iterator[Shaped]:
     """The data set's usable rows; adds to `found` the columns of the general map that it has.
 
     A data set with its own map uses only that. For the others, the general map applies to rows that
     have any of its columns, so that a run can also use files that need no map.
     """
-    for item in read_rows(spec, on_blank=account.blank):
+    for item in read(spec, on_blank=account.blank):
         account.rows += 1
         if isinstance(item, BadRow):
             _refuse(item, config, account)

@@ -1,7 +1,8 @@
 """How long a run's rows are, read off its data with its tokenizer, before torch is imported.
 
-A sample of the rows is tokenized. The turns' frame (the chat template) is not rendered: a frame of
-a few tokens per turn stands for it, so lengths are within a few tokens of the run's own.
+Of many rows, evenly spaced ones are taken, and a sample of these is tokenized. The turns' frame
+(the chat template) is not rendered: a frame of a few tokens per turn stands for it, so lengths are
+within a few tokens of the run's own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import Stage, in_order
 from tandem.data.dataset import Dataset, load_data, load_text
+from tandem.data.sampled import sampled
 from tandem.predict.rows import Rows, rows_of
 from tandem.types import Sample
 
@@ -37,15 +39,19 @@ def rows_by_stage(config: RunConfig, model: str) -> dict[str, Rows]:
     if not config.data and not config.sft_data:
         return {stage.name: longest_rows(config, stage) for stage in stages}
     count, counted = _counter(model)
+    read, every = sampled((*config.data, *config.sft_data))
     data = load_data(
-        config.dataset, config.data, config.sft_data, seed=config.seed, stages=config.stages
-    )
+        config.dataset, config.data, config.sft_data, seed=config.seed, stages=config.stages,
+        read=read,
+    )  # fmt: skip
     ptx = 0.0
     if rl_section(config).ptx_data:
-        texts = load_text(rl_section(config).ptx_data, config.dataset, seed=config.seed).train
+        named = rl_section(config).ptx_data
+        found = load_text(named, config.dataset, seed=config.seed, read=sampled(named)[0])
+        texts = found.train
         lengths = [sum(n for n, _ in _whole(s, count)) for s in _some(texts)]
         ptx = min(sum(lengths) / max(1, len(lengths)), config.dataset.max_tokens)
-    return {stage.name: _rows(config, stage, data, count, counted, ptx) for stage in stages}
+    return {stage.name: _rows(config, stage, data, count, counted, ptx, every) for stage in stages}
 
 
 def longest_rows(config: RunConfig, stage: Stage) -> Rows:
@@ -66,8 +72,15 @@ def longest_rows(config: RunConfig, stage: Stage) -> Rows:
 
 
 def _rows(
-    config: RunConfig, stage: Stage, data: Dataset, count: Count, counted: str, ptx: float
+    config: RunConfig,
+    stage: Stage,
+    data: Dataset,
+    count: Count,
+    counted: str,
+    ptx: float,
+    every: int,
 ) -> Rows:
+    """Of one stage. every: rows that each row of `data` stands for."""
     samples = data.prompts if stage.share == "prompts" else getattr(data, stage.share)
     limit = config.dataset.max_tokens
     if stage.share == "prompts":
@@ -85,8 +98,9 @@ def _rows(
     if not kept:
         return longest_rows(config, stage)
     each = len(measured) / max(1, len(_some(samples)))
-    number = round(len(samples) * each * len(kept) / len(measured))
-    found = rows_of(kept, number, f"{number:,} rows, {counted}")
+    number = round(every * len(samples) * each * len(kept) / len(measured))
+    about = "about " if every > 1 else ""
+    found = rows_of(kept, number, f"{about}{number:,} rows, {counted}")
     if stage.leaves == "reward model":  # its head reads the last token alone
         found = replace(found, answered=found.sequences)
     return replace(found, ptx=ptx) if stage.family == "rl" else found
@@ -94,8 +108,8 @@ def _rows(
 
 def _some(samples: Sequence[Sample]) -> list[Sample]:
     """At most SAMPLED of them, evenly spaced."""
-    step = max(1, len(samples) // SAMPLED)
-    return list(samples[::step][:SAMPLED])
+    taken = min(len(samples), SAMPLED)
+    return [samples[number * len(samples) // taken] for number in range(taken)]
 
 
 def _prompt(sample: Sample, count: Count) -> int:
