@@ -15,8 +15,10 @@ from typing import Any, Literal
 import yaml
 
 from tandem.errors import ConfigError
+from tandem.predict.hardware_file import checked_entry, read_values
 
 GIGA, TERA = 1e9, 1e12
+_NOT_NUMBERS = ("name", "kind", "flops", "products", "packs", "price", "priced")
 _TABLE = Path(__file__).with_name("hardware.yaml")
 
 
@@ -108,12 +110,12 @@ def _named(name: str, count: int, given: str) -> Hardware:
     known = {_plain(entry): entry for entry in hardware_names()}
     plain = _plain(name)
     entry = known.get(plain)
-    if entry is None:
-        begins = [full for short, full in known.items() if short.startswith(plain)]
-        entry = begins[0] if len(begins) == 1 and len(plain) > 1 else None
+    if entry is None:  # the name without the size of its memory
+        of_kind = [full for full in hardware_names() if _plain(full.partition("-")[0]) == plain]
+        entry = of_kind[0] if len(of_kind) == 1 else None
     if entry is None or count < 1:
-        near = difflib.get_close_matches(plain, known, n=1)
-        hint = f" Did you mean {known[near[0]]}?" if near else ""
+        near = [] if entry else difflib.get_close_matches(plain, known, n=3, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(known[n] for n in near)}?" if near else ""
         raise ConfigError(
             f"--hardware must be COUNTxNAME with a name of {', '.join(hardware_names())}, or a "
             f"YAML file; got {given!r}.{hint} Write for example 8xA100-80G."
@@ -155,42 +157,44 @@ def read_hardware(path: Path) -> Hardware:
     """A file with an entry as in hardware.yaml (and name, count), or one that was measured.
 
     Raises:
-        ConfigError: it cannot be read, or something is missing or not a number.
+        ConfigError: it cannot be read; something is missing, unknown, or in another unit.
     """
-    try:
-        values = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise ConfigError(f"--hardware {path} must be a YAML file; got: {why}.") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"--hardware {path} must hold names and numbers; got {values!r}.")
+    values = read_values(path)
     if "flops" in values:
         return hardware_of(values, str(path))
-    needed = ("bf16", "fp32", "memory", "bandwidth", "link", "network")
-    whole = {"per_node": 8, "price": None, **values}
-    wrong = [n for n in needed if not isinstance(whole.get(n), int | float) or whole[n] <= 0]
-    if wrong:
-        raise ConfigError(
-            f"--hardware {path} must give {', '.join(needed)} as numbers above 0; got "
-            f"{whole.get(wrong[0])!r} for {wrong[0]}. The table in the package shows the units."
-        )
-    found = _of_entry(str(values.get("name", path.stem)), whole, int(values.get("count", 1)))
-    return replace(found, priced=f"{path}")
+    entry = checked_entry(values, path)
+    found = _of_entry(entry["name"], entry, entry["count"])
+    disk = entry["disk"] * GIGA if "disk" in entry else found.disk
+    return replace(found, priced=f"{path}", disk=disk)
 
 
 def hardware_of(values: Mapping[str, Any], where: str) -> Hardware:
     """One that `as_values` wrote.
 
     Raises:
-        ConfigError: something is missing, or unknown.
+        ConfigError: something is missing, unknown, or no number.
     """
     names = {field.name for field in fields(Hardware)}
     if unknown := sorted(set(values) - names):
         raise ConfigError(f"{where} must hold {', '.join(sorted(names))}; got {unknown[0]!r}.")
     try:
-        return Hardware(**values)
+        found = Hardware(**values)
     except TypeError as error:
         raise ConfigError(f"{where} must describe a machine; got: {error}.") from None
+    numbers = {name: value for name, value in asdict(found).items() if name not in _NOT_NUMBERS}
+    for of in ("flops", "products"):
+        rates = values.get(of)
+        if not isinstance(rates, dict) and (of == "flops" or rates is not None):
+            raise ConfigError(f"{where} must hold numbers by name as {of}; got {rates!r}.")
+        numbers |= {f"{of}: {name}": rate for name, rate in (rates or {}).items()}
+    for name, value in numbers.items():
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ConfigError(f"{where} must give a number of at least 0 as {name}; got {value!r}.")
+    if not (found.flops.get("fp32") and found.bandwidth and found.link and found.network):
+        raise ConfigError(
+            f"{where} must give flops of fp32, bandwidth, link and network above 0; got 0 or none."
+        )
+    return found
 
 
 def as_values(hardware: Hardware) -> dict[str, Any]:
