@@ -5,14 +5,18 @@ The same lines are in the rehearsal's message when memory runs out, and in `tand
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 from tandem.memory.dimensions import Shape
 from tandem.memory.model import Layout
 from tandem.memory.steps import supervised_memory
 
+NAMED = 3
+"""Ways out that a message names."""
 _WORTH = 0.03
 """Share of the peak that a way must free to be named."""
 
@@ -27,43 +31,91 @@ class Way:
     cost: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A knob that may help: its flags, what it does to the layout or to the tokens of a
+    micro-batch, and the time of a step with it, as in `Way`."""
+
+    flags: str
+    cost: float
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    tokens: int = 0
+
+
 def ways_out(shape: Shape, layout: Layout, tokens: int, *, ranks: int = 1) -> list[Way]:
-    """What lowers the peak of training with micro-batches of `tokens`, the cheapest first."""
+    """What lowers the peak of training with micro-batches of `tokens`, the cheapest first: single
+    knobs, and two together where fewer than three of these help."""
 
-    def peak(tokens: int = tokens, **changes: Any) -> int:
-        changed = replace(layout, **changes)
-        return supervised_memory(shape, changed, tokens=tokens, answered=tokens).peak("train")
+    def way(*changes: _Change) -> Way:
+        changed = replace(layout, **{k: v for one in changes for k, v in one.changes.items()})
+        fewer = min([one.tokens for one in changes if one.tokens], default=tokens)
+        plan = supervised_memory(shape, changed, tokens=fewer, answered=fewer)
+        flags = " ".join(one.flags for one in changes)
+        return Way(flags, plan.peak("train"), math.prod(one.cost for one in changes))
 
-    fewer = tokens // 2
-    ways = [Way(f"--micro-batch-tokens {fewer}", peak(fewer), 1.02)] if fewer else []
+    found = list(_changes(layout, tokens, ranks))
+    single = {change.flags: way(change) for change in found}
+    enough = (1 - _WORTH) * way().peak
+    ways = [one for one in single.values() if one.peak < enough]
+    if len(ways) < NAMED:
+        for first, second in combinations(found, 2):
+            both = way(first, second)
+            alone = min(single[first.flags].peak, single[second.flags].peak)
+            if both.peak < min(enough, (1 - _WORTH) * alone) and not _collide(first, second):
+                ways.append(both)
+    ways = ways or [min(single.values(), key=lambda one: one.peak)]
+    return sorted(ways, key=lambda one: one.cost)
+
+
+def _collide(first: _Change, second: _Change) -> bool:
+    """Whether two set one knob."""
+    same = {*first.flags.split()} & {*second.flags.split()}
+    return any(word.startswith("--") for word in same)
+
+
+def _changes(layout: Layout, tokens: int, ranks: int) -> Iterator[_Change]:
+    """Every knob that is not set yet and can lower what training one model takes."""
+    if tokens > 1:
+        yield _Change(f"--micro-batch-tokens {tokens // 2}", 1.02, tokens=tokens // 2)
     if layout.optimizer_states != "8bit":
-        flags = "--optimizer-states 8bit"
-        ways.append(Way(flags, peak(optimizer_states="8bit"), 1.1))
+        yield _Change("--parallel.optimizer-states 8bit", 1.1, {"optimizer_states": "8bit"})
+    again = "--gradient-checkpointing"
     if ranks > 1 and layout.stage < 3:
         flags = "--actor-zero-stage 3 --critic-zero-stage 3"
-        ways.append(Way(flags, peak(stage=3), 1.2))
+        yield _Change(flags, 1.2, {"stage": 3})
     if not layout.checkpointing:
-        ways.append(Way("--gradient-checkpointing", peak(checkpointing=True), 1.33))
-    if not (layout.offload_optimizer or layout.offload_params):
-        ways.append(Way("--offload optimizer", peak(offload_optimizer=True), 1.5))
+        mlp = {"checkpointing": True, "recompute": "mlp"}
+        yield _Change(f"{again} --recompute mlp", 1.22, mlp)
+        yield _Change(again, 1.33, {"checkpointing": True, "recompute": "layers"})
+    elif layout.recompute != "layers":
+        yield _Change("--recompute layers", 1.33, {"recompute": "layers"})
+    if not layout.on_cpu:  # there the host is the device
+        if not (layout.offload_optimizer or layout.offload_params):
+            yield _Change("--offload optimizer", 1.5, {"offload_optimizer": True})
+        if not layout.offload_params:
+            moved = {"offload_optimizer": True, "offload_params": True}
+            yield _Change("--offload optimizer params", 1.8, moved)
     if not layout.lora_rank:
-        ways.append(Way("--lora-rank 16", peak(lora_rank=16), 2.0))
-    elif not layout.frozen:
-        ways.append(Way("--frozen-weights nf4", peak(frozen="nf4"), 2.5))
-    now = peak()
-    return [way for way in ways if way.peak < (1 - _WORTH) * now] or [
-        min(ways, key=lambda way: way.peak)
-    ]
+        yield _Change("--lora-rank 16", 2.0, {"lora_rank": 16})
+    if not layout.frozen:
+        flags = (
+            "--frozen-weights nf4" if layout.lora_rank else "--lora-rank 16 --frozen-weights nf4"
+        )
+        changes = {"lora_rank": layout.lora_rank or 16, "frozen": "nf4"}
+        yield _Change(flags, 2.5, changes)
 
 
 def advice(now: float, ways: Sequence[tuple[str, float]]) -> str:
-    """One clear line: the peak as it is, and the first three ways out with theirs.
+    """One clear line: the peak as it is, and the first three ways out with theirs, or that there
+    are no more.
 
     Args:
         now: bytes predicted as it is. ways: flags and bytes, the cheapest first.
     """
-    named = ", ".join(f"{flags} ({size_text(peak)})" for flags, peak in ways[:3])
-    return f"The predicted peak is {size_text(now)}; the cheapest ways out: {named}"
+    named = ", ".join(f"{flags} ({size_text(peak)})" for flags, peak in ways[:NAMED])
+    found = "cheapest ways" if len(ways) >= NAMED else f"only {'way' if len(ways) == 1 else 'ways'}"
+    said = f"the {found} out: {named}" if ways else "no knob makes it smaller"
+    return f"The predicted peak is {size_text(now)}; {said}"
 
 
 def size_text(size: float) -> str:

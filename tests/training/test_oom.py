@@ -145,13 +145,18 @@ def test_other_errors_are_not_taken_for_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "knobs"),
     [
-        ({}, ("--micro-batch-tokens 4096", "--gradient-checkpointing")),
         (
+            {},
+            ("--micro-batch-tokens 4096", "--gradient-checkpointing --recompute mlp",
+             "--gradient-checkpointing"),
+        ),
+        (  # two knobs alone, so two together are the third
             {"gradient_checkpointing": True, "micro_batch_tokens": 64, "lora": LoraConfig(rank=2)},
-            ("--micro-batch-tokens 32", "--frozen-weights nf4"),
+            ("--micro-batch-tokens 32", "--micro-batch-tokens 32 --parallel.optimizer-states 8bit",
+             "--frozen-weights nf4"),
         ),
     ],
-)
+)  # fmt: skip
 def test_the_advice_is_the_cheapest_ways_out_and_their_peaks(
     changes: dict[str, Any], knobs: tuple[str, ...]
 ) -> None:
