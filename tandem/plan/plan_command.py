@@ -52,11 +52,11 @@ def plan_command(args: Sequence[str]) -> int:
         return _largest(asked, limit, as_json=options.json)
     laid = asked.laid(asked.config, asked.models)
     others = layouts(asked.config, asked.models, asked.rows, asked.hardware, asked.ranks)
+    notes = plan_notes(laid, [f"{name}: {rows.source}" for name, rows in asked.rows.items()])
     if options.json:
-        print(json.dumps(plan_values(laid, others, limit), indent=1))
+        print(json.dumps(plan_values(laid, others, limit, notes), indent=1, allow_nan=False))
     else:
-        sources = [f"{name}: {rows.source}" for name, rows in asked.rows.items()]
-        show_plan(laid, others, limit, plan_notes(laid, sources))
+        show_plan(laid, others, limit, notes)
     return int(not laid.fits(limit))
 
 
@@ -208,7 +208,7 @@ def _largest(asked: Asked, limit: float | None, *, as_json: bool) -> int:
             smallest = min(ways, key=lambda way: way.peak)
             found.append({"model": name, "fits": False, "peak_bytes": smallest.peak})
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(found, indent=1, allow_nan=False))
     else:
         print("\n".join(_largest_line(entry) for entry in found))
     return int(not any(entry["fits"] for entry in found))

@@ -18,8 +18,8 @@ from tandem.predict.stage import Phase, StagePrediction
 _PARTS = {"gathered weights": "gathered", "activations' gradients": "act. grads",
           "read or checked, then AdamW and masters": "read/checked",
           "gradients being reduced": "reduced", "weights in flight": "in flight"}  # fmt: skip
-_UNBROKEN = 160
-"""Columns where the output is no terminal."""
+_UNBROKEN = 10_000
+"""Columns where the output is no terminal: more than any line has."""
 
 
 def show_plan(
@@ -100,8 +100,8 @@ def _share(stage: StagePrediction, phase: Phase) -> str:
 
 
 def _sums(stage: StagePrediction) -> str:
-    steps = f"{stage.work.steps:,} steps" if stage.work.steps else "steps not known"
-    parts = [f"{stage.stage}: {steps} of {_seconds(stage.step_seconds)}"]
+    steps = f"{stage.work.steps:,} steps" if stage.work.steps else "an unknown number of steps"
+    parts = [f"{stage.stage}: {steps} of {_seconds(stage.step_seconds)} s"]
     if stage.total_seconds is not None:
         parts.append(f"in all {duration(stage.total_seconds)}")
     if stage.dollars is not None:
@@ -145,8 +145,10 @@ def plan_notes(laid: Laid, rows: Sequence[str]) -> list[str]:
     return notes
 
 
-def plan_values(laid: Laid, others: Sequence[Laid], limit: float | None) -> dict[str, Any]:
-    """The same figures for programs: bytes and seconds."""
+def plan_values(
+    laid: Laid, others: Sequence[Laid], limit: float | None, notes: Sequence[str]
+) -> dict[str, Any]:
+    """The same figures for programs, as docs/plan.schema.json says: bytes and seconds."""
     return {
         "hardware": laid.stages[0].hardware.name,
         "ranks": laid.stages[0].ranks,
@@ -154,17 +156,20 @@ def plan_values(laid: Laid, others: Sequence[Laid], limit: float | None) -> dict
         "price": {"per_hour": laid.stages[0].hardware.price,
                   "date": laid.stages[0].hardware.priced},
         "fits": laid.fits(limit),
+        "limit_bytes": laid.worst.budget if limit is None else limit,
         "peak_bytes": laid.peak,
         "stages": [stage_values(stage) for stage in laid.stages],
         "layouts": [
-            {"changes": dict(other.changes), "fits": other.fits(limit), "peak_bytes": other.peak,
-             "seconds": other.seconds}
+            {"changes": dict(other.changes), "flags": other.flags(),
+             "trains_alike": other.trains_alike, "fits": other.fits(limit),
+             "peak_bytes": other.peak, "seconds": other.seconds}
             for other in others
         ],
         "rejected": [
-            {"changes": dict(other.changes), "why": why}
+            {"changes": dict(other.changes), "flags": other.flags(), "why": why}
             for other, why in failures(others, limit, len(others))
         ],
+        "notes": list(notes),
     }  # fmt: skip
 
 
@@ -183,7 +188,7 @@ def stage_values(stage: StagePrediction) -> dict[str, Any]:
         "phases": {
             name: {"live_bytes": phase.peak, "reserved_bytes": phase.reserved,
                    "parts": dict(phase.live), "instant": phase.instant, "seconds": phase.seconds,
-                   "tokens": phase.tokens, "flops": phase.flops}
+                   "tokens": phase.tokens, "flops": phase.flops, "moved_bytes": phase.moved}
             for name, phase in stage.phases.items()
         },
     }  # fmt: skip

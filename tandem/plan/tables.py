@@ -226,7 +226,7 @@ def show_tables(*, as_json: bool) -> int:
     """Print the comparison."""
     rows, pairs = table_rows(), _file()["pairs"]
     if as_json:
-        print(json.dumps({"pairs": pairs, "cells": rows}, indent=1))
+        print(json.dumps({"pairs": pairs, "cells": rows}, indent=1, allow_nan=False))
         return 0
     print(f"{'hardware':>14} {'OPT':>5} {'theirs':>8} {'ours':>8} {'ratio':>6} {'Tandem':>8}")
     for row in rows:
