@@ -46,10 +46,10 @@ class Layout:
     computes in two bytes, else in four. is_trained: has gradients. lora_rank: 0 trains all weights.
     frozen: type of frozen linear weights. shares_base: the frozen base is another model's, which
     counts it. offload_params: weights are in host memory; trained ones are split as at stage 3.
-    accumulates: more than one micro-batch per optimizer step. moving_average: of what is trained,
-    in float32. on_cpu: the host is the device. optimizer_states: how AdamW's moments are kept.
-    offload_gradients: they are summed on the host if its optimizer is there. recompute: what
-    checkpointing recomputes. offload_share: of the optimizer's states that are on the host.
+    moving_average: of what is trained, in float32. on_cpu: the host is the device.
+    optimizer_states: how AdamW's moments are kept. offload_gradients: they are summed on the host
+    if its optimizer is there. recompute: what checkpointing recomputes. offload_share: of the
+    optimizer's states that are on the host.
     """
 
     ranks: int = 1
@@ -62,7 +62,6 @@ class Layout:
     shares_base: bool = False
     offload_optimizer: bool = False
     offload_params: bool = False
-    accumulates: bool = True
     moving_average: bool = False
     checkpointing: bool = False
     on_cpu: bool = False
@@ -285,10 +284,9 @@ def _gradients(shape: Shape, layout: Layout, trained: int) -> Bytes:
             # They are copied to the host one by one.
             return {"gradient under way": under_way if whole else 0}
         # A whole gradient is added to the sum of earlier micro-batches.
-        more = under_way if whole and (layout.accumulates or layout.has_masters) else 0
-        return {"gradients": FLOAT * trained, "gradient under way": more}
+        return {"gradients": FLOAT * trained, "gradient under way": under_way if whole else 0}
     unit = FLOAT * _largest_unit(shape, layout)
-    if layout.stage == 1 and layout.accumulates and not layout.offload_params:
+    if layout.stage == 1 and not layout.offload_params:
         return {"gradients": FLOAT * trained, "gradients being reduced": unit}
     pieces = 0.0 if layout.offload_params and not layout.on_cpu else FLOAT * trained / layout.pieces
     # Whole gradients of a unit, and their copy in the order in which they are sent.

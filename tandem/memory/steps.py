@@ -56,6 +56,7 @@ def supervised_memory(
     *,
     tokens: int,
     answered: int,
+    later: int | None = None,
     reference: bool = False,
     reference_on_host: bool = False,
 ) -> MemoryPlan:
@@ -63,6 +64,8 @@ def supervised_memory(
 
     Args:
         tokens: of the largest micro-batch on a rank, of which `answered` go through the head.
+        later: of the largest that adds to an earlier one's gradients, 0 if none does; None:
+            gradients are counted as if always there.
         reference: there is a frozen copy too; never under LoRA.
         reference_on_host: its weights are in host memory.
     """
@@ -73,7 +76,7 @@ def supervised_memory(
     roles = {name: role_memory(*laid) for name, laid in layouts.items()}
     return MemoryPlan(
         resting=_named(roles, "resting"),
-        phases={"train": _training(shape, layout, roles["model"], tokens, answered)},
+        phases={"train": _training(shape, layout, roles["model"], tokens, answered, later)},
         host=_named(roles, "host"),
         loading=_loading(layouts, roles),
     )
@@ -157,19 +160,42 @@ def _frozen(layout: Layout, on_host: bool) -> Layout:
     )
 
 
-def _training(shape: Shape, layout: Layout, role: Role, tokens: int, answered: int) -> Bytes:
-    """A forward and backward of one model. Logits are freed before the layers' backward begins."""
+def _training(
+    shape: Shape,
+    layout: Layout,
+    role: Role,
+    tokens: int,
+    answered: int,
+    later: int | None = None,
+) -> Bytes:
+    """The instant with the most bytes of the forwards and backwards of one model.
+
+    A backward makes gradients while it frees activations, so all of both are there only where a
+    micro-batch adds to gradients of an earlier one. Where `later` says how large such a micro-batch
+    is, the peak is where it begins, or where the largest of all begins or ends.
+    """
+    whole = role.working | role.backward
+    if later is None or layout.is_split or layout.lora_rank:
+        return whole | _beginning(shape, layout, tokens, answered)
+    before = dict.fromkeys(role.backward, 0.0)
+    # The first micro-batch's gradients are not added to any, but to masters' of another type.
+    alone = {} if later or layout.has_masters else {"gradient under way": 0.0}
+    instants = [role.working | before | _beginning(shape, layout, tokens, answered), whole | alone]
+    if later:
+        share = later / max(1, tokens)
+        instants.append(whole | _beginning(shape, layout, later, round(answered * share)))
+    return max(instants, key=lambda parts: sum(parts.values()))
+
+
+def _beginning(shape: Shape, layout: Layout, tokens: int, answered: int) -> Bytes:
+    """Where a backward begins: all activations, and beside them logits or a layer's gradients:
+    logits are freed before the layers' backward begins."""
     beside = {
         "activations' gradients": backward_bytes(shape, tokens, layout),
         "logits": logits_bytes(shape, answered, layout, backward=True),
     }
     larger = max(beside, key=lambda name: beside[name])
-    return {
-        **role.working,
-        **role.backward,
-        "activations": activation_bytes(shape, tokens, layout),
-        larger: beside[larger],
-    }
+    return {"activations": activation_bytes(shape, tokens, layout), larger: beside[larger]}
 
 
 def _named(roles: dict[str, Role], part: str) -> Bytes:

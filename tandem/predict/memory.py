@@ -69,8 +69,10 @@ def stage_memory(
         )
         share = work.answered / max(1.0, work.tokens)
         micro, largest = work.micro_tokens, work.rehearsed
-        plan = of_tokens(tokens=micro, answered=round(micro * share))
-        tried = of_tokens(tokens=largest, answered=round(largest * share))
+        # Of a policy, what loading leaves in the process was measured to take what gradients free.
+        later, none_later = (work.later, 0) if scalar else (None, None)
+        plan = of_tokens(tokens=micro, answered=round(micro * share), later=later)
+        tried = of_tokens(tokens=largest, answered=round(largest * share), later=none_later)
         layouts = [(shape, placed)]
     rehearsal = {f"rehearse{name[5:]}": size for name, size in tried.phases.items()
                  if name.startswith("train")}  # fmt: skip

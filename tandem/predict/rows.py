@@ -13,9 +13,9 @@ class Rows:
     count: rows; 0: not known. sequences: that a row puts through the model (a pair: 2). tokens,
     answered: mean of a row's tokens over all its sequences, a prompt that they share once, and of
     those that go through the vocabulary's head. longest: the longest sequence; widest: the tokens
-    of the longest row (0: of its sequences, each the longest). cost: mean of what a row takes of a
-    micro-batch's tokens, every sequence counted as its longest (0: its tokens). ptx: mean tokens of
-    a row of ptx_data. source: where the figures are from, for the user.
+    of the longest row (0: of its sequences, each the longest). cost, dearest: mean and most of what
+    a row takes of a micro-batch's tokens, every sequence counted as its longest (0: its tokens).
+    ptx: mean tokens of a row of ptx_data. source: where the figures are from, for the user.
     """
 
     count: int = 0
@@ -25,6 +25,7 @@ class Rows:
     longest: int = 1
     widest: int = 0
     cost: float = 0.0
+    dearest: int = 0
     ptx: float = 0.0
     source: str = ""
 
@@ -39,6 +40,7 @@ def rows_of(lengths: Sequence[Sequence[tuple[int, int]]], count: int, source: st
     """
     number = len(lengths)
     computed = [_computed(row) for row in lengths]
+    costs = [len(row) * max(tokens for tokens, _ in row) for row in lengths]
     return Rows(
         count=count,
         sequences=sum(map(len, lengths)) / number,
@@ -46,7 +48,8 @@ def rows_of(lengths: Sequence[Sequence[tuple[int, int]]], count: int, source: st
         answered=sum(answered for row in lengths for _, answered in row) / number,
         longest=max(tokens for row in lengths for tokens, _ in row),
         widest=max(computed),
-        cost=sum(len(row) * max(tokens for tokens, _ in row) for row in lengths) / number,
+        cost=sum(costs) / number,
+        dearest=max(costs),
         source=source,
     )
 

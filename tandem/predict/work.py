@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.schema import RLConfig, RunConfig, minibatch_size, num_updates
 from tandem.config.stages import Stage, leaving
 from tandem.predict.rows import Rows
+
+_SPREAD = 1.5
+"""Three standard deviations of a row's cost, each taken to be half of what the dearest row costs
+more than the mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +24,10 @@ class Work:
 
     steps: of the stage; 0: not known. tokens, answered: that are trained (PPO: in one pass over the
     answers). sequences: of those tokens; length: their mean. updates: optimizer steps, passes over
-    the same answers included. micro_batches: of all updates. micro_tokens: of the largest.
-    rehearsed: of the largest that the rehearsal before the first step tries. rows: answers sampled,
-    at_once in parallel. prompt, longest_prompt, new: their tokens. ptx: tokens of texts mixed in,
-    per update.
+    the same answers included. micro_batches: of all updates. micro_tokens: of the largest; later:
+    of the largest that adds to an earlier one's gradients (RL: not counted). rehearsed: of the
+    largest that the rehearsal before the first step tries. rows: answers sampled, at_once in
+    parallel. prompt, longest_prompt, new: their tokens. ptx: tokens of texts mixed in, per update.
     """
 
     steps: int = 0
@@ -33,6 +38,7 @@ class Work:
     passes: int = 1
     micro_batches: float
     micro_tokens: int
+    later: int = 0
     rehearsed: int
     rows: float = 0.0
     prompts: float = 0.0
@@ -55,24 +61,28 @@ def work_of(config: RunConfig, stage: Stage, ranks: int, rows: Rows) -> Work:
         return _rl_work(config, section, ranks, rows)
     batch = min(section.batch_size, rows.count) if rows.count else section.batch_size
     share = -(-batch // ranks)
-    width = rows.widest or max(1, round(rows.sequences * rows.longest))
+    whole = max(1, round(rows.sequences * rows.longest))
+    width, dearest = rows.widest or whole, rows.dearest or whole
     limit = config.micro_batch_tokens
     tokens = batch * rows.tokens / ranks
-    fits = max(1, min(limit // width, share))
-    at_once = min(share, limit / max(1.0, rows.cost or rows.tokens))
-    # Rows vary in length: on the average a micro-batch is not quite full.
-    micro = max(1.0, tokens / max(1.0, min(limit, share * width)))
+    # Rows are put together by what they cost; of a prompt that they share, less is computed.
+    cost = max(1.0, rows.cost or rows.tokens)
+    fits = max(1, min(limit // dearest, share))
+    at_once = min(share, limit / cost)
+    micro = max(1.0, batch * cost / ranks / min(limit, share * dearest))
     steps = section.max_steps
     if rows.count:
-        whole = max(1, -(-int(rows.count * section.epochs) // batch))
-        steps = min(steps, whole) if steps else whole
+        found = max(1, -(-int(rows.count * section.epochs) // batch))
+        steps = min(steps, found) if steps else found
+    micro_tokens = min(limit, max(width, round(at_once * rows.tokens)))
     return Work(
         steps=steps,
         tokens=tokens,
         answered=batch * rows.answered / ranks,
         sequences=batch * rows.sequences / ranks,
         micro_batches=-(-micro // 1),
-        micro_tokens=min(limit, max(width, round(at_once * rows.tokens))),
+        micro_tokens=micro_tokens,
+        later=round(_later(share, cost, dearest, limit) * micro_tokens),
         rehearsed=fits * width,
     )
 
@@ -107,6 +117,14 @@ def _rl_work(config: RunConfig, rl: RLConfig, ranks: int, rows: Rows) -> Work:
         new=new,
         ptx=rl.ptx_batch_size * rows.ptx / ranks if rl.ptx_data else 0.0,
     )
+
+
+def _later(rows: int, cost: float, dearest: float, limit: int) -> float:
+    """The most that an update's second micro-batch holds, as a share of the first, which is filled
+    to the limit. Rows cost `cost` on the average and `dearest` at most, so updates differ."""
+    varies = _SPREAD * math.sqrt(rows) * max(0.0, dearest - cost)
+    whole = min(rows * cost + varies, rows * max(cost, dearest))
+    return min(1.0, max(0.0, whole / limit - 1.0))
 
 
 def has_reference(config: RunConfig, stage: Stage) -> bool:

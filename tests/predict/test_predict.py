@@ -201,7 +201,7 @@ def test_lengths_of_rows() -> None:
     # The prompts of 3 and of 0 tokens (the second row's are not alike) count once.
     found = (rows.count, rows.sequences, rows.tokens, rows.answered, rows.longest, rows.widest)
     assert found == (50, 2, 9.5, 4, 10, 12)
-    assert rows.cost == (2 * 6 + 2 * 10) / 2
+    assert (rows.cost, rows.dearest) == ((2 * 6 + 2 * 10) / 2, 2 * 10)
 
 
 def test_a_micro_batch_counts_a_pair_as_two_of_its_longer_answer() -> None:
@@ -210,6 +210,27 @@ def test_a_micro_batch_counts_a_pair_as_two_of_its_longer_answer() -> None:
     rows = Rows(count=1000, sequences=2, tokens=24, answered=16, longest=20, widest=28, cost=32)
     assert work_of(config, stage_of("reward"), 1, rows).micro_tokens == 10 * 24
     assert work_of(config, stage_of("reward"), 1, replace(rows, cost=0)).micro_tokens == 320
+
+
+def test_the_rehearsal_takes_as_many_rows_as_the_dearest_allows() -> None:
+    config = RunConfig(stages=("reward",), micro_batch_tokens=320)
+    rows = Rows(count=1000, sequences=2, tokens=24, answered=16, longest=20, widest=28, cost=32,
+                dearest=40)  # fmt: skip
+    assert work_of(config, stage_of("reward"), 1, rows).rehearsed == 8 * 28
+    assert work_of(config, stage_of("reward"), 1, replace(rows, dearest=400)).rehearsed == 28
+
+
+@pytest.mark.parametrize(
+    ("limit", "share"),
+    [(64 * 40, 0.0), (2100, 2144 / 2100 - 1), (1700, 2144 / 1700 - 1), (1024, 1.0), (320, 1.0)],
+)
+def test_a_later_micro_batch_holds_what_the_first_leaves(limit: int, share: float) -> None:
+    """64 rows of 32 tokens and at most 40 come to 2,048, and now and then to 2,144 or less."""
+    config = RunConfig(stages=("reward",), micro_batch_tokens=limit)
+    config = replace(config, reward=replace(config.reward, batch_size=64))
+    rows = Rows(count=1000, sequences=1, tokens=32, answered=16, longest=40, cost=32, dearest=40)
+    work = work_of(config, stage_of("reward"), 1, rows)
+    assert work.later == pytest.approx(share * work.micro_tokens, abs=1)
 
 
 @pytest.mark.parametrize(
