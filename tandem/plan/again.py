@@ -44,7 +44,7 @@ def _prediction(folder: Path, whole: Outcome, hardware: Hardware) -> StagePredic
 
 
 def _with(outcome: Outcome, found: StagePrediction) -> Outcome:
-    fitted_on = constants(found.hardware.kind).fitted_on
+    fitted_on = constants(found.hardware.kind, found.hardware.name).fitted_on
     if outcome.phase == WHOLE:
         return replace(
             outcome,

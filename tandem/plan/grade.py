@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import yaml
 
 from tandem.errors import ConfigError
-from tandem.predict.constants import MEBIBYTE, SHIPPED
+from tandem.predict.constants import MEBIBYTE, SHIPPED, section_for
 from tandem.predict.record import PREDICTIONS_FILE, WHOLE, Outcome, read_outcomes
 
 MEMORY_GOAL, TIME_GOAL = 0.10, 0.25
@@ -104,7 +105,8 @@ def refit(folders: Sequence[Path]) -> dict[str, Any]:
     """
     found = [o for o in outcomes_of(folders) if o.hardware.startswith("this machine")]
     known: dict[str, Any] = yaml.safe_load(SHIPPED.read_text("utf-8"))
-    of_cpu = known["cpu"]
+    machines = {o.hardware for o in found}
+    of_cpu = known[section_for(known, "cpu", min(machines, default=""))]
     fitted = 0
     for phase in _FITTED:
         timed = [o for o in found if o.cpu_seconds or o.measured_seconds]
@@ -125,7 +127,7 @@ def refit(folders: Sequence[Path]) -> dict[str, Any]:
             of_cpu["slack_mib"]["per_rank"] = round(
                 max(0.0, of_cpu["slack_mib"]["per_rank"] + beside), 1
             )
-    names = {o.hardware.removeprefix("this machine ").strip("()") for o in found}
+    names = {re.sub(r"^this machine \((.*)\)$", r"\1", name) for name in machines}
     of_cpu["fitted_on"] = f"{len(wholes)} runs on {', '.join(sorted(names))}"
     return known
 

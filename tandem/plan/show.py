@@ -140,7 +140,7 @@ def plan_notes(laid: Laid, rows: Sequence[str]) -> list[str]:
     notes = [f"rows: {'; '.join(dict.fromkeys(rows))}"]
     if hardware.price is not None:
         notes.append(f"price: ${hardware.price:g} per hour and device ({hardware.priced})")
-    known = constants(hardware.kind)
+    known = constants(hardware.kind, hardware.name)
     notes.append(f"times: {known.fitted_on}; answers as long as sampling.max_new_tokens")
     return notes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,19 +37,27 @@ class Constants:
     fitted_on: str
 
 
-def constants(kind: str) -> Constants:
+def constants(kind: str, name: str = "") -> Constants:
     """Those for a CPU or a GPU.
 
+    Args:
+        name: of the machine, in which a maker's name may be; there may be constants for its CPUs.
     Raises:
         ConfigError: the file named by TANDEM_PLAN_CONSTANTS cannot be used.
     """
-    path = os.environ.get(CONSTANTS) or str(SHIPPED)
-    values = dict(_read(path)[kind])
+    found = _read(os.environ.get(CONSTANTS) or str(SHIPPED))
+    values = dict(found[section_for(found, kind, name)])
     slack = values.pop("slack_mib")
     fitted = str(values.pop("fitted_on"))
     names = ("imports", "row", "step", "per_rank")
     imports, row, step, per_rank = (slack[name] * MEBIBYTE for name in names)
     return Constants(values, imports, row, step, per_rank, fitted)
+
+
+def section_for(sections: Iterable[str], kind: str, name: str) -> str:
+    """Of a file's sections (`gpu`, `cpu`, `cpu MAKER` ...) the one for a machine."""
+    own = (s for s in sections if s.startswith(f"{kind} ") and s.partition(" ")[2] in name)
+    return next(own, kind)
 
 
 @cache

@@ -96,7 +96,7 @@ def measure_machine() -> tuple[Hardware, float]:
     finally:
         torch.set_num_threads(threads)
     found = Hardware(
-        name=f"this machine ({_processor()})",
+        name=f"this machine ({processor()})",
         kind="cpu",
         memory=_memory_bytes(),
         flops={"fp32": products[str(WIDTHS[-1])], "bf16": half, "fp16": half},
@@ -275,7 +275,8 @@ def _memory_bytes() -> float:
     return min(limits)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text("ascii", "replace").splitlines()
     except OSError:
@@ -290,7 +291,7 @@ def _kept_at() -> Path:
     root = Path(chosen) if chosen else _user_cache()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    key = f"1 {_processor()} {cores} {threads} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+    key = f"1 {processor()} {cores} {threads} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
     return root / f"machine-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
 
 

@@ -206,7 +206,7 @@ def _with_memory(
     ranks: int,
     num_rows: int,
 ) -> dict[str, Phase]:
-    known = constants(hardware.kind)
+    known = constants(hardware.kind, hardware.name)
     beside = hardware.process + known.imports + known.step + (known.per_rank if ranks > 1 else 0.0)
     beside += known.row * num_rows
     names = {name: _of_phase(name, memory) for name in ("load", "rehearse", *times)}

@@ -16,7 +16,7 @@ from tandem.metrics.timing import Phases, Whole, peak_bytes, reset_peak
 from tandem.ops import native
 from tandem.predict.constants import constants
 from tandem.predict.hardware import Hardware
-from tandem.predict.machine import known_machine, resident_bytes
+from tandem.predict.machine import known_machine, processor, resident_bytes
 from tandem.predict.memory import Models
 from tandem.predict.models import config_of, shape_for
 from tandem.predict.record import WHOLE, Outcome, add_outcomes
@@ -55,7 +55,8 @@ class Forecast:
         known = known_machine()
         self._is_known = known is not None
         models, self._rows = _models(run, stage), measured_rows(run, stage, rows)
-        slack = constants("cpu")  # which the prediction adds
+        name = known.name if known else processor()
+        slack = constants("cpu", name)  # which the prediction adds
         without = self._process - slack.imports - slack.row * self._rows.count
         hardware = known or _unmeasured(run, without)
         return predict_stage(
@@ -121,7 +122,7 @@ class Forecast:
             parts=phase.live,
             terms=phase.terms or {},
             rows=asdict(self._rows) if name == WHOLE else {},
-            constants=constants(hardware.kind).fitted_on,
+            constants=constants(hardware.kind, hardware.name).fitted_on,
         )
 
     def _show(self, whole: Outcome) -> None:
@@ -185,7 +186,7 @@ def measured_rows(run: Run, stage: str, rows: StepRows) -> Rows:
 def _unmeasured(run: Run, process: float) -> Hardware:
     """This machine where its speed is not known: for memory alone. process: resident bytes."""
     return Hardware(
-        name=_UNMEASURED,
+        name=f"{_UNMEASURED} ({processor()})",
         kind="cpu" if run.device.type == "cpu" else "gpu",
         flops={"fp32": 1.0},
         bandwidth=1.0,

@@ -20,6 +20,7 @@ from tandem.plan.again import predict_again
 from tandem.plan.auto_layout import choose_layout
 from tandem.plan.grade import grade_table, non_negative, refit
 from tandem.plan.layout_flags import memory_bytes, take_layout_flags
+from tandem.predict.constants import SHIPPED
 from tandem.predict.hardware import as_values, find_hardware
 from tandem.predict.machine import MACHINE_FILE
 from tandem.predict.record import Outcome, add_outcomes, read_outcomes
@@ -182,6 +183,14 @@ def test_runs_are_graded_and_constants_fitted(tmp_path: Path) -> None:
     fitted = refit(folders)["cpu"]
     assert fitted["train"]["activations"] == pytest.approx(2, rel=0.05)
     assert fitted["fitted_on"] == "3 runs on test"
+    for folder in folders:
+        (outcome, whole) = read_outcomes(folder)
+        add_outcomes(
+            folder, [replace(o, hardware="this machine (Intel)") for o in (outcome, whole)]
+        )
+    again = refit(folders)
+    assert again["cpu Intel"]["train"]["activations"] == pytest.approx(2, rel=0.05)
+    assert again["cpu"] == yaml.safe_load(SHIPPED.read_text("utf-8"))["cpu"]
 
 
 def test_non_negative_least_squares() -> None:
