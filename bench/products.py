@@ -2,8 +2,8 @@
 
     taskset -c 0 python bench/products.py [--dtype bf16] [--json products.json]
 
-GFLOP per CPU second of each side's quickest call on one thread; the sides take turns. The weight's gradient is
-added to the one before, as over micro-batches.
+GFLOP per CPU second of each side's quickest call on one thread; the sides take turns. The weight's
+gradient is added to the one before, as over micro-batches.
 """
 
 from __future__ import annotations
