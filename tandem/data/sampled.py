@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import TypeVar
 
 from tandem.data.formats import OnBlank
 from tandem.data.rows import BadRow, RawRow
@@ -15,6 +16,7 @@ _OF_EMBEDDED = 4
 """Of the built-in data set only the first of so many parts is made: its rows are drawn one by one
 alike, and to make all of them takes longer than the plan."""
 Row = RawRow | BadRow
+Item = TypeVar("Item")
 Read = Callable[..., Iterator[Row]]
 
 
@@ -48,10 +50,10 @@ def _thinned(spec: DataSpec, most: int) -> tuple[list[Row], int]:
     return thin(read_rows(spec), most)
 
 
-def thin(rows: Iterable[Row], most: int) -> tuple[list[Row], int]:
+def thin(rows: Iterable[Item], most: int) -> tuple[list[Item], int]:
     """Every first, every second, every fourth ... row, so that at most `most` are left; and how
     many rows each stands for."""
-    kept: list[Row] = []
+    kept: list[Item] = []
     every = 1
     for number, row in enumerate(rows):
         if number % every:

@@ -21,7 +21,7 @@ def test_every_knob_that_a_layout_leaves_is_tried_and_helps() -> None:
         {}, {"stage": 2}, {"checkpointing": True, "recompute": "mlp"}, {"lora_rank": 8},
         {"offload_optimizer": True}, {"on_cpu": True, "half": False, "ranks": 1},
     ):  # fmt: skip
-        changed = replace(layout, **changes)  # type: ignore[arg-type]
+        changed = replace(layout, **changes)
         now = supervised_memory(shape, changed, tokens=256, answered=256).peak("train")
         ways = ways_out(shape, changed, 256, ranks=changed.ranks)
         assert len(ways) >= 3

@@ -13,7 +13,7 @@ from tandem.memory.model import Layout
 from tandem.memory.shape import shape_of
 from tandem.memory.steps import supervised_memory
 from tandem.models.scalar import new_scalar_model
-from tandem.types import TokenBatch, TokenRow
+from tandem.types import Source, TokenBatch, TokenRow
 from tests.predict.test_gpu_activations import _Alive
 
 PROMPT, ANSWER = 24, 16
@@ -48,7 +48,8 @@ def pairs(num: int) -> TokenBatch:
         prompt = rng.choices(range(3, 2000), k=PROMPT)
         for _ in range(2):
             ids = prompt + rng.choices(range(3, 2000), k=ANSWER)
-            rows.append(TokenRow(ids, [False] * PROMPT + [True] * ANSWER, "x"))
+            mask = [False] * PROMPT + [True] * ANSWER
+            rows.append(TokenRow(tuple(ids), tuple(mask), Source("x", "x", 1)))
     return TokenBatch.from_rows(rows, 0)
 
 
