@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tandem.ops.adapted_gpu import tiles as adapted_tiles
 from tandem.ops.varlen_gpu import tiles
 
 ARCHS = (80, 90, 100)
@@ -77,7 +78,28 @@ def _tiles(kind: str, width: int, kernel: str) -> tuple[int, int]:
     return tiles(width, 2 if kind == "bf16" else 4, kernel)
 
 
+_ADAPTED = {
+    **_pointers("bf16", "x", "w0", "w1", "w2", "bias0", "bias1", "bias2", "out"),
+    **_pointers("fp32", "a0", "a1", "a2", "b0", "b1", "b2"),
+    **dict.fromkeys(("scale0", "scale1", "scale2"), "fp32"),
+}  # fmt: skip
+
+
+def _adapted(rows: int, rank: int) -> dict[str, Any]:
+    tile, outputs, step, _, _ = adapted_tiles(rows, rank)
+    return {
+        "INPUTS": 4096, "BIASED": False, "IN_PARTS": True, "ROWS": tile, "OUTPUTS": outputs,
+        "STEP": step, "RANK_PAD": rank,
+    }  # fmt: skip
+
+
 CASES = [
+    *(
+        Case(f"adapters of rank {rank}, {rows} rows", "adapted_gpu", "_adapted_rows", _ADAPTED,
+             _adapted(rows, rank), ("size0", "size1", "size2", "rank0", "rank1", "rank2"),
+             warps=adapted_tiles(rows, rank)[3], stages=adapted_tiles(rows, rank)[4])
+        for rows, rank in ((16, 16), (64, 16), (64, 32), (16, 64), (64, 64))
+    ),
     Case("add + RMSNorm", "layer_gpu", "_norm_rows", _NORM,
          {"WIDTH": 4096, "PAD": 4096, "ADDS": True, "KIND": 0, "BIASED": False}, warps=8),
     Case("add + LayerNorm", "layer_gpu", "_norm_rows", _NORM,

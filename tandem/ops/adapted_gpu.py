@@ -1,0 +1,187 @@
+# mypy: disable-error-code="no-untyped-def,unused-ignore"
+"""Linear layers with low-rank adapters over few rows on a GPU: one kernel for up to three layers.
+
+    y = round(round(W x + b) + round(B (s A x)))
+
+Decoding runs it, without gradient. A tile of outputs reads x once, multiplies it by its rows of W
+and by all of A, and adds B times the latter at the end: weights and adapters stay where they are,
+nothing is copied or merged. A and B are float32. An x in bfloat16 is multiplied by A as three
+bfloat16 parts that add up to it: products are exact and sums float32, as in the plain path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.ops.gpu import contiguous
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the operation can be counted without it, not run
+    triton = None
+
+MAX_RANK = 64
+"""Widest adapter that is computed beside each tile of outputs; wider ones take the plain path."""
+MAX_LAYERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """down (R, in) and up (out, R) in float32, and what their product is scaled by."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+
+def takes(weights: Sequence[Tensor], adapters: Sequence[Adapter | None]) -> bool:
+    """Whether `adapted_linear` computes these layers."""
+    kind = weights[0].dtype
+    return (
+        len(weights) <= MAX_LAYERS
+        and all(weight.dtype == kind and weight.is_contiguous() for weight in weights)
+        and any(adapter is not None for adapter in adapters)
+        and all(
+            adapter.down.dtype == adapter.up.dtype == torch.float32
+            and len(adapter.down) <= MAX_RANK
+            and adapter.down.is_contiguous()
+            and adapter.up.is_contiguous()
+            for adapter in adapters
+            if adapter is not None
+        )
+    )
+
+
+def adapted_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    adapters: Sequence[Adapter | None],
+) -> Tensor:
+    """Layers over one input, side by side; no gradient.
+
+    Args:
+        x: (..., in). weights: (out_i, in) each, of x's type. biases: (out_i,) each, or all None.
+        adapters: what `takes` takes; None: the layer has none.
+    Returns:
+        (..., sum of out_i).
+    """
+    rows = contiguous(x.reshape(-1, x.shape[-1]))
+    none = rows.new_empty(0, dtype=torch.float32)
+    made: Tensor = _adapted_linear(
+        rows,
+        list(weights),
+        [bias for bias in biases if bias is not None],
+        [none if adapter is None else adapter.down for adapter in adapters],
+        [none if adapter is None else adapter.up for adapter in adapters],
+        [0.0 if adapter is None else adapter.scale for adapter in adapters],
+    )
+    return made.view(*x.shape[:-1], made.shape[-1])
+
+
+@torch.library.custom_op("tandem::adapted_linear", mutates_args=())
+def _adapted_linear(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], downs: list[Tensor],
+    ups: list[Tensor], scales: list[float],
+) -> Tensor:  # fmt: skip
+    n, inputs = x.shape
+    sizes, ranks = [len(weight) for weight in weights], [len(down) for down in downs]
+    out = x.new_empty((n, sum(sizes)))
+    if not out.numel():
+        return out
+    rest = MAX_LAYERS - len(weights)  # a layer without outputs takes no tile
+    sizes, ranks, scales = sizes + [0] * rest, ranks + [0] * rest, scales + [0.0] * rest
+    weights, downs, ups = ([*x_, *[x_[0]] * rest] for x_ in (weights, downs, ups))
+    given = [*biases, *[biases[0]] * rest] if biases else weights
+    rank = max(16, triton.next_power_of_2(max(ranks)))
+    rows, outputs, step, warps, stages = tiles(n, rank)
+    count = sum(triton.cdiv(size, outputs) for size in sizes)
+    _adapted_rows[(triton.cdiv(n, rows), count)](
+        x, *weights, *given, *downs, *ups, out, n, *sizes, *ranks, *scales, INPUTS=inputs,
+        BIASED=bool(biases), IN_PARTS=x.dtype == torch.bfloat16, ROWS=rows, OUTPUTS=outputs,
+        STEP=step, RANK_PAD=rank, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+@_adapted_linear.register_fake
+def _(x: Tensor, weights: list[Tensor], *_: Any) -> Tensor:
+    return x.new_empty((x.shape[0], sum(len(weight) for weight in weights)))
+
+
+def tiles(rows: int, rank: int) -> tuple[int, int, int, int, int]:
+    """Rows, outputs and inputs of a tile, warps and stages, such that no register is spilled
+    (tests/ops/compile_kernels.py)."""
+    if rank <= 16:
+        return (16, 32, 128, 4, 4) if rows <= 16 else (64, 32, 64, 4, 4)
+    return (16, 32, 64, 4, 3) if rows <= 16 else (32, 32, 64, 8, 3)
+
+
+def _kernel(function: Any) -> Any:
+    return function if triton is None else triton.jit(function)
+
+
+# fmt: off
+@_kernel
+def _adapted_rows(
+    x_ptr, w0_ptr, w1_ptr, w2_ptr, bias0_ptr, bias1_ptr, bias2_ptr, a0_ptr, a1_ptr, a2_ptr,
+    b0_ptr, b1_ptr, b2_ptr, out_ptr, rows, size0, size1, size2, rank0, rank1, rank2,
+    scale0, scale1, scale2,
+    INPUTS: tl.constexpr, BIASED: tl.constexpr, IN_PARTS: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, STEP: tl.constexpr, RANK_PAD: tl.constexpr,
+):
+    # fmt: on
+    """A tile of one layer's outputs for a tile of rows."""
+    tile = tl.program_id(1)
+    kind = x_ptr.dtype.element_ty
+    tiles0, tiles1 = tl.cdiv(size0, OUTPUTS), tl.cdiv(size1, OUTPUTS)
+    w_ptr, bias_ptr, a_ptr, b_ptr = w0_ptr, bias0_ptr, a0_ptr, b0_ptr
+    second, third = tile >= tiles0, tile >= tiles0 + tiles1
+    if third:
+        w_ptr, bias_ptr, a_ptr, b_ptr = w2_ptr, bias2_ptr, a2_ptr, b2_ptr
+    elif second:
+        w_ptr, bias_ptr, a_ptr, b_ptr = w1_ptr, bias1_ptr, a1_ptr, b1_ptr
+    size = tl.where(third, size2, tl.where(second, size1, size0))
+    rank = tl.where(third, rank2, tl.where(second, rank1, rank0))
+    scale = tl.where(third, scale2, tl.where(second, scale1, scale0))
+    first = tl.where(third, size0 + size1, tl.where(second, size0, 0))
+    tile -= tl.where(third, tiles0 + tiles1, tl.where(second, tiles0, 0))
+    n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    j = tl.arange(0, RANK_PAD)
+    k = tl.arange(0, STEP)[None]
+    x_at = x_ptr + r.to(tl.int64)[:, None] * INPUTS
+    w_at = w_ptr + n.to(tl.int64)[:, None] * INPUTS
+    a_at = a_ptr + j[:, None] * INPUTS
+    of_w = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    of_a = tl.zeros([ROWS, RANK_PAD], tl.float32)
+    for begin in range(0, INPUTS, STEP):
+        inside = begin + k < INPUTS
+        x = tl.load(x_at + begin + k, mask=(r < rows)[:, None] & inside, other=0.0)
+        w = tl.load(w_at + begin + k, mask=(n < size)[:, None] & inside, other=0.0)
+        a = tl.load(a_at + begin + k, mask=(j < rank)[:, None] & inside, other=0.0)
+        of_w += tl.dot(x, tl.trans(w), input_precision="ieee")
+        if IN_PARTS:
+            high = a.to(kind)
+            rest = a - high.to(tl.float32)
+            middle = rest.to(kind)
+            low = (rest - middle.to(tl.float32)).to(kind)
+            of_a += tl.dot(x, tl.trans(low))
+            of_a += tl.dot(x, tl.trans(middle))
+            of_a += tl.dot(x, tl.trans(high))
+        else:
+            of_a += tl.dot(x.to(tl.float32), tl.trans(a), input_precision="ieee")
+    b_at = b_ptr + n.to(tl.int64)[:, None] * rank + j[None]
+    b = tl.load(b_at, mask=(n < size)[:, None] & (j < rank)[None], other=0.0)
+    added = tl.dot(of_a * scale, tl.trans(b), input_precision="ieee")
+    if BIASED:
+        of_w += tl.load(bias_ptr + n, mask=n < size, other=0.0).to(tl.float32)[None]
+    made = of_w.to(kind).to(tl.float32) + added.to(kind).to(tl.float32)
+    out_at = out_ptr + r.to(tl.int64)[:, None] * (size0 + size1 + size2) + first + n[None]
+    tl.store(out_at, made.to(kind), mask=(r < rows)[:, None] & (n < size)[None])
