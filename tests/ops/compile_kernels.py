@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.ops.adapted_gpu import tiles as adapted_tiles
+from tandem.ops.continued_gpu import part_tiles
 from tandem.ops.varlen_gpu import tiles
 
 ARCHS = (80, 90, 100)
@@ -76,6 +77,10 @@ def _packed_attention(kind: str) -> dict[str, str]:
 
 def _tiles(kind: str, width: int, kernel: str) -> tuple[int, int]:
     return tiles(width, 2 if kind == "bf16" else 4, kernel)
+
+
+def _part_tiles(kind: str, width: int) -> tuple[int, int]:
+    return part_tiles(width, 2 if kind == "bf16" else 4)
 
 
 _ADAPTED = {
@@ -183,6 +188,18 @@ CASES = [
             (f"{width}, of keys", "_backward_keys", "keys",
              {"of_k_ptr": f"*{kind}", "of_v_ptr": f"*{kind}"}, {}),
         )
+    ),
+    *(
+        Case(f"parts of prompts {kind} {width}", "continued_gpu", "_attend_tile",
+             _pointers(kind, "q", "keys", "values", "out", "sinks")
+             | {"tables_ptr": "*i32", "starts_ptr": "*i64", "ends_ptr": "*i32", "scale": "fp32",
+                "softcap": "fp32"},
+             {"SINKS": True, "HEADS": 8, "GROUP": 4, "BLOCK": 16, "WINDOW": 0, "CAPPED": True,
+              "SIZE": _part_tiles(kind, width)[0], "K_WIDTH": width, "K_PAD": width,
+              "V_WIDTH": width, "V_PAD": width, "ROWS_PAD": 32},
+             ("q_row",), warps=_part_tiles(kind, width)[1], stages=2)
+        for kind, width in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 64),
+                            ("fp32", 128))
     ),
     Case("log-probs", "logprobs_gpu", "_read_row",
          {"logits_ptr": "*bf16", "targets_ptr": "*i64", "numbers_ptr": "*fp32", "inverse": "fp32"},
