@@ -201,6 +201,10 @@ CASES = [
         for kind, width in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 64),
                             ("fp32", 128))
     ),
+    Case("advantages", "advantages_gpu", "_scan_row",
+         _pointers("fp32", "rewards", "values", "advantages", "returns")
+         | {"mask_ptr": "*u8", "gamma": "fp32", "decay": "fp32"},
+         {"BLOCK": 1024}, load_bits=32),
     Case("log-probs", "logprobs_gpu", "_read_row",
          {"logits_ptr": "*bf16", "targets_ptr": "*i64", "numbers_ptr": "*fp32", "inverse": "fp32"},
          {"BLOCK": 4096}, ("vocabulary",), warps=8),
