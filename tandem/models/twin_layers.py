@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.models.frozen import FrozenConv1D, FrozenLinear
 from tandem.models.lora import LoraLinear
+from tandem.models.quantized import PackedWeight
 from tandem.ops import dense, gpu
 from tandem.ops.attention import attend, attend_rotary
 from tandem.ops.attention_context import AttentionSpec, Decode, current_step
@@ -164,7 +165,7 @@ class TwinRotaryAttention(nn.Module):
         joined = projected(hidden_states, [module.q_proj, module.k_proj, module.v_proj])
         qkv = joined.view(hidden_states.shape[1], -1, module.head_dim)
         # By the weights that are here: a slice of tensor-parallel generation has fewer heads.
-        heads = len(module.k_proj.weight) // module.head_dim
+        heads = module.k_proj.weight.shape[0] // module.head_dim
         sizes = qkv.shape[1] - 2 * heads, heads
         if "q_norm" in self._modules:
             q, k, v = qkv.split((*sizes, heads), 1)
@@ -180,31 +181,32 @@ def projected(x: Tensor, layers: Sequence[Any]) -> Tensor:
     if alike and all(type(layer) is TwinLinear for layer in layers):
         weights = [layer.weight for layer in layers]
         return joined_linear(x, weights, biases, together=isinstance(current_step(), Decode))
-    made = adapted_together(x, layers) if alike else None
+    made = adapted_together(x, layers)
     return made if made is not None else torch.cat([layer(x) for layer in layers], -1)
 
 
 def adapted_together(x: Tensor, layers: Sequence[Any]) -> Tensor | None:
-    """Plain linear layers over one input, some with adapters, side by side, by one kernel; None
-    outside of decoding or where that kernel does not fit."""
+    """Linear layers over one input, some with adapters, side by side, by one kernel; None outside
+    of decoding or where that kernel does not fit."""
     if torch.is_grad_enabled() or not isinstance(current_step(), Decode):
         return None
-    from tandem.ops.adapted_gpu import Adapter, adapted_linear, takes  # imports Triton
+    from tandem.ops.adapted_gpu import Adapter, Weight, adapted_linear, takes  # imports Triton
 
-    weights = [layer.weight for layer in layers]
-    if not all(isinstance(weight, Tensor) and weight.dtype == x.dtype for weight in weights):
-        return None
+    weights: list[Weight] = []
     found: list[Adapter | None] = []
     for layer in layers:
-        if type(layer) not in (TwinLinear, TwinAdaptedLinear):
+        if type(layer) not in (TwinLinear, TwinFrozenLinear, TwinAdaptedLinear):
             return None
         acting = layer.acting() if isinstance(layer, LoraLinear) else None
         if acting is not None and layer.training and layer.lora_dropout.p:
             return None
         found.append(acting and Adapter(acting[0].weight, acting[1].weight, layer.scale))
-    if not takes(weights, found):
-        return None
-    return adapted_linear(x, weights, [layer.bias for layer in layers], found)
+        own = layer.weight
+        if isinstance(own, PackedWeight):
+            own = own.layout.on_gpu(own.packed, own.scales)
+        weights.append(own)
+    biases = [layer.bias for layer in layers]
+    return adapted_linear(x, weights, biases, found) if takes(x, weights, biases, found) else None
 
 
 def gated_product(gate_up: Tensor, down: Any, tanh: bool) -> Tensor:

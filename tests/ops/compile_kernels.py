@@ -84,27 +84,32 @@ def _part_tiles(kind: str, width: int) -> tuple[int, int]:
 
 
 _ADAPTED = {
-    **_pointers("bf16", "x", "w0", "w1", "w2", "bias0", "bias1", "bias2", "out"),
-    **_pointers("fp32", "a0", "a1", "a2", "b0", "b1", "b2"),
+    **_pointers("bf16", "x", "w0", "w1", "w2", "unit0", "unit1", "unit2", "bias0", "bias1",
+                "bias2", "out"),
+    **_pointers("fp32", "a0", "a1", "a2", "b0", "b1", "b2", "table"),
     **dict.fromkeys(("scale0", "scale1", "scale2"), "fp32"),
 }  # fmt: skip
 
 
-def _adapted(rows: int, rank: int) -> dict[str, Any]:
-    tile, outputs, step, _, _ = adapted_tiles(rows, rank)
-    return {
-        "INPUTS": 4096, "BIASED": False, "IN_PARTS": True, "ROWS": tile, "OUTPUTS": outputs,
-        "STEP": step, "RANK_PAD": rank,
+def _adapted(name: str, rows: int, rank: int, kind: int, block: int, **types: str) -> Case:
+    tile, outputs, step, warps, stages = adapted_tiles(rows, rank, kind, block)
+    constants = {
+        "INPUTS": 4096, "BIASED": False, "IN_PARTS": True, "KIND": kind, "BLOCK": block,
+        "ROWS": tile, "OUTPUTS": outputs, "STEP": step, "RANK_PAD": rank,
     }  # fmt: skip
+    given = {f"{part}{i}_ptr": kind for part, kind in types.items() for i in range(3)}
+    sizes = tuple(f"{part}{i}" for part in ("size", "rank") for i in range(3))
+    return Case(f"adapters{name} of rank {rank}, {rows} rows", "adapted_gpu", "_adapted_rows",
+                _ADAPTED | given, constants, sizes, warps, stages)  # fmt: skip
 
 
 CASES = [
-    *(
-        Case(f"adapters of rank {rank}, {rows} rows", "adapted_gpu", "_adapted_rows", _ADAPTED,
-             _adapted(rows, rank), ("size0", "size1", "size2", "rank0", "rank1", "rank2"),
-             warps=adapted_tiles(rows, rank)[3], stages=adapted_tiles(rows, rank)[4])
-        for rows, rank in ((16, 16), (64, 16), (64, 32), (16, 64), (64, 64))
-    ),
+    *(_adapted("", rows, rank, 3, 1)
+      for rows, rank in ((16, 16), (64, 16), (64, 32), (16, 64), (64, 64))),
+    *(_adapted(" on NF4", rows, rank, 2, 64, w="*u8")
+      for rows, rank in ((16, 16), (64, 16), (16, 64), (64, 64))),
+    *(_adapted(" on int8", rows, rank, 0, 256, w="*u8", unit="*fp32")
+      for rows, rank in ((16, 16), (64, 16), (16, 64), (64, 64))),
     Case("add + RMSNorm", "layer_gpu", "_norm_rows", _NORM,
          {"WIDTH": 4096, "PAD": 4096, "ADDS": True, "KIND": 0, "BIASED": False}, warps=8),
     Case("add + LayerNorm", "layer_gpu", "_norm_rows", _NORM,

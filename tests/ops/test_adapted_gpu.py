@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.config.schema import LoraConfig
 from tandem.generation.runner import TwinRunner
+from tandem.models.frozen import FrozenLinear
 from tandem.models.lora import LoraLinear, adapters_off, add_lora, keep_start, lora_parameters
+from tandem.models.quantized import PackedWeight
 from tandem.models.twin import kv_shapes
 from tandem.ops import gpu, native
 from tandem.ops.attention_context import KVMemory
@@ -73,12 +76,17 @@ def in_one(x: Tensor, layers: list[Any]) -> Tensor:
 
     adapters = [
         Adapter(layer.lora_A.weight, layer.lora_B.weight, layer.scale)
-        if isinstance(layer, LoraLinear) else None
+        if isinstance(layer, LoraLinear)
+        else None
         for layer in layers
-    ]  # fmt: skip
-    weights = [layer.weight for layer in layers]
-    assert takes(weights, adapters)
-    return adapted_linear(x, weights, [layer.bias for layer in layers], adapters)
+    ]
+    weights = [
+        own.layout.on_gpu(own.packed, own.scales) if isinstance(own, PackedWeight) else own
+        for own in (layer.weight for layer in layers)
+    ]
+    biases = [layer.bias for layer in layers]
+    assert takes(x, weights, biases, adapters)
+    return adapted_linear(x, weights, biases, adapters)
 
 
 @torch.no_grad()
@@ -97,6 +105,29 @@ def test_adapted_layers(
     assert ours.dtype == dtype
     scale = float(plain.abs().max())
     assert float((ours - plain).abs().max()) <= TOLERANCE[dtype] * scale
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("kind", "inputs"), [("nf4", 192), ("int8", 512)])
+@pytest.mark.parametrize(("ranks", "rows"), [((3,), 20), ((4, 20, 0), 5)])
+def test_adapted_layers_in_few_bits(
+    dtype: torch.dtype, kind: str, inputs: int, ranks: tuple[int, ...], rows: int
+) -> None:
+    """Against the dequantized weights."""
+    layers = layers_of(dtype, inputs, True, ranks)
+    plain = []
+    x = torch.randn(rows, inputs).to(dtype)
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, LoraLinear):
+            layers[i] = layer = FrozenLinear(layer, kind)
+        else:
+            layer.quantize(kind)
+        made = F.linear(x, layer.weight.dequantized(), layer.bias)
+        plain.append(layer.adapted(x, made) if isinstance(layer, LoraLinear) else made)
+    whole = torch.cat(plain, -1)
+    scale = float(whole.abs().max())
+    assert float((in_one(x, layers) - whole).abs().max()) <= TOLERANCE[dtype] * scale
 
 
 @torch.no_grad()
@@ -124,18 +155,31 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 
 def test_what_the_kernel_does_not_take() -> None:
-    from tandem.ops.adapted_gpu import MAX_RANK, Adapter, takes
+    from tandem.ops.adapted_gpu import FEW_ROWS, MAX_RANK, Adapter, takes
 
-    weight = torch.randn(8, 6)
+    x, weight = torch.randn(5, 6), torch.randn(8, 6)
     small, wide = (
         Adapter(torch.randn(r, 6), torch.randn(8, r), 1.0) for r in (MAX_RANK, MAX_RANK + 1)
     )
-    assert takes([weight], [small])
-    assert not takes([weight], [wide])
-    assert not takes([weight], [None])
-    assert not takes([weight] * 4, [small] * 4)
-    assert not takes([torch.randn(6, 8).t()], [small])
-    assert not takes([weight], [Adapter(small.down.half(), small.up.half(), 1.0)])
+    assert takes(x, [weight], [None], [small])
+    assert not takes(x, [weight], [None], [wide])
+    assert not takes(x, [weight], [None], [None])
+    assert not takes(x, [weight] * 4, [None] * 4, [small] * 4)
+    assert not takes(x, [weight] * 2, [None, torch.ones(8)], [small] * 2)
+    assert not takes(x.half(), [weight], [None], [small])
+    assert not takes(x, [torch.randn(6, 8).t()], [None], [small])
+    assert not takes(x, [weight], [None], [Adapter(small.down.half(), small.up.half(), 1.0)])
+    x = torch.randn(FEW_ROWS, 128)
+    adapter = Adapter(torch.randn(4, 128), torch.randn(8, 4), 1.0)
+    bits = PackedWeight(torch.randn(8, 128), "nf4")
+    packed = bits.layout.on_gpu(bits.packed, bits.scales)
+    assert takes(x, [packed], [None], [adapter])
+    assert not takes(torch.randn(FEW_ROWS + 1, 128), [packed], [None], [adapter])
+    assert not takes(x, [packed, torch.randn(8, 128)], [None] * 2, [adapter] * 2)
+    odd = PackedWeight(torch.randn(8, 100), "nf4")
+    ragged = odd.layout.on_gpu(odd.packed, odd.scales)
+    adapter = Adapter(torch.randn(4, 100), torch.randn(8, 4), 1.0)
+    assert not takes(x[:, :100], [ragged], [None], [adapter])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "opt"])
