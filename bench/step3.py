@@ -37,10 +37,16 @@ from tandem.engine.allocator import keep_freed_memory
 
 PHASES = ("generate", "score", "train", "total")
 
-MICRO_BATCH_TOKENS = {"a": 1536, "b": 768, "llama-22m": 768, "smollm2": 768}
+MICRO_BATCH_TOKENS = {
+    "a": 1536,
+    "llama-2.2m": 1536,
+    "b": 768,
+    "llama-22m": 768,
+    "smollm2": 768,
+}
 """Padded tokens per forward: what the plain loop is fastest with, 16 and 8 rows."""
 
-TANDEM_MICRO_BATCH_TOKENS = {"a": 1536, "b": 384, "llama-22m": 768, "smollm2": 768}
+TANDEM_MICRO_BATCH_TOKENS = MICRO_BATCH_TOKENS | {"b": 384}
 """Tokens per forward of Tandem's: fewer where the logits of that many rows are what memory goes to;
 it is a little faster with 768, as the plain loop."""
 
@@ -215,7 +221,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--shape",
         choices=tuple(MICRO_BATCH_TOKENS),
         default="a",
-        help="0.94M, 15.2M, 22M, 135M weights",
+        help="0.94M, 2.2M, 15.2M, 22M, 135M weights",
     )
     add("--samples-per-prompt", type=count, help="answers to each prompt (1; smollm2: 4)")
     add("--no-check", dest="check", action="store_false", help="do not compare the sides' numbers")
