@@ -164,11 +164,11 @@ class PromptRow:
         return len(self.token_ids)
 
 
-def _sent(rows: Tensor, device: torch.device) -> Tensor:
-    """Numbers of rows on a device; from the host by way of pinned memory, without waiting."""
-    if rows.device.type == "cpu" and device.type == "cuda":
-        rows = rows.pin_memory()
-    return rows.to(device, non_blocking=True)
+def _sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """Numbers on a device; from the host by way of pinned memory, without waiting."""
+    if numbers.device.type == "cpu" and device.type == "cuda":
+        numbers = numbers.pin_memory()
+    return numbers.to(device, non_blocking=device.type != "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,18 +237,30 @@ class TokenBatch:
         """The same batch on `device`."""
         if self.host is not None and str(device) == "cpu":
             return self.host
-        moved = TokenBatch(
-            self.token_ids.to(device), self.attention_mask.to(device), self.response_mask.to(device)
-        )
-        if moved.token_ids.device.type == "cpu":
+        import torch
+
+        place = torch.device(device)
+        if place.type == self.token_ids.device.type == "cpu":
+            return self
+        # In one transfer.
+        whole = torch.stack([self.token_ids, self.attention_mask, self.response_mask])
+        token_ids, attention_mask, response_mask = _sent(whole, place)
+        moved = TokenBatch(token_ids, attention_mask.bool(), response_mask.bool())
+        if place.type == "cpu":
             return moved
         host = self.host if self.token_ids.device.type != "cpu" else self
         return replace(moved, host=host)
 
-    def select(self, rows: Tensor) -> TokenBatch:
+    def select(self, rows: Tensor, there: Tensor | None = None) -> TokenBatch:
         """The sequences at `rows` (M,) int64, on the host or the device, trimmed to the longest of
-        them."""
-        return self._selected(rows, _sent(rows, self.token_ids.device))
+        them.
+
+        Args:
+            there: the same numbers on this batch's device, if they are there already.
+        """
+        if there is None:
+            there = _sent(rows, self.token_ids.device)
+        return self._selected(rows, there)
 
     def _selected(self, rows: Tensor, there: Tensor) -> TokenBatch:
         """`there`: the rows on this batch's device."""
@@ -331,12 +343,12 @@ class Experience:
     def __len__(self) -> int:
         return len(self.batch)
 
-    def select(self, rows: Tensor) -> Experience:
-        """The sequences at `rows` (M,) int64, on the host or the device, trimmed to the longest of
-        them."""
+    def select(self, rows: Tensor, there: Tensor | None = None) -> Experience:
+        """As `TokenBatch.select`."""
         from torch import Tensor
 
-        there = _sent(rows, self.batch.token_ids.device)
+        if there is None:
+            there = _sent(rows, self.batch.token_ids.device)
         batch = self.batch._selected(rows, there)
         width = batch.token_ids.shape[1]
         chosen: dict[str, Any] = {}

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 import torch
@@ -143,6 +144,45 @@ class MicroBatch:
     idle: float = 0.0
 
 
+class Rows(list[int]):
+    """A micro-batch's rows, by number, as tensors too."""
+
+    def __init__(self, numbers: Sequence[int], together: _Together, begin: int) -> None:
+        super().__init__(numbers)
+        self._together, self._span = together, slice(begin, begin + len(numbers))
+
+    @property
+    def host(self) -> Tensor:
+        """(M,) int64 on the host."""
+        return self._together.host[self._span]
+
+    def on(self, device: torch.device) -> Tensor:
+        """(M,) int64 on a device, where all micro-batches' rows are sent when one is asked for."""
+        return self._together.on(device)[self._span]
+
+
+class _Together:
+    """The rows of several micro-batches, one behind the other."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.host = torch.tensor(numbers, dtype=torch.long, device="cpu")
+        self._there: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        if device.type == "cpu":
+            return self.host
+        if self._there is None:
+            (self._there,) = gpu.sent_together([self.host], device)
+        return self._there
+
+
+def rows_together(parts: Sequence[Sequence[int]]) -> list[Rows]:
+    """The rows of several micro-batches, which go to a device in one transfer."""
+    together = _Together([row for part in parts for row in part])
+    begins = accumulate((len(part) for part in parts), initial=0)
+    return [Rows(part, together, begin) for part, begin in zip(parts, begins, strict=False)]
+
+
 def balanced(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     """The rows of each rank, in O(rows log ranks): the longest row that is left goes to the first
     rank with the fewest tokens.
@@ -268,18 +308,16 @@ def _shares_prompts(model: PreTrainedModel) -> bool:
 
 def rank_micro_batches_of(
     batch: TokenBatch, max_tokens: int, world: World, models: Sequence[PreTrainedModel] = ()
-) -> list[tuple[Tensor, MicroBatch]]:
-    """As `rank_micro_batches`, with the rows' numbers as a tensor on the host.
+) -> list[tuple[Rows, MicroBatch]]:
+    """As `rank_micro_batches`, with the rows' numbers as tensors.
 
     Args:
         models: those that will run them; without any, rows count as if none shared a prompt.
     """
     groups = groups_of(batch, models) if models else []
     lengths = batch.on_host().lengths().tolist()
-    return [
-        (torch.tensor(part.rows, device="cpu"), part)
-        for part in rank_micro_batches(lengths, max_tokens, world, groups)
-    ]
+    parts = rank_micro_batches(lengths, max_tokens, world, groups)
+    return list(zip(rows_together([part.rows for part in parts]), parts, strict=True))
 
 
 @torch.no_grad()
@@ -304,12 +342,13 @@ def scored(
         for model in models:
             stack.enter_context(onload(model))
         for rows, part in rank_micro_batches_of(batch, max_tokens, world, models):
-            for i, output in enumerate(forward(batch.select(rows))):
+            there = rows.on(batch.token_ids.device)
+            for i, output in enumerate(forward(batch.select(rows.host, there))):
                 if i == len(results):
                     shape = batch.token_ids.shape[: output.dim()]
                     results.append(torch.zeros(shape, device=output.device))
                 if part.weight:
-                    where = rows.to(output.device)
+                    where = rows.on(output.device)
                     width = slice(output.shape[1]) if output.dim() == 2 else ...
                     results[i][where, width] = output.float()
     for model in models:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.checkpoint.state import SavedState
-from tandem.engine.forward import groups_of, rank_micro_batches
+from tandem.engine.forward import Rows, groups_of, rank_micro_batches, rows_together
 from tandem.engine.learner import Learner, step_learners
 from tandem.engine.oom import MicroBatchBudget
 from tandem.errors import BadStepError, NumericsError
@@ -60,7 +60,7 @@ class LossTerm:
 
     lengths: Sequence[int]
     units: float
-    loss: Callable[[list[int]], MicroBatchLoss]
+    loss: Callable[[Rows], MicroBatchLoss]
     coefficient: float = 1.0
     batch: TokenBatch | None = None
 
@@ -195,8 +195,9 @@ def _accumulated(
     groups = []
     if term.batch is not None:
         groups = groups_of(term.batch, [cast(PreTrainedModel, learner.model)])
-    for part in rank_micro_batches(term.lengths, max_tokens, world, groups):
-        found = term.loss(part.rows)
+    parts = rank_micro_batches(term.lengths, max_tokens, world, groups)
+    for rows, part in zip(rows_together([part.rows for part in parts]), parts, strict=True):
+        found = term.loss(rows)
         loss = found.loss if term.coefficient == 1.0 else term.coefficient * found.loss
         learner.backward(loss, term.units, weight=part.weight, is_last=part.is_last and is_last)
         idle += part.idle * term.units

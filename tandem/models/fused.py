@@ -16,8 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.models.frozen import FrozenConv1D, FrozenLinear
 from tandem.models.gpu_blocks import on_gpu_opt_attention, on_gpu_opt_layer, on_gpu_rotary_layer
+from tandem.models.lora import LoraLinear
 from tandem.models.rope import packed_rope
 from tandem.models.twin_layers import (
+    TwinAdaptedLinear,
     TwinConv1D,
     TwinEmbedding,
     TwinFrozenConv1D,
@@ -41,6 +43,7 @@ def fused(module: Any, kind: type[nn.Module]) -> Fused:
         nn.LayerNorm: TwinLayerNorm,
         Conv1D: TwinConv1D,
         FrozenLinear: TwinFrozenLinear,
+        LoraLinear: TwinAdaptedLinear,
         FrozenConv1D: TwinFrozenConv1D,
     }
     if kind in plain:

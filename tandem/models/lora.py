@@ -68,14 +68,26 @@ class LoraLayer(LinearLayer):
 
     def adapted(self, x: Tensor, output: Tensor) -> Tensor:
         """Add the adapter's output to the base layer's (..., out), as trained or as it started."""
-        down, up = self.lora_A, self.lora_B
-        if not self.switch.on:
-            if self.start_a is None or self.start_b is None:
-                return output
-            down, up = self.start_a, self.start_b
+        acting = self.acting()
+        if acting is None:
+            return output
+        down, up = acting
         x = x.to(down.weight.dtype)  # a base in bf16 beside adapters in float32
-        inner = down(self.lora_dropout(x) if self.switch.on else x) * (self.alpha / self.rank)
+        inner = down(self.lora_dropout(x) if self.switch.on else x) * self.scale
         return output + up(inner).to(output.dtype)
+
+    def acting(self) -> tuple[nn.Linear, nn.Linear] | None:
+        """A and B as trained, or, with the switch off, as they started; None: nothing to add."""
+        if self.switch.on:
+            return self.lora_A, self.lora_B
+        if self.start_a is None or self.start_b is None:
+            return None
+        return self.start_a, self.start_b
+
+    @property
+    def scale(self) -> float:
+        """What B A x is multiplied by."""
+        return self.alpha / self.rank
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -90,7 +102,7 @@ class LoraLayer(LinearLayer):
             dtype: of the result, which is summed in float32; None: the weight's.
         """
         down, up = self.lora_A.weight.float(), self.lora_B.weight.float()
-        update: Tensor = (up @ down) * (self.alpha / self.rank)
+        update: Tensor = (up @ down) * self.scale
         if isinstance(self, Conv1D):
             update = update.T
         merged: Tensor = self.plain_weight().float() + update

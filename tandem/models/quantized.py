@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tandem.errors import ModelError
 from tandem.ops import blockwise, gpu
+
+if TYPE_CHECKING:
+    from tandem.ops.adapted_gpu import Packed
 
 _CODES = {"int8": blockwise.INT8, "nf4": blockwise.NF4}
 KINDS = tuple(_CODES)
@@ -71,6 +74,16 @@ class Layout:
             code.block,
         )  # fmt: skip
         return made.view(*x.shape[:-1], self.shape[0])
+
+    def on_gpu(self, packed: Tensor, scales: Tensor) -> Packed:
+        """The weight as a GPU's kernel with adapters takes it."""
+        from tandem.ops.adapted_gpu import Packed  # imports Triton
+        from tandem.ops.quantized_gpu import KINDS
+
+        code = _CODES[self.kind]
+        table = blockwise.nf4_table(packed.device)
+        kind = KINDS.index(self.kind)
+        return Packed(packed, scales.view(code.scale_dtype), table, self.shape, kind, code.block)
 
     def sizes(self) -> tuple[int, int]:
         """Bytes of the codes and of the scales."""

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tandem.models.frozen import FrozenConv1D, FrozenLinear
+from tandem.models.lora import LoraLinear
+from tandem.models.quantized import PackedWeight
 from tandem.ops import dense, gpu
 from tandem.ops.attention import attend, attend_rotary
 from tandem.ops.attention_context import AttentionSpec, Decode, current_step
@@ -55,6 +57,15 @@ class TwinFrozenConv1D(FrozenConv1D):
     """Conv1D over a quantized weight, on the linear of `ops`."""
 
     _linear = staticmethod(dense.linear)
+
+
+class TwinAdaptedLinear(LoraLinear):
+    """nn.Linear with an adapter; one kernel where a GPU decodes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        made = adapted_together(x, [self]) if gpu.fuses(x) else None
+        return super().forward(x) if made is None else made
 
 
 class TwinRMSNorm(nn.Module):
@@ -154,7 +165,7 @@ class TwinRotaryAttention(nn.Module):
         joined = projected(hidden_states, [module.q_proj, module.k_proj, module.v_proj])
         qkv = joined.view(hidden_states.shape[1], -1, module.head_dim)
         # By the weights that are here: a slice of tensor-parallel generation has fewer heads.
-        heads = len(module.k_proj.weight) // module.head_dim
+        heads = module.k_proj.weight.shape[0] // module.head_dim
         sizes = qkv.shape[1] - 2 * heads, heads
         if "q_norm" in self._modules:
             q, k, v = qkv.split((*sizes, heads), 1)
@@ -164,13 +175,38 @@ class TwinRotaryAttention(nn.Module):
 
 def projected(x: Tensor, layers: Sequence[Any]) -> Tensor:
     """What linear layers over one input give, side by side; in decoding by one product where they
-    are plain and lie side by side."""
+    are plain and lie side by side, or have adapters."""
     biases = [layer.bias for layer in layers]
     alike = len({bias is None for bias in biases}) == 1
     if alike and all(type(layer) is TwinLinear for layer in layers):
         weights = [layer.weight for layer in layers]
         return joined_linear(x, weights, biases, together=isinstance(current_step(), Decode))
-    return torch.cat([layer(x) for layer in layers], -1)
+    made = adapted_together(x, layers)
+    return made if made is not None else torch.cat([layer(x) for layer in layers], -1)
+
+
+def adapted_together(x: Tensor, layers: Sequence[Any]) -> Tensor | None:
+    """Linear layers over one input, some with adapters, side by side, by one kernel; None outside
+    of decoding or where that kernel does not fit."""
+    if torch.is_grad_enabled() or not isinstance(current_step(), Decode):
+        return None
+    from tandem.ops.adapted_gpu import Adapter, Weight, adapted_linear, takes  # imports Triton
+
+    weights: list[Weight] = []
+    found: list[Adapter | None] = []
+    for layer in layers:
+        if type(layer) not in (TwinLinear, TwinFrozenLinear, TwinAdaptedLinear):
+            return None
+        acting = layer.acting() if isinstance(layer, LoraLinear) else None
+        if acting is not None and layer.training and layer.lora_dropout.p:
+            return None
+        found.append(acting and Adapter(acting[0].weight, acting[1].weight, layer.scale))
+        own = layer.weight
+        if isinstance(own, PackedWeight):
+            own = own.layout.on_gpu(own.packed, own.scales)
+        weights.append(own)
+    biases = [layer.bias for layer in layers]
+    return adapted_linear(x, weights, biases, found) if takes(x, weights, biases, found) else None
 
 
 def gated_product(gate_up: Tensor, down: Any, tanh: bool) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.objectives.masked import require_same_shape, whiten
+from tandem.ops import gpu
 
 
 def generalized_advantages(
@@ -34,6 +35,11 @@ def generalized_advantages(
     """
     require_same_shape(rewards=rewards, values=values, response_mask=response_mask)
     rewards, values = rewards.float(), values.float()
+    if gpu.fuses(rewards):
+        from tandem.ops.advantages_gpu import advantages_gpu  # imports Triton
+
+        made: tuple[Tensor, Tensor] = advantages_gpu(rewards, values, response_mask, gamma, lam)
+        return made
     if rewards.device.type != "cpu":
         return _scanned_advantages(rewards, values, response_mask, gamma=gamma, lam=lam)
     advantages = torch.zeros_like(rewards)
@@ -53,7 +59,7 @@ def generalized_advantages(
 def _scanned_advantages(
     rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """`generalized_advantages` in log2(T) steps of a few kernels, where each launch costs.
+    """`generalized_advantages` in log2(T) steps of a few kernels, on a GPU without our own.
 
     A_t = d_t + c_t A_{t+1} with d = delta and c = gamma lam on the response, and 0 and 1 off it.
     After a step of s, A_t = d_t + c_t A_{t+2s}, which is d_t once 2 s reaches T.

@@ -160,6 +160,10 @@ def continued_attention(
             q, keys, values, before.tables, before.starts_at, step.cu_seqlens,
             kind.scale, kind.window, kind.softcap, kind.sinks,
         )  # fmt: skip
+    if gpu.fuses(q) and kind.dropout == 0 and not _varlen_kernel_fits(q, values, kind):
+        from tandem.ops.continued_gpu import continued_attention_gpu  # imports Triton
+
+        return continued_attention_gpu(q, keys, values, step.cu_seqlens, before, kind)
     blocks, places, ends = before.written_out()
     if q.device.type == "cpu":
         k, v = keys[blocks, :, :, places], values[blocks, :, places]

@@ -94,7 +94,8 @@ def tiles(width: int, size: int, kernel: str = "forward") -> tuple[int, int]:
     return 32, 8 if kernel == "queries" else 4
 
 
-def _padded(width: int) -> int:
+def padded(width: int) -> int:
+    """A power of two that tensor cores take."""
     return max(16, triton.next_power_of_2(width))
 
 
@@ -106,8 +107,8 @@ def _settings(
     sequences = len(ends) - 1
     return triton.cdiv(q.shape[0], size) + sequences, {
         "GROUP": q.shape[1] // k.shape[1], "WINDOW": window, "CAPPED": cap != 0, "SIZE": size,
-        "K_WIDTH": q.shape[2], "K_PAD": _padded(q.shape[2]), "V_WIDTH": v.shape[2],
-        "V_PAD": _padded(v.shape[2]), "ROWS_PAD": triton.next_power_of_2(max(1, sequences)),
+        "K_WIDTH": q.shape[2], "K_PAD": padded(q.shape[2]), "V_WIDTH": v.shape[2],
+        "V_PAD": padded(v.shape[2]), "ROWS_PAD": triton.next_power_of_2(max(1, sequences)),
         "num_warps": warps, "num_stages": 2,
     }  # fmt: skip
 
@@ -159,7 +160,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
 
 
 @_kernel
-def _tile_of(ends_ptr, sequences, tile, SIZE: tl.constexpr, ROWS_PAD: tl.constexpr):
+def tile_of(ends_ptr, sequences, tile, SIZE: tl.constexpr, ROWS_PAD: tl.constexpr):
     """First and last + 1 token of a tile's sequence, and the tile's own first; empty past all."""
     b = tl.arange(0, ROWS_PAD)
     begin = tl.load(ends_ptr + b, mask=b < sequences, other=0)
@@ -174,7 +175,7 @@ def _tile_of(ends_ptr, sequences, tile, SIZE: tl.constexpr, ROWS_PAD: tl.constex
 
 # fmt: off
 @_kernel
-def _scores(q, k, i, j, last, scale, softcap, CAPPED: tl.constexpr, WINDOW: tl.constexpr):
+def scores_of(q, k, i, j, last, scale, softcap, CAPPED: tl.constexpr, WINDOW: tl.constexpr):
     # fmt: on
     """Scores of queries i and keys j in units of log 2, and the slope of the cap."""
     raw = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -200,7 +201,7 @@ def _forward(
     # fmt: on
     """A tile of queries of one head."""
     head = tl.program_id(1)
-    first, last, begin = _tile_of(ends_ptr, sequences, tl.program_id(0), SIZE, ROWS_PAD)
+    first, last, begin = tile_of(ends_ptr, sequences, tl.program_id(0), SIZE, ROWS_PAD)
     if begin < last:
         i = begin + tl.arange(0, SIZE)
         kd, vd = tl.arange(0, K_PAD), tl.arange(0, V_PAD)
@@ -221,7 +222,7 @@ def _forward(
             j = key + tl.arange(0, SIZE)
             k_at = k_ptr + j.to(tl.int64)[:, None] * k_row + head // GROUP * K_WIDTH + kd[None]
             k = tl.load(k_at, mask=(j < last)[:, None] & (kd < K_WIDTH)[None], other=0.0)
-            scores, _ = _scores(q, k, i, j, last, scale, softcap, CAPPED, WINDOW)
+            scores, _ = scores_of(q, k, i, j, last, scale, softcap, CAPPED, WINDOW)
             higher = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - higher[:, None])
             shrink = tl.exp2(top - higher)
@@ -250,7 +251,7 @@ def _backward_queries(
     # fmt: on
     """Gradient of a tile of queries of one head."""
     head = tl.program_id(1)
-    first, last, begin = _tile_of(ends_ptr, sequences, tl.program_id(0), SIZE, ROWS_PAD)
+    first, last, begin = tile_of(ends_ptr, sequences, tl.program_id(0), SIZE, ROWS_PAD)
     if begin < last:
         i = begin + tl.arange(0, SIZE)
         kd, vd = tl.arange(0, K_PAD), tl.arange(0, V_PAD)
@@ -273,7 +274,7 @@ def _backward_queries(
             k = tl.load(k_at, mask=(j < last)[:, None] & (kd < K_WIDTH)[None], other=0.0)
             v_at = v_ptr + from_j * v_row + head // GROUP * V_WIDTH + vd[None]
             v = tl.load(v_at, mask=(j < last)[:, None] & (vd < V_WIDTH)[None], other=0.0)
-            scores, slope = _scores(q, k, i, j, last, scale, softcap, CAPPED, WINDOW)
+            scores, slope = scores_of(q, k, i, j, last, scale, softcap, CAPPED, WINDOW)
             weights = tl.exp2(scores - sums[:, None])
             of_weights = tl.dot(g, tl.trans(v), input_precision="ieee")
             of_scores = weights * (of_weights - inner[:, None]) * slope
@@ -294,7 +295,7 @@ def _backward_keys(
     # fmt: on
     """Gradients of a tile of keys and values of one key head, from all heads that share it."""
     key_head = tl.program_id(1)
-    _first, last, begin = _tile_of(ends_ptr, sequences, tl.program_id(0), SIZE, ROWS_PAD)
+    _first, last, begin = tile_of(ends_ptr, sequences, tl.program_id(0), SIZE, ROWS_PAD)
     if begin < last:
         j = begin + tl.arange(0, SIZE)
         kd, vd = tl.arange(0, K_PAD), tl.arange(0, V_PAD)
@@ -319,7 +320,7 @@ def _backward_keys(
                 g = tl.load(g_at, mask=(i < last)[:, None] & (vd < V_WIDTH)[None], other=0.0)
                 sums = tl.load(sums_ptr + head * tokens + i, mask=i < last, other=0.0)
                 inner = tl.load(inner_ptr + head * tokens + i, mask=i < last, other=0.0)
-                scores, slope = _scores(q, k, i, j, last, scale, softcap, CAPPED, WINDOW)
+                scores, slope = scores_of(q, k, i, j, last, scale, softcap, CAPPED, WINDOW)
                 weights = tl.exp2(scores - sums[:, None])
                 turned = tl.trans(weights.to(g.dtype))
                 of_v += tl.dot(turned, g, input_precision="ieee")

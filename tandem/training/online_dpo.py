@@ -20,6 +20,7 @@ from torch import Tensor
 from tandem.checkpoint.state import SavedState
 from tandem.config.schema import minibatch_size
 from tandem.data.loader import BatchOrder
+from tandem.engine.forward import Rows
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.oom import MicroBatchBudget
 from tandem.engine.update import (
@@ -180,7 +181,7 @@ class OnlineDPO:
         engine, log = self.engine, Means()
         with self.phases("train") as phase, training_mode(engine.actor):
             for rows in self._minibatches(pairs, step):
-                part = experience.select(rows.flatten().to(engine.device))
+                part = experience.select(rows.flatten())
                 try:
                     with Update(self._budget) as update:
                         learning_rate = engine.actor_learner.learning_rate
@@ -200,7 +201,7 @@ class OnlineDPO:
                     if engine.ema is not None:
                         engine.ema.update()
                 phase.samples += len(part)
-                phase.tokens += int(part.batch.attention_mask.sum())
+                phase.tokens += int(part.batch.on_host().attention_mask.sum())
                 phase.flops += update_flops(engine, part.batch, actor=True)
         return log.means()
 
@@ -216,11 +217,11 @@ class OnlineDPO:
 
     def _term(self, pairs: Experience) -> LossTerm:
         """DPO's loss of pairs, whose rows come as chosen, rejected, chosen, rejected ..."""
-        lengths = pairs.batch.lengths().view(-1, 2)
+        lengths = pairs.batch.on_host().lengths().view(-1, 2)
 
-        def loss(numbers: list[int]) -> MicroBatchLoss:
-            first = 2 * torch.tensor(numbers, device=self.engine.device)
-            part = pairs.select(torch.cat([first, first + 1]))
+        def loss(numbers: Rows) -> MicroBatchLoss:
+            first, there = 2 * numbers.host, 2 * numbers.on(pairs.batch.token_ids.device)
+            part = pairs.select(torch.cat([first, first + 1]), torch.cat([there, there + 1]))
             chosen, rejected = halves(self._logprobs(part))
             result = loss_of_pairs(chosen, rejected, self._config.dpo)
             sums = {

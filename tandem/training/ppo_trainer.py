@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tandem.config.schema import RunConfig, minibatch_size, num_updates, rl_section
 from tandem.config.stages import rl_stage
+from tandem.engine.forward import Rows
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
@@ -259,8 +260,8 @@ class PPOTrainer:
         answers = LossTerm(
             learned.batch.on_host().lengths().tolist(),
             units,
-            lambda numbers: actor_loss(
-                self.engine, algorithm, learned.select(self._rows(numbers)), kl_coef=self.kl_coef
+            lambda rows: actor_loss(
+                self.engine, algorithm, self._part(learned, rows), kl_coef=self.kl_coef
             ),
             batch=learned.batch,
         )
@@ -296,8 +297,8 @@ class PPOTrainer:
     ) -> None:
         """Train the critic."""
 
-        def loss(rows: list[int]) -> MicroBatchLoss:
-            return critic_loss(self.engine, self.algorithm, minibatch.select(self._rows(rows)))
+        def loss(rows: Rows) -> MicroBatchLoss:
+            return critic_loss(self.engine, self.algorithm, self._part(minibatch, rows))
 
         batch = minibatch.batch
         lengths, count = batch.on_host().lengths().tolist(), batch.num_response_tokens
@@ -319,8 +320,8 @@ class PPOTrainer:
             if self.engine.ema is not None:
                 self.engine.ema.update()
 
-    def _rows(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers)
+    def _part(self, minibatch: Experience, rows: Rows) -> Experience:
+        return minibatch.select(rows.host, rows.on(minibatch.batch.token_ids.device))
 
     @property
     def _has_ptx(self) -> bool:

@@ -1,4 +1,4 @@
-"""A micro-batch on a device asks the device for nothing, and is sent there in two transfers.
+"""A micro-batch on a device asks the device for nothing, and is sent there in one transfer.
 
 The meta device stands for a GPU: what would be read back from it raises.
 """
@@ -14,13 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tandem import types
 from tandem.config.schema import PPOConfig
 from tandem.engine import update
-from tandem.engine.forward import response_logprobs, token_values
+from tandem.engine.forward import Rows, response_logprobs, rows_together, token_values
+from tandem.engine.update import LossTerm, MicroBatchLoss, _accumulated
 from tandem.generation.gpu_graphs import NoWaiting
 from tandem.models.lm_head import VocabularyHead
 from tandem.models.packed import packed_rows, predictor_states, response_tokens
 from tandem.ops import gpu
+from tandem.parallel.world import World
 from tandem.training.algorithm import actor_loss, algorithm_of, critic_loss
 from tandem.types import Experience, TokenBatch
 from tests.models.families import ragged_batch, tiny_model, tiny_scalar
@@ -66,7 +69,7 @@ FIELDS = ("old_logprobs", "ref_logprobs", "rewards", "advantages", "values", "re
 
 @pytest.mark.parametrize("groups", ["one", "ragged"])
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_a_micro_batch_is_sent_in_two_transfers_and_read_in_none(
+def test_a_micro_batch_is_sent_in_one_transfer_and_read_in_none(
     role: str, groups: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_meta(monkeypatch)
@@ -87,19 +90,72 @@ def test_a_micro_batch_is_sent_in_two_transfers_and_read_in_none(
         values=lambda batch: token_values(model, batch),
     )
 
-    def learn() -> None:
-        part = whole.select(torch.arange(len(whole) - 1, -1, -1))
-        found = (
+    def learn(rows: Rows) -> MicroBatchLoss:
+        part = whole.select(rows.host, rows.on(META))
+        return (
             actor_loss(engine, algorithm, part, kl_coef=0.1)
             if role == "actor"
             else critic_loss(engine, algorithm, part)
         )
-        found.loss.backward()
 
-    learn()  # what is found out once
+    class OnMeta:
+        """A learner whose forward and backward alone count."""
+
+        name, shards = role, SimpleNamespace(world=World())
+
+        def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
+            loss.backward()
+
+    OnMeta.model = model  # type: ignore[attr-defined]
+    monkeypatch.setattr(update, "_read", lambda numbers: [0.0] * len(numbers))
+    rows = len(whole)
+    term = LossTerm([10] * rows, 1.0, learn)
+    _accumulated(cast(Any, OnMeta()), term, 20, is_last=True)  # what is found out once
     with Transfers() as transfers:
-        learn()
-    assert transfers.sent == 2  # the rows' numbers; what the forward needs of them
+        _accumulated(cast(Any, OnMeta()), term, 20, is_last=True)
+    # All rows' numbers of the update; for each micro-batch what its forward needs of them.
+    assert transfers.sent == 1 + -(-rows // 2)
+
+
+def test_the_rows_of_micro_batches_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Tensor] = []
+
+    def send(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+        assert device == META
+        sent.extend(parts)
+        return tuple(parts)
+
+    monkeypatch.setattr(gpu, "sent_together", send)
+    parts = [[4, 1], [], [0, 3, 2]]
+    made = rows_together(parts)
+    assert [list(rows) for rows in made] == parts
+    assert [rows.host.tolist() for rows in made] == parts
+    assert [rows.on(torch.device("cpu")).tolist() for rows in made] == parts
+    assert not sent
+    assert [rows.on(META).tolist() for rows in made] == parts
+    assert [part.tolist() for part in sent] == [[4, 1, 0, 3, 2]]
+    assert rows_together([]) == []
+
+
+def test_a_batch_goes_to_a_device_in_one_transfer() -> None:
+    batch = ragged_batch((5, 9, 3))
+    with Transfers() as transfers:
+        there = batch.to(META)
+    assert transfers.sent == 1
+    assert there.host is batch
+    for name in ("token_ids", "attention_mask", "response_mask"):
+        moved, own = getattr(there, name), getattr(batch, name)
+        assert (moved.shape, moved.dtype) == (own.shape, own.dtype)
+    assert batch.to("cpu") is batch
+
+
+def test_what_comes_from_a_device_is_what_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = ragged_batch((5, 9, 3))
+    monkeypatch.setattr(types, "_sent", lambda numbers, device: numbers)
+    moved = batch.to(META)
+    assert torch.equal(moved.token_ids, batch.token_ids)
+    assert torch.equal(moved.attention_mask, batch.attention_mask)
+    assert torch.equal(moved.response_mask, batch.response_mask)
 
 
 def test_what_is_sent_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:

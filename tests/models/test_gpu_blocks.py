@@ -17,7 +17,9 @@ from tandem.models.gpu_blocks import join_projections
 from tandem.models.quantized import PackedWeight
 from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.twin import base_forward, twin_of
+from tandem.ops.attention import attend
 from tandem.ops.attention_context import (
+    AttentionSpec,
     Before,
     Decode,
     KVMemory,
@@ -147,6 +149,26 @@ def test_nothing_waits_in_prefill_and_update(name: str) -> None:
         with attending(Packed(ends, 16)):
             out = base_forward(twin, ids, ids)
         out.backward(torch.empty_like(out))
+
+
+@pytest.mark.parametrize(
+    ("width", "rule"), [(64, {"softcap": 20.0}), (64, {"sinks": True}), (20, {})]
+)
+def test_parts_of_prompts_are_one_kernel_whatever_the_heads(
+    width: int, rule: dict[str, Any]
+) -> None:
+    meta, heads = torch.device("meta"), 4
+    if "sinks" in rule:
+        rule = {"sinks": torch.zeros(heads, device=meta)}
+    memory = KVMemory([LayerShape(heads, width, width)], 8, dtype=torch.bfloat16, device=meta)
+    tables = torch.zeros((3, 4), dtype=torch.int32, device=meta)
+    before = Before(tables, [16, 0, 32], [8, 40, 8], meta)
+    ends = torch.zeros(4, dtype=torch.int32, device=meta)
+    step = Packed(ends, 40, memory, before.tables_of_new(), before=before)
+    q = torch.empty((56, heads, width), dtype=torch.bfloat16, device=meta)
+    with NoWaiting(), attending(step), Launches() as launches:
+        attend(0, q, q, q, AttentionSpec(width**-0.5, **rule))
+    assert launches.seen == {"tandem.store_kv_gpu": 1, "tandem.continued_attention_gpu": 1}
 
 
 def test_sampling_is_two_kernels_whatever_the_rule() -> None:

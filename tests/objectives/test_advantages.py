@@ -16,6 +16,7 @@ from tandem.objectives.advantages import (
     leave_one_out,
     over_tokens,
 )
+from tests.ops.counting import Launches, on_meta
 
 
 def test_hand_worked_table() -> None:
@@ -72,6 +73,16 @@ def test_the_scan_of_a_gpu_is_the_loop(length: int) -> None:
     scan = _scanned_advantages(rewards, values, mask, gamma=0.97, lam=0.9)
     for ours, plain in zip(scan, loop, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_advantages_are_one_launch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/ops/test_advantages_gpu.py compares the kernel with the definition."""
+    on_meta(monkeypatch)
+    rewards = torch.zeros(64, 512, device="meta")
+    mask = torch.zeros(64, 512, dtype=torch.bool, device="meta")
+    with Launches() as launches:
+        generalized_advantages(rewards, rewards, mask, gamma=1.0, lam=0.95)
+    assert launches.seen == {"tandem.advantages_gpu": 1}
 
 
 def test_lambda_1_is_the_return_minus_the_value() -> None:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tandem.ops.adapted_gpu import tiles as adapted_tiles
+from tandem.ops.continued_gpu import part_tiles
 from tandem.ops.varlen_gpu import tiles
 
 ARCHS = (80, 90, 100)
@@ -77,7 +79,37 @@ def _tiles(kind: str, width: int, kernel: str) -> tuple[int, int]:
     return tiles(width, 2 if kind == "bf16" else 4, kernel)
 
 
+def _part_tiles(kind: str, width: int) -> tuple[int, int]:
+    return part_tiles(width, 2 if kind == "bf16" else 4)
+
+
+_ADAPTED = {
+    **_pointers("bf16", "x", "w0", "w1", "w2", "unit0", "unit1", "unit2", "bias0", "bias1",
+                "bias2", "out"),
+    **_pointers("fp32", "a0", "a1", "a2", "b0", "b1", "b2", "table"),
+    **dict.fromkeys(("scale0", "scale1", "scale2"), "fp32"),
+}  # fmt: skip
+
+
+def _adapted(name: str, rows: int, rank: int, kind: int, block: int, **types: str) -> Case:
+    tile, outputs, step, warps, stages = adapted_tiles(rows, rank, kind, block)
+    constants = {
+        "INPUTS": 4096, "BIASED": False, "IN_PARTS": True, "KIND": kind, "BLOCK": block,
+        "ROWS": tile, "OUTPUTS": outputs, "STEP": step, "RANK_PAD": rank,
+    }  # fmt: skip
+    given = {f"{part}{i}_ptr": kind for part, kind in types.items() for i in range(3)}
+    sizes = tuple(f"{part}{i}" for part in ("size", "rank") for i in range(3))
+    return Case(f"adapters{name} of rank {rank}, {rows} rows", "adapted_gpu", "_adapted_rows",
+                _ADAPTED | given, constants, sizes, warps, stages)  # fmt: skip
+
+
 CASES = [
+    *(_adapted("", rows, rank, 3, 1)
+      for rows, rank in ((16, 16), (64, 16), (64, 32), (16, 64), (64, 64))),
+    *(_adapted(" on NF4", rows, rank, 2, 64, w="*u8")
+      for rows, rank in ((16, 16), (64, 16), (16, 64), (64, 64))),
+    *(_adapted(" on int8", rows, rank, 0, 256, w="*u8", unit="*fp32")
+      for rows, rank in ((16, 16), (64, 16), (16, 64), (64, 64))),
     Case("add + RMSNorm", "layer_gpu", "_norm_rows", _NORM,
          {"WIDTH": 4096, "PAD": 4096, "ADDS": True, "KIND": 0, "BIASED": False}, warps=8),
     Case("add + LayerNorm", "layer_gpu", "_norm_rows", _NORM,
@@ -162,6 +194,22 @@ CASES = [
              {"of_k_ptr": f"*{kind}", "of_v_ptr": f"*{kind}"}, {}),
         )
     ),
+    *(
+        Case(f"parts of prompts {kind} {width}", "continued_gpu", "_attend_tile",
+             _pointers(kind, "q", "keys", "values", "out", "sinks")
+             | {"tables_ptr": "*i32", "starts_ptr": "*i64", "ends_ptr": "*i32", "scale": "fp32",
+                "softcap": "fp32"},
+             {"SINKS": True, "HEADS": 8, "GROUP": 4, "BLOCK": 16, "WINDOW": 0, "CAPPED": True,
+              "SIZE": _part_tiles(kind, width)[0], "K_WIDTH": width, "K_PAD": width,
+              "V_WIDTH": width, "V_PAD": width, "ROWS_PAD": 32},
+             ("q_row",), warps=_part_tiles(kind, width)[1], stages=2)
+        for kind, width in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 64),
+                            ("fp32", 128))
+    ),
+    Case("advantages", "advantages_gpu", "_scan_row",
+         _pointers("fp32", "rewards", "values", "advantages", "returns")
+         | {"mask_ptr": "*u8", "gamma": "fp32", "decay": "fp32"},
+         {"BLOCK": 1024}, load_bits=32),
     Case("log-probs", "logprobs_gpu", "_read_row",
          {"logits_ptr": "*bf16", "targets_ptr": "*i64", "numbers_ptr": "*fp32", "inverse": "fp32"},
          {"BLOCK": 4096}, ("vocabulary",), warps=8),
