@@ -3,10 +3,10 @@
     python bench/page.py --rows 10000 --json page.json
 
 Debian's chromium (pip install playwright), at 1280 and at 390 pixels, shows the rollouts of a run
-that `tandem serve` serves. A script scrolls the list by so many pixels at every frame: as one reads, as
-one flings a list, and by whole screens. A frame's time is that between two calls of requestAnimationFrame,
-which are 16.7 ms apart where nothing is late; server, browser and all that it draws share the
-processor. A screen per frame is more than a hand can do.
+that `tandem serve` serves. A script scrolls the list by so many pixels at every frame: as one
+reads, as one flings a list, and by whole screens, which no hand does. A frame is the time between
+two calls of requestAnimationFrame, 16.7 ms apart where nothing is late; server, browser and all
+that it draws share the processor.
 """
 
 from __future__ import annotations

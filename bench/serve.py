@@ -6,11 +6,12 @@
 All serve one folder of a random Llama (or --model FOLDER), in a process of their own, with the same
 threads: `transformers serve` as it is, and with continuous batching over the KV memory that this
 bench needs (left to itself it takes gigabytes, and minutes per answer); llama.cpp a GGUF file, in
-fp32 (pip install gguf). Clients send one streamed chat after another over their own connections.
-With --clock cpu rates are per CPU second of the server's process, which a busy machine does not
-change; the time to the first token is always on the clock. Another side asks Tandem for reward and
-KL beside each answer, from a run's folder with a reward model and an SFT model of the same size;
-its cost is what a token takes beside one of plain chat.
+fp32 (pip install gguf; bench/xllamacpp_server.py where llama.cpp is not built). Clients send one
+streamed chat after another over their own connections. With --clock cpu rates are per CPU second of
+the server's process, which a busy machine does not change; the time to the first token is always on
+the clock. Another side asks Tandem for reward and KL beside each answer, from a run's folder with a
+reward model and an SFT model of the same size; its cost is what a token takes beside one of plain
+chat.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     made.add_argument("--max-tokens", type=count, default=64, help="of an answer")
     made.add_argument("--shape", choices=sorted(SHAPES), default="llama-2.2m")
     made.add_argument("--model", type=Path, help="a folder with a chat template, not a random one")
-    made.add_argument("--llama-server", type=Path, help="llama.cpp's program; without it, left out")
+    made.add_argument("--llama-server", type=Path, help="llama.cpp's; without it, left out")
     made.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     made.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="of the rates")
     options = made.parse_args(args)
@@ -203,9 +204,10 @@ def _command(side: str, folder: Path, options: Any, port: int) -> list[str]:
     model = folder / ("run" if side == JUDGED else "base")
     if side == "llama.cpp":
         threads = str(options.threads)
-        return [str(options.llama_server), "-m", str(folder / "base.gguf"), "--port", str(port),
-                "-np", "64", "-c", str(64 * 512), "-t", threads, "-tb", threads, "--jinja",
-                "--threads-http", "64", "--no-webui", "--log-disable"]  # fmt: skip
+        script = [sys.executable] if options.llama_server.suffix == ".py" else []
+        return [*script, str(options.llama_server), "-m", str(folder / "base.gguf"),
+                "--port", str(port), "-np", "64", "-c", str(64 * 512), "--jinja",
+                "-t", threads, "-tb", threads, "--threads-http", "64"]  # fmt: skip
     if side.startswith("transformers"):
         words = [sys.executable, "-c", "from transformers.cli.transformers import main; main()",
                  "serve", str(model), "--device", "cpu", "--dtype", "float32",
@@ -231,7 +233,9 @@ def served(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command(port), env=environment, stdout=subprocess.DEVNULL)
+    words, quiet = command(port), subprocess.DEVNULL
+    errors = quiet if "--threads-http" in words else None  # llama.cpp tells every request there
+    process = subprocess.Popen(words, env=environment, stdout=quiet, stderr=errors)
     try:
         _wait_for(port, process)
         yield process, port
