@@ -157,7 +157,7 @@ def test_two_runs_are_overlaid_in_every_chart(page: Any, run: Path, tmp_path: Pa
         assert lines_of_one > 0
         page.get_by_role("checkbox", name="second").check()
         chart.get_by_text("second").wait_for()
-        legend = chart.locator("figcaption, .legend").all_inner_texts()
+        legend = chart.locator(".legend").all_inner_texts()
         assert all(name in " ".join(legend) for name in ("first", "second"))
         assert chart.locator("path").count() == 2 * lines_of_one
         ends = [
