@@ -48,10 +48,11 @@ def _cpu_rows() -> dict[str, GenerationWork]:
         )
         for num_prompts in (64, 256)
     }
-    for name in ("llama-2.2m", "llama-22m", "opt-125m"):
+    large = {"opt-125m": 32, "smollm2": 16}  # and how many prompts
+    for name in ("llama-2.2m", "llama-22m", *large):
         row = GenerationWork(shape=SHAPES[name])
-        if name == "opt-125m":
-            row = replace(row, num_prompts=32, max_new_tokens=64)
+        if name in large:
+            row = replace(row, num_prompts=large[name], max_new_tokens=64)
         rows[f"{name}-fp32"], rows[f"{name}-bf16"] = row, replace(row, dtype="bf16")
     samples: dict[str, Any] = {"samples_per_prompt": 8, "prompt_tokens": (128, 192)}
     for name, num_prompts in (("llama-2.2m", 32), ("llama-22m", 16)):

@@ -33,7 +33,7 @@ from tandem.types import TokenBatch
 AGREEMENT = {"fp32": 1e-5, "bf16": 3e-2}
 """How far the two gradients may be apart, relative to the padded one's size."""
 
-NUM_ROWS = {"llama-2.2m": 64, "llama-22m": 32}
+NUM_ROWS = {"llama-2.2m": 64, "llama-22m": 32, "smollm2": 16}
 
 
 class GradientSide(TrainingSide):
@@ -119,8 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags = parser(__doc__, "rounds threads dtype device micro-batch-tokens default-allocator")
     add = flags.add_argument
-    add("--shapes", nargs="+", choices=LLAMAS, default=list(LLAMAS))
-    add("--sequences", type=count, help="rows; 64 for llama-2.2m and 32 for llama-22m by default")
+    add("--shapes", nargs="+", choices=NUM_ROWS, default=list(LLAMAS))
+    add("--sequences", type=count, help=f"rows; by default {NUM_ROWS}")
     return flags.parse_args(arguments)
 
 

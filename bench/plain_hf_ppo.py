@@ -1,4 +1,4 @@
-"""PPO with plain Hugging Face parts: the loop that a careful user writes from the textbook.
+"""PPO and GRPO with plain Hugging Face parts: the loop of a careful user who has the textbook.
 
 Prompts padded on the left, `generate` with sampling, padded forwards over the whole (B, T) with
 full logits in micro-batches, log_softmax and gather, GAE as a loop over time, whitening, clipped
@@ -214,14 +214,17 @@ class PlainPPO:
         return 0.5 * (worst * part.sequences.response_mask).sum()
 
     def _score_part(self, part: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        outputs = self._head_outputs(self.reward_model, part)
-        scores = outputs[torch.arange(len(outputs)), _last(part.response_mask)]
         return (
             self._logprobs(self.actor, part),
             self._logprobs(self.reference, part),
             self._values(part),
-            scores,
+            self._scores(part),
         )
+
+    def _scores(self, part: Sequences) -> Tensor:
+        """(b,): what the reward model says at an answer's last token."""
+        outputs = self._head_outputs(self.reward_model, part)
+        return outputs[torch.arange(len(outputs)), _last(part.response_mask)]
 
     def _logprobs(self, model: PreTrainedModel, part: Sequences) -> Tensor:
         """(b, T) log-prob of each response token, from the logits of every position."""
@@ -270,6 +273,69 @@ class PlainPPO:
     def _microbatches(self, sequences: Sequences) -> list[Sequences]:
         parts = (column.split(self._rows(sequences)) for column in sequences)
         return [Sequences(*part) for part in zip(*parts, strict=True)]
+
+
+class PlainGRPO(PlainPPO):
+    """The same without a critic and a reference: advantages are an answer's score against its
+    group's, and one update of a rollout needs no log-probs of before."""
+
+    def __init__(
+        self,
+        actor: PreTrainedModel,
+        reward_model: PreTrainedModel,
+        settings: Settings,
+        samples_per_prompt: int,
+    ) -> None:
+        """Answers to one prompt, `samples_per_prompt`, stand side by side."""
+        self.actor = actor
+        self.reward_model = reward_model.requires_grad_(False).eval()
+        self.settings, self.group = settings, samples_per_prompt
+        self.actor_optimizer = adamw(actor, settings.actor_learning_rate, settings.betas)
+
+    @torch.no_grad()
+    def score(self, sequences: Sequences) -> Experience:
+        """Scores, advantages, and log-probs where more than one update will need them."""
+        settings, mask = self.settings, sequences.response_mask
+        parts = self._microbatches(sequences)
+        scores = torch.cat([self._scores(part) for part in parts])
+        scores = scores.clamp(-settings.reward_clip, settings.reward_clip)
+        groups = scores.view(-1, self.group)
+        away = groups - groups.mean(dim=1, keepdim=True)
+        advantages = (away / (groups.std(dim=1, keepdim=True) + 1e-6)).view(-1, 1) * mask
+        none = torch.zeros_like(advantages)
+        old = none
+        if settings.epochs * len(scores) > settings.minibatch_size:
+            self.actor.eval()
+            old = torch.cat([self._logprobs(self.actor, part) for part in parts])
+        return Experience(sequences, old, none, none, advantages, none, scores)
+
+    def train(self, experience: Experience) -> dict[str, float]:
+        """Update the actor; returns the means of loss and gradient norm."""
+        settings = self.settings
+        self.actor.train()
+        is_one = settings.epochs * len(experience.scores) <= settings.minibatch_size
+        updates: list[tuple[float, float]] = []
+        for _ in range(settings.epochs):
+            order = torch.randperm(len(experience.scores))
+            for rows in order.split(settings.minibatch_size):
+                updates.append(self._actor_update(_select(experience, rows), is_one))
+        loss, norm = (sum(column) / len(updates) for column in zip(*updates, strict=True))
+        return {"policy_loss": loss, "actor_grad_norm": norm, "updates": float(len(updates))}
+
+    def _actor_update(self, minibatch: Experience, is_one: bool) -> tuple[float, float]:
+        settings, clip = self.settings, self.settings.clip_ratio
+        count, total = int(minibatch.sequences.response_mask.sum()), 0.0
+        for chosen in torch.arange(len(minibatch.scores)).split(self._rows(minibatch.sequences)):
+            part = _select(minibatch, chosen)
+            logprobs = self._logprobs(self.actor, part.sequences)
+            ratio = torch.exp(logprobs - (logprobs.detach() if is_one else part.old_logprobs))
+            surrogate = torch.minimum(
+                ratio * part.advantages, ratio.clamp(1 - clip, 1 + clip) * part.advantages
+            )
+            loss = -(surrogate * part.sequences.response_mask).sum() / count
+            loss.backward()
+            total += loss.item()
+        return total, update(self.actor, self.actor_optimizer, settings.max_grad_norm)
 
 
 def left_padded(

@@ -1,4 +1,5 @@
-"""One PPO step, by Tandem and by the plain loop: work, sides, and proof that they do the same."""
+"""One step of PPO or GRPO, by Tandem and by the plain loop: work, sides, and proof that they do the
+same."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from bench.models import (
     reset,
     set_end_probability,
 )
-from bench.plain_hf_ppo import PlainPPO, Sequences, Settings
+from bench.plain_hf_ppo import PlainGRPO, PlainPPO, Sequences, Settings
 from tandem.config.load import build_config
 from tandem.config.schema import RunConfig, num_updates
 from tandem.data.embedded.tokenizer import build_tokenizer
@@ -43,8 +44,9 @@ CHECK_LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One PPO step: models, prompts, lengths and knobs. The same for both sides.
+    """One step: models, prompts, lengths and knobs. The same for both sides.
 
+    algorithm: grpo has no critic and no reference, and its rewards are the reward model's.
     shape: of the actor; critic_shape: of critic and reward model, by default the actor's.
     mode: forced: no answer may end, all have max_new_tokens. ragged: answers end after lengths
         from a geometric distribution, cut at max_new_tokens, with half of that as their mean.
@@ -53,6 +55,7 @@ class Work:
     knobs: Tandem's own, by dotted name.
     """
 
+    algorithm: Literal["ppo", "grpo"] = "ppo"
     shape: Shape
     critic_shape: Shape | None = None
     mode: Literal["forced", "ragged"] = "forced"
@@ -134,13 +137,16 @@ class TandemSide(Side):
             tokenizer=begin.tokenizer,
             reward_tokenizer=begin.tokenizer,
             world=world,
+            has_critic=work.algorithm == "ppo",
+            has_reference=work.algorithm == "ppo",
         )
         self.trainer = PPOTrainer(self.engine, config, phases=self.watch)
 
     def prepare(self) -> None:
         """Put the trained weights back to where they started, so that every round is the same."""
-        trained = self.engine.learners.values()
-        for learner, to in zip(trained, (self.begin.actor, self.begin.reward_model), strict=True):
+        starts = {"actor": self.begin.actor, "critic": self.begin.reward_model}
+        for name, learner in self.engine.learners.items():
+            to = starts[name]
             reset(learner.model, to)
             with learner.exact():  # float32 masters of weights in half precision
                 reset(learner.model, to)
@@ -164,17 +170,21 @@ class PlainSide(Side):
         """`lengths`: tokens of each answer (`held_lengths`); `copies`: as of `TandemSide`."""
         self.begin, self.watch = begin, Stopwatch()
         self.lengths, self.samples = torch.tensor(lengths), work.samples_per_prompt
-        self.loop = PlainPPO(
-            copied(begin.actor, work.device) if copies else begin.actor,
-            copied(begin.reward_model, work.device),
-            copied(begin.reward_model, work.device) if copies else begin.reward_model,
-            plain_settings(work, begin),
-        )
+        actor = copied(begin.actor, work.device) if copies else begin.actor
+        scores = copied(begin.reward_model, work.device) if copies else begin.reward_model
+        settings = plain_settings(work, begin)
+        self.loop: PlainPPO
+        if work.algorithm == "grpo":
+            self.loop = PlainGRPO(actor, scores, settings, work.samples_per_prompt)
+        else:
+            critic = copied(begin.reward_model, work.device)
+            self.loop = PlainPPO(actor, critic, scores, settings)
 
     def prepare(self) -> None:
         """As `TandemSide.prepare`."""
         reset(self.loop.actor, self.begin.actor)
-        reset(self.loop.critic, self.begin.reward_model)
+        if not isinstance(self.loop, PlainGRPO):
+            reset(self.loop.critic, self.begin.reward_model)
 
     def run(self, number: int) -> Done:
         """One PPO step."""
@@ -214,7 +224,9 @@ def held_lengths(work: Work, experience: Experience) -> tuple[int, ...]:
 
 def run_config(work: Work) -> RunConfig:
     """The work in Tandem's knobs."""
+    section = work.algorithm
     knobs: dict[str, Any] = {
+        "stages": [section],
         "seed": work.seed,
         "device": work.device,
         "dtype": work.dtype,
@@ -223,39 +235,42 @@ def run_config(work: Work) -> RunConfig:
         "sampling.samples_per_prompt": work.samples_per_prompt,
         "sampling.max_new_tokens": work.max_new_tokens,
         "sampling.min_new_tokens": work.max_new_tokens if work.mode == "forced" else 0,
-        "ppo.prompts_per_step": work.num_prompts,
-        "ppo.epochs": work.epochs,
-        "ppo.minibatch_size": work.minibatch_size,
-        "ppo.missing_eos_penalty": 0.0,
-        "ppo.early_stop_kl": 0.0,
-        "ppo.actor.learning_rate": work.actor_learning_rate,
-        "ppo.critic.learning_rate": work.critic_learning_rate,
+        f"{section}.prompts_per_step": work.num_prompts,
+        f"{section}.epochs": work.epochs,
+        f"{section}.minibatch_size": work.minibatch_size,
+        f"{section}.missing_eos_penalty": 0.0,
+        f"{section}.early_stop_kl": 0.0,
+        f"{section}.actor.learning_rate": work.actor_learning_rate,
     }
-    for role in ("actor", "critic"):
-        knobs |= {f"ppo.{role}.schedule": "constant", f"ppo.{role}.warmup": 0.0}
+    if section == "ppo":
+        knobs["ppo.critic.learning_rate"] = work.critic_learning_rate
+    for role in ("actor", "critic") if section == "ppo" else ("actor",):
+        knobs |= {f"{section}.{role}.schedule": "constant", f"{section}.{role}.warmup": 0.0}
     return build_config(nested(knobs | dict(work.knobs or {})), where="bench: ")
 
 
 def plain_settings(work: Work, begin: Start) -> Settings:
     """The work in the plain loop's knobs, read from Tandem's so that they are the same."""
-    ppo = run_config(work).ppo
+    config = run_config(work)
+    section = config.ppo if work.algorithm == "ppo" else config.grpo
+    clip = config.ppo.clip_ratio if work.algorithm == "ppo" else config.grpo.clip_low
     return Settings(
         max_new_tokens=work.max_new_tokens,
         eos_token_id=begin.tokenizer.eos_token_id,
         pad_token_id=begin.tokenizer.pad_token_id,
         micro_batch_tokens=work.micro_batch_tokens,
-        minibatch_size=ppo.minibatch_size,
-        epochs=ppo.epochs,
-        actor_learning_rate=ppo.actor.learning_rate,
-        critic_learning_rate=ppo.critic.learning_rate,
-        betas=ppo.actor.betas,
-        max_grad_norm=ppo.actor.max_grad_norm,
-        kl_coef=ppo.kl_coef,
-        reward_clip=ppo.reward_clip,
-        clip_ratio=ppo.clip_ratio,
-        value_clip=ppo.value_clip,
-        gamma=ppo.gamma,
-        lam=ppo.lam,
+        minibatch_size=section.minibatch_size,
+        epochs=section.epochs,
+        actor_learning_rate=section.actor.learning_rate,
+        critic_learning_rate=config.ppo.critic.learning_rate,
+        betas=section.actor.betas,
+        max_grad_norm=section.actor.max_grad_norm,
+        kl_coef=section.kl_coef,
+        reward_clip=section.reward_clip,
+        clip_ratio=clip,
+        value_clip=config.ppo.value_clip,
+        gamma=config.ppo.gamma,
+        lam=config.ppo.lam,
         bf16=work.dtype == "bf16",
     )
 
@@ -306,17 +321,23 @@ def agreement(work: Work) -> dict[str, float]:
     made = tandem.make()
     scored = plain.loop.score(padded_left(made))
     mask, plain_mask = made.batch.response_mask, scored.sequences.response_mask
+    if work.algorithm == "grpo" and work.dtype == "bf16":
+        # Random models score a group's answers so much alike that rounding decides between them.
+        scored.advantages[plain_mask] = made.advantages[mask]
+    has_critic = work.algorithm == "ppo"
+    names = ("old_logprobs", "advantages", "ref_logprobs", "values", "returns")
     distances = {
         name: apart([getattr(made, name)[mask]], [getattr(scored, name)[plain_mask]])
-        for name in ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+        for name in (names if has_critic else names[:2])
     }
     distances["scores"] = apart([made.scores], [scored.scores])
     ours = tandem.trainer.train_rlhf(made, step=1)
     theirs = plain.loop.train(scored)
     distances["policy_loss"] = abs(ours["policy_loss"] - theirs["policy_loss"])
-    for name in ("value_loss", "actor_grad_norm", "critic_grad_norm"):
+    losses = ("actor_grad_norm", *(("value_loss", "critic_grad_norm") if has_critic else ()))
+    for name in losses:
         distances[name] = abs(ours[name] - theirs[name]) / abs(theirs[name])
-    for role in ("actor", "critic"):
+    for role in ("actor", "critic") if has_critic else ("actor",):
         models = (getattr(owner, role) for owner in (tandem.engine, plain.loop))
         distances[f"{role}_weights"] = apart(*(model.parameters() for model in models))
     limit = AGREEMENT[work.dtype]

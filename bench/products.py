@@ -2,8 +2,8 @@
 
     taskset -c 0 python bench/products.py [--dtype bf16] [--json products.json]
 
-GFLOP per CPU second of each side's quickest call; the sides take turns. The weight's gradient is
-added to the one before, as over micro-batches.
+GFLOP per CPU second of each side's quickest call on one thread; the sides take turns. The weight's
+gradient is added to the one before, as over micro-batches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHAPES = (
 
 def main() -> dict[str, Any]:
     """Measure every shape; the table, and JSON where --json names a file."""
-    options = parser(__doc__, "threads dtype default-allocator").parse_args()
+    options = parser(__doc__, "dtype default-allocator").parse_args()
     report = Report(options)
     shapes = ((16, 32, 48),) if options.tiny else SHAPES
     seconds = 0.01 if options.tiny else 0.5

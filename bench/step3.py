@@ -37,10 +37,16 @@ from tandem.engine.allocator import keep_freed_memory
 
 PHASES = ("generate", "score", "train", "total")
 
-MICRO_BATCH_TOKENS = {"a": 1536, "b": 768, "smollm2": 768}
+MICRO_BATCH_TOKENS = {
+    "a": 1536,
+    "llama-2.2m": 1536,
+    "b": 768,
+    "llama-22m": 768,
+    "smollm2": 768,
+}
 """Padded tokens per forward: what the plain loop is fastest with, 16 and 8 rows."""
 
-TANDEM_MICRO_BATCH_TOKENS = {"a": 1536, "b": 384, "smollm2": 768}
+TANDEM_MICRO_BATCH_TOKENS = MICRO_BATCH_TOKENS | {"b": 384}
 """Tokens per forward of Tandem's: fewer where the logits of that many rows are what memory goes to;
 it is a little faster with 768, as the plain loop."""
 
@@ -81,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     report.console.print(
         sides_table(
-            f"one PPO step: Llama {options.shape}, {work.mode}, {work.dtype}, "
+            f"one {work.algorithm.upper()} step: Llama {options.shape}, {work.mode}, {work.dtype}, "
             f"{work.num_answers} answers of {statistics.mean(answer_tokens):.1f} tokens",
             f"{options.rounds} round(s)",
             found,
@@ -115,13 +121,15 @@ def work_of(options: argparse.Namespace) -> Work:
     """The step that the flags ask for."""
     name, tokens = options.shape, options.micro_batch_tokens
     work = Work(
+        algorithm=options.algorithm,
         shape=SHAPES[name],
         mode=options.mode,
         epochs=options.epochs,
         minibatch_size=options.minibatch_size,
         micro_batch_tokens=tokens or MICRO_BATCH_TOKENS[name],
         tandem_micro_batch_tokens=tokens or TANDEM_MICRO_BATCH_TOKENS[name],
-        samples_per_prompt=options.samples_per_prompt or SAMPLES.get(name, 1),
+        samples_per_prompt=options.samples_per_prompt
+        or SAMPLES.get(name, 4 if options.algorithm == "grpo" else 1),
         dtype=options.dtype,
         device=options.device,
         **SIZES.get(name, {}),
@@ -208,8 +216,12 @@ def peak_memory(
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags = parser(__doc__, "rounds threads dtype device micro-batch-tokens default-allocator")
     add = flags.add_argument
+    add("--algorithm", choices=("ppo", "grpo"), default="ppo", help="grpo: no critic, no reference")
     add(
-        "--shape", choices=tuple(MICRO_BATCH_TOKENS), default="a", help="0.94M, 15.2M, 135M weights"
+        "--shape",
+        choices=tuple(MICRO_BATCH_TOKENS),
+        default="a",
+        help="0.94M, 2.2M, 15.2M, 22M, 135M weights",
     )
     add("--samples-per-prompt", type=count, help="answers to each prompt (1; smollm2: 4)")
     add("--no-check", dest="check", action="store_false", help="do not compare the sides' numbers")

@@ -15,12 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import ConfigError, ShapeError
-from tandem.ops import gpu, native
+from tandem.ops import gpu, native, summed
+from tandem.ops.summed import SummedEmbedding, SummedLinear
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., in) by weight (out, in), which may be a transposed view, plus bias -> (..., out)."""
     if _native(x) and weight.dtype == x.dtype:
+        if summed.sums(weight):
+            return SummedLinear.apply(x, weight, bias)
         return _op("linear")(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -49,6 +52,8 @@ def embedding(token_ids: Tensor, weight: Tensor, padding_idx: int | None = None)
     """
     if _native(weight):
         padding = -1 if padding_idx is None else padding_idx
+        if summed.sums(weight):
+            return SummedEmbedding.apply(token_ids, weight, padding)
         return _op("embedding")(token_ids, weight, padding)
     return F.embedding(token_ids, weight, padding_idx)
 

@@ -8,9 +8,10 @@ its compiler, not yet on a GPU (docs/gpu_kernels.md).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -71,23 +72,40 @@ def sent_together(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor
     return tuple(piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True))
 
 
-SumOf = Callable[[Tensor], Tensor | None]
+class SumOf(Protocol):
+    """A weight's sum, and whether it was made just now, with whatever its memory holds; None: there
+    is none any more."""
+
+    def __call__(self, weight: Tensor) -> tuple[Tensor, bool] | None: ...
+
+
 _sums = WeakTensorKeyDictionary()
 
 
 def keep_sum(weight: Tensor, sum_of: SumOf) -> None:
     """Let our kernels' backward add gradients of a weight (out, in) to a float32 sum of its shape.
 
-    Args:
-        sum_of: the weight's sum, zeros before the first gradient of a step; None: not any more.
+    Who asks for a sum that was made just now has to fill it.
     """
     _sums[weight] = sum_of
 
 
+def keeps_sum(weight: Tensor) -> bool:
+    """Whether a weight has a `gradient_sum`."""
+    return weight in _sums
+
+
 def gradient_sum(weight: Tensor) -> Tensor | None:
-    """The sum that a weight's gradients are added to, if its optimizer keeps one beside it."""
+    """The sum that a weight's gradients are added to, if its optimizer keeps one beside it; zeros
+    before the first gradient of a step."""
+    total, is_new = _open_sum(weight)
+    return total.zero_() if total is not None and is_new else total
+
+
+def _open_sum(weight: Tensor) -> tuple[Tensor | None, bool]:
     sum_of: SumOf | None = _sums.get(weight)
-    return None if sum_of is None else sum_of(weight)
+    opened = None if sum_of is None else sum_of(weight)
+    return (None, False) if opened is None else opened
 
 
 def weight_gradient(weight: Tensor, of_out: Tensor, x: Tensor) -> Tensor | None:
@@ -96,19 +114,37 @@ def weight_gradient(weight: Tensor, of_out: Tensor, x: Tensor) -> Tensor | None:
     Where the weight has a `gradient_sum`, the product is added to that as it is written, neither
     held nor rounded, and None is returned.
     """
-    total = gradient_sum(weight)
+    total, is_new = _open_sum(weight)
     if total is None:
         return of_out.t() @ x
-    add_product_(total, of_out.t(), x)
+    if is_new and not _adds_natively(total, x):
+        total.zero_()
+        is_new = False
+    add_product_(total, of_out.t(), x, is_new=is_new)
     return None
 
 
-def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _adds_natively(total: Tensor, factor: Tensor) -> bool:
+    return (
+        total.is_cpu
+        and factor.dtype in (torch.float32, torch.bfloat16)
+        and total.dtype == torch.float32
+        and native.available()
+    )
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor, *, is_new: bool = False) -> None:
     """total += left @ right in float32, in place, whatever the type of the two.
 
-    A CUDA product adds to what is there as it writes; no product is held or rounded apart.
+    A CUDA product adds to what is there as it writes, as our own on a CPU does; no product is held
+    or rounded apart.
+
+    Args:
+        is_new: total's memory holds nothing yet and is written over; on a CPU only.
     """
-    if left.dtype == total.dtype:
+    if _adds_natively(total, left):
+        torch.ops.tandem.add_turned.default(total, left.t(), right, is_new)
+    elif left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.device.type in ("cuda", "meta"):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)

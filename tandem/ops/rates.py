@@ -17,7 +17,7 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ProductRate:
-    """GFLOP per CPU second of x (rows, inputs) by a weight (outputs, inputs).
+    """GFLOP per CPU second, on one thread, of x (rows, inputs) by a weight (outputs, inputs).
 
     forward, training: Tandem's linear, alone and with both gradients. torch_forward,
     torch_training: torch's. cut: how Tandem's forward is cut (rows x columns of a tile,
@@ -43,9 +43,21 @@ def product_rate(
 
     seconds: CPU seconds per figure, after a warm-up in which the C++ operations choose their cut.
     """
-    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # what other threads spend is counted only when the system looks
+    try:
+        return _measured(rows, inputs, outputs, dtype, seconds)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measured(
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype, seconds: float
+) -> ProductRate:
+    generator = torch.Generator().manual_seed(0)
     x, weight, grad = (
-        torch.randn(size).to(dtype) for size in ((rows, inputs), (outputs, inputs), (rows, outputs))
+        torch.randn(size, generator=generator).to(dtype)
+        for size in ((rows, inputs), (outputs, inputs), (rows, outputs))
     )
     flops = 2 * rows * inputs * outputs
     forward: list[Callable[[], object]] = []

@@ -211,13 +211,14 @@ class MasterAdamW:
         for s in entry.slices:
             self._down.down(source[s.where], partial(add, target[s.where]))
 
-    def sum_of(self, parameter: nn.Parameter) -> Tensor:
-        """The float32 sum of a weight's gradients so far, to be added to; made where its weight
-        is."""
+    def sum_of(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
+        """The float32 sum of a weight's gradients so far, to be added to, and whether it was made
+        just now, where its weight is, to be filled."""
         entry = self.state[parameter]
+        is_new = entry.gradient is None
         if entry.gradient is None:
-            entry.gradient = torch.zeros_like(parameter.detach(), dtype=torch.float32)
-        return entry.gradient
+            entry.gradient = torch.empty_like(parameter.detach(), dtype=torch.float32)
+        return entry.gradient, is_new
 
     def collect(self) -> list[Tensor]:
         """This rank's pieces of all gradients that there are, float32, moved from the weights;
@@ -283,7 +284,7 @@ def _taken(held: weakref.ref[MasterAdamW], parameter: nn.Parameter) -> None:
         optimizer.take(parameter)
 
 
-def _sum_of(held: weakref.ref[MasterAdamW], weight: Tensor) -> Tensor | None:
+def _sum_of(held: weakref.ref[MasterAdamW], weight: Tensor) -> tuple[Tensor, bool] | None:
     """A weight's sum, if the optimizer still exists."""
     optimizer = held()
     return None if optimizer is None else optimizer.sum_of(cast(nn.Parameter, weight))

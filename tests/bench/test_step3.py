@@ -47,6 +47,28 @@ def test_losses_gradients_and_weights_agree_given_the_same_rollout(work: Work, m
     assert max(apart.values()) < 1e-4
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_grpo_agrees_given_the_same_rollout(work: Work, dtype: Any) -> None:
+    work = replace(work, algorithm="grpo", num_prompts=4, samples_per_prompt=3, dtype=dtype)
+    apart = agreement(work)
+    assert apart.keys() == {
+        "old_logprobs", "advantages", "scores", "policy_loss", "actor_grad_norm", "actor_weights"
+    }  # fmt: skip
+    if dtype == "fp32":
+        assert max(apart.values()) < 1e-4
+
+
+def test_one_grpo_step_is_the_same_work(work: Work) -> None:
+    work = replace(work, algorithm="grpo", num_prompts=4, samples_per_prompt=3)
+    begin = start(work)
+    ours = TandemSide(work, begin)
+    lengths = held_lengths(work, ours.make())
+    theirs = PlainSide(work, begin, lengths)
+    for _ in range(2):
+        found = [once(side, 1)[0] for side in (ours, theirs)]
+        require_same_work(work, *found)
+
+
 @pytest.mark.parametrize(
     ("knob", "value", "named"),
     [

@@ -34,7 +34,7 @@ def test_names_and_numbers_are_hugging_faces(family: str, adapted: bool, tmp_pat
         add_lora(model, LoraConfig(rank=2), seed=0)
         with torch.no_grad():
             for parameter in lora_parameters(model):
-                parameter += 0.1
+                parameter += 0.05  # at 0.1 mistral magnifies a last bit five thousand times
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     save_model(model, tokenizer(), tmp_path / "ours", base_path="some/base")
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())

@@ -43,3 +43,8 @@ EXPORTED void product(bool half, const void* x, int64_t M, const void* w, const 
   };
   half ? run(bf16{}) : run(float{});
 }
+EXPORTED bool turned(const void* a, const void* b, int64_t M, int64_t N, int64_t K, float* y,
+                     bool adds) {
+  return multiply_turned(static_cast<const bf16*>(a), N, static_cast<const bf16*>(b), K, M, N, K, y,
+                         adds);
+}

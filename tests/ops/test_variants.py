@@ -134,6 +134,34 @@ def test_a_row_is_the_same_on_the_matrix_unit(threads: Callable[[int], None]) ->
     check_rows(EMULATED_AMX, torch.bfloat16, threads)
 
 
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(2070, 33, 40), (64, 300, 64), (31, 17, 130), (1, 5, 3)]
+)
+def test_a_turned_product_on_the_matrix_unit_is_the_sum_over_rows(
+    rows: int, outputs: int, inputs: int, threads: Callable[[int], None]
+) -> None:
+    if "avx512_bf16" not in native._processor().split():
+        pytest.skip("no AVX512_BF16, whose layout of pairs the unit reads")
+    left, right = (
+        operands(outputs, rows, torch.bfloat16)[1],
+        operands(inputs, rows, torch.bfloat16)[1],
+    )
+    a, b = left.t().contiguous(), right.t().contiguous()
+    exact = left.double() @ right.double().t()
+    shape = [ctypes.c_int64(n) for n in (rows, outputs, inputs)]
+    found = []
+    for count in (1, 2):
+        threads(count)
+        y = torch.full((outputs, inputs), float("nan"))
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a, b, y)]
+        for adds in (False, True):  # twice the product
+            done = products(EMULATED_AMX).turned(*pointers[:2], *shape, pointers[2], adds)
+            assert done & 1
+        torch.testing.assert_close(y.double(), 2 * exact, rtol=1e-5, atol=1e-5 * rows**0.5)
+        found.append(y)
+    assert torch.equal(*found), "the number of threads does not matter"
+
+
 def test_without_a_matrix_unit_products_do_not_use_one() -> None:
     if "amx_bf16" in native._processor().split():
         pytest.skip("this processor has one")

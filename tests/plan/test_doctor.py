@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tandem.errors import ConfigError
 from tandem.ops import native
 from tandem.ops.rates import ProductRate
 from tandem.plan import doctor
-from tandem.plan.doctor import doctor_command, examine
+from tandem.plan.doctor import bf16_advice, doctor_command, examine
 
 RATE = ProductRate(768, 128, 352, "fp32", 90.0, 80.0, 70.0, 60.0, "6x64, 1024")
 
@@ -30,6 +31,23 @@ def test_the_screen_names_processor_packages_and_speed(
     for part in (native.processor_name(), "torch ", "20.0 GB/s", "768x128x352", "6x64, 1024"):
         assert part in shown
     assert len(shown.splitlines()) <= 40
+
+
+@pytest.mark.parametrize(
+    ("gains", "named"), [((2.5, 4.0), "2.5 to 4.0 times"), ((1.9, 4.0), ""), ((), "")]
+)
+def test_bf16_is_advised_where_every_product_is_twice_as_fast(
+    gains: tuple[float, ...], named: str
+) -> None:
+    rates = [replace(RATE, rows=rows) for rows in range(1, 4)]
+    rates += [
+        replace(RATE, rows=rows, dtype="bf16", training=gain * RATE.training)
+        for rows, gain in enumerate(gains, start=1)
+    ]
+    advice = bf16_advice(rates)
+    assert named in advice
+    assert bool(advice) == bool(named)
+    assert ("--dtype bf16" in advice) == bool(named)
 
 
 def test_json_has_what_the_screen_has(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,8 +35,8 @@ typedef float word __attribute__((may_alias, aligned(2)));
 #if defined(TANDEM_EMULATE_AMX)
 
 struct Unit {
-  float sums[8][16][16];
-  uint32_t words[8][16][16];
+  float sums[4][16][16];         // tiles 0 to 3
+  uint32_t words[8][16][16];     // tiles 4 to 7
 };
 inline thread_local Unit unit;
 
@@ -49,7 +49,10 @@ inline float half_of(uint32_t pair, int upper) {
   return value;
 }
 inline void load_tile(int tile, const word* from, int64_t stride) {
-  for (int i = 0; i < 16; ++i) std::memcpy(unit.words[tile][i], from + i * stride, 64);
+  for (int i = 0; i < 16; ++i) {
+    void* const to = tile < 4 ? static_cast<void*>(unit.sums[tile][i]) : unit.words[tile][i];
+    std::memcpy(to, from + i * stride, 64);
+  }
 }
 inline void dot_tiles(int sum, int a, int b) {
   for (int i = 0; i < 16; ++i)
@@ -59,13 +62,13 @@ inline void dot_tiles(int sum, int a, int b) {
           unit.sums[sum][i][j] += half_of(unit.words[a][i][k], upper) *
                                   half_of(unit.words[b][k][j], upper);
 }
-inline void store_tile(int tile, float* to) {
-  for (int i = 0; i < 16; ++i) std::memcpy(to + i * kBlock, unit.sums[tile][i], 64);
+inline void store_tile(int tile, float* to, int64_t stride) {
+  for (int i = 0; i < 16; ++i) std::memcpy(to + i * stride, unit.sums[tile][i], 64);
 }
 #define TANDEM_TILE_ZERO(t) std::memset(unit.sums[t], 0, sizeof unit.sums[t])
 #define TANDEM_TILE_LOAD(t, from, stride) load_tile(t, from, stride)
 #define TANDEM_TILE_DOT(t, a, b) dot_tiles(t, a, b)
-#define TANDEM_TILE_STORE(t, to) store_tile(t, to)
+#define TANDEM_TILE_STORE(t, to, stride) store_tile(t, to, stride)
 
 #else
 
@@ -91,63 +94,121 @@ struct Session {
 #define TANDEM_TILE_ZERO(t) _tile_zero(t)
 #define TANDEM_TILE_LOAD(t, from, stride) _tile_loadd(t, from, (stride) * 4)
 #define TANDEM_TILE_DOT(t, a, b) _tile_dpbf16ps(t, a, b)
-#define TANDEM_TILE_STORE(t, to) _tile_stored(t, to, kBlock * 4)
+#define TANDEM_TILE_STORE(t, to, stride) _tile_stored(t, to, (stride) * 4)
 
 #endif
 
-// out (32, 32) = 32 rows by 32 columns of a panel; `words`, all but the last `rest` of which lie in
-// `panel` and the others, padded with rows of 0, in `tail`. `second`: from one 16 columns to the next.
-inline void block(const word* rows, int64_t row_stride, const word* panel, const word* tail,
-                  int64_t panel_step, int64_t words, int64_t second, float* out) {
-  TANDEM_TILE_ZERO(0);
-  TANDEM_TILE_ZERO(1);
-  TANDEM_TILE_ZERO(2);
-  TANDEM_TILE_ZERO(3);
+// 16 R rows by 16 C columns of sums, `out_step` floats from row to row, over `words` of k; from where
+// `before` left them, or from 0. The words from `whole` on, fewer than 16, lie in `tail`, padded with
+// rows of 0.
+template <int R, int C>
+inline void block(const word* rows, int64_t row_step, const word* panel, const word* tail,
+                  int64_t panel_step, int64_t words, const float* before, float* out,
+                  int64_t out_step) {
+  const int64_t down = kSide * out_step;
+  if (before) {
+    TANDEM_TILE_LOAD(0, reinterpret_cast<const word*>(before), out_step);
+    if constexpr (C > 1) TANDEM_TILE_LOAD(1, reinterpret_cast<const word*>(before + kSide), out_step);
+    if constexpr (R > 1) TANDEM_TILE_LOAD(2, reinterpret_cast<const word*>(before + down), out_step);
+    if constexpr (R > 1 && C > 1)
+      TANDEM_TILE_LOAD(3, reinterpret_cast<const word*>(before + down + kSide), out_step);
+  } else {
+    TANDEM_TILE_ZERO(0);
+    if constexpr (C > 1) TANDEM_TILE_ZERO(1);
+    if constexpr (R > 1) TANDEM_TILE_ZERO(2);
+    if constexpr (R > 1 && C > 1) TANDEM_TILE_ZERO(3);
+  }
   for (int64_t k = 0; k < words; k += kSide) {
     const word* columns = k + kSide <= words ? panel + k * panel_step : tail;
-    TANDEM_TILE_LOAD(4, rows + k, row_stride);
-    TANDEM_TILE_LOAD(5, rows + kSide * row_stride + k, row_stride);
+    TANDEM_TILE_LOAD(4, rows + k, row_step);
     TANDEM_TILE_LOAD(6, columns, panel_step);
-    TANDEM_TILE_LOAD(7, columns + second, panel_step);
+    if constexpr (C > 1) TANDEM_TILE_LOAD(7, columns + kSide, panel_step);
+    if constexpr (R > 1) TANDEM_TILE_LOAD(5, rows + kSide * row_step + k, row_step);
     TANDEM_TILE_DOT(0, 4, 6);
-    TANDEM_TILE_DOT(1, 4, 7);
-    TANDEM_TILE_DOT(2, 5, 6);
-    TANDEM_TILE_DOT(3, 5, 7);
+    if constexpr (C > 1) TANDEM_TILE_DOT(1, 4, 7);
+    if constexpr (R > 1) TANDEM_TILE_DOT(2, 5, 6);
+    if constexpr (R > 1 && C > 1) TANDEM_TILE_DOT(3, 5, 7);
   }
-  TANDEM_TILE_STORE(0, out);
-  TANDEM_TILE_STORE(1, out + kSide);
-  TANDEM_TILE_STORE(2, out + kSide * kBlock);
-  TANDEM_TILE_STORE(3, out + kSide * kBlock + kSide);
+  TANDEM_TILE_STORE(0, out, out_step);
+  if constexpr (C > 1) TANDEM_TILE_STORE(1, out + kSide, out_step);
+  if constexpr (R > 1) TANDEM_TILE_STORE(2, out + down, out_step);
+  if constexpr (R > 1 && C > 1) TANDEM_TILE_STORE(3, out + down + kSide, out_step);
 }
 
-// Rows of x, `stride` words apart, as whole tiles: padded with 0 below and to the right.
+// M rows of words as whole tiles can be read from them: those before `whole`, a multiple of 32, where
+// they lie, the others in a copy padded with 0 below and to the right.
+struct Rows {
+  const word* data;
+  int64_t step, whole;
+  const word* rest;
+  int64_t rest_step;
+
+  const word* at(int64_t m) const { return m < whole ? data + m * step : rest + (m - whole) * rest_step; }
+  int64_t step_at(int64_t m) const { return m < whole ? step : rest_step; }
+};
+
 inline int64_t padded_words(int64_t words) { return round_up(words, kSide); }
-inline int64_t padded_rows(int64_t M) { return round_up(M, kBlock); }
 
-inline void pad_rows(const bf16* x, int64_t x_stride, int64_t M, int64_t K, float* out) {
-  const int64_t stride = padded_words(words_of<bf16>(K));
-  std::memset(out, 0, padded_rows(M) * stride * 4);
-  for (int64_t m = 0; m < M; ++m) std::memcpy(out + m * stride, x + m * x_stride, K * sizeof(bf16));
+// How many of M rows of K numbers, `stride` apart, can be read where they lie.
+inline int64_t whole_rows(int64_t M, int64_t K, int64_t stride) {
+  return K % (2 * kSide) == 0 && stride % 2 == 0 ? M / kBlock * kBlock : 0;
 }
 
-// sum(row, column, 16 sums, lanes) for all rows by one panel of `width` columns in memory `lanes`
-// apart; rows as `pad_rows` left them.
+// Floats of the copy that `rows_of` makes of the others.
+inline int64_t room_for_rows(int64_t M, int64_t K, int64_t stride) {
+  return round_up(M - whole_rows(M, K, stride), kBlock) * padded_words(words_of<bf16>(K));
+}
+
+// Rows (M, K), `stride` numbers apart; `room` as `room_for_rows` says.
+inline Rows rows_of(const bf16* x, int64_t stride, int64_t M, int64_t K, float* room) {
+  const int64_t whole = whole_rows(M, K, stride), step = padded_words(words_of<bf16>(K));
+  std::memset(room, 0, room_for_rows(M, K, stride) * sizeof(float));
+  for (int64_t m = whole; m < M; ++m)
+    std::memcpy(room + (m - whole) * step, x + m * stride, K * sizeof(bf16));
+  return {reinterpret_cast<const word*>(x), stride / 2, whole,
+          reinterpret_cast<const word*>(room), step};
+}
+
+// `words` of k, from word `from` on, of M rows by one panel of `lanes` columns in memory. Sums go on
+// from `sums` (M rounded up to 32, kPanelSums) if `goes_on`, and are left there if `stops`; else
+// finish(first row, first column, rows, columns, sums, floats from row to row) takes them, block by
+// block.
+constexpr int64_t kPanelSums = 64;
+
 template <class Finish>
-void multiply_panel(const word* rows, int64_t M, const word* panel, int64_t lanes, int64_t width,
-                    int64_t words, Finish finish) {
-  alignas(64) float tail[kSide * 64], out[kBlock * kBlock];
-  const int64_t stride = padded_words(words), whole = words / kSide * kSide;
-  std::memset(tail, 0, kSide * lanes * 4);
-  std::memcpy(tail, panel + whole * lanes, (words - whole) * lanes * 4);
-  for (int64_t m = 0; m < M; m += kBlock)
-    for (int64_t c = 0; c < width; c += kBlock) {
-      const int64_t second = c + kSide < lanes ? kSide : 0;  // a panel may end after 16 columns
-      block(rows + m * stride, stride, panel + c, tail + c, lanes, words, second, out);
-      for (int64_t r = 0; r < std::min(kBlock, M - m); ++r)
-        for (int64_t n = c; n < std::min(c + kBlock, width); n += kLanes)
-          finish(m + r, n, load(out + r * kBlock + n - c),
-                 static_cast<int>(std::min<int64_t>(kLanes, width - n)));
+void multiply_panel(const Rows& rows, int64_t M, int64_t from, int64_t words, const word* panel,
+                    int64_t lanes, int64_t width, float* sums, bool goes_on, bool stops,
+                    Finish finish) {
+  alignas(64) float tail[kSide * kPanelSums], out[kBlock * kBlock];
+  const int64_t whole = words / kSide * kSide;
+  if (whole < words) {
+    std::memset(tail, 0, kSide * lanes * 4);
+    std::memcpy(tail, panel + whole * lanes, (words - whole) * lanes * 4);
+  }
+  for (int64_t m = 0; m < M; m += kBlock) {
+    const word* const row = rows.at(m) + from;
+    const int64_t step = rows.step_at(m), count = std::min(kBlock, M - m);
+    for (int64_t c = 0; c < lanes; c += kBlock) {
+      const word *columns = panel + c, *end = tail + c;
+      const bool held = goes_on || stops;
+      float* const to = held ? sums + m * kPanelSums + c : out;
+      const int64_t to_step = held ? kPanelSums : kBlock;
+      const float* const before = goes_on ? to : nullptr;
+      const bool wide = lanes - c > kSide;
+      if (count > kSide) {
+        if (wide) {
+          block<2, 2>(row, step, columns, end, lanes, words, before, to, to_step);
+        } else {
+          block<2, 1>(row, step, columns, end, lanes, words, before, to, to_step);
+        }
+      } else if (wide) {
+        block<1, 2>(row, step, columns, end, lanes, words, before, to, to_step);
+      } else {
+        block<1, 1>(row, step, columns, end, lanes, words, before, to, to_step);
+      }
+      if (!stops) finish(m, c, count, std::min(kBlock, width - c), to, to_step);
     }
+  }
 }
 
 }  // namespace tandem::amx

@@ -158,6 +158,33 @@ Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor& sum = {}) 
   return y;
 }
 
+// total (N, K), float32, += a (..., N) turned, by b (..., K): a weight's gradient added where the
+// weight's optimizer sums them; or written there, if `is_new`.
+void add_turned_product(Tensor total, const Tensor& a, const Tensor& b, bool is_new) {
+  const RowsOf left(a), right(b);
+  TORCH_CHECK(total.dim() == 2 && total.is_contiguous() && total.scalar_type() == at::kFloat &&
+                  total.size(0) == left.width && total.size(1) == right.width &&
+                  left.count == right.count && a.scalar_type() == b.scalar_type(),
+              "add_turned must be given a float32 (N, K), (M, N) and (M, K); got ", total.sizes(), " ",
+              total.scalar_type(), ", ", a.sizes(), " and ", b.sizes(), ".");
+  TORCH_CHECK(a.scalar_type() == at::kFloat || a.scalar_type() == at::kBFloat16,
+              "add_turned's factors must be float32 or bfloat16; got ", a.scalar_type(), ".");
+  if (!left.count) {
+    if (is_new) total.zero_();
+    return;
+  }
+  if (!total.numel()) return;
+  float* const to = total.mutable_data_ptr<float>();
+  if (a.scalar_type() == at::kFloat) {
+    multiply_turned(left.data<float>(), left.stride, right.data<float>(), right.stride, left.count,
+                    left.width, right.width, to, right.width, !is_new);
+  } else if (!multiply_turned(left.data<bf16>(), left.stride, right.data<bf16>(), right.stride,
+                              left.count, left.width, right.width, to, !is_new)) {
+    const Tensor made = at::mm(left.held.t(), right.held);
+    is_new ? total.copy_(made) : total.add_(made);
+  }
+}
+
 struct Linear : Function<Linear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, bool wants_x, bool wants_weight,
@@ -208,6 +235,29 @@ Tensor linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTens
 
 // ---- embedding ----
 
+// total (V, D), float32, += rows (..., D), each to the one of its id; padding's are dropped.
+void add_rows(Tensor total, const Tensor& ids, const Tensor& rows, int64_t padding) {
+  TORCH_CHECK(total.dim() == 2 && total.is_contiguous() && total.scalar_type() == at::kFloat &&
+                  rows.numel() == ids.numel() * total.size(1),
+              "add_rows must be given a float32 (V, D), ids (...) and rows (..., D); got ",
+              total.sizes(), " ", total.scalar_type(), ", ", ids.sizes(), " and ", rows.sizes(), ".");
+  const Tensor places = ids.contiguous(), given = rows.contiguous();
+  const int64_t V = total.size(0), D = total.size(1), *id = places.const_data_ptr<int64_t>();
+  float* const table = total.mutable_data_ptr<float>();
+  for_dtype(given.scalar_type(), "add_rows' rows", [&](auto tag) {
+    using T = decltype(tag);
+    const T* from = given.const_data_ptr<T>();
+    for (int64_t i = 0; i < places.numel(); ++i, from += D) {
+      if (id[i] == padding) continue;
+      TORCH_CHECK_INDEX(id[i] >= 0 && id[i] < V, "an id must be in [0, ", V, "); got ", id[i], ".");
+      float* const row = table + id[i] * D;
+      for_columns(D, [&](int64_t j, int lanes) {
+        store_lanes(row + j, load_lanes(row + j, lanes) + load_lanes(from + j, lanes), lanes);
+      });
+    }
+  });
+}
+
 struct Embedding : Function<Embedding> {
   static Tensor forward(AutogradContext* ctx, const Tensor& ids, const Tensor& weight,
                         int64_t padding) {
@@ -227,15 +277,7 @@ struct Embedding : Function<Embedding> {
     if (!kept)
       return {Tensor(), at::embedding_dense_backward(grads[0], ids, V, padding, false), Tensor()};
     if (!kept->defined()) *kept = at::zeros_like(weight);
-    const Tensor g = grads[0].contiguous();
-    const int64_t D = weight.size(1), *id = ids.const_data_ptr<int64_t>();
-    const float* from = g.const_data_ptr<float>();
-    float* const table = kept->mutable_data_ptr<float>();
-    for (int64_t i = 0; i < ids.numel(); ++i) {
-      if (id[i] == padding) continue;
-      float* const row = table + id[i] * D;
-      for (int64_t j = 0; j < D; ++j) row[j] += from[i * D + j];
-    }
+    add_rows(*kept, ids, grads[0], padding);
     return {Tensor(), Tensor(), Tensor()};
   }
 };
@@ -534,7 +576,8 @@ bool made_by_linear(const Tensor& logits) {
   const torch::autograd::Node* node = logits.grad_fn().get();
   while (node && (node->name().find("SqueezeBackward") == 0 || node->name() == "ViewBackward0"))
     node = node->next_edge(0).function.get();  // the same numbers in another shape
-  return dynamic_cast<const torch::autograd::CppNode<Linear>*>(node);
+  return dynamic_cast<const torch::autograd::CppNode<Linear>*>(node) ||
+         (node && node->name() == "SummedLinearBackward");
 }
 
 struct TokenLogprobs : Function<TokenLogprobs> {
@@ -633,7 +676,9 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("pack_weight(Tensor weight) -> Tensor");
   m.def("linear_packed(Tensor x, Tensor packed, int N, int K, Tensor? bias) -> Tensor");
+  m.def("add_turned(Tensor(a!) total, Tensor left, Tensor right, bool is_new) -> ()");
   m.def("embedding(Tensor ids, Tensor weight, int padding) -> Tensor");
+  m.def("add_rows(Tensor(a!) total, Tensor ids, Tensor rows, int padding) -> ()");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset) -> Tensor");
   m.def("rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
@@ -650,7 +695,9 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("linear", &linear_cpu);
   m.impl("pack_weight", &pack_weight);
   m.impl("linear_packed", &linear_packed);
+  m.impl("add_turned", &add_turned_product);
   m.impl("embedding", &embedding_cpu);
+  m.impl("add_rows", &add_rows);
   m.impl("rms_norm", &rms_norm_cpu);
   m.impl("rotary", &rotary);
   m.impl("swiglu", &gated<Silu>);

@@ -658,31 +658,128 @@ bool can_cross(const Matrix<T>& weight, int64_t K) {
 
 #if defined(TANDEM_AMX)
 
+// Rows by all panels of N columns on the matrix unit. panel(first column, first word, words, room)
+// gives the address of a panel's words, packed if need be in `room`; finish(first column of the
+// panel, ...) as amx::multiply_panel's.
+template <class Panel, class Finish>
+void multiply_amx(const amx::Rows& rows, int64_t M, int64_t N, int64_t words, Panel panel,
+                  Finish finish) {
+  const int64_t panels = (N + kPanel - 1) / kPanel, depth = std::min(words, kDeep);
+  const bool parts = depth < words;
+  const int64_t held = round_up(M, amx::kBlock) * amx::kPanelSums;
+  float* const sums = parts ? scratch(Use::sums, panels * held) : nullptr;
+  const int64_t grain = kGrain / (words * kPanel * M) + 1;
+  for (int64_t k = 0; k < words; k += depth) {
+    const int64_t some = std::min(depth, words - k);
+    parallel_for(0, panels, grain, [&](int64_t from, int64_t to) {
+      const amx::Session session;
+      float* const room = scratch(Use::panel, kPanel * depth);
+      for (int64_t p = from; p < to; ++p) {
+        const int64_t n = p * kPanel, width = std::min(kPanel, N - n);
+        const auto take = [&](int64_t m, int64_t c, int64_t count, int64_t columns,
+                              const float* from_sums, int64_t step) __attribute__((always_inline)) {
+          finish(m, n + c, count, columns, from_sums, step);
+        };
+        amx::multiply_panel(rows, M, k, some, panel(n, width, k, some, room),
+                            round_up(width, kLanes), width, parts ? sums + p * held : nullptr,
+                            k > 0, k + some < words, take);
+      }
+    });
+  }
+}
+
 // By a weight that is packed, or by one whose panels are packed in turn (`packed` is null).
 void multiply_amx(const bf16* x, int64_t x_stride, int64_t M, const float* packed,
                   const Matrix<bf16>& weight, int64_t N, int64_t K, bf16* y, int64_t y_stride,
                   const Epilogue<bf16>& epilogue) {
-  const int64_t words = words_of<bf16>(K), panels = (N + kPanel - 1) / kPanel;
-  float* rows = scratch(Use::rows, amx::padded_rows(M) * amx::padded_words(words));
-  amx::pad_rows(x, x_stride, M, K, rows);
-  parallel_for(0, panels, kGrain / (words * kPanel * M) + 1, [&](int64_t from, int64_t to) {
-    const amx::Session session;
-    for (int64_t p = from; p < to; ++p) {
-      const int64_t n = p * kPanel, width = std::min(kPanel, N - n);
-      const float* panel = packed ? packed + n * words : nullptr;
-      if (!panel) {
-        float* own = scratch(Use::panel, kPanel * words);
-        pack_panel(weight, n, width, K, own);
-        panel = own;
+  const int64_t words = words_of<bf16>(K);
+  const amx::Rows rows =
+      amx::rows_of(x, x_stride, M, K, scratch(Use::rows, amx::room_for_rows(M, K, x_stride)));
+  const auto panel = [&](int64_t n, int64_t width, int64_t k, int64_t some, float* room) {
+    if (packed)
+      return reinterpret_cast<const amx::word*>(packed + n * words +
+                                                k * round_up(width, kLanes));
+    const Matrix<bf16> part{weight.data + 2 * k * weight.column_stride, weight.row_stride,
+                            weight.column_stride};
+    pack_panel(part, n, width, std::min(2 * some, K - 2 * k), room);
+    return reinterpret_cast<const amx::word*>(room);
+  };
+  const bool plain = !epilogue.bias && !epilogue.residual;
+  const auto finish_block = [&](int64_t m, int64_t n, int64_t count, int64_t columns,
+                                const float* sums, int64_t step) {
+    bf16* const to = y + m * y_stride + n;
+    if (plain && columns == amx::kBlock) {
+      for (int64_t r = 0; r < count; ++r) {
+        store(to + r * y_stride, load(sums + r * step));
+        store(to + r * y_stride + kLanes, load(sums + r * step + kLanes));
       }
-      amx::multiply_panel(reinterpret_cast<const amx::word*>(rows), M,
-                          reinterpret_cast<const amx::word*>(panel), round_up(width, kLanes), width,
-                          words, [&](int64_t m, int64_t c, v16 sums, int lanes) {
-                            const Epilogue<bf16> e = epilogue.at(m, n + c);
-                            finish(y + m * y_stride + n + c, sums, e.bias, e.residual, lanes);
-                          });
+      return;
     }
-  });
+    for (int64_t r = 0; r < count; ++r) {
+      const Epilogue<bf16> e = epilogue.at(m + r, n);
+      for_columns(columns, [&](int64_t c, int lanes) {
+        finish(to + r * y_stride + c, load(sums + r * step + c), e.bias ? e.bias + c : nullptr,
+               e.residual ? e.residual + c : nullptr, lanes);
+      });
+    }
+  };
+  multiply_amx(rows, M, N, words, panel, finish_block);
+}
+
+// Columns first to first + count (at most 16) of x (K, stride) as rows of pairs, `step` words apart.
+void turn_rows(const Matrix<bf16>& x, int64_t first, int64_t count, int64_t K, float* out,
+               int64_t step) {
+  const int64_t words = words_of<bf16>(K);
+  for (int64_t k = 0; k < step; k += kLanes) {
+    v16 columns[16];
+    for (int i = 0; i < 16; ++i)
+      columns[i] = k + i < words ? column_words(x, first, count, k + i, K) : v16{};
+    transpose(columns);
+    for (int i = 0; i < 16; ++i) store(out + i * step + k, columns[i]);
+  }
+}
+
+// y (N, K) = a (M, N) turned, by b (M, K), or that added to y.
+void turned_amx(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t M,
+                int64_t N, int64_t K, float* y, bool adds) {
+  constexpr int64_t kRun = 2 * kDeep;  // rows of a and b that are packed at a time
+  constexpr int64_t kSlab = 256;       // columns of a
+  const int64_t longest = std::min(M, kRun), step = amx::padded_words(words_of<bf16>(longest));
+  float* const right = scratch(Use::weights, packed_size<bf16>(K, longest));
+  float* const left = scratch(Use::rows, round_up(std::min(N, kSlab), amx::kBlock) * step);
+  for (int64_t m = 0; m < M; m += kRun) {
+    const int64_t run = std::min(kRun, M - m), words = words_of<bf16>(run);
+    pack(Matrix<bf16>{b + m * b_stride, 1, b_stride}, K, run, right);
+    const Matrix<bf16> turned{a + m * a_stride, 1, a_stride};
+    for (int64_t first = 0; first < N; first += kSlab) {
+      const int64_t count = std::min(kSlab, N - first), padded = round_up(count, amx::kBlock);
+      parallel_for(0, padded / kLanes, kGrain / (run * kLanes) + 1, [&](int64_t from, int64_t to) {
+        for (int64_t i = from * kLanes; i < to * kLanes; i += kLanes)
+          if (i < count) {
+            turn_rows(turned, first + i, std::min<int64_t>(kLanes, count - i), run,
+                      left + i * step, step);
+          } else {
+            std::fill_n(left + i * step, kLanes * step, 0.0f);
+          }
+      });
+      const amx::Rows rows{reinterpret_cast<const amx::word*>(left), step, padded, nullptr, 0};
+      const auto panel = [&](int64_t k, int64_t width, int64_t from, int64_t, float*) {
+        return reinterpret_cast<const amx::word*>(right + k * words +
+                                                  from * round_up(width, kLanes));
+      };
+      const bool sum = adds || m;
+      multiply_amx(rows, count, K, words, panel,
+                   [&](int64_t n, int64_t k, int64_t height, int64_t columns, const float* sums,
+                       int64_t sums_step) {
+                     for (int64_t r = 0; r < height; ++r)
+                       for_columns(columns, [&](int64_t c, int lanes) {
+                         float* const to = y + (first + n + r) * K + k + c;
+                         const v16 made = load(sums + r * sums_step + c);
+                         store_lanes(to, sum ? load_lanes(to, lanes) + made : made, lanes);
+                       });
+                   });
+    }
+  }
 }
 
 double seconds_of(c10::function_ref<void()> body) {
@@ -771,6 +868,17 @@ void pack(const Matrix<T>& m, int64_t N, int64_t K, float* out) {
                        pack_panel(m, p * kPanel, std::min(kPanel, N - p * kPanel), K,
                                   out + p * kPanel * words);
                    });
+}
+
+bool multiply_turned(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t M,
+                     int64_t N, int64_t K, float* y, bool adds) {
+#if defined(TANDEM_AMX)
+  if (amx_refusal().empty()) {
+    turned_amx(a, a_stride, b, b_stride, M, N, K, y, adds);
+    return true;
+  }
+#endif
+  return false;
 }
 
 template <class T>

@@ -88,6 +88,11 @@ void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, 
 void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t M,
                      int64_t N, int64_t K, float* y, int64_t y_stride, bool adds);
 
+// The same of bfloat16 into a y without gaps between its rows, without a rounding between: on the
+// matrix unit, or false and nothing done where that is not used.
+bool multiply_turned(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t M,
+                     int64_t N, int64_t K, float* y, bool adds);
+
 // Why bfloat16 products do not use the processor's matrix unit (AMX); empty where they do.
 std::string why_no_amx();
 

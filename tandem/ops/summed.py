@@ -1,0 +1,76 @@
+"""bfloat16 layers on a CPU that add their weights' gradients to float32 sums as they compute them.
+
+An optimizer with float32 masters keeps such a sum beside each weight (`gpu.keep_sum`). Otherwise
+each micro-batch would write a gradient in bfloat16, read it again and add it: for the embedding
+of a large vocabulary, a row for every token that did not occur.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tandem.ops.gpu import gradient_sum, keeps_sum, weight_gradient
+
+
+def sums(weight: Tensor) -> bool:
+    """Whether a bfloat16 weight's gradients go into a float32 sum."""
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+        and keeps_sum(weight)
+    )
+
+
+class SummedLinear(torch.autograd.Function):
+    """x (..., in) by weight (out, in), plus bias; numbers as `linear`'s, the weight's gradient in
+    float32 to the end.
+
+    csrc/dense.cpp knows the name: of logits made here nobody else reads the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.ops.tandem.linear.default(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = given.reshape(-1, given.shape[-1])
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = torch.ops.tandem.linear.default(rows, weight.t(), None).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            of_weight = weight_gradient(weight, rows, x.reshape(-1, x.shape[-1]))
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0)
+        return of_x, of_weight, of_bias
+
+
+class SummedEmbedding(torch.autograd.Function):
+    """Rows of weight (V, D) by token ids (...), of which padding's gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int) -> Tensor:
+        ctx.save_for_backward(ids, weight)
+        ctx.padding = padding
+        return torch.ops.tandem.embedding.default(ids, weight, padding)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
+        ids, weight = ctx.saved_tensors
+        total = gradient_sum(weight)
+        if total is None:  # the optimizer is gone
+            made = torch.ops.aten.embedding_dense_backward(
+                given, ids, len(weight), ctx.padding, False
+            )
+            return None, made, None
+        torch.ops.tandem.add_rows.default(total, ids, given, ctx.padding)
+        return None, None, None
