@@ -6,10 +6,12 @@
 All serve one folder of a random Llama (or --model FOLDER), in a process of their own, with the same
 threads: `transformers serve` as it is, and with continuous batching over the KV memory that this
 bench needs (left to itself it takes gigabytes, and minutes per answer); llama.cpp a GGUF file, in
-fp32 (pip install gguf). Clients send one streamed chat after another over their own connections.
-With --clock cpu rates are per CPU second of the server's process, which a busy machine does not
-change; the time to the first token is always on the clock. Another side asks Tandem for reward and
-KL beside each answer, from a run's folder with a reward model and an SFT model of the same size.
+fp32 (pip install gguf; bench/xllamacpp_server.py where llama.cpp is not built). Clients send one
+streamed chat after another over their own connections. With --clock cpu rates are per CPU second of
+the server's process, which a busy machine does not change; the time to the first token is always on
+the clock. Another side asks Tandem for reward and KL beside each answer, from a run's folder with a
+reward model and an SFT model of the same size; its cost is what a token takes beside one of plain
+chat.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -68,7 +71,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     made.add_argument("--max-tokens", type=count, default=64, help="of an answer")
     made.add_argument("--shape", choices=sorted(SHAPES), default="llama-2.2m")
     made.add_argument("--model", type=Path, help="a folder with a chat template, not a random one")
-    made.add_argument("--llama-server", type=Path, help="llama.cpp's program; without it, left out")
+    made.add_argument("--llama-server", type=Path, help="llama.cpp's; without it, left out")
     made.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     made.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="of the rates")
     options = made.parse_args(args)
@@ -83,6 +86,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
             side: _measure(side, folder, options, report) for side in options.sides
         }
     report.result["summary"] = summarized(report.result["rounds"], options.clock)
+    report.result["cost_of_reward_and_kl"] = costs(report.result["summary"])
     report.console.print(_table(report.result["summary"], options))
     return report.end()
 
@@ -162,7 +166,7 @@ def _measure(side: str, folder: Path, options: Any, report: Report) -> dict[str,
         report.print_line("llama.cpp needs --llama-server: left out")
         return {}
     found: dict[str, list[Measured]] = {}
-    with _server(side, folder, options) as (process, port):
+    with served(partial(_command, side, folder, options), options.threads) as (process, port):
         body = _body(side, folder, options)
         asyncio.run(_round(port, body, 1, 1))  # loads, compiles, fills caches
         for clients in options.clients:
@@ -196,30 +200,42 @@ def _body(side: str, folder: Path, options: Any) -> dict[str, Any]:
     return {**body, "model": "ppo", "tandem": {"reward": True, "kl": True}}
 
 
-@contextmanager
-def _server(side: str, folder: Path, options: Any) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A server that answers, and its port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def _command(side: str, folder: Path, options: Any, port: int) -> list[str]:
     model = folder / ("run" if side == JUDGED else "base")
-    threads = str(options.threads)
     if side == "llama.cpp":
-        words = [str(options.llama_server), "-m", str(folder / "base.gguf"), "--port", str(port),
-                 "-np", "64", "-c", str(64 * 512), "-t", threads, "-tb", threads, "--jinja",
-                 "--threads-http", "64", "--no-webui"]  # fmt: skip
-    elif side.startswith("transformers"):
+        threads = str(options.threads)
+        script = [sys.executable] if options.llama_server.suffix == ".py" else []
+        return [*script, str(options.llama_server), "-m", str(folder / "base.gguf"),
+                "--port", str(port), "-np", "64", "-c", str(64 * 512), "--jinja",
+                "-t", threads, "-tb", threads, "--threads-http", "64"]  # fmt: skip
+    if side.startswith("transformers"):
         words = [sys.executable, "-c", "from transformers.cli.transformers import main; main()",
                  "serve", str(model), "--device", "cpu", "--dtype", "float32",
                  "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
         if side == BATCHING:
             words += ["--continuous-batching", "--cb-block-size", "32", "--cb-num-blocks", "512",
                       "--cb-max-batch-tokens", "512"]  # fmt: skip
-    else:
-        words = [sys.executable, "-m", "tandem", "serve", str(model), "--device", "cpu",
-                 "--port", str(port), "--slots", "64", "--max-context", "2048"]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
-    errors = subprocess.DEVNULL if side == "llama.cpp" else None  # it tells every request there
-    process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+        return words
+    return tandem_command(model, port, "--slots", "64", "--max-context", "2048")
+
+
+def tandem_command(model: Path, port: int, *flags: str) -> list[str]:
+    """The words of `tandem serve` over a folder."""
+    return [sys.executable, "-m", "tandem", "serve", str(model), "--device", "cpu",
+            "--port", str(port), *flags]  # fmt: skip
+
+
+@contextmanager
+def served(
+    command: Callable[[int], list[str]], threads: int
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A server that answers, and its port; `command` makes its words of the port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    words, quiet = command(port), subprocess.DEVNULL
+    errors = quiet if "--threads-http" in words else None  # llama.cpp tells every request there
+    process = subprocess.Popen(words, env=environment, stdout=quiet, stderr=errors)
     try:
         _wait_for(port, process)
         yield process, port
@@ -293,20 +309,32 @@ def _cpu_seconds(pid: int) -> float:
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
+def costs(summary: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
+    """What a token costs with reward and KL beside the answer, over plain chat, by clients."""
+    plain, judged = summary.get("tandem", {}), summary.get(JUDGED, {})
+    return {
+        clients: plain[clients]["tokens_per_second"] / found["tokens_per_second"]
+        for clients, found in judged.items()
+        if clients in plain
+    }
+
+
 def _table(summary: dict[str, dict[str, dict[str, float]]], options: Any) -> Any:
     rows = []
     theirs = [found for side, found in summary.items() if side.startswith("transformers")]
+    cost = costs(summary)
     for side, by_clients in summary.items():
         for clients, found in by_clients.items():
             against = [of[clients]["tokens_per_second"] for of in theirs if clients in of]
             ratio = f"{found['tokens_per_second'] / max(against):.1f}" if against else ""
             rows.append(
                 (side, clients, f"{found['tokens_per_second']:.0f}", ratio,
+                 f"{cost[clients]:.2f}" if side == JUDGED and clients in cost else "",
                  f"{1000 * found['first_token_seconds']:.0f}", f"{found['cpu_share']:.0%}")
             )  # fmt: skip
     unit = "tokens/s" if options.clock == "wall" else "tokens/CPU s"
     caption = f"medians of {options.rounds} rounds; torch {torch.__version__}"
-    right = (unit, "x faster transformers", "first token ms", "CPU")
+    right = (unit, "x faster transformers", "cost", "first token ms", "CPU")
     return table("serve", caption, ("side", "clients"), right, rows)
 
 

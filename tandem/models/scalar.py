@@ -9,7 +9,7 @@ are attributes of its config, `score_mean` and `score_std`, and so in config.jso
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -126,6 +126,16 @@ def sequence_scores(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     The mask says which token is the last, never its id: pad may equal EOS.
     """
     return _head_outputs(model, last_states(model, batch))
+
+
+def head_outputs_by_row(model: PreTrainedModel, hidden: Tensor, counts: Sequence[int]) -> Tensor:
+    """(n,) float32: the head's outputs for hidden states (n, D) of rows that have `counts` of them.
+
+    Each row goes through the head by itself: the product of several rows may sum in another order,
+    and then a row's numbers would depend on the others.
+    """
+    # A copy begins where memory is aligned, as the states of a row alone do.
+    return torch.cat([_head_outputs(model, part.clone()) for part in hidden.split(list(counts))])
 
 
 def _head_outputs(model: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from tandem.errors import DataError
 from tandem.generation.observed import TokenLogprobs
 from tandem.serve.api_errors import ApiError
 from tandem.serve.bodies import Prompt, Wanted
-from tandem.serve.engine import Generation, Progress
-from tandem.serve.judging import Answered, finite, judge, prompt_logprobs
+from tandem.serve.engine import Asked, Generation, Progress
+from tandem.serve.judging import Answered, Judging, finite, judge, prompt_logprobs
 from tandem.serve.loading import Loaded
 from tandem.serve.service import Service
 from tandem.types import Message
@@ -209,8 +209,7 @@ class Answering:
                 choice.logprobs += progress.logprobs
                 choice.stop_token = progress.stop_token
                 if progress.finish:
-                    await self._judge(choice, progress.finish)
-                    choice.finish = progress.finish
+                    self._ended(choice, progress)
                     left -= 1
                 yield Step(choice, progress.text, first)
                 if not left:
@@ -228,19 +227,19 @@ class Answering:
 
     async def _events(self) -> AsyncGenerator[tuple[Choice, Progress]]:
         mailbox, wanted = self._service.mailbox(), self.wanted
-        events: asyncio.Queue[tuple[int, list[Progress]]] = asyncio.Queue()
+        inbox = _Inbox()
         generations: list[Generation] = []
         for number, (prompt, budget) in enumerate(zip(self.prompts, self._budgets, strict=True)):
+            asked = await self._asked(prompt)
             if budget == 0:
+                judged = None if asked is None else self._judged_empty(prompt, asked)
                 for sample in range(wanted.n):
-                    yield (
-                        self.choices[number * wanted.n + sample],
-                        Progress(sample, finish="length"),
-                    )
+                    ended = Progress(sample, finish="length", judged=judged)
+                    yield self.choices[number * wanted.n + sample], ended
                 continue
 
             def deliver(progress: list[Progress], number: int = number) -> None:
-                mailbox.post(partial(events.put_nowait, (number, progress)))
+                mailbox.post(partial(inbox.put, number, progress))
 
             sampling = replace(
                 wanted.sampling,
@@ -253,17 +252,15 @@ class Answering:
             generations.append(
                 Generation(
                     self.loaded, prompt.token_ids, sampling, wanted.seed, wanted.n, top,
-                    wanted.stops, wanted.min_tokens, self._decode, deliver,
+                    wanted.stops, wanted.min_tokens, self._decode, deliver, asked,
                 )
             )  # fmt: skip
         try:
             for generation in generations:
                 self._service.engine.start(generation)
             while generations:
-                came = [await events.get()]
-                while not events.empty():  # one chunk for what came while another was written
-                    came.append(events.get_nowait())
-                for place, progress in _merged(came, wanted.n).items():
+                # One chunk for what came while another was written.
+                for place, progress in _merged(await inbox.take(), wanted.n).items():
                     yield self.choices[place], progress
         finally:
             for generation in generations:
@@ -279,33 +276,58 @@ class Answering:
             for choice in self.choices[number * self.wanted.n : (number + 1) * self.wanted.n]:
                 choice.echoed = echoed
 
-    async def _judge(self, choice: Choice, finish: str) -> None:
-        service, extras = self._service, self.wanted.extras
-        service.counters.add("answers_total", "Answers given.", finish=finish)
-        tokens = len(choice.drawn)
-        service.counters.add("completion_tokens_total", "Tokens drawn.", tokens)
-        if not extras:
-            return
-        choice.extras = {"seed": self.wanted.seed} if "seed" in extras else {}
-        if extras <= {"seed"}:
-            return
-        judges = await service.judges(self.loaded, extras)
-        answered = Answered(
-            (*choice.prompt.token_ids, *choice.drawn),
-            len(choice.prompt.token_ids),
-            choice.stop_token is not None,
-            choice.prompt.messages,
-            choice.text,
-        )
-        sampled = list(choice.logprobs)
-        found = await service.in_engine(
-            lambda: judge(self.loaded, answered, extras, judges, sampled)
-        )
-        choice.extras |= finite(found)
+    async def _asked(self, prompt: Prepared) -> Asked | None:
+        """What the engine is to find out about the answers to a prompt.
+
+        Raises:
+            ApiError: a model that judges cannot be loaded.
+        """
+        wanted = self.wanted.extras - {"seed"}
+        if not wanted:
+            return None
+        judges = await self._service.judges(self.loaded, wanted)
+        return Asked(wanted, judges, prompt.messages)
+
+    def _judged_empty(self, prompt: Prepared, asked: Asked) -> dict[str, Any]:
+        """What is found of an answer without tokens; no model runs."""
+        ids = prompt.token_ids
+        answered = Answered(ids, len(ids), False, prompt.messages, "")
+        return judge([Judging(self.loaded, answered, asked.wanted, asked.judges)])[0]
+
+    def _ended(self, choice: Choice, progress: Progress) -> None:
+        counters, extras = self._service.counters, self.wanted.extras
+        counters.add("answers_total", "Answers given.", finish=progress.finish)
+        counters.add("completion_tokens_total", "Tokens drawn.", len(choice.drawn))
+        choice.finish = progress.finish
+        if extras:
+            seed = {"seed": self.wanted.seed} if "seed" in extras else {}
+            choice.extras = seed | finite(progress.judged or {})
 
     def _observe_first(self, seconds: float) -> None:
         about = "Time from a request to its first token."
         self._service.counters.observe("time_to_first_token_seconds", about, seconds)
+
+
+class _Inbox:
+    """What the engine has delivered to one request and nobody has read; of the loop's thread."""
+
+    def __init__(self) -> None:
+        self._came: list[tuple[int, list[Progress]]] = []
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, number: int, progress: list[Progress]) -> None:
+        """Progress of the prompt's answers."""
+        self._came.append((number, progress))
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def take(self) -> list[tuple[int, list[Progress]]]:
+        """All that has come, once there is something; for one reader."""
+        if not self._came:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        came, self._came = self._came, []
+        return came
 
 
 def _merged(came: Sequence[tuple[int, list[Progress]]], n: int) -> dict[int, Progress]:
@@ -323,6 +345,7 @@ def _merged(came: Sequence[tuple[int, list[Progress]]], n: int) -> dict[int, Pro
                     (*old.logprobs, *new.logprobs),
                     new.finish,
                     new.stop_token,
+                    new.judged,
                     new.error,
                 )
             found[place] = new

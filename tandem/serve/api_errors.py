@@ -53,4 +53,8 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 def json_text(value: Any) -> str:
     """Compact JSON without NaN and infinities, which are no JSON."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return _encode(value)
+
+
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+"""Made once: `json.dumps` makes an encoder for every chunk of a stream."""

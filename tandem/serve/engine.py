@@ -1,8 +1,9 @@
-"""One thread that owns the models: continuous batching of all requests, scoring between steps.
+"""One thread that owns the models: continuous batching of all requests, judging between steps.
 
 Requests come in through a queue and results leave through a callback, so nobody else touches a
 model. Answers enter and leave the batch between steps; what an answer says depends on its seed
-alone. A reader that is slow or gone never holds the thread up.
+alone. Finished answers wait a few steps to be judged together (`judging_queue`). A reader that is
+slow or gone never holds the thread up.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError, TandemError
@@ -25,7 +26,10 @@ from tandem.generation.runner import kv_dtype
 from tandem.generation.streaming import CHUNK_TOKENS, Conversations, Handle
 from tandem.models.twin import decodes, kv_shapes
 from tandem.serve.api_errors import ApiError
+from tandem.serve.judging import Answered, Judges, Judging
+from tandem.serve.judging_queue import JudgingQueue, Waiting
 from tandem.serve.loading import Loaded
+from tandem.types import Message
 
 T = TypeVar("T")
 _KV_SHARE = 0.3
@@ -39,7 +43,8 @@ class Progress:
 
     sample: its number in the generation. text: final text, without any part of a stop string.
     token_ids, logprobs: since the last event; the stop token is among the log-probs only.
-    finish: "stop" or "length" at its end. stop_token: the token that ended it. error: it failed.
+    finish: "stop" or "length" at its end. stop_token: the token that ended it. judged: what was
+    wanted of the answer, at its end. error: it failed.
     """
 
     sample: int
@@ -48,13 +53,24 @@ class Progress:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: str = ""
     stop_token: int | None = None
+    judged: dict[str, Any] | None = None
     error: ApiError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is wanted of answers that have ended, and by which models. messages: the prompt's, for
+    a reward model with another tokenizer."""
+
+    wanted: frozenset[str]
+    judges: Judges
+    messages: tuple[Message, ...]
 
 
 @dataclass(eq=False)
 class Generation:
     """Answers to one prompt. top_logprobs: -1: none. decode: ids to text. deliver: takes the events
-    of each step, on the engine's thread."""
+    of each step, on the engine's thread. asked: None: the answers are not judged."""
 
     loaded: Loaded
     prompt_ids: tuple[int, ...]
@@ -66,6 +82,7 @@ class Generation:
     min_tokens: int
     decode: Callable[[Sequence[int]], str]
     deliver: Callable[[list[Progress]], None]
+    asked: Asked | None = None
     is_over: bool = False
 
 
@@ -74,6 +91,7 @@ class _Answer:
     generation: Generation
     sample: int
     text: AnswerText
+    token_ids: list[int] = field(default_factory=list)
     num_logprobs: int = 0
 
 
@@ -101,6 +119,8 @@ class Engine:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: dict[Loaded, _Running] = {}
         self._retired: set[Loaded] = set()
+        # A pause is rarer here than for prompts, and a small model needs more tokens to be busy.
+        self._finished = JudgingQueue(4 * prefill_tokens)
         self._thread = threading.Thread(target=self._run, name="tandem-engine", daemon=True)
         self._thread.start()
 
@@ -142,8 +162,9 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Answers that run or wait for a slot."""
-        return sum(len(running.answers) for running in list(self._running.values()))
+        """Answers that run, wait for a slot, or wait to be judged."""
+        running = sum(len(running.answers) for running in list(self._running.values()))
+        return running + len(self._finished)
 
     def free_blocks(self) -> dict[str, int]:
         """Free blocks of KV memory by model; the models that hold none are left out."""
@@ -157,15 +178,18 @@ class Engine:
 
     def _run(self) -> None:
         while True:
-            busy = [running for running in self._running.values() if running.answers]
-            if not self._take_commands(wait=not busy):
+            if not self._take_commands(wait=not self._busy() and not self._finished):
                 break
-            for running in [running for running in self._running.values() if running.answers]:
+            for running in self._busy():
                 self._step(running)
+            self._finished.step(is_idle=not self._busy())
             self._free_retired()
         for running in self._running.values():
             running.talk.close()
         self._running.clear()
+
+    def _busy(self) -> list[_Running]:
+        return [running for running in self._running.values() if running.answers]
 
     def _take_commands(self, *, wait: bool) -> bool:
         """Run the commands that have come; False at the end."""
@@ -267,8 +291,12 @@ class Engine:
             del running.answers[handle]
         logprobs = tuple(handle.logprobs[answer.num_logprobs :])
         answer.num_logprobs += len(logprobs)
+        answer.token_ids += taken
+        if finish and not error and answer.generation.asked is not None:
+            self._finished.add(_waiting(answer, answer.generation.asked, handle, finish))
+            finish = ""  # it is told with what the judges found
         return Progress(
-            answer.sample, text, tuple(taken), logprobs, finish, handle.stop_token, error
+            answer.sample, text, tuple(taken), logprobs, finish, handle.stop_token, None, error
         )
 
     def _fail_all(
@@ -290,6 +318,30 @@ class Engine:
                 if running is not None:
                     del self._running[loaded]
                     running.talk.close()
+
+
+def _waiting(answer: _Answer, asked: Asked, handle: Handle, finish: str) -> Waiting:
+    """An answer that has ended, as the judges take it."""
+    generation, stop = answer.generation, handle.stop_token
+    drawn = (*answer.token_ids, *(() if stop is None else (stop,)))
+    answered = Answered(
+        (*generation.prompt_ids, *drawn),
+        len(generation.prompt_ids),
+        stop is not None,
+        asked.messages,
+        answer.text.text,
+    )
+    judging = Judging(
+        generation.loaded, answered, asked.wanted, asked.judges, handle.logprobs[: len(drawn)]
+    )
+
+    def deliver(judged: dict[str, Any]) -> None:
+        generation.deliver([Progress(answer.sample, finish=finish, stop_token=stop, judged=judged)])
+
+    def fail(error: Exception) -> None:
+        generation.deliver([Progress(answer.sample, error=_failure(error))])
+
+    return Waiting(judging, lambda: not generation.is_over, deliver, fail)
 
 
 def _failure(error: Exception) -> ApiError:

@@ -1,21 +1,29 @@
-"""Numbers beside an answer: log-probs, reward, KL and values, by forwards of whole sequences."""
+"""Numbers beside answers: log-probs, reward, KL and values, by forwards of whole sequences.
+
+Answers are judged together: one forward of each model over all of them, as far as their tokens fit.
+A token's numbers depend on its own sequence alone, so on a CPU they are those of each answer alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from tandem.data.render import IN_MEMORY, Renderer
 from tandem.generation.observed import TokenLogprobs, observe, read_observed
 from tandem.models.lm_head import vocabulary_head
-from tandem.models.packed import predictor_states
-from tandem.models.scalar import normalization, sequence_scores, token_values
+from tandem.models.packed import last_states, predictor_states
+from tandem.models.scalar import head_outputs_by_row, normalization
 from tandem.ops.logits import rows_at_once
 from tandem.serve.loading import Loaded, LoadedScalar
 from tandem.types import Message, TokenBatch, TokenRow
+
+TOKENS_AT_ONCE = 4096
+"""Most tokens of the answers in one forward, prompts included, unless one alone has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,20 @@ class Judges:
     reference: Loaded | None
     reward_model: LoadedScalar | None
     critic: LoadedScalar | None
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """An answer and what is wanted of it: reward, kl, token_kl, values; by which models.
+
+    sampled: the policy's log-probs of the answer's tokens where the sampler kept them.
+    """
+
+    policy: Loaded
+    answered: Answered
+    wanted: frozenset[str]
+    judges: Judges
+    sampled: Sequence[TokenLogprobs] = ()
 
 
 @torch.no_grad()
@@ -86,56 +108,151 @@ def prompt_logprobs(
 
 
 @torch.no_grad()
-def judge(
-    policy: Loaded,
-    answered: Answered,
-    wanted: frozenset[str],
-    judges: Judges,
-    sampled: Sequence[TokenLogprobs] = (),
-) -> dict[str, Any]:
-    """What was wanted of an answer: reward, kl, token_kl, values.
+def judge(asked: Sequence[Judging]) -> list[dict[str, Any]]:
+    """What was wanted of each answer, by one forward of each model that is needed.
 
     KL is log p(policy) - log p(reference) of the sampled tokens, in nats, at temperature 1; `kl`
     is the sum of `token_kl`. Rewards and values are normalized as in training.
 
-    Args:
-        sampled: the policy's log-probs of the answer's tokens where the sampler kept them.
     Returns:
-        the wanted numbers, None for those that cannot be had, with the reasons in `why`.
+        in the order of `asked`: the wanted numbers, None for those that cannot be had, with the
+        reasons in `why`.
     """
-    found: dict[str, Any] = {}
-    why: dict[str, str] = {}
-    if answered.prompt_length == len(answered.token_ids):
-        why = dict.fromkeys(sorted(wanted - {"seed"}), "the answer has no token")
-        return dict.fromkeys(why) | {"why": why} if why else {}
-    if "reward" in wanted:
-        found["reward"] = _reward(policy, answered, judges.reward_model, why)
-    if wanted & {"kl", "token_kl"}:
-        kl = _token_kl(policy, answered, judges.reference, sampled, why)
-        if "kl" in wanted:
-            found["kl"] = None if kl is None else sum(kl)
-        if "token_kl" in wanted:
-            found["token_kl"] = kl
-    if "values" in wanted:
-        found["values"] = _values(policy, answered, judges.critic, why)
-    return found | ({"why": why} if why else {})
+    found: list[dict[str, Any]] = [{} for _ in asked]
+    why: list[dict[str, str]] = [{} for _ in asked]
+    rewards = _Rows[LoadedScalar]()
+    kls = _Rows[Loaded]()
+    unsampled = _Rows[Loaded]()
+    values = _Rows[LoadedScalar]()
+    for number, one in enumerate(asked):
+        answered, wanted = one.answered, one.wanted - {"seed"}
+        if answered.prompt_length == len(answered.token_ids):
+            why[number] = dict.fromkeys(sorted(wanted), "the answer has no token")
+            found[number] = dict.fromkeys(why[number])
+            continue
+        found[number] = dict.fromkeys(name for name in _NUMBERS if name in wanted)
+        if "reward" in wanted:
+            scored = _scored_row(one, why[number])
+            if scored is not None:
+                rewards.add(number, *scored)
+        if wanted & {"kl", "token_kl"}:
+            reference = _like(one.judges.reference, one, _NO_REFERENCE, why[number])
+            if reference is not None:
+                kls.add(number, reference, answered.row)
+                if len(one.sampled) != len(answered.token_ids) - answered.prompt_length:
+                    unsampled.add(number, one.policy, answered.row)
+        if "values" in wanted:
+            critic = _like(one.judges.critic, one, _NO_CRITIC, why[number])
+            if critic is not None:
+                values.add(number, critic, answered.row)
+    for number, reward in rewards.computed(_scores):
+        found[number]["reward"] = reward
+    own = {number: one.sampled for number, one in enumerate(asked)}
+    own |= dict(unsampled.computed(_plain_logprobs))
+    for number, theirs in kls.computed(_plain_logprobs):
+        pairs = zip(own[number], theirs, strict=True)
+        token_kl = [mine.logprob - other.logprob for mine, other in pairs]
+        numbers = {"kl": sum(token_kl), "token_kl": token_kl}
+        found[number] |= {name: numbers[name] for name in numbers if name in found[number]}
+    for number, of_tokens in values.computed(_values):
+        found[number]["values"] = of_tokens
+    return [
+        one | ({"why": reasons} if reasons else {}) for one, reasons in zip(found, why, strict=True)
+    ]
 
 
-def _reward(
-    policy: Loaded, answered: Answered, scorer: LoadedScalar | None, why: dict[str, str]
-) -> float | None:
+_NUMBERS = ("reward", "kl", "token_kl", "values")
+_NO_REFERENCE = ("kl", "this model has no reference", "the reference has another tokenizer")
+_NO_CRITIC = ("values", "there is no critic", "the critic has another tokenizer")
+_Judge = TypeVar("_Judge", Loaded, LoadedScalar)
+_Found = TypeVar("_Found")
+
+
+class _Rows(Generic[_Judge]):
+    """Rows that wait for a forward, by the model that runs it and by the answer's number."""
+
+    def __init__(self) -> None:
+        self._of: dict[_Judge, list[tuple[int, TokenRow]]] = {}
+
+    def add(self, number: int, model: _Judge, row: TokenRow) -> None:
+        """One row more."""
+        self._of.setdefault(model, []).append((number, row))
+
+    def computed(
+        self, compute: Callable[[_Judge, list[TokenRow]], Sequence[_Found]]
+    ) -> Iterator[tuple[int, _Found]]:
+        """What `compute` finds for each row, with the answer's number; some rows at a time."""
+        for model, waiting in self._of.items():
+            for part in _parts(waiting):
+                found = compute(model, [row for _, row in part])
+                yield from zip((number for number, _ in part), found, strict=True)
+
+
+def _parts(waiting: Sequence[tuple[int, TokenRow]]) -> Iterator[list[tuple[int, TokenRow]]]:
+    """Rows in order, of at most TOKENS_AT_ONCE together; a longer one is alone."""
+    part: list[tuple[int, TokenRow]] = []
+    tokens = 0
+    for number, row in waiting:
+        if part and tokens + len(row) > TOKENS_AT_ONCE:
+            yield part
+            part, tokens = [], 0
+        part.append((number, row))
+        tokens += len(row)
+    if part:
+        yield part
+
+
+def _like(
+    judge: _Judge | None, one: Judging, reasons: tuple[str, str, str], why: dict[str, str]
+) -> _Judge | None:
+    """A judge, if there is one and it reads the policy's tokens; else `why` tells the reason."""
+    name, is_missing, is_other = reasons
+    if judge is None:
+        why[name] = is_missing
+        return None
+    if not judge.renderer.renders_like(one.policy.renderer):
+        why[name] = is_other
+        return None
+    return judge
+
+
+def _scored_row(one: Judging, why: dict[str, str]) -> tuple[LoadedScalar, TokenRow] | None:
+    """What the reward model scores, in its own tokens."""
+    scorer, answered = one.judges.reward_model, one.answered
     if scorer is None:
         why["reward"] = "there is no reward model"
         return None
-    row = answered.row
-    if not scorer.renderer.renders_like(policy.renderer):
-        if not answered.messages:
-            why["reward"] = "the reward model has another tokenizer and scores conversations only"
-            return None
-        row = _rendered(scorer.renderer, answered)
-    batch = _batch(scorer, row)
+    if scorer.renderer.renders_like(one.policy.renderer):
+        return scorer, answered.row
+    if not answered.messages:
+        why["reward"] = "the reward model has another tokenizer and scores conversations only"
+        return None
+    return scorer, _rendered(scorer.renderer, answered)
+
+
+def _scores(scorer: LoadedScalar, rows: list[TokenRow]) -> list[float]:
+    states = last_states(scorer.model, _batch(scorer, rows))
+    return _normalized(scorer, head_outputs_by_row(scorer.model, states, [1] * len(rows))).tolist()
+
+
+def _plain_logprobs(loaded: Loaded, rows: list[TokenRow]) -> list[list[TokenLogprobs]]:
+    return sequence_logprobs(loaded, rows, 0)
+
+
+def _values(critic: LoadedScalar, rows: list[TokenRow]) -> list[list[float]]:
+    counts = [sum(row.response_mask) for row in rows]
+    states = predictor_states(critic.model, _batch(critic, rows))
+    values = _normalized(critic, head_outputs_by_row(critic.model, states, counts))
+    return [part.tolist() for part in values.split(counts)]
+
+
+def _normalized(scorer: LoadedScalar, outputs: Tensor) -> Tensor:
     mean, std = normalization(scorer.model)
-    return float((sequence_scores(scorer.model, batch)[0] - mean) / std)
+    return (outputs - mean) / std
+
+
+def _batch(scorer: LoadedScalar, rows: Sequence[TokenRow]) -> TokenBatch:
+    return TokenBatch.from_rows(rows, scorer.renderer.pad_token_id).to(scorer.model.device)
 
 
 def _rendered(renderer: Renderer, answered: Answered) -> TokenRow:
@@ -144,46 +261,6 @@ def _rendered(renderer: Renderer, answered: Answered) -> TokenRow:
         return row
     # An answer that was cut off must not get a terminator.
     return TokenRow(row.token_ids[:-1], row.response_mask[:-1], row.source)
-
-
-def _token_kl(
-    policy: Loaded,
-    answered: Answered,
-    reference: Loaded | None,
-    sampled: Sequence[TokenLogprobs],
-    why: dict[str, str],
-) -> list[float] | None:
-    if reference is None:
-        why["kl"] = "this model has no reference"
-        return None
-    if not reference.renderer.renders_like(policy.renderer):
-        why["kl"] = "the reference has another tokenizer"
-        return None
-    row = answered.row
-    own = sampled if len(sampled) == sum(row.response_mask) else None
-    own = sequence_logprobs(policy, [row], 0)[0] if own is None else own
-    theirs = sequence_logprobs(reference, [row], 0)[0]
-    return [mine.logprob - other.logprob for mine, other in zip(own, theirs, strict=True)]
-
-
-def _values(
-    policy: Loaded, answered: Answered, critic: LoadedScalar | None, why: dict[str, str]
-) -> list[float] | None:
-    if critic is None:
-        why["values"] = "there is no critic"
-        return None
-    if not critic.renderer.renders_like(policy.renderer):
-        why["values"] = "the critic has another tokenizer"
-        return None
-    batch = _batch(critic, answered.row)
-    mean, std = normalization(critic.model)
-    values = token_values(critic.model, batch)[batch.response_mask]
-    found: list[float] = ((values - mean) / std).tolist()
-    return found
-
-
-def _batch(scorer: LoadedScalar, row: TokenRow) -> TokenBatch:
-    return TokenBatch.from_rows([row], scorer.renderer.pad_token_id).to(scorer.model.device)
 
 
 def finite(value: Any) -> Any:

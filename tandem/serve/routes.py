@@ -23,7 +23,7 @@ from tandem.serve.answering import (
 from tandem.serve.api_errors import ApiError, json_response
 from tandem.serve.bodies import Wanted, read_chat, read_completion, read_extras, read_messages
 from tandem.serve.connection import ClientGoneError, EventStream, read_body, unless_gone
-from tandem.serve.judging import Answered, finite, judge, sequence_logprobs
+from tandem.serve.judging import Answered, Judging, finite, judge, sequence_logprobs
 from tandem.serve.loading import Loaded, resident_bytes
 from tandem.serve.openapi import document
 from tandem.serve.service import Service
@@ -168,7 +168,7 @@ class Api:
         def work() -> tuple[list[Any], dict[str, Any]]:
             """In a thread."""
             logprobs = sequence_logprobs(loaded, [answered.row], 0)[0]
-            return logprobs, judge(loaded, answered, wanted, judges, logprobs)
+            return logprobs, judge([Judging(loaded, answered, wanted, judges, logprobs)])[0]
 
         logprobs, found = await service.in_engine(work)
         return {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,14 @@ def run(served_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def address(run: Path) -> Iterator[str]:
     """Of a server over that run."""
-    settings = ServeSettings(str(run), slots=4, max_new_tokens=8)
+    with page_server(run) as address:
+        yield address
+
+
+@contextmanager
+def page_server(run: Path, **more: Any) -> Iterator[str]:
+    """The address of a page over a run."""
+    settings = ServeSettings(str(run), slots=4, max_new_tokens=8, **more)
     service = Service(settings, load_settings(settings))
     config = uvicorn.Config(make_app(service), port=0, log_level="error", ws="none")
     server = uvicorn.Server(config)
@@ -134,6 +143,31 @@ def test_every_view_shows_its_records_and_fits_a_phone(page: Any) -> None:
     page.goto(f"{page.address}#/runs")
     page.locator(".alarm-mark").first.wait_for(state="attached")
     assert page.locator("figure", has_text="Reward against KL").count() == 1
+
+
+def test_two_runs_are_overlaid_in_every_chart(page: Any, run: Path, tmp_path: Path) -> None:
+    both = tmp_path / "runs"
+    shutil.copytree(run, both / "first")
+    write_run(both / "second", shift=2.0)
+    with page_server(both / "first", runs=str(both)) as address:
+        page.goto(f"{address}#/runs")
+        chart = page.locator("figure", has_text="Held-out reward").first
+        chart.locator("svg.chart").wait_for()
+        lines_of_one = chart.locator("path").count()
+        assert lines_of_one > 0
+        page.get_by_role("checkbox", name="second").check()
+        chart.get_by_text("second").wait_for()
+        legend = chart.locator(".legend").all_inner_texts()
+        assert all(name in " ".join(legend) for name in ("first", "second"))
+        assert chart.locator("path").count() == 2 * lines_of_one
+        ends = [
+            float(text) for text in re.findall(r"(?:first|second)\D*([\d.]+)", " ".join(legend))
+        ]
+        assert ends == [6.0, 8.0]
+        frontier = page.locator("figure", has_text="Reward against KL")
+        assert "second" in frontier.inner_text()
+        wide = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        assert wide <= 0
 
 
 def test_of_ten_thousand_answers_only_those_in_sight_exist(page: Any) -> None:

@@ -1,0 +1,51 @@
+"""The bench of the server: its figures by hand, and the whole command against real servers."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from bench import serve
+from bench.serve import JUDGED, Measured
+
+
+def test_figures_are_medians_of_rounds_and_the_cost_is_beside_plain_chat() -> None:
+    rounds = {
+        "tandem": {
+            "16": [
+                Measured(100, 2.0, 1.0, [0.1, 0.3]),
+                Measured(300, 1.0, 1.0, [0.2, 0.0]),  # the last never showed a text
+                Measured(200, 4.0, 1.0, [0.4]),
+            ]
+        },
+        JUDGED: {"16": [Measured(100, 4.0, 2.0, [0.5])], "64": [Measured(100, 1.0, 1.0, [0.5])]},
+        "llama.cpp": {},
+    }
+    found = serve.summarized(rounds, "cpu")
+    assert found.keys() == {"tandem", JUDGED}
+    assert found["tandem"]["16"] == pytest.approx(
+        {"tokens_per_second": 200, "first_token_seconds": 0.25, "cpu_share": 0.5}
+    )
+    assert serve.costs(found) == {"16": 4.0}
+    assert serve.summarized(rounds, "wall")["tandem"]["16"]["tokens_per_second"] == 50
+
+
+@pytest.mark.skipif(find_spec("starlette") is None, reason="needs the extra serve")
+def test_the_command_measures_servers_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "made.json"
+    flags = ["--tiny", "--rounds", "1", "--sides", "tandem", JUDGED, "llama.cpp"]
+    serve.main([*flags, "--json", str(file)])
+    shown = capsys.readouterr().out
+    assert "llama.cpp needs --llama-server: left out" in shown
+    assert all(word in shown for word in ("first token ms", "cost", JUDGED))
+    written = json.loads(file.read_text("utf-8"))
+    for side in ("tandem", JUDGED):
+        for clients in ("1", "2"):
+            (measured,) = written["rounds"][side][clients]
+            assert measured["tokens"] == 4 * int(clients)
+    assert written["cost_of_reward_and_kl"].keys() == {"1", "2"}
