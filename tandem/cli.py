@@ -191,9 +191,14 @@ def _train(command: str, args: list[str], debug: bool) -> int:
         return _run_stages(command, args, config)
 
 
-def _run_stages(command: str, args: list[str], config: RunConfig) -> int:
+def _say_loading(command: str) -> None:
+    """A line before the imports, which take seconds."""
     if os.environ.get("RANK", "0") == "0":
         print(f"tandem {command}: loading PyTorch and transformers ...", flush=True)
+
+
+def _run_stages(command: str, args: list[str], config: RunConfig) -> int:
+    _say_loading(command)
     from tandem.engine.devices import resolve_device
     from tandem.parallel.watchdog import watching
     from tandem.parallel.world import join, leave
@@ -228,6 +233,7 @@ def _demo(args: list[str]) -> int:
     parser = Parser("demo", "[--output-dir DIR]", _SUMMARIES["demo"], example).section("flags")
     parser.flag("--output-dir DIR", "The run's folder.", "runs/demo", type=_path)
     folder = parser.parse_args(args).output_dir
+    _say_loading("demo")
     from tandem.training.demo import demo
 
     return 0 if demo(folder) else 1
