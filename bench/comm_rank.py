@@ -88,7 +88,7 @@ class TrainSide(Side):
         count, total = batch.num_response_tokens, 0.0
         with self.watch("train"):
             for numbers, part in rank_micro_batches_of(batch, 10**9, self.world):
-                loss = -response_logprobs(self.model, batch.select(numbers.host))[0].sum()
+                loss = -response_logprobs(self.model, batch.select(numbers))[0].sum()
                 self.learner.backward(loss, count, weight=part.weight, is_last=part.is_last)
                 total += part.weight * float(loss.detach())
             self.learner.step()

@@ -199,7 +199,7 @@ def _sft(case: MemoryCase, models: Path, world: World, phases: Phases) -> Any:
     def step(number: int) -> None:
         with phases("train"):
             for rows, part in rank_micro_batches_of(batch, config.micro_batch_tokens, world):
-                chosen = batch.select(rows.host)
+                chosen = batch.select(rows)
                 loss = sft_loss(response_logprobs(model, chosen)[0], chosen.response_mask)
                 learner.backward(loss, int(answers.sum()), is_last=part.is_last)
                 del loss

@@ -69,7 +69,7 @@ class TandemGradient(GradientSide):
 
     def losses(self, batch: TokenBatch) -> Iterator[Tensor]:
         for rows, _ in rank_micro_batches_of(batch, self.work.micro_batch_tokens, World()):
-            part = batch.select(rows.host)
+            part = batch.select(rows)
             yield sft_loss(response_logprobs(self.model, part)[0], part.response_mask)
 
 

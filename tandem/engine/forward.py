@@ -308,12 +308,18 @@ def _shares_prompts(model: PreTrainedModel) -> bool:
 
 def rank_micro_batches_of(
     batch: TokenBatch, max_tokens: int, world: World, models: Sequence[PreTrainedModel] = ()
-) -> list[tuple[Rows, MicroBatch]]:
-    """As `rank_micro_batches`, with the rows' numbers as tensors.
+) -> list[tuple[Tensor, MicroBatch]]:
+    """As `rank_micro_batches`, with the rows' numbers as a tensor on the host.
 
     Args:
         models: those that will run them; without any, rows count as if none shared a prompt.
     """
+    return [(rows.host, part) for rows, part in _dealt(batch, max_tokens, world, models)]
+
+
+def _dealt(
+    batch: TokenBatch, max_tokens: int, world: World, models: Sequence[PreTrainedModel]
+) -> list[tuple[Rows, MicroBatch]]:
     groups = groups_of(batch, models) if models else []
     lengths = batch.on_host().lengths().tolist()
     parts = rank_micro_batches(lengths, max_tokens, world, groups)
@@ -341,7 +347,7 @@ def scored(
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(onload(model))
-        for rows, part in rank_micro_batches_of(batch, max_tokens, world, models):
+        for rows, part in _dealt(batch, max_tokens, world, models):
             there = rows.on(batch.token_ids.device)
             for i, output in enumerate(forward(batch.select(rows.host, there))):
                 if i == len(results):

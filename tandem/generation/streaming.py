@@ -63,8 +63,7 @@ class Conversations:
     Each conversation has its own sampling and seed, and its text does not depend on the others.
     What prompts begin with alike is computed once, and so is what a conversation's next prompt
     repeats of its earlier turns, as long as memory has room for it and the weights stay the same.
-    The model must not change while answers are in progress. Use it as a context manager, which
-    frees the memory.
+    The model must not change between `step`s. Use it as a context manager, which frees the memory.
     """
 
     def __init__(
@@ -146,8 +145,7 @@ class Conversations:
             GenerationError: as `submit`.
         """
         check_token_ids(self._model, prompt_ids, "the conversation")
-        if not self._handles:  # beside answers in progress the model must not change
-            self._forget_if_changed()
+        self._forget_if_changed()
         limit = _budget(self._model, prompt_ids, sampling, self._max_tokens)
         sampler = self._sampler_of(sampling)
         requests = [
