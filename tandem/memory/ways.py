@@ -122,4 +122,6 @@ def size_text(size: float) -> str:
     """Bytes in a unit that fits."""
     if size >= 10 * 2**30:
         return f"{size / 2**30:,.0f} GiB"
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"
+    if size >= 999.5 * 2**20:  # 1,000 MiB would be written 1e+03
+        return f"{size / 2**30:.1f} GiB"
+    return f"{size / 2**20:.3g} MiB"

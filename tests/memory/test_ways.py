@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tandem.config.flags import parse_run_flags
 from tandem.memory.model import Layout
 from tandem.memory.steps import supervised_memory
-from tandem.memory.ways import advice, ways_out
+from tandem.memory.ways import advice, size_text, ways_out
 from tandem.predict.models import config_of_shape, shape_for
 
 
@@ -49,3 +51,11 @@ def test_where_little_is_left_to_try_the_message_says_so() -> None:
     assert "the only ways out: a (1.0 GiB), b" in advice(2**31, [("a", 2**30), ("b", 9)])
     assert advice(2**31, [("a", 2**30)]).endswith("; the only way out: a (1.0 GiB)")
     assert advice(2**31, []).endswith("; no knob makes it smaller")
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "text"),
+    [(0.5, "0.5 MiB"), (999, "999 MiB"), (1000, "1.0 GiB"), (1024, "1.0 GiB"), (20480, "20 GiB")],
+)
+def test_sizes_are_written_without_powers_of_ten(mebibytes: float, text: str) -> None:
+    assert size_text(mebibytes * 2**20) == text
