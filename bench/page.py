@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -21,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
+
+# The benches are no part of the installed package: they are run from the repository.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.models import SHAPES
 from bench.report import Report, count, parser, table

@@ -38,6 +38,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+# The benches are no part of the installed package: they are run from the repository.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from bench.models import SHAPES
 from bench.report import Report, count, parser, table
 from tandem.config.load import build_config, dump_config
