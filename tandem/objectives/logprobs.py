@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tandem.ops import dense, gpu
+from tandem.ops import dense, gpu, summed
 from tandem.ops.logits import HeadProduct, rows_at_once
 
 
@@ -110,9 +110,10 @@ class _InChunks(torch.autograd.Function):
             leaf = part.detach().requires_grad_()
             with torch.enable_grad():
                 outputs = head.whole(leaf, chosen)[:count]
-            of_part, *made = torch.autograd.grad(
-                outputs, [leaf, *ctx.weights], outer[:count], allow_unused=True
-            )
+            with summed.parts(summed.adds()):
+                of_part, *made = torch.autograd.grad(
+                    outputs, [leaf, *ctx.weights], outer[:count], allow_unused=True
+                )
             of_states.append(of_part)
             if sums:
                 sums = [

@@ -120,7 +120,12 @@ def weight_gradient(weight: Tensor, of_out: Tensor, x: Tensor) -> Tensor | None:
     if is_new and not _adds_natively(total, x):
         total.zero_()
         is_new = False
-    add_product_(total, of_out.t(), x, is_new=is_new)
+    try:
+        add_product_(total, of_out.t(), x, is_new=is_new)
+    except BaseException:  # who goes on after it must not find what memory held
+        if is_new:
+            total.zero_()
+        raise
     return None
 
 

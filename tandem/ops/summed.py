@@ -7,23 +7,49 @@ of a large vocabulary, a row for every token that did not occur.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tandem.ops import native
 from tandem.ops.gpu import gradient_sum, keeps_sum, weight_gradient
+
+_is_part = ContextVar("tandem_part_of_a_backward", default=False)
 
 
 def sums(weight: Tensor) -> bool:
-    """Whether a bfloat16 weight's gradients go into a float32 sum."""
+    """Whether a bfloat16 weight's gradients go into a float32 sum: not if a hook wants to see
+    them."""
     return (
         weight.dtype == torch.bfloat16
         and weight.requires_grad
         and torch.is_grad_enabled()
         and keeps_sum(weight)
+        and not weight._backward_hooks
     )
+
+
+def adds() -> bool:
+    """In a backward pass: whether it is `backward()` for all leaves, or a part of one. Who asks for
+    some gradients (`torch.autograd.grad`) gets them, and nothing is added to sums."""
+    if _is_part.get():
+        return True
+    return native.available() and bool(torch.ops.tandem.is_whole_backward())
+
+
+@contextmanager
+def parts(of_whole: bool) -> Iterator[None]:
+    """Within: `torch.autograd.grad` computes a part of a backward pass of which `adds` was so."""
+    token = _is_part.set(of_whole)
+    try:
+        yield
+    finally:
+        _is_part.reset(token)
 
 
 class SummedLinear(torch.autograd.Function):
@@ -36,6 +62,7 @@ class SummedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.leaf = weight  # what was saved may come back as another object
         return torch.ops.tandem.linear.default(x, weight, bias)
 
     @staticmethod
@@ -47,7 +74,8 @@ class SummedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = torch.ops.tandem.linear.default(rows, weight.t(), None).view(x.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = weight_gradient(weight, rows, x.reshape(-1, x.shape[-1]))
+            inputs = x.reshape(-1, x.shape[-1])
+            of_weight = weight_gradient(ctx.leaf, rows, inputs) if adds() else rows.t() @ inputs
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)
         return of_x, of_weight, of_bias
@@ -58,18 +86,18 @@ class SummedEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int) -> Tensor:
-        ctx.save_for_backward(ids, weight)
-        ctx.padding = padding
+        ctx.save_for_backward(ids)
+        ctx.leaf, ctx.padding = weight, padding
         return torch.ops.tandem.embedding.default(ids, weight, padding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
-        ids, weight = ctx.saved_tensors
-        total = gradient_sum(weight)
-        if total is None:  # the optimizer is gone
+        (ids,) = ctx.saved_tensors
+        total = gradient_sum(ctx.leaf) if adds() else None
+        if total is None:  # someone asks for it, or the optimizer is gone
             made = torch.ops.aten.embedding_dense_backward(
-                given, ids, len(weight), ctx.padding, False
+                given, ids, len(ctx.leaf), ctx.padding, False
             )
             return None, made, None
         torch.ops.tandem.add_rows.default(total, ids, given, ctx.padding)

@@ -8,7 +8,9 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from tandem.objectives.logprobs import token_logprobs
 from tandem.ops import dense, gpu, native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -146,3 +148,97 @@ def test_padding_and_ids_out_of_range() -> None:
     assert torch.equal(total, counts[:, None].float().expand(9, 5))
     with pytest.raises(IndexError, match=r"in \[0, 9\); got 9"):
         torch.ops.tandem.add_rows(total, torch.tensor([9]), torch.ones(1, 5), -1)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_layers_add_to_sums_too(reentrant: bool) -> None:
+    found = []
+    for recomputes in (False, True):
+        table, weight = nn.Parameter(normal(9, 34)), nn.Parameter(normal(34, 34, seed=1))
+        sums = Sums(table, weight)
+        hidden = dense.embedding(IDS, table, PADDING)
+
+        def layer(x: Tensor, weight: nn.Parameter = weight) -> Tensor:
+            return dense.linear(x, weight).tanh()
+
+        made = checkpoint(layer, hidden, use_reentrant=reentrant) if recomputes else layer(hidden)
+        dense.linear(made, table).float().square().sum().backward()
+        assert weight.grad is None
+        assert table.grad is None
+        found.append((sums.kept[table], sums.kept[weight]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_who_asks_for_gradients_gets_them_and_sums_stay() -> None:
+    table, weight = nn.Parameter(normal(9, 34)), nn.Parameter(normal(34, 34, seed=1))
+    x = normal(30, 34, seed=2).requires_grad_()
+    wanted = torch.autograd.grad(dense.linear(x, weight).sum(), (x, weight))
+    rows = torch.autograd.grad(dense.embedding(IDS, table, PADDING).sum(), table)
+    sums = Sums(table, weight)
+    found = torch.autograd.grad(dense.linear(x, weight).sum(), (x, weight))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)
+    (of_x,) = torch.autograd.grad(dense.linear(x, weight).sum(), x)
+    assert torch.equal(of_x, found[0])
+    dense.linear(x, weight).sum().backward(inputs=[x])
+    assert torch.equal(torch.autograd.grad(dense.embedding(IDS, table, PADDING).sum(), table)[0],
+                       rows[0])  # fmt: skip
+    assert not sums.kept
+
+
+def test_a_hook_sees_the_gradient() -> None:
+    weight = nn.Parameter(normal(40, 64))
+    sums = Sums(weight)
+    seen: list[Tensor] = []
+    weight.register_hook(seen.append)
+    dense.linear(normal(30, 64, seed=1), weight).sum().backward()
+    assert len(seen) == 1
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, seen[0])
+    assert not sums.kept
+
+
+def test_a_product_that_fails_leaves_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = nn.Parameter(normal(40, 64))
+    sums = Sums(weight)
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    y = dense.linear(normal(30, 64, seed=1), weight)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "add_product_", fail)
+        with pytest.raises(MemoryError):
+            y.sum().backward()
+    assert torch.equal(sums.kept[weight], torch.zeros(40, 64))
+
+
+def test_a_head_in_chunks_adds_to_its_sum() -> None:
+    found = []
+    hidden, targets = normal(50, 34, seed=1), torch.arange(50) % 9
+    for rows in (50, 7):
+        table = nn.Parameter(normal(9, 34))
+        sums = Sums(table)
+        logprobs, _ = token_logprobs(
+            lambda part, table=table: dense.linear(part, table),
+            hidden.clone().requires_grad_(),
+            targets,
+            vocabulary=9,
+            weights=[table],
+            max_rows=rows,
+        )
+        logprobs.sum().backward()
+        assert table.grad is None
+        found.append(sums.kept[table])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_short_ids_and_products_of_no_inputs() -> None:
+    total = torch.zeros(9, 5)
+    torch.ops.tandem.add_rows(total, IDS.int(), torch.ones(2, 6, 5, dtype=BF16), -1)
+    assert torch.equal(total[:, 0], torch.bincount(IDS.flatten(), minlength=9).float())
+    for dtype in (torch.float32, BF16):
+        bias = normal(4, dtype=dtype)
+        packed = dense.pack_weight(torch.empty(4, 0, dtype=dtype))
+        made = dense.linear_packed(torch.empty(3, 0, dtype=dtype), packed, 4, 0, bias)
+        assert torch.equal(made, bias.expand(3, 4))

@@ -131,6 +131,7 @@ Tensor pack_weight(const Tensor& weight) {
 Tensor linear_packed(const Tensor& x, const Tensor& packed, int64_t N, int64_t K,
                      const OptionalTensor& bias) {
   check_linear(x, K, x.scalar_type(), bias, N);
+  if (!K) return at::linear(x, at::empty({N, 0}, x.options()), bias);
   const Tensor b = bias ? bias->contiguous() : Tensor();
   return product(x, N, [&](const RowsOf& rows, Tensor& y) {
     for_dtype(x.scalar_type(), "linear's input", [&](auto tag) {
@@ -183,6 +184,12 @@ void add_turned_product(Tensor total, const Tensor& a, const Tensor& b, bool is_
     const Tensor made = at::mm(left.held.t(), right.held);
     is_new ? total.copy_(made) : total.add_(made);
   }
+}
+
+// In a backward pass: whether it computes the gradients of all leaves, nobody having named some.
+bool is_whole_backward() {
+  const auto* const asked = torch::autograd::get_current_graph_task_exec_info();
+  return asked && asked->empty();
 }
 
 struct Linear : Function<Linear> {
@@ -241,7 +248,7 @@ void add_rows(Tensor total, const Tensor& ids, const Tensor& rows, int64_t paddi
                   rows.numel() == ids.numel() * total.size(1),
               "add_rows must be given a float32 (V, D), ids (...) and rows (..., D); got ",
               total.sizes(), " ", total.scalar_type(), ", ", ids.sizes(), " and ", rows.sizes(), ".");
-  const Tensor places = ids.contiguous(), given = rows.contiguous();
+  const Tensor places = ids.to(at::kLong).contiguous(), given = rows.contiguous();
   const int64_t V = total.size(0), D = total.size(1), *id = places.const_data_ptr<int64_t>();
   float* const table = total.mutable_data_ptr<float>();
   for_dtype(given.scalar_type(), "add_rows' rows", [&](auto tag) {
@@ -687,6 +694,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
         " bool keep_logits) -> (Tensor, Tensor)");
   m.def("product_choices() -> str", &choices);
   m.def("why_no_amx() -> str", &why_no_amx);
+  m.def("is_whole_backward() -> bool", &is_whole_backward);
   m.def("sample(Tensor logits, Tensor keys, Tensor token_numbers, float temperature)"
         " -> (Tensor, Tensor, Tensor)");
 }
