@@ -96,11 +96,12 @@ def _reported(args: list[str]) -> int:
         )
         return complain(line, 2, error)
     except KeyboardInterrupt as error:
-        line = (
-            "stopped. The same command continues from the last checkpoint (--save-every); "
+        continues = (
+            " The same command continues from the last checkpoint (--save-every); "
             "finished stages are kept."
         )
-        return complain(line, 130, error)
+        trains = args[:1] == ["demo"] or (args[:1] and args[0] in _run_commands())
+        return complain(f"stopped.{continues if trains else ''}", 130, error)
 
 
 def _run(args: list[str], debug: bool) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.data.render import IN_MEMORY, Renderer
+from tandem.errors import DataError
 from tandem.generation.observed import TokenLogprobs, observe, read_observed
 from tandem.models.lm_head import vocabulary_head
 from tandem.models.packed import last_states, predictor_states
@@ -227,7 +228,11 @@ def _scored_row(one: Judging, why: dict[str, str]) -> tuple[LoadedScalar, TokenR
     if not answered.messages:
         why["reward"] = "the reward model has another tokenizer and scores conversations only"
         return None
-    return scorer, _rendered(scorer.renderer, answered)
+    try:
+        return scorer, _rendered(scorer.renderer, answered)
+    except DataError as error:  # its template refuses these turns
+        why["reward"] = f"the reward model cannot read this conversation: {error}"
+        return None
 
 
 def _scores(scorer: LoadedScalar, rows: list[TokenRow]) -> list[float]:

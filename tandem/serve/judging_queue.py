@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,41 +29,64 @@ class Waiting:
 
 class JudgingQueue:
     """Answers wait until as many tokens have come as make a forward worth its cost, until nobody
-    else runs who might still finish, or for `WAIT_STEPS` steps."""
+    else runs who might still finish, or for `WAIT_STEPS` steps. Beside running answers a step
+    judges at most a quarter of those tokens, or one answer, so that no text stands still for all.
+    """
 
     def __init__(self, enough_tokens: int) -> None:
         """`enough_tokens`: of prompts and answers; nobody waits once there are as many."""
         self._enough = enough_tokens
         self._waiting: list[Waiting] = []
-        self._steps = 0  # since the first of them came
+        self._due: list[Waiting] = []  # whose wait is over
+        self._steps = 0  # since the first of the waiting came
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._due)
 
     def add(self, waiting: Waiting) -> None:
         """One more."""
         self._waiting.append(waiting)
 
     def step(self, *, is_idle: bool) -> None:
-        """Judge those who wait, if it is time.
+        """Judge some of those who wait, if it is time.
 
         Args:
             is_idle: no answer runs.
         """
         self._waiting = [one for one in self._waiting if one.is_wanted()]
-        if not self._waiting:
-            self._steps = 0
+        self._due = [one for one in self._due if one.is_wanted()]
+        self._steps = self._steps + 1 if self._waiting else 0
+        tokens = sum(map(_tokens, self._waiting))
+        if is_idle or tokens >= self._enough or self._steps > WAIT_STEPS:
+            self._due += self._waiting
+            self._waiting, self._steps = [], 0
+        now, room = 0, self._enough if is_idle else self._enough // 4
+        for one in self._due:
+            room -= _tokens(one)
+            if now and room < 0:
+                break
+            now += 1
+        judged, self._due = self._due[:now], self._due[now:]
+        _judge(judged)
+
+
+def _tokens(one: Waiting) -> int:
+    return len(one.judging.answered.token_ids)
+
+
+def _judge(waiting: Sequence[Waiting]) -> None:
+    """Judge answers together; where that fails (for memory, say), each alone, so that only those
+    fail that cannot be judged. The server lives on."""
+    if not waiting:
+        return
+    try:
+        found = judge([one.judging for one in waiting])
+    except Exception as error:
+        if len(waiting) == 1:
+            waiting[0].fail(error)
             return
-        tokens = sum(len(one.judging.answered.token_ids) for one in self._waiting)
-        self._steps += 1
-        if not is_idle and tokens < self._enough and self._steps <= WAIT_STEPS:
-            return
-        due, self._waiting, self._steps = self._waiting, [], 0
-        try:
-            found = judge([one.judging for one in due])
-        except Exception as error:  # of memory, say: these answers fail, and the server lives on
-            for one in due:
-                one.fail(error)
-            return
-        for one, numbers in zip(due, found, strict=True):
-            one.deliver(numbers)
+        for one in waiting:
+            _judge([one])
+        return
+    for one, numbers in zip(waiting, found, strict=True):
+        one.deliver(numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tandem.data.render import Renderer
+from tandem.errors import DataError
 from tandem.serve import judging, judging_queue
 from tandem.serve.judging import Answered, Judges, Judging, judge, sequence_logprobs
 from tandem.serve.judging_queue import WAIT_STEPS, JudgingQueue, Waiting
 from tandem.serve.loading import Loaded, LoadSettings, load_policy, load_scorer
 from tandem.serve.sources import offer_of
-from tandem.types import Message
+from tandem.types import Message, TokenRow
 from tests.serve.serving import TestClient, ask
 
 ALL = frozenset({"reward", "kl", "token_kl", "values"})
@@ -203,7 +206,72 @@ def test_nobody_waits_without_others_or_once_there_are_enough(
     assert first.found is None
     queue.add(second.waiting)
     queue.step(is_idle=False)
+    queue.step(is_idle=False)
     assert first.found == second.found != None  # noqa: E711
+
+
+def test_beside_running_answers_a_step_judges_a_quarter_of_what_is_enough(
+    models: tuple[Loaded, Judges],
+) -> None:
+    clients = [Client(models) for _ in range(8)]
+    each = len(clients[0].waiting.judging.answered.token_ids)
+    queue = JudgingQueue(8 * each)
+    for client in clients:
+        queue.add(client.waiting)
+    for judged in (2, 4):
+        queue.step(is_idle=False)
+        assert [client.found is not None for client in clients] == [True] * judged + [False] * (
+            8 - judged
+        )
+    assert len(queue) == 4
+    queue.step(is_idle=True)
+    assert all(client.found for client in clients)
+    assert len(queue) == 0
+
+
+def test_one_that_cannot_be_judged_fails_alone(
+    models: tuple[Loaded, Judges], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients = [Client(models) for _ in range(3)]
+    poisoned = clients[1].waiting.judging
+
+    def poison(every: list[Judging]) -> list[dict[str, Any]]:
+        if any(one is poisoned for one in every):
+            raise RuntimeError("no memory")
+        return judge(every)
+
+    monkeypatch.setattr(judging_queue, "judge", poison)
+    queue = JudgingQueue(1000)
+    for client in clients:
+        queue.add(client.waiting)
+    queue.step(is_idle=True)
+    assert [str(client.error) for client in clients] == ["None", "no memory", "None"]
+    assert clients[0].found == clients[2].found == judge([clients[0].waiting.judging])[0]
+
+
+def test_turns_that_the_reward_model_refuses_have_no_reward(
+    models: tuple[Loaded, Judges], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, judges = models
+    bad, good = (
+        Judging(policy, replace(answered, messages=(Message(role, "Hi"),)), ALL, judges)
+        for role, answered in zip(("system", "user"), answers(policy), strict=False)
+    )
+    alone = judge([good])[0]
+    rendered = judging._rendered
+
+    def refuses(renderer: Renderer, answered: Answered) -> TokenRow:
+        if answered.messages[0].role == "system":
+            raise DataError("turns must suit the template")
+        return rendered(renderer, answered)
+
+    monkeypatch.setattr(judging, "_rendered", refuses)
+    monkeypatch.setattr(Renderer, "renders_like", lambda self, other: False)
+    found = judge([bad, good])
+    assert found[0]["reward"] is None
+    assert "turns must suit" in found[0]["why"]["reward"]
+    assert found[1]["reward"] is not None
+    assert alone.keys() >= {"reward"}
 
 
 def test_who_has_left_is_not_judged_and_a_failure_reaches_all(
@@ -230,7 +298,8 @@ def test_who_has_left_is_not_judged_and_a_failure_reaches_all(
     clients = [Client(models), Client(models)]
     for client in clients:
         queue.add(client.waiting)
-    queue.step(is_idle=True)
+    for _ in clients:  # each is enough by itself
+        queue.step(is_idle=True)
     assert [str(client.error) for client in clients] == ["no memory"] * 2
     assert len(queue) == 0
 
