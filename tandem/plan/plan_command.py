@@ -45,8 +45,10 @@ def plan_command(args: Sequence[str]) -> int:
     if options.grade or options.refit is not None:
         return _graded(options)
     limit = memory_bytes(options.memory_limit) if options.memory_limit else None
-    if options.price < 0 or options.num_gpus < 0:
-        raise ConfigError("--price and --num-gpus must not be negative; got one that is.")
+    if options.price < 0:
+        raise ConfigError(f"--price must not be negative; got {options.price}.")
+    if options.num_gpus is not None and options.num_gpus < 1:
+        raise ConfigError(f"--num-gpus must be at least 1; got {options.num_gpus}.")
     asked = _asked(options, rest)
     if options.largest:
         return _largest(asked, limit, as_json=options.json)
@@ -240,7 +242,7 @@ def _parser() -> Parser:
     parser.flag("--shape NAME=N,...", shape, shown="--actor-model's")
     where = f"COUNTxNAME of {names}; or a YAML file."
     parser.flag("--hardware NAME", where, shown="this machine")
-    parser.flag("--num-gpus N", "Ranks.", 0, shown="one per device; 1 on a CPU")
+    parser.flag("--num-gpus N", "Ranks.", None, type=int, shown="one per device; 1 on a CPU")
     parser.flag("--price X", "Dollars per hour and device.", 0.0, shown="the table's")
     parser.flag("--memory-limit SIZE", limit, shown="the device's memory")
     parser.section("answers")

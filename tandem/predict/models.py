@@ -76,6 +76,10 @@ def shape_for(config: Mapping[str, Any], *, scalar: bool = False) -> Shape:
         ) from None
 
 
+_MOST, _MOST_LAYERS = 2**24, 10_000
+"""Beyond every model; the time of a plan grows with its layers."""
+
+
 def config_of_shape(text: str) -> dict[str, Any]:
     """The config that `--shape layers=24,width=2048,...` describes: a Llama, or an OPT.
 
@@ -90,14 +94,20 @@ def config_of_shape(text: str) -> dict[str, Any]:
                 f"--shape must be NAME=VALUE of {', '.join(_SHAPE_KEYS)}; got {item!r}. Write for "
                 "example layers=24,width=2048,heads=16,vocabulary=32000."
             )
+        if key in given:
+            raise ConfigError(f"--shape must name {key} once; got {text!r}. Remove one of them.")
         given[key] = value
     family, tied = given.pop("family", "llama"), given.pop("tied", "false").lower()
     try:
         sizes = {key: int(value) for key, value in given.items()}
-        if min(sizes.values()) < 1:
+        if min(sizes.values()) < 1 or max(sizes.values()) > _MOST:
             raise ValueError
     except ValueError:
-        raise ConfigError(f"--shape must have whole numbers above 0; got {text!r}.") from None
+        raise ConfigError(
+            f"--shape must have whole numbers from 1 to {_MOST:,}; got {text!r}."
+        ) from None
+    if sizes.get("layers", 0) > _MOST_LAYERS:
+        raise ConfigError(f"--shape must have at most {_MOST_LAYERS:,} layers; got {text!r}.")
     if missing := [key for key in ("layers", "width") if key not in sizes]:
         raise ConfigError(f"--shape must say {missing[0]}; got {text!r}.")
     width = sizes["width"]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, OPTConfig, Qwen2Config, Qwen3Config
 
+from tandem.errors import ConfigError
 from tandem.memory.dimensions import scaled, shape_from
 from tandem.memory.shape import shape_of
 from tandem.models.hf_logging import quiet
@@ -67,3 +68,17 @@ def test_a_shape_of_numbers_is_a_llama_or_an_opt() -> None:
     ).parameters  # fmt: skip
     assert shape_for(config_of_shape("layers=2,width=64,family=opt")).inner == 256
     assert next(name for name, _ in ladder(config_of_shape("layers=2,width=64"))).startswith("Tiny")
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ("layers=2,width=64,layers=3", "must name layers once"),
+        ("layers=1000000,width=64", "at most 10,000 layers"),
+        ("layers=2,width=99999999999", "from 1 to 16,777,216"),
+        ("layers=0,width=64", "from 1 to"),
+    ],
+)
+def test_shapes_that_no_model_has_are_refused(shape: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config_of_shape(shape)
