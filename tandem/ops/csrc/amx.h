@@ -99,8 +99,7 @@ struct Session {
 #endif
 
 // 16 R rows by 16 C columns of sums, `out_step` floats from row to row, over `words` of k; from where
-// `before` left them, or from 0. The words from `whole` on, fewer than 16, lie in `tail`, padded with
-// rows of 0.
+// `before` left them, or from 0. Words past the last whole 16 lie in `tail`, padded with rows of 0.
 template <int R, int C>
 inline void block(const word* rows, int64_t row_step, const word* panel, const word* tail,
                   int64_t panel_step, int64_t words, const float* before, float* out,

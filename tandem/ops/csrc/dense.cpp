@@ -145,20 +145,6 @@ Tensor linear_packed(const Tensor& x, const Tensor& packed, int64_t N, int64_t K
   });
 }
 
-// a (..., N) and b (..., K), M rows each, to (N, K), which is added to `sum` if that is given. Pairs
-// of bfloat16 would have to be made along M first: torch's own product is faster.
-Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor& sum = {}) {
-  const RowsOf left(a), right(b);
-  if (a.scalar_type() == at::kBFloat16) return at::mm(left.held.t(), right.held);
-  if (!left.count) return sum.defined() ? sum : at::zeros({left.width, right.width}, a.options());
-  Tensor y = sum.defined() ? sum : at::empty({left.width, right.width}, a.options());
-  if (y.numel())
-    multiply_turned(left.data<float>(), left.stride, right.data<float>(), right.stride, left.count,
-                    left.width, right.width, y.mutable_data_ptr<float>(), right.width,
-                    sum.defined());
-  return y;
-}
-
 // total (N, K), float32, += a (..., N) turned, by b (..., K): a weight's gradient added where the
 // weight's optimizer sums them; or written there, if `is_new`.
 void add_turned_product(Tensor total, const Tensor& a, const Tensor& b, bool is_new) {
@@ -184,6 +170,15 @@ void add_turned_product(Tensor total, const Tensor& a, const Tensor& b, bool is_
     const Tensor made = at::mm(left.held.t(), right.held);
     is_new ? total.copy_(made) : total.add_(made);
   }
+}
+
+// a (..., N) and b (..., K), M rows each, to (N, K), which is added to `sum` if that is given. Pairs
+// of bfloat16 would have to be made along M first: torch's own product is faster.
+Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor& sum = {}) {
+  if (a.scalar_type() == at::kBFloat16) return at::mm(RowsOf(a).held.t(), RowsOf(b).held);
+  Tensor y = sum.defined() ? sum : at::empty({a.size(-1), b.size(-1)}, a.options());
+  add_turned_product(y, a, b, !sum.defined());
+  return y;
 }
 
 // In a backward pass: whether it computes the gradients of all leaves, nobody having named some.
