@@ -98,12 +98,22 @@ struct Session {
 
 #endif
 
+// Memory that will soon be read, fetched by and by: so many cache lines with every tile's words.
+struct Ahead {
+  const char* next = nullptr;
+  int64_t lines = 0;
+
+  void fetch() {
+    for (int64_t i = 0; i < lines; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+  }
+};
+
 // 16 R rows by 16 C columns of sums, `out_step` floats from row to row, over `words` of k; from where
 // `before` left them, or from 0. Words past the last whole 16 lie in `tail`, padded with rows of 0.
 template <int R, int C>
 inline void block(const word* rows, int64_t row_step, const word* panel, const word* tail,
                   int64_t panel_step, int64_t words, const float* before, float* out,
-                  int64_t out_step) {
+                  int64_t out_step, Ahead& ahead) {
   const int64_t down = kSide * out_step;
   if (before) {
     TANDEM_TILE_LOAD(0, reinterpret_cast<const word*>(before), out_step);
@@ -118,6 +128,7 @@ inline void block(const word* rows, int64_t row_step, const word* panel, const w
     if constexpr (R > 1 && C > 1) TANDEM_TILE_ZERO(3);
   }
   for (int64_t k = 0; k < words; k += kSide) {
+    ahead.fetch();
     const word* columns = k + kSide <= words ? panel + k * panel_step : tail;
     TANDEM_TILE_LOAD(4, rows + k, row_step);
     TANDEM_TILE_LOAD(6, columns, panel_step);
@@ -171,18 +182,25 @@ inline Rows rows_of(const bf16* x, int64_t stride, int64_t M, int64_t K, float* 
 // `words` of k, from word `from` on, of M rows by one panel of `lanes` columns in memory. Sums go on
 // from `sums` (M rounded up to 32, kPanelSums) if `goes_on`, and are left there if `stops`; else
 // finish(first row, first column, rows, columns, sums, floats from row to row) takes them, block by
-// block.
+// block, after fetch(first row, first column, rows), which may fetch what it will write. `next`, if
+// given: a panel as large as this one that is read after it.
 constexpr int64_t kPanelSums = 64;
 
-template <class Finish>
+template <class Fetch, class Finish>
 void multiply_panel(const Rows& rows, int64_t M, int64_t from, int64_t words, const word* panel,
                     int64_t lanes, int64_t width, float* sums, bool goes_on, bool stops,
-                    Finish finish) {
+                    const word* next, Fetch fetch, Finish finish) {
   alignas(64) float tail[kSide * kPanelSums], out[kBlock * kBlock];
   const int64_t whole = words / kSide * kSide;
   if (whole < words) {
     std::memset(tail, 0, kSide * lanes * 4);
     std::memcpy(tail, panel + whole * lanes, (words - whole) * lanes * 4);
+  }
+  Ahead ahead;
+  if (next) {
+    const int64_t blocks = round_up(M, kBlock) / kBlock * (round_up(lanes, kBlock) / kBlock);
+    const int64_t steps = blocks * (padded_words(words) / kSide);
+    ahead = {reinterpret_cast<const char*>(next), (words * lanes * 4 / 64 + steps - 1) / steps};
   }
   for (int64_t m = 0; m < M; m += kBlock) {
     const word* const row = rows.at(m) + from;
@@ -194,16 +212,17 @@ void multiply_panel(const Rows& rows, int64_t M, int64_t from, int64_t words, co
       const int64_t to_step = held ? kPanelSums : kBlock;
       const float* const before = goes_on ? to : nullptr;
       const bool wide = lanes - c > kSide;
+      if (!stops) fetch(m, c, count);
       if (count > kSide) {
         if (wide) {
-          block<2, 2>(row, step, columns, end, lanes, words, before, to, to_step);
+          block<2, 2>(row, step, columns, end, lanes, words, before, to, to_step, ahead);
         } else {
-          block<2, 1>(row, step, columns, end, lanes, words, before, to, to_step);
+          block<2, 1>(row, step, columns, end, lanes, words, before, to, to_step, ahead);
         }
       } else if (wide) {
-        block<1, 2>(row, step, columns, end, lanes, words, before, to, to_step);
+        block<1, 2>(row, step, columns, end, lanes, words, before, to, to_step, ahead);
       } else {
-        block<1, 1>(row, step, columns, end, lanes, words, before, to, to_step);
+        block<1, 1>(row, step, columns, end, lanes, words, before, to, to_step, ahead);
       }
       if (!stops) finish(m, c, count, std::min(kBlock, width - c), to, to_step);
     }

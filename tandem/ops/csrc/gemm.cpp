@@ -72,10 +72,13 @@ TANDEM_INLINE void finish(T* y, v16 sums, const T* bias, const T* residual, int 
   store_lanes(y, sums, lanes);
 }
 
-// Memory that will soon be read: an address per k, `step` words apart.
+// Memory that will soon be read, shared among `tiles` tiles: each fetches, per k, `lines` cache
+// lines that follow one another, `step` words after those of the last k.
 struct Ahead {
   const word* data = nullptr;
   int64_t step = 0, part = 0;  // `part`: from what one tile fetches to what the next one does
+  int64_t tiles = kPanel / kLanes;
+  int lines = 1;
 };
 
 // ---- the tile: R rows by C vectors of sums in registers ----
@@ -155,8 +158,14 @@ void tile(const TileWork<T>& work) {
   const int64_t stride = work.row_stride, step = work.row_step, panel_step = work.panel_step;
   const word* ahead = work.ahead.data ? work.ahead.data : panel;
   const int64_t ahead_step = work.ahead.step;
+  const bool two = work.ahead.lines > 1, four = work.ahead.lines > 2;
   for (int64_t k = 0; k < work.words; ++k, row += step, panel += panel_step) {
     __builtin_prefetch(ahead, 0, 2);
+    if (two) __builtin_prefetch(ahead + kLanes, 0, 2);
+    if (four) {
+      __builtin_prefetch(ahead + 2 * kLanes, 0, 2);
+      __builtin_prefetch(ahead + 3 * kLanes, 0, 2);
+    }
     ahead += ahead_step;
     wide b[C];
 #pragma GCC unroll 4
@@ -214,12 +223,23 @@ TileFunction<T> tile_for(int C, int R) {
 
 // `count` rows (at most kGroup) by one panel of `lanes` columns in memory: tiles of nearly equal
 // heights, cut as `cut` says. Sums start at `before` (count, kPanel) if given, and go to `raw`
-// (count, kPanel) if given, else finished into y.
+// (count, kPanel) if given, else finished into y. `earlier`: tiles of the groups before it.
 constexpr int64_t kGroup = 48;
+
+// The tiles of a group beside `lanes` columns, for each part of k.
+int64_t tiles_of_group(int64_t count, int64_t lanes, const Cut& cut) {
+  const int64_t piece = std::min<int64_t>(cut.columns, kPanel);
+  int64_t tiles = 0;
+  for (int64_t c = 0; c < lanes; c += piece) {
+    const int64_t most = kMostRows[std::min(piece, lanes - c) / kLanes];
+    tiles += (count + most - 1) / most;
+  }
+  return tiles;
+}
 
 template <class T>
 void multiply_group(const TileWork<T>& work, int64_t count, int64_t lanes, const float* before,
-                    float* raw, const Cut& cut) {
+                    float* raw, const Cut& cut, int64_t earlier = 0) {
   const int64_t words = work.words, piece = std::min<int64_t>(cut.columns, kPanel);
   float* partial = raw;
   if (!raw && words > cut.words) partial = scratch(Use::tile, kGroup * kPanel);
@@ -229,7 +249,7 @@ void multiply_group(const TileWork<T>& work, int64_t count, int64_t lanes, const
     TileWork<T> one = work;
     one.words = last ? words - k : cut.words;
     one.panel_step = lanes;
-    int64_t done = 0;  // tiles so far
+    int64_t done = earlier;
     for (int64_t c = 0; c < lanes; c += piece) {
       const int vectors = static_cast<int>(std::min(piece, lanes - c) / kLanes);
       const int64_t most = kMostRows[vectors], tiles = (count + most - 1) / most;
@@ -242,13 +262,14 @@ void multiply_group(const TileWork<T>& work, int64_t count, int64_t lanes, const
         one.raw = last && !raw ? nullptr : partial + m * kPanel + c;
         one.y = work.y + m * work.y_stride + c;
         one.epilogue = work.epilogue.at(m, c);
-        if (work.ahead.data && done < kPanel / kLanes)  // its share of the next panel
-          one.ahead = {work.ahead.data + done * work.ahead.part + k * work.ahead.step,
-                       work.ahead.step};
-        else if (cut.fetches_rows && work.row_step == 1)  // the next tile's rows
-          one.ahead = {one.rows + height * work.row_stride, height};
-        else
-          one.ahead = {};
+        one.ahead = {};
+        if (work.ahead.data && done < work.ahead.tiles) {  // its share of the next panel
+          one.ahead = work.ahead;
+          one.ahead.data += done * work.ahead.part + k * work.ahead.step;
+        } else if (cut.fetches_rows && work.row_step == 1) {  // the next tile's rows
+          one.ahead.data = one.rows + height * work.row_stride;
+          one.ahead.step = height;
+        }
         tile_for<T>(vectors, static_cast<int>(height))(one);
         m += height;
       }
@@ -432,6 +453,8 @@ template <class T>
 void multiply_panel(const Words& x, int64_t m0, int64_t m1, const word* panel, int64_t width,
                     int64_t words, T* y, int64_t y_stride, const Epilogue<T>& epilogue,
                     const Cut& cut, const Ahead& ahead = {}, const Sums& sums = {}) {
+  const int64_t lanes = round_up(width, kLanes);
+  int64_t earlier = 0;
   for (int64_t m = m0; m < m1; m += kGroup) {
     TileWork<T> work{};
     work.rows = x.data + m * x.stride;
@@ -443,11 +466,11 @@ void multiply_panel(const Words& x, int64_t m0, int64_t m1, const word* panel, i
     work.y_stride = y_stride;
     work.width = width;
     work.epilogue = epilogue.at(m, 0);
-    if (m == m0) work.ahead = ahead;
-    const int64_t sum = (m - m0) * kPanel;
-    multiply_group(work, std::min(kGroup, m1 - m), round_up(width, kLanes),
-                   sums.before ? sums.before + sum : nullptr,
-                   sums.after ? sums.after + sum : nullptr, cut);
+    work.ahead = ahead;
+    const int64_t sum = (m - m0) * kPanel, count = std::min(kGroup, m1 - m);
+    multiply_group(work, count, lanes, sums.before ? sums.before + sum : nullptr,
+                   sums.after ? sums.after + sum : nullptr, cut, earlier);
+    earlier += tiles_of_group(count, lanes, cut);
   }
 }
 
@@ -457,6 +480,20 @@ constexpr int64_t kGrain = 1 << 17;
 // Floats of a packed weight that stays in the second cache while rows pass by.
 constexpr int64_t kSmall = 1 << 18;
 
+// Rows from which on the next panel is fetched: one or two are done sooner than it can come.
+constexpr int64_t kFetching = 3;
+
+// A packed panel of `words` by kPanel, shared among all tiles of `count` rows: memory brings no more
+// than it can while all of them are made.
+Ahead packed_ahead(const float* panel, int64_t words, int64_t count, const Cut& cut) {
+  const int64_t groups = count / kGroup, rest = count % kGroup;
+  const int64_t tiles =
+      groups * tiles_of_group(kGroup, kPanel, cut) + (rest ? tiles_of_group(rest, kPanel, cut) : 0);
+  const int64_t step = (kPanel + tiles - 1) / tiles;
+  return {reinterpret_cast<const word*>(panel), step, step * words, tiles,
+          static_cast<int>((step + kLanes - 1) / kLanes)};
+}
+
 // By a packed weight.
 template <class T>
 void multiply_cut(const T* x, int64_t x_stride, int64_t M, const float* packed, int64_t N,
@@ -465,13 +502,12 @@ void multiply_cut(const T* x, int64_t x_stride, int64_t M, const float* packed, 
   const Words rows = words_of_rows(x, x_stride, M, K);
   const int64_t words = words_of<T>(K), panels = (N + kPanel - 1) / kPanel;
   const bool small = packed_size<T>(N, K) <= kSmall;
-  const bool fetches = !small && M >= 16;  // fewer rows take no longer than the next panel
+  const bool fetches = !small && M >= kFetching;
   const auto one = [&](int64_t m, int64_t count, int64_t p) {
     const int64_t n = p * kPanel;
     Ahead ahead;
     if (fetches && n + kPanel < N)
-      ahead = {reinterpret_cast<const word*>(packed + (n + kPanel) * words), kLanes,
-               kLanes * words};
+      ahead = packed_ahead(packed + (n + kPanel) * words, words, count, cut);
     multiply_panel(rows, m, m + count, reinterpret_cast<const word*>(packed + n * words),
                    std::min(kPanel, N - n), words, y + n, y_stride, epilogue.at(0, n), cut, ahead);
   };
@@ -659,11 +695,11 @@ bool can_cross(const Matrix<T>& weight, int64_t K) {
 #if defined(TANDEM_AMX)
 
 // Rows by all panels of N columns on the matrix unit. panel(first column, first word, words, room)
-// gives the address of a panel's words, packed if need be in `room`; finish(first column of the
-// panel, ...) as amx::multiply_panel's.
-template <class Panel, class Finish>
-void multiply_amx(const amx::Rows& rows, int64_t M, int64_t N, int64_t words, Panel panel,
-                  Finish finish) {
+// gives the address of a panel's words, packed if need be in `room`; fetch and finish(first row, first
+// column, ...) as amx::multiply_panel's. `fetches`: whether the next panel lies in memory.
+template <class Panel, class Fetch, class Finish>
+void multiply_amx(const amx::Rows& rows, int64_t M, int64_t N, int64_t words, bool fetches,
+                  Panel panel, Fetch fetch, Finish finish) {
   const int64_t panels = (N + kPanel - 1) / kPanel, depth = std::min(words, kDeep);
   const bool parts = depth < words;
   const int64_t held = round_up(M, amx::kBlock) * amx::kPanelSums;
@@ -680,9 +716,14 @@ void multiply_amx(const amx::Rows& rows, int64_t M, int64_t N, int64_t words, Pa
                               const float* from_sums, int64_t step) __attribute__((always_inline)) {
           finish(m, n + c, count, columns, from_sums, step);
         };
+        const amx::word* const next =
+            fetches && p + 1 < to ? panel(n + kPanel, std::min(kPanel, N - n - kPanel), k, some, room)
+                                  : nullptr;
         amx::multiply_panel(rows, M, k, some, panel(n, width, k, some, room),
                             round_up(width, kLanes), width, parts ? sums + p * held : nullptr,
-                            k > 0, k + some < words, take);
+                            k > 0, k + some < words, next,
+                            [&](int64_t m, int64_t c, int64_t count) { fetch(m, n + c, count); },
+                            take);
       }
     });
   }
@@ -723,7 +764,11 @@ void multiply_amx(const bf16* x, int64_t x_stride, int64_t M, const float* packe
       });
     }
   };
-  multiply_amx(rows, M, N, words, panel, finish_block);
+  const auto fetch_block = [&](int64_t m, int64_t n, int64_t count) {
+    for (int64_t r = 0; r < count; ++r) __builtin_prefetch(y + (m + r) * y_stride + n, 1, 3);
+  };
+  multiply_amx(rows, M, N, words, packed && packed_size<bf16>(N, K) > kSmall, panel, fetch_block,
+               finish_block);
 }
 
 // Columns first to first + count (at most 16) of x (K, stride) as rows of pairs, `step` words apart.
@@ -768,7 +813,13 @@ void turned_amx(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride
                                                   from * round_up(width, kLanes));
       };
       const bool sum = adds || m;
-      multiply_amx(rows, count, K, words, panel,
+      const auto fetch = [&](int64_t n, int64_t k, int64_t height) {
+        for (int64_t r = 0; r < height; ++r) {
+          __builtin_prefetch(y + (first + n + r) * K + k, 1, 3);
+          __builtin_prefetch(y + (first + n + r) * K + k + kLanes, 1, 3);
+        }
+      };
+      multiply_amx(rows, count, K, words, false, panel, fetch,
                    [&](int64_t n, int64_t k, int64_t height, int64_t columns, const float* sums,
                        int64_t sums_step) {
                      for (int64_t r = 0; r < height; ++r)
