@@ -59,6 +59,8 @@ class ControlTokens:
         self._every_start = re.compile(f"(?={strings})")
         self._heads = frozenset(s[:i] for s in ordered for i in range(1, len(s)))
         self._tails = frozenset(s[i:] for s in ordered for i in range(1, len(s)))
+        self._last_of_heads = frozenset(head[-1] for head in self._heads)
+        self._first_of_tails = frozenset(tail[0] for tail in self._tails)
         self._uncuttable = tuple(s for s in ordered if len(s) == 1)
         self.longest = max(map(len, ordered), default=0)
 
@@ -97,11 +99,16 @@ class ControlTokens:
         """
         points = {match.start() + 1 for match in self._every_start.finditer(text)}
         begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
-        reach = range(1, min(self.longest, end - begin + 1))
-        if any(text[end - n : end] in self._heads for n in reach):
-            points.add(end)
-        if any(text[begin : begin + n] in self._tails for n in reach):
-            points.add(begin)
+        if begin < end:  # most texts end and begin with a character that no part has there
+            reach = range(1, min(self.longest, end - begin + 1))
+            if text[end - 1] in self._last_of_heads and any(
+                text[end - n : end] in self._heads for n in reach
+            ):
+                points.add(end)
+            if text[begin] in self._first_of_tails and any(
+                text[begin : begin + n] in self._tails for n in reach
+            ):
+                points.add(begin)
         if not points:
             return text
         edges = [0, *sorted(points), len(text)]

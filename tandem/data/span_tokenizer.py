@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tandem.data.control import ControlTokens
@@ -31,6 +32,7 @@ class PieceTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens) -> None:
         self._tokenizer = tokenizer
         self._is_plain = _decodes_plainly(tokenizer)
+        self._backend = _plain_backend(tokenizer)
         self._control = control
         self._in_context = lru_cache(maxsize=64)(self._ids_in_context)
         odd = control.forbidden | {tokenizer.unk_token_id}
@@ -136,6 +138,9 @@ class PieceTokenizer:
 
     def _whole(self, text: str) -> list[int]:
         try:
+            backend = self._backend
+            if backend is not None and self._is_as_called(backend):
+                return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
             # Not verbose: a text over the model's length is the length policy's business.
             return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
         # The Rust library raises nothing more specific; if it gives up (on a regular expression
@@ -149,11 +154,33 @@ class PieceTokenizer:
                 "Fix its tokenizer.json (an unknown token, say), or use another."
             ) from error
 
+    def _is_as_called(self, backend: Tokenizer) -> bool:
+        """Whether the library holds the settings that Hugging Face's `encode` would give it."""
+        return (
+            backend.truncation is None
+            and backend.padding is None
+            and backend.encode_special_tokens == self._tokenizer.split_special_tokens
+        )
+
     def _text(self, ids: list[int]) -> str:
         if self._is_plain:
             return str(self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False))
         # Cleaning up spaces is for WordPiece and breaks every other tokenizer.
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """The Rust library's tokenizer where Hugging Face's `encode` adds nothing to it, which takes
+    longer than tokenizing a line of text; None where a class has its own."""
+    kind = type(tokenizer)
+    if (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind.encode is PreTrainedTokenizerBase.encode
+        and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
+    ):
+        backend = tokenizer.backend_tokenizer
+        return backend if hasattr(backend, "encode_batch_fast") else None
+    return None
 
 
 def _decodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:

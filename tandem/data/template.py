@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.data.control import ControlTokens
 from tandem.data.excerpt import excerpt
+from tandem.data.template_call import TemplateCall
 from tandem.data.template_limits import deadline, require_bounded
 from tandem.errors import DataError, ModelError
 from tandem.types import Message
@@ -98,6 +99,7 @@ class ChatTemplate:
         # Both answers of a pair, and all uses of a held-out row, share their prompt.
         self._call = lru_cache(maxsize=64)(self._called)
         require_bounded(self.source, self._name)
+        self._template = TemplateCall(tokenizer, self.source)
         self.opening, self.lead, after = self._probe()
         found = control.find(after)
         self.terminator = after[found[0].start : found[0].end] if found else ""
@@ -348,14 +350,7 @@ class ChatTemplate:
 
     def _called(self, messages: tuple[Message, ...], prompt: bool) -> str:
         dialog = [{"role": m.role, "content": m.content} for m in messages]
-        text = str(
-            self._tokenizer.apply_chat_template(
-                dialog,
-                chat_template=self.source,
-                tokenize=False,
-                add_generation_prompt=prompt,
-            )
-        )
+        text = self._template(dialog, prompt)
         room = _FRAME + 2 * sum(len(m.content) for m in messages) + _FRAME * len(messages)
         if len(text) > room:
             raise ValueError(f"{len(text)} characters, more than {room}")

@@ -84,3 +84,29 @@ def test_a_tokenizer_that_gives_up_is_named() -> None:
     pieces = PieceTokenizer(hostile, ControlTokens(hostile))
     with pytest.raises(ModelError, match=r"must take any text; got .*PanicException"):
         pieces.encode("x" * 40, "|", "", "row")
+
+
+@pytest.mark.parametrize("setting", ["truncation", "padding", "split"])
+def test_settings_of_the_library_do_not_change_a_stretch(setting: str) -> None:
+    tokenizer = byte_level()
+    pieces, text = pieces_of(tokenizer), "hello: yes <|im_end|> hello"
+    expected = tokenizer.encode(text, add_special_tokens=False)
+    if setting == "truncation":
+        tokenizer.backend_tokenizer.enable_truncation(2)
+    elif setting == "padding":
+        tokenizer.backend_tokenizer.enable_padding(length=64)
+    else:
+        tokenizer.split_special_tokens = True
+        expected = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in expected
+    assert pieces._whole(text) == expected
+
+
+def test_a_class_with_an_encoding_of_its_own_is_asked() -> None:
+    class Own(PreTrainedTokenizerFast):
+        def encode(self, text: str, *args: object, **options: object) -> list[int]:
+            return [1, 2, 3] if text == "ask" else super().encode(text, *args, **options)  # type: ignore[arg-type]
+
+    tokenizer = byte_level()
+    own = Own(tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token)
+    assert pieces_of(own)._whole("ask") == [1, 2, 3]

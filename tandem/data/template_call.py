@@ -1,0 +1,71 @@
+"""Rendering a chat template as Hugging Face does, without what it does around the template."""
+
+from __future__ import annotations
+
+from jinja2 import Template
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
+
+from tandem.data.template_limits import deadline
+
+Dialog = list[dict[str, str]]
+
+_APPLY = PreTrainedTokenizerBase.apply_chat_template
+
+
+class TemplateCall:
+    """A tokenizer's `apply_chat_template` of texts by one template.
+
+    Copying the turns and looking for images, tools and documents takes it as long as rendering. So
+    the compiled template is rendered directly, with the same variables, where that gives the same
+    text for a trial conversation. How it is compiled is no part of the documented interface: where
+    it is missing or differs, Hugging Face's own call is used.
+
+    Args:
+        source: the jinja template; it has already rendered a conversation within limits.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+        self._tokenizer = tokenizer
+        self._source = source
+        self._compiled = self._tried()
+
+    def __call__(self, dialog: Dialog, prompt: bool) -> str:
+        """The turns' text; with `prompt` up to where the assistant begins."""
+        if self._compiled is None:
+            return self._applied(dialog, prompt)
+        return self._direct(self._compiled, dialog, prompt)
+
+    def _applied(self, dialog: Dialog, prompt: bool) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                dialog,
+                chat_template=self._source,
+                tokenize=False,
+                add_generation_prompt=prompt,
+            )
+        )
+
+    def _direct(self, compiled: Template, dialog: Dialog, prompt: bool) -> str:
+        return compiled.render(
+            messages=dialog,
+            tools=None,
+            documents=None,
+            add_generation_prompt=prompt,
+            **self._tokenizer.special_tokens_map,
+        )
+
+    def _tried(self) -> Template | None:
+        compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+        if compile_template is None or type(self._tokenizer).apply_chat_template is not _APPLY:
+            return None
+        user, answer = ({"role": r, "content": "hello"} for r in ("user", "assistant"))
+        try:
+            with deadline():
+                compiled: Template = compile_template(self._source)
+                for dialog, prompt in (([user], True), ([user, answer], False)):
+                    if self._direct(compiled, dialog, prompt) != self._applied(dialog, prompt):
+                        return None
+        except Exception:  # the template refuses such turns, or is compiled in another way
+            return None
+        return compiled
