@@ -97,10 +97,10 @@ def accuracy(axes: Axes, records: Sequence[dict[str, Any]], task: str) -> None:
     axes.set_xticks(range(len(labels)), [LABELS[label] for label in labels], fontsize=9)
     axes.set_ylabel("right answers, %")
     first, seeds = found[labels[0]][0], max(map(len, found.values()))
-    means = f"means of up to {seeds} seeds" if seeds > 1 else "one seed"
+    means = f"up to {seeds} seeds" if seeds > 1 else "one seed"
     axes.set_title(
         f"Held-out {task}: pass@1 (dark) and pass@{first['samples']} (light)\nSmolLM2-135M, "
-        f"{first['prompts_found']} questions, {means}, bars: standard error",
+        f"{first['prompts_found']} questions, {means}, standard errors",
         fontsize=10,
         loc="left",
     )
