@@ -64,6 +64,7 @@ def test_every_arm_of_the_collapse_table_is_a_valid_run(example: dict[str, Modul
         reward="tandem:exact_number",
         steps=9,
         learning_rate=1e-5,
+        dtype="bf16",
         kl_coef=0.05,
         minibatch_size=64,
         max_new_tokens=8,

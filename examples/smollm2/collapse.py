@@ -71,6 +71,7 @@ def knobs(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         "stages": [stage],
         "data": [options.data],
         "save_every": options.steps // 3 or 1,
+        "dtype": options.dtype,
         "dataset": {"heldout": 0, "max_prompt_tokens": 320},
         "scoring": {"workers": 1},
         "sampling": {"max_new_tokens": options.max_new_tokens, "samples_per_prompt": 4},
@@ -101,6 +102,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--kl-coef", type=float, default=0.05)
     parser.add_argument("--minibatch-size", type=int, default=64, help="64: one update a rollout")
     parser.add_argument("--max-new-tokens", type=int, default=16)

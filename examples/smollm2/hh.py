@@ -57,6 +57,7 @@ def knobs(options: argparse.Namespace, data: Path, stages: Sequence[str]) -> dic
         "stages": list(stages),
         "data": [str(data)],
         "save_every": 20,
+        "dtype": options.dtype,
         "micro_batch_tokens": 2048,
         "dataset": {
             "split": [2, 5, 3],
@@ -160,6 +161,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--best-of", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
     options = parser.parse_args()
     data = subset(options.data, options.pairs, options.output / "pairs.jsonl")
     main_stages = [stage for stage in options.stages if stage != "dpo"]

@@ -26,12 +26,20 @@ from tandem import PPOTrainer, PromptRow, RLHFEngine, Rollout, build_config, mak
 
 
 @contextmanager
-def rounded(model: torch.nn.Module) -> Iterator[None]:
-    """Weights rounded to bfloat16 in this block, and put back after it."""
+def rounded(model: torch.nn.Module, step: int) -> Iterator[None]:
+    """Weights rounded once more to bfloat16 in this block, and put back after it.
+
+    Weights that are bfloat16 already first get a relative error below 2**-8, at most one unit in
+    their last place, as another order of casts would leave them.
+    """
     kept = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    noise = torch.Generator().manual_seed(step)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.copy_(weight.bfloat16().float())
+            exact = weight.float()
+            if weight.dtype == torch.bfloat16:
+                exact *= 1 + (torch.rand(exact.shape, generator=noise) * 2 - 1) / 256
+            weight.copy_(exact.bfloat16())
     try:
         yield
     finally:
@@ -50,7 +58,7 @@ class NoisySampler:
         self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
     ) -> Rollout:
         """The engine's rollout, by rounded weights."""
-        with rounded(self._engine.actor):
+        with rounded(self._engine.actor, step):
             return self._engine.rollout(prompts, step=step, numbers=numbers)
 
 
@@ -89,6 +97,7 @@ def run(is_noisy: bool, options: argparse.Namespace) -> None:
         metrics = trainer.train_rlhf(experience, step=step)
         record = {
             "run": "bf16-sampler" if is_noisy else "exact",
+            "dtype": options.dtype,
             "seed": options.seed,
             "task": options.task,
             "step": step,
@@ -109,6 +118,7 @@ def knobs(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "seed": options.seed,
         "stages": ["grpo"],
+        "dtype": options.dtype,
         "micro_batch_tokens": 1024,
         "scoring": {"workers": 1},
         "sampling": {
@@ -140,6 +150,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--into", type=Path, default=Path("runs/smollm2/mismatch.jsonl"))
     options = parser.parse_args()
     for is_noisy in (False, True):

@@ -22,6 +22,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from table import pooled
 
 LABELS = {
     "base": "base",
@@ -74,12 +75,15 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
 
 
 def accuracy(axes: Axes, records: Sequence[dict[str, Any]], task: str) -> None:
-    """Held-out strict pass@1 and pass@n, with standard errors."""
-    found = {r["label"]: r for r in records if r["task"] == task}
+    """Held-out strict pass@1 and pass@n, means of all seeds, with standard errors."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        if record["task"] == task:
+            found.setdefault(record["label"], []).append(record)
     labels = [label for label in LABELS if label in found]
     for place, label in enumerate(labels):
         for offset, name, alpha in ((-0.2, "strict_pass1", 1.0), (0.2, "strict_passn", 0.45)):
-            mean, error = found[label][name]
+            mean, error = pooled([record[name] for record in found[label]])
             axes.bar(place + offset, 100 * mean, 0.38, color=COLOURS[label], alpha=alpha)
             axes.errorbar(place + offset, 100 * mean, 100 * error, color="#222222", lw=1, capsize=2)
             axes.annotate(
@@ -92,10 +96,11 @@ def accuracy(axes: Axes, records: Sequence[dict[str, Any]], task: str) -> None:
             )
     axes.set_xticks(range(len(labels)), [LABELS[label] for label in labels], fontsize=9)
     axes.set_ylabel("right answers, %")
-    prompts, samples = found[labels[0]]["prompts_found"], found[labels[0]]["samples"]
+    first, seeds = found[labels[0]][0], max(map(len, found.values()))
+    means = f"up to {seeds} seeds" if seeds > 1 else "one seed"
     axes.set_title(
-        f"Held-out {task}: pass@1 (dark) and pass@{samples} (light)\n"
-        f"SmolLM2-135M, {prompts} questions, bars: standard error",
+        f"Held-out {task}: pass@1 (dark) and pass@{first['samples']} (light)\nSmolLM2-135M, "
+        f"{first['prompts_found']} questions, {means}, standard errors",
         fontsize=10,
         loc="left",
     )
@@ -125,18 +130,22 @@ def interpolated(points: Sequence[tuple[float, float]], place: float) -> float:
 
 
 def training(axes: Axes, runs: Path, task: str) -> None:
-    """Reward over CPU minutes."""
+    """Reward over CPU minutes: a line per seed, the first one's thicker and with its name."""
     for label in ("grpo", "rloo", "ppo", "trl-grpo"):
-        arm = runs / f"{task}-{label}-1"
-        if not (arm / "cpu.jsonl").exists() and not (arm / "metrics.jsonl").exists():
+        arms = sorted(runs.glob(f"{task}-{label}-[0-9]"))
+        curves = [curve(a) for a in arms if {"cpu.jsonl", "metrics.jsonl"} & set(names_in(a))]
+        for number, points in enumerate(curves):
+            minutes = [p[0] for p in points]
+            means = smooth([100 * p[1] for p in points], max(4, len(points) // 15))
+            style = {"lw": 2.0} if number == 0 else {"lw": 1.0, "alpha": 0.5}
+            axes.plot(thinned(minutes), thinned(means), color=COLOURS[label], **style)
+        if not curves:
             continue
-        points = thinned(curve(arm))
-        minutes, rewards = [p[0] for p in points], [100 * p[1] for p in points]
-        axes.plot(minutes, rewards, ".", color=COLOURS[label], ms=4, alpha=0.35)
-        axes.plot(minutes, smooth(rewards, 4), color=COLOURS[label], lw=2)
+        minutes = [p[0] for p in curves[0]]
+        means = smooth([100 * p[1] for p in curves[0]], max(4, len(minutes) // 15))
         axes.annotate(
-            f"{LABELS[label]}, {len(points)} steps",
-            (minutes[-1], smooth(rewards, 4)[-1]),
+            f"{LABELS[label]}, {len(minutes)} steps",
+            (minutes[-1], means[-1]),
             xytext=(5, 0),
             textcoords="offset points",
             va="center",
@@ -148,7 +157,16 @@ def training(axes: Axes, runs: Path, task: str) -> None:
     axes.set_ylabel("right answers in training, %")
     axes.set_xlim(left=0)
     axes.set_xlim(right=axes.get_xlim()[1] * 1.32)
-    axes.set_title("The same CPU minutes for each; means of 4 steps", fontsize=10, loc="left")
+    axes.set_title(
+        "The same CPU minutes for each; a line per seed,\nmeans of at least 4 steps",
+        fontsize=10,
+        loc="left",
+    )
+
+
+def names_in(folder: Path) -> list[str]:
+    """The files of a folder."""
+    return [path.name for path in folder.iterdir()]
 
 
 def apart(axes: Axes) -> None:
@@ -164,7 +182,11 @@ def apart(axes: Axes) -> None:
 
 def mismatch(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
     """Mean and largest difference by step; exact zeros are drawn at the bottom."""
-    names = {"exact": "Tandem's sampler", "bf16-sampler": "weights rounded to bf16 in the sampler"}
+    is_half = any(record.get("dtype") == "bf16" for record in records)
+    noise = (
+        "sampler's weights one unit off" if is_half else "weights rounded to bf16 in the sampler"
+    )
+    names = {"exact": "Tandem's sampler", "bf16-sampler": noise}
     floor = 1e-9
     for run, colour in (("exact", "#0b6e99"), ("bf16-sampler", "#d97904")):
         steps = thinned([record for record in records if record["run"] == run])

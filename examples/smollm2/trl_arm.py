@@ -77,7 +77,7 @@ def settings(task: Task, options: argparse.Namespace) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "gradient_checkpointing": False,
-        "bf16": False,
+        "bf16": options.dtype == "bf16",
         "use_cpu": True,
         "seed": options.seed,
     }
@@ -92,6 +92,9 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=8, help="CPU minutes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument(
+        "--dtype", default="fp32", choices=("fp32", "bf16"), help="bf16: autocast, weights fp32"
+    )
     parser.add_argument("--output", type=Path, help="default: runs/smollm2/TASK-trl-ALGORITHM-SEED")
     options = parser.parse_args()
     name = f"{options.task}-trl-{options.algorithm}-{options.seed}"
