@@ -139,13 +139,15 @@ def deadline() -> Iterator[None]:
         TimeoutError: the block took longer.
     """
     global _armed
-    usable = threading.current_thread() is threading.main_thread() and (
-        signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, _ring)
-    )
-    if not usable or _armed:
+    if _armed or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGALRM, _ring)
+    handler = signal.getsignal(signal.SIGALRM)
+    if handler not in (signal.SIG_DFL, _ring):
+        yield
+        return
+    if handler is not _ring:
+        signal.signal(signal.SIGALRM, _ring)
     try:
         _armed = True
         signal.setitimer(signal.ITIMER_REAL, _RENDER_SECONDS)
