@@ -13,8 +13,8 @@
 
 Every measurement is a process of its own, so that none finds memory taken; one that fails is named,
 and the others go on. A measurement begins only within its part's minutes; what is left out, or has
-failed, is measured by the next call with the same --json. docs/gpu.md says in which order to lend
-45 minutes.
+failed, is measured by the next call with the same --json, which begins with what was never begun.
+docs/gpu.md says in which order to lend 45 minutes.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from tandem.ops.attention_context import BLOCK_TOKENS
 BATCHES = (16, 64, 128)
 PEERS = ("hf", "hf-static", "hf-compile")
 """Who is measured beside Tandem in one process."""
+_LATE = "not begun within"
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -61,19 +62,28 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     for letter in options.parts:
         rows = parts.setdefault(letter, {})
         end = now() + 60 * options.minutes
-        for name, function, arguments_of in PARTS[letter](options):
-            if rows.get(name) is not None and "failed" not in rows[name]:
+        # What failed before, or was stopped in the middle, comes last.
+        for name, function, arguments_of in sorted(
+            PARTS[letter](options), key=lambda one: _was_begun(rows.get(one[0], {}))
+        ):
+            if name in rows and "failed" not in rows[name]:
                 continue
             if now() > end:
-                rows[name] = {"failed": f"not begun within {options.minutes:g} minutes"}
+                rows.setdefault(name, {"failed": f"{_LATE} {options.minutes:g} minutes"})
                 continue
             report.print_line(f"{letter}: {name} ...")
+            rows[name] = {"failed": "the bench was stopped in it"}
+            report.keep()
             rows[name] = _tried(function, *arguments_of)
             report.keep()
         for shown in tables({letter: json.loads(json.dumps(rows, default=_as_text))}):
             report.console.print(shown, highlight=False, markup=False)
         report.keep()
     return report.end()
+
+
+def _was_begun(row: Any) -> bool:
+    return "failed" in row and not row["failed"].startswith(_LATE)
 
 
 Measurement = tuple[str, Callable[..., Any], tuple[Any, ...]]

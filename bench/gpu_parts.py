@@ -74,6 +74,9 @@ def gpu_tests(device: str, minutes: float) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"failed": f"tests/gpu took more than {minutes:g} minutes"}
     lines = done.stdout.strip().splitlines()
+    if done.returncode not in (0, 1) or not lines:  # pytest's codes of tests that ran
+        said = [*lines, *done.stderr.strip().splitlines()] or ["nothing was said"]
+        return {"failed": f"tests/gpu did not run ({done.returncode}): {said[-1]}"}
     summary = [line for line in lines if line.startswith(("FAILED", "ERROR"))] + lines[-1:]
     return {"passed": done.returncode == 0, "summary": summary, "seconds": now() - begin}
 

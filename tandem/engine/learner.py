@@ -198,9 +198,12 @@ class Learner:
         """Clip `finished_gradients`, whose norm is sound, update, and forget them."""
         # torch.nn.utils.clip_grad_norm_'s rule, on this rank's pieces.
         scale = min(1.0, self.settings.max_grad_norm / (norm + 1e-6))
-        if scale < 1.0 and gradients:
-            torch._foreach_mul_(gradients, scale)
-        self.optimizer.step()
+        if isinstance(self.optimizer, MasterAdamW):
+            self.optimizer.step(scale)
+        else:
+            if scale < 1.0 and gradients:
+                torch._foreach_mul_(gradients, scale)
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps_taken += 1
         self._set_learning_rates()

@@ -175,7 +175,7 @@ def tiles(rows: int, rank: int, kind: int, block: int) -> tuple[int, int, int, i
         return 16, 32, 64, 8, 3
     if rank <= 16:
         return (16, 32, 128, 4, 4) if few else (64, 32, 64, 4, 4)
-    return (16, 32, 64, 4, 3) if few else (32, 32, 64, 8, 3)
+    return (16, 32, 64, 4, 3) if few else (32, 64, 64, 8, 3)
 
 
 def _kernel(function: Any) -> Any:

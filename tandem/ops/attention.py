@@ -300,13 +300,9 @@ def _varlen_on_gpu(
     a sequence's last (flash attention counts a causal mask from the end of both)."""
     from torch.nn.attention.varlen import varlen_attn  # imports the GPU kernels
 
-    shared: dict[str, Any] = {}
-    if q.shape[1] != k.shape[1]:
-        if _takes_groups():
-            shared["enable_gqa"] = True
-        else:
-            groups = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    # The kernels share a key among its queries without copies; newer versions ask to be told.
+    is_grouped = q.shape[1] != k.shape[1]
+    shared: dict[str, Any] = {"enable_gqa": True} if is_grouped and _asks_for_groups() else {}
     window = (kind.window - 1, 0) if kind.window else (-1, 0)
     # The kernels need a head's numbers side by side, not heads or tokens.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -320,8 +316,8 @@ def _varlen_on_gpu(
 
 
 @cache
-def _takes_groups() -> bool:
-    """Whether this torch's kernels share a key head among query heads without copies of it."""
+def _asks_for_groups() -> bool:
+    """Whether this torch has to be told that keys have fewer heads than queries; 2.11 has not."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,9 +10,16 @@ from torch import Tensor, nn
 
 from tandem.config.parallel import OptimizerStates
 from tandem.errors import CheckpointError, ModelError
-from tandem.parallel import moments as packing
 from tandem.parallel.dtensor import local, own_rows
-from tandem.parallel.moments import MOMENTS
+from tandem.parallel.moments import (
+    MOMENTS,
+    Packing,
+    exact_moments,
+    from_8bit,
+    kind_for,
+    row_size,
+    zero_moments,
+)
 
 
 class Slice(NamedTuple):
@@ -49,10 +56,10 @@ class Entry(Mapping[str, Tensor]):
             )
         self.parameter = parameter
         self.travels = True
-        self.kind = packing.kind_for(kind, parameter.shape)
-        self.row_size = packing.row_size(parameter.shape)
+        self.kind = kind_for(kind, parameter.shape)
+        self.row_size = row_size(parameter.shape)
         # Made from the parameter, so that the state is split as it is.
-        self.tensors = packing.zero_moments(self.kind, parameter, device)
+        self.tensors = zero_moments(self.kind, parameter, device)
         # An existing master is not copied: there may be no room for two.
         source = parameter.detach() if master is None else master
         copies = master is None and not is_own_master
@@ -92,7 +99,7 @@ class Entry(Mapping[str, Tensor]):
             for name, value in moments.items():
                 self[name] = value
             return
-        exact = packing.exact_moments(moments)
+        exact = exact_moments(moments)
         for s in self.slices:
             self.pack(s, [exact[name].reshape(-1)[s.where] for name in MOMENTS])
 
@@ -102,30 +109,22 @@ class Entry(Mapping[str, Tensor]):
         if self.kind != "8bit":
             return [value.float() for value in flat.values()]
         return [
-            packing.from_8bit(name, codes.view(-1, self.row_size), self._scales(name, s)).view(-1)
+            from_8bit(name, codes.view(-1, self.row_size), self._scales(name, s)).view(-1)
             for name, codes in flat.items()
         ]
 
-    def pack(self, s: Slice, moments: Iterable[Tensor]) -> None:
+    def pack(self, s: Slice, moments: Sequence[Tensor]) -> None:
         """Round both moments of a slice into the state, by the bits of the slice's step."""
-        bits = None
-        for name, values in zip(MOMENTS, moments, strict=True):
-            target = local(self[name]).view(-1)[s.where]
-            if self.kind == "fp32":
+        targets = [local(self[name]).view(-1)[s.where] for name in MOMENTS]
+        first = self._first + s.where.start
+        packing = Packing(self.row_size, first, self._ordinal, s.step)
+        if self.kind == "bf16":
+            packing.to_bf16(moments, targets)
+        elif self.kind == "8bit":
+            packing.to_8bit(moments, targets, [self._scales(name, s) for name in MOMENTS])
+        else:
+            for target, values in zip(targets, moments, strict=True):
                 target.copy_(values)
-                continue
-            if bits is None:
-                first = self._first + s.where.start
-                bits = packing.random_bits(len(values), first, self._ordinal, s.step)
-            else:
-                bits = bits >> 16
-            if self.kind == "bf16":
-                target.copy_(packing.to_bf16(values, bits))
-                continue
-            rows = (-1, self.row_size)
-            codes, scales = packing.to_8bit(name, values.view(rows), bits.view(rows))
-            target.copy_(codes.view(-1))
-            self._scales(name, s).copy_(scales)
 
     def _scales(self, name: str, s: Slice) -> Tensor:
         rows = slice(s.where.start // self.row_size, s.where.stop // self.row_size)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -86,7 +87,8 @@ class MasterAdamW:
 
     On one process float32 weights become those of torch.optim.AdamW(fused=True), bit for bit; bf16
     or fp16 weights are the rounded masters, at unchanged addresses. A step runs bucket by bucket:
-    with masters on the host, one bucket's weights are copied up while the next is computed.
+    with masters on the host, one bucket's weights are copied up while the next is computed, and
+    the gradients of the one after are copied down, if their sums are on the device.
 
     A plain weight's gradient is added to a float32 sum as soon as backward has made it. Gradients
     of split weights (FSDP2), a rank's share only, are read in `collect`: in a hook torch 2.11 may
@@ -155,6 +157,8 @@ class MasterAdamW:
         make = lane or (StreamLane if streams else lambda *_: Lane())
         self._down, self._up = make(here, bucket_bytes), make(here, bucket_bytes)
         self._sums_on_device = sums_on_device
+        # Sums of the device travel when the step is taken, one bucket ahead of it.
+        self._fetches = sums_on_device and (self._is_apart or lane is not None)
         self._adopts = lane is None and not streams and (sums_on_device or not self._is_apart)
         # Multiples of a cache line, so that the kernel rounds as over the whole.
         size = max(1, bucket_bytes // 4096) * 1024
@@ -240,32 +244,55 @@ class MasterAdamW:
         return self.collect()
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update masters and weights with the collected gradients; a weight without one stays."""
+    def step(self, scale: float = 1.0) -> None:
+        """Update masters and weights with the collected gradients; a weight without one stays.
+
+        Args:
+            scale: what each gradient is multiplied by, bucket by bucket, as a clip does.
+        """
         self.collect()
-        for group, slices, optimizer in self._buckets:
-            moving = [s for s in slices if s.entry.gradient is not None]
-            packed = [s for s in moving if s.entry.kind != "fp32"]
-            for s in moving:
-                assert s.entry.gradient is not None
-                s.master.grad = s.entry.gradient.view(-1)[s.where].to(s.master.device)
-            for s in packed:
-                moments = dict(zip(MOMENTS, s.entry.unpack(s), strict=True))
-                optimizer.state[s.master].update(moments)
-            optimizer.param_groups[0].update(lr=group["lr"], weight_decay=group["weight_decay"])
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            for s in packed:  # only this bucket's are ever in float32
-                s.entry.pack(s, [optimizer.state[s.master].pop(name) for name in MOMENTS])
-            for s in moving:
-                weights = local(s.entry.parameter).detach().view(-1)[s.where]
-                if weights.data_ptr() == s.master.data_ptr():
-                    continue
-                if s.entry.travels:
-                    self._up.up(weights, s.master)
-                else:
-                    weights.copy_(s.master)
+        for bucket, following in zip_longest([None, *self._buckets], self._buckets):
+            self._down.land()
+            if following is not None:  # its gradients travel while this bucket is computed
+                self._fetch(following[1], scale)
+            if bucket is not None:
+                self._update(*bucket)
         self._up.land()
+
+    def _fetch(self, slices: list[Slice], scale: float) -> None:
+        """Give masters their gradients: at once, or once `_down` has landed."""
+        for s in slices:
+            if s.entry.gradient is None:
+                continue
+            source = s.entry.gradient.view(-1)[s.where]
+            if scale != 1.0:
+                source.mul_(scale)
+            if self._fetches and s.entry.travels:
+                self._down.down(source, partial(setattr, s.master, "grad"))
+            else:
+                s.master.grad = source
+
+    def _update(
+        self, group: Mapping[str, Any], slices: list[Slice], optimizer: torch.optim.AdamW
+    ) -> None:
+        """AdamW over a bucket whose gradients are there; its weights go up meanwhile."""
+        moving = [s for s in slices if s.entry.gradient is not None]
+        packed = [s for s in moving if s.entry.kind != "fp32"]
+        for s in packed:
+            optimizer.state[s.master].update(zip(MOMENTS, s.entry.unpack(s), strict=True))
+        optimizer.param_groups[0].update(lr=group["lr"], weight_decay=group["weight_decay"])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for s in packed:  # only this bucket's are ever in float32
+            s.entry.pack(s, [optimizer.state[s.master].pop(name) for name in MOMENTS])
+        for s in moving:
+            weights = local(s.entry.parameter).detach().view(-1)[s.where]
+            if weights.data_ptr() == s.master.data_ptr():
+                continue
+            if s.entry.travels:
+                self._up.up(weights, s.master)
+            else:
+                weights.copy_(s.master)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; `set_to_none` has no effect."""

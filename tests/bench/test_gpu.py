@@ -95,10 +95,34 @@ def test_what_was_measured_before_a_kill_stays(
         with pytest.raises(KeyboardInterrupt):
             gpu.main([*TRY, "--parts", "A", "--json", str(file)])
     half = json.loads(file.read_text("utf-8"))["parts"]["A"]
-    assert list(half) == ["tests", "attention, TB/s"]
+    assert list(half) == ["tests", "attention, TB/s", "numbers that other rows change"]
+    assert half["numbers that other rows change"] == {"failed": "the bench was stopped in it"}
     monkeypatch.setattr(gpu_parts, "gpu_tests", killed)
+    began: list[str] = []
+    for name, result in {"row_invariance": {1: 0.0}, "rollouts": [{"seconds": 1.0}]}.items():
+        monkeypatch.setattr(
+            gpu_parts, name, lambda *_, name=name, result=result: began.append(name) or result
+        )
     rows = gpu.main([*TRY, "--parts", "A", "--json", str(file)])["parts"]["A"]
-    assert list(rows) == [*half, "numbers that other rows change", "rollouts in a row"]
+    assert list(rows) == [*half, "rollouts in a row"]
+    assert began == ["rollouts", "row_invariance"], "what may kill the bench again comes last"
+    assert not any("failed" in row for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "err", "said"),
+    [
+        (1, "", "No module named pytest", "did not run (1): No module named pytest"),
+        (5, "no tests ran in 2.14s", "", "did not run (5): no tests ran in 2.14s"),
+        (2, "", "", "did not run (2): nothing was said"),
+    ],
+)
+def test_gpu_tests_that_did_not_run_are_run_again(
+    code: int, out: str, err: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.CompletedProcess([], code, out, err)
+    monkeypatch.setattr(gpu_parts.subprocess, "run", lambda *_, **__: done)
+    assert gpu_parts.gpu_tests("cpu", 1.0) == {"failed": f"tests/gpu {said}"}
 
 
 def test_a_second_call_measures_what_is_missing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,15 +98,18 @@ def clip(optimizer: MasterAdamW, max_norm: float, shards: Shards | None = None) 
     return norm
 
 
-def train_on_host(model: LlamaForCausalLM, optimizer: MasterAdamW, steps: range) -> list[float]:
+def train_on_host(
+    model: LlamaForCausalLM, optimizer: MasterAdamW, steps: range, *, clips_in_step: bool = False
+) -> list[float]:
+    """As `trained_by_torch`; the clip is a pass of its own, or the step's."""
     norms = []
     for step in steps:
         for part in tokens(step).split(4):
             (loss_sum(model, part) / 88).backward()
             assert all(p.grad is None for p in model.parameters()), "a gradient stayed"
-        norms.append(clip(optimizer, CLIP))
+        norms.append(clip(optimizer, math.inf if clips_in_step else CLIP))
         lower(optimizer.param_groups, step)
-        optimizer.step()
+        optimizer.step(min(1.0, CLIP / (norms[-1] + 1e-6)) if clips_in_step else 1.0)
         optimizer.zero_grad()
     return norms
 
@@ -129,13 +133,50 @@ def test_float32_numbers_are_those_of_torch_bit_for_bit(
         bucket_bytes=bucket_bytes,
         lane=LateLane if late else None,
     )
-    assert train_on_host(model, ours, range(4)) == norms
+    assert train_on_host(model, ours, range(4), clips_in_step=late) == norms
     assert min(norms) > CLIP, "every step clips"
     for p, q in zip(ordered(model), ordered(expected), strict=True):
         assert torch.equal(p, q)
         assert torch.equal(ours.state[p]["master"], q)
         for name in ("step", "exp_avg", "exp_avg_sq"):
             assert torch.equal(ours.state[p][name], theirs.state[q][name]), name
+
+
+def test_sums_of_the_device_travel_one_bucket_ahead_of_adamw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each way a bucket is under way while another is computed, and no more than that."""
+    events: list[str] = []
+
+    class Telling(LateLane):
+        def _begin(self, target: Tensor, source: Tensor) -> Waiting:
+            events.append("begin")
+            return super()._begin(target, source)
+
+    lanes: list[LateLane] = []
+
+    def make(device: torch.device, max_bytes: int) -> LateLane:
+        lanes.append(LateLane(device, max_bytes) if lanes else Telling(device, max_bytes))
+        return lanes[-1]
+
+    weights = [nn.Parameter(torch.ones(1024)) for _ in range(4)]
+    optimizer = MasterAdamW(
+        [{"params": weights, "lr": 0.1, "weight_decay": 0.0}],
+        betas=BETAS, device=CPU, sums_on_device=True, bucket_bytes=4096, lane=make,
+    )  # fmt: skip
+    torch.cat(weights).sum().backward()
+    assert not events, "nothing travels before the step"
+    own = torch.optim.AdamW.step
+
+    def told(adam: torch.optim.AdamW, *given: Any, **how: Any) -> Any:
+        events.append("adamw")
+        return own(adam, *given, **how)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", told)
+    optimizer.step()
+    assert events == ["begin", "begin", *["adamw", "begin"] * 2, "adamw", "adamw"]
+    assert [lane.sent for lane in lanes] == [4 * 4096, 4 * 4096]
+    assert lanes[0].most_bytes == 4096
 
 
 def test_a_gradient_that_is_not_finite_is_left_alone() -> None:

@@ -13,10 +13,14 @@ from torch import Tensor, nn
 from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import OptimizerStates, ParallelConfig
 from tandem.engine.learner import Learner
+from tandem.ops import native
+from tandem.parallel import moments
 from tandem.parallel.dtensor import local, part_of, whole
 from tandem.parallel.masters import MasterAdamW
 from tandem.parallel.moments import (
     BLOCK,
+    MOMENTS,
+    Packing,
     from_8bit,
     kind_for,
     random_bits,
@@ -111,6 +115,50 @@ def test_8_bits_are_those_of_the_slow_reference(name: str) -> None:
     # As close as three bits of mantissa are, but for what is below the smallest number.
     large = values.abs() > 2.0**-14 * values.abs().amax()
     assert float(((found - values) / values)[large].abs().max()) < 1 / 8
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_not() or "available")
+@pytest.mark.parametrize("shape", [(3, 300), (40, 16), (1, 256), (2, 1000), (0, 300)], ids=str)
+def test_cpp_rounds_to_the_bits_of_plain_torch(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes, scales and bf16 of values of every size, and what is read back."""
+    rows, columns = shape
+    values = torch.randn(shape) * torch.logspace(-30, 3, columns)
+    values[:, ::7] = 0
+    values[1:2] = 0
+    values[:, 5] = -0.0
+    values[2:, 3] = 1e-42
+    given = [values.flatten(), values.square().flatten()]
+    packing = Packing(columns, 2**32 - 70, 5, torch.tensor(12345.0))
+    found = []
+    for is_native in (True, False):
+        monkeypatch.setattr(moments, "_is_native", lambda _, is_native=is_native: is_native)
+        halves = [torch.zeros(rows * columns, dtype=torch.bfloat16) for _ in range(2)]
+        packing.to_bf16(given, halves)
+        codes = [torch.zeros(rows * columns, dtype=torch.uint8) for _ in range(2)]
+        scales = [torch.zeros(rows, -(-columns // BLOCK)) for _ in range(2)]
+        packing.to_8bit(given, codes, scales)
+        back = [
+            from_8bit(name, code.view(shape), scale)
+            for name, code, scale in zip(MOMENTS, codes, scales, strict=True)
+        ]
+        found.append([*halves, *codes, *scales, *back])
+    for ours, plain in zip(*found, strict=True):
+        assert torch.equal(ours.view(torch.uint8), plain.view(torch.uint8))
+    assert columns < BLOCK or not rows or len(set(found[0][2].tolist())) > 30, "codes of all kinds"
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_not() or "available")
+def test_cpp_refuses_what_does_not_fit() -> None:
+    codes, scales = torch.zeros(32, dtype=torch.uint8), torch.zeros(1)
+    pack = torch.ops.tandem.pack_8bit_
+    with pytest.raises(RuntimeError, match="must divide the elements; got 32"):
+        pack(torch.ones(32), codes, scales, 20, 0, 0, 0, True)
+    with pytest.raises(RuntimeError, match="scales must be 2 contiguous numbers"):
+        pack(torch.ones(32), codes, scales, 16, 0, 0, 0, True)
+    with pytest.raises(RuntimeError, match="values must be 32 contiguous numbers"):
+        pack(torch.ones(32).double(), codes, torch.zeros(2), 16, 0, 0, 0, True)
 
 
 def test_8_bits_are_right_in_the_mean_and_keep_the_largest_exactly() -> None:

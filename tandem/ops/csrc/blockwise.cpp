@@ -50,19 +50,6 @@ TANDEM_INLINE void narrow_block(const float* x, c10::Half* to, int64_t n) {
 
 // ---- one block to codes ----
 
-// The largest |x|; an inf or a NaN is larger than any number, as the bits of floats are ordered.
-TANDEM_INLINE float largest_magnitude(const float* x, int64_t n) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    uint32_t u;
-    __builtin_memcpy(&u, x + i, sizeof u);
-    largest = std::max(largest, u & 0x7FFFFFFFu);
-  }
-  float result;
-  __builtin_memcpy(&result, &largest, sizeof result);
-  return result;
-}
-
 template <int64_t kind>
 constexpr float largest_code() {
   return kind == kInt8 ? 127.0f : kind == kInt4 ? 7.0f : 1.0f;

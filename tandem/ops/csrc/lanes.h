@@ -1,6 +1,7 @@
 // Loops over columns sixteen at a time, and the tail of a row as a shorter vector.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -38,6 +39,19 @@ TANDEM_INLINE void for_columns(int64_t width, Body body) {
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes) body(i, kLanes);
   if (i < width) body(i, static_cast<int>(width - i));
+}
+
+// The largest |x|; an inf or a NaN is larger than any number, as the bits of floats are ordered.
+TANDEM_INLINE float largest_magnitude(const float* x, int64_t n) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t u;
+    __builtin_memcpy(&u, x + i, sizeof u);
+    largest = std::max(largest, u & 0x7FFFFFFFu);
+  }
+  float result;
+  __builtin_memcpy(&result, &largest, sizeof result);
+  return result;
 }
 
 }  // namespace tandem

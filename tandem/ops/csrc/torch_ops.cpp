@@ -5,4 +5,5 @@
 #include "blockwise.cpp"
 #include "dense.cpp"
 #include "memory.cpp"
+#include "moments.cpp"
 #include "step.cpp"
