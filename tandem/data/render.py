@@ -15,12 +15,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast, get_args
 
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.control import ControlTokens, free_mark
 from tandem.data.excerpt import excerpt
+from tandem.data.marked_template import marked, rendering
 from tandem.data.span_tokenizer import PieceTokenizer
 from tandem.data.template import ChatTemplate, Part
 from tandem.data.template_limits import deadline
@@ -87,12 +89,22 @@ class Renderer:
         self.pad_token_id: int = self._eos_id if pad is None else int(pad)
         self._last: tuple[Any, _BeforeAnswer] | None = None
         self._lead, self._trail = self._decoded_frame()
-        self._identity = (_definition(tokenizer), self._template.source, self.terminator_id)
+        self._tokenizer = tokenizer
+        self._definition = _definition(tokenizer)
 
-    @property
+    @cached_property
     def chat_template(self) -> str:
-        """The jinja template in use, to be saved with a model whose tokenizer has none."""
-        return self._template.source
+        """The jinja template in use, to be saved with a model: with marks around what the assistant
+        writes (`marked_template`), if it had none and they can be put."""
+        template = self._template
+        try:
+            with deadline():
+                return marked(
+                    template.source, template.terminator, str(self._tokenizer.eos_token),
+                    rendering(self._tokenizer),
+                )  # fmt: skip
+        except TimeoutError:
+            return template.source
 
     def prompt(
         self,
@@ -176,7 +188,11 @@ class Renderer:
 
     def renders_like(self, other: Renderer) -> bool:
         """Whether both render every conversation to the same tokens, so that ids can be shared."""
-        return self._identity == other._identity
+        if (self._definition, self.terminator_id) != (other._definition, other.terminator_id):
+            return False
+        if self._template.source == other._template.source:
+            return True
+        return self.chat_template == other.chat_template  # one may have been saved, with marks
 
     def _before_answer(
         self, turns: tuple[Message, ...], mark: str, where: str, every_answer: bool
