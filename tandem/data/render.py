@@ -15,7 +15,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, cast, get_args
 
 from transformers import PreTrainedTokenizerBase
@@ -90,19 +89,22 @@ class Renderer:
         self._last: tuple[Any, _BeforeAnswer] | None = None
         self._lead, self._trail = self._decoded_frame()
         self._tokenizer = tokenizer
+        self._marked: str | None = None
         self._definition = _definition(tokenizer)
 
-    @cached_property
+    @property
     def chat_template(self) -> str:
-        """The jinja template in use, to be saved with a model: with marks around what the assistant
-        writes (`marked_template`), if it had none and they can be put."""
-        template = self._template
+        """The jinja template in use, to be saved with a model: with generation marks around what
+        the assistant writes, if it had none and they can be put."""
+        if self._marked is None:
+            self._marked = self._with_marks()
+        return self._marked
+
+    def _with_marks(self) -> str:
+        template, eos = self._template, str(self._tokenizer.eos_token)
         try:
             with deadline():
-                return marked(
-                    template.source, template.terminator, str(self._tokenizer.eos_token),
-                    rendering(self._tokenizer),
-                )  # fmt: skip
+                return marked(template.source, template.terminator, eos, rendering(self._tokenizer))
         except TimeoutError:
             return template.source
 
