@@ -3,12 +3,13 @@
     pip install gguf
     python examples/to_gguf.py RUN/ppo/actor model.gguf
 
-Weights are written as they are (fp32, fp16, bf16), with the tokenizer (byte-level BPE) and its chat
-template. Then the file is read again: every tensor must equal its source. llama.cpp's own
-convert_hf_to_gguf.py knows more families and quantizes.
+Weights are written as they are (fp32, fp16, bf16), with the tokenizer (byte-level or SentencePiece
+BPE) and its chat template. Then the file is read again: every tensor must equal its source.
+llama.cpp's own convert_hf_to_gguf.py knows more families and tokenizers, and quantizes.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -34,12 +35,23 @@ NAMES = {
 }
 
 
+PRE_TOKENIZERS = {
+    ("ByteLevel",): "gpt-2",
+    ("Digits", "ByteLevel"): "smollm",
+    (r"\p{N}{1,3}", "ByteLevel"): "llama-bpe",
+    (r"\p{N}", "ByteLevel"): "qwen2",
+}
+"""llama.cpp's names for how byte-level BPE cuts a text first, by what tokenizer.json says of it."""
+
+
 def gguf_name(name: str) -> str:
     """A tensor's name in GGUF."""
     if name in NAMES:
         return NAMES[name]
-    _, _, number, rest = name.split(".", 3)  # model.layers.3.REST
-    return f"blk.{number}.{NAMES[rest]}"
+    parts = name.split(".", 3)  # model.layers.3.REST
+    if len(parts) < 4 or parts[3] not in NAMES:
+        sys.exit(f"the model must have a Llama language model's weights alone; got {name}.")
+    return f"blk.{parts[2]}.{NAMES[parts[3]]}"
 
 
 def for_gguf(name: str, tensor: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
@@ -53,13 +65,19 @@ def for_gguf(name: str, tensor: torch.Tensor, heads: int, kv_heads: int) -> torc
 
 def write(folder: Path, target: Path) -> dict[str, torch.Tensor]:
     """Write the file; returns its tensors by name."""
+    if not (folder / "config.json").is_file():
+        sys.exit(f"{folder} must be a model's folder, as RUN/ppo/actor is; got no config.json.")
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    if config["model_type"] != "llama":
-        sys.exit(f"{folder} must be of the Llama family; got {config['model_type']!r}.")
+    kind = (config.get("architectures") or [config["model_type"]])[0]
+    if kind != "LlamaForCausalLM":
+        sys.exit(f"{folder} must be a LlamaForCausalLM; got {kind}.")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", "default") != "default":
+        sys.exit(f"{folder} must have plain rotary embeddings; got {rope['rope_type']}.")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
-    rope = config.get("rope_parameters") or {}
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer = gguf.GGUFWriter(target, "llama")
     writer.add_name(folder.name)
     writer.add_context_length(config["max_position_embeddings"])
@@ -70,7 +88,9 @@ def write(folder: Path, target: Path) -> dict[str, torch.Tensor]:
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_vocab_size(config["vocab_size"])
     add_tokenizer(writer, tokenizer, config["vocab_size"])
     tensors = {}
@@ -93,24 +113,38 @@ def write(folder: Path, target: Path) -> dict[str, torch.Tensor]:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer, vocabulary: int) -> None:
-    """A byte-level BPE tokenizer: its tokens, merges, control tokens and chat template."""
+    """The tokens with their kinds, what makes tokens of a text, and the chat template."""
     spec = json.loads(tokenizer.backend_tokenizer.to_str())
     if spec["model"]["type"] != "BPE":
-        sys.exit(f"the tokenizer must be byte-level BPE; got {spec['model']['type']}.")
+        sys.exit(f"the tokenizer must be BPE; got {spec['model']['type']}.")
     by_id = {number: token for token, number in tokenizer.get_vocab().items()}
     special = {added["id"] for added in spec["added_tokens"] if added["special"]}
     added = {added["id"] for added in spec["added_tokens"]} - special
+    spaces = json.dumps([spec["normalizer"], spec["pre_tokenizer"]], ensure_ascii=False)
+    pieces = "\u2581" in spaces  # SentencePiece's mark of a space
     kinds = []
     for number in range(vocabulary):
         kind = gguf.TokenType.CONTROL if number in special else gguf.TokenType.NORMAL
         kind = gguf.TokenType.USER_DEFINED if number in added else kind
+        if pieces and by_id.get(number) == spec["model"].get("unk_token"):
+            kind = gguf.TokenType.UNKNOWN
+        elif pieces and re.fullmatch("<0x[0-9A-F]{2}>", by_id.get(number, "")):
+            kind = gguf.TokenType.BYTE
         kinds.append(kind if number in by_id else gguf.TokenType.UNUSED)
-    merges = [" ".join(m) if isinstance(m, list) else m for m in spec["model"]["merges"]]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(vocabulary)])
+    merges = [m if isinstance(m, list) else m.split(" ") for m in spec["model"]["merges"]]
+    tokens = [by_id.get(number, f"[PAD{number}]") for number in range(vocabulary)]
+    writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_token_merges(merges)
+    if pieces:
+        ranks = {"".join(merge): -float(rank) for rank, merge in reversed([*enumerate(merges)])}
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([ranks.get(token, -float(len(merges))) for token in tokens])
+        prefix = '"Metaspace"' in spaces and '"prepend_scheme": "never"' not in spaces
+        writer.add_add_space_prefix(prefix or '"Prepend"' in spaces)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre_tokenizer(spec["pre_tokenizer"]))
+        writer.add_token_merges([" ".join(merge) for merge in merges])
     for add, number in (
         (writer.add_bos_token_id, tokenizer.bos_token_id),
         (writer.add_eos_token_id, tokenizer.eos_token_id),
@@ -121,6 +155,23 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer, vocabulary: int) -> None:
     writer.add_add_bos_token(False)  # the chat template writes it
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
+
+
+def pre_tokenizer(spec: dict) -> str:
+    """llama.cpp's name for a pre-tokenizer of tokenizer.json."""
+    parts = []
+    for part in (spec or {}).get("pretokenizers", [spec or {}]):
+        kind = part.get("type", "none")
+        if kind == "Split":  # told apart by how many digits they keep together
+            kind = next(
+                (d for d in (r"\p{N}{1,3}", r"\p{N}") if d in str(part["pattern"].get("Regex"))),
+                kind,
+            )
+        parts.append(kind)
+    if tuple(parts) not in PRE_TOKENIZERS:
+        told = " + ".join(parts)
+        sys.exit(f"the pre-tokenizer must be GPT-2's, SmolLM's, Llama 3's or Qwen's; got {told}.")
+    return PRE_TOKENIZERS[tuple(parts)]
 
 
 def check(target: Path, tensors: dict[str, torch.Tensor]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,14 @@ def test_a_folder_may_be_a_path_and_a_trainer_needs_a_reward(model_folder: Path)
         tandem.PPOTrainer(engine, config)
     with pytest.raises(ConfigError, match=r"seed must be >= 0"):
         tandem.make_engine(actor=model_folder, config=tandem.RunConfig(seed=-1))
+
+
+def test_the_package_is_marked_as_typed_for_type_checkers() -> None:
+    """Without the marker in the wheel, mypy reads none of its annotations (PEP 561)."""
+    root = Path(tandem.__file__).parent
+    assert (root / "py.typed").is_file()
+    project = tomllib.loads((root.parent / "pyproject.toml").read_text("utf-8"))
+    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["tandem"]
 
 
 IMPORTS = (

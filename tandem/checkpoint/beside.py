@@ -12,6 +12,15 @@ PARTS = ("actor", "critic", "ema", "adapter")
 """Folders inside a finished stage's, covered by its manifest."""
 
 
+def manifest_above(folder: Path) -> Path | None:
+    """The folder with the manifest that covers a model's: itself, or the finished stage's of which
+    it is a part; None if there is none."""
+    top = folder.resolve()
+    while top.name in PARTS and not (top / MANIFEST).exists():
+        top = top.parent
+    return top if (top / MANIFEST).exists() else None
+
+
 def verify_beside(folder: Path, *, world: World | None = None) -> None:
     """Check a model's folder against its manifest, if there is one: in the folder, or above a part
     of a finished stage's (ppo/actor, sft/adapter).
@@ -23,10 +32,8 @@ def verify_beside(folder: Path, *, world: World | None = None) -> None:
     """
     world = world or World()
     folder = folder.resolve()
-    top = folder
-    while top.name in PARTS and not (top / MANIFEST).exists():
-        top = top.parent
-    if not (top / MANIFEST).exists():
+    top = manifest_above(folder)
+    if top is None:
         return
     try:
         manifest = read_manifest(top)

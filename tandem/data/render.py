@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.data.control import ControlTokens, free_mark
 from tandem.data.excerpt import excerpt
+from tandem.data.marked_template import marked, rendering
 from tandem.data.span_tokenizer import PieceTokenizer
 from tandem.data.template import ChatTemplate, Part
 from tandem.data.template_limits import deadline
@@ -87,12 +88,25 @@ class Renderer:
         self.pad_token_id: int = self._eos_id if pad is None else int(pad)
         self._last: tuple[Any, _BeforeAnswer] | None = None
         self._lead, self._trail = self._decoded_frame()
-        self._identity = (_definition(tokenizer), self._template.source, self.terminator_id)
+        self._tokenizer = tokenizer
+        self._marked: str | None = None
+        self._definition = _definition(tokenizer)
 
     @property
     def chat_template(self) -> str:
-        """The jinja template in use, to be saved with a model whose tokenizer has none."""
-        return self._template.source
+        """The jinja template in use, to be saved with a model: with generation marks around what
+        the assistant writes, if it had none and they can be put."""
+        if self._marked is None:
+            self._marked = self._with_marks()
+        return self._marked
+
+    def _with_marks(self) -> str:
+        template, eos = self._template, str(self._tokenizer.eos_token)
+        try:
+            with deadline():
+                return marked(template.source, template.terminator, eos, rendering(self._tokenizer))
+        except TimeoutError:
+            return template.source
 
     def prompt(
         self,
@@ -176,7 +190,11 @@ class Renderer:
 
     def renders_like(self, other: Renderer) -> bool:
         """Whether both render every conversation to the same tokens, so that ids can be shared."""
-        return self._identity == other._identity
+        if (self._definition, self.terminator_id) != (other._definition, other.terminator_id):
+            return False
+        if self._template.source == other._template.source:
+            return True
+        return self.chat_template == other.chat_template  # one may have been saved, with marks
 
     def _before_answer(
         self, turns: tuple[Message, ...], mark: str, where: str, every_answer: bool

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import yaml
 
 from tandem.errors import ConfigError
 from tandem.files import append, replace
@@ -22,6 +23,7 @@ from tandem.metrics.records import Answer
 from tandem.metrics.text import short_number
 from tandem.text import visible_lines
 
+CONFIG_FILE = "config.yaml"
 _WANDB_IDS = "wandb.json"
 _FORMAT = "brain.Event:2"
 _numbers = count()
@@ -137,7 +139,8 @@ class TensorBoard:
 
 
 class WandB:
-    """One Weights & Biases run per stage, grouped by run folder, with its id in wandb.json.
+    """One Weights & Biases run per stage, grouped by run folder, with its id in wandb.json and the
+    run's configuration.
 
     A resumed stage also resumes its W&B run. Steps repeated after a kill then appear twice there
     (W&B cannot delete records), but once in the run folder.
@@ -161,8 +164,11 @@ class WandB:
             replace(ids_path, json.dumps(ids, indent=2).encode())
         self._stage = stage
         self._wandb: Any = wandb
+        config = run_dir / CONFIG_FILE
+        knobs = yaml.safe_load(config.read_text("utf-8")) if config.exists() else {}
         self._run: Any = wandb.init(
             project=project,
+            config=knobs,
             id=ids[stage],
             name=f"{run_dir.name}/{stage}",
             group=run_dir.name,

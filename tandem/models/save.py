@@ -46,7 +46,8 @@ def save_model(
     """Write weights (safetensors), config, generation config, tokenizer and its chat template.
 
     A model with adapters is written twice: merged in `folder`, and the adapter in
-    `folder/adapter`. The model is not changed.
+    `folder/adapter`, with the tokenizer and its template too: the base may have others. The model
+    is not changed.
 
     A scalar model's config gets the tokenizer's pad token, but only if that is not the EOS token:
     Hugging Face's pooling skips every pad id, so with pad = EOS it would score the token before
@@ -79,6 +80,9 @@ def save_model(
     remove_others(target, files)
     write_index(target, files)
     _write_settings(model, tokenizer, target, dtype)
+    if is_adapted(model):
+        with quiet():
+            _write_tokenizer(tokenizer, target / ADAPTER_FOLDER)
 
 
 def _write_settings(

@@ -133,6 +133,11 @@ def _asked(options: Any, rest: Sequence[str]) -> Asked:
     except ConfigError:
         _refuse_typo(rest)
         raise
+    if options.no_data:
+        config = replace(config, data=(), sft_data=())
+        config = replace(config, **{
+            stage: replace(getattr(config, stage), ptx_data=()) for stage in ("ppo", "grpo")
+        })  # fmt: skip
     if not math.isfinite(options.price):
         raise ConfigError(f"--price must be a finite number; got {options.price}.")
     price = options.price or None
@@ -161,7 +166,7 @@ def _refuse_typo(words: Sequence[str]) -> None:
         ConfigError: one is.
     """
     own = ("--hardware", "--shape", "--price", "--largest", "--tables", "--grade", "--refit",
-           "--json", "--memory-limit", "--num-gpus")  # fmt: skip
+           "--json", "--memory-limit", "--num-gpus", "--no-data")  # fmt: skip
     for word in (word.partition("=")[0] for word in words if word.startswith("--")):
         if near := difflib.get_close_matches(word, own, n=1, cutoff=0.8):
             raise ConfigError(f"{word} is not a flag of tandem plan. Did you mean {near[0]}?")
@@ -245,8 +250,10 @@ def _parser() -> Parser:
     parser.flag("--num-gpus N", "Ranks.", None, type=int, shown="one per device; 1 on a CPU")
     parser.flag("--price X", "Dollars per hour and device.", 0.0, shown="the table's")
     parser.flag("--memory-limit SIZE", limit, shown="the device's memory")
-    parser.section("answers")
     on: dict[str, Any] = {"shown": "off", "action": "store_true"}
+    no_data = "Read no data: rows as long as the limits (dataset.max_tokens, max_prompt_tokens)."
+    parser.flag("--no-data", no_data, False, **on)
+    parser.section("answers")
     parser.flag("--largest", "The family's largest published size that fits.", False, **on)
     tables = "DeepSpeed-Chat's Tables 1 to 6: ours beside theirs."
     grade = "Errors of the predictions of these runs."

@@ -58,6 +58,8 @@ def push(
     """
     try:
         validate_repo_id(repo)
+        if "/" not in repo:
+            raise HFValidationError("it has no owner. Give you/NAME, or your organization's name")
     except HFValidationError as error:
         raise ConfigError(
             f"REPO must be OWNER/NAME; got {visible(repo)!r}: {one_line(error)}"
@@ -68,6 +70,12 @@ def push(
     for line in notes(folder):
         print_line(line)
     total = sum(file.num_bytes for file in files)
+    token = get_token()
+    if not token and not dry_run:
+        raise ConfigError(
+            "tandem push must have a token of the hub that may write; got none. Run "
+            "`hf auth login`, or set HF_TOKEN."
+        )
     endpoint = os.environ.get("HF_ENDPOINT") or None
     if dry_run:
         for file in files:
@@ -78,12 +86,6 @@ def push(
     )
     if dry_run:
         return files
-    token = get_token()
-    if not token:
-        raise ConfigError(
-            "tandem push must have a token of the hub that may write; got none. Run "
-            "`hf auth login`, or set HF_TOKEN."
-        )
     api = HfApi(endpoint=endpoint, token=token)
     try:
         api.create_repo(repo, private=not public, exist_ok=True)
@@ -135,12 +137,18 @@ def _folder_of(model: str, *, adapter: bool) -> Path:
         ModelError: it holds no model, or no adapter.
     """
     folder = Path(model)
+    if not folder.exists():
+        raise ModelError(
+            f"{visible(model)} must be a model's folder, or a run's; got no such folder. Check the "
+            "spelling."
+        )
     if adapter and not (folder / "adapter_config.json").is_file():
         folder = folder / ADAPTER_FOLDER
     wanted = ["adapter_config.json"] if adapter else ["config.json", "adapter_config.json"]
     if not any((folder / name).is_file() for name in wanted):
+        which = "model that was trained with --lora-rank" if adapter else "model's folder"
         raise ModelError(
             f"{visible(str(folder))} must be a folder with {' or '.join(wanted)}; got none. Give a "
-            "model's folder, or a run's with a finished stage."
+            f"{which}, or a run's with a finished stage."
         )
     return folder

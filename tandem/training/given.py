@@ -30,6 +30,7 @@ from tandem.files import sha256
 from tandem.models.save import save_model
 from tandem.models.twin import own_forwards
 from tandem.parallel.world import World
+from tandem.training.lineage import NAMED
 from tandem.training.own_folder import GIVEN, require_run_folder
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
@@ -181,7 +182,8 @@ def _kept(
         if world.is_first:
             save_model(model, tokenizer, target)
 
-    write_folder(folder, fill, {"content": content}, world=world)
+    facts = {"content": content, NAMED: str(model.name_or_path)}
+    write_folder(folder, fill, facts, world=world)
     return str(folder)
 
 

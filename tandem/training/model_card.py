@@ -3,30 +3,51 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.checkpoint.folder import CARD
 from tandem.config.load import config_knobs
 from tandem.config.schema import RunConfig
-from tandem.config.stages import Stage, of_family, stage_of
+from tandem.config.stages import Stage, stage_of
 from tandem.data.ledger import USES
 from tandem.metrics.names import metric_or_unknown, title_of
 from tandem.metrics.text import with_unit
 from tandem.models.save import ADAPTER_FOLDER
+from tandem.models.source import ADAPTER_CONFIG
 from tandem.text import visible
+from tandem.training.lineage import Step
 
 if TYPE_CHECKING:
     from tandem.training.run_folder import Run
 
 _NOT_SHOWN = ("output_dir", "data", "sft_data", "actor_model", "reward_model", "stages")
+_ALWAYS = (
+    *("batch_size", "epochs", "steps", "prompts_per_step", "minibatch_size"),
+    *("kl_coef", "beta", "loss", "algorithm"),
+)
+"""Knobs of a stage that its card shows even where they have their defaults."""
+_TITLES = {
+    "steps": "Steps",
+    "normalize_mean": "Mean of the raw scores of a policy's answers (`score_mean`)",
+    "normalize_std": "Their standard deviation (`score_std`)",
+}
+AVERAGE = "average"
+_ROLE = {
+    "policy": "A policy",
+    AVERAGE: "The moving average (EMA) of a policy",
+    "critic": "A critic",
+    "reward model": "A reward model",
+}
+_ANSWERS = (
+    "Research on training language models with feedback, and applications whose answers a "
+    "person or a program checks. Its answers have been checked neither for truth nor for harm, "
+    "beyond the figures above."
+)
 _USE = {
-    "policy": (
-        "Research on training language models with feedback, and applications whose answers a "
-        "person or a program checks. Its answers have been checked neither for truth nor for harm, "
-        "beyond the figures above."
-    ),
+    "policy": _ANSWERS,
+    AVERAGE: _ANSWERS,
     "critic": (
         "Continuing its training: it predicts the reward of an unfinished answer, and is no judge "
         "of answers."
@@ -38,45 +59,100 @@ _USE = {
 }
 
 
-def write_cards(run: Run, stage_name: str, folder: Path, facts: Mapping[str, float]) -> None:
+def write_cards(
+    run: Run, stage_name: str, folder: Path, facts: Mapping[str, float], lineage: Sequence[Step]
+) -> None:
     """Write a card into every model's folder of a stage: the stage's own or those inside, and the
     adapter's.
 
     Args:
         facts: the stage's last figures, by metric.
+        lineage: the stages that led to its model; it is the last.
     """
     stage = stage_of(stage_name)
     for place in (folder, *sorted(path for path in folder.rglob("*") if path.is_dir())):
-        if (place / "config.json").is_file() or (place / "adapter_config.json").is_file():
-            text = _card(run, stage, place.relative_to(folder).as_posix(), place, facts)
-            (place / CARD).write_text(text, encoding="utf-8")
+        if (place / "config.json").is_file() or (place / ADAPTER_CONFIG).is_file():
+            inside = place.relative_to(folder).as_posix().removeprefix(".")
+            (place / CARD).write_text(_card(run, stage, inside, place, facts, lineage), "utf-8")
 
 
-def _card(run: Run, stage: Stage, inside: str, place: Path, facts: Mapping[str, float]) -> str:
-    config = run.config
-    is_adapter = not (place / "config.json").is_file()
-    role = "policy" if stage.policies else "reward model"
-    named = {policy.folder or "." for policy in stage.policies}
-    if stage.policies and inside.removesuffix(ADAPTER_FOLDER).rstrip("/") not in {*named, ""}:
-        role = "critic"
-    base = visible(_base(run))
-    path = f"{stage.name}/{inside}" if inside != "." else stage.name
+def _card(
+    run: Run,
+    stage: Stage,
+    inside: str,
+    place: Path,
+    facts: Mapping[str, float],
+    lineage: Sequence[Step],
+) -> str:
+    """The card of the model in `inside` (empty: the stage's folder itself)."""
+    adapter_of = _base_of_adapter(place)
+    within = inside.removesuffix(ADAPTER_FOLDER).rstrip("/") if adapter_of else inside
+    role = _role(stage, within)
+    last = lineage[-1]
+    root, path = visible(last["root"]), f"{stage.name}/{inside}" if inside else stage.name
+    made = f"trained from `{root}` by Tandem {_version()}: {_in_words(last['titles'])}."
+    if role == "critic":
+        made = f"trained by Tandem {_version()} beside the policy `{stage.model_folder}`."
+    if adapter_of:
+        made += f" This folder holds the LoRA adapter alone; its base is `{visible(adapter_of)}`."
+    other = role not in ("policy", "reward model")
+    whose = f" They are those of the policy, `{stage.model_folder}`" if other else ""
+    whose += ", except where they say EMA." if role == AVERAGE else "." if whose else ""
     parts = [
-        _front_matter(stage, base, role, is_adapter),
+        _front_matter(stage, adapter_of or last["root"], role, is_adapter=bool(adapter_of)),
         f"# {stage.title}: {path}",
-        f"A {role}, trained from `{base}` by [Tandem]: {stage.title.lower()}"
-        + (" (a LoRA adapter on that base)." if is_adapter else "."),
+        f"{_ROLE[role]}, {made}",
+        f"## Stages\n\n{_stages(lineage, stage)}",
         f"## Data\n\n{_data(run)}",
         (
-            f"## Training\n\nStages of the run: {', '.join(config.stages)}. Knobs that this stage "
-            f"reads and that differ from their defaults:\n\n{_knobs(config, stage)}"
+            f"## Training\n\nKnobs of this stage that differ from their defaults, and those that "
+            f"matter most:\n\n{_knobs(run.config, stage)}"
         ),
-        f"## Figures\n\n{_figures(facts)}",
+        f"## Figures\n\n{_figures(facts, whose)}",
+        f"## Loading\n\n{_loading(role, is_adapter=bool(adapter_of))}",
         f"## Intended use\n\n{_USE[role]}",
         f"## Made by\n\n```\n{visible(run.command)}\n```",
     ]
-    text = "\n\n".join(parts)
-    return text.replace("[Tandem]", f"Tandem {_version()}") + "\n"
+    return "\n\n".join(parts) + "\n"
+
+
+def _role(stage: Stage, inside: str) -> str:
+    if not stage.policies:
+        return "reward model"
+    folders = [policy.folder for policy in stage.policies]
+    if inside not in folders:
+        return "critic"
+    return "policy" if inside == folders[0] else AVERAGE
+
+
+def _base_of_adapter(place: Path) -> str:
+    """The base that an adapter's folder names; empty for a whole model."""
+    if (place / "config.json").is_file():
+        return ""
+    config = json.loads((place / ADAPTER_CONFIG).read_text("utf-8"))
+    return str(config["base_model_name_or_path"])
+
+
+def _in_words(titles: Sequence[str]) -> str:
+    """Stages' titles as they stand in a sentence."""
+    return ", then ".join(
+        " ".join(word.lower() if word[1:].islower() else word for word in title.split())
+        for title in titles
+    )
+
+
+def _stages(lineage: Sequence[Step], stage: Stage) -> str:
+    lines = ["| model | made by | from | learned from |", "| --- | --- | --- | --- |"]
+    for step in lineage:
+        rows = "; ".join(
+            f"{data['name']}: {data['used']:,} of {data['rows']:,} rows" for data in step["data"]
+        )
+        rows = rows or "what its program gave"
+        if step["rewards"]:
+            rows += f"; rewarded by {', '.join(step['rewards'])}"
+        cells = (f"`{step['model']}`", step["title"], f"`{step['base']}`", rows)
+        lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    return "\n".join(lines)
 
 
 def _version() -> str:
@@ -85,16 +161,12 @@ def _version() -> str:
     return version("tandem-rlhf")
 
 
-def _base(run: Run) -> str:
-    config = run.config
-    return config.actor_model or config.reward_model or "a model that a program gave"
-
-
-def _front_matter(stage: Stage, base: str, role: str, is_adapter: bool) -> str:
+def _front_matter(stage: Stage, base: str, role: str, *, is_adapter: bool) -> str:
+    writes = role in ("policy", AVERAGE)
     lines = [
         "---",
         f"library_name: {'peft' if is_adapter else 'transformers'}",
-        f"pipeline_tag: {'text-generation' if role == 'policy' else 'text-classification'}",
+        f"pipeline_tag: {'text-generation' if writes else 'text-classification'}",
         f"tags: [tandem, {stage.name}]",
     ]
     if base.count("/") <= 1 and not Path(base).exists() and " " not in base:
@@ -119,20 +191,27 @@ def _data(run: Run) -> str:
 
 def _knobs(config: RunConfig, stage: Stage) -> str:
     default = RunConfig()
+    rate = "lora_learning_rate" if config.lora.rank else "learning_rate"
+    knobs = (*_ALWAYS, rate, f"actor.{rate}", f"critic.{rate}")
+    always = {"seed", *(f"{stage.section}.{knob}" for knob in knobs)}
     rows = []
     for name, _ in config_knobs():
         if not stage.reads(name) or name in _NOT_SHOWN or name.startswith(("log.", "parallel.")):
             continue
         now, before = _value(config, name), _value(default, name)
-        if now != before:
-            rows.append(f"| {name} | {_cell(str(now))} |")
-    if of_family([stage.name], "rl"):
-        rows += [
-            f"| {name} | {_cell(str(value))} |"
-            for name in ("seed", f"{stage.section}.steps", f"{stage.section}.kl_coef")
-            if f"| {name} |" not in "\n".join(rows) and (value := _value(config, name)) is not None
-        ]
-    return "\n".join(["| knob | value |\n| --- | --- |", *rows]) if rows else "None."
+        if now != before or name in always:
+            rows.append(f"| {name} | {_cell(_knob_text(now))} |")
+    return "\n".join(["| knob | value |\n| --- | --- |", *rows])
+
+
+def _knob_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None:
+        return "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_knob_text, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _value(config: RunConfig, dotted: str) -> object:
@@ -142,16 +221,32 @@ def _value(config: RunConfig, dotted: str) -> object:
     return value
 
 
-def _figures(facts: Mapping[str, float]) -> str:
+def _figures(facts: Mapping[str, float], whose: str) -> str:
     rows = [
-        f"| {_cell(title_of(name))} | {with_unit(value, metric_or_unknown(name).unit)} |"
+        f"| {_cell(_TITLES.get(name) or title_of(name))} "
+        f"| {with_unit(value, metric_or_unknown(name).unit)} |"
         for name, value in facts.items()
         if isinstance(value, int | float)
     ]
     if not rows:
         return "None was measured."
-    return "\n".join(["At the end, on held-out rows where it says so.", "",
+    return "\n".join([f"At the end, on held-out rows where it says so.{whose}", "",
                       "| figure | value |\n| --- | --- |", *rows])  # fmt: skip
+
+
+def _loading(role: str, *, is_adapter: bool) -> str:
+    scores = role in ("critic", "reward model")
+    kind = "SequenceClassification" if scores else "CausalLM"
+    how = f"`{'AutoPeftModel' if is_adapter else 'AutoModel'}For{kind}.from_pretrained(FOLDER"
+    how += f"{', num_labels=1' if scores and is_adapter else ''})`"
+    how += f" of {'PEFT' if is_adapter else 'transformers'}. Conversations become text by the "
+    how += "tokenizer's `apply_chat_template`, as in training."
+    if role == "reward model" and not is_adapter:
+        how += (
+            " Where `config.json` has `score_mean` and `score_std`, Tandem takes "
+            "(logit - score_mean) / score_std as the score."
+        )
+    return how
 
 
 def _cell(text: str) -> str:

@@ -95,7 +95,6 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         order,
         config.ppo.eval_every,
         save=partial(save_engine, engine, rows, dtype=config.save_dtype),
-        complete=lambda evaluation: {**evaluation, "steps": order.num_steps},
     )
 
 

@@ -68,7 +68,6 @@ def rl_job(run: Run, rows: StepRows, stage: str) -> StageJob:
         order,
         rl.eval_every,
         save=partial(save_engine, trainer.trainer.engine, rows, dtype=run.config.save_dtype),
-        complete=lambda evaluation: {**evaluation, "steps": order.num_steps},
     )
 
 

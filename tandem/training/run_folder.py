@@ -34,7 +34,7 @@ from tandem.checkpoint.state import (
 from tandem.config.engine import EngineSettings, engine_settings
 from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
-from tandem.config.stages import Leaves, sources, stage_names
+from tandem.config.stages import Leaves, sources, stage_names, stage_of
 from tandem.engine.devices import ask_for_determinism, resolve_device
 from tandem.engine.module_scorer import RewardModule
 from tandem.engine.placement import Placement
@@ -46,6 +46,7 @@ from tandem.metrics.log import MetricLog, MutedLog
 from tandem.parallel.world import World
 from tandem.text import ignore_line
 from tandem.training.callbacks import Callback
+from tandem.training.lineage import FACT, lineage_of
 from tandem.training.model_card import write_cards
 from tandem.training.own_folder import CHECKPOINTS, COMMAND_FILE, require_run_folder
 from tandem.training.provenance import Identity, environment, origin
@@ -64,7 +65,7 @@ class Run:
         callbacks: hear of rollouts, steps, evaluations and saves.
         reward_module: a torch module that scores answers in place of a reward model.
         stopped: why a callback stopped it; empty if none did.
-        command: that repeats it. accounts: of its data sets, by name, once they are read.
+        command: that repeats it. given_actor: the actor's name, if a program made the engine.
     """
 
     def __init__(
@@ -90,10 +91,14 @@ class Run:
         self.reward_module: RewardModule | None = None
         self.stopped = ""
         self.command = ""
+        self.given_actor = ""
         self._verified: set[str] = set()  # a large model is hashed only once per run
         self.rows: StepRows | None = None  # what it trains on, once it is read
         self._savers: dict[str, Saver] = {}
         self._lock: BinaryIO | None = None
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
 
     @cached_property
     def settings(self) -> EngineSettings:
@@ -250,16 +255,14 @@ class Run:
                 saver.wait()
         except CheckpointError as error:
             self.print_line(f"{stage}: {error}")  # the stage's own folder is about to be written
-        known = {
-            **finite(facts),
-            **origin(self.config, self.world),
-            "made_from": self.identity.made_from(stage),
-        }
+        lineage = lineage_of(self, stage_of(stage))
+        made_from = {"made_from": self.identity.made_from(stage), FACT: lineage}
+        known = {**finite(facts), **origin(self.config, self.world), **made_from}
 
         def fill_with_cards(target: Path) -> None:
             fill(target)
             if self.world.is_first:
-                write_cards(self, stage, target, finite(facts))
+                write_cards(self, stage, target, finite(facts), lineage)
 
         write_folder(self.folder(stage), fill_with_cards, known, world=self.world)
         if self.world.is_keeper:

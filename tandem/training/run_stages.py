@@ -110,7 +110,7 @@ def train(
         _score_by(run, module)
     if said:
         run.print_line(said)
-    again = f"tandem train --config {shlex.quote(str(run.path / 'config.yaml'))}"
+    again = _again(run)
     with run.stops, closing(run):
         try:
             _train(run, command or again)
@@ -118,6 +118,15 @@ def train(
             run.stopped = str(stop)
             run.print_line(f"stopped: {stop}. The same call continues; finished stages are kept.")
     return run
+
+
+def _again(run: Run) -> str:
+    """What repeats a run that a program began."""
+    path = str(run.path / "config.yaml")
+    if run.reward_module is None:
+        return f"tandem train --config {shlex.quote(path)}"
+    kind = type(run.reward_module.module).__name__
+    return f"tandem.train(tandem.load_config({path!r}), reward_model=...)  # in Python, a {kind}"
 
 
 def _score_by(run: Run, module: RewardModule) -> None:

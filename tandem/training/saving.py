@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,8 +34,10 @@ class Rendered(Protocol):
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, renderer: Renderer) -> Any:
-    """The tokenizer, with the chat template in use if it has none of its own."""
-    if not tokenizer.chat_template:
+    """A copy of the tokenizer with the chat template in use, marked for trainers that learn from
+    the assistant's words alone."""
+    tokenizer = copy.copy(tokenizer)
+    if not isinstance(tokenizer.chat_template, dict):  # several by name stay as they are
         tokenizer.chat_template = renderer.chat_template
     return tokenizer
 

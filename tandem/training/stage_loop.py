@@ -130,7 +130,7 @@ def run_stage(run: Run, stage: str, job: StageJob, *, until: int | None = None) 
                 if step == until:
                     return recorded
     facts = job.complete(loop.evaluation or trainer.evaluate())
-    loop.finish(job.save, facts)
+    loop.finish(job.save, {**facts, "steps": float(order.num_steps)})
     return None
 
 

@@ -19,6 +19,7 @@ from tandem.checkpoint.state import SavedState
 from tandem.config.stages import rl_stage
 from tandem.errors import ConfigError
 from tandem.metrics.log import MetricLog, MutedLog
+from tandem.metrics.notebook import in_notebook
 from tandem.metrics.report import write_report
 from tandem.metrics.timing import Phases
 from tandem.training.callbacks import Callback, CallbackStop
@@ -88,7 +89,7 @@ class TrackedLoop:
         with ExitStack() as stack:
             stack.enter_context(run.stops)
             stack.enter_context(closing(run))
-            run.open(shlex.join(sys.argv) or "python")
+            run.open(_command())
             state = run.load(self.stage)
             start = 0 if state is None else state.step
             log: MetricLog | MutedLog = run.metric_log(self.stage, self.num_steps, start)
@@ -165,6 +166,14 @@ class TrackedLoop:
             )
         if world.size == 1:
             self.run.identity.in_memory["the actor"] = digest_of_module(engine.actor)
+        self.run.given_actor = str(engine.actor.name_or_path)
+
+
+def _command() -> str:
+    """What runs this program again."""
+    if in_notebook():
+        return "# the cells of a notebook"
+    return f"python {shlex.join(sys.argv)}"
 
 
 class _Stage:

@@ -161,6 +161,12 @@ def open_wandb(path, stage="ppo", start_step=0):
     )
 
 
+def test_wandb_shows_the_runs_knobs(tmp_path, wandb_runs):
+    (tmp_path / "config.yaml").write_text("seed: 7\nsft: {learning_rate: 1.0e-4}\n")
+    open_wandb(tmp_path).close()
+    assert wandb_runs[0].settings["config"] == {"seed": 7, "sft": {"learning_rate": 1e-4}}
+
+
 def test_wandb_gets_every_record_with_its_own_step(tmp_path, wandb_runs):
     with open_wandb(tmp_path) as log:
         log.log(4, {"reward": 0.5})

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import LlamaConfig, OPTConfig, PreTrainedConfig, Qwen3Config
 
+from tandem.cli import main
+from tandem.config.flags import parse_run_flags
 from tandem.config.load import check_config, load_config
 from tandem.plan.run import plan_memory
+from tandem.predict.hardware import as_values, find_hardware
+from tandem.predict.machine import MACHINE_FILE
+from tandem.predict.models import config_of, shape_for
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 HARDWARE = re.compile(r"^# hardware: (\d+) (GPU|CPU)s? x (\d+) GB$", re.MULTILINE)
@@ -88,6 +96,43 @@ def test_a_recipe_fits_the_hardware_that_it_names(recipe: Path) -> None:
         peaks = {phase: plan.peak(phase) / 1e9 for phase in ("load", *plan.phases)}
         assert max(peaks.values()) < (1 - SPARE) * gigabytes, (stage, peaks)
         assert max(peaks.values()) > 0.2 * gigabytes or kind == "CPU" or stage != config.stages[-1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipes_commands_run_without_a_download(
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`tandem plan` as its header has it says that it fits; `tandem train` parses."""
+    machine = replace(find_hardware("1xH100"), kind="cpu", memory=8e9)
+    (tmp_path / "machine.yaml").write_text(yaml.safe_dump(as_values(machine)))
+    monkeypatch.setenv(MACHINE_FILE, str(tmp_path / "machine.yaml"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.chdir(recipe.parents[1])
+    text = recipe.read_text(encoding="utf-8")
+    commands = [shlex.split(line) for line in re.findall(r"^#   tandem (.*)$", text, re.MULTILINE)]
+    plan, train = commands
+    assert plan[0] == "plan"
+    assert main(plan) == 0
+    assert "a rank, in" in (out := capsys.readouterr().out)
+    told = HARDWARE.search(text)
+    assert told
+    if told[2] == "GPU":
+        assert f"plan for {told[1]} x A100-{told[3]}G" in out
+    assert train[0] == "train"
+    own = {"--num-gpus", "8"}  # the launcher's
+    assert parse_run_flags([w for w in train[1:] if w not in own], "train") == load_config(recipe)
+
+
+def test_published_sizes_are_the_models_themselves() -> None:
+    for recipe in RECIPES:
+        policy, other, _ = MODELS[recipe.stem]
+        config = load_config(recipe)
+        assert shape_for(config_of(config.actor_model)).parameters == _parameters(policy)
+        if other is not None:
+            assert shape_for(config_of(config.reward_model)).parameters == _parameters(other)
 
 
 def _parameters(config: PreTrainedConfig) -> int:

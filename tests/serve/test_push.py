@@ -172,13 +172,19 @@ def test_what_is_wrong_is_one_line(
 ) -> None:
     def told(*args: str) -> str:
         assert main(["push", *args]) == 2
-        line = capsys.readouterr().err
-        assert len(line.splitlines()) == 1
-        return line
+        heard = capsys.readouterr()
+        assert len(heard.err.splitlines()) == 1
+        assert "uploading" not in heard.out or hub.refuses
+        return heard.err
 
     assert "REPO must be OWNER/NAME; got 'a/b/c'" in told(str(folder), "a/b/c")
+    assert "REPO must be OWNER/NAME; got 'model': it has no owner" in told(str(folder), "model")
     assert "must be a folder with config.json" in told(str(tmp_path), "you/model")
+    assert "got no such folder. Check the spelling" in told(f"{folder}s", "you/model")
+    assert "trained with --lora-rank" in told(str(tmp_path), "you/model", "--adapter")
     hub.refuses = True
     assert "the hub must accept you/model; got" in told(str(folder), "you/model")
+    hub.refuses = False
     monkeypatch.setattr("tandem.serve.push.get_token", lambda: None)
     assert "must have a token of the hub" in told(str(folder), "you/model")
+    assert main(["push", str(folder), "you/model", "--dry-run"]) == 0  # needs none

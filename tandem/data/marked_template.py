@@ -1,0 +1,142 @@
+"""Generation marks in a chat template: `{% generation %}` around what the assistant writes.
+
+Trainers that learn from the assistant's words alone (TRL's `assistant_only_loss`) need them, and
+few published templates have them. A template whose assistant turns are one expression, such as
+
+    {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+
+gets them around the content and the terminator; any other stays as it is. The result is kept only
+if it writes the same texts as before and marks exactly the assistant's words in them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Render = Callable[[str, Sequence[dict[str, str]], bool], str]
+"""A template, turns and whether the assistant is to begin, to their text."""
+
+_TEXT = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\""
+_OUTPUT = re.compile(rf"\{{\{{(-?)((?:{_TEXT}|[^'\"}}])*?)(-?)\}}\}}")
+_OPERAND = re.compile(rf"(?:{_TEXT}|\((?:{_TEXT}|[^'\"()])*\)|[^'\"()+~])+")
+_CONTENT = re.compile(
+    r"\(?\s*(\w+)(?:\.content|\[(?:'content'|\"content\")\])\s*(?:\|\s*trim\s*|\.strip\(\)\s*)?\)?"
+)
+_BEGIN, _END = "{% generation %}", "{% endgeneration %}"
+_HAS_MARKS = re.compile(r"\{%-?\s*generation\b")
+_OPEN, _CLOSE = "\ue000", "\ue001"
+_PROBES = (("Qz7a",), ("Qz7a", "Qz7b"))
+
+
+def marked(source: str, terminator: str, eos_token: str, render: Render) -> str:
+    """The template with marks, or as it is if it has some, or if they cannot be put.
+
+    Args:
+        terminator: the control string that ends an assistant's turn.
+        eos_token: what the template's `eos_token` stands for.
+    """
+    if _HAS_MARKS.search(source) or not terminator or _OPEN in source:
+        return source
+    parts, position, changed = [], 0, False
+    for found in _OUTPUT.finditer(source):
+        new = _with_marks(found, terminator, eos_token)
+        if new is not None:
+            parts += [source[position : found.start()], new]
+            position, changed = found.end(), True
+    result = "".join([*parts, source[position:]])
+    return result if changed and _is_same(source, result, terminator, render) else source
+
+
+def _with_marks(found: re.Match[str], terminator: str, eos_token: str) -> str | None:
+    """One expression that writes a turn, with marks where the turn is the assistant's."""
+    left, body, right = found.groups()
+    operands = [operand.strip() for operand in _OPERAND.findall(body)]
+    if " + ".join(operands).replace(" ", "") != body.replace("~", "+").replace(" ", "").strip():
+        return None
+    places = [i for i, operand in enumerate(operands) if _CONTENT.fullmatch(operand)]
+    if len(places) != 1:
+        return None
+    before, content, after = operands[: places[0]], operands[places[0]], operands[places[0] + 1 :]
+    cut = _cut(after, terminator, eos_token)
+    if cut is None:
+        return None
+    written, rest = cut
+    turn = _CONTENT.fullmatch(content)
+    assert turn is not None
+    return (
+        f"{{{{{left} '' }}}}{{% if {turn[1]}['role'] == 'assistant' %}}{_output(before)}{_BEGIN}"
+        f"{_output([content, *written])}{_END}{_output(rest)}{{% else %}}{_output([body.strip()])}"
+        f"{{% endif %}}{{{{ '' {right}}}}}"
+    )
+
+
+def _cut(after: list[str], terminator: str, eos_token: str) -> tuple[list[str], list[str]] | None:
+    """What follows the content, up to the terminator and beyond it; None without one."""
+    for i, operand in enumerate(after):
+        if operand == "eos_token" and terminator == eos_token:
+            return after[: i + 1], after[i + 1 :]
+        if operand[:1] in "'\"" and terminator in operand:
+            end = operand.index(terminator) + len(terminator)
+            quote = operand[0]
+            rest = [quote + operand[end:]] if operand[end:] != quote else []
+            return [*after[:i], operand[:end] + quote], [*rest, *after[i + 1 :]]
+    return None
+
+
+def _output(operands: Sequence[str]) -> str:
+    return f"{{{{ {' + '.join(operands)} }}}}" if operands else ""
+
+
+def _is_same(source: str, result: str, terminator: str, render: Render) -> bool:
+    """Whether both templates write the same texts, in which the marks enclose the assistant's
+    words."""
+    shown = result.replace(_BEGIN, f"{{{{ '{_OPEN}' }}}}").replace(_END, f"{{{{ '{_CLOSE}' }}}}")
+    tried = 0
+    for answers in _PROBES:
+        turns: list[dict[str, str]] = []
+        for answer in answers:
+            turns += [
+                {"role": "user", "content": "hello"},
+                {"role": "assistant", "content": answer},
+            ]
+        system = {"role": "system", "content": "be brief"}
+        for conversation in (turns, [system, *turns], turns[:-1], [system, *turns[:-1]]):
+            begins = conversation[-1]["role"] == "user"
+            text = _tried(render, source, conversation, begins)
+            if text is None:  # the template refuses such turns
+                continue
+            found = _tried(render, shown, conversation, begins)
+            if found is None or re.sub(f"[{_OPEN}{_CLOSE}]", "", found) != text:
+                return False
+            spans = re.findall(f"{_OPEN}(.*?){_CLOSE}", found, re.DOTALL)
+            expected = [turn for turn in conversation if turn["role"] == "assistant"]
+            if [span.strip() for span in spans] != [t["content"] + terminator for t in expected]:
+                return False
+            tried += 1
+    return tried > 0
+
+
+def _tried(
+    render: Render, template: str, turns: Sequence[dict[str, str]], begins: bool
+) -> str | None:
+    try:
+        return render(template, turns, begins)
+    except TimeoutError:
+        raise
+    except Exception:  # a template is a program: it can divide by zero
+        return None
+
+
+def rendering(tokenizer: Any) -> Render:
+    """How a tokenizer renders."""
+
+    def render(template: str, turns: Sequence[dict[str, str]], begins: bool) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                list(turns), chat_template=template, tokenize=False, add_generation_prompt=begins
+            )
+        )
+
+    return render
