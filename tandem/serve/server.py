@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import socket
@@ -116,6 +117,9 @@ def _run(service: Service, listener: socket.socket, print_line: Callable[[str], 
             await service.policy("")  # a model that cannot be used is told now
         except ApiError as error:
             raise ConfigError(str(error)) from error
+        # Else a search for garbage, which all streams wait for, walks through torch and the models.
+        gc.collect()
+        gc.freeze()
         print_line(
             f"page:   http://{shown}:{port}/   API: http://{shown}:{port}/v1   (Ctrl-C ends)"
         )
