@@ -11,7 +11,8 @@ streamed chat after another over their own connections. With --clock cpu rates a
 the server's process, which a busy machine does not change; the time to the first token is always on
 the clock. Another side asks Tandem for reward and KL beside each answer, from a run's folder with a
 reward model and an SFT model of the same size; its cost is what a token takes beside one of plain
-chat.
+chat. --pauses N measures how long streams stand still instead, N of the clients asking for reward,
+KL and values (bench/pauses.py).
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from transformers import AutoConfig, PreTrainedModel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.models import SHAPES
+from bench.pauses import CASES, COLUMNS, cpu_clock, pauses_of
+from bench.pauses import summarized as summarized_pauses
 from bench.report import Report, count, parser, table
 from tandem.config.load import build_config, dump_config
 from tandem.data.embedded.tokenizer import build_tokenizer
@@ -68,7 +71,7 @@ class Measured:
 
 def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure every side at every number of clients; returns what is written as JSON."""
-    made = parser(__doc__, "rounds threads")
+    made = parser(__doc__, "rounds threads dtype")
     made.add_argument("--clients", nargs="+", type=count, default=[1, 16, 64])
     made.add_argument("--requests", type=count, default=4, help="of each client in a round")
     made.add_argument("--max-tokens", type=count, default=64, help="of an answer")
@@ -76,15 +79,25 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     made.add_argument("--model", type=Path, help="a folder with a chat template, not a random one")
     made.add_argument("--llama-server", type=Path, help="llama.cpp's; without it, left out")
     made.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    made.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="of the rates")
+    made.add_argument("--pauses", type=count, metavar="N", help="clients that ask; see above")
+    made.add_argument("--seconds", type=float, default=20.0, help="of a round, with --pauses")
+    made.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="of the rates, or the pauses"
+    )
     options = made.parse_args(args)
     if options.tiny:
         options.clients, options.requests, options.max_tokens = [1, 2], 1, 4
-        options.shape = "a"
+        options.clients = [2] if options.pauses else options.clients
+        options.shape, options.seconds = "a", 1.0
+    if options.pauses and options.pauses >= min(options.clients):
+        made.error("--pauses must leave clients of --clients that do not ask")
     report = Report(options)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         _make_models(folder, options)
+        if options.pauses:
+            report.result["pauses"] = _measure_pauses(folder, options, report)
+            return report.end()
         report.result["rounds"] = {
             side: _measure(side, folder, options, report) for side in options.sides
         }
@@ -138,7 +151,7 @@ def _make_models(folder: Path, options: Any) -> None:
         return AutoConfig.for_model(shaped.pop("model_type"), **shaped)
 
     save(policy(1), folder / "base")
-    if JUDGED in options.sides:
+    if JUDGED in options.sides or options.pauses:
         _make_run(folder, save, policy, new_scalar_model(config(), 4))
     if options.llama_server:
         script = Path(__file__).resolve().parents[1] / "examples" / "to_gguf.py"
@@ -156,6 +169,7 @@ def _make_run(
     save(policy(2), folder / "run/sft")
     save(policy(3), folder / "run/ppo/actor")
     save(scorer, folder / "run/reward")
+    save(scorer, folder / "run/ppo/critic")
     values = {"actor_model": str(folder / "base"), "output_dir": str(folder / "run"), "data": ["x"]}
     run = build_config(values, where="bench: ")
     (folder / "run" / "config.yaml").write_text(dump_config(run), encoding="utf-8")
@@ -185,6 +199,33 @@ def _measure(side: str, folder: Path, options: Any, report: Report) -> dict[str,
                     f"{side}, {clients} clients, round {number + 1}: {tokens} tokens in "
                     f"{wall:.1f} s, {cpu:.1f} CPU s"
                 )
+    return found
+
+
+def _measure_pauses(folder: Path, options: Any, report: Report) -> dict[str, dict[str, Any]]:
+    """Pauses by number of clients and case: summaries of all rounds together."""
+    found: dict[str, dict[str, Any]] = {}
+    command = partial(_command, JUDGED, folder, options)
+    with served(command, options.threads) as (process, port):
+        clock = partial(cpu_clock, process.pid) if options.clock == "cpu" else time.perf_counter
+        asyncio.run(_round(port, _body(JUDGED, folder, options), 1, 1))  # loads the judges
+        body = _body("tandem", folder, options) | {"model": "ppo"}
+        for clients in options.clients:
+            seen: dict[str, list[float]] = {case: [] for case in CASES}
+            for number in range(options.rounds):
+                for case in CASES:
+                    wait = pauses_of(
+                        port, body, case, clients, options.pauses, options.seconds, number, clock
+                    )
+                    seen[case] += asyncio.run(wait)
+            found[str(clients)] = {case: summarized_pauses(of) for case, of in seen.items() if of}
+            rows = [
+                (case, *(f"{of[name]:.{digits}f}" for name, digits in COLUMNS.items()))
+                for case, of in found[str(clients)].items()
+            ]
+            unit = "CPU ms" if options.clock == "cpu" else "ms"
+            caption = f"{unit} between tokens, {clients} clients, {options.rounds} rounds of each"
+            report.console.print(table("pauses", caption, ("case",), tuple(COLUMNS), rows))
     return found
 
 
@@ -219,7 +260,9 @@ def _command(side: str, folder: Path, options: Any, port: int) -> list[str]:
             words += ["--continuous-batching", "--cb-block-size", "32", "--cb-num-blocks", "512",
                       "--cb-max-batch-tokens", "512"]  # fmt: skip
         return words
-    return tandem_command(model, port, "--slots", "64", "--max-context", "2048")
+    return tandem_command(
+        model, port, "--slots", "64", "--max-context", "2048", "--dtype", options.dtype
+    )
 
 
 def tandem_command(model: Path, port: int, *flags: str) -> list[str]:

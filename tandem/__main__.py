@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -15,6 +17,8 @@ def main() -> int:
     # These imports may take seconds, and Ctrl-C during them would print a traceback.
     with handling(_leave):
         from tandem.cli import main as command
+    # As it ends, Python would look for garbage in all that torch has made, which takes a second.
+    atexit.register(gc.freeze)
     return command()
 
 

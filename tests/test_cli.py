@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -190,3 +191,17 @@ def test_a_run_without_a_policy_names_no_chat(tmp_path: Path) -> None:
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft/config.json").write_text("{}", "utf-8")
     assert _next_command(tmp_path) == f"chat:   tandem chat {tmp_path}"
+
+
+def test_a_command_ends_without_a_search_for_garbage() -> None:
+    """Which takes a second once torch is loaded."""
+    code = """
+import atexit, gc, sys
+atexit.register(lambda: print("kept", gc.get_freeze_count(), len(gc.get_objects())))
+from tandem.__main__ import main
+sys.argv = ["tandem", "--version"]
+sys.exit(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    _, kept, watched = ended.stdout.splitlines()[-1].split()
+    assert int(kept) > 1000 > int(watched)

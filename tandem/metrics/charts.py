@@ -23,6 +23,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 348, 10, 158
 _BUCKETS = 160
 _SMOOTH_FROM = 24
 _MAX_DOTS, _MAX_CROSSES = 60, 50
+_TAG_LETTER, _TAG_HEIGHT, _DOT = 6.0, 12.0, 3.0
+"""Of a point's label: width of a letter (its type has 10.5 pixels), height; radius of a dot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,9 @@ def path_chart(title: str, x_label: str, paths: Sequence[Path]) -> Markup:
     y_ticks = ticks(min(y for _, y, _ in every), max(y for _, y, _ in every))
     frame = _Frame((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]))
     parts = _axes(frame, x_ticks, y_ticks, x_label)
+    dots = [frame.at((x, y)) for x, y, _ in every]
+    tags: list[_Box] = []
+    names: list[str] = []
     for path in paths:
         parts.append(frame.path(f"link c{path.color}", [[(x, y) for x, y, _ in path.points]]))
         for number, (x, y, name) in enumerate(path.points):
@@ -119,11 +124,51 @@ def path_chart(title: str, x_label: str, paths: Sequence[Path]) -> Markup:
                 "</circle>"
             )
             if is_end:
-                parts.append(
-                    f'<text class="tick" x="{left + 6:.1f}" y="{top - 5:.1f}">'
+                tags.append(_tag_box((left, top), _TAG_LETTER * len(name), dots, tags))
+                names.append(
+                    f'<text class="tag" x="{tags[-1].left:.1f}" y="{tags[-1].bottom - 2:.1f}">'
                     f"{escape(visible_lines(name))}</text>"
                 )
-    return _svg(title, parts)
+    return _svg(title, [*parts, *names])
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """A label's place, in pixels."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def hides(self, dot: Point) -> bool:
+        """Whether it covers a part of a dot."""
+        x, y = dot
+        return self.left - _DOT < x < self.right + _DOT and self.top - _DOT < y < self.bottom + _DOT
+
+    def overlaps(self, other: _Box) -> bool:
+        """Whether both share a pixel."""
+        is_beside = self.right <= other.left or other.right <= self.left
+        return not (is_beside or self.bottom <= other.top or other.bottom <= self.top)
+
+
+def _tag_box(at: Point, width: float, dots: Sequence[Point], tags: Sequence[_Box]) -> _Box:
+    """Where the label of a point hides the fewest dots: around it, within the chart, over no other
+    label if there is such a place."""
+    x, y = at
+    lefts = (x + 6, x - 6 - width, x - width / 2)
+    tops = (
+        y - 6 - _TAG_HEIGHT, y - _TAG_HEIGHT / 2, y + 6, y - 6 - 2 * _TAG_HEIGHT,
+        y + 6 + _TAG_HEIGHT,
+    )  # fmt: skip
+    around = [_Box(left, top, left + width, top + _TAG_HEIGHT) for top in tops for left in lefts]
+
+    def cost(box: _Box) -> tuple[bool, int, int]:
+        """The point itself must not be hidden."""
+        is_outside = box.left < _LEFT or box.right > _WIDTH or box.top < 0 or box.bottom > _BOTTOM
+        return is_outside or box.hides(at), sum(map(box.overlaps, tags)), sum(map(box.hides, dots))
+
+    return min(around, key=cost)
 
 
 def histogram_chart(

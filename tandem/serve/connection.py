@@ -13,13 +13,16 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.serve.api_errors import ApiError, json_text
 from tandem.serve.fields import read_object
-from tandem.serve.guard import too_large
+from tandem.serve.guard import server_ends, too_large
 
 T = TypeVar("T")
 _BODY_SECONDS = 60.0
 """A body that takes longer to arrive is given up."""
 _WRITE_SECONDS = 60.0
 """A reader that takes nothing for so long is taken to be gone."""
+_WRITES_AT_ONCE = 4
+"""Writes after which the loop has a turn, so that it can tell that the client has left: from the
+sixth write on to a client that is gone, asyncio logs a line for each."""
 
 
 class ClientGoneError(Exception):
@@ -102,6 +105,10 @@ class EventStream(Response):
             await unless_gone(receive, self._send_all(send))
         except (ClientGoneError, OSError):
             pass
+        except asyncio.CancelledError:  # the server ends and waits no longer
+            with suppress(asyncio.CancelledError):
+                text = f"data: {json_text(server_ends().body())}\n\ndata: [DONE]\n\n"
+                await send({"type": "http.response.body", "body": text.encode()})
         finally:
             await self._release()
 
@@ -132,6 +139,7 @@ class _Writer:
         self._task = task
         self._since: float | None = None
         self._is_late = False
+        self._num_writes = 0
         self._timer = self._loop.call_later(_WRITE_SECONDS, self._look)
 
     async def write(self, text: str) -> None:
@@ -145,6 +153,9 @@ class _Writer:
             await self._send(
                 {"type": "http.response.body", "body": text.encode(), "more_body": True}
             )
+            self._num_writes += 1
+            if self._num_writes % _WRITES_AT_ONCE == 0:
+                await asyncio.sleep(0)
         except asyncio.CancelledError:
             if self._is_late:
                 raise ClientGoneError from None

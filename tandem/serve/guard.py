@@ -7,6 +7,7 @@ be the Host's own or allowed.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 from collections.abc import Sequence
@@ -67,8 +68,12 @@ class Guard:
         origin = headers.get("origin", [""])[0]
         allowed = origin if origin in self._origins else ""
 
+        has_begun = False
+
         async def send_safely(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 given = {name.lower() for name, _ in message["headers"]}
                 added = [pair for pair in SECURITY_HEADERS if pair[0] not in given]
                 message["headers"] = [*message["headers"], *added, *_cors(allowed)]
@@ -83,7 +88,11 @@ class Guard:
             await send_safely({"type": "http.response.start", "status": 204, "headers": []})
             await send_safely({"type": "http.response.body", "body": b""})
             return
-        await self._app(scope, receive, send_safely)
+        try:
+            await self._app(scope, receive, send_safely)
+        except asyncio.CancelledError:  # only a server that ends cancels a request
+            if not has_begun:
+                await server_ends().response()(scope, receive, send_safely)
 
     def _check(self, scope: Scope, headers: dict[str, list[str]]) -> None:
         hosts = headers.get("host", [])
@@ -147,6 +156,11 @@ def too_large(most: int) -> ApiError:
         status=413,
         code="body_too_large",
     )
+
+
+def server_ends() -> ApiError:
+    """The error of a request that was not done when the server had to end."""
+    return ApiError("the server ends. Ask again later.", status=503, code="server_ends")
 
 
 def _splits(origin: str) -> bool:

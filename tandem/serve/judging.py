@@ -134,16 +134,16 @@ def judge(asked: Sequence[Judging]) -> list[dict[str, Any]]:
         found[number] = dict.fromkeys(name for name in _NUMBERS if name in wanted)
         if "reward" in wanted:
             scored = _scored_row(one, why[number])
-            if scored is not None:
+            if scored is not None and _fits("reward", "reward model", *scored, why[number]):
                 rewards.add(number, *scored)
         if wanted & {"kl", "token_kl"}:
-            reference = _like(one.judges.reference, one, _NO_REFERENCE, why[number])
+            reference = _like(one.judges.reference, one, _REFERENCE, why[number])
             if reference is not None:
                 kls.add(number, reference, answered.row)
                 if len(one.sampled) != len(answered.token_ids) - answered.prompt_length:
                     unsampled.add(number, one.policy, answered.row)
         if "values" in wanted:
-            critic = _like(one.judges.critic, one, _NO_CRITIC, why[number])
+            critic = _like(one.judges.critic, one, _CRITIC, why[number])
             if critic is not None:
                 values.add(number, critic, answered.row)
     for number, reward in rewards.computed(_scores):
@@ -163,8 +163,8 @@ def judge(asked: Sequence[Judging]) -> list[dict[str, Any]]:
 
 
 _NUMBERS = ("reward", "kl", "token_kl", "values")
-_NO_REFERENCE = ("kl", "this model has no reference", "the reference has another tokenizer")
-_NO_CRITIC = ("values", "there is no critic", "the critic has another tokenizer")
+_REFERENCE, _CRITIC = ("kl", "reference"), ("values", "critic")
+"""A number, and who is needed for it."""
 _Judge = TypeVar("_Judge", Loaded, LoadedScalar)
 _Found = TypeVar("_Found")
 
@@ -204,17 +204,28 @@ def _parts(waiting: Sequence[tuple[int, TokenRow]]) -> Iterator[list[tuple[int, 
 
 
 def _like(
-    judge: _Judge | None, one: Judging, reasons: tuple[str, str, str], why: dict[str, str]
+    judge: _Judge | None, one: Judging, names: tuple[str, str], why: dict[str, str]
 ) -> _Judge | None:
-    """A judge, if there is one and it reads the policy's tokens; else `why` tells the reason."""
-    name, is_missing, is_other = reasons
+    """A judge, if there is one and it can read the answer's tokens; else `why` tells the reason."""
+    name, role = names
     if judge is None:
-        why[name] = is_missing
+        why[name] = f"{'this model has' if role == 'reference' else 'there is'} no {role}"
         return None
     if not judge.renderer.renders_like(one.policy.renderer):
-        why[name] = is_other
+        why[name] = f"the {role} has another tokenizer"
         return None
-    return judge
+    return judge if _fits(name, role, judge, one.answered.row, why) else None
+
+
+def _fits(
+    name: str, role: str, judge: Loaded | LoadedScalar, row: TokenRow, why: dict[str, str]
+) -> bool:
+    """Whether a judge has a position for every token; else `why` tells that it has not."""
+    most = judge.positions
+    if most is None or len(row) <= most:
+        return True
+    why[name] = f"the {role} reads at most {most} tokens; prompt and answer have {len(row)}"
+    return False
 
 
 def _scored_row(one: Judging, why: dict[str, str]) -> tuple[LoadedScalar, TokenRow] | None:

@@ -24,6 +24,7 @@ from tandem.models.eos import load_stop_ids
 from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer
 from tandem.models.lora import add_lora
 from tandem.models.scalar import load_scalar_model
+from tandem.models.source import Located, load_config, read_adapter_config
 from tandem.serve.sources import ModelSource
 from tandem.serve.token_bytes import TokenBytes
 
@@ -93,6 +94,11 @@ class LoadedScalar:
     model: PreTrainedModel
     renderer: Renderer
 
+    @property
+    def positions(self) -> int | None:
+        """Most tokens of prompt and answer; None without a limit."""
+        return max_positions(self.model)
+
 
 def load_policy(
     source: ModelSource, settings: LoadSettings, config: RunConfig | None = None
@@ -154,6 +160,23 @@ def weight_bytes(source: ModelSource, dtype: torch.dtype) -> int | None:
             count *= side
         numbers += count
     return numbers * dtype.itemsize
+
+
+def positions_of(source: ModelSource, settings: LoadSettings) -> int | None:
+    """Most tokens of a local model's sequences, by its config; None without a limit, for a hub
+    name, and where the config cannot be read, which is told when the model is loaded."""
+    located = Located(str(Path(source.base or source.path).expanduser()))
+    try:
+        adapter = read_adapter_config(located)
+        if adapter is not None:
+            located = Located(str(adapter.get("base_model_name_or_path")))
+        if located.folder is None:
+            return None
+        config = load_config(located, trust_remote_code=settings.trust_remote_code)
+    except ModelError:
+        return None
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    return limit
 
 
 def _policy_weights(source: ModelSource, settings: LoadSettings) -> PreTrainedModel:

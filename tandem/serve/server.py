@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import socket
 from collections.abc import Callable
+from functools import cache
 
 import uvicorn
 
@@ -14,8 +16,9 @@ from tandem.errors import ConfigError
 from tandem.generation.blocks import free_bytes
 from tandem.serve.api_errors import ApiError
 from tandem.serve.app import make_app
-from tandem.serve.loading import weight_bytes
+from tandem.serve.loading import positions_of, weight_bytes
 from tandem.serve.service import ServeSettings, Service, load_settings
+from tandem.serve.sources import ModelSource
 from tandem.text import visible
 
 
@@ -57,7 +60,40 @@ def describe(service: Service) -> list[str]:
     )
     votes = service.votes_file
     lines.append(f"votes:  {votes}" if votes else "votes:  refused without --votes FILE")
-    return [visible(line) for line in lines]
+    return [visible(line) for line in lines + _short_judges(service)]
+
+
+def _short_judges(service: Service) -> list[str]:
+    """A line for each judge that cannot read the longest answers."""
+    offer, most = service.offer, service.settings.max_context
+
+    @cache
+    def read(source: ModelSource) -> int:
+        return min(most, positions_of(source, service.load_settings) or most)
+
+    written = {name: read(source) for name, source in offer.models.items()}
+    if not written:
+        return []
+    longest = max(written, key=lambda name: (written[name], name == offer.preferred))
+    pairs = [
+        (scorer, role, number, longest)
+        for scorer, role, number in (
+            (offer.reward_model, "reward model", "reward"),
+            (offer.critic, "critic", "values"),
+        )
+        if scorer is not None
+    ]
+    pairs += [
+        (offer.models[source.reference], f"reference {source.reference}", "kl", name)
+        for name, source in offer.models.items()
+        if source.reference in offer.models
+    ]
+    return [
+        f"warning: the {role} reads at most {read(judge)} tokens of prompt and answer, {policy} "
+        f"writes up to {written[policy]}: longer ones get no {number}"
+        for judge, role, number, policy in pairs
+        if read(judge) < written[policy]
+    ]
 
 
 def _run(service: Service, listener: socket.socket, print_line: Callable[[str], None]) -> None:
@@ -81,6 +117,9 @@ def _run(service: Service, listener: socket.socket, print_line: Callable[[str], 
             await service.policy("")  # a model that cannot be used is told now
         except ApiError as error:
             raise ConfigError(str(error)) from error
+        # Else a search for garbage, which all streams wait for, walks through torch and the models.
+        gc.collect()
+        gc.freeze()
         print_line(
             f"page:   http://{shown}:{port}/   API: http://{shown}:{port}/v1   (Ctrl-C ends)"
         )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from bench import serve
+from bench import pauses, serve
 from bench.serve import JUDGED, Measured
 
 
@@ -49,3 +52,40 @@ def test_the_command_measures_servers_and_writes_json(
             (measured,) = written["rounds"][side][clients]
             assert measured["tokens"] == 4 * int(clients)
     assert written["cost_of_reward_and_kl"].keys() == {"1", "2"}
+
+
+def test_pauses_are_told_in_milliseconds() -> None:
+    found = pauses.summarized([0.001 * number for number in range(1, 1001)])
+    assert found == pytest.approx(
+        {"tokens": 1000, "median": 500.5, "99 %": 990, "99.9 %": 999, "longest": 1000}
+    )
+
+
+def test_the_cpu_clock_counts_another_process_and_this_one() -> None:
+    code = "import sys\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code]) as other:
+        try:
+            begun, own = pauses.cpu_clock(other.pid), time.process_time()
+            while pauses.cpu_clock(other.pid) - begun - (time.process_time() - own) < 0.05:
+                time.sleep(0.01)  # the other's time passes, whatever else the processor does
+        finally:
+            other.kill()
+
+
+@pytest.mark.skipif(find_spec("starlette") is None, reason="needs the extra serve")
+@pytest.mark.parametrize("clock", ["wall", "cpu"])
+def test_the_command_measures_pauses(tmp_path: Path, clock: str) -> None:
+    file = tmp_path / "made.json"
+    flags = ["--tiny", "--rounds", "1", "--pauses", "1", "--clock", clock, "--json", str(file)]
+    serve.main(flags)
+    of_cases = json.loads(file.read_text("utf-8"))["pauses"]["2"]
+    assert of_cases.keys() == set(pauses.CASES)
+    for found in of_cases.values():
+        assert found["tokens"] > 10
+        assert 0 < found["median"] <= found["99 %"] <= found["99.9 %"] <= found["longest"]
+
+
+def test_somebody_must_be_left_who_does_not_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.main(["--clients", "4", "16", "--pauses", "4"])
+    assert "--pauses must leave clients" in capsys.readouterr().err

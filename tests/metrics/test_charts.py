@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.metrics.charts import Series, line_chart, smoothed, stacked_bar, thinned, ticks
+from tandem.metrics.charts import (
+    Path,
+    Series,
+    line_chart,
+    path_chart,
+    smoothed,
+    stacked_bar,
+    thinned,
+    ticks,
+)
 
 
 def numbers(path):
@@ -134,3 +143,42 @@ def test_labels_cannot_break_out():
         assert not list(root.iter("script"))
         assert "<script" not in svg
         assert "\x1b" not in svg
+
+
+def _labels(svg: str) -> list[tuple[str, float, float, float]]:
+    """Text, left, baseline and right of each label of a point, as wide as its letters."""
+    found = re.findall(r'<text class="tag" x="([\d.-]+)" y="([\d.-]+)">([^<]*)<', svg)
+    return [(text, float(x), float(y), float(x) + 5.8 * len(text)) for x, y, text in found]
+
+
+def _dots(svg: str) -> list[tuple[float, float]]:
+    return [
+        (float(x), float(y))
+        for x, y in re.findall(r'<circle class="dot f\d" cx="([\d.-]+)" cy="([\d.-]+)"', svg)
+    ]
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        # The end at the right edge, its neighbours to the left of it.
+        [(0.0, 0.05), (0.82, 0.66), (1.1, 0.68), (1.06, 0.70), (1.15, 0.70)],
+        # It goes back to where it began.
+        [(0.0, 0.1), (0.5, 0.5), (0.01, 0.12)],
+        [(0.0, 1.0), (1.0, 0.0)],
+        [(0.3, 0.3)],
+    ],
+)
+def test_a_label_of_a_path_covers_no_dot_and_no_label(points: list[tuple[float, float]]) -> None:
+    path = Path("ppo", [(x, y, f"step {n}") for n, (x, y) in enumerate(points)])
+    svg = str(path_chart("Reward against KL", "KL", [path]))
+    labels, dots = _labels(svg), _dots(svg)
+    assert len(dots) == len(points)
+    assert [text for text, *_ in labels] == [f"step {n}" for n in sorted({0, len(points) - 1})]
+    for _, left, base, right in labels:
+        assert 0 <= left < right <= 360
+        assert 9 < base <= 158
+        assert not any(left < x < right and base - 9 < y < base for x, y in dots)
+    for (_, left, base, right), (_, other_left, other_base, other_right) in pairwise(labels):
+        is_beside = right <= other_left or other_right <= left
+        assert is_beside or abs(base - other_base) >= 10

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+from asyncio import constants
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from tandem.serve import connection
+from tandem.serve.guard import Guard
 from tests.serve.serving import Running, ask
 
 SECONDS = 120.0
@@ -111,9 +113,6 @@ def test_a_reader_that_takes_nothing_for_long_is_dropped(monkeypatch: pytest.Mon
     async def release() -> None:
         released.append(True)
 
-    async def never() -> Any:
-        await asyncio.Event().wait()
-
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -124,3 +123,74 @@ def test_a_reader_that_takes_nothing_for_long_is_dropped(monkeypatch: pytest.Mon
     asyncio.run(connection.EventStream(chunks(), release)({"type": "http"}, never, send))
     assert closed == released == [True]
     assert len(sent) == 4
+
+
+async def never() -> Any:
+    await asyncio.Event().wait()
+
+
+def test_the_loop_has_a_turn_before_asyncio_complains_of_a_lost_client() -> None:
+    """It logs a line for each write after the fifth to a client that it knows to be gone."""
+
+    async def chunks() -> AsyncIterator[dict[str, Any]]:
+        for number in range(40):
+            yield {"number": number}
+
+    async def release() -> None:
+        pass
+
+    async def run() -> list[int]:
+        counts = [0]
+
+        def turn() -> None:
+            counts.append(0)
+            asyncio.get_running_loop().call_soon(turn)
+
+        async def send(message: Any) -> None:
+            counts[-1] += 1
+
+        asyncio.get_running_loop().call_soon(turn)
+        await connection.EventStream(chunks(), release)({"type": "http"}, never, send)
+        return counts
+
+    counts = asyncio.run(run())
+    assert sum(counts) == 42  # the status, 40 events, [DONE]
+    assert max(counts) <= constants.LOG_THRESHOLD_FOR_CONNLOST_WRITES
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_server_that_ends_tells_those_who_wait(has_begun: bool) -> None:
+    """Uvicorn cancels their tasks; a traceback for each would be all that the log shows."""
+    sent: list[Any] = []
+    released: list[bool] = []
+
+    async def chunks() -> AsyncIterator[dict[str, Any]]:
+        yield {"a": 1}
+        await never()
+
+    async def release() -> None:
+        released.append(True)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if not has_begun:
+            await never()
+        await connection.EventStream(chunks(), release)(scope, receive, send)
+
+    async def run() -> None:
+        guard = Guard(app, hosts=(), origins=(), api_key="", max_body_bytes=10)
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"localhost")]}
+        task = asyncio.ensure_future(guard(scope, never, send))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await task  # it ends of itself
+
+    asyncio.run(run())
+    last = sent[-1]["body"].decode()
+    assert "the server ends" in last
+    assert sent[0]["status"] == (200 if has_begun else 503)
+    assert last.endswith("data: [DONE]\n\n") is has_begun
+    assert released == [True] * has_begun
+    assert not sent[-1].get("more_body")

@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-pytest.importorskip("httpx")
 pytest.importorskip("playwright.sync_api")
 
 import uvicorn
@@ -168,6 +167,42 @@ def test_two_runs_are_overlaid_in_every_chart(page: Any, run: Path, tmp_path: Pa
         assert "second" in frontier.inner_text()
         wide = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
         assert wide <= 0
+
+
+_LABELS = """
+() => {
+  const chart = [...document.querySelectorAll("figure")].find((f) => f.innerText.includes("Reward against KL"));
+  const place = (e) => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; };
+  const all = (name) => [...chart.querySelectorAll(name)].map(place);
+  return { labels: all(".tag"), dots: all("circle"), chart: place(chart.querySelector("svg")) };
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_frontiers_labels_cover_nothing(
+    page: Any, run: Path, tmp_path: Path, width: int
+) -> None:
+    crowded = tmp_path / "crowded"
+    shutil.copytree(run, crowded)
+    ends = [(0.0, 0.05), (0.82, 0.66), (1.1, 0.68), (1.06, 0.70), (1.15, 0.70)]
+    metrics = [
+        {"stage": "ppo", "step": n, "time": n, "values": {"heldout_reward": y, "heldout_kl": x}}
+        for n, (x, y) in enumerate(ends, 38)
+    ]
+    lines_of(crowded / "metrics.jsonl", metrics)
+    page.set_viewport_size({"width": width, "height": 844})
+    with page_server(crowded) as address:
+        page.goto(f"{address}#/runs")
+        page.locator(".tag").nth(1).wait_for()
+        found = page.evaluate(_LABELS)
+    assert len(found["labels"]) == 2
+    assert len(found["dots"]) == len(ends)
+    for left, top, right, bottom in found["labels"]:
+        assert found["chart"][0] <= left < right <= found["chart"][2]
+        for x0, y0, x1, y1 in found["dots"]:
+            x, y = (x0 + x1) / 2, (y0 + y1) / 2
+            assert not (left < x < right and top < y < bottom)
 
 
 def test_of_ten_thousand_answers_only_those_in_sight_exist(page: Any) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("starlette")
-pytest.importorskip("httpx")
 
 from starlette.applications import Starlette
 from starlette.testclient import TestClient

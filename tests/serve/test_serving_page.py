@@ -52,7 +52,7 @@ def test_the_first_lines_name_models_memory_and_votes(client: TestClient) -> Non
 def test_the_python_example_is_right(client: TestClient) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     openai = pytest.importorskip("openai")
-    httpx = pytest.importorskip("httpx")
+    httpx = pytest.importorskip("httpx2")
 
     def passed_on(request: object) -> object:
         sent = client.post(request.url.path, content=request.read())  # type: ignore[attr-defined]

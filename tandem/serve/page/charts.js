@@ -166,6 +166,21 @@ function bounds(values) {
   return [low, high];
 }
 
+/** Where a point's label hides the fewest dots: around it, within the chart, over no other label if there is such a place. */
+function tagBox(at, letters, dots, tags, f) {
+  const wide = 7 * letters, high = 13, dot = 4, boxes = [];
+  for (const top of [at.y - 8 - high, at.y - high / 2, at.y + 8, at.y - 8 - 2 * high, at.y + 8 + high]) {
+    for (const left of [at.x + 8, at.x - 8 - wide, at.x - wide / 2]) {
+      const box = { left, top, right: left + wide, bottom: top + high };
+      const hides = (d) => d.x > left - dot && d.x < box.right + dot && d.y > top - dot && d.y < box.bottom + dot;
+      const over = (o) => left < o.right + 4 && o.left < box.right + 4 && top < o.bottom && o.top < box.bottom;
+      const outside = left < LEFT || box.right > f.width || top < 0 || box.bottom > f.height - BOTTOM;
+      boxes.push({ ...box, cost: 1e6 * (outside || hides(at)) + 1e3 * tags.filter(over).length + dots.filter(hides).length });
+    }
+  }
+  return boxes.reduce((best, box) => (box.cost < best.cost ? box : best));
+}
+
 /** Reward against KL. series: {label, color, points: [{step, kl, reward, checkpoint}]}. */
 export function frontierChart({ title, series, about }) {
   const shown = series.filter((one) => one.points.length);
@@ -177,7 +192,8 @@ export function frontierChart({ title, series, about }) {
     const f = frame(width, height, all.map((p) => p.kl), all.map((p) => p.reward), false);
     const svg = s("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", tabindex: 0, "aria-label": `${title}. The arrow keys read the points.` });
     add(svg, axes(f, "KL to the reference, nats per answer", ""));
-    const dots = [];
+    const dots = [], tags = [], names = [];
+    const places = all.map((p) => ({ x: f.x(p.kl), y: f.y(p.reward) }));
     for (const one of shown) {
       svg.append(s("path", { class: `link c${one.color}`, d: line(one.points.map((p) => [p.kl, p.reward]), f) }));
       one.points.forEach((point, index) => {
@@ -189,11 +205,16 @@ export function frontierChart({ title, series, about }) {
         svg.append(dot);
         dots.push([one, point]);
         if (index === 0 || isLast) {
-          const atEdge = f.x(point.kl) > width - 40;
-          svg.append(s("text", { class: "tag", "text-anchor": atEdge ? "end" : "start", x: f.x(point.kl) + (atEdge ? -8 : 8), y: f.y(point.reward) + (atEdge ? 4 : -6) }, point.step));
+          const at = { x: f.x(point.kl), y: f.y(point.reward) };
+          // Of runs that are the same, one label each.
+          if (tags.some((tag) => tag.step === point.step && Math.hypot(tag.at.x - at.x, tag.at.y - at.y) < 3)) return;
+          const box = tagBox(at, String(point.step).length, places, tags, f);
+          tags.push({ ...box, at, step: point.step });
+          names.push(s("text", { class: "tag", x: box.left, y: box.bottom - 2 }, point.step));
         }
       });
     }
+    add(svg, names);
     let at = -1;
     svg.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
