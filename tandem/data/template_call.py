@@ -46,9 +46,15 @@ class TemplateCall:
             )
         )
 
+    def __reduce__(self) -> tuple[type[TemplateCall], tuple[PreTrainedTokenizerBase, str]]:
+        """Copies are made anew: a compiled template cannot be copied."""
+        return TemplateCall, (self._tokenizer, self._source)
+
     def _direct(self, compiled: Template, dialog: Dialog, prompt: bool) -> str:
+        # A str of another class (an enum's, numpy's) has methods that the sandbox lets through.
+        plain = [{name: str.__str__(text) for name, text in turn.items()} for turn in dialog]
         return compiled.render(
-            messages=dialog,
+            messages=plain,
             tools=None,
             documents=None,
             add_generation_prompt=prompt,

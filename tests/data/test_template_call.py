@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
@@ -49,6 +54,45 @@ def test_a_token_that_is_named_later_is_written() -> None:
     call = TemplateCall(tokenizer, template)
     tokenizer.pad_token = "hello"
     assert call(DIALOG, False) == "hello"
+
+
+class Speaker(str, Enum):  # noqa: UP042, StrEnum writes its value
+    USER = "user"
+
+
+class Loud(str):
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return self.upper()
+
+
+def test_texts_of_other_classes_are_plain_to_a_template(tmp_path: Path) -> None:
+    """Methods of theirs must not be called: numpy's texts can write files."""
+    path = tmp_path / "written"
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        f"{{% if m.content.tofile is defined %}}{{{{ m.content.tofile('{path}') }}}}{{% endif %}}"
+        "{% endfor %}"
+    )
+    tokenizer = byte_level(template)
+    call = TemplateCall(tokenizer, template)
+    assert call._compiled is not None
+    dialog: list[dict[str, str]] = [
+        {"role": Speaker.USER, "content": np.str_("hello")},
+        {"role": "assistant", "content": Loud("there")},
+    ]
+    expected = tokenizer.apply_chat_template(dialog, tokenize=False)
+    assert call(dialog, False) == expected == "user: helloassistant: there"
+    assert not path.exists()
+
+
+def test_a_call_can_be_copied() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    call = TemplateCall(byte_level(template), template)
+    for twin in (copy.deepcopy(call), pickle.loads(pickle.dumps(call))):
+        assert twin._compiled is not None
+        assert twin(DIALOG[:2], True) == call(DIALOG[:2], True)
 
 
 def test_a_class_with_a_call_of_its_own_is_asked() -> None:
