@@ -32,7 +32,7 @@ class PieceTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens) -> None:
         self._tokenizer = tokenizer
         self._is_plain = _decodes_plainly(tokenizer)
-        self._backend = _plain_backend(tokenizer)
+        self._encodes_plainly = _encodes_plainly(tokenizer)
         self._control = control
         self._in_context = lru_cache(maxsize=64)(self._ids_in_context)
         odd = control.forbidden | {tokenizer.unk_token_id}
@@ -138,9 +138,10 @@ class PieceTokenizer:
 
     def _whole(self, text: str) -> list[int]:
         try:
-            backend = self._backend
-            if backend is not None and self._is_as_called(backend):
-                return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+            if self._encodes_plainly:
+                backend = self._tokenizer.backend_tokenizer
+                if self._is_as_called(backend):
+                    return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
             # Not verbose: a text over the model's length is the length policy's business.
             return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
         # The Rust library raises nothing more specific; if it gives up (on a regular expression
@@ -169,18 +170,17 @@ class PieceTokenizer:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """The Rust library's tokenizer where Hugging Face's `encode` adds nothing to it, which takes
-    longer than tokenizing a line of text; None where a class has its own."""
+def _encodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the Rust library may be called where Hugging Face's `encode`, which takes longer than
+    tokenizing a line of text, adds nothing to it: not where a class or an object has its own."""
     kind = type(tokenizer)
-    if (
+    return (
         isinstance(tokenizer, PreTrainedTokenizerFast)
         and kind.encode is PreTrainedTokenizerBase.encode
         and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
-    ):
-        backend = tokenizer.backend_tokenizer
-        return backend if hasattr(backend, "encode_batch_fast") else None
-    return None
+        and vars(tokenizer).keys().isdisjoint(("encode", "_encode_plus"))
+        and hasattr(tokenizer.backend_tokenizer, "encode_batch_fast")
+    )
 
 
 def _decodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -110,3 +110,20 @@ def test_a_class_with_an_encoding_of_its_own_is_asked() -> None:
     tokenizer = byte_level()
     own = Own(tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token)
     assert pieces_of(own)._whole("ask") == [1, 2, 3]
+
+
+def test_an_object_with_an_encoding_of_its_own_is_asked() -> None:
+    tokenizer = byte_level()
+    own = tokenizer.encode
+    tokenizer.encode = lambda text, **options: [1, 2, 3] if text == "ask" else own(text, **options)
+    assert pieces_of(tokenizer)._whole("ask") == [1, 2, 3]
+
+
+def test_a_backend_that_is_replaced_later_is_used() -> None:
+    tokenizer, other = byte_level(), byte_level()
+    pieces = pieces_of(tokenizer)
+    other.add_tokens(["hello there"])
+    expected = other.encode("hello there", add_special_tokens=False)
+    assert pieces._whole("hello there") != expected
+    tokenizer._tokenizer = other.backend_tokenizer
+    assert pieces._whole("hello there") == expected
