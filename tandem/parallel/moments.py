@@ -266,7 +266,7 @@ def exact_moments(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if name.endswith("_scale"):
             continue
         if value.dtype == torch.uint8:
-            rows = value.reshape(value.shape[0], -1)
+            rows = value.reshape(value.shape[0], row_size(value.shape))
             value = from_8bit(name, rows, saved[f"{name}_scale"]).view(value.shape)
         found[name] = value.float()
     return found

@@ -21,6 +21,7 @@ from tandem.parallel.moments import (
     BLOCK,
     MOMENTS,
     Packing,
+    exact_moments,
     from_8bit,
     kind_for,
     random_bits,
@@ -159,6 +160,22 @@ def test_cpp_refuses_what_does_not_fit() -> None:
         pack(torch.ones(32), codes, scales, 16, 0, 0, 0, True)
     with pytest.raises(RuntimeError, match="values must be 32 contiguous numbers"):
         pack(torch.ones(32).double(), codes, torch.zeros(2), 16, 0, 0, 0, True)
+
+
+@pytest.mark.parametrize("shape", [(0, 300), (0, 2, 40), (3, 2, 40)])
+def test_saved_codes_are_read_on_a_rank_without_rows_too(shape: tuple[int, ...]) -> None:
+    """A run may go on with moments of another kind where a rank has none of a small weight."""
+    columns = math.prod(shape[1:])
+    saved = {"step": torch.tensor(3.0)}
+    for name in MOMENTS:
+        saved[name] = torch.full(shape, 120, dtype=torch.uint8)
+        saved[f"{name}_scale"] = torch.full((shape[0], -(-columns // BLOCK)), 2.0)
+    found = exact_moments(saved)
+    for name in MOMENTS:
+        assert found[name].shape == shape
+        assert found[name].dtype == torch.float32
+        rows = from_8bit(name, saved[name].view(shape[0], columns), saved[f"{name}_scale"])
+        assert torch.equal(found[name].view(shape[0], columns), rows)
 
 
 def test_8_bits_are_right_in_the_mean_and_keep_the_largest_exactly() -> None:
