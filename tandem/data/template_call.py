@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jinja2 import Template
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
@@ -28,6 +30,7 @@ class TemplateCall:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         self._tokenizer = tokenizer
         self._source = source
+        self._globals: dict[str, Any] = {}
         self._compiled = self._tried()
 
     def __call__(self, dialog: Dialog, prompt: bool) -> str:
@@ -47,13 +50,17 @@ class TemplateCall:
         )
 
     def _direct(self, compiled: Template, dialog: Dialog, prompt: bool) -> str:
-        return compiled.render(
-            messages=dialog,
-            tools=None,
-            documents=None,
-            add_generation_prompt=prompt,
+        variables = {
+            **self._globals,
+            "messages": dialog,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": prompt,
             **self._tokenizer.special_tokens_map,
-        )
+        }
+        # `render` would copy the globals each time, which takes longer than most templates.
+        context = compiled.new_context(variables, shared=True)
+        return "".join(compiled.root_render_func(context))
 
     def _tried(self) -> Template | None:
         compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
@@ -63,6 +70,7 @@ class TemplateCall:
         try:
             with deadline():
                 compiled: Template = compile_template(self._source)
+                self._globals = dict(compiled.globals)
                 for dialog, prompt in (([user], True), ([user, answer], False)):
                     if self._direct(compiled, dialog, prompt) != self._applied(dialog, prompt):
                         return None

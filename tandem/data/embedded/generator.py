@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import accumulate
 from random import Random
 
 from tandem.data.embedded.rule import CLOSERS, OPENERS, PREAMBLES, RUDE, judge_as
@@ -15,6 +16,7 @@ WRONG = 0.08
 """Share of the preferred answers whose content is wrong: people make mistakes too."""
 ABSURD = 0.6
 """Share of the wrong contents that have nothing to do with the question; the others are close."""
+_TASK_SUMS = tuple(accumulate(task.weight for task in TASKS))
 _MARGIN = 0.03
 """A rejected answer scores at least this much lower than the preferred one."""
 
@@ -47,22 +49,31 @@ def _row(rng: Random) -> dict[str, str]:
     score = 0.0
     while score < _MARGIN:
         sentence = _sentence(task, fields, rng, wrong=rng.random() < WRONG)
-        manner = _pick(WORLD["manners"], rng)
+        manner = _pick("manners", rng)
         chosen = _with_remarks(sentence, manner, rng)
         score = judge_as(task, fields, chosen).score
     while True:
-        defect = _pick(WORLD["defects"], rng)
+        defect = _pick("defects", rng)
         rejected = _spoil(defect, task, fields, sentence, manner, rng)
         if judge_as(task, fields, rejected).score <= score - _MARGIN:
             return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def _pick(shares: Mapping[str, float], rng: Random) -> str:
-    return rng.choices(tuple(shares), tuple(shares.values()))[0]
+def _pick(name: str, rng: Random) -> str:
+    """One of the world's `manners` or `defects`, by their shares."""
+    names, sums = _shares(name)
+    return rng.choices(names, cum_weights=sums)[0]
+
+
+@cache
+def _shares(name: str) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """What can be picked, and the sums of the shares so far."""
+    shares: Mapping[str, float] = WORLD[name]
+    return tuple(shares), tuple(accumulate(shares.values()))
 
 
 def _pick_task(rng: Random) -> Task:
-    return rng.choices(TASKS, [task.weight for task in TASKS])[0]
+    return rng.choices(TASKS, cum_weights=_TASK_SUMS)[0]
 
 
 def _sentence(task: Task, fields: Fields, rng: Random, wrong: bool) -> str:
@@ -85,7 +96,7 @@ def _with_remarks(sentence: str, manner: str, rng: Random) -> str:
 
 def _spoil(defect: str, task: Task, fields: Fields, sentence: str, manner: str, rng: Random) -> str:
     """An answer with one of the defects, otherwise like one that gives `sentence` in `manner`."""
-    another = _pick(WORLD["manners"], rng)
+    another = _pick("manners", rng)
     stem = sentence.removesuffix(".")
     match defect:
         case "manner":

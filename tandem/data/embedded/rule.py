@@ -16,6 +16,9 @@ PREAMBLES: list[str] = WORLD["preambles"]
 OPENERS: list[str] = WORLD["openers"]
 CLOSERS: list[str] = WORLD["closers"]
 RUDE: list[str] = WORLD["rude"]
+_REMARKS = (*OPENERS, *CLOSERS, *RUDE)
+_BEGINNINGS = tuple(f"{remark} " for remark in _REMARKS)
+_ENDINGS = tuple(f" {remark}" for remark in _REMARKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +80,16 @@ def read_prompt(prompt: str) -> tuple[Task, Fields]:
 
 def _split_remarks(answer: str) -> tuple[list[str], str, list[str]]:
     """The known remarks before and after a sentence, and the sentence."""
-    remarks = [*OPENERS, *CLOSERS, *RUDE]
     before: list[str] = []
     after: list[str] = []
-    while remark := next((r for r in remarks if answer.startswith(r + " ")), None):
-        before.append(remark)
-        answer = answer.removeprefix(remark + " ")
-    while remark := next((r for r in remarks if answer.endswith(" " + r)), None):
-        after.insert(0, remark)
-        answer = answer.removesuffix(" " + remark)
+    while answer.startswith(_BEGINNINGS):
+        begun = next(filter(answer.startswith, _BEGINNINGS))
+        before.append(begun[:-1])
+        answer = answer.removeprefix(begun)
+    while answer.endswith(_ENDINGS):
+        ended = next(filter(answer.endswith, _ENDINGS))
+        after.insert(0, ended[1:])
+        answer = answer.removesuffix(ended)
     return before, answer, after
 
 
