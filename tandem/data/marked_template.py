@@ -6,7 +6,7 @@ few published templates have them. A template whose assistant turns are one expr
     {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
 
 gets them around the content and the terminator; any other stays as it is. The result is kept only
-if it writes the same texts as before and marks exactly the assistant's words in them.
+if it writes the same texts as before and Hugging Face finds exactly the assistant's words in them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Render = Callable[[str, Sequence[dict[str, str]], bool], str]
-"""A template, turns and whether the assistant is to begin, to their text."""
+from transformers.utils import chat_template_utils
+
+Render = Callable[[str, Sequence[dict[str, str]], bool], tuple[str, list[str]]]
+"""A template, turns and whether the assistant is to begin, to their text and what is marked in
+it."""
 
 _TEXT = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\""
 _OUTPUT = re.compile(rf"\{{\{{(-?)((?:{_TEXT}|[^'\"}}])*?)(-?)\}}\}}")
+_INSIDE = re.compile(rf"{_TEXT}|\((?:{_TEXT}|[^'\"()])*\)")
 _OPERAND = re.compile(rf"(?:{_TEXT}|\((?:{_TEXT}|[^'\"()])*\)|[^'\"()+~])+")
 _CONTENT = re.compile(
     r"\(?\s*(\w+)(?:\.content|\[(?:'content'|\"content\")\])\s*(?:\|\s*trim\s*|\.strip\(\)\s*)?\)?"
 )
+_NOT_A_SUM = re.compile(r"[<>=!,]|\b(?:if|else|and|or|not|in|is)\b")
 _BEGIN, _END = "{% generation %}", "{% endgeneration %}"
 _HAS_MARKS = re.compile(r"\{%-?\s*generation\b")
-_OPEN, _CLOSE = "\ue000", "\ue001"
 _PROBES = (("Qz7a",), ("Qz7a", "Qz7b"))
 
 
@@ -37,7 +41,7 @@ def marked(source: str, terminator: str, eos_token: str, render: Render) -> str:
         terminator: the control string that ends an assistant's turn.
         eos_token: what the template's `eos_token` stands for.
     """
-    if _HAS_MARKS.search(source) or not terminator or _OPEN in source:
+    if _HAS_MARKS.search(source) or not terminator:
         return source
     parts, position, changed = [], 0, False
     for found in _OUTPUT.finditer(source):
@@ -53,7 +57,11 @@ def _with_marks(found: re.Match[str], terminator: str, eos_token: str) -> str | 
     """One expression that writes a turn, with marks where the turn is the assistant's."""
     left, body, right = found.groups()
     operands = [operand.strip() for operand in _OPERAND.findall(body)]
-    if " + ".join(operands).replace(" ", "") != body.replace("~", "+").replace(" ", "").strip():
+    # A sum fails on what is no text, where ~ writes it: neither is written as the other.
+    plus = "~" if "~" in _INSIDE.sub("", body) else "+"
+    if "".join(plus.join(operands).split()) != "".join(body.split()):
+        return None
+    if any(_NOT_A_SUM.search(_INSIDE.sub(" ", operand)) for operand in operands):
         return None
     places = [i for i, operand in enumerate(operands) if _CONTENT.fullmatch(operand)]
     if len(places) != 1:
@@ -66,9 +74,9 @@ def _with_marks(found: re.Match[str], terminator: str, eos_token: str) -> str | 
     turn = _CONTENT.fullmatch(content)
     assert turn is not None
     return (
-        f"{{{{{left} '' }}}}{{% if {turn[1]}['role'] == 'assistant' %}}{_output(before)}{_BEGIN}"
-        f"{_output([content, *written])}{_END}{_output(rest)}{{% else %}}{_output([body.strip()])}"
-        f"{{% endif %}}{{{{ '' {right}}}}}"
+        f"{{{{{left} '' }}}}{{% if {turn[1]}['role'] == 'assistant' %}}{_output(before, plus)}"
+        f"{_BEGIN}{_output([content, *written], plus)}{_END}{_output(rest, plus)}{{% else %}}"
+        f"{_output([body.strip()], plus)}{{% endif %}}{{{{ '' {right}}}}}"
     )
 
 
@@ -77,7 +85,7 @@ def _cut(after: list[str], terminator: str, eos_token: str) -> tuple[list[str], 
     for i, operand in enumerate(after):
         if operand == "eos_token" and terminator == eos_token:
             return after[: i + 1], after[i + 1 :]
-        if operand[:1] in "'\"" and terminator in operand:
+        if re.fullmatch(_TEXT, operand) and terminator in operand:
             end = operand.index(terminator) + len(terminator)
             quote = operand[0]
             rest = [quote + operand[end:]] if operand[end:] != quote else []
@@ -85,14 +93,13 @@ def _cut(after: list[str], terminator: str, eos_token: str) -> tuple[list[str], 
     return None
 
 
-def _output(operands: Sequence[str]) -> str:
-    return f"{{{{ {' + '.join(operands)} }}}}" if operands else ""
+def _output(operands: Sequence[str], plus: str) -> str:
+    return f"{{{{ {f' {plus} '.join(operands)} }}}}" if operands else ""
 
 
 def _is_same(source: str, result: str, terminator: str, render: Render) -> bool:
     """Whether both templates write the same texts, in which the marks enclose the assistant's
     words."""
-    shown = result.replace(_BEGIN, f"{{{{ '{_OPEN}' }}}}").replace(_END, f"{{{{ '{_CLOSE}' }}}}")
     tried = 0
     for answers in _PROBES:
         turns: list[dict[str, str]] = []
@@ -104,15 +111,14 @@ def _is_same(source: str, result: str, terminator: str, render: Render) -> bool:
         system = {"role": "system", "content": "be brief"}
         for conversation in (turns, [system, *turns], turns[:-1], [system, *turns[:-1]]):
             begins = conversation[-1]["role"] == "user"
-            text = _tried(render, source, conversation, begins)
-            if text is None:  # the template refuses such turns
+            before = _tried(render, source, conversation, begins)
+            if before is None:  # the template refuses such turns
                 continue
-            found = _tried(render, shown, conversation, begins)
-            if found is None or re.sub(f"[{_OPEN}{_CLOSE}]", "", found) != text:
+            after = _tried(render, result, conversation, begins)
+            if after is None or after[0] != before[0]:
                 return False
-            spans = re.findall(f"{_OPEN}(.*?){_CLOSE}", found, re.DOTALL)
             expected = [turn for turn in conversation if turn["role"] == "assistant"]
-            if [span.strip() for span in spans] != [t["content"] + terminator for t in expected]:
+            if [span.strip() for span in after[1]] != [t["content"] + terminator for t in expected]:
                 return False
             tried += 1
     return tried > 0
@@ -120,7 +126,7 @@ def _is_same(source: str, result: str, terminator: str, render: Render) -> bool:
 
 def _tried(
     render: Render, template: str, turns: Sequence[dict[str, str]], begins: bool
-) -> str | None:
+) -> tuple[str, list[str]] | None:
     try:
         return render(template, turns, begins)
     except TimeoutError:
@@ -130,13 +136,20 @@ def _tried(
 
 
 def rendering(tokenizer: Any) -> Render:
-    """How a tokenizer renders."""
+    """How a tokenizer renders, and where Hugging Face finds the marks: it looks for them in vain in
+    what a macro or a block hands on."""
 
-    def render(template: str, turns: Sequence[dict[str, str]], begins: bool) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                list(turns), chat_template=template, tokenize=False, add_generation_prompt=begins
-            )
+    def render(
+        template: str, turns: Sequence[dict[str, str]], begins: bool
+    ) -> tuple[str, list[str]]:
+        how: dict[str, Any] = {"chat_template": template, "add_generation_prompt": begins}
+        text = str(tokenizer.apply_chat_template(list(turns), tokenize=False, **how))
+        if not _HAS_MARKS.search(template):
+            return text, []
+        how |= tokenizer.special_tokens_map
+        [again], [spans] = chat_template_utils.render_jinja_template(
+            [list(turns)], return_assistant_tokens_mask=True, **how
         )
+        return text, [again[start:end] for start, end in spans]
 
     return render

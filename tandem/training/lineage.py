@@ -38,8 +38,8 @@ class Step(TypedDict):
     """One stage on the way to a model.
 
     model: its folder. title: the stage's. base: what it started from. root: the model that no stage
-    made. titles: of all stages from there on. data: what it learned from. rewards: what rewarded
-    it.
+    made. titles: of all stages from there on. data: its share of the data, of which an RL stage
+    takes as much as its steps need. rewards: what rewarded it.
     """
 
     model: str
@@ -93,9 +93,11 @@ def _facts(model: str) -> dict[str, object]:
 
 
 def _named(model: str) -> str:
-    """The name to show: for a model that a program gave, where it came from."""
+    """The name to show: for a model that a program gave, where it came from; for a folder, its
+    whole path, which read from another folder could pass for a hub name."""
     facts = _facts(model)
-    return (str(facts[NAMED]) or UNNAMED) if NAMED in facts else model or UNNAMED
+    name = str(facts[NAMED]) if NAMED in facts else model
+    return str(Path(name).absolute()) if name and Path(name).is_dir() else name or UNNAMED
 
 
 def _start(run: Run, stage: Stage) -> str:

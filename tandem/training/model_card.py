@@ -142,7 +142,7 @@ def _in_words(titles: Sequence[str]) -> str:
 
 
 def _stages(lineage: Sequence[Step], stage: Stage) -> str:
-    lines = ["| model | made by | from | learned from |", "| --- | --- | --- | --- |"]
+    lines = ["| model | made by | from | its share of the data |", "| --- | --- | --- | --- |"]
     for step in lineage:
         rows = "; ".join(
             f"{data['name']}: {data['used']:,} of {data['rows']:,} rows" for data in step["data"]

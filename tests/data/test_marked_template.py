@@ -110,6 +110,44 @@ def test_what_cannot_be_marked_stays_as_it_is() -> None:
     assert marked(odd, "<|im_end|>", "</s>", rendering(tokenizer_with(odd))) == odd
 
 
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [
+        ("{% macro turn(message) %}", "{% endmacro %}{{ turn(message) }}"),
+        ("{% set turn %}", "{% endset %}{{ turn }}"),
+        ("{% filter replace('zzz', '') %}", "{% endfilter %}"),
+    ],
+)
+def test_no_marks_where_hugging_face_would_find_other_words(begin: str, end: str) -> None:
+    """It takes a mark's place from what was written before, and this is written later."""
+    turn = "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    rest = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    template = f"{{% for message in messages %}}{turn}{{% endfor %}}{rest}"
+    assert Renderer(tokenizer_with(template)).chat_template != template
+    handed_on = template.replace(turn, f"{begin}{turn}{end}")
+    assert Renderer(tokenizer_with(handed_on)).chat_template == handed_on
+
+
+def test_a_condition_over_a_whole_turn_is_left_alone() -> None:
+    """It would be cut off with the turn's end, and an empty answer be written after all."""
+    template = SMOLLM2.replace("'\\n'}}", "'\\n' if message['content'] else ''}}")
+    assert template != SMOLLM2
+    assert Renderer(tokenizer_with(template)).chat_template == template
+
+
+def test_turns_joined_by_tildes_may_be_other_than_text() -> None:
+    template = SMOLLM2.replace(" + ", " ~ ")
+    tokenizer = tokenizer_with(template)
+    found = Renderer(tokenizer).chat_template
+    assert "{% generation %}" in found
+    call = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}]
+    before, after = (
+        tokenizer.apply_chat_template(call, chat_template=each, tokenize=False)
+        for each in (template, found)
+    )
+    assert before == after
+
+
 def test_a_marked_template_is_the_same_tokens_to_the_engine() -> None:
     """A reward model saved with marks still shares the critic's tokens with an unmarked policy."""
     plain = Renderer(tokenizer_with(SMOLLM2))

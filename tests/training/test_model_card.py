@@ -60,6 +60,22 @@ def test_each_card_says_what_its_model_is(lora_run: RunConfig, tiny_model: str) 
     assert "| ppo.critic.lora_learning_rate | " in card(run / "ppo/critic")
 
 
+def test_a_folder_never_passes_for_a_hub_name(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path is recorded in one run and read from another folder in the next."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/tiny").symlink_to(tiny_model)
+    monkeypatch.chdir(tmp_path)
+    ran(replace(tiny_config(tmp_path / "first", "models/tiny", preferences), stages=("sft",)))
+    monkeypatch.chdir(tmp_path / "models")
+    start = str(tmp_path / "first/sft")
+    ran(replace(tiny_config(tmp_path / "second", start, preferences), stages=("sft",)))
+    text = card(tmp_path / "second/sft")
+    assert f"A policy, trained from `{tmp_path}/models/tiny` by" in text
+    assert "base_model" not in text
+
+
 def test_figures_are_the_manifests(lora_run: RunConfig) -> None:
     run = Path(lora_run.output_dir)
     facts = read_manifest(run / "reward").facts
