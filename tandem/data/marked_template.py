@@ -147,9 +147,10 @@ def rendering(tokenizer: Any) -> Render:
         if not _HAS_MARKS.search(template):
             return text, []
         how |= tokenizer.special_tokens_map
-        [again], [spans] = chat_template_utils.render_jinja_template(
+        rendered: Any = chat_template_utils.render_jinja_template(  # its annotation is wrong
             [list(turns)], return_assistant_tokens_mask=True, **how
         )
+        [again], [spans] = rendered
         return text, [again[start:end] for start, end in spans]
 
     return render
