@@ -36,7 +36,7 @@ def test_the_tutorial_does_what_it_says(
             assert command == "tandem"
             assert main(args) == 0, line
     card = Path("runs/tutorial/dpo/README.md").read_text("utf-8")
-    assert "trained from `my-model` by Tandem" in card
+    assert f"trained from `{Path('my-model').resolve()}` by Tandem" in card
     assert "| prefs | 200 | " in card
     assert "tandem train --actor-model my-model --data prefs.csv" in card
     assert "| dpo.learning_rate | 0.0001 |" in card

@@ -16,7 +16,7 @@ import yaml
 from tandem.config.flags import parse_run_flags
 from tandem.config.pages import Parser
 from tandem.config.schema import RunConfig
-from tandem.config.stages import in_order
+from tandem.config.stages import STAGES, in_order
 from tandem.errors import ConfigError
 from tandem.plan.layout_flags import memory_bytes
 from tandem.plan.layouts import Laid, ModelsOf, layouts, predict_run
@@ -135,8 +135,9 @@ def _asked(options: Any, rest: Sequence[str]) -> Asked:
         raise
     if options.no_data:
         config = replace(config, data=(), sft_data=())
+        mixing = {stage.section for stage in STAGES if "ptx_data" in stage.data}
         config = replace(config, **{
-            stage: replace(getattr(config, stage), ptx_data=()) for stage in ("ppo", "grpo")
+            section: replace(getattr(config, section), ptx_data=()) for section in mixing
         })  # fmt: skip
     if not math.isfinite(options.price):
         raise ConfigError(f"--price must be a finite number; got {options.price}.")
