@@ -39,6 +39,10 @@ class TemplateCall:
             return self._applied(dialog, prompt)
         return self._direct(self._compiled, dialog, prompt)
 
+    def __reduce__(self) -> tuple[type[TemplateCall], tuple[PreTrainedTokenizerBase, str]]:
+        """Copies are made anew: a compiled template cannot be copied."""
+        return TemplateCall, (self._tokenizer, self._source)
+
     def _applied(self, dialog: Dialog, prompt: bool) -> str:
         return str(
             self._tokenizer.apply_chat_template(
@@ -48,10 +52,6 @@ class TemplateCall:
                 add_generation_prompt=prompt,
             )
         )
-
-    def __reduce__(self) -> tuple[type[TemplateCall], tuple[PreTrainedTokenizerBase, str]]:
-        """Copies are made anew: a compiled template cannot be copied."""
-        return TemplateCall, (self._tokenizer, self._source)
 
     def _direct(self, compiled: Template, dialog: Dialog, prompt: bool) -> str:
         # A str of another class (an enum's, numpy's) has methods that the sandbox lets through.
