@@ -26,6 +26,9 @@ from tests.whole import is_whole
 SEED = 11
 _HANGS = 240.0
 """Seconds after which a run that was asked to stop counts as hanging."""
+_IN_STEP = r"^sft +[1-9]/24 "
+"""A line of the first steps, not of the measurement before them: a run that hears of a signal
+before its first step has begun has nothing to save."""
 
 
 def config_of(folder: Path) -> RunConfig:
@@ -121,7 +124,7 @@ def test_a_stopped_run_is_the_run_that_was_not(
             number = random.choice([signal.SIGTERM, signal.SIGINT])
             # Every other one in a step, the others anywhere.
             is_in_step = done % 2 == 0
-            begun = said_until(process, r"^sft +\d/24 ") if is_in_step else ""
+            begun = said_until(process, _IN_STEP) if is_in_step else ""
             if not is_in_step:
                 time.sleep(random.uniform(0.0, 20.0))
             process.send_signal(number)
@@ -134,7 +137,7 @@ def test_a_stopped_run_is_the_run_that_was_not(
                 break
             assert process.returncode == 128 + number or (process.returncode, said) == (-number, "")
             done += 1
-            in_steps += bool(re.search(r"^sft +\d/24 ", begun, re.MULTILINE))
+            in_steps += bool(re.search(_IN_STEP, begun, re.MULTILINE))
             kept = require_saved(said, Path(ours.output_dir))
             saved += len(kept)
             newest = kept or newest
