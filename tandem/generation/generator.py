@@ -27,6 +27,7 @@ from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Draw, Sampler, sequence_key
 from tandem.generation.scheduler import Request, blocks_wanted, most_needed
 from tandem.generation.session import Session
+from tandem.models.source import positions_in
 from tandem.models.twin import decodes, kv_shapes, rope_border
 from tandem.ops.logits import rows_at_once
 from tandem.ops.sizes import PREFILL_TOKENS
@@ -178,8 +179,7 @@ def watched_text(stops: Stops, sampling: SamplingConfig) -> AnswerText | None:
 
 def max_positions(model: PreTrainedModel) -> int | None:
     """Most tokens that prompt and answer may have together; None where there is no limit."""
-    limit: int | None = getattr(model.config, "max_position_embeddings", None)
-    return limit
+    return positions_in(model.config)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

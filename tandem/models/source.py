@@ -146,6 +146,12 @@ def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrain
     return config
 
 
+def positions_in(config: PreTrainedConfig) -> int | None:
+    """Most tokens of a sequence of the model; None if it has no limit."""
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit
+
+
 def keep_saved_dtype(model: PreTrainedModel, dtype: object) -> None:
     """Remember the dtype of the checkpoint that a model comes from; the first call wins.
 

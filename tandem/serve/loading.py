@@ -24,7 +24,7 @@ from tandem.models.eos import load_stop_ids
 from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer
 from tandem.models.lora import add_lora
 from tandem.models.scalar import load_scalar_model
-from tandem.models.source import Located, load_config, read_adapter_config
+from tandem.models.source import Located, load_config, positions_in, read_adapter_config
 from tandem.serve.sources import ModelSource
 from tandem.serve.token_bytes import TokenBytes
 
@@ -172,11 +172,9 @@ def positions_of(source: ModelSource, settings: LoadSettings) -> int | None:
             located = Located(str(adapter.get("base_model_name_or_path")))
         if located.folder is None:
             return None
-        config = load_config(located, trust_remote_code=settings.trust_remote_code)
+        return positions_in(load_config(located, trust_remote_code=settings.trust_remote_code))
     except ModelError:
         return None
-    limit: int | None = getattr(config, "max_position_embeddings", None)
-    return limit
 
 
 def _policy_weights(source: ModelSource, settings: LoadSettings) -> PreTrainedModel:

@@ -21,7 +21,7 @@ from tandem.data.render import Renderer
 from tandem.errors import DataError
 from tandem.models.eos import load_stop_ids
 from tandem.models.load import load_tokenizer
-from tandem.models.source import load_config, locate
+from tandem.models.source import load_config, locate, positions_in
 from tandem.types import LabelledRow, PairRow, PromptRow, RankedRow, Sample, TokenRow
 
 Row = TypeVar("Row", TokenRow, PairRow, RankedRow, LabelledRow, PromptRow)
@@ -138,8 +138,7 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
 
 def positions(path: str, config: RunConfig) -> int | None:
     """The most tokens of a sequence of the model; None if it has no limit."""
-    found = load_config(locate(path), trust_remote_code=config.trust_remote_code)
-    return getattr(found.get_text_config(), "max_position_embeddings", None)
+    return positions_in(load_config(locate(path), trust_remote_code=config.trust_remote_code))
 
 
 def shuffled(rows: list[Row], seed: int) -> list[Row]:
