@@ -22,8 +22,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from tandem.garbage import no_collection_of_old_objects
 from tandem.metrics.timing import Phase, Phases
-from tandem.training.stage_loop import no_collection_of_old_objects
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,7 @@ from tandem.config.schema import RunConfig
 from tandem.config.spellings import listed
 from tandem.config.stages import DEFAULT, latest_first, stage_names
 from tandem.errors import ConfigError, Stopped, TandemError
+from tandem.garbage import collected_seldom
 from tandem.launch.failure import complain, is_launched, leaving_at_signals
 from tandem.launch.flags import launch_help, take_launch_flags
 from tandem.plan.layout_flags import layout_help, take_layout_flags
@@ -192,19 +194,20 @@ def _train(command: str, args: list[str], debug: bool) -> int:
         return _run_stages(command, args, config)
 
 
-def _say_loading(command: str) -> None:
-    """A line before the imports, which take seconds."""
+def _loading(command: str) -> AbstractContextManager[None]:
+    """A line before the imports, which take seconds; what is to be around them."""
     if os.environ.get("RANK", "0") == "0":
         print(f"tandem {command}: loading PyTorch and transformers ...", flush=True)
+    return collected_seldom()
 
 
 def _run_stages(command: str, args: list[str], config: RunConfig) -> int:
-    _say_loading(command)
-    from tandem.engine.devices import resolve_device
-    from tandem.parallel.watchdog import watching
-    from tandem.parallel.world import join, leave
-    from tandem.training.run_stages import train
-    from tandem.training.signals import outlive_readers
+    with _loading(command):
+        from tandem.engine.devices import resolve_device
+        from tandem.parallel.watchdog import watching
+        from tandem.parallel.world import join, leave
+        from tandem.training.run_stages import train
+        from tandem.training.signals import outlive_readers
 
     outlive_readers()
     world = join(
@@ -234,8 +237,8 @@ def _demo(args: list[str]) -> int:
     parser = Parser("demo", "[--output-dir DIR]", _SUMMARIES["demo"], example).section("flags")
     parser.flag("--output-dir DIR", "The run's folder.", "runs/demo", type=_path)
     folder = parser.parse_args(args).output_dir
-    _say_loading("demo")
-    from tandem.training.demo import demo
+    with _loading("demo"):
+        from tandem.training.demo import demo
 
     return 0 if demo(folder) else 1
 

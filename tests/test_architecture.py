@@ -21,7 +21,7 @@ PACKAGE = ROOT / "tandem"
 LAYERS = (
     ("errors",),
     ("types", "text"),
-    ("config", "files", "stopping"),
+    ("config", "files", "garbage", "stopping"),
     ("ops", "tensor_files"),
     ("data", "models", "parallel", "objectives", "metrics"),
     ("generation", "checkpoint", "rewards"),

@@ -85,8 +85,9 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
     if not _is_label(renamed):
         read.discard("label")
     extra = {name: value for name, value in row.items() if name not in read}
-    note = _note(renamed, shape)
-    return Shaped(replace(sample, columns=extra), shape.name, note)
+    if extra:
+        sample = replace(sample, columns=extra)
+    return Shaped(sample, shape.name, _note(renamed, shape))
 
 
 def preference(row: Row, source: Source) -> Sample:
@@ -99,8 +100,8 @@ def preference(row: Row, source: Source) -> Sample:
     if row.get("rejected") is None:
         prompt, answer = _last_answer(chosen, "chosen", "prompt")
         return Sample(source, prompt, answer)
-    pair = _pair(chosen, _dialog(prompt, row["rejected"], "rejected"), source, "prompt")
-    return replace(pair, margin=_margin(row))
+    rejected = _dialog(prompt, row["rejected"], "rejected")
+    return _pair(chosen, rejected, source, "prompt", _margin(row))
 
 
 def dialog_preference(row: Row, source: Source) -> Sample:
@@ -116,8 +117,8 @@ def dialog_preference(row: Row, source: Source) -> Sample:
         dialogs = [transcript_turns(text_of(row[f], f), f) for f in ("chosen", "rejected")]
     else:
         dialogs = [turns_of(row[f], f) for f in ("chosen", "rejected")]
-    pair = _pair(_with_system(dialogs[0], row), _with_system(dialogs[1], row), source, "chosen")
-    return replace(pair, margin=_margin(row))
+    chosen, rejected = (_with_system(dialog, row) for dialog in dialogs)
+    return _pair(chosen, rejected, source, "chosen", _margin(row))
 
 
 def ranking(row: Row, source: Source) -> Sample:
@@ -280,7 +281,9 @@ def _last_answer(turns: Turns, field: str, prompt_field: str) -> tuple[Turns, st
     return check_prompt(turns[:-1], prompt_field), turns[-1].content
 
 
-def _pair(chosen: Turns, rejected: Turns, source: Source, prompt_field: str) -> Sample:
+def _pair(
+    chosen: Turns, rejected: Turns, source: Source, prompt_field: str, margin: float
+) -> Sample:
     """Two dialogs that differ in their last turn, which is the assistant's."""
     for turns, field in ((chosen, "chosen"), (rejected, "rejected")):
         if turns[-1].role != "assistant":
@@ -294,7 +297,7 @@ def _pair(chosen: Turns, rejected: Turns, source: Source, prompt_field: str) -> 
     _, beaten = _last_answer(rejected, "rejected", prompt_field)
     if preferred.strip() == beaten.strip():
         raise RowProblem("rejected", "the same answer twice", "differ from chosen")
-    return Sample(source, prompt, preferred, beaten)
+    return Sample(source, prompt, preferred, beaten, margin=margin)
 
 
 def _conversation(row: Row, field: str, source: Source) -> Sample:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +42,6 @@ class Forecast:
         self._run, self._stage = run, stage
         self._load = Whole()
         self._is_known = False
-        gc.collect()
         self._process = resident_bytes()
         try:
             self.prediction = self._predict(rows)

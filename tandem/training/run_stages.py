@@ -25,6 +25,7 @@ from tandem.engine.devices import resolve_device
 from tandem.engine.module_scorer import RewardModule
 from tandem.engine.shard_plan import zero_plus_plus
 from tandem.errors import ConfigError
+from tandem.garbage import no_collection_of_old_objects
 from tandem.metrics.answers import ROWS_FILE
 from tandem.metrics.report import write_report
 from tandem.models.checkpoint_ref import model_folders
@@ -183,10 +184,11 @@ def _train(run: Run, command: str) -> None:
         start = time.monotonic()
         print_line(f"{stage}: begins")
         note(stage)  # for the watchdog, while models load
-        forecast = Forecast(run, stage, rows)
-        with forecast.loading():
-            job = prepared(stage, run, rows)
-        run_stage(run, stage, job)
+        with no_collection_of_old_objects():  # the stage before leaves its models' memory
+            forecast = Forecast(run, stage, rows)
+            with forecast.loading():
+                job = prepared(stage, run, rows)
+            run_stage(run, stage, job)
         forecast.compare(job.trainer.phases)
         del job  # its models make room for the next stage's
         print_line(

@@ -19,6 +19,7 @@ from tandem.data.length import Fitted, fit, fit_labelled, fit_pair, fit_prompt, 
 from tandem.data.loader import permutation
 from tandem.data.render import Renderer
 from tandem.errors import DataError
+from tandem.garbage import collected_seldom
 from tandem.models.eos import load_stop_ids
 from tandem.models.load import load_tokenizer
 from tandem.models.source import load_config, locate, positions_in
@@ -76,6 +77,7 @@ def load_renderer(
     return tokenizer, Renderer(tokenizer, load_stop_ids(source))
 
 
+@collected_seldom()
 def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
     """Read the data sets and render them for the configured stages.
 

@@ -6,11 +6,9 @@ order, and what to do with the trained model. `run_stage` does the rest.
 
 from __future__ import annotations
 
-import gc
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +21,7 @@ from tandem.checkpoint.state import SavedState, State
 from tandem.data.loader import BatchOrder
 from tandem.errors import BadStepError, ConfigError, NumericsError, Stopped
 from tandem.files import replace as replace_file
+from tandem.garbage import no_collection_of_old_objects
 from tandem.metrics.answers import FOLLOWED_FILE
 from tandem.metrics.log import Answer, MetricLog, MutedLog, Records
 from tandem.metrics.timing import Phases
@@ -132,21 +131,6 @@ def run_stage(run: Run, stage: str, job: StageJob, *, until: int | None = None) 
     facts = job.complete(loop.evaluation or trainer.evaluate())
     loop.finish(job.save, {**facts, "steps": float(order.num_steps)})
     return None
-
-
-@contextmanager
-def no_collection_of_old_objects() -> Iterator[None]:
-    """Keep the garbage collector away from what exists now: libraries, models, rows.
-
-    These hundreds of thousands of objects live as long as the stage, and every full collection
-    would visit each of them. Objects made later are collected as usual.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 class StepLoop:

@@ -24,6 +24,8 @@ OPPOSITES: dict[str, str] = {
 }
 STRAYS: list[str] = WORLD["strays"]
 WORDS = tuple(CATEGORY_OF)
+_UNUSED = Random(0)
+"""For tasks with one right answer, which draw nothing."""
 
 
 class Task:
@@ -63,7 +65,7 @@ class Task:
 
     def grade(self, fields: Fields, answer: str) -> float:
         """How right `answer` is, in [0, 1]."""
-        return float(answer == self.right(fields, Random(0)))
+        return float(answer == self.right(fields, _UNUSED))
 
     def say(self, fields: Fields, answer: str) -> str:
         """The sentence that gives `answer`."""
@@ -137,7 +139,7 @@ class Count(Task):
         return ", ".join(str(rng.randint(50, 99)) for _ in range(3))
 
     def grade(self, fields: Fields, answer: str) -> float:
-        right, given = self.right(fields, Random(0)).split(", "), answer.split(", ")
+        right, given = self.right(fields, _UNUSED).split(", "), answer.split(", ")
         hits = sum(a == b for a, b in zip(right, given, strict=False))
         return hits / max(len(right), len(given))
 

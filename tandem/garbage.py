@@ -1,0 +1,42 @@
+"""When Python looks for garbage: objects that only refer to each other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_OBJECTS = 200_000
+"""Python's own threshold is 700: it looks some 2,000 times while torch is imported or a data set is
+read, at objects that nearly all stay."""
+
+
+@contextmanager
+def collected_seldom() -> Iterator[None]:
+    """Look for garbage after every 200,000 new objects, for imports and for reading rows.
+
+    A block or, as `@collected_seldom()`, a function. Not for steps: what garbage holds (tensors)
+    can be large however few objects it is.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@contextmanager
+def no_collection_of_old_objects() -> Iterator[None]:
+    """Collect once, then keep the collector away from what exists now: libraries, models, rows.
+
+    These hundreds of thousands of objects live as long as the stage, and every full collection
+    would visit each of them. Objects made later are collected as usual. Blocks may be nested; where
+    an inner one ends, old objects are visited again.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
