@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.data.loader import microbatches
-from tandem.engine.allocator import give_back_memory
+from tandem.engine.allocator import give_back_if_scarce
 from tandem.engine.placement import onload
 from tandem.models import scalar
 from tandem.models.lm_head import vocabulary_head
@@ -52,10 +52,9 @@ def generation_weights(model: PreTrainedModel, group: TensorGroup | None) -> Ite
     """Within: the model's twin can generate, whole on this rank or in slices over its group, whose
     ranks must then make the same calls.
 
-    Freed memory that was kept is released before, because KV memory takes a share of what is free,
-    and after.
+    Where memory is scarce, freed memory that was kept is given back to the system before and after.
     """
-    give_back_memory()
+    give_back_if_scarce()
     try:
         if group is None:
             with whole_weights(model):
@@ -64,7 +63,7 @@ def generation_weights(model: PreTrainedModel, group: TensorGroup | None) -> Ite
             with _sliced_weights(model, group):
                 yield
     finally:
-        give_back_memory()
+        give_back_if_scarce()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from tandem.errors import GenerationError
+from tandem.ops import native
 from tandem.ops.attention_context import BLOCK_TOKENS, LayerShape
 
 CPU_SHARE = 0.5
@@ -94,10 +95,10 @@ def affordable_blocks(
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device, its container's limit respected."""
+    """Bytes that can still be allocated on a device, its container's limit respected; with those
+    that this process has freed and keeps."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        return int(torch.cuda.mem_get_info(device)[0]) + kept_bytes(device)
     limits = [_machine_bytes()]
     for limit, used in (
         ("memory.max", "memory.current"),
@@ -106,7 +107,16 @@ def free_bytes(device: torch.device) -> int:
         numbers = [_number_in(Path("/sys/fs/cgroup") / name) for name in (limit, used)]
         if numbers[0] is not None and numbers[1] is not None:
             limits.append(max(0, numbers[0] - numbers[1]))
-    return min(limits)
+    return min(limits) + kept_bytes(device)
+
+
+def kept_bytes(device: torch.device) -> int:
+    """Bytes that this process has freed and keeps for what it allocates next."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if torch.cuda.is_available() or not native.available():
+        return 0  # the C library keeps what it keeps
+    return int(torch.ops.tandem.kept_memory())
 
 
 def _machine_bytes() -> int:

@@ -348,7 +348,8 @@ METRICS: tuple[Metric, ...] = (
             "the FLOPs of all phases over the time of the whole step.", members=PHASES),
         Metric("peak_memory_bytes/*", "bytes", FAMILIES, "lower",
             "Peak memory during a phase: torch's allocator on CUDA, otherwise the process's "
-            "resident set (since its start where the system cannot reset the peak).",
+            "resident set (since its start where the system cannot reset the peak), with what it "
+            "keeps of memory that phases before have freed.",
             members=PHASES, title="Peak memory"),
     ),
 )

@@ -20,7 +20,7 @@ from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.stages import in_order, leaving, of_family, sources, stage_of
 from tandem.data.ledger import USES
-from tandem.engine.allocator import keep_freed_memory
+from tandem.engine.allocator import give_back_memory, keep_freed_memory
 from tandem.engine.devices import resolve_device
 from tandem.engine.module_scorer import RewardModule
 from tandem.engine.shard_plan import zero_plus_plus
@@ -191,6 +191,7 @@ def _train(run: Run, command: str) -> None:
             run_stage(run, stage, job)
         forecast.compare(job.trainer.phases)
         del job  # its models make room for the next stage's
+        give_back_memory()
         print_line(
             f"{stage}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(stage)}"
         )

@@ -29,7 +29,10 @@ print(faults())
 
 HOLD_MEMORY = """
 import os, threading, torch
-from tandem.engine.allocator import give_back_memory, keep_freed_memory
+import tandem.generation.blocks as blocks
+from tandem.engine.allocator import give_back_if_scarce, give_back_memory, keep_freed_memory
+from tandem.generation.blocks import free_bytes, kept_bytes
+torch.set_num_threads(1)  # a fork would wait for the others
 MEGABYTES = 2**18  # floats
 def resident():
     with open("/proc/self/statm") as file:
@@ -54,7 +57,25 @@ print("mixed", resident() - start)
 held.clear()
 
 again = torch.empty(20 * MEGABYTES)  # larger than any: free neighbours have become one
+again.fill_(1.0)
 del again
+cpu = torch.device("cpu")
+kept = kept_bytes(cpu)
+print("kept", kept >> 20)
+blocks._number_in = lambda path: None  # no container's limit
+blocks._machine_bytes = lambda: kept
+assert free_bytes(cpu) == 2 * kept
+give_back_if_scarce()
+assert kept_bytes(cpu) == kept
+blocks._machine_bytes = lambda: kept - 1
+give_back_if_scarce()
+assert kept_bytes(cpu) == 0 and free_bytes(cpu) == kept - 1
+again = torch.ones(20 * MEGABYTES)
+give_back_memory()
+print("in use", kept_bytes(cpu) >> 20)  # only what is free is counted, or given back
+assert bool((again == 1).all())
+del again
+assert kept_bytes(cpu) >> 20 >= 19  # without a page that it shares with other blocks
 give_back_memory()
 print("given back", resident() - start)
 
@@ -102,3 +123,5 @@ def test_memory_stays_near_what_is_in_use_and_is_given_back() -> None:
     # Nine blocks of up to 4 MiB and 3 MiB of small ones are in use at once.
     assert int(lines["mixed"]) < 80
     assert int(lines["given back"]) < 20
+    assert 20 <= int(lines["kept"]) < 80
+    assert int(lines["in use"]) < 20

@@ -22,6 +22,7 @@
 #include <set>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace tandem {
 namespace {
@@ -63,12 +64,20 @@ class Arena final : public c10::Allocator {
 
   // Gives the pages of free blocks back to the system.
   void give_back() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const uintptr_t page = sysconf(_SC_PAGESIZE);
-    for (const auto& [at, bytes] : free_) {
-      const uintptr_t from = (at + page - 1) / page * page, to = (at + bytes) / page * page;
-      if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_DONTNEED);
-    }
+    of_free_pages([](void* from, size_t bytes) { madvise(from, bytes, MADV_DONTNEED); });
+  }
+
+  // Bytes of the pages of free blocks that the system has not got back.
+  size_t kept() {
+    const size_t page = sysconf(_SC_PAGESIZE);
+    std::vector<unsigned char> is_held;
+    size_t pages = 0;
+    of_free_pages([&](void* from, size_t bytes) {
+      is_held.assign(bytes / page, 0);
+      if (mincore(from, bytes, is_held.data()) != 0) return;
+      for (const unsigned char held : is_held) pages += held & 1;
+    });
+    return pages * page;
   }
 
  private:
@@ -81,6 +90,17 @@ class Arena final : public c10::Allocator {
     begin_ = top_ =
         (reinterpret_cast<uintptr_t>(range) + kLargePage - 1) / kLargePage * kLargePage;
     end_ = reinterpret_cast<uintptr_t>(range) + size;
+  }
+
+  // Calls f(begin, bytes) for the whole pages of every free block.
+  template <typename F>
+  void of_free_pages(const F& f) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const uintptr_t page = sysconf(_SC_PAGESIZE);
+    for (const auto& [at, bytes] : free_) {
+      const uintptr_t from = (at + page - 1) / page * page, to = (at + bytes) / page * page;
+      if (from < to) f(reinterpret_cast<void*>(from), to - from);
+    }
   }
 
   static void release(void* block) {
@@ -164,10 +184,15 @@ void give_back_memory() {
   if (c10::GetCPUAllocator() == Arena::get()) Arena::get()->give_back();
 }
 
+int64_t kept_memory() {
+  return c10::GetCPUAllocator() == Arena::get() ? static_cast<int64_t>(Arena::get()->kept()) : 0;
+}
+
 #else
 
 bool keep_freed_memory() { return false; }
 void give_back_memory() {}
+int64_t kept_memory() { return 0; }
 
 #endif
 
@@ -193,6 +218,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("large_pages(Tensor x) -> ()");
   m.def("keep_freed_memory", &keep_freed_memory);
   m.def("give_back_memory", &give_back_memory);
+  m.def("kept_memory", &kept_memory);
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) { m.impl("large_pages", &large_pages); }
