@@ -13,9 +13,12 @@ from types import ModuleType
 import pytest
 
 from tandem.config.load import build_config, check_config
+from tandem.data.embedded import build_tokenizer, model_config, rows
+from tandem.models.load import new_causal_lm
+from tandem.models.save import save_model
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2"
-NAMES = ("arm", "collapse", "measure", "mismatch", "table", "tasks")
+NAMES = ("arm", "collapse", "hh", "measure", "mismatch", "table", "tasks")
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +118,32 @@ def test_lenient_rules(example: dict[str, ModuleType]) -> None:
     assert tasks.same_word("maybe", "Yes") == 0
     assert tasks.after_hashes("so it is 7\n#### 7", "a\n#### 7") == 1
     assert tasks.after_hashes("7", "a\n#### 7") == 0
+
+
+def test_hh_places_every_policy_on_the_plane_of_reward_and_kl(
+    example: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = build_tokenizer()
+    config = model_config(tokenizer, hidden_size=32, num_layers=1)
+    save_model(new_causal_lm(config, seed=0), tokenizer, tmp_path / "base")
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows(160)))
+    output = tmp_path / "hh"
+    command = f"hh.py --model {tmp_path}/base --data {data} --output {output} --pairs 150"
+    sizes = "--ppo-steps 1 --prompts 6 --best-of 4 --max-tokens 96 --max-new-tokens 8"
+    monkeypatch.setattr(sys, "argv", [*command.split(), *sizes.split(), "--heldout", "0.3"])
+    example["hh"].main()
+    record = json.loads((output / "hh.json").read_text())
+    assert record["prompts"] == 6
+    assert record["reward_model"]["data"]["rows"] == 150
+    assert set(record["policies"]) == {"sft", "ppo", "dpo"}
+    kl, error = record["policies"]["sft"]["kl"]
+    assert max(abs(kl), error) < 1e-3  # to itself
+    frontier = record["best_of_n"]
+    assert [point["n"] for point in frontier] == [1, 2, 4]
+    assert frontier[0]["mean_reward"] == pytest.approx(
+        record["policies"]["sft"]["reward"][0], abs=1e-3
+    )
+    example["hh"].main()  # a finished run is measured again
+    again = json.loads((output / "hh.json").read_text())
+    assert again["policies"] == record["policies"]

@@ -21,8 +21,11 @@ from measure import append_line, cpu_seconds, now, setup
 from tasks import TASKS, Task
 
 from tandem import Renderer, Rollout, SamplingConfig, Stops, generate
+from tandem.engine.devices import DTYPES
 from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.parallel.masters import cast_weights
 
+ASKED = ("label", "task", "seed", "prompts", "samples", "temperature", "max_new_tokens", "dtype")
 SHOWN = 6
 """Prompts whose first answers are kept to show."""
 
@@ -35,7 +38,8 @@ def answers(model: str, rows: Sequence[dict[str, Any]], options: argparse.Namesp
         max_new_tokens=options.max_new_tokens,
         samples_per_prompt=options.samples,
     )
-    policy = load_causal_lm(model).eval()
+    policy = load_causal_lm(model).requires_grad_(False)
+    cast_weights(policy, DTYPES[options.dtype])
     with torch.no_grad():
         return generate(
             policy,
@@ -88,16 +92,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max-new-tokens", type=int, default=0, help="default: the task's")
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--into", type=Path, default=Path("runs/smollm2/evaluations.jsonl"))
     options = parser.parse_args()
     task, made_by = TASKS[options.task], setup()
     options.max_new_tokens = options.max_new_tokens or task.max_new_tokens
-    asked = {
-        name: getattr(options, name)
-        for name in ("label", "task", "seed", "prompts", "samples", "temperature", "max_new_tokens")
-    }
+    asked = {name: getattr(options, name) for name in ASKED}
     before = options.into.read_text().splitlines() if options.into.exists() else []
-    if any(asked.items() <= json.loads(line).items() for line in before):
+    if any(asked.items() <= ({"dtype": "fp32"} | json.loads(line)).items() for line in before):
         print(f"{options.into} has this evaluation already")
         return
     rows = task.heldout(options.prompts)

@@ -49,7 +49,6 @@ def subset(files: Sequence[Path], pairs: int, into: Path) -> Path:
 
 def knobs(options: argparse.Namespace, data: Path, stages: Sequence[str]) -> dict[str, Any]:
     """Both runs as a `--config` file would have them."""
-    rate = options.learning_rate
     return {
         "seed": options.seed,
         "actor_model": str(options.model),
@@ -60,7 +59,7 @@ def knobs(options: argparse.Namespace, data: Path, stages: Sequence[str]) -> dic
         "dtype": options.dtype,
         "micro_batch_tokens": 2048,
         "dataset": {
-            "split": [2, 5, 3],
+            "split": options.split,
             "heldout": options.heldout,
             "on_bad_row": "drop",
             "max_tokens": options.max_tokens,
@@ -68,15 +67,20 @@ def knobs(options: argparse.Namespace, data: Path, stages: Sequence[str]) -> dic
         },
         "sampling": {"max_new_tokens": options.max_new_tokens},
         "log": {"tensorboard": False, "print_samples_every": 0},
-        "sft": {"learning_rate": rate, "batch_size": 16, "eval_every": 0},
+        "sft": {"learning_rate": options.sft_learning_rate, "batch_size": 16, "eval_every": 0},
         "reward": {
-            "learning_rate": options.reward_learning_rate or rate,
+            "learning_rate": options.reward_learning_rate,
             "epochs": options.reward_epochs,
             "batch_size": 16,
-            "eval_every": 0,
+            "eval_every": 25,
             "normalize_prompts": 32,
         },
-        "dpo": {"learning_rate": rate / 2, "batch_size": 16, "eval_every": 0},
+        "dpo": {
+            "learning_rate": options.dpo_learning_rate,
+            "epochs": options.dpo_epochs,
+            "batch_size": 16,
+            "eval_every": 0,
+        },
         "ppo": {
             "steps": options.ppo_steps,
             "prompts_per_step": 32,
@@ -84,8 +88,8 @@ def knobs(options: argparse.Namespace, data: Path, stages: Sequence[str]) -> dic
             "epochs": 1,
             "lam": 1.0,
             "kl_coef": 0.02,
-            "actor": {"learning_rate": rate / 2},
-            "critic": {"learning_rate": rate},
+            "actor": {"learning_rate": options.actor_learning_rate},
+            "critic": {"learning_rate": 2 * options.actor_learning_rate},
             "eval_every": 0,
             "eval_prompts": options.prompts,
         },
@@ -116,7 +120,7 @@ def places(options: argparse.Namespace) -> dict[str, Any]:
     reference = run.placement.policy(str(options.output / "main/sft"), trained=False)
     folders = {"sft": "main/sft", "ppo": "main/ppo/actor", "dpo": "dpo/dpo"}
     found: dict[str, Any] = {"prompts": len(prompts), "policies": {}}
-    with rewarding(run) as (scorer, rewards):
+    with rewarding(run, rows) as (scorer, rewards):
         for label, folder in folders.items():
             if not (options.output / folder).is_dir():
                 continue
@@ -154,9 +158,14 @@ def main() -> None:
     parser.add_argument("--heldout", type=float, default=0.2)
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--learning-rate", type=float, default=2e-5)
-    parser.add_argument("--reward-learning-rate", type=float, default=0)
+    split = "shares of SFT, pairs (reward model and DPO) and PPO's prompts"
+    parser.add_argument("--split", type=float, nargs=3, default=[2, 5, 3], help=split)
+    parser.add_argument("--sft-learning-rate", type=float, default=1e-4)
+    parser.add_argument("--reward-learning-rate", type=float, default=5e-5)
     parser.add_argument("--reward-epochs", type=float, default=1)
+    parser.add_argument("--dpo-learning-rate", type=float, default=5e-6)
+    parser.add_argument("--dpo-epochs", type=float, default=1)
+    parser.add_argument("--actor-learning-rate", type=float, default=3e-6)
     parser.add_argument("--ppo-steps", type=int, default=30)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--best-of", type=int, default=16)
