@@ -95,7 +95,7 @@ class SamplingConfig:
     """No stop token is sampled before this many tokens."""
     samples_per_prompt: int = knob(1, ge=1, common=("rl",))
     """Answers sampled per prompt in RL stages; by default 8 in a run with stage grpo (TRL's
-    num_generations)."""
+    num_generations), 2 with stage online-dpo."""
 
     def logit_biases(self) -> dict[int, float]:
         """`logit_bias` by token id.

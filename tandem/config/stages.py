@@ -224,6 +224,7 @@ STAGES: tuple[Stage, ...] = (
         ),
         compares_answers=True,
         headline="reward",
+        defaults={"sampling.samples_per_prompt": 2},
     ),
 )
 """In the order in which they run."""

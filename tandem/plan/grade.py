@@ -67,6 +67,37 @@ def grade_table(folders: Sequence[Path]) -> str:
     return "\n".join([*lines, *summary(found)])
 
 
+def grade_values(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """The same for programs: by run and stage what was measured, the errors of memory (of the whole
+    process, and of the models' part by the formula alone) and of every phase's time, as shares;
+    None where there is no measurement.
+
+    Raises:
+        ConfigError: no folder has predictions.
+    """
+    found = outcomes_of(folders)
+    return [
+        {
+            "run": whole.case,
+            "stage": whole.stage,
+            "measured_bytes": _finite(whole.measured_bytes),
+            "memory_error": _finite(whole.memory_error),
+            "net_error": _finite(net_error(whole)),
+            "time_errors": {
+                o.phase: _finite(o.time_error)
+                for o in found
+                if (o.case, o.stage) == (whole.case, whole.stage) and o.phase in _FITTED
+            },
+        }
+        for whole in found
+        if whole.phase == WHOLE
+    ]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def net_error(outcome: Outcome) -> float:
     """The error of what the run's models add to its process, by the formula alone."""
     measured = outcome.measured_bytes - outcome.process_bytes

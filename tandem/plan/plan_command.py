@@ -183,10 +183,14 @@ def _tables(options: Any) -> int:
 
 def _graded(options: Any) -> int:
     """Errors of runs, or constants fitted to them."""
-    from tandem.plan.grade import grade_table, refit
+    from tandem.plan.grade import grade_table, grade_values, refit
 
     if options.refit is None:
-        print(grade_table([Path(run) for run in options.grade]))
+        runs = [Path(run) for run in options.grade]
+        if options.json:
+            print(json.dumps(grade_values(runs), indent=1, allow_nan=False))
+        else:
+            print(grade_table(runs))
         return 0
     if not options.refit:
         raise ConfigError("--refit must get folders of runs; got none. Write --refit runs/*.")

@@ -23,14 +23,14 @@ def config_of(name: str) -> dict[str, Any]:
 
     Args:
         name: a folder, a hub name whose config is in the hub's cache, or a published size (with
-            or without "-Instruct").
+            or without "-Instruct" or "-Base").
     Raises:
         ModelError: it is none of these, or its config cannot be read.
     """
     folder = Path(name).expanduser()
     file = folder / "config.json" if folder.is_dir() else _cached(name)
     if file is None:
-        known = _published().get(name.lower().removesuffix("-instruct"))
+        known = _published().get(name.lower().removesuffix("-instruct").removesuffix("-base"))
         if known is None:
             raise ModelError(
                 f"model {name!r} must be a folder with config.json, a hub name in the hub's cache, "

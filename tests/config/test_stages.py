@@ -169,6 +169,7 @@ def test_a_stage_can_change_defaults_of_shared_knobs(tmp_path: Path) -> None:
     file.write_text("stages: [grpo]\n", "utf-8")
     assert parse_run_flags([], "grpo").sampling.samples_per_prompt == 8
     assert build_config({"stages": ["sft", "grpo"]}).sampling.samples_per_prompt == 8
+    assert parse_run_flags([], "online-dpo").sampling.samples_per_prompt == 2
     assert parse_run_flags(["--config", str(file)], "ppo").sampling.samples_per_prompt == 1
     given = ["--sampling.samples-per-prompt", "4"]
     assert parse_run_flags([*given, "--config", str(file)], "grpo").sampling.samples_per_prompt == 4

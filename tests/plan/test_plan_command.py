@@ -18,7 +18,7 @@ from tandem.errors import ConfigError
 from tandem.plan import tables
 from tandem.plan.again import predict_again
 from tandem.plan.auto_layout import choose_layout
-from tandem.plan.grade import grade_table, non_negative, refit
+from tandem.plan.grade import grade_table, grade_values, non_negative, refit
 from tandem.plan.layout_flags import memory_bytes, take_layout_flags
 from tandem.predict.constants import SHIPPED
 from tandem.predict.hardware import as_values, find_hardware
@@ -180,6 +180,10 @@ def test_runs_are_graded_and_constants_fitted(tmp_path: Path) -> None:
     table = grade_table(folders)
     assert "peak memory: 3 of 3 within 10%" in table
     assert "time of a step's phase: 0 of 3 within 25%" in table
+    first = grade_values(folders)[0]
+    assert (first["run"], first["stage"], first["measured_bytes"]) == ("run1", "sft", 4e8)
+    assert first["memory_error"] == pytest.approx(4.3 / 4 - 1)
+    assert first["time_errors"] == {"train": pytest.approx(1 / 2.001 - 1)}
     fitted = refit(folders)["cpu"]
     assert fitted["train"]["activations"] == pytest.approx(2, rel=0.05)
     assert fitted["fitted_on"] == "3 runs on test"

@@ -59,6 +59,7 @@ def test_a_closed_form_is_what_counting_finds(name: str, scalar: bool) -> None:
 )  # fmt: skip
 def test_published_sizes_have_the_parameters_that_are_published(name: str, billions: float) -> None:
     assert shape_for(config_of(name)).parameters / 1e9 == pytest.approx(billions, rel=0.004)
+    assert config_of(f"{name}-Base") == config_of(f"{name}-instruct") == config_of(name)
 
 
 def test_a_shape_of_numbers_is_a_llama_or_an_opt() -> None:
