@@ -8,16 +8,21 @@ from tandem.config.engine import engine_settings
 from tandem.config.schema import RunConfig, minibatch_size, rl_section
 from tandem.config.stages import in_order, leaving, of_family, rl_stage
 from tandem.engine.shard_plan import check_layout
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, ModelError
 from tandem.models.checkpoint_ref import checkpoint_ref_of, same_base
 from tandem.models.rope import longrope_border
 from tandem.models.source import load_config, locate
 from tandem.models.tensor_parallel import check_sliceable
 from tandem.parallel.tensor import check_divides
 from tandem.parallel.world import World
+from tandem.predict.models import shape_for
 from tandem.rewards.loading import columns_problem
 from tandem.rewards.scoring import named
 from tandem.training.stage_data import StepRows, positions
+
+_LARGE = 10**9
+_TAUGHT = {"sft": 1e-4, "reward": 5e-5, "actor": 3e-6}
+"""Rates that taught SmolLM2-135M (docs/real_runs.md)."""
 
 
 def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> None:
@@ -117,6 +122,45 @@ def idle_ranks(config: RunConfig, world: World) -> list[str]:
         for stage, knob, section, name, ranks in batches
         if (rows := getattr(section, name) or minibatch_size(config)) < ranks
     ]
+
+
+def rates_for_large_models(config: RunConfig, policy: str) -> list[str]:
+    """A line if a small model is about to be trained at default learning rates, which suit models
+    of billions of weights and teach a small one next to nothing. LoRA has rates of its own."""
+    if config.lora.rank:
+        return []
+    content = load_config(locate(policy), trust_remote_code=config.trust_remote_code).to_dict()
+    try:
+        weights = shape_for(content).parameters
+    except ModelError:
+        return []
+    if weights >= _LARGE:
+        return []
+    default = RunConfig()
+    kept = [
+        f"--{knob.replace('_', '-')} {rate:g}"
+        for stage in in_order(config.stages)
+        for knob, rate in (
+            (f"{stage.section}.learning_rate", _TAUGHT.get(stage.section)),
+            (f"{stage.section}.actor.learning_rate", _TAUGHT["actor"]),
+        )
+        if rate is not None
+        and (own := _value(config, knob)) is not None
+        and own == _value(default, knob)
+    ]
+    if not kept:
+        return []
+    suited = f"models of billions of weights; this one has {weights / 1e6:,.3g} million"
+    taught = f"{' '.join(kept)} taught one of 135 million"
+    return [f"note: the default learning rates suit {suited}. {taught}"]
+
+
+def _value(config: RunConfig, dotted: str) -> object:
+    """A knob's value; None if there is no such knob."""
+    found: object = config
+    for name in dotted.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:

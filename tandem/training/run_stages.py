@@ -38,7 +38,12 @@ from tandem.training.callbacks import Callback, CallbackStop
 from tandem.training.compare import compare, is_compared
 from tandem.training.forecast import Forecast
 from tandem.training.given import GivenModel, Rows, digest_of_module, with_given
-from tandem.training.preflight import check_parallel, check_rows, idle_ranks
+from tandem.training.preflight import (
+    check_parallel,
+    check_rows,
+    idle_ranks,
+    rates_for_large_models,
+)
 from tandem.training.reward_function import check_rewards
 from tandem.training.reward_model import has_policy
 from tandem.training.run_folder import Run
@@ -170,7 +175,10 @@ def _train(run: Run, command: str) -> None:
             functions = rl_section(config).reward_function
             for line in check_rewards(functions, config, rows.prompts, run.world):
                 print_line(line)
-        for line in idle_ranks(replace(config, stages=tuple(unfinished)), run.world):
+        to_come = replace(config, stages=tuple(unfinished))
+        for line in idle_ranks(to_come, run.world):
+            print_line(line)
+        for line in rates_for_large_models(to_come, tokenizer_sources(run)[0]):
             print_line(line)
     run.require_own_folder()
     run.world.barrier()  # no rank changes the folder before every rank has looked at it

@@ -8,14 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MptConfig
+from transformers import LlamaConfig, MptConfig
 
-from tandem.config.schema import ParallelConfig, RunConfig
+from tandem.config.flags import parse_run_flags
+from tandem.config.load import build_config
+from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig
 from tandem.errors import ConfigError, ModelError
 from tandem.parallel import watchdog
 from tandem.parallel.world import World
 from tandem.training import sft
-from tandem.training.preflight import check_parallel, check_rows, idle_ranks
+from tandem.training.preflight import (
+    check_parallel,
+    check_rows,
+    idle_ranks,
+    rates_for_large_models,
+)
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import train
 from tandem.training.stage_data import StepRows, prepare_rows
@@ -212,3 +219,31 @@ def test_a_rank_that_goes_missing_while_models_load_is_placed_in_their_step(
     with pytest.raises(ModelError, match="the step ends here"):
         train(config, command="test", print_line=lambda line: None)
     assert noted == ["sft"]
+
+
+def test_a_small_model_at_the_default_rates_gets_a_note_with_rates_that_have_taught_one(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    given = build_config({"actor_model": tiny_model, "data": [preferences]})
+    (line,) = rates_for_large_models(given, tiny_model)
+    assert "this one has 0.0" in line
+    flags = (
+        "--sft.learning-rate 0.0001 --reward.learning-rate 5e-05 --ppo.actor.learning-rate 3e-06"
+    )
+    assert f" {flags} taught" in line
+    rates = parse_run_flags([*flags.split(), "--actor-model", "m", "--data", "d"], "train")
+    assert rates_for_large_models(rates, tiny_model) == []
+    some = replace(given, sft=replace(given.sft, learning_rate=1e-3), stages=("sft", "dpo"))
+    assert rates_for_large_models(some, tiny_model) == []
+    critic_free = replace(given, stages=("grpo",))
+    assert (
+        "million. --grpo.actor.learning-rate 3e-06 taught"
+        in (rates_for_large_models(critic_free, tiny_model)[0])
+    )
+    assert rates_for_large_models(replace(given, lora=LoraConfig(rank=4)), tiny_model) == []
+    large = tmp_path / "large"
+    LlamaConfig(num_hidden_layers=24, hidden_size=2048).save_pretrained(large)
+    assert rates_for_large_models(given, str(large)) == []
+    (tmp_path / "odd").mkdir()
+    MptConfig().save_pretrained(tmp_path / "odd")  # counted by transformers, 6.6 billion
+    assert rates_for_large_models(given, str(tmp_path / "odd")) == []
