@@ -13,13 +13,15 @@ read, at objects that nearly all stay."""
 
 @contextmanager
 def collected_seldom() -> Iterator[None]:
-    """Look for garbage after every 200,000 new objects, for imports and for reading rows.
+    """Look for garbage after every 200,000 new objects, for imports and for reading rows; as seldom
+    as before where that was more seldom, or never.
 
     A block or, as `@collected_seldom()`, a function. Not for steps: what garbage holds (tensors)
     can be large however few objects it is.
     """
     before = gc.get_threshold()
-    gc.set_threshold(_OBJECTS, *before[1:])
+    if 0 < before[0] < _OBJECTS:
+        gc.set_threshold(_OBJECTS, *before[1:])
     try:
         yield
     finally:

@@ -64,3 +64,15 @@ def test_many_new_objects_are_looked_at_once_and_python_s_thresholds_come_back()
     with pytest.raises(KeyError), collected_seldom():
         raise KeyError
     assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("threshold", [0, 300_000])
+def test_a_program_that_wants_still_fewer_collections_keeps_its_thresholds(threshold: int) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(threshold, 5, 5)
+    try:
+        with collected_seldom():
+            assert gc.get_threshold() == (threshold, 5, 5)
+        assert gc.get_threshold() == (threshold, 5, 5)
+    finally:
+        gc.set_threshold(*before)

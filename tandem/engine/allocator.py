@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from tandem.generation.blocks import free_bytes, kept_bytes
+from tandem.generation.blocks import available_bytes, kept_bytes
 from tandem.ops import native
 
 # glibc's malloc.h. Blocks above the first size are mapped on every allocation and unmapped when
@@ -43,13 +43,14 @@ def give_back_memory() -> None:
         torch.ops.tandem.give_back_memory()
 
 
-def give_back_if_scarce() -> None:
-    """The same where others could use less than is kept, between training and generation.
+def give_back_if_scarce(ranks: int = 1) -> None:
+    """The same where it could be missed, between training and generation: where `ranks` processes
+    that keep as much keep more than half of what is available to all.
 
-    Each takes what the other has freed. Its pages anew, cleared by the system, cost up to a third
-    of a training phase, and the peak is the same.
+    Each phase takes what the other has freed. Its pages anew, cleared by the system, cost up to a
+    third of a training phase, and the peak is the same. But KV memory, half of what is free at
+    most, may fit into nothing that is kept: then it leaves a quarter of what is available.
     """
-    cpu = torch.device("cpu")
-    kept = kept_bytes(cpu)
-    if kept > free_bytes(cpu) - kept:
+    kept = kept_bytes(torch.device("cpu"))
+    if 2 * ranks * kept > available_bytes():
         give_back_memory()

@@ -54,7 +54,8 @@ def generation_weights(model: PreTrainedModel, group: TensorGroup | None) -> Ite
 
     Where memory is scarce, freed memory that was kept is given back to the system before and after.
     """
-    give_back_if_scarce()
+    ranks = shards_of(model).world.ranks_per_node
+    give_back_if_scarce(ranks)
     try:
         if group is None:
             with whole_weights(model):
@@ -63,7 +64,7 @@ def generation_weights(model: PreTrainedModel, group: TensorGroup | None) -> Ite
             with _sliced_weights(model, group):
                 yield
     finally:
-        give_back_if_scarce()
+        give_back_if_scarce(ranks)
 
 
 @contextmanager

@@ -99,6 +99,11 @@ def free_bytes(device: torch.device) -> int:
     that this process has freed and keeps."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) + kept_bytes(device)
+    return available_bytes() + kept_bytes(device)
+
+
+def available_bytes() -> int:
+    """Bytes that the system can still give to processes, its container's limit respected."""
     limits = [_machine_bytes()]
     for limit, used in (
         ("memory.max", "memory.current"),
@@ -107,7 +112,7 @@ def free_bytes(device: torch.device) -> int:
         numbers = [_number_in(Path("/sys/fs/cgroup") / name) for name in (limit, used)]
         if numbers[0] is not None and numbers[1] is not None:
             limits.append(max(0, numbers[0] - numbers[1]))
-    return min(limits) + kept_bytes(device)
+    return min(limits)
 
 
 def kept_bytes(device: torch.device) -> int:

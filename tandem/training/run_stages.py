@@ -123,6 +123,8 @@ def train(
         except CallbackStop as stop:
             run.stopped = str(stop)
             run.print_line(f"stopped: {stop}. The same call continues; finished stages are kept.")
+        finally:
+            give_back_memory()  # what the program does next is not this run's
     return run
 
 
@@ -193,13 +195,13 @@ def _train(run: Run, command: str) -> None:
         print_line(f"{stage}: begins")
         note(stage)  # for the watchdog, while models load
         with no_collection_of_old_objects():  # the stage before leaves its models' memory
+            give_back_memory()
             forecast = Forecast(run, stage, rows)
             with forecast.loading():
                 job = prepared(stage, run, rows)
             run_stage(run, stage, job)
         forecast.compare(job.trainer.phases)
         del job  # its models make room for the next stage's
-        give_back_memory()
         print_line(
             f"{stage}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(stage)}"
         )

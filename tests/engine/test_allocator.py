@@ -63,13 +63,12 @@ cpu = torch.device("cpu")
 kept = kept_bytes(cpu)
 print("kept", kept >> 20)
 blocks._number_in = lambda path: None  # no container's limit
-blocks._machine_bytes = lambda: kept
-assert free_bytes(cpu) == 2 * kept
-give_back_if_scarce()
+blocks._machine_bytes = lambda: 6 * kept
+assert free_bytes(cpu) == 7 * kept
+give_back_if_scarce(ranks=3)
 assert kept_bytes(cpu) == kept
-blocks._machine_bytes = lambda: kept - 1
-give_back_if_scarce()
-assert kept_bytes(cpu) == 0 and free_bytes(cpu) == kept - 1
+give_back_if_scarce(ranks=4)  # which keep more than half of what all can still get
+assert kept_bytes(cpu) == 0 and free_bytes(cpu) == 6 * kept
 again = torch.ones(20 * MEGABYTES)
 give_back_memory()
 print("in use", kept_bytes(cpu) >> 20)  # only what is free is counted, or given back
@@ -100,6 +99,29 @@ for thread in threads:
 assert bool((array == 3.0).all())
 """
 
+KV_AFTER_FRAGMENTS = """
+import os, torch
+import tandem.generation.blocks as blocks
+from tandem.engine.allocator import give_back_if_scarce, keep_freed_memory
+torch.set_num_threads(1)
+assert keep_freed_memory()
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+MEBIBYTES, start, limit = 2**18, resident(), 400
+blocks._number_in = lambda path: None
+blocks._machine_bytes = lambda: max(0, limit - resident() + start) << 20
+freed, staying = [], []
+for _ in range(15):
+    freed.append(torch.ones(12 * MEBIBYTES))
+    staying.append(torch.ones(MEBIBYTES // 4))
+freed.clear()
+give_back_if_scarce()
+share = int(blocks.free_bytes(torch.device("cpu")) * blocks.CPU_SHARE)
+kv = torch.ones(share // 4)  # larger than any hole
+print(limit - resident() + start)
+"""
+
 
 def output(code: str, *arguments: str) -> str:
     done = subprocess.run(
@@ -125,3 +147,8 @@ def test_memory_stays_near_what_is_in_use_and_is_given_back() -> None:
     assert int(lines["given back"]) < 20
     assert 20 <= int(lines["kept"]) < 80
     assert int(lines["in use"]) < 20
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_not())
+def test_kv_memory_that_fits_into_no_hole_leaves_some_of_what_the_machine_has() -> None:
+    assert int(output(KV_AFTER_FRAGMENTS)) > 400 // 5

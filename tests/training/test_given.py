@@ -16,6 +16,7 @@ from tandem.config.schema import RunConfig
 from tandem.data.render import Renderer
 from tandem.engine.module_scorer import ModuleScorer
 from tandem.errors import CheckpointError, ConfigError, DataError, ModelError
+from tandem.generation.blocks import kept_bytes
 from tandem.metrics.log import read_metrics
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.parallel.world import World
@@ -160,6 +161,7 @@ def test_a_torch_module_rewards_callbacks_hear_and_stop_and_a_run_continues(
     config = bare(tmp_path / "run", **knobs)
     run = train(config, reward_model=CountOf(3), callbacks=[heard], **given)
     assert run.stopped == "enough (grpo step 2, which is saved)"
+    assert kept_bytes(torch.device("cpu")) < 2**20  # the rest is given back
     assert heard.calls == [
         ("evaluate", "grpo", 0), ("rollout", "grpo", 1), ("step", "grpo", 1),
         ("rollout", "grpo", 2), ("step", "grpo", 2),
