@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from measure import Budget, now, setup
+from measure import Budget, command, now, setup
 from safetensors.torch import load_file
 from tasks import TASKS, Task
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -144,4 +144,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)
