@@ -220,3 +220,22 @@ def test_the_mismatch_table_keeps_kinds_of_runs_apart(example: dict[str, ModuleT
     assert "| exact, dtype fp32 | 1 |" in text
     assert "| exact, dtype bf16 | 1 |" in text
     assert "| exact | 2 |" in example["table"].mismatch(both[:1] * 2)
+
+
+def test_an_empty_picture_replaces_none(
+    example: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    from importlib import import_module
+
+    pictures = import_module("pictures")
+    docs, runs = tmp_path / "docs", tmp_path / "runs"
+    docs.mkdir()
+    runs.mkdir()
+    for name in ("evaluations", "mismatch"):
+        (runs / f"{name}.jsonl").write_text("")
+    for name in ("accuracy", "training", "mismatch"):
+        (docs / f"{name}.png").write_text("kept")
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "--runs", str(runs), "--into", str(docs)])
+    pictures.main()
+    assert {file.read_text() for file in docs.iterdir()} == {"kept"}

@@ -6,7 +6,8 @@ The same GRPO run twice: once with Tandem's sampler, once with a sampler that re
 weights rounded to bfloat16, as a separate serving engine in half precision would, while the trainer
 stays in float32. The trainer's own log-probs are the old ones in both, so the noisy run is off
 policy and its ratios do not show it. Every step appends a line with the mean and the largest
-difference in nats. A run that the file has in full is not repeated; one that was stopped begins again.
+difference in nats. A run that the file has in full is not repeated; one that was stopped begins
+again.
 """
 
 from __future__ import annotations
