@@ -65,7 +65,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 def thinned(points: Sequence[Any]) -> list[Any]:
     """At most MOST_POINTS of them, evenly."""
-    stride = -(-len(points) // MOST_POINTS)
+    stride = max(1, -(-len(points) // MOST_POINTS))
     return list(points[::stride])
 
 
