@@ -239,3 +239,18 @@ def test_an_empty_picture_replaces_none(
     monkeypatch.setattr(sys, "argv", ["pictures.py", "--runs", str(runs), "--into", str(docs)])
     pictures.main()
     assert {file.read_text() for file in docs.iterdir()} == {"kept"}
+
+
+def test_a_finished_arm_is_neither_charged_again_nor_taken_for_another(
+    example: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    arm, file = example["arm"], tmp_path / "budget.json"
+    file.write_text(json.dumps({"cpu_seconds": 61.5}))
+    assert arm.run({}, example["measure"].Budget(file, 1)) == 61.5
+    assert json.loads(file.read_text()) == {"cpu_seconds": 61.5}
+    config = {"seed": 1, "data": ["a"], "save_every": 10}
+    arm.check_same(tmp_path / "arm.json", config)
+    (tmp_path / "arm.json").write_text(json.dumps({"config": config}))
+    arm.check_same(tmp_path / "arm.json", {**config, "save_every": 5})
+    with pytest.raises(ConfigError, match="another data"):
+        arm.check_same(tmp_path / "arm.json", {**config, "data": ["b"]})
