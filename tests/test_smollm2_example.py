@@ -14,11 +14,12 @@ import pytest
 
 from tandem.config.load import build_config, check_config
 from tandem.data.embedded import build_tokenizer, model_config, rows
+from tandem.errors import ConfigError
 from tandem.models.load import new_causal_lm
 from tandem.models.save import save_model
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2"
-NAMES = ("arm", "collapse", "hh", "measure", "mismatch", "table", "tasks")
+NAMES = ("arm", "collapse", "evaluate", "hh", "measure", "mismatch", "table", "tasks")
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +148,109 @@ def test_hh_places_every_policy_on_the_plane_of_reward_and_kl(
     example["hh"].main()  # a finished run is measured again
     again = json.loads((output / "hh.json").read_text())
     assert again["policies"] == record["policies"]
+
+
+def test_a_users_mistake_is_one_line(
+    example: dict[str, ModuleType],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("DATA", str(tmp_path))
+    into = f"--into {tmp_path}/e.jsonl"
+    for name, arguments, told in (
+        ("evaluate", f"{tmp_path}/none --label a --task gsm8k {into}", "Set DATA to its folder"),
+        ("mismatch", f"--model {tmp_path}/none {into}", "must be a folder with config.json"),
+        ("hh", f"--model m --data {tmp_path}/none --output {tmp_path}/hh", "none: No such file"),
+        ("table", "", "must be given"),
+        ("table", f"--evaluations {tmp_path}/none", "none: no such file"),
+    ):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments.split()])
+        with pytest.raises(SystemExit) as ended:
+            example["measure"].command(example[name].main)
+        assert ended.value.code == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert told in line, line
+
+
+def test_building_the_operations_is_not_part_of_the_budget(
+    example: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, clock = example["measure"], [10.0]
+
+    def build() -> bool:
+        clock[0] += 80
+        return True
+
+    monkeypatch.setattr(measure, "cpu_seconds", lambda: clock[0])
+    monkeypatch.setattr(measure, "available", build)
+    budget = measure.Budget(tmp_path / "budget.json", 1)
+    budget.start()
+    assert budget.end() == 10
+
+
+def test_a_mismatch_run_begins_again_unless_it_has_all_steps(
+    example: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    has_all, file = example["mismatch"].has_all, tmp_path / "mismatch.jsonl"
+    assert not has_all(file, {"run": "exact"}, 1)
+    lines = [
+        json.dumps({"run": run, "step": step})
+        for run, steps in (("exact", 3), ("bf16-sampler", 2))
+        for step in range(1, steps + 1)
+    ]
+    file.write_text("\n".join(lines) + "\n")
+    assert has_all(file, {"run": "exact", "seed": 1}, 3)
+    assert file.read_text().splitlines() == lines
+    assert not has_all(file, {"run": "bf16-sampler", "seed": 1}, 3)
+    assert file.read_text().splitlines() == lines[:3]
+
+
+def test_collapse_arms_of_other_options_do_not_mix(example: dict[str, ModuleType]) -> None:
+    check, done = example["collapse"].check_same, {"steps": 40, "seed": 1, "output": "a"}
+    check(Path("f"), "grpo", done, {**done, "output": "b"})
+    with pytest.raises(ConfigError, match="grpo has steps 40, not 300"):
+        check(Path("f"), "grpo", done, {**done, "steps": 300})
+
+
+def test_the_mismatch_table_keeps_kinds_of_runs_apart(example: dict[str, ModuleType]) -> None:
+    record = {"run": "exact", "mean_gap": 0.0, "max_gap": 0.0, "reward": 0.5, "seed": 1}
+    both = [{**record, "dtype": "fp32"}, {**record, "dtype": "bf16"}]
+    text = example["table"].mismatch(both)
+    assert "| exact, dtype fp32 | 1 |" in text
+    assert "| exact, dtype bf16 | 1 |" in text
+    assert "| exact | 2 |" in example["table"].mismatch(both[:1] * 2)
+
+
+def test_an_empty_picture_replaces_none(
+    example: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    from importlib import import_module
+
+    pictures = import_module("pictures")
+    docs, runs = tmp_path / "docs", tmp_path / "runs"
+    docs.mkdir()
+    runs.mkdir()
+    for name in ("evaluations", "mismatch"):
+        (runs / f"{name}.jsonl").write_text("")
+    for name in ("accuracy", "training", "mismatch"):
+        (docs / f"{name}.png").write_text("kept")
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "--runs", str(runs), "--into", str(docs)])
+    pictures.main()
+    assert {file.read_text() for file in docs.iterdir()} == {"kept"}
+
+
+def test_a_finished_arm_is_neither_charged_again_nor_taken_for_another(
+    example: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    arm, file = example["arm"], tmp_path / "budget.json"
+    file.write_text(json.dumps({"cpu_seconds": 61.5}))
+    assert arm.run({}, example["measure"].Budget(file, 1)) == 61.5
+    assert json.loads(file.read_text()) == {"cpu_seconds": 61.5}
+    config = {"seed": 1, "data": ["a"], "save_every": 10}
+    arm.check_same(tmp_path / "arm.json", config)
+    (tmp_path / "arm.json").write_text(json.dumps({"config": config}))
+    arm.check_same(tmp_path / "arm.json", {**config, "save_every": 5})
+    with pytest.raises(ConfigError, match="another data"):
+        arm.check_same(tmp_path / "arm.json", {**config, "data": ["b"]})

@@ -17,13 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from measure import Budget, now, setup
+from measure import Budget, command, now, setup
 from safetensors.torch import load_file
 from tasks import TASKS, Task
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem import build_config, save_model, train
-from tandem.errors import Stopped
+from tandem.errors import ConfigError, Stopped
 
 ENDLESS = 100_000
 """Steps: the budget ends a run."""
@@ -80,13 +80,23 @@ def knobs(algorithm: str, task: Task, options: argparse.Namespace) -> dict[str, 
 
 def run(config: dict[str, Any], budget: Budget) -> float:
     """Train until the budget is spent; the CPU seconds."""
+    if budget.before >= budget.limit:  # done: looking at it again costs the arm nothing
+        return budget.before
     budget.start()
-    if budget.before < budget.limit:
-        try:
-            train(build_config(config))
-        except Stopped as stopped:
-            print(f"stopped {stopped}")
+    try:
+        train(build_config(config))
+    except Stopped as stopped:
+        print(f"stopped {stopped}")
     return budget.end()
+
+
+def check_same(file: Path, config: dict[str, Any]) -> None:
+    """Stop if the arm in this folder is done and was another one."""
+    done = json.loads(file.read_text())["config"] if file.exists() else config
+    free = ("output_dir", "save_every")
+    apart = [k for k in config if k not in free and done.get(k) != config[k]]
+    if apart:
+        raise ConfigError(f"{file} has an arm with another {', '.join(apart)}. Change --output.")
 
 
 def newest_step(run_folder: Path, stage: str) -> int:
@@ -126,6 +136,7 @@ def main() -> None:
     options.output = options.output or Path("runs/smollm2", name)
     stage = stage_of(options.algorithm)
     config, made_by = knobs(options.algorithm, TASKS[options.task], options), setup()
+    check_same(options.output / "arm.json", config)
     spent = run(config, Budget(options.output / "budget.json", options.budget))
     step = export(options.output, stage, options.model)
     record = {
@@ -144,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -16,10 +16,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from measure import append_line, cpu_seconds, now, setup
+from measure import append_line, command, cpu_seconds, now, setup
 from tasks import TASKS
 
 from tandem import build_config, train
+from tandem.errors import ConfigError
 
 GRPO = {
     "algorithm": "grpo",
@@ -92,6 +93,16 @@ def points(folder: Path) -> list[dict[str, float]]:
     return found
 
 
+def check_same(file: Path, arm: str, done: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Stop if an arm that is done was made with other options than those asked for."""
+    apart = [k for k in asked if k not in ("only", "output", "model") and done.get(k) != asked[k]]
+    if apart:
+        told = ", ".join(f"{k} {done.get(k)}, not {asked[k]}" for k in apart)
+        raise ConfigError(
+            f"{file} must have one set of options; {arm} has {told}. Change --output."
+        )
+
+
 def main() -> None:
     """Run the arms that are not in OUTPUT/collapse.jsonl yet."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -110,13 +121,14 @@ def main() -> None:
     options = parser.parse_args()
     file = options.output / "collapse.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
-    done = {json.loads(line)["arm"] for line in lines}
+    done = {record["arm"]: record["asked"] for record in map(json.loads, lines)}
+    asked = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
     for arm in options.only:
         if arm in done:
+            check_same(file, arm, done[arm], asked)
             continue
         before = cpu_seconds()
         train(build_config(knobs(arm, options)))
-        asked = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
         record = {
             "arm": arm,
             "changed": ARMS[arm],
@@ -130,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from measure import append_line, cpu_seconds, now, setup
+from measure import append_line, command, cpu_seconds, now, setup
 from tasks import TASKS, Task
 
 from tandem import Renderer, Rollout, SamplingConfig, Stops, generate
@@ -120,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

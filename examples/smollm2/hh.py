@@ -23,7 +23,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from measure import cpu_seconds, now, setup
+from measure import command, cpu_seconds, now, setup
 
 from tandem import build_config, load_config, train
 from tandem.engine.forward import response_logprobs
@@ -191,4 +191,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

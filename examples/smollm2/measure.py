@@ -7,13 +7,18 @@ import os
 import platform
 import signal
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+
+from tandem.errors import Stopped, TandemError
+from tandem.ops.native import available
 
 
 def cpu_seconds() -> float:
@@ -71,6 +76,7 @@ class Budget:
 
     The seconds are kept in a file, so that a run that was killed goes on where it was. A second one
     beside it, `cpu.jsonl`, has them by the clock, so that a step of the run's log can be placed.
+    Building the C++ operations, once for a machine, is not counted.
     """
 
     def __init__(self, file: Path, minutes: float) -> None:
@@ -88,6 +94,9 @@ class Budget:
     def start(self) -> None:
         """Begin to watch."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
+        before = cpu_seconds()
+        available()
+        self.before -= cpu_seconds() - before
         self._thread.start()
 
     def end(self) -> float:
@@ -112,10 +121,26 @@ class Budget:
 
 
 def append_line(file: Path, record: dict[str, Any]) -> None:
-    """One JSON line at the end of a file."""
+    """One JSON line at the end of a file, in one write: a kill leaves no half of it."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a", encoding="utf-8") as lines:
-        lines.write(json.dumps(record) + "\n")
+    with open(file, "ab", buffering=0) as lines:
+        lines.write((json.dumps(record) + "\n").encode())
+
+
+def command(main: Callable[[], None]) -> None:
+    """Run a script's main; what its user can do something about is one line and an exit code."""
+    try:
+        main()
+    except TandemError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        told = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(told.partition("\n")[0], file=sys.stderr)
+        sys.exit(2)
+    except Stopped as stopped:
+        print(f"{stopped}. The same command continues.", file=sys.stderr)
+        sys.exit(stopped.exit_code)
 
 
 def now() -> str:

@@ -6,20 +6,22 @@ The same GRPO run twice: once with Tandem's sampler, once with a sampler that re
 weights rounded to bfloat16, as a separate serving engine in half precision would, while the trainer
 stays in float32. The trainer's own log-probs are the old ones in both, so the noisy run is off
 policy and its ratios do not show it. Every step appends a line with the mean and the largest
-difference in nats.
+difference in nats. A run that the file has in full is not repeated; one that was stopped begins
+again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import append_line, cpu_seconds, now, setup
+from measure import append_line, command, cpu_seconds, now, setup
 from tasks import TASKS
 
 from tandem import PPOTrainer, PromptRow, RLHFEngine, Rollout, build_config, make_engine
@@ -71,9 +73,37 @@ def gaps(engine: RLHFEngine, rollout: Rollout) -> dict[str, float]:
     return {"mean_gap": float(apart.mean()), "max_gap": float(apart.max())}
 
 
+def has_all(file: Path, asked: dict[str, Any], steps: int) -> bool:
+    """Whether the file has all steps of a run; if only some, they are removed: it begins again."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    records = [json.loads(line) for line in lines]
+    same = [asked.items() <= {**asked, **record}.items() for record in records]
+    found = {r["step"] for r, is_same in zip(records, same, strict=True) if is_same}
+    if found >= set(range(1, steps + 1)):
+        return True
+    if found:
+        beside = file.with_suffix(".tmp")
+        others = [line for line, is_same in zip(lines, same, strict=True) if not is_same]
+        beside.write_text("".join(f"{line}\n" for line in others))
+        os.replace(beside, file)
+    return False
+
+
 def run(is_noisy: bool, options: argparse.Namespace) -> None:
     """One of the two runs, step by step."""
     task = TASKS[options.task]
+    asked = {
+        "run": "bf16-sampler" if is_noisy else "exact",
+        "dtype": options.dtype,
+        "seed": options.seed,
+        "task": options.task,
+        "model": str(options.model),
+        "learning_rate": options.learning_rate,
+        "prompts": options.prompts,
+    }
+    if has_all(options.into, asked, options.steps):
+        print(f"{options.into} has {asked['run']} already")
+        return
     config = build_config(knobs(options))
     torch.manual_seed(options.seed)
     engine = make_engine(config, str(options.model), has_critic=False, has_reference=False)
@@ -96,15 +126,12 @@ def run(is_noisy: bool, options: argparse.Namespace) -> None:
         found = gaps(engine, experience.rollout)
         metrics = trainer.train_rlhf(experience, step=step)
         record = {
-            "run": "bf16-sampler" if is_noisy else "exact",
-            "dtype": options.dtype,
-            "seed": options.seed,
-            "task": options.task,
+            **asked,
             "step": step,
             **found,
             "reward": experience.metrics["reward"],
             "entropy": experience.metrics["entropy"],
-            "ratio_max": metrics["ratio_max"],
+            "ratio_max": metrics.get("ratio_max"),  # no update where no group had a signal
             "cpu_seconds": round(cpu_seconds(), 1),
             "when": now(),
             **setup(),
@@ -158,4 +185,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

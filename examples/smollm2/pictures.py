@@ -54,6 +54,10 @@ _STYLE = {
 }
 
 
+class MissingError(Exception):
+    """There is nothing to draw."""
+
+
 def read(file: Path) -> list[dict[str, Any]]:
     """The lines of a JSONL file."""
     return [json.loads(line) for line in file.read_text().splitlines()]
@@ -61,7 +65,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 def thinned(points: Sequence[Any]) -> list[Any]:
     """At most MOST_POINTS of them, evenly."""
-    stride = -(-len(points) // MOST_POINTS)
+    stride = max(1, -(-len(points) // MOST_POINTS))
     return list(points[::stride])
 
 
@@ -81,6 +85,8 @@ def accuracy(axes: Axes, records: Sequence[dict[str, Any]], task: str) -> None:
         if record["task"] == task:
             found.setdefault(record["label"], []).append(record)
     labels = [label for label in LABELS if label in found]
+    if not labels:
+        raise MissingError(f"no evaluation of {task}")
     for place, label in enumerate(labels):
         for offset, name, alpha in ((-0.2, "strict_pass1", 1.0), (0.2, "strict_passn", 0.45)):
             mean, error = pooled([record[name] for record in found[label]])
@@ -131,6 +137,7 @@ def interpolated(points: Sequence[tuple[float, float]], place: float) -> float:
 
 def training(axes: Axes, runs: Path, task: str) -> None:
     """Reward over CPU minutes: a line per seed, the first one's thicker and with its name."""
+    drawn = 0
     for label in ("grpo", "rloo", "ppo", "trl-grpo"):
         arms = sorted(runs.glob(f"{task}-{label}-[0-9]"))
         curves = [curve(a) for a in arms if {"cpu.jsonl", "metrics.jsonl"} & set(names_in(a))]
@@ -141,6 +148,7 @@ def training(axes: Axes, runs: Path, task: str) -> None:
             axes.plot(thinned(minutes), thinned(means), color=COLOURS[label], **style)
         if not curves:
             continue
+        drawn += 1
         minutes = [p[0] for p in curves[0]]
         means = smooth([100 * p[1] for p in curves[0]], max(4, len(minutes) // 15))
         axes.annotate(
@@ -152,6 +160,8 @@ def training(axes: Axes, runs: Path, task: str) -> None:
             fontsize=9,
             color=COLOURS[label],
         )
+    if not drawn:
+        raise MissingError(f"{runs} has no arm of {task}")
     apart(axes)
     axes.set_xlabel("CPU minutes")
     axes.set_ylabel("right answers in training, %")
@@ -190,6 +200,8 @@ def mismatch(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
     floor = 1e-9
     for run, colour in (("exact", "#0b6e99"), ("bf16-sampler", "#d97904")):
         steps = thinned([record for record in records if record["run"] == run])
+        if not steps:
+            raise MissingError(f"no step of the run {run}")
         places = [record["step"] for record in steps]
         for key, line in (("mean_gap", "-"), ("max_gap", "--")):
             heights = [max(record[key], floor) for record in steps]
@@ -219,6 +231,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=Path("docs"))
     parser.add_argument("--task", default="sums")
     options = parser.parse_args()
+    options.into.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(_STYLE):
         drawings = {
             "accuracy": lambda axes: accuracy(
@@ -231,8 +244,10 @@ def main() -> None:
             figure, axes = plt.subplots(figsize=(5.6, 3.4), layout="constrained")
             try:
                 draw(axes)
-            except FileNotFoundError as missing:
-                print(f"{name}: not drawn, {missing.filename} is missing")
+            except (FileNotFoundError, MissingError) as missing:
+                told = getattr(missing, "filename", None)
+                print(f"{name}: not drawn, {f'{told} is missing' if told else missing}")
+                plt.close(figure)
                 continue
             figure.savefig(options.into / f"{name}.png")
             plt.close(figure)

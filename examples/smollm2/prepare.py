@@ -110,6 +110,8 @@ def leave_out_system_turn(template: Path) -> None:
 
 def main(tokenizer: str, output: str, *options: str) -> None:
     """Write the folder and say what it is."""
+    if not Path(tokenizer, "tokenizer.json").is_file():
+        sys.exit(f"{tokenizer} must hold a tokenizer.json; got none. Give the tokenizer's folder.")
     gguf, folder = in_the_wheel(), Path(output)
     found = weights(gguf)
     size = sum(weight.size for weight in found.values())
@@ -121,7 +123,8 @@ def main(tokenizer: str, output: str, *options: str) -> None:
     generation = {name: CONFIG[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     for file in Path(tokenizer).iterdir():
-        shutil.copyfile(file, folder / file.name)
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
     if "--bare" in options:
         leave_out_system_turn(folder / "chat_template.jinja")
     print(f"{folder}: {NAME}, {size:,} parameters, from {gguf.name}")

@@ -83,10 +83,14 @@ def evaluations(records: Sequence[dict[str, Any]]) -> str:
 
 
 def mismatch(records: Sequence[dict[str, Any]]) -> str:
-    """One row per run: differences over all steps, and the reward at both ends."""
+    """One row per run, by what the runs differ in: differences over all steps, and the reward at
+    both ends."""
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    kinds = ("dtype", "task", "seed", "learning_rate")
+    told = [kind for kind in kinds if len({record.get(kind) for record in records}) > 1]
     for record in records:
-        runs[record["run"]].append(record)
+        name = [record["run"], *(f"{kind} {record.get(kind)}" for kind in told)]
+        runs[", ".join(name)].append(record)
     cells = []
     for name, steps in runs.items():
         part = max(1, len(steps) // 4)
@@ -136,6 +140,8 @@ def main() -> None:
     for name in ("evaluations", "mismatch", "collapse"):
         parser.add_argument(f"--{name}", type=Path)
     options = parser.parse_args()
+    if not any(vars(options).values()):
+        parser.error("one of --evaluations, --mismatch and --collapse must be given")
     for name, table in (
         ("evaluations", evaluations),
         ("mismatch", mismatch),
@@ -143,6 +149,8 @@ def main() -> None:
     ):
         file = getattr(options, name)
         if file is not None:
+            if not file.is_file():
+                parser.error(f"{file}: no such file")
             records = read(file)
             print(f"{table(records)}\n\n{setups(records)}\n")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.data.gym import rows as gym_rows
+from tandem.errors import DataError
 from tandem.rewards import gsm8k
 from tandem.rewards.exact_number import last_number
 
@@ -112,6 +113,8 @@ TASKS = {
 
 def _gsm8k(name: str) -> list[dict[str, Any]]:
     file = Path(os.environ.get("DATA", "data"), f"verifiable/{name}.jsonl.gz")
+    if not file.is_file():
+        raise DataError(f"GSM8K must be in {file}; got no such file. Set DATA to its folder.")
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     return [{"prompt": row["question"], "answer": row["answer"]} for row in rows]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from measure import append_line, cpu_seconds, now, setup
+from measure import append_line, command, cpu_seconds, now, setup
 from tasks import TASKS, Task
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -136,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)
