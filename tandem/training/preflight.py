@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
+from operator import attrgetter
 
 from tandem.config.engine import engine_settings
 from tandem.config.schema import RunConfig, minibatch_size, rl_section
@@ -21,8 +22,6 @@ from tandem.rewards.scoring import named
 from tandem.training.stage_data import StepRows, positions
 
 _LARGE = 10**9
-_TAUGHT = {"sft": 1e-4, "reward": 5e-5, "actor": 3e-6}
-"""Rates that taught SmolLM2-135M (docs/real_runs.md)."""
 
 
 def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> None:
@@ -137,30 +136,17 @@ def rates_for_large_models(config: RunConfig, policy: str) -> list[str]:
     if weights >= _LARGE:
         return []
     default = RunConfig()
-    kept = [
-        f"--{knob.replace('_', '-')} {rate:g}"
-        for stage in in_order(config.stages)
-        for knob, rate in (
-            (f"{stage.section}.learning_rate", _TAUGHT.get(stage.section)),
-            (f"{stage.section}.actor.learning_rate", _TAUGHT["actor"]),
-        )
-        if rate is not None
-        and (own := _value(config, knob)) is not None
-        and own == _value(default, knob)
-    ]
+    kept = []
+    for stage in in_order(config.stages):
+        name = stage.section if stage.family != "rl" else f"{stage.section}.actor"
+        rates = [attrgetter(name)(of).learning_rate for of in (config, default)]
+        if stage.taught and rates[0] == rates[1]:
+            kept.append(f"--{name}.learning-rate {stage.taught:g}")
     if not kept:
         return []
     suited = f"models of billions of weights; this one has {weights / 1e6:,.3g} million"
     taught = f"{' '.join(kept)} taught one of 135 million"
     return [f"note: the default learning rates suit {suited}. {taught}"]
-
-
-def _value(config: RunConfig, dotted: str) -> object:
-    """A knob's value; None if there is no such knob."""
-    found: object = config
-    for name in dotted.split("."):
-        found = getattr(found, name, None)
-    return found
 
 
 def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:
