@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Sized
 from operator import attrgetter
 
@@ -123,30 +124,39 @@ def idle_ranks(config: RunConfig, world: World) -> list[str]:
     ]
 
 
-def rates_for_large_models(config: RunConfig, policy: str) -> list[str]:
-    """A line if a small model is about to be trained at default learning rates, which suit models
-    of billions of weights and teach a small one next to nothing. LoRA has rates of its own."""
+def rates_for_large_models(config: RunConfig, policy: str, reward: str) -> list[str]:
+    """A line for each small model that is about to be trained at default learning rates, which suit
+    models of billions of weights and teach a small one next to nothing. LoRA has rates of its own.
+
+    Args:
+        policy, reward: the models to load.
+    """
     if config.lora.rank:
         return []
-    content = load_config(locate(policy), trust_remote_code=config.trust_remote_code).to_dict()
-    try:
-        weights = shape_for(content).parameters
-    except ModelError:
-        return []
-    if weights >= _LARGE:
-        return []
     default = RunConfig()
-    kept = []
+    flags: dict[str, list[str]] = {}
     for stage in in_order(config.stages):
         name = stage.section if stage.family != "rl" else f"{stage.section}.actor"
         rates = [attrgetter(name)(of).learning_rate for of in (config, default)]
         if stage.taught and rates[0] == rates[1]:
-            kept.append(f"--{name}.learning-rate {stage.taught:g}")
-    if not kept:
-        return []
-    suited = f"models of billions of weights; this one has {weights / 1e6:,.3g} million"
-    taught = f"{' '.join(kept)} taught one of 135 million"
-    return [f"note: the default learning rates suit {suited}. {taught}"]
+            model = policy if stage.leaves == "policy" else reward
+            flags.setdefault(model, []).append(f"--{name}.learning-rate {stage.taught:g}")
+    weights = {model: _weights(model, config) for model in flags}
+    return [
+        f"note: the default learning rates suit models of billions of weights; {model} has "
+        f"{weights[model] / 1e6:,.3g} million. {' '.join(given)} taught one of 135 million"
+        for model, given in flags.items()
+        if weights[model] < _LARGE
+    ]
+
+
+def _weights(path: str, config: RunConfig) -> float:
+    """How many weights a model has; infinite where that cannot be told."""
+    found = load_config(locate(path), trust_remote_code=config.trust_remote_code)
+    try:
+        return shape_for(found.to_dict()).parameters
+    except ModelError:
+        return math.inf
 
 
 def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:

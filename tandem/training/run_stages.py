@@ -180,7 +180,7 @@ def _train(run: Run, command: str) -> None:
         to_come = replace(config, stages=tuple(unfinished))
         for line in idle_ranks(to_come, run.world):
             print_line(line)
-        for line in rates_for_large_models(to_come, tokenizer_sources(run)[0]):
+        for line in rates_for_large_models(to_come, *tokenizer_sources(run)):
             print_line(line)
     run.require_own_folder()
     run.world.barrier()  # no rank changes the folder before every rank has looked at it

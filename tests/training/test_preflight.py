@@ -225,25 +225,32 @@ def test_a_small_model_at_the_default_rates_gets_a_note_with_rates_that_have_tau
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
     given = build_config({"actor_model": tiny_model, "data": [preferences]})
-    (line,) = rates_for_large_models(given, tiny_model)
-    assert "this one has 0.0" in line
+    (line,) = rates_for_large_models(given, tiny_model, tiny_model)
+    assert f"{tiny_model} has 0.0" in line
     flags = (
         "--sft.learning-rate 0.0001 --reward.learning-rate 5e-05 --ppo.actor.learning-rate 3e-06"
     )
     assert f" {flags} taught" in line
     rates = parse_run_flags([*flags.split(), "--actor-model", "m", "--data", "d"], "train")
-    assert rates_for_large_models(rates, tiny_model) == []
+    assert rates_for_large_models(rates, tiny_model, tiny_model) == []
     some = replace(given, sft=replace(given.sft, learning_rate=1e-3), stages=("sft", "dpo"))
-    assert rates_for_large_models(some, tiny_model) == []
+    assert rates_for_large_models(some, tiny_model, tiny_model) == []
     critic_free = replace(given, stages=("grpo",))
     assert (
         "million. --grpo.actor.learning-rate 3e-06 taught"
-        in (rates_for_large_models(critic_free, tiny_model)[0])
+        in (rates_for_large_models(critic_free, tiny_model, tiny_model)[0])
     )
-    assert rates_for_large_models(replace(given, lora=LoraConfig(rank=4)), tiny_model) == []
+    assert (
+        rates_for_large_models(replace(given, lora=LoraConfig(rank=4)), tiny_model, tiny_model)
+        == []
+    )
     large = tmp_path / "large"
     LlamaConfig(num_hidden_layers=24, hidden_size=2048).save_pretrained(large)
-    assert rates_for_large_models(given, str(large)) == []
+    assert rates_for_large_models(given, str(large), str(large)) == []
+    (line,) = rates_for_large_models(given, tiny_model, str(large))  # the policy's rates alone
+    assert "reward" not in line.partition("million.")[2]
+    (line,) = rates_for_large_models(given, str(large), tiny_model)
+    assert "million. --reward.learning-rate 5e-05 taught" in line
     (tmp_path / "odd").mkdir()
     MptConfig().save_pretrained(tmp_path / "odd")  # counted by transformers, 6.6 billion
-    assert rates_for_large_models(given, str(tmp_path / "odd")) == []
+    assert rates_for_large_models(given, str(tmp_path / "odd"), str(tmp_path / "odd")) == []
