@@ -53,13 +53,10 @@ def grade_table(folders: Sequence[Path]) -> str:
     """
     found = outcomes_of(folders)
     lines = [f"{'run':38} {'stage':10} {'measured':>9} {'memory':>7} {'net':>7}  time by phase"]
-    wholes = [outcome for outcome in found if outcome.phase == WHOLE]
-    for whole in wholes:
-        phases = [o for o in found if (o.case, o.stage) == (whole.case, whole.stage)]
+    for whole, phases in _stages(found):
         times = ", ".join(
-            f"{o.phase} {o.time_error:+.0%}" for o in phases
-            if o.phase in _FITTED and math.isfinite(o.time_error)
-        )  # fmt: skip
+            f"{o.phase} {o.time_error:+.0%}" for o in phases if math.isfinite(o.time_error)
+        )
         lines.append(
             f"{whole.case:38} {whole.stage:10} {whole.measured_bytes / MEBIBYTE:5.0f} MiB "
             f"{whole.memory_error:+7.1%} {net_error(whole):+7.0%}  {times}"
@@ -75,7 +72,6 @@ def grade_values(folders: Sequence[Path]) -> list[dict[str, Any]]:
     Raises:
         ConfigError: no folder has predictions.
     """
-    found = outcomes_of(folders)
     return [
         {
             "run": whole.case,
@@ -83,15 +79,20 @@ def grade_values(folders: Sequence[Path]) -> list[dict[str, Any]]:
             "measured_bytes": _finite(whole.measured_bytes),
             "memory_error": _finite(whole.memory_error),
             "net_error": _finite(net_error(whole)),
-            "time_errors": {
-                o.phase: _finite(o.time_error)
-                for o in found
-                if (o.case, o.stage) == (whole.case, whole.stage) and o.phase in _FITTED
-            },
+            "time_errors": {o.phase: _finite(o.time_error) for o in phases},
         }
-        for whole in found
-        if whole.phase == WHOLE
+        for whole, phases in _stages(outcomes_of(folders))
     ]
+
+
+def _stages(found: Sequence[Outcome]) -> list[tuple[Outcome, list[Outcome]]]:
+    """Each run's stages: the whole, and the phases that constants are fitted to."""
+
+    def phases(whole: Outcome) -> list[Outcome]:
+        same = [o for o in found if (o.case, o.stage) == (whole.case, whole.stage)]
+        return [o for o in same if o.phase in _FITTED]
+
+    return [(outcome, phases(outcome)) for outcome in found if outcome.phase == WHOLE]
 
 
 def _finite(value: float) -> float | None:
