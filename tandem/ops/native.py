@@ -8,7 +8,7 @@ TANDEM_NATIVE=off uses the plain torch paths. TANDEM_MARCH names the processor t
 compiler's -march does, more flags behind it (`x86-64-v3`, `native -mno-avx512bf16`; default
 native): for a cache that different processors share, and to see another's arithmetic. Numbers are
 the same to the bit within one such instruction set, and equal to rounding between them.
-TANDEM_AMX=off keeps bfloat16 products off Intel's matrix unit.
+TANDEM_AMX=off keeps products off Intel's matrix unit, TANDEM_AMX=bf16 those of float32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ if sys.platform != "win32":
 
 SOURCES = Path(__file__).parent / "csrc"
 # The longest first. Only one of them reads torch's headers, which take longer than any code here.
-UNITS = ("torch_ops.cpp", "attention.cpp", "gemm.cpp", "tuning.cpp", "threads.cpp")
+UNITS = (
+    "torch_ops.cpp",
+    "attention.cpp",
+    "products_amx.cpp",
+    "gemm.cpp",
+    "tuning.cpp",
+    "threads.cpp",
+)
 # As Linux spells them: what decides how fast products are, on x86 and on ARM.
 INSTRUCTION_SETS = (
     "avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16",

@@ -68,7 +68,10 @@ def examine(*, speed: bool) -> dict[str, Any]:
         "native": {
             "available": native.available(),
             "why_not": native.why_not(),
-            "why_no_amx": torch.ops.tandem.why_no_amx() if native.available() else None,
+            "why_no_amx": {
+                name: torch.ops.tandem.why_no_amx(name == "bf16") if native.available() else None
+                for name in ("fp32", "bf16")
+            },
             "compiler": native.compiler(),
             "cache_folder": str(cache),
         },
@@ -136,8 +139,9 @@ def _show(facts: Mapping[str, Any]) -> None:
         "processor": f"{facts['processor']}, {cores}",
         "instructions": ", ".join(facts["instruction_sets"]) or "not listed by this system",
         "C++ operations": "built" if built["available"] else f"not built: {built['why_not']}",
-        "matrix unit": {"": "AMX, for bf16", None: "not used"}.get(
-            built["why_no_amx"], f"AMX not used: {built['why_no_amx']}"
+        "matrix unit": "; ".join(
+            f"{name}: " + {"": "AMX", None: "not used"}.get(why, f"AMX not used: {why}")
+            for name, why in built["why_no_amx"].items()
         ),
         "compiler": built["compiler"] or "none found",
         "GPUs": gpus or "none",

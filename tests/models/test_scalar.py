@@ -53,7 +53,7 @@ def test_scores_and_values_against_hugging_faces_pooling(family: str) -> None:
     assert theirs.shape == (4, 1)
     scores, values = sequence_scores(model, batch), token_values(model, batch)
     assert scores.dtype == values.dtype == torch.float32
-    assert scaled(scores, theirs[:, 0], 1e-6)
+    assert scaled(scores, theirs[:, 0], 2e-6)
     assert values.shape == batch.token_ids.shape
     for row, n in enumerate(batch.lengths().tolist()):
         assert values[row, 0] == 0
@@ -131,7 +131,7 @@ def test_a_saved_scalar_model_opens_anywhere_and_keeps_its_head(
     assert theirs.config.num_labels == 1
     batch = ragged_batch()
     pooled = theirs(batch.token_ids, attention_mask=batch.attention_mask.long()).logits[:, 0]
-    assert scaled(sequence_scores(model, batch), pooled, 1e-6)
+    assert scaled(sequence_scores(model, batch), pooled, 2e-6)
     ours = load_scalar_model(tmp_path, seed=99)
     assert torch.equal(ours.score.weight, model.score.weight)
     assert normalization(ours) == (0.25, 2.5)

@@ -33,7 +33,7 @@ EXPORTED int64_t packed_floats(bool half, int64_t N, int64_t K) {
   return half ? packed_size<bf16>(N, K) : packed_size<float>(N, K);
 }
 EXPORTED bool in_pairs() { return kPairs; }
-EXPORTED bool uses_amx() { return why_no_amx().empty(); }
+EXPORTED bool uses_amx(bool half) { return why_no_amx(half).empty(); }
 EXPORTED void product(bool half, const void* x, int64_t M, const void* w, const void* bias,
                       int64_t N, int64_t K, void* y, float* packed, bool ahead) {
   const auto run = [&](auto tag) {
@@ -43,8 +43,12 @@ EXPORTED void product(bool half, const void* x, int64_t M, const void* w, const 
   };
   half ? run(bf16{}) : run(float{});
 }
-EXPORTED bool turned(const void* a, const void* b, int64_t M, int64_t N, int64_t K, float* y,
+EXPORTED bool turned(bool half, const void* a, const void* b, int64_t M, int64_t N, int64_t K, float* y,
                      bool adds) {
+  if (!half) {
+    multiply_turned(static_cast<const float*>(a), N, static_cast<const float*>(b), K, M, N, K, y, K, adds);
+    return true;
+  }
   return multiply_turned(static_cast<const bf16*>(a), N, static_cast<const bf16*>(b), K, M, N, K, y,
                          adds);
 }

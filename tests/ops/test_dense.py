@@ -123,7 +123,9 @@ def test_rows_are_summed_alike_where_the_work_is_cut_into_blocks(
     for k in range(2500):  # float64 holds a product of floats and its sum: rounded once, as an FMA
         fused = (x[5, k].double() * weight[7, k].double() + fused.double()).float()
         rounded = x[5, k] * weight[7, k] + rounded  # of processors without FMA
-    assert whole[5, 7] in (fused, rounded)
+    if torch.ops.tandem.why_no_amx(False):  # else in the matrix unit's own order (test_variants.py)
+        assert whole[5, 7] in (fused, rounded)
+    assert abs(whole[5, 7] - fused) < 1e-4
     for count in (1, 4):
         threads(count)
         for rows in (1, 9, 60, 130):

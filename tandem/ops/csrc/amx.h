@@ -1,17 +1,24 @@
-// bfloat16 products on Intel's matrix unit (AMX), which sums 32 numbers of a row per instruction in an
-// order of its own: on a processor that uses it, all bfloat16 products go through it.
+// Intel's matrix unit (AMX): tiles of 16 rows of 16 words, and blocks of sums made of them.
 //
-// A row's sums depend on nothing but the row here too: k goes from first to last in steps of 16 pairs,
-// whatever the rows beside it, and past the end of rows, columns and k everything is 0. It is used
-// after `usable` has checked this on the processor itself, and that it is faster.
-// TANDEM_EMULATE_AMX compiles the same code with the unit written out, for tests on any processor.
+// One instruction multiplies 16 rows of 32 bfloat16 by 16 columns of 32 and adds to 16 x 16 sums,
+// in an order of its own. A row's sums depend on nothing but the row here too: k goes from first to
+// last in steps of 32 numbers, whatever the rows beside it, and past the end of rows, columns and k
+// everything is 0. TANDEM_EMULATE_AMX compiles the same code with the unit written out, for tests
+// on any processor.
+//
+// float32 numbers go through it in three parts, each a bfloat16: x = x0 + x1 + x2 exactly, as 3
+// times 8 bits hold the 24 of a float. Of the nine products of parts six are made; the others, x1
+// w2, x2 w1 and x2 w2, are below 2^-24 of the product, less than a float's own rounding (G. Henry,
+// P. Tang, A. Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For
+// Higher-Precision Computations", 2019). Parts below 2^-126 count as 0, and what rounds to an
+// infinity, from 3.396e38 on, becomes a NaN.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
-#include "gemm.h"
+#include "packing.h"
 
 #if defined(TANDEM_EMULATE_AMX) || (defined(__AMX_TILE__) && defined(__AMX_BF16__) && \
                                     defined(__AVX512BF16__) && defined(__linux__))
@@ -27,21 +34,26 @@
 
 namespace tandem::amx {
 
-constexpr int64_t kSide = 16;        // rows of a tile; words (pairs of bfloat16) of its rows
-constexpr int64_t kBlock = 2 * kSide;  // rows and columns of four tiles of sums
+constexpr int64_t kSide = 16;             // rows of a tile; words (pairs of bfloat16) of its rows
+constexpr int64_t kStep = 2 * kSide;      // numbers of k that a tile holds
+constexpr int64_t kTile = kSide * kSide;  // words of a tile
 
-typedef float word __attribute__((may_alias, aligned(2)));
+// In how many parts a number goes through the unit.
+template <class T>
+constexpr int kParts = std::is_same_v<T, bf16> ? 1 : 3;
 
 #if defined(TANDEM_EMULATE_AMX)
 
 struct Unit {
-  float sums[4][16][16];         // tiles 0 to 3
-  uint32_t words[8][16][16];     // tiles 4 to 7
+  float sums[4][16][16];      // tiles 0 to 3
+  uint32_t words[8][16][16];  // tiles 4 to 7
 };
 inline thread_local Unit unit;
 
 inline bool permitted() { return true; }
-struct Session {};
+struct Session {
+  explicit Session(int64_t) {}
+};
 inline float half_of(uint32_t pair, int upper) {
   const uint32_t bits = upper ? pair & 0xFFFF0000u : pair << 16;
   float value;
@@ -54,13 +66,17 @@ inline void load_tile(int tile, const word* from, int64_t stride) {
     std::memcpy(to, from + i * stride, 64);
   }
 }
+// As Intel states it: the sums of the lower and of the upper halves' products, then both, then
+// added.
 inline void dot_tiles(int sum, int a, int b) {
   for (int i = 0; i < 16; ++i)
-    for (int k = 0; k < 16; ++k)
-      for (int j = 0; j < 16; ++j)
+    for (int j = 0; j < 16; ++j) {
+      float made[2] = {};
+      for (int k = 0; k < 16; ++k)
         for (int upper = 0; upper < 2; ++upper)
-          unit.sums[sum][i][j] += half_of(unit.words[a][i][k], upper) *
-                                  half_of(unit.words[b][k][j], upper);
+          made[upper] += half_of(unit.words[a][i][k], upper) * half_of(unit.words[b][k][j], upper);
+      unit.sums[sum][i][j] += made[0] + made[1];
+    }
 }
 inline void store_tile(int tile, float* to, int64_t stride) {
   for (int i = 0; i < 16; ++i) std::memcpy(to + i * stride, unit.sums[tile][i], 64);
@@ -78,16 +94,19 @@ inline bool permitted() {
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
-// Eight tiles of 16 rows of 64 bytes, while it lives, on this thread.
+// Eight tiles of rows of 64 bytes, while it lives, on this thread: 16 rows, of rows' tiles and sums
+// (tiles 0 to 5) only `rows` where a product has fewer, which takes less time.
 struct Session {
-  Session() {
+  explicit Session(int64_t rows) {
+    const uint8_t some = static_cast<uint8_t>(std::min(kSide, rows));
     struct alignas(64) Config {
       uint8_t palette = 1, start = 0, reserved[14] = {};
       uint16_t bytes[16] = {};
       uint8_t rows[16] = {};
     } config;
-    for (int t = 0; t < 8; ++t) config.bytes[t] = 64, config.rows[t] = 16;
-    _tile_loadconfig(&config);
+    for (int t = 0; t < 8; ++t) config.bytes[t] = 64, config.rows[t] = t < 6 ? some : 16;
+    // The compiler's own function lets it believe that the first 8 bytes are all that is read.
+    asm volatile("ldtilecfg %0" ::"m"(config));
   }
   ~Session() { _tile_release(); }
 };
@@ -98,136 +117,199 @@ struct Session {
 
 #endif
 
-// Memory that will soon be read, fetched by and by: so many cache lines with every tile's words.
-struct Ahead {
-  const char* next = nullptr;
-  int64_t lines = 0;
+// The compiler does not know that tiles are memory: what was stored before is there, and what is read
+// after is read from there.
+#define TANDEM_TILE_FENCE() asm volatile("" ::: "memory")
 
-  void fetch() {
-    for (int64_t i = 0; i < lines; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+// A block's sums, (rows, columns), which `finish` takes to y from row m and column n on.
+struct Unfinished {
+  void (*finish)(const void* done, int64_t m, int64_t n, int64_t rows, int64_t columns,
+                 const float* sums, int64_t step) = nullptr;
+  const void* done = nullptr;
+  int64_t m = 0, n = 0, rows = 0, columns = 0;
+  const float* sums = nullptr;
+  int64_t step = 0;
+
+  void some(int64_t count) {
+    count = std::min(count, rows);
+    finish(done, m, n, count, columns, sums, step);
+    m += count, rows -= count, sums += count * step;
   }
 };
 
-// 16 R rows by 16 C columns of sums, `out_step` floats from row to row, over `words` of k; from where
-// `before` left them, or from 0. Words past the last whole 16 lie in `tail`, padded with rows of 0.
-template <int R, int C>
-inline void block(const word* rows, int64_t row_step, const word* panel, const word* tail,
-                  int64_t panel_step, int64_t words, const float* before, float* out,
-                  int64_t out_step, Ahead& ahead) {
-  const int64_t down = kSide * out_step;
-  if (before) {
-    TANDEM_TILE_LOAD(0, reinterpret_cast<const word*>(before), out_step);
-    if constexpr (C > 1) TANDEM_TILE_LOAD(1, reinterpret_cast<const word*>(before + kSide), out_step);
-    if constexpr (R > 1) TANDEM_TILE_LOAD(2, reinterpret_cast<const word*>(before + down), out_step);
-    if constexpr (R > 1 && C > 1)
-      TANDEM_TILE_LOAD(3, reinterpret_cast<const word*>(before + down + kSide), out_step);
+// Work done between the unit's instructions, which leave the rest of the core free: finishing the
+// block before, fetching what will be written, and making tiles that are multiplied later.
+struct Meanwhile {
+  // Sums of this block and of the one before, in turns.
+  alignas(64) float kept[2][2 * kSide * kPanel];
+  int64_t turn = 0;
+  Unfinished late;
+
+  char* target = nullptr;  // lines of 64 bytes: `lines` of each of `rows` rows, `row` bytes apart
+  int64_t row = 0, rows = 0, lines = 0, per_step = 0;
+
+  void (*make)(const void* what, int64_t i) = nullptr;
+  const void* what = nullptr;
+  int64_t next = 0, count = 0;  // which of the pieces
+  int64_t share = 0, owed = 0;  // of a piece with every turn, in 1 / 65536
+
+  void step() {
+    if (late.rows) late.some(per_step);
+    for (int64_t i = std::min(per_step, rows); i > 0; --i, --rows, target += row)
+      for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(target + 64 * line, 1, 3);
+  }
+  void work(int64_t) {
+    for (owed += share; owed >= 65536 && next < count; owed -= 65536) make(what, next++);
+  }
+  void make_rest() {
+    while (next < count) make(what, next++);
+    owed = 0;
+  }
+  void finish_rest() {
+    if (late.rows) late.some(late.rows);
+  }
+};
+
+// Where tiles lie, in words: from one to the tile beside it and to the next of k, and from row to
+// row of a tile. Parts of the same numbers follow one another.
+struct Tiles {
+  const word* data;
+  int64_t beside, deeper, row;
+};
+
+// Where a block's sums start, or null for 0, and where they go; floats from row to row.
+struct Sums {
+  const float* before;
+  int64_t before_row;
+  float* after;
+  int64_t after_row;
+};
+
+#define TANDEM_LEFT(part)                            \
+  TANDEM_TILE_LOAD(4, a + (part) * kTile, left.row); \
+  if constexpr (R > 1) TANDEM_TILE_LOAD(5, a + left.beside + (part) * kTile, left.row)
+#define TANDEM_RIGHT(part)                                                                  \
+  if constexpr (R > 1 || C < 3) {                                                           \
+    TANDEM_TILE_LOAD(6, b + (part) * kTile, right.row);                                     \
+    if constexpr (C > 1) TANDEM_TILE_LOAD(7, b + right.beside + (part) * kTile, right.row); \
+  }
+#define TANDEM_DOTS(part)                                                    \
+  if constexpr (R > 1 || C < 3) {                                            \
+    TANDEM_TILE_DOT(0, 4, 6);                                                \
+    if constexpr (C > 1) TANDEM_TILE_DOT(1, 4, 7);                           \
+    if constexpr (R > 1) TANDEM_TILE_DOT(2, 5, 6);                           \
+    if constexpr (R > 1 && C > 1) TANDEM_TILE_DOT(3, 5, 7);                  \
+  } else {                                                                   \
+    TANDEM_TILE_LOAD(6, b + (part) * kTile, right.row);                      \
+    TANDEM_TILE_DOT(0, 4, 6);                                                \
+    TANDEM_TILE_LOAD(7, b + right.beside + (part) * kTile, right.row);       \
+    TANDEM_TILE_DOT(1, 4, 7);                                                \
+    TANDEM_TILE_LOAD(6, b + 2 * right.beside + (part) * kTile, right.row);   \
+    TANDEM_TILE_DOT(2, 4, 6);                                                \
+    if constexpr (C > 3) {                                                   \
+      TANDEM_TILE_LOAD(7, b + 3 * right.beside + (part) * kTile, right.row); \
+      TANDEM_TILE_DOT(3, 4, 7);                                              \
+    }                                                                        \
+  }
+
+// One step of k. Of the six products of parts every two neighbours share a factor, which stays
+// loaded.
+#define TANDEM_STEP(work) \
+  TANDEM_TILE_FENCE();    \
+  if constexpr (P == 1) { \
+    TANDEM_LEFT(0);       \
+    TANDEM_RIGHT(0);      \
+    TANDEM_DOTS(0);       \
+    work(0);              \
+  } else {                \
+    TANDEM_LEFT(1);       \
+    TANDEM_RIGHT(1);      \
+    TANDEM_DOTS(1);       \
+    work(0);              \
+    TANDEM_RIGHT(0);      \
+    TANDEM_DOTS(0);       \
+    work(1);              \
+    TANDEM_LEFT(2);       \
+    TANDEM_DOTS(0);       \
+    work(2);              \
+    TANDEM_LEFT(0);       \
+    TANDEM_DOTS(0);       \
+    work(3);              \
+    TANDEM_RIGHT(1);      \
+    TANDEM_DOTS(1);       \
+    work(4);              \
+    TANDEM_RIGHT(2);      \
+    TANDEM_DOTS(2);       \
+    work(5);              \
+  }
+
+// Sums of R tiles of rows by C of columns over `steps` of k: two by two, or one by up to four.
+template <int P, int R, int C>
+inline void block(const Tiles& left, const Tiles& right, int64_t steps, const Sums& sums,
+                  Meanwhile& meanwhile) {
+  static_assert(R == 1 ? C <= 4 : R == 2 && C <= 2);
+  TANDEM_TILE_FENCE();
+  if (sums.before) {
+    const auto from = [&](int64_t r, int64_t c) {
+      return reinterpret_cast<const word*>(sums.before + r * kSide * sums.before_row + c * kSide);
+    };
+    TANDEM_TILE_LOAD(0, from(0, 0), sums.before_row);
+    if constexpr (C > 1) TANDEM_TILE_LOAD(1, from(0, 1), sums.before_row);
+    if constexpr (R > 1) TANDEM_TILE_LOAD(2, from(1, 0), sums.before_row);
+    if constexpr (R > 1 && C > 1) TANDEM_TILE_LOAD(3, from(1, 1), sums.before_row);
+    if constexpr (C > 2) TANDEM_TILE_LOAD(2, from(0, 2), sums.before_row);
+    if constexpr (C > 3) TANDEM_TILE_LOAD(3, from(0, 3), sums.before_row);
   } else {
     TANDEM_TILE_ZERO(0);
     if constexpr (C > 1) TANDEM_TILE_ZERO(1);
-    if constexpr (R > 1) TANDEM_TILE_ZERO(2);
-    if constexpr (R > 1 && C > 1) TANDEM_TILE_ZERO(3);
+    if constexpr (R > 1 || C > 2) TANDEM_TILE_ZERO(2);
+    if constexpr ((R > 1 && C > 1) || C > 3) TANDEM_TILE_ZERO(3);
   }
-  for (int64_t k = 0; k < words; k += kSide) {
-    ahead.fetch();
-    const word* columns = k + kSide <= words ? panel + k * panel_step : tail;
-    TANDEM_TILE_LOAD(4, rows + k, row_step);
-    TANDEM_TILE_LOAD(6, columns, panel_step);
-    if constexpr (C > 1) TANDEM_TILE_LOAD(7, columns + kSide, panel_step);
-    if constexpr (R > 1) TANDEM_TILE_LOAD(5, rows + kSide * row_step + k, row_step);
-    TANDEM_TILE_DOT(0, 4, 6);
-    if constexpr (C > 1) TANDEM_TILE_DOT(1, 4, 7);
-    if constexpr (R > 1) TANDEM_TILE_DOT(2, 5, 6);
-    if constexpr (R > 1 && C > 1) TANDEM_TILE_DOT(3, 5, 7);
+  const word *a = left.data, *b = right.data;
+  for (int64_t k = 0; k < steps; ++k, a += left.deeper, b += right.deeper) {
+    meanwhile.step();
+    TANDEM_STEP(meanwhile.work);
   }
-  TANDEM_TILE_STORE(0, out, out_step);
-  if constexpr (C > 1) TANDEM_TILE_STORE(1, out + kSide, out_step);
-  if constexpr (R > 1) TANDEM_TILE_STORE(2, out + down, out_step);
-  if constexpr (R > 1 && C > 1) TANDEM_TILE_STORE(3, out + down + kSide, out_step);
+  const auto to = [&](int64_t r, int64_t c) {
+    return sums.after + r * kSide * sums.after_row + c * kSide;
+  };
+  TANDEM_TILE_STORE(0, to(0, 0), sums.after_row);
+  if constexpr (C > 1) TANDEM_TILE_STORE(1, to(0, 1), sums.after_row);
+  if constexpr (R > 1) TANDEM_TILE_STORE(2, to(1, 0), sums.after_row);
+  if constexpr (R > 1 && C > 1) TANDEM_TILE_STORE(3, to(1, 1), sums.after_row);
+  if constexpr (C > 2) TANDEM_TILE_STORE(2, to(0, 2), sums.after_row);
+  if constexpr (C > 3) TANDEM_TILE_STORE(3, to(0, 3), sums.after_row);
+  TANDEM_TILE_FENCE();
 }
 
-// M rows of words as whole tiles can be read from them: those before `whole`, a multiple of 32, where
-// they lie, the others in a copy padded with 0 below and to the right.
-struct Rows {
-  const word* data;
-  int64_t step, whole;
-  const word* rest;
-  int64_t rest_step;
-
-  const word* at(int64_t m) const { return m < whole ? data + m * step : rest + (m - whole) * rest_step; }
-  int64_t step_at(int64_t m) const { return m < whole ? step : rest_step; }
-};
-
-inline int64_t padded_words(int64_t words) { return round_up(words, kSide); }
-
-// How many of M rows of K numbers, `stride` apart, can be read where they lie.
-inline int64_t whole_rows(int64_t M, int64_t K, int64_t stride) {
-  return K % (2 * kSide) == 0 && stride % 2 == 0 ? M / kBlock * kBlock : 0;
-}
-
-// Floats of the copy that `rows_of` makes of the others.
-inline int64_t room_for_rows(int64_t M, int64_t K, int64_t stride) {
-  return round_up(M - whole_rows(M, K, stride), kBlock) * padded_words(words_of<bf16>(K));
-}
-
-// Rows (M, K), `stride` numbers apart; `room` as `room_for_rows` says.
-inline Rows rows_of(const bf16* x, int64_t stride, int64_t M, int64_t K, float* room) {
-  const int64_t whole = whole_rows(M, K, stride), step = padded_words(words_of<bf16>(K));
-  std::memset(room, 0, room_for_rows(M, K, stride) * sizeof(float));
-  for (int64_t m = whole; m < M; ++m)
-    std::memcpy(room + (m - whole) * step, x + m * stride, K * sizeof(bf16));
-  return {reinterpret_cast<const word*>(x), stride / 2, whole,
-          reinterpret_cast<const word*>(room), step};
-}
-
-// `words` of k, from word `from` on, of M rows by one panel of `lanes` columns in memory. Sums go on
-// from `sums` (M rounded up to 32, kPanelSums) if `goes_on`, and are left there if `stops`; else
-// finish(first row, first column, rows, columns, sums, floats from row to row) takes them, block by
-// block, after fetch(first row, first column, rows), which may fetch what it will write. `next`, if
-// given: a panel as large as this one that is read after it.
-constexpr int64_t kPanelSums = 64;
-
-template <class Fetch, class Finish>
-void multiply_panel(const Rows& rows, int64_t M, int64_t from, int64_t words, const word* panel,
-                    int64_t lanes, int64_t width, float* sums, bool goes_on, bool stops,
-                    const word* next, Fetch fetch, Finish finish) {
-  alignas(64) float tail[kSide * kPanelSums], out[kBlock * kBlock];
-  const int64_t whole = words / kSide * kSide;
-  if (whole < words) {
-    std::memset(tail, 0, kSide * lanes * 4);
-    std::memcpy(tail, panel + whole * lanes, (words - whole) * lanes * 4);
+// The same of columns whose tiles `feed` makes a step ahead, while the step before is multiplied,
+// so that they stay in the first cache.
+template <int P, int R, int C, class Feed>
+inline void stream(const Tiles& left, Feed& feed, int64_t steps, float* after, int64_t after_row) {
+  static_assert(R == 1 ? C <= 4 : R == 2 && C <= 2);
+  TANDEM_TILE_ZERO(0);
+  if constexpr (C > 1) TANDEM_TILE_ZERO(1);
+  if constexpr (R > 1 || C > 2) TANDEM_TILE_ZERO(2);
+  if constexpr ((R > 1 && C > 1) || C > 3) TANDEM_TILE_ZERO(3);
+  const word* a = left.data;
+  const Tiles right{nullptr, P * kTile, 0, kSide};
+  for (int64_t k = 0; k < steps; ++k, a += left.deeper) {
+    const word* const b = reinterpret_cast<const word*>(feed.at(feed.made - 1));
+    TANDEM_STEP(feed.work);
+    feed.next();
   }
-  Ahead ahead;
-  if (next) {
-    const int64_t blocks = round_up(M, kBlock) / kBlock * (round_up(lanes, kBlock) / kBlock);
-    const int64_t steps = blocks * (padded_words(words) / kSide);
-    ahead = {reinterpret_cast<const char*>(next), (words * lanes * 4 / 64 + steps - 1) / steps};
-  }
-  for (int64_t m = 0; m < M; m += kBlock) {
-    const word* const row = rows.at(m) + from;
-    const int64_t step = rows.step_at(m), count = std::min(kBlock, M - m);
-    for (int64_t c = 0; c < lanes; c += kBlock) {
-      const word *columns = panel + c, *end = tail + c;
-      const bool held = goes_on || stops;
-      float* const to = held ? sums + m * kPanelSums + c : out;
-      const int64_t to_step = held ? kPanelSums : kBlock;
-      const float* const before = goes_on ? to : nullptr;
-      const bool wide = lanes - c > kSide;
-      if (!stops) fetch(m, c, count);
-      if (count > kSide) {
-        if (wide) {
-          block<2, 2>(row, step, columns, end, lanes, words, before, to, to_step, ahead);
-        } else {
-          block<2, 1>(row, step, columns, end, lanes, words, before, to, to_step, ahead);
-        }
-      } else if (wide) {
-        block<1, 2>(row, step, columns, end, lanes, words, before, to, to_step, ahead);
-      } else {
-        block<1, 1>(row, step, columns, end, lanes, words, before, to, to_step, ahead);
-      }
-      if (!stops) finish(m, c, count, std::min(kBlock, width - c), to, to_step);
-    }
-  }
+  TANDEM_TILE_STORE(0, after, after_row);
+  if constexpr (C > 1) TANDEM_TILE_STORE(1, after + kSide, after_row);
+  if constexpr (R > 1) TANDEM_TILE_STORE(2, after + kSide * after_row, after_row);
+  if constexpr (R > 1 && C > 1) TANDEM_TILE_STORE(3, after + kSide * after_row + kSide, after_row);
+  if constexpr (C > 2) TANDEM_TILE_STORE(2, after + 2 * kSide, after_row);
+  if constexpr (C > 3) TANDEM_TILE_STORE(3, after + 3 * kSide, after_row);
+  TANDEM_TILE_FENCE();
 }
+#undef TANDEM_LEFT
+#undef TANDEM_RIGHT
+#undef TANDEM_DOTS
+#undef TANDEM_STEP
 
 }  // namespace tandem::amx
 #endif

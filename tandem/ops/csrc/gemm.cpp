@@ -17,52 +17,27 @@
 
 #include "amx.h"
 #include "gemm.h"
+#include "packing.h"
+#include "products_amx.h"
 #include "threads.h"
 #include "tuning.h"
 
 namespace tandem {
 namespace {
 
-// A vector that the processor has, and the tiles of sums that its registers hold: columns of a
-// panel, and how many rows beside 16, 32, 48 and 64 columns.
+// A vector that the processor has, and the tiles of sums that its registers hold: how many rows
+// beside 16, 32, 48 and 64 columns.
 #if defined(__AVX512F__)
 typedef v16 wide;
-constexpr int64_t kPanel = 64;
 constexpr int kMostRows[] = {0, 12, 12, 8, 6};
 #elif defined(__AVX__)
 typedef v8 wide;
-constexpr int64_t kPanel = 16;
 constexpr int kMostRows[] = {0, 6, 0, 0, 0};
 #else
 typedef v4 wide;
-constexpr int64_t kPanel = 16;
 constexpr int kMostRows[] = {0, 6, 0, 0, 0};
 #endif
 constexpr int kWide = sizeof(wide) / sizeof(float);
-
-// One 32-bit word of an operand: a float, or two bfloat16.
-typedef float word __attribute__((may_alias, aligned(2)));
-
-// Memory of one thread that grows and is kept: one per purpose, so that uses do not meet.
-enum class Use { weights, rows, panel, tile, sums, count };
-
-float* scratch(Use use, int64_t floats) {
-  struct Memory {
-    float* data = nullptr;
-    int64_t size = 0;
-    ~Memory() { std::free(data); }
-  };
-  thread_local std::array<Memory, static_cast<size_t>(Use::count)> all;
-  Memory& memory = all[static_cast<size_t>(use)];
-  if (memory.size < floats) {
-    std::free(memory.data);
-    memory.size = 0;
-    memory.data = static_cast<float*>(std::aligned_alloc(64, round_up(floats, kLanes) * 4));
-    if (!memory.data) throw std::bad_alloc();
-    memory.size = round_up(floats, kLanes);
-  }
-  return memory.data;
-}
 
 // Finishes `lanes` sums of one row; y, bias and residual point at the first of them.
 template <class T>
@@ -277,145 +252,6 @@ void multiply_group(const TileWork<T>& work, int64_t count, int64_t lanes, const
   }
 }
 
-// ---- packing: 16 rows of words become columns ----
-
-template <int... I>
-TANDEM_INLINE v16 pick(v16 a, v16 b) {
-  return __builtin_shufflevector(a, b, I...);
-}
-
-// In place: row i, lane j becomes row j, lane i.
-TANDEM_INLINE void transpose(v16 (&x)[16]) {
-#if !defined(__AVX512F__)
-  float from[256], to[256];
-  __builtin_memcpy(from, x, sizeof from);
-  for (int j = 0; j < 16; ++j)
-    for (int i = 0; i < 16; ++i) to[16 * j + i] = from[16 * i + j];
-  __builtin_memcpy(x, to, sizeof to);
-#else
-  v16 y[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    y[i] = pick<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(x[i], x[i + 1]);
-    y[i + 1] = pick<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(x[i], x[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4)
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; ++j) {
-      const v16 a = y[i + j], b = y[i + j + 2];
-      x[i + 2 * j] = pick<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a, b);
-      x[i + 2 * j + 1] = pick<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(a, b);
-    }
-  // x[4 g + j] now holds, in each quarter q, column 4 q + j of rows 4 g to 4 g + 3.
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    const v16 a = x[j], b = x[4 + j], c = x[8 + j], d = x[12 + j];
-    const v16 ab = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(a, b);
-    const v16 AB = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(a, b);
-    const v16 cd = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(c, d);
-    const v16 CD = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(c, d);
-    y[j] = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(ab, cd);
-    y[8 + j] = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(ab, cd);
-    y[4 + j] = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(AB, CD);
-    y[12 + j] = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(AB, CD);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) x[i] = y[i];
-#endif
-}
-
-// The words k to k + 15 of a row.
-template <class T>
-TANDEM_INLINE v16 full_words(const T* row, int64_t k) {
-  if constexpr (kPerWord<T> == 1) {
-    return load(row + k);
-  } else {
-    return load_whole(row + 2 * k);
-  }
-}
-
-// The same of a row of K values; past its end they are 0.
-template <class T>
-TANDEM_INLINE v16 row_words(const T* row, int64_t k, int64_t K) {
-  const int64_t values = std::min<int64_t>(kLanes * kPerWord<T>, K - k * kPerWord<T>);
-  if (values == kLanes * kPerWord<T>) return full_words(row, k);
-  if constexpr (kPerWord<T> == 1) {
-    return load(row + k, static_cast<int>(values));
-  } else {
-    v16 x = {};
-    __builtin_memcpy(&x, row + 2 * k, values * sizeof(T));
-    return x;
-  }
-}
-
-constexpr int64_t kAhead = 2 * kLanes;  // words fetched before their turn: rows lie far apart
-
-// Words k to k + 15 of `count` <= 16 contiguous rows from row `first`: x[i] is word k + i of all.
-template <class T>
-TANDEM_INLINE void load_turned(const Matrix<T>& m, int64_t first, int64_t count, int64_t k,
-                               int64_t K, v16 (&x)[16]) {
-  const T* rows = m.data + first * m.row_stride;
-  if (count == kLanes && (k + kLanes) * kPerWord<T> <= K) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
-      const T* row = rows + i * m.row_stride;
-      x[i] = full_words(row, k);
-      __builtin_prefetch(row + (k + kAhead) * kPerWord<T>);
-    }
-  } else {
-    for (int i = 0; i < 16; ++i)
-      x[i] = i < count ? row_words(rows + i * m.row_stride, k, K) : v16{};
-  }
-  transpose(x);
-}
-
-// Words k of `count` <= 16 rows from row `first`, where it is the columns that are contiguous.
-template <class T>
-TANDEM_INLINE v16 column_words(const Matrix<T>& m, int64_t first, int64_t count, int64_t k,
-                               int64_t K) {
-  const auto values = [&](int64_t column) {
-    const T* p = m.data + column * m.column_stride + first * m.row_stride;
-    return load_lanes(p, static_cast<int>(count));
-  };
-  if constexpr (kPerWord<T> == 1) {
-    return values(k);
-  } else {
-    const v16u low = bits(values(2 * k)) >> 16;
-    const v16u high = 2 * k + 1 < K ? bits(values(2 * k + 1)) & 0xFFFF0000u : v16u{};
-    return from_bits(low | high);
-  }
-}
-
-// Rows first to first + width (at most kPanel) into out (words, round_up(width, 16)).
-template <class T>
-void pack_panel(const Matrix<T>& m, int64_t first, int64_t width, int64_t K, float* out) {
-  const int64_t words = words_of<T>(K), lanes = round_up(width, kLanes);
-  if (m.column_stride != 1) {
-    // What follows in memory is read together; the next columns are far, so they are fetched ahead.
-    constexpr int64_t kColumns = 12;
-    for (int64_t k = 0; k < words; ++k) {
-      const T* soon = m.data + first * m.row_stride + (k + kColumns) * kPerWord<T> * m.column_stride;
-      for (int64_t n = 0; n < width; n += kLanes) {
-        __builtin_prefetch(soon + n);
-        if constexpr (kPerWord<T> == 2) __builtin_prefetch(soon + n + m.column_stride);
-        store(out + k * lanes + n,
-              column_words(m, first + n, std::min<int64_t>(kLanes, width - n), k, K));
-      }
-    }
-    return;
-  }
-  for (int64_t n = 0; n < width; n += kLanes) {
-    const int64_t count = std::min<int64_t>(kLanes, width - n);
-    for (int64_t k = 0; k < words; k += kLanes) {
-      v16 x[16];
-      load_turned(m, first + n, count, k, K, x);
-      const int64_t some = std::min<int64_t>(kLanes, words - k);
-      for (int64_t i = 0; i < some; ++i) store(out + (k + i) * lanes + n, x[i]);
-    }
-  }
-}
-
 // ---- whole products ----
 
 // Rows (M, K) in words that `tile` can broadcast: where they lie, or a copy.
@@ -473,9 +309,6 @@ void multiply_panel(const Words& x, int64_t m0, int64_t m1, const word* panel, i
     earlier += tiles_of_group(count, lanes, cut);
   }
 }
-
-// How many multiply-adds are worth a thread.
-constexpr int64_t kGrain = 1 << 17;
 
 // Floats of a packed weight that stays in the second cache while rows pass by.
 constexpr int64_t kSmall = 1 << 18;
@@ -569,7 +402,7 @@ void multiply_packing(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& 
                       const Cut& cut) {
   if (packed_size<T>(N, K) <= kSmall) {
     float* packed = scratch(Use::weights, packed_size<T>(N, K));
-    pack(weight, N, K, packed);
+    pack_panels(weight, N, K, kPanel, packed);
     multiply_cut(x, x_stride, M, packed, N, K, y, y_stride, epilogue, cut);
     return;
   }
@@ -599,7 +432,7 @@ void multiply_across(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& w
                      const Cut& cut) {
   const int64_t words = words_of<T>(K), panels = (M + kPanel - 1) / kPanel;
   float* packed = scratch(Use::rows, packed_size<T>(M, K));
-  pack(Matrix<T>{x, x_stride, 1}, M, K, packed);
+  pack_panels(Matrix<T>{x, x_stride, 1}, M, K, kPanel, packed);
   const int64_t groups = (N + kGroup - 1) / kGroup;
   const int64_t grain = kGrain / (words * kPanel * kGroup) + 1;
   const word* weights = reinterpret_cast<const word*>(weight.data);
@@ -690,148 +523,9 @@ bool can_cross(const Matrix<T>& weight, int64_t K) {
          weight.row_stride % kPerWord<T> == 0;
 }
 
-// ---- the matrix unit ----
+// ---- whether the matrix unit takes over ----
 
 #if defined(TANDEM_AMX)
-
-// Rows by all panels of N columns on the matrix unit. panel(first column, first word, words, room)
-// gives the address of a panel's words, packed if need be in `room`; fetch and finish(first row, first
-// column, ...) as amx::multiply_panel's. `fetches`: whether the next panel lies in memory.
-template <class Panel, class Fetch, class Finish>
-void multiply_amx(const amx::Rows& rows, int64_t M, int64_t N, int64_t words, bool fetches,
-                  Panel panel, Fetch fetch, Finish finish) {
-  const int64_t panels = (N + kPanel - 1) / kPanel, depth = std::min(words, kDeep);
-  const bool parts = depth < words;
-  const int64_t held = round_up(M, amx::kBlock) * amx::kPanelSums;
-  float* const sums = parts ? scratch(Use::sums, panels * held) : nullptr;
-  const int64_t grain = kGrain / (words * kPanel * M) + 1;
-  for (int64_t k = 0; k < words; k += depth) {
-    const int64_t some = std::min(depth, words - k);
-    parallel_for(0, panels, grain, [&](int64_t from, int64_t to) {
-      const amx::Session session;
-      float* const room = scratch(Use::panel, kPanel * depth);
-      for (int64_t p = from; p < to; ++p) {
-        const int64_t n = p * kPanel, width = std::min(kPanel, N - n);
-        const auto take = [&](int64_t m, int64_t c, int64_t count, int64_t columns,
-                              const float* from_sums, int64_t step) __attribute__((always_inline)) {
-          finish(m, n + c, count, columns, from_sums, step);
-        };
-        const amx::word* const next =
-            fetches && p + 1 < to ? panel(n + kPanel, std::min(kPanel, N - n - kPanel), k, some, room)
-                                  : nullptr;
-        amx::multiply_panel(rows, M, k, some, panel(n, width, k, some, room),
-                            round_up(width, kLanes), width, parts ? sums + p * held : nullptr,
-                            k > 0, k + some < words, next,
-                            [&](int64_t m, int64_t c, int64_t count) { fetch(m, n + c, count); },
-                            take);
-      }
-    });
-  }
-}
-
-// By a weight that is packed, or by one whose panels are packed in turn (`packed` is null).
-void multiply_amx(const bf16* x, int64_t x_stride, int64_t M, const float* packed,
-                  const Matrix<bf16>& weight, int64_t N, int64_t K, bf16* y, int64_t y_stride,
-                  const Epilogue<bf16>& epilogue) {
-  const int64_t words = words_of<bf16>(K);
-  const amx::Rows rows =
-      amx::rows_of(x, x_stride, M, K, scratch(Use::rows, amx::room_for_rows(M, K, x_stride)));
-  const auto panel = [&](int64_t n, int64_t width, int64_t k, int64_t some, float* room) {
-    if (packed)
-      return reinterpret_cast<const amx::word*>(packed + n * words +
-                                                k * round_up(width, kLanes));
-    const Matrix<bf16> part{weight.data + 2 * k * weight.column_stride, weight.row_stride,
-                            weight.column_stride};
-    pack_panel(part, n, width, std::min(2 * some, K - 2 * k), room);
-    return reinterpret_cast<const amx::word*>(room);
-  };
-  const bool plain = !epilogue.bias && !epilogue.residual;
-  const auto finish_block = [&](int64_t m, int64_t n, int64_t count, int64_t columns,
-                                const float* sums, int64_t step) {
-    bf16* const to = y + m * y_stride + n;
-    if (plain && columns == amx::kBlock) {
-      for (int64_t r = 0; r < count; ++r) {
-        store(to + r * y_stride, load(sums + r * step));
-        store(to + r * y_stride + kLanes, load(sums + r * step + kLanes));
-      }
-      return;
-    }
-    for (int64_t r = 0; r < count; ++r) {
-      const Epilogue<bf16> e = epilogue.at(m + r, n);
-      for_columns(columns, [&](int64_t c, int lanes) {
-        finish(to + r * y_stride + c, load(sums + r * step + c), e.bias ? e.bias + c : nullptr,
-               e.residual ? e.residual + c : nullptr, lanes);
-      });
-    }
-  };
-  const auto fetch_block = [&](int64_t m, int64_t n, int64_t count) {
-    for (int64_t r = 0; r < count; ++r) __builtin_prefetch(y + (m + r) * y_stride + n, 1, 3);
-  };
-  multiply_amx(rows, M, N, words, packed && packed_size<bf16>(N, K) > kSmall, panel, fetch_block,
-               finish_block);
-}
-
-// Columns first to first + count (at most 16) of x (K, stride) as rows of pairs, `step` words apart.
-void turn_rows(const Matrix<bf16>& x, int64_t first, int64_t count, int64_t K, float* out,
-               int64_t step) {
-  const int64_t words = words_of<bf16>(K);
-  for (int64_t k = 0; k < step; k += kLanes) {
-    v16 columns[16];
-    for (int i = 0; i < 16; ++i)
-      columns[i] = k + i < words ? column_words(x, first, count, k + i, K) : v16{};
-    transpose(columns);
-    for (int i = 0; i < 16; ++i) store(out + i * step + k, columns[i]);
-  }
-}
-
-// y (N, K) = a (M, N) turned, by b (M, K), or that added to y.
-void turned_amx(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t M,
-                int64_t N, int64_t K, float* y, bool adds) {
-  constexpr int64_t kRun = 2 * kDeep;  // rows of a and b that are packed at a time
-  constexpr int64_t kSlab = 256;       // columns of a
-  const int64_t longest = std::min(M, kRun), step = amx::padded_words(words_of<bf16>(longest));
-  float* const right = scratch(Use::weights, packed_size<bf16>(K, longest));
-  float* const left = scratch(Use::rows, round_up(std::min(N, kSlab), amx::kBlock) * step);
-  for (int64_t m = 0; m < M; m += kRun) {
-    const int64_t run = std::min(kRun, M - m), words = words_of<bf16>(run);
-    pack(Matrix<bf16>{b + m * b_stride, 1, b_stride}, K, run, right);
-    const Matrix<bf16> turned{a + m * a_stride, 1, a_stride};
-    for (int64_t first = 0; first < N; first += kSlab) {
-      const int64_t count = std::min(kSlab, N - first), padded = round_up(count, amx::kBlock);
-      parallel_for(0, padded / kLanes, kGrain / (run * kLanes) + 1, [&](int64_t from, int64_t to) {
-        for (int64_t i = from * kLanes; i < to * kLanes; i += kLanes)
-          if (i < count) {
-            turn_rows(turned, first + i, std::min<int64_t>(kLanes, count - i), run,
-                      left + i * step, step);
-          } else {
-            std::fill_n(left + i * step, kLanes * step, 0.0f);
-          }
-      });
-      const amx::Rows rows{reinterpret_cast<const amx::word*>(left), step, padded, nullptr, 0};
-      const auto panel = [&](int64_t k, int64_t width, int64_t from, int64_t, float*) {
-        return reinterpret_cast<const amx::word*>(right + k * words +
-                                                  from * round_up(width, kLanes));
-      };
-      const bool sum = adds || m;
-      const auto fetch = [&](int64_t n, int64_t k, int64_t height) {
-        for (int64_t r = 0; r < height; ++r) {
-          __builtin_prefetch(y + (first + n + r) * K + k, 1, 3);
-          __builtin_prefetch(y + (first + n + r) * K + k + kLanes, 1, 3);
-        }
-      };
-      multiply_amx(rows, count, K, words, false, panel, fetch,
-                   [&](int64_t n, int64_t k, int64_t height, int64_t columns, const float* sums,
-                       int64_t sums_step) {
-                     for (int64_t r = 0; r < height; ++r)
-                       for_columns(columns, [&](int64_t c, int lanes) {
-                         float* const to = y + (first + n + r) * K + k + c;
-                         const v16 made = load(sums + r * sums_step + c);
-                         store_lanes(to, sum ? load_lanes(to, lanes) + made : made, lanes);
-                       });
-                   });
-    }
-  }
-}
 
 double seconds_of(c10::function_ref<void()> body) {
   double best = 1e9;
@@ -844,88 +538,111 @@ double seconds_of(c10::function_ref<void()> body) {
   return best;
 }
 
-// Why the unit is not used, or nothing: rows must be the same alone, in any company and place.
+// The largest distance from the exact product of x (M, K) and w (N, K), over the sum of magnitudes.
+template <class T>
+double error_of(const std::vector<T>& x, const std::vector<T>& w, const std::vector<T>& y, int64_t M,
+                int64_t N, int64_t K) {
+  double worst = 0;
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t n = 0; n < N; ++n) {
+      double exact = 0, size = 0;
+      for (int64_t k = 0; k < K; ++k) {
+        const double product = static_cast<double>(x[m * K + k]) * static_cast<double>(w[n * K + k]);
+        exact += product;
+        size += std::abs(product);
+      }
+      const double error = std::abs(static_cast<double>(y[m * N + n]) - exact) / size;
+      worst = error <= worst ? worst : error;  // a NaN stays
+    }
+  return worst;
+}
+
+// Why the unit is not used for numbers of type T, or nothing: rows must be the same alone, in any
+// company and place, no further from the exact product than the vectors', and made faster.
+template <class T>
 std::string why_not_amx() {
   const char* const asked = std::getenv("TANDEM_AMX");
   if (asked && std::string(asked) == "off") return "TANDEM_AMX is off";
+  if (asked && std::string(asked) == "bf16" && !std::is_same_v<T, bf16>) return "TANDEM_AMX is bf16";
   if (!amx::permitted()) return "the system does not give its registers to this process";
   constexpr int64_t M = 70, N = 200, K = 330;
-  std::vector<bf16> x(M * K), w(N * K), whole(M * N), part(M * N);
+  std::vector<T> x(M * K), w(N * K), whole(M * N), part(M * N);
   uint32_t state = 1;
   for (auto* numbers : {&x, &w})
-    for (bf16& number : *numbers) {
+    for (T& number : *numbers) {
       state = state * 1664525u + 1013904223u;
       number = static_cast<float>(state >> 8) / (1 << 23) - 1.0f;
     }
-  const Matrix<bf16> weight{w.data(), K, 1};
-  const auto run = [&](int64_t first, int64_t count, bf16* y) {
-    multiply_amx(x.data() + first * K, K, count, nullptr, weight, N, K, y, N, {});
-  };
-  run(0, M, whole.data());
+  const Matrix<T> weight{w.data(), K, 1};
+  amx::multiply<T>(x.data(), K, M, weight, N, K, whole.data(), N, {});
   for (const int64_t count : {1, 2, 15, 16, 17, 31, 33, 48, 69})
     for (const int64_t first : {int64_t{0}, M - count}) {
-      run(first, count, part.data());
-      if (std::memcmp(part.data(), whole.data() + first * N, count * N * sizeof(bf16)))
+      amx::multiply<T>(x.data() + first * K, K, count, weight, N, K, part.data(), N, {});
+      if (std::memcmp(part.data(), whole.data() + first * N, count * N * sizeof(T)))
         return "a row's bits depend on the rows beside it";
     }
-  std::vector<float> packed(packed_size<bf16>(N, K));
-  pack(weight, N, K, packed.data());
-  multiply_cut<bf16>(x.data(), K, M, packed.data(), N, K, part.data(), N, {}, kCuts[0]);
-  for (int64_t i = 0; i < M * N; ++i) {  // sums of 330 products of numbers below 1, in two orders
-    const float one = whole[i], other = part[i];
-    if (!(std::abs(one - other) <= 0.01f * std::abs(other) + 1e-3f))
-      return "its numbers are not those of vectors";
-  }
+  std::vector<float> packed(packed_size<T>(N, K));
+  pack_panels(weight, N, K, kPanel, packed.data());
+  multiply_cut<T>(x.data(), K, M, packed.data(), N, K, part.data(), N, {}, kCuts[0]);
+  const double far = error_of(x, w, part, M, N, K);
+  if (!(error_of(x, w, whole, M, N, K) <= 1.5 * far)) return "its numbers are less exact than vectors'";
 #if !defined(TANDEM_EMULATE_AMX)
-  constexpr int64_t side = 512;
-  std::vector<bf16> a(side * side), b(side * side), c(side * side);
-  packed.resize(packed_size<bf16>(side, side));
-  pack(Matrix<bf16>{b.data(), side, 1}, side, side, packed.data());
-  const double unit = seconds_of([&] {
-    multiply_amx(a.data(), side, side, packed.data(), {}, side, side, c.data(), side, {});
-  });
+  constexpr int64_t side = 512;  // of numbers as they come: zeros would cost the unit less
+  std::vector<T> a(side * side), c(side * side);
+  for (int64_t i = 0; i < side * side; ++i) a[i] = w[i * 7 % (N * K)];
+  const Matrix<T> square{a.data(), side, 1};
+  packed.resize(packed_size<T>(side, side));
+  pack_panels(square, side, side, kPanel, packed.data());
   const double vectors = seconds_of([&] {
-    multiply_cut<bf16>(a.data(), side, side, packed.data(), side, side, c.data(), side, {}, kCuts[0]);
+    multiply_cut<T>(a.data(), side, side, packed.data(), side, side, c.data(), side, {}, kCuts[0]);
   });
-  if (unit * 1.5 > vectors) return "it is not 1.5 times as fast as vectors here";
+  amx::pack(square, side, side, packed.data());
+  const double unit = seconds_of([&] {
+    amx::multiply_packed<T>(a.data(), side, side, packed.data(), side, side, c.data(), side, {});
+  });
+  if (unit * 1.3 > vectors) return "it is not 1.3 times as fast as vectors here";
 #endif
   return "";
 }
 
 #else
 
-std::string why_not_amx() { return "this processor has none"; }
+template <class T>
+std::string why_not_amx() {
+  return "this processor has none";
+}
 
 #endif
 
-// Once per process. Elsewhere than in bfloat16 the unit has no part.
+// Once per process and type.
+template <class T>
 const std::string& amx_refusal() {
-  static const std::string reason = why_not_amx();
+  static const std::string reason = why_not_amx<T>();
   return reason;
 }
 
 }  // namespace
 
-std::string why_no_amx() { return amx_refusal(); }
+std::string why_no_amx(bool half) { return half ? amx_refusal<bf16>() : amx_refusal<float>(); }
 
 // ---- what gemm.h declares ----
 
 template <class T>
 void pack(const Matrix<T>& m, int64_t N, int64_t K, float* out) {
-  const int64_t panels = (N + kPanel - 1) / kPanel, words = words_of<T>(K);
-  parallel_for(0, panels, std::max<int64_t>(1, 32768 / (kPanel * words)),
-                   [&](int64_t from, int64_t to) {
-                     for (int64_t p = from; p < to; ++p)
-                       pack_panel(m, p * kPanel, std::min(kPanel, N - p * kPanel), K,
-                                  out + p * kPanel * words);
-                   });
+#if defined(TANDEM_AMX)
+  if (amx_refusal<T>().empty()) {
+    amx::pack(m, N, K, out);
+    return;
+  }
+#endif
+  pack_panels(m, N, K, kPanel, out);
 }
 
 bool multiply_turned(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t M,
                      int64_t N, int64_t K, float* y, bool adds) {
 #if defined(TANDEM_AMX)
-  if (amx_refusal().empty()) {
-    turned_amx(a, a_stride, b, b_stride, M, N, K, y, adds);
+  if (amx_refusal<bf16>().empty()) {
+    amx::multiply_turned(a, a_stride, b, b_stride, M, N, K, y, K, adds);
     return true;
   }
 #endif
@@ -936,11 +653,9 @@ template <class T>
 void multiply_packed(const T* x, int64_t x_stride, int64_t M, const float* packed, int64_t N,
                      int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
 #if defined(TANDEM_AMX)
-  if constexpr (std::is_same_v<T, bf16>) {
-    if (amx_refusal().empty()) {
-      multiply_amx(x, x_stride, M, packed, {}, N, K, y, y_stride, epilogue);
-      return;
-    }
+  if (amx_refusal<T>().empty()) {
+    amx::multiply_packed(x, x_stride, M, packed, N, K, y, y_stride, epilogue);
+    return;
   }
 #endif
   const Trial trial(Product::packed, std::is_same_v<T, bf16>, M, N, K, kCuts, kNumCuts);
@@ -951,11 +666,9 @@ template <class T>
 void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
               int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
 #if defined(TANDEM_AMX)
-  if constexpr (std::is_same_v<T, bf16>) {
-    if (amx_refusal().empty()) {
-      multiply_amx(x, x_stride, M, nullptr, weight, N, K, y, y_stride, epilogue);
-      return;
-    }
+  if (amx_refusal<T>().empty()) {
+    amx::multiply(x, x_stride, M, weight, N, K, y, y_stride, epilogue);
+    return;
   }
 #endif
   if (M <= kFew && weight.column_stride == 1) {
@@ -975,6 +688,12 @@ void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, 
 // A run of rows at a time, whose copies stay in the second cache, added up in y.
 void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t M,
                      int64_t N, int64_t K, float* y, int64_t y_stride, bool adds) {
+#if defined(TANDEM_AMX)
+  if (amx_refusal<float>().empty()) {
+    amx::multiply_turned(a, a_stride, b, b_stride, M, N, K, y, y_stride, adds);
+    return;
+  }
+#endif
   constexpr int64_t kRun = 512;          // rows of a run
   constexpr int64_t kSlab = 4 * kPanel;  // columns of a that are packed at a time
   const int64_t right = (K + kPanel - 1) / kPanel, longest = std::min(M, kRun);
@@ -984,10 +703,10 @@ void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b
   for (int64_t m = 0; m < M; m += kRun) {
     const int64_t run = std::min(kRun, M - m);
     const Epilogue<float> all{nullptr, m || adds ? y : nullptr, y_stride};
-    pack(Matrix<float>{b + m * b_stride, 1, b_stride}, K, run, columns);
+    pack_panels(Matrix<float>{b + m * b_stride, 1, b_stride}, K, run, kPanel, columns);
     for (int64_t first = 0; first < N; first += kSlab) {
       const int64_t width = std::min(kSlab, N - first), left = (width + kPanel - 1) / kPanel;
-      pack(Matrix<float>{a + m * a_stride + first, 1, a_stride}, width, run, slab);
+      pack_panels(Matrix<float>{a + m * a_stride + first, 1, a_stride}, width, run, kPanel, slab);
       const int64_t grain = kGrain / (run * kPanel * kPanel) + 1;
       parallel_for(0, left * right, grain, [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; ++i) {

@@ -9,8 +9,9 @@
 //   bfloat16, AVX512_BF16          s = vdpbf16ps(s, x[2 j .. 2 j + 1], w[2 j .. 2 j + 1]), j from
 //                                  first to last: two products a step, denormals flushed. An odd K
 //                                  ends in a pair whose second numbers are 0.
-//   bfloat16, AMX (amx.h)          the unit's own order, 16 pairs at a time from first to last, where
-//                                  it passes its self-test; the vectors above where it does not.
+//   either, AMX (amx.h)            the unit's own order, 32 numbers at a time from first to last, where
+//                                  it passes its self-test for the type; float32 in three parts. The
+//                                  vectors above and below where it does not.
 //   bfloat16, all others           widened to float32, then as float32: a product is exact.
 //
 // Because the order is fixed per element, how the work is cut is free, and chosen for speed
@@ -93,7 +94,8 @@ void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b
 bool multiply_turned(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t M,
                      int64_t N, int64_t K, float* y, bool adds);
 
-// Why bfloat16 products do not use the processor's matrix unit (AMX); empty where they do.
-std::string why_no_amx();
+// Why products of bfloat16 (`half`) or float32 do not use the processor's matrix unit (AMX); empty
+// where they do.
+std::string why_no_amx(bool half);
 
 }  // namespace tandem

@@ -1,0 +1,201 @@
+// Weights turned into panels, and the memory in which products make their copies: for gemm.cpp and
+// amx.cpp.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "gemm.h"
+#include "threads.h"
+
+namespace tandem {
+
+// Columns of a panel of a packed weight.
+#if defined(__AVX512F__)
+constexpr int64_t kPanel = 64;
+#else
+constexpr int64_t kPanel = 16;
+#endif
+
+// How many multiply-adds are worth a thread.
+constexpr int64_t kGrain = 1 << 17;
+
+// One 32-bit word of an operand: a float, or two bfloat16.
+typedef float word __attribute__((may_alias, aligned(2)));
+
+// Memory of one thread that grows and is kept: one per purpose, so that uses do not meet.
+enum class Use { weights, rows, panel, tile, sums, count };
+
+inline float* scratch(Use use, int64_t floats) {
+  struct Memory {
+    float* data = nullptr;
+    int64_t size = 0;
+    ~Memory() { std::free(data); }
+  };
+  thread_local std::array<Memory, static_cast<size_t>(Use::count)> all;
+  Memory& memory = all[static_cast<size_t>(use)];
+  if (memory.size < floats) {
+    std::free(memory.data);
+    memory.size = 0;
+    memory.data = static_cast<float*>(std::aligned_alloc(64, round_up(floats, kLanes) * 4));
+    if (!memory.data) throw std::bad_alloc();
+    memory.size = round_up(floats, kLanes);
+  }
+  return memory.data;
+}
+
+// ---- 16 rows of words become columns ----
+
+template <int... I>
+TANDEM_INLINE v16 pick(v16 a, v16 b) {
+  return __builtin_shufflevector(a, b, I...);
+}
+
+// In place: row i, lane j becomes row j, lane i.
+TANDEM_INLINE void transpose(v16 (&x)[16]) {
+#if !defined(__AVX512F__)
+  float from[256], to[256];
+  __builtin_memcpy(from, x, sizeof from);
+  for (int j = 0; j < 16; ++j)
+    for (int i = 0; i < 16; ++i) to[16 * j + i] = from[16 * i + j];
+  __builtin_memcpy(x, to, sizeof to);
+#else
+  v16 y[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = pick<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(x[i], x[i + 1]);
+    y[i + 1] = pick<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(x[i], x[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      const v16 a = y[i + j], b = y[i + j + 2];
+      x[i + 2 * j] = pick<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a, b);
+      x[i + 2 * j + 1] = pick<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(a, b);
+    }
+  // x[4 g + j] now holds, in each quarter q, column 4 q + j of rows 4 g to 4 g + 3.
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const v16 a = x[j], b = x[4 + j], c = x[8 + j], d = x[12 + j];
+    const v16 ab = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(a, b);
+    const v16 AB = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(a, b);
+    const v16 cd = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(c, d);
+    const v16 CD = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(c, d);
+    y[j] = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(ab, cd);
+    y[8 + j] = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(ab, cd);
+    y[4 + j] = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(AB, CD);
+    y[12 + j] = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(AB, CD);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) x[i] = y[i];
+#endif
+}
+
+// The words k to k + 15 of a row.
+template <class T>
+TANDEM_INLINE v16 full_words(const T* row, int64_t k) {
+  if constexpr (kPerWord<T> == 1) {
+    return load(row + k);
+  } else {
+    return load_whole(row + 2 * k);
+  }
+}
+
+// The same of a row of K values; past its end they are 0.
+template <class T>
+TANDEM_INLINE v16 row_words(const T* row, int64_t k, int64_t K) {
+  const int64_t values = std::min<int64_t>(kLanes * kPerWord<T>, K - k * kPerWord<T>);
+  if (values == kLanes * kPerWord<T>) return full_words(row, k);
+  if constexpr (kPerWord<T> == 1) {
+    return load(row + k, static_cast<int>(values));
+  } else {
+    v16 x = {};
+    __builtin_memcpy(&x, row + 2 * k, values * sizeof(T));
+    return x;
+  }
+}
+
+constexpr int64_t kAhead = 2 * kLanes;  // words fetched before their turn: rows lie far apart
+
+// Words k to k + 15 of `count` <= 16 contiguous rows from row `first`: x[i] is word k + i of all.
+template <class T>
+TANDEM_INLINE void load_turned(const Matrix<T>& m, int64_t first, int64_t count, int64_t k,
+                               int64_t K, v16 (&x)[16]) {
+  const T* rows = m.data + first * m.row_stride;
+  if (count == kLanes && (k + kLanes) * kPerWord<T> <= K) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const T* row = rows + i * m.row_stride;
+      x[i] = full_words(row, k);
+      __builtin_prefetch(row + (k + kAhead) * kPerWord<T>);
+    }
+  } else {
+    for (int i = 0; i < 16; ++i)
+      x[i] = i < count ? row_words(rows + i * m.row_stride, k, K) : v16{};
+  }
+  transpose(x);
+}
+
+// Words k of `count` <= 16 rows from row `first`, where it is the columns that are contiguous.
+template <class T>
+TANDEM_INLINE v16 column_words(const Matrix<T>& m, int64_t first, int64_t count, int64_t k,
+                               int64_t K) {
+  const auto values = [&](int64_t column) {
+    const T* p = m.data + column * m.column_stride + first * m.row_stride;
+    return load_lanes(p, static_cast<int>(count));
+  };
+  if constexpr (kPerWord<T> == 1) {
+    return values(k);
+  } else {
+    const v16u low = bits(values(2 * k)) >> 16;
+    const v16u high = 2 * k + 1 < K ? bits(values(2 * k + 1)) & 0xFFFF0000u : v16u{};
+    return from_bits(low | high);
+  }
+}
+
+// Rows first to first + width (at most kPanel) into out (words, round_up(width, 16)).
+template <class T>
+void pack_panel(const Matrix<T>& m, int64_t first, int64_t width, int64_t K, float* out) {
+  const int64_t words = words_of<T>(K), lanes = round_up(width, kLanes);
+  if (m.column_stride != 1) {
+    // What follows in memory is read together; the next columns are far, so they are fetched ahead.
+    constexpr int64_t kColumns = 12;
+    for (int64_t k = 0; k < words; ++k) {
+      const T* soon =
+          m.data + first * m.row_stride + (k + kColumns) * kPerWord<T> * m.column_stride;
+      for (int64_t n = 0; n < width; n += kLanes) {
+        __builtin_prefetch(soon + n);
+        if constexpr (kPerWord<T> == 2) __builtin_prefetch(soon + n + m.column_stride);
+        store(out + k * lanes + n,
+              column_words(m, first + n, std::min<int64_t>(kLanes, width - n), k, K));
+      }
+    }
+    return;
+  }
+  for (int64_t n = 0; n < width; n += kLanes) {
+    const int64_t count = std::min<int64_t>(kLanes, width - n);
+    for (int64_t k = 0; k < words; k += kLanes) {
+      v16 x[16];
+      load_turned(m, first + n, count, k, K, x);
+      const int64_t some = std::min<int64_t>(kLanes, words - k);
+      for (int64_t i = 0; i < some; ++i) store(out + (k + i) * lanes + n, x[i]);
+    }
+  }
+}
+
+// The whole weight (N, K), panel after panel of so many columns.
+template <class T>
+void pack_panels(const Matrix<T>& m, int64_t N, int64_t K, int64_t panel, float* out) {
+  const int64_t panels = (N + panel - 1) / panel, words = words_of<T>(K);
+  parallel_for(
+      0, panels, std::max<int64_t>(1, 32768 / (panel * words)), [&](int64_t from, int64_t to) {
+        for (int64_t p = from; p < to; ++p)
+          pack_panel(m, p * panel, std::min(panel, N - p * panel), K, out + p * panel * words);
+      });
+}
+
+}  // namespace tandem

@@ -1,0 +1,761 @@
+// Products on the matrix unit: rows and columns become tiles, a number's parts beside one another,
+// in copies that stay in the second cache while they are multiplied.
+//
+// Up to 32 rows are copied once, and the weight passes by them a step of k at a time: what is made
+// of it stays in the first cache. More rows by a small weight: the weight is copied once, and 32
+// rows after another pass by. By a large one: as many rows as a part of the cache holds are copied,
+// and panel after panel of the weight passes by them. Making the next copies and finishing the last
+// sums goes on between the unit's instructions.
+
+#include "products_amx.h"
+
+#include "amx.h"
+#include "threads.h"
+
+#if defined(TANDEM_AMX)
+
+namespace tandem::amx {
+namespace {
+
+// ---- numbers in their parts ----
+
+typedef uint16_t halves __attribute__((vector_size(64)));
+
+// x = the sum of its parts, each a bfloat16 in the upper half: what is left after rounding twice
+// fits.
+TANDEM_INLINE void split(v16 x, v16u (&part)[3]) {
+  part[0] = (bits(x) + 0x8000u) & 0xFFFF0000u;
+  const v16 rest = x - from_bits(part[0]);
+  part[1] = (bits(rest) + 0x8000u) & 0xFFFF0000u;
+  // What is too small for a bfloat16 is dropped: it would spill into the other number of its word.
+  part[2] = bits(rest - from_bits(part[1])) & 0xFFFF0000u;
+}
+
+// Lane by lane one word: the upper half of `even`, then that of `odd`.
+TANDEM_INLINE v16 words_of_lanes(v16u even, v16u odd) { return from_bits((even >> 16) | odd); }
+
+// The upper halves of 32 lanes in a row.
+TANDEM_INLINE v16 words_in_order(v16u first, v16u second) {
+  return reinterpret_cast<v16>(
+      __builtin_shufflevector(reinterpret_cast<halves>(first), reinterpret_cast<halves>(second), 1,
+                              3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37,
+                              39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63));
+}
+
+// 32 numbers of a row, k after k, as row `r` of the tiles of their parts.
+TANDEM_INLINE void store_row(v16 first, v16 second, int64_t r, float* tiles) {
+  v16u a[3], b[3];
+  split(first, a);
+  split(second, b);
+#pragma GCC unroll 3
+  for (int p = 0; p < 3; ++p) store(tiles + p * kTile + r * kSide, words_in_order(a[p], b[p]));
+}
+
+// Numbers from to from + 15 of a row of K; past its end they are 0.
+TANDEM_INLINE v16 numbers(const float* row, int64_t from, int64_t K) {
+  const int64_t left = K - from;
+  if (left >= kLanes) return load(row + from);
+  return left > 0 ? load(row + from, static_cast<int>(left)) : v16{};
+}
+
+// ---- where tiles are made from ----
+//
+// make(where, s, from, to) makes pieces `from` to `to` of `pieces(where.count)` of the tiles, a
+// number's parts one after another, of rows or columns 16 where.first and after, and of numbers 32
+// s to 32 s + 31 of k; past the last of either they are 0.
+
+// Floats of a packed weight between what is taken apart and what is fetched meanwhile.
+constexpr int64_t kSoon = 1024;
+
+struct Place {
+  int64_t first, count;  // tiles
+  float* out;
+  int64_t beside;  // floats from one tile to the next
+};
+
+// Rows of x (M, K) as rows, four a piece.
+template <class T>
+struct RowsAsTheyLie {
+  const T* x;
+  int64_t stride, M, K;
+
+  static constexpr bool kAlongK = true;
+  static constexpr int64_t pieces(int64_t tiles) { return 4 * tiles; }
+
+  void make(const Place& where, int64_t s, int64_t from, int64_t to) const {
+    for (int64_t i = from; i < to; ++i) make(where, s, i);
+  }
+  void make(const Place& where, int64_t s, int64_t i) const {
+    const int64_t tile = i / 4, r0 = i % 4 * 4, k = s * kStep;
+    const int64_t first = (where.first + tile) * kSide + r0, count = M - first;
+    float* const out = where.out + tile * where.beside + r0 * kSide;
+    const T* row = x + first * stride;
+    for (int64_t r = 0; r < 4; ++r, row += stride) {
+      if (r >= count) {
+        for (int p = 0; p < kParts<T>; ++p) store(out + p * kTile + r * kSide, v16{});
+      } else if constexpr (kParts<T> == 1) {
+        store(out + r * kSide, row_words(row, k / 2, K));
+      } else {
+        store_row(numbers(row, k, K), numbers(row, k + kLanes, K), r, out);
+      }
+    }
+  }
+};
+
+// Whether the tiles of all rows can be read where they lie: bfloat16 in whole tiles and steps.
+template <class Rows>
+bool lie_ready(const Rows& rows) {
+  if constexpr (std::is_same_v<Rows, RowsAsTheyLie<bf16>>)
+    return rows.M % kSide == 0 && rows.K % kStep == 0 && rows.stride % 2 == 0;
+  return false;
+}
+
+template <class Rows>
+Tiles where_they_lie(const Rows& rows, int64_t tile) {
+  if constexpr (std::is_same_v<Rows, RowsAsTheyLie<bf16>>) {
+    const word* const data = reinterpret_cast<const word*>(rows.x + tile * kSide * rows.stride);
+    return {data, kSide * rows.stride / 2, kSide, rows.stride / 2};
+  }
+  return {};
+}
+
+// Columns of a (K, M) as rows, `stride` numbers from one k to the next; a tile a piece.
+template <class T>
+struct ColumnsAsRows {
+  const T* a;
+  int64_t stride, M, K;
+
+  static constexpr bool kAlongK = false;
+  static constexpr int64_t pieces(int64_t tiles) { return tiles; }
+
+  void make(const Place& where, int64_t s, int64_t from, int64_t to) const {
+    for (int64_t i = from; i < to; ++i) make(where, s, i);
+  }
+  void make(const Place& where, int64_t s, int64_t i) const {
+    const int64_t first = (where.first + i) * kSide, k = s * kStep;
+    const int count = static_cast<int>(std::min(kSide, M - first));
+    float* const out = where.out + i * where.beside;
+    if (count <= 0) {
+      std::fill_n(out, kParts<T> * kTile, 0.0f);
+      return;
+    }
+    if constexpr (kParts<T> == 1) {
+      const Matrix<T> turned{a, 1, stride};
+      v16 x[16];
+      for (int j = 0; j < 16; ++j)
+        x[j] = k + 2 * j < K ? column_words(turned, first, count, k / 2 + j, K) : v16{};
+      transpose(x);
+      for (int j = 0; j < 16; ++j) store(out + j * kSide, x[j]);
+    } else {
+      v16 x[2][16];
+      for (int half = 0; half < 2; ++half) {
+        for (int j = 0; j < 16; ++j) {
+          const int64_t at = k + half * kLanes + j;
+          x[half][j] = at < K ? load_lanes(a + at * stride + first, count) : v16{};
+        }
+        transpose(x[half]);
+      }
+      for (int j = 0; j < 16; ++j) store_row(x[0][j], x[1][j], j, out);
+    }
+  }
+};
+
+// Lanes of numbers 2 j and 2 j + 1 as row j of the tiles of their parts.
+TANDEM_INLINE void store_pair(v16 even, v16 odd, int64_t j, float* out) {
+  v16u a[3], b[3];
+  split(even, a);
+  split(odd, b);
+#pragma GCC unroll 3
+  for (int p = 0; p < 3; ++p) store(out + p * kTile + j * kSide, words_of_lanes(a[p], b[p]));
+}
+
+// Pairs `first` to `last` of k of columns whose rows k are `step` floats apart; rows from K on and
+// columns past `width` are 0.
+TANDEM_INLINE void split_pairs(const Place& where, const float* from, int64_t step, int64_t K,
+                               int64_t width, int64_t first, int64_t last) {
+  const float* even = from + 2 * first * step;
+  if (2 * last <= K && where.count * kSide <= width) {
+    for (int64_t j = first; j < last; ++j, even += 2 * step)
+      for (int64_t c = 0; c < where.count; ++c)
+        store_pair(load(even + c * kSide), load(even + step + c * kSide), j,
+                   where.out + c * where.beside);
+    return;
+  }
+  for (int64_t j = first; j < last; ++j, even += 2 * step)
+    for (int64_t c = 0; c < where.count; ++c) {
+      const int count = static_cast<int>(std::min(kSide, width - c * kSide));
+      const float* const at = even + c * kSide;
+      store_pair(2 * j < K ? load_lanes(at, count) : v16{},
+                 2 * j + 1 < K ? load_lanes(at + step, count) : v16{}, j,
+                 where.out + c * where.beside);
+    }
+}
+
+// A weight (N, K) packed ahead of time (gemm.h) as columns, a pair of k a piece.
+template <class T>
+struct PackedColumns {
+  const float* packed;
+  int64_t N, K;
+
+  static constexpr bool kAlongK = false;
+  static constexpr int64_t pieces(int64_t) { return kSide; }
+
+  void make(const Place& where, int64_t s, int64_t first, int64_t last) const {
+    for (int64_t c = 0; c < where.count;) {  // panel by panel
+      const int64_t n = (where.first + c) * kSide, panel = n / kPackedPanel<T> * kPackedPanel<T>;
+      const int64_t lanes = round_up(std::min(kPackedPanel<T>, N - panel), kLanes);
+      const Place here{0, std::min(where.count - c, (panel + lanes - n) / kSide),
+                       where.out + c * where.beside, where.beside};
+      const float* const from =
+          packed + panel * words_of<T>(K) + s * (kStep / kPerWord<T>)*lanes + n - panel;
+      if constexpr (kParts<T> > 1) {
+        const float* const soon = from + kSoon;
+        for (int64_t i = 2 * first * lanes; i < 2 * last * lanes; i += kSide)
+          __builtin_prefetch(soon + i, 0, 3);
+        split_pairs(here, from, lanes, K - s * kStep, lanes, first, last);
+      } else {
+        for (int64_t j = first; j < last; ++j)
+          for (int64_t t = 0; t < here.count; ++t)
+            store(here.out + t * here.beside + j * kSide,
+                  s * kSide + j < words_of<T>(K) ? load(from + j * lanes + t * kSide) : v16{});
+      }
+      c += here.count;
+    }
+  }
+};
+
+// The same of bfloat16 in whole steps, whose words are tiles as they lie: pieces are only fetched.
+struct PackedTiles {
+  const float* packed;
+  int64_t N, K;
+
+  static constexpr bool kAlongK = false;
+  static constexpr int64_t pieces(int64_t) { return kSide; }
+
+  Tiles at(int64_t first, int64_t s) const {
+    constexpr int64_t panel = kPackedPanel<bf16>;
+    const int64_t n = first * kSide, begin = n / panel * panel;
+    const int64_t lanes = round_up(std::min(panel, N - begin), kLanes);
+    return {packed + begin * words_of<bf16>(K) + s * kSide * lanes + n - begin, kSide,
+            kSide * lanes, lanes};
+  }
+
+  void make(const Place& where, int64_t s, int64_t first, int64_t last) const {
+    const Tiles tiles = at(where.first, s);
+    for (int64_t j = first; j < last; ++j)
+      for (int64_t t = 0; t < where.count; ++t)
+        __builtin_prefetch(tiles.data + j * tiles.row + t * tiles.beside, 0, 2);
+  }
+};
+
+// Words of 32 numbers and of the 32 that lie `next` behind them: those of the first 16, of the
+// others.
+TANDEM_INLINE void store_words(const bf16* row, int64_t next, float* first, float* second) {
+  const v16u above = bits(load_whole(row)), below = bits(load_whole(row + next));
+  v16 even = from_bits((above & 0xFFFFu) | (below << 16));
+  v16 odd = from_bits((above >> 16) | (below & 0xFFFF0000u));
+  interleave(even, odd);
+  store(first, even);
+  store(second, odd);
+}
+
+// A weight (N, K) as it lies, its columns contiguous, as columns: a pair of k a piece.
+template <class T>
+struct ColumnsAsTheyLie {
+  const T* data;
+  int64_t stride, N, K;
+
+  static constexpr bool kAlongK = false;
+  static constexpr int64_t pieces(int64_t) { return kSide; }
+
+  void make(const Place& where, int64_t s, int64_t first, int64_t last) const {
+    const int64_t n = where.first * kSide, k = s * kStep;
+    if constexpr (kParts<T> > 1) {
+      split_pairs(where, data + n + k * stride, stride, K - k, N - n, first, last);
+    } else {
+      const Matrix<T> weight{data, 1, stride};
+      for (int64_t j = first; j < last; ++j) {
+        int64_t c = 0;
+        if (k + 2 * j + 1 < K) {  // two tiles of columns at once
+          const T* const row = data + n + (k + 2 * j) * stride;
+          for (; c + 2 <= where.count && n + (c + 2) * kSide <= N; c += 2) {
+            float* const out = where.out + c * where.beside + j * kSide;
+            store_words(row + c * kSide, stride, out, out + where.beside);
+          }
+        }
+        for (; c < where.count; ++c)
+          store(where.out + c * where.beside + j * kSide,
+                k + 2 * j < K ? column_words(weight, n + c * kSide,
+                                             std::min(kSide, N - n - c * kSide), k / 2 + j, K)
+                              : v16{});
+      }
+    }
+  }
+};
+
+// The same, its rows contiguous: 16 words of k of 16 columns a piece.
+template <class T>
+struct RowsAsColumns {
+  const T* data;
+  int64_t stride, N, K;
+
+  static constexpr bool kAlongK = true;
+  static constexpr int64_t pieces(int64_t tiles) { return tiles * kPerStep; }
+  static constexpr int64_t kPerStep = kParts<T> > 1 ? 2 : 1;
+
+  void make(const Place& where, int64_t s, int64_t from, int64_t to) const {
+    for (int64_t i = from; i < to; ++i) make(where, s, i);
+  }
+  void make(const Place& where, int64_t s, int64_t i) const {
+    const int64_t c = i / kPerStep, half = i % kPerStep, first = (where.first + c) * kSide;
+    const int64_t words = s * kStep / kPerWord<T> + half * kLanes;
+    float* const out = where.out + c * where.beside;
+    v16 x[16];
+    if (words < words_of<T>(K)) {
+      load_turned(Matrix<T>{data, stride, 1}, first, std::min(kSide, N - first), words, K, x);
+    } else {
+      std::fill_n(x, 16, v16{});
+    }
+    if constexpr (kParts<T> > 1) {
+      for (int64_t j = 0; j < kSide / 2; ++j)
+        store_pair(x[2 * j], x[2 * j + 1], j + half * kSide / 2, out);
+    } else {
+      for (int64_t j = 0; j < kSide; ++j) store(out + j * kSide, x[j]);
+    }
+  }
+};
+
+constexpr int64_t steps_of(int64_t K) { return (K + kStep - 1) / kStep; }
+
+// Tiles of some rows or columns and steps; those of one row tile follow one another in memory.
+template <class From, int P>
+struct Batch {
+  const From* from;
+  int64_t first, tiles, step, steps;
+  float* out;
+
+  int64_t count() const { return From::pieces(tiles) * steps; }
+  void make(int64_t i) const {
+    const int64_t pieces = From::pieces(tiles), s = i / pieces;
+    from->make({first, tiles, out + s * P * kTile, steps * P * kTile}, step + s, i - s * pieces,
+               i - s * pieces + 1);
+  }
+  void all() const {
+    // Whichever lies side by side in memory is read side by side.
+    const int64_t together = From::kAlongK ? 1 : tiles;
+    for (int64_t t = 0; t < tiles; t += together)
+      for (int64_t s = 0; s < steps; ++s)
+        from->make({first + t, together, out + (t * steps + s) * P * kTile, steps * P * kTile},
+                   step + s, 0, From::pieces(together));
+  }
+  Tiles where() const { return {out, steps * P * kTile, P * kTile, kSide}; }
+
+  // To be made by `meanwhile` within `uses` steps.
+  void spread(Meanwhile& meanwhile, int64_t uses) const {
+    meanwhile.make = [](const void* what, int64_t i) { static_cast<const Batch*>(what)->make(i); };
+    meanwhile.what = this;
+    meanwhile.next = 0;
+    meanwhile.count = count();
+    meanwhile.share = count() * 65536 / (uses * (P > 1 ? 6 : 1)) + 1;
+  }
+};
+
+// ---- what becomes of the sums ----
+
+// y = residual + (sum + bias), as gemm.h's Epilogue says.
+template <class T>
+struct Finish {
+  T* y;
+  int64_t stride;
+  Epilogue<T> epilogue;
+
+  // Where a whole block may be left as it is, or null.
+  float* place(int64_t m, int64_t n) const {
+    if constexpr (std::is_same_v<T, float>)
+      return epilogue.bias || epilogue.residual ? nullptr : y + m * stride + n;
+    return nullptr;
+  }
+
+  void operator()(int64_t m, int64_t n, int64_t rows, int64_t columns, const float* sums,
+                  int64_t step) const {
+    T* const to = y + m * stride + n;
+    if (!epilogue.bias && !epilogue.residual && columns % kLanes == 0) {
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t c = 0; c < columns; c += kLanes)
+          store(to + r * stride + c, load(sums + r * step + c));
+      return;
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const Epilogue<T> e = epilogue.at(m + r, n);
+      for_columns(columns, [&](int64_t c, int lanes) {
+        v16 made = load(sums + r * step + c);
+        if (e.bias) made = made + load_lanes(e.bias + c, lanes);
+        if (e.residual) made = load_lanes(e.residual + c, lanes) + rounded<T>(made);
+        store_lanes(to + r * stride + c, made, lanes);
+      });
+    }
+  }
+};
+
+// y = sums, or y + sums.
+struct Add {
+  float* y;
+  int64_t stride;
+  bool adds;
+
+  float* place(int64_t m, int64_t n) const { return adds ? nullptr : y + m * stride + n; }
+
+  void operator()(int64_t m, int64_t n, int64_t rows, int64_t columns, const float* sums,
+                  int64_t step) const {
+    for (int64_t r = 0; r < rows; ++r)
+      for_columns(columns, [&](int64_t c, int lanes) {
+        float* const to = y + (m + r) * stride + n + c;
+        const v16 made = load(sums + r * step + c);
+        store_lanes(to, adds ? load_lanes(to, lanes) + made : made, lanes);
+      });
+  }
+};
+
+// ---- the product ----
+
+// Sums that wait for the next part of k, from row m and column n on; nothing where one part is all.
+struct Waiting {
+  float* data = nullptr;
+  int64_t stride = 0, m = 0, n = 0;
+  bool goes_on = false, stops = false;  // from what waits; until the next part
+
+  float* at(int64_t row, int64_t column) const {
+    return data ? data + (row - m) * stride + column - n : nullptr;
+  }
+};
+
+// Row tiles `rows` by one panel: `count` rows from row m on, `width` columns from n on.
+template <int P, class Done>
+void multiply_panel(Tiles rows, Tiles panel, int64_t steps, int64_t m, int64_t count, int64_t n,
+                    int64_t width, const Waiting& waiting, const Done& done, Meanwhile& meanwhile) {
+  const Tiles columns = panel;
+  for (int64_t r = 0; r < count; r += 2 * kSide, rows.data += 2 * rows.beside) {
+    const int64_t height = std::min(2 * kSide, count - r);
+    const bool one = height <= kSide;
+    const int64_t wide = one ? 4 * kSide : 2 * kSide;
+    panel = columns;
+    for (int64_t c = 0; c < width; c += wide, panel.data += wide / kSide * panel.beside) {
+      const int64_t some = std::min(wide, width - c), lanes = round_up(some, kSide);
+      float* const wait = waiting.at(m + r, n + c);
+      float* const kept = meanwhile.kept[meanwhile.turn];
+      Sums sums{waiting.goes_on ? wait : nullptr, waiting.stride, kept, kPanel};
+      float* const place = waiting.stops ? nullptr : done.place(m + r, n + c);
+      const bool straight = place && some == lanes && height == (one ? kSide : 2 * kSide);
+      meanwhile.per_step = (height + steps - 1) / steps;
+      if (waiting.stops) {
+        sums.after = wait;
+        sums.after_row = waiting.stride;
+      } else {
+        auto* const to = done.y + (m + r) * done.stride + n + c;
+        meanwhile.target = reinterpret_cast<char*>(to);
+        meanwhile.row = done.stride * static_cast<int64_t>(sizeof *to);
+        meanwhile.rows = height;
+        meanwhile.lines = (some * static_cast<int64_t>(sizeof *to) + 63) / 64;
+        if (straight) sums.after = place, sums.after_row = done.stride;
+      }
+      const auto run = [&](auto R, auto C) {
+        block<P, decltype(R)::value, decltype(C)::value>(rows, panel, steps, sums, meanwhile);
+      };
+      constexpr std::integral_constant<int, 1> i1;
+      constexpr std::integral_constant<int, 2> i2;
+      if (!one) {
+        lanes > kSide ? run(i2, i2) : run(i2, i1);
+      } else {
+        switch (lanes / kSide) {
+          case 1:
+            run(i1, i1);
+            break;
+          case 2:
+            run(i1, i2);
+            break;
+          case 3:
+            run(i1, std::integral_constant<int, 3>{});
+            break;
+          default:
+            run(i1, std::integral_constant<int, 4>{});
+        }
+      }
+      meanwhile.finish_rest();
+      if (waiting.stops || straight) continue;
+      meanwhile.late = {
+          [](const void* to, int64_t m, int64_t n, int64_t rows, int64_t columns, const float* sums,
+             int64_t step) { (*static_cast<const Done*>(to))(m, n, rows, columns, sums, step); },
+          &done,
+          m + r,
+          n + c,
+          height,
+          some,
+          kept,
+          kPanel};
+      meanwhile.turn = 1 - meanwhile.turn;
+    }
+  }
+}
+
+constexpr int64_t kRowsInCache = 3 << 16;  // words of rows' tiles that stay in the second cache
+constexpr int64_t kFewInCache = 1 << 19;   // the same where little else has to
+constexpr int64_t kSmallWeight = 3 << 16;  // words of a weight's tiles that do, beside some rows
+constexpr int64_t kWaitingColumns = 8192;  // of sums that wait, at most, at a time
+
+// Steps of k at a time.
+template <class T>
+constexpr int64_t kDeepest = 54 / kParts<T>;
+
+// ---- few rows ----
+
+// Tiles of columns made a step ahead of their use, so many column tiles at a time: those of step i
+// at i % 2.
+template <class Columns, int P, int64_t kTiles>
+struct Feed {
+  const Columns* columns;
+  int64_t tile, end, steps;  // column tiles
+  float* ring;
+  int64_t step = 0, made = 0;  // of this tile; of all
+
+  static constexpr int64_t kRoom = kTiles * P * kTile;
+  static constexpr int64_t kPieces = Columns::pieces(kTiles), kTurns = P > 1 ? 6 : 1;
+
+  const float* at(int64_t i) const { return ring + i % 2 * kRoom; }
+  // Part `turn` of kTurns of a step's tiles.
+  void work(int64_t turn) const {
+    if (tile < end)
+      columns->make({tile, std::min(kTiles, end - tile), ring + made % 2 * kRoom, P * kTile}, step,
+                    turn * kPieces / kTurns, (turn + 1) * kPieces / kTurns);
+  }
+  void next() {
+    ++made;
+    if (++step == steps) step = 0, tile += kTiles;
+  }
+};
+
+// At most R tiles of rows: what is made of the weight is used once, and stays in the first cache
+// till then.
+template <class T, int R, class Rows, class Columns, class Done>
+void multiply_few(const Rows& rows, const Columns& columns, int64_t M, int64_t N, int64_t K,
+                  const Done& done) {
+  constexpr int P = kParts<T>;
+  constexpr int64_t kTiles = R > 1 ? 2 : 4, kWidth = kTiles * kSide;  // four sums at a time
+  const int64_t steps = steps_of(K), tiles = (N + kSide - 1) / kSide, part = steps * P * kTile;
+  float* const left = scratch(Use::rows, R * part);
+  const Batch<Rows, P> all{&rows, 0, R, 0, steps, left};
+  all.all();
+  parallel_for(0, (N + kWidth - 1) / kWidth, kGrain / (kWidth * M * K) + 1,
+               [&](int64_t from, int64_t to) {
+                 const Session session(M);
+                 alignas(64) float kept[R * kSide * kWidth];
+                 typedef Feed<Columns, P, kTiles> Feed;
+                 Feed feed{&columns, kTiles * from, std::min(kTiles * to, tiles), steps,
+                           scratch(Use::panel, 2 * Feed::kRoom)};
+                 for (int64_t turn = 0; turn < Feed::kTurns; ++turn) feed.work(turn);
+                 feed.next();
+                 for (int64_t i = from; i < to; ++i) {
+                   const int64_t n = i * kWidth, width = std::min(kWidth, N - n);
+                   const auto run = [&](auto C) {
+                     stream<P, R, decltype(C)::value>(all.where(), feed, steps, kept, kWidth);
+                   };
+                   switch ((width + kSide - 1) / kSide) {
+                     case 1:
+                       run(std::integral_constant<int, 1>{});
+                       break;
+                     case 2:
+                       run(std::integral_constant<int, 2>{});
+                       break;
+                     case 3:
+                       run(std::integral_constant<int, kTiles - 1>{});
+                       break;
+                     default:
+                       run(std::integral_constant<int, kTiles>{});
+                   }
+                   done(0, n, M, width, kept, kWidth);
+                 }
+               });
+}
+
+// ---- many rows ----
+
+// Blocks' steps of a product of `count` rows by `width` columns over `steps` of k.
+constexpr int64_t uses_of(int64_t count, int64_t width, int64_t steps) {
+  const int64_t pairs = count / (2 * kSide), rest = count % (2 * kSide);
+  const int64_t twos = (width + 2 * kSide - 1) / (2 * kSide),
+                fours = (width + 4 * kSide - 1) / (4 * kSide);
+  return steps * (rest > kSide ? (pairs + 1) * twos : pairs * twos + (rest ? fours : 0));
+}
+
+// (M, K) by (N, K) turned, into `done`.
+template <class T, class Rows, class Columns, class Done>
+void multiply_small(const Rows& rows, const Columns& columns, int64_t M, int64_t N, int64_t K,
+                    const Done& done) {
+  constexpr int P = kParts<T>;
+  constexpr int64_t kRows = 2 * kSide;
+  const int64_t steps = steps_of(K), tiles = (N + kSide - 1) / kSide, part = steps * P * kTile;
+  float* const weight = scratch(Use::weights, tiles * part);
+  parallel_for(0, tiles, kGrain / (kSide * K) + 1, [&](int64_t from, int64_t to) {
+    Batch<Columns, P>{&columns, from, to - from, 0, steps, weight + from * part}.all();
+  });
+  const Tiles right{weight, part, P * kTile, kSide};
+  const int64_t chunks = (M + kRows - 1) / kRows;
+  parallel_for(0, chunks, kGrain / (kRows * N * K) + 1, [&](int64_t from, int64_t to) {
+    const Session session(M);
+    float* const room = scratch(Use::rows, 4 * part);
+    const bool ready = lie_ready(rows);
+    Batch<Rows, P> here{&rows, 2 * from, 2, 0, steps, room};
+    if (!ready) here.all();
+    Meanwhile meanwhile;
+    for (int64_t i = from; i < to; ++i) {
+      const int64_t m = i * kRows, height = std::min(kRows, M - m);
+      Batch<Rows, P> next = here;
+      next.first += 2;
+      next.out = here.out == room ? room + 2 * part : room;
+      if (i + 1 < to && !ready) next.spread(meanwhile, uses_of(height, N, steps));
+      multiply_panel<P>(ready ? where_they_lie(rows, 2 * i) : here.where(), right, steps, m, height,
+                        0, N, {}, done, meanwhile);
+      meanwhile.make_rest();
+      here = next;
+    }
+    meanwhile.finish_rest();
+  });
+}
+
+template <class T, class Rows, class Columns, class Done>
+void multiply_large(const Rows& rows, const Columns& columns, int64_t M, int64_t N, int64_t K,
+                    const Done& done) {
+  constexpr int P = kParts<T>;
+  const int64_t steps = steps_of(K), depths = (steps + kDeepest<T> - 1) / kDeepest<T>;
+  const int64_t deepest = (steps + depths - 1) / depths;
+  const int64_t part = deepest * P * kTile, all = (M + kSide - 1) / kSide;
+  const int64_t most = std::max<int64_t>(2, kRowsInCache / part / 2 * 2);
+  const int64_t blocks = (all + most - 1) / most;
+  const int64_t height = round_up((all + blocks - 1) / blocks, 2);  // row tiles of a block
+  const bool waits = depths > 1;
+  const int64_t slab = waits ? std::min(N, kWaitingColumns) : N, sum_row = round_up(slab, kPanel);
+  float* const left = scratch(Use::rows, height * part);
+  float* const sums = waits ? scratch(Use::sums, height * kSide * sum_row) : nullptr;
+  for (int64_t first = 0; first < N; first += slab)
+    for (int64_t t = 0; t < all; t += height) {
+      const int64_t here = std::min(height, all - t), m = t * kSide;
+      const int64_t count = std::min(here * kSide, M - m), width = std::min(slab, N - first);
+      for (int64_t k = 0; k < steps; k += deepest) {
+        const int64_t some = std::min(deepest, steps - k), size = some * P * kTile;
+        parallel_for(
+            0, here, kGrain / (kSide * some * kStep * 16) + 1, [&](int64_t from, int64_t to) {
+              Batch<Rows, P>{&rows, t + from, to - from, k, some, left + from * size}.all();
+            });
+        const Tiles tiles{left, size, P * kTile, kSide};
+        const Waiting waiting{sums, sum_row, m, first, k > 0, k + some < steps};
+        const int64_t grain = kGrain / (some * kStep * kPanel * count) + 1;
+        parallel_for(0, (width + kPanel - 1) / kPanel, grain, [&](int64_t from, int64_t to) {
+          const Session session(M);
+          constexpr int64_t kSides = kPanel / kSide;
+          float* const room = scratch(Use::panel, 2 * kSides * part);
+          const auto batch = [&](int64_t p) {
+            const int64_t n = p * kPanel, columns_here = std::min(kPanel, width - n);
+            return Batch<Columns, P>{
+                &columns, (first + n) / kSide,         (columns_here + kSide - 1) / kSide, k,
+                some,     room + p % 2 * kSides * part};
+          };
+          constexpr bool ready = std::is_same_v<Columns, PackedTiles>;
+          if constexpr (!ready) batch(from).all();
+          Meanwhile meanwhile;
+          for (int64_t p = from; p < to; ++p) {
+            const int64_t n = p * kPanel, columns_here = std::min(kPanel, width - n);
+            Batch<Columns, P> next = batch(p + 1 < to ? p + 1 : p);
+            if (p + 1 < to) next.spread(meanwhile, uses_of(count, columns_here, some));
+            Tiles right = batch(p).where();
+            if constexpr (ready) right = columns.at((first + n) / kSide, k);
+            multiply_panel<P>(tiles, right, some, m, count, first + n, columns_here, waiting, done,
+                              meanwhile);
+            meanwhile.make_rest();
+          }
+          meanwhile.finish_rest();
+        });
+      }
+    }
+}
+
+template <class T>
+bool is_small(int64_t N, int64_t K) {
+  return round_up(N, kSide) * steps_of(K) * kSide * kParts<T> <= kSmallWeight;
+}
+
+template <class T, class Rows, class Columns, class Done>
+void multiply_tiles(const Rows& rows, const Columns& columns, int64_t M, int64_t N, int64_t K,
+                    const Done& done) {
+  const int64_t tiles = (M + kSide - 1) / kSide;
+  const bool fits = tiles * steps_of(K) * kParts<T> * kTile <= kFewInCache;
+  if (tiles == 1 && fits) {
+    multiply_few<T, 1>(rows, columns, M, N, K, done);
+  } else if (tiles == 2 && fits) {
+    multiply_few<T, 2>(rows, columns, M, N, K, done);
+  } else if (is_small<T>(N, K)) {
+    multiply_small<T>(rows, columns, M, N, K, done);
+  } else {
+    multiply_large<T>(rows, columns, M, N, K, done);
+  }
+}
+
+}  // namespace
+
+template <class T>
+void pack(const Matrix<T>& m, int64_t N, int64_t K, float* out) {
+  pack_panels(m, N, K, kPackedPanel<T>, out);
+}
+
+template <class T>
+void multiply_packed(const T* x, int64_t x_stride, int64_t M, const float* packed, int64_t N,
+                     int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
+  const RowsAsTheyLie<T> rows{x, x_stride, M, K};
+  const Finish<T> done{y, y_stride, epilogue};
+  if constexpr (kParts<T> == 1) {
+    constexpr int64_t kMany = 256;  // rows that are worth a copy of a small weight
+    if (K % kStep == 0 && (M < kMany || !is_small<T>(N, K))) {
+      multiply_large<T>(rows, PackedTiles{packed, N, K}, M, N, K, done);
+      return;
+    }
+  }
+  multiply_tiles<T>(rows, PackedColumns<T>{packed, N, K}, M, N, K, done);
+}
+
+template <class T>
+void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
+              int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
+  const RowsAsTheyLie<T> rows{x, x_stride, M, K};
+  const Finish<T> done{y, y_stride, epilogue};
+  if (weight.column_stride == 1) {
+    multiply_tiles<T>(rows, RowsAsColumns<T>{weight.data, weight.row_stride, N, K}, M, N, K, done);
+  } else {
+    multiply_tiles<T>(rows, ColumnsAsTheyLie<T>{weight.data, weight.column_stride, N, K}, M, N, K,
+                      done);
+  }
+}
+
+template <class T>
+void multiply_turned(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t M,
+                     int64_t N, int64_t K, float* y, int64_t y_stride, bool adds) {
+  constexpr int64_t kRun = 1024;  // rows whose sums are made apart, so that errors do not grow with M
+  for (int64_t m = 0; m < M; m += kRun) {
+    const int64_t run = std::min(kRun, M - m);
+    multiply_tiles<T>(ColumnsAsRows<T>{a + m * a_stride, a_stride, N, run},
+                      ColumnsAsTheyLie<T>{b + m * b_stride, b_stride, K, run}, N, K, run,
+                      Add{y, y_stride, adds || m > 0});
+  }
+}
+
+#define TANDEM_PRODUCTS(T)                                                                       \
+  template void pack(const Matrix<T>&, int64_t, int64_t, float*);                                \
+  template void multiply_packed(const T*, int64_t, int64_t, const float*, int64_t, int64_t, T*,  \
+                                int64_t, const Epilogue<T>&);                                    \
+  template void multiply(const T*, int64_t, int64_t, const Matrix<T>&, int64_t, int64_t, T*,     \
+                         int64_t, const Epilogue<T>&);                                           \
+  template void multiply_turned(const T*, int64_t, const T*, int64_t, int64_t, int64_t, int64_t, \
+                                float*, int64_t, bool);
+TANDEM_PRODUCTS(float)
+TANDEM_PRODUCTS(bf16)
+#undef TANDEM_PRODUCTS
+
+}  // namespace tandem::amx
+#endif
