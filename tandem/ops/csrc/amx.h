@@ -243,7 +243,27 @@ struct Sums {
     work(5);              \
   }
 
-// Sums of R tiles of rows by C of columns over `steps` of k: two by two, or one by up to four.
+// Sums of R tiles of rows by C of columns: two by two, or one by up to four.
+template <int R, int C>
+inline void zero_sums() {
+  TANDEM_TILE_ZERO(0);
+  if constexpr (C > 1) TANDEM_TILE_ZERO(1);
+  if constexpr (R > 1 || C > 2) TANDEM_TILE_ZERO(2);
+  if constexpr ((R > 1 && C > 1) || C > 3) TANDEM_TILE_ZERO(3);
+}
+
+template <int R, int C>
+inline void store_sums(float* after, int64_t row) {
+  TANDEM_TILE_STORE(0, after, row);
+  if constexpr (C > 1) TANDEM_TILE_STORE(1, after + kSide, row);
+  if constexpr (R > 1) TANDEM_TILE_STORE(2, after + kSide * row, row);
+  if constexpr (R > 1 && C > 1) TANDEM_TILE_STORE(3, after + kSide * row + kSide, row);
+  if constexpr (C > 2) TANDEM_TILE_STORE(2, after + 2 * kSide, row);
+  if constexpr (C > 3) TANDEM_TILE_STORE(3, after + 3 * kSide, row);
+  TANDEM_TILE_FENCE();
+}
+
+// The sums over `steps` of k.
 template <int P, int R, int C>
 inline void block(const Tiles& left, const Tiles& right, int64_t steps, const Sums& sums,
                   Meanwhile& meanwhile) {
@@ -260,26 +280,14 @@ inline void block(const Tiles& left, const Tiles& right, int64_t steps, const Su
     if constexpr (C > 2) TANDEM_TILE_LOAD(2, from(0, 2), sums.before_row);
     if constexpr (C > 3) TANDEM_TILE_LOAD(3, from(0, 3), sums.before_row);
   } else {
-    TANDEM_TILE_ZERO(0);
-    if constexpr (C > 1) TANDEM_TILE_ZERO(1);
-    if constexpr (R > 1 || C > 2) TANDEM_TILE_ZERO(2);
-    if constexpr ((R > 1 && C > 1) || C > 3) TANDEM_TILE_ZERO(3);
+    zero_sums<R, C>();
   }
   const word *a = left.data, *b = right.data;
   for (int64_t k = 0; k < steps; ++k, a += left.deeper, b += right.deeper) {
     meanwhile.step();
     TANDEM_STEP(meanwhile.work);
   }
-  const auto to = [&](int64_t r, int64_t c) {
-    return sums.after + r * kSide * sums.after_row + c * kSide;
-  };
-  TANDEM_TILE_STORE(0, to(0, 0), sums.after_row);
-  if constexpr (C > 1) TANDEM_TILE_STORE(1, to(0, 1), sums.after_row);
-  if constexpr (R > 1) TANDEM_TILE_STORE(2, to(1, 0), sums.after_row);
-  if constexpr (R > 1 && C > 1) TANDEM_TILE_STORE(3, to(1, 1), sums.after_row);
-  if constexpr (C > 2) TANDEM_TILE_STORE(2, to(0, 2), sums.after_row);
-  if constexpr (C > 3) TANDEM_TILE_STORE(3, to(0, 3), sums.after_row);
-  TANDEM_TILE_FENCE();
+  store_sums<R, C>(sums.after, sums.after_row);
 }
 
 // The same of columns whose tiles `feed` makes a step ahead, while the step before is multiplied,
@@ -287,10 +295,7 @@ inline void block(const Tiles& left, const Tiles& right, int64_t steps, const Su
 template <int P, int R, int C, class Feed>
 inline void stream(const Tiles& left, Feed& feed, int64_t steps, float* after, int64_t after_row) {
   static_assert(R == 1 ? C <= 4 : R == 2 && C <= 2);
-  TANDEM_TILE_ZERO(0);
-  if constexpr (C > 1) TANDEM_TILE_ZERO(1);
-  if constexpr (R > 1 || C > 2) TANDEM_TILE_ZERO(2);
-  if constexpr ((R > 1 && C > 1) || C > 3) TANDEM_TILE_ZERO(3);
+  zero_sums<R, C>();
   const word* a = left.data;
   const Tiles right{nullptr, P * kTile, 0, kSide};
   for (int64_t k = 0; k < steps; ++k, a += left.deeper) {
@@ -298,13 +303,7 @@ inline void stream(const Tiles& left, Feed& feed, int64_t steps, float* after, i
     TANDEM_STEP(feed.work);
     feed.next();
   }
-  TANDEM_TILE_STORE(0, after, after_row);
-  if constexpr (C > 1) TANDEM_TILE_STORE(1, after + kSide, after_row);
-  if constexpr (R > 1) TANDEM_TILE_STORE(2, after + kSide * after_row, after_row);
-  if constexpr (R > 1 && C > 1) TANDEM_TILE_STORE(3, after + kSide * after_row + kSide, after_row);
-  if constexpr (C > 2) TANDEM_TILE_STORE(2, after + 2 * kSide, after_row);
-  if constexpr (C > 3) TANDEM_TILE_STORE(3, after + 3 * kSide, after_row);
-  TANDEM_TILE_FENCE();
+  store_sums<R, C>(after, after_row);
 }
 #undef TANDEM_LEFT
 #undef TANDEM_RIGHT

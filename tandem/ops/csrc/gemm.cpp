@@ -39,14 +39,6 @@ constexpr int kMostRows[] = {0, 6, 0, 0, 0};
 #endif
 constexpr int kWide = sizeof(wide) / sizeof(float);
 
-// Finishes `lanes` sums of one row; y, bias and residual point at the first of them.
-template <class T>
-TANDEM_INLINE void finish(T* y, v16 sums, const T* bias, const T* residual, int lanes) {
-  if (bias) sums = sums + load_lanes(bias, lanes);
-  if (residual) sums = load_lanes(residual, lanes) + rounded<T>(sums);
-  store_lanes(y, sums, lanes);
-}
-
 // Memory that will soon be read, shared among `tiles` tiles: each fetches, per k, `lines` cache
 // lines that follow one another, `step` words after those of the last k.
 struct Ahead {

@@ -1,5 +1,5 @@
-// Weights turned into panels, and the memory in which products make their copies: for gemm.cpp and
-// amx.cpp.
+// What products by vectors (gemm.cpp) and on the matrix unit (products_amx.cpp) share: panels of
+// weights, memory for copies, what becomes of a finished sum.
 #pragma once
 
 #include <algorithm>
@@ -45,6 +45,14 @@ inline float* scratch(Use use, int64_t floats) {
     memory.size = round_up(floats, kLanes);
   }
   return memory.data;
+}
+
+// Finishes `lanes` sums of one row; y, bias and residual point at the first of them.
+template <class T>
+TANDEM_INLINE void finish(T* y, v16 sums, const T* bias, const T* residual, int lanes) {
+  if (bias) sums = sums + load_lanes(bias, lanes);
+  if (residual) sums = load_lanes(residual, lanes) + rounded<T>(sums);
+  store_lanes(y, sums, lanes);
 }
 
 // ---- 16 rows of words become columns ----

@@ -388,10 +388,8 @@ struct Finish {
     for (int64_t r = 0; r < rows; ++r) {
       const Epilogue<T> e = epilogue.at(m + r, n);
       for_columns(columns, [&](int64_t c, int lanes) {
-        v16 made = load(sums + r * step + c);
-        if (e.bias) made = made + load_lanes(e.bias + c, lanes);
-        if (e.residual) made = load_lanes(e.residual + c, lanes) + rounded<T>(made);
-        store_lanes(to + r * stride + c, made, lanes);
+        finish(to + r * stride + c, load(sums + r * step + c), e.bias ? e.bias + c : nullptr,
+               e.residual ? e.residual + c : nullptr, lanes);
       });
     }
   }
