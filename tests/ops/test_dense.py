@@ -114,6 +114,20 @@ def test_a_row_of_linear_knows_no_other(
 
 
 @pytest.mark.usefixtures("needs_native")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_results_are_those_of_their_rows(
+    dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    # From 1 MiB on, results may be written past the caches.
+    weight, x = normal(1024, 96, seed=1, dtype=dtype), normal(600, 96, seed=2, dtype=dtype)
+    packed, parts = dense.pack_weight(weight), [dense.linear(part, weight) for part in x.split(50)]
+    for count in (1, 3):
+        threads(count)
+        assert torch.equal(dense.linear(x, weight), torch.cat(parts))
+        assert torch.equal(dense.linear_packed(x, packed, 1024, 96), torch.cat(parts))
+
+
+@pytest.mark.usefixtures("needs_native")
 def test_rows_are_summed_alike_where_the_work_is_cut_into_blocks(
     threads: Callable[[int], None],
 ) -> None:

@@ -164,6 +164,31 @@ def test_many_rows_by_large_weights_are_the_same_on_the_matrix_unit(
             assert torch.equal(got, whole[part]), (part, ahead)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_results_are_those_of_their_parts_on_the_matrix_unit(
+    dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    # Results of a MiB and more are written past the caches if their rows are whole lines.
+    needs_pairs()
+    threads(2)
+    generator = torch.Generator().manual_seed(0)
+    none = torch.empty(0, dtype=dtype)
+    for outputs, rows in ((1024, 530), (1000, 550)):
+        x, weight = (
+            torch.randn(size, generator=generator).to(dtype)
+            for size in ((rows, 70), (outputs, 70))
+        )
+        for ahead in (False, True):
+            whole = product(EMULATED_AMX, x, weight, none, ahead=ahead)
+            parts = [
+                product(EMULATED_AMX, part, weight, none, ahead=ahead) for part in x.split(77)
+            ]
+            assert torch.equal(whole, torch.cat(parts)), (outputs, ahead)
+            exact = x.double() @ weight.double().t()
+            error = (whole.double() - exact).abs().max() / exact.abs().max()
+            assert error < (2**-8 if dtype == torch.bfloat16 else 1e-6)
+
+
 def test_float32_in_parts_is_closer_to_float64_than_a_sum_of_floats() -> None:
     needs_pairs()
     x, weight, _ = operands(60, 700, torch.float32)
@@ -218,7 +243,7 @@ def test_the_error_of_a_turned_product_does_not_grow_with_its_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("rows", "outputs", "inputs"), [(2070, 33, 40), (64, 300, 64), (31, 17, 130), (1, 5, 3)]
+    ("rows", "outputs", "inputs"), [(2070, 33, 40), (64, 300, 64), (31, 17, 130), (1, 5, 3), (40, 530, 512)]
 )
 def test_a_turned_product_on_the_matrix_unit_is_the_sum_over_rows(
     rows: int,

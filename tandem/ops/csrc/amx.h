@@ -81,8 +81,14 @@ inline void dot_tiles(int sum, int a, int b) {
 inline void store_tile(int tile, float* to, int64_t stride) {
   for (int i = 0; i < 16; ++i) std::memcpy(to + i * stride, unit.sums[tile][i], 64);
 }
+inline void store_past(float* to, const float* from) { store(to, load(from)); }
+inline void store_past(bf16* to, const float* from) {
+  store(to, load(from));
+  store(to + kLanes, load(from + kLanes));
+}
 #define TANDEM_TILE_ZERO(t) std::memset(unit.sums[t], 0, sizeof unit.sums[t])
 #define TANDEM_TILE_LOAD(t, from, stride) load_tile(t, from, stride)
+#define TANDEM_TILE_PASS(t, from, stride) load_tile(t, from, stride)
 #define TANDEM_TILE_DOT(t, a, b) dot_tiles(t, a, b)
 #define TANDEM_TILE_STORE(t, to, stride) store_tile(t, to, stride)
 
@@ -108,10 +114,21 @@ struct Session {
     // The compiler's own function lets it believe that the first 8 bytes are all that is read.
     asm volatile("ldtilecfg %0" ::"m"(config));
   }
-  ~Session() { _tile_release(); }
+  ~Session() {
+    _tile_release();
+    _mm_sfence();  // what went past the caches is there for other threads
+  }
 };
+// A line of 64 bytes of y, past the caches; `to` is a multiple of 64.
+inline void store_past(float* to, const float* from) { _mm512_stream_ps(to, _mm512_loadu_ps(from)); }
+inline void store_past(bf16* to, const float* from) {
+  const __m512bh line = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret_cast<__m512i>(line));
+}
 #define TANDEM_TILE_ZERO(t) _tile_zero(t)
 #define TANDEM_TILE_LOAD(t, from, stride) _tile_loadd(t, from, (stride) * 4)
+// The same, without a place in the first cache, which keeps what is used again instead.
+#define TANDEM_TILE_PASS(t, from, stride) _tile_stream_loadd(t, from, (stride) * 4)
 #define TANDEM_TILE_DOT(t, a, b) _tile_dpbf16ps(t, a, b)
 #define TANDEM_TILE_STORE(t, to, stride) _tile_stored(t, to, (stride) * 4)
 
@@ -185,11 +202,20 @@ struct Sums {
   int64_t after_row;
 };
 
-#define TANDEM_LEFT(part)                            \
-  TANDEM_TILE_LOAD(4, a + (part) * kTile, left.row); \
-  if constexpr (R > 1) TANDEM_TILE_LOAD(5, a + left.beside + (part) * kTile, left.row)
+#define TANDEM_LEFT(part)                                                                   \
+  if constexpr (S == Side::left) {                                                          \
+    TANDEM_TILE_PASS(4, a + (part) * kTile, left.row);                                      \
+    if constexpr (R > 1) TANDEM_TILE_PASS(5, a + left.beside + (part) * kTile, left.row);   \
+  } else {                                                                                  \
+    TANDEM_TILE_LOAD(4, a + (part) * kTile, left.row);                                      \
+    if constexpr (R > 1) TANDEM_TILE_LOAD(5, a + left.beside + (part) * kTile, left.row);   \
+  }
 #define TANDEM_RIGHT(part)                                                                  \
-  if constexpr (R > 1 || C < 3) {                                                           \
+  if constexpr (R == 1 && C > 2) {                                                          \
+  } else if constexpr (S == Side::right) {                                                  \
+    TANDEM_TILE_PASS(6, b + (part) * kTile, right.row);                                     \
+    if constexpr (C > 1) TANDEM_TILE_PASS(7, b + right.beside + (part) * kTile, right.row); \
+  } else {                                                                                  \
     TANDEM_TILE_LOAD(6, b + (part) * kTile, right.row);                                     \
     if constexpr (C > 1) TANDEM_TILE_LOAD(7, b + right.beside + (part) * kTile, right.row); \
   }
@@ -243,6 +269,9 @@ struct Sums {
     work(5);              \
   }
 
+// Which tiles pass by those that stay in the first cache.
+enum class Side { left, right, neither };
+
 // Sums of R tiles of rows by C of columns: two by two, or one by up to four.
 template <int R, int C>
 inline void zero_sums() {
@@ -264,7 +293,7 @@ inline void store_sums(float* after, int64_t row) {
 }
 
 // The sums over `steps` of k.
-template <int P, int R, int C>
+template <int P, int R, int C, Side S>
 inline void block(const Tiles& left, const Tiles& right, int64_t steps, const Sums& sums,
                   Meanwhile& meanwhile) {
   static_assert(R == 1 ? C <= 4 : R == 2 && C <= 2);
@@ -295,6 +324,7 @@ inline void block(const Tiles& left, const Tiles& right, int64_t steps, const Su
 template <int P, int R, int C, class Feed>
 inline void stream(const Tiles& left, Feed& feed, int64_t steps, float* after, int64_t after_row) {
   static_assert(R == 1 ? C <= 4 : R == 2 && C <= 2);
+  constexpr Side S = Side::neither;
   zero_sums<R, C>();
   const word* a = left.data;
   const Tiles right{nullptr, P * kTile, 0, kSide};

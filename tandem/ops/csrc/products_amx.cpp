@@ -65,7 +65,7 @@ TANDEM_INLINE v16 numbers(const float* row, int64_t from, int64_t K) {
 // s to 32 s + 31 of k; past the last of either they are 0.
 
 // Floats of a packed weight between what is taken apart and what is fetched meanwhile.
-constexpr int64_t kSoon = 1024;
+constexpr int64_t kSoon = 640;
 
 struct Place {
   int64_t first, count;  // tiles
@@ -202,8 +202,8 @@ struct PackedColumns {
 
   void make(const Place& where, int64_t s, int64_t first, int64_t last) const {
     for (int64_t c = 0; c < where.count;) {  // panel by panel
-      const int64_t n = (where.first + c) * kSide, panel = n / kPackedPanel<T> * kPackedPanel<T>;
-      const int64_t lanes = round_up(std::min(kPackedPanel<T>, N - panel), kLanes);
+      const int64_t n = (where.first + c) * kSide, panel = n / kPackedPanel * kPackedPanel;
+      const int64_t lanes = round_up(std::min(kPackedPanel, N - panel), kLanes);
       const Place here{0, std::min(where.count - c, (panel + lanes - n) / kSide),
                        where.out + c * where.beside, where.beside};
       const float* const from =
@@ -230,10 +230,11 @@ struct PackedTiles {
   int64_t N, K;
 
   static constexpr bool kAlongK = false;
-  static constexpr int64_t pieces(int64_t) { return kSide; }
+  static constexpr int64_t kRows = 8;  // of a tile a piece
+  static constexpr int64_t pieces(int64_t) { return kSide / kRows; }
 
   Tiles at(int64_t first, int64_t s) const {
-    constexpr int64_t panel = kPackedPanel<bf16>;
+    constexpr int64_t panel = kPackedPanel;
     const int64_t n = first * kSide, begin = n / panel * panel;
     const int64_t lanes = round_up(std::min(panel, N - begin), kLanes);
     return {packed + begin * words_of<bf16>(K) + s * kSide * lanes + n - begin, kSide,
@@ -242,7 +243,7 @@ struct PackedTiles {
 
   void make(const Place& where, int64_t s, int64_t first, int64_t last) const {
     const Tiles tiles = at(where.first, s);
-    for (int64_t j = first; j < last; ++j)
+    for (int64_t j = first * kRows; j < last * kRows; ++j)
       for (int64_t t = 0; t < where.count; ++t)
         __builtin_prefetch(tiles.data + j * tiles.row + t * tiles.beside, 0, 2);
   }
@@ -259,6 +260,16 @@ TANDEM_INLINE void store_words(const bf16* row, int64_t next, float* first, floa
   store(second, odd);
 }
 
+// Rows of k fetched before their turn: they lie too far apart for the processor to guess.
+constexpr int64_t kRowsAhead = 16;
+
+// A part of a row that will be read.
+template <class T>
+TANDEM_INLINE void fetch(const T* row, int64_t count) {
+  constexpr int64_t line = 64 / sizeof(T);
+  for (int64_t i = 0; i < count; i += line) __builtin_prefetch(row + i);
+}
+
 // A weight (N, K) as it lies, its columns contiguous, as columns: a pair of k a piece.
 template <class T>
 struct ColumnsAsTheyLie {
@@ -271,6 +282,8 @@ struct ColumnsAsTheyLie {
   void make(const Place& where, int64_t s, int64_t first, int64_t last) const {
     const int64_t n = where.first * kSide, k = s * kStep;
     if constexpr (kParts<T> > 1) {
+      const T* const soon = data + n + (k + kRowsAhead) * stride;
+      for (int64_t j = 2 * first; j < 2 * last; ++j) fetch(soon + j * stride, where.count * kSide);
       split_pairs(where, data + n + k * stride, stride, K - k, N - n, first, last);
     } else {
       const Matrix<T> weight{data, 1, stride};
@@ -278,6 +291,8 @@ struct ColumnsAsTheyLie {
         int64_t c = 0;
         if (k + 2 * j + 1 < K) {  // two tiles of columns at once
           const T* const row = data + n + (k + 2 * j) * stride;
+          fetch(row + kRowsAhead * stride, where.count * kSide);
+          fetch(row + (kRowsAhead + 1) * stride, where.count * kSide);
           for (; c + 2 <= where.count && n + (c + 2) * kSide <= N; c += 2) {
             float* const out = where.out + c * where.beside + j * kSide;
             store_words(row + c * kSide, stride, out, out + where.beside);
@@ -362,23 +377,49 @@ struct Batch {
 
 // ---- what becomes of the sums ----
 
+// What is written past the caches takes half the time of what is fetched, changed and written back,
+// and is read again from memory: for results that would not stay in the second cache anyway.
+constexpr int64_t kPastCaches = 1 << 20;  // bytes
+
+template <class T>
+bool goes_past(const T* y, int64_t stride, int64_t M, int64_t N) {
+  constexpr int64_t line = 64 / sizeof(T);
+  return M * N * static_cast<int64_t>(sizeof(T)) >= kPastCaches &&
+         reinterpret_cast<uintptr_t>(y) % 64 == 0 && stride % line == 0 && N % line == 0;
+}
+
 // y = residual + (sum + bias), as gemm.h's Epilogue says.
 template <class T>
 struct Finish {
   T* y;
   int64_t stride;
   Epilogue<T> epilogue;
+  bool past;  // the caches
+
+  Finish(T* y, int64_t stride, const Epilogue<T>& epilogue, int64_t M, int64_t N)
+      : y(y),
+        stride(stride),
+        epilogue(epilogue),
+        past(!epilogue.bias && !epilogue.residual && goes_past(y, stride, M, N)) {}
 
   // Where a whole block may be left as it is, or null.
   float* place(int64_t m, int64_t n) const {
     if constexpr (std::is_same_v<T, float>)
-      return epilogue.bias || epilogue.residual ? nullptr : y + m * stride + n;
+      return epilogue.bias || epilogue.residual || past ? nullptr : y + m * stride + n;
     return nullptr;
   }
+  bool fetches() const { return !past; }
 
   void operator()(int64_t m, int64_t n, int64_t rows, int64_t columns, const float* sums,
                   int64_t step) const {
     T* const to = y + m * stride + n;
+    if (past) {
+      constexpr int64_t line = 64 / sizeof(T);
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t c = 0; c < columns; c += line)
+          store_past(to + r * stride + c, sums + r * step + c);
+      return;
+    }
     if (!epilogue.bias && !epilogue.residual && columns % kLanes == 0) {
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t c = 0; c < columns; c += kLanes)
@@ -400,14 +441,23 @@ struct Add {
   float* y;
   int64_t stride;
   bool adds;
+  bool past;
 
-  float* place(int64_t m, int64_t n) const { return adds ? nullptr : y + m * stride + n; }
+  Add(float* y, int64_t stride, bool adds, int64_t M, int64_t N)
+      : y(y), stride(stride), adds(adds), past(!adds && goes_past(y, stride, M, N)) {}
+
+  float* place(int64_t m, int64_t n) const { return adds || past ? nullptr : y + m * stride + n; }
+  bool fetches() const { return !past; }
 
   void operator()(int64_t m, int64_t n, int64_t rows, int64_t columns, const float* sums,
                   int64_t step) const {
     for (int64_t r = 0; r < rows; ++r)
       for_columns(columns, [&](int64_t c, int lanes) {
         float* const to = y + (m + r) * stride + n + c;
+        if (past) {
+          store_past(to, sums + r * step + c);
+          return;
+        }
         const v16 made = load(sums + r * step + c);
         store_lanes(to, adds ? load_lanes(to, lanes) + made : made, lanes);
       });
@@ -427,75 +477,81 @@ struct Waiting {
   }
 };
 
-// Row tiles `rows` by one panel: `count` rows from row m on, `width` columns from n on.
-template <int P, class Done>
-void multiply_panel(Tiles rows, Tiles panel, int64_t steps, int64_t m, int64_t count, int64_t n,
-                    int64_t width, const Waiting& waiting, const Done& done, Meanwhile& meanwhile) {
-  const Tiles columns = panel;
-  for (int64_t r = 0; r < count; r += 2 * kSide, rows.data += 2 * rows.beside) {
-    const int64_t height = std::min(2 * kSide, count - r);
-    const bool one = height <= kSide;
-    const int64_t wide = one ? 4 * kSide : 2 * kSide;
-    panel = columns;
-    for (int64_t c = 0; c < width; c += wide, panel.data += wide / kSide * panel.beside) {
-      const int64_t some = std::min(wide, width - c), lanes = round_up(some, kSide);
-      float* const wait = waiting.at(m + r, n + c);
-      float* const kept = meanwhile.kept[meanwhile.turn];
-      Sums sums{waiting.goes_on ? wait : nullptr, waiting.stride, kept, kPanel};
-      float* const place = waiting.stops ? nullptr : done.place(m + r, n + c);
-      const bool straight = place && some == lanes && height == (one ? kSide : 2 * kSide);
-      meanwhile.per_step = (height + steps - 1) / steps;
-      if (waiting.stops) {
-        sums.after = wait;
-        sums.after_row = waiting.stride;
-      } else {
-        auto* const to = done.y + (m + r) * done.stride + n + c;
-        meanwhile.target = reinterpret_cast<char*>(to);
-        meanwhile.row = done.stride * static_cast<int64_t>(sizeof *to);
-        meanwhile.rows = height;
-        meanwhile.lines = (some * static_cast<int64_t>(sizeof *to) + 63) / 64;
-        if (straight) sums.after = place, sums.after_row = done.stride;
-      }
-      const auto run = [&](auto R, auto C) {
-        block<P, decltype(R)::value, decltype(C)::value>(rows, panel, steps, sums, meanwhile);
-      };
-      constexpr std::integral_constant<int, 1> i1;
-      constexpr std::integral_constant<int, 2> i2;
-      if (!one) {
-        lanes > kSide ? run(i2, i2) : run(i2, i1);
-      } else {
-        switch (lanes / kSide) {
-          case 1:
-            run(i1, i1);
-            break;
-          case 2:
-            run(i1, i2);
-            break;
-          case 3:
-            run(i1, std::integral_constant<int, 3>{});
-            break;
-          default:
-            run(i1, std::integral_constant<int, 4>{});
-        }
-      }
-      meanwhile.finish_rest();
-      if (waiting.stops || straight) continue;
-      meanwhile.late = {
-          [](const void* to, int64_t m, int64_t n, int64_t rows, int64_t columns, const float* sums,
-             int64_t step) { (*static_cast<const Done*>(to))(m, n, rows, columns, sums, step); },
-          &done,
-          m + r,
-          n + c,
-          height,
-          some,
-          kept,
-          kPanel};
-      meanwhile.turn = 1 - meanwhile.turn;
+// Row tiles `rows` by one panel: `count` rows from row m on, `width` columns from n on; the tiles
+// of side S pass by the others.
+template <int P, Side S, class Done>
+void multiply_panel(const Tiles& rows, const Tiles& panel, int64_t steps, int64_t m, int64_t count,
+                    int64_t n, int64_t width, const Waiting& waiting, const Done& done,
+                    Meanwhile& meanwhile) {
+  const auto multiply = [&](auto R, auto C, int64_t r, int64_t c, int64_t height, int64_t some) {
+    constexpr int64_t kHeight = decltype(R)::value * kSide;
+    const int64_t lanes = round_up(some, kSide);
+    float* const wait = waiting.at(m + r, n + c);
+    float* const kept = meanwhile.kept[meanwhile.turn];
+    Sums sums{waiting.goes_on ? wait : nullptr, waiting.stride, kept, kPanel};
+    float* const place = waiting.stops ? nullptr : done.place(m + r, n + c);
+    const bool straight = place && some == lanes && height == kHeight;
+    meanwhile.per_step = (height + steps - 1) / steps;
+    if (waiting.stops) {
+      sums.after = wait;
+      sums.after_row = waiting.stride;
+    } else {
+      auto* const to = done.y + (m + r) * done.stride + n + c;
+      meanwhile.target = reinterpret_cast<char*>(to);
+      meanwhile.row = done.stride * static_cast<int64_t>(sizeof *to);
+      meanwhile.rows = done.fetches() ? height : 0;
+      meanwhile.lines = (some * static_cast<int64_t>(sizeof *to) + 63) / 64;
+      if (straight) sums.after = place, sums.after_row = done.stride;
+    }
+    block<P, decltype(R)::value, decltype(C)::value, S>(
+        {rows.data + r / kSide * rows.beside, rows.beside, rows.deeper, rows.row},
+        {panel.data + c / kSide * panel.beside, panel.beside, panel.deeper, panel.row}, steps, sums,
+        meanwhile);
+    meanwhile.finish_rest();
+    if (waiting.stops || straight) return;
+    meanwhile.late = {
+        [](const void* to, int64_t m, int64_t n, int64_t rows, int64_t columns, const float* sums,
+           int64_t step) { (*static_cast<const Done*>(to))(m, n, rows, columns, sums, step); },
+        &done,
+        m + r,
+        n + c,
+        height,
+        some,
+        kept,
+        kPanel};
+    meanwhile.turn = 1 - meanwhile.turn;
+  };
+  constexpr std::integral_constant<int, 1> i1;
+  constexpr std::integral_constant<int, 2> i2;
+  constexpr std::integral_constant<int, 3> i3;
+  constexpr std::integral_constant<int, 4> i4;
+  const int64_t rest = count % (2 * kSide) <= kSide ? count % (2 * kSide) : 0;
+  for (int64_t c = 0; c < width; c += 2 * kSide) {
+    const int64_t some = std::min(2 * kSide, width - c);
+    for (int64_t r = 0; r < count - rest; r += 2 * kSide) {
+      const int64_t height = std::min(2 * kSide, count - r);
+      some > kSide ? multiply(i2, i2, r, c, height, some) : multiply(i2, i1, r, c, height, some);
+    }
+  }
+  for (int64_t c = 0; rest && c < width; c += 4 * kSide) {
+    const int64_t r = count - rest, some = std::min(4 * kSide, width - c);
+    switch ((some + kSide - 1) / kSide) {
+      case 1:
+        multiply(i1, i1, r, c, rest, some);
+        break;
+      case 2:
+        multiply(i1, i2, r, c, rest, some);
+        break;
+      case 3:
+        multiply(i1, i3, r, c, rest, some);
+        break;
+      default:
+        multiply(i1, i4, r, c, rest, some);
     }
   }
 }
 
-constexpr int64_t kRowsInCache = 3 << 16;  // words of rows' tiles that stay in the second cache
+constexpr int64_t kInCache = 19 << 14;     // words of tiles that stay in the second cache
 constexpr int64_t kFewInCache = 1 << 19;   // the same where little else has to
 constexpr int64_t kSmallWeight = 3 << 16;  // words of a weight's tiles that do, beside some rows
 constexpr int64_t kWaitingColumns = 8192;  // of sums that wait, at most, at a time
@@ -610,8 +666,8 @@ void multiply_small(const Rows& rows, const Columns& columns, int64_t M, int64_t
       next.first += 2;
       next.out = here.out == room ? room + 2 * part : room;
       if (i + 1 < to && !ready) next.spread(meanwhile, uses_of(height, N, steps));
-      multiply_panel<P>(ready ? where_they_lie(rows, 2 * i) : here.where(), right, steps, m, height,
-                        0, N, {}, done, meanwhile);
+      multiply_panel<P, Side::right>(ready ? where_they_lie(rows, 2 * i) : here.where(), right,
+                                     steps, m, height, 0, N, {}, done, meanwhile);
       meanwhile.make_rest();
       here = next;
     }
@@ -623,10 +679,13 @@ template <class T, class Rows, class Columns, class Done>
 void multiply_large(const Rows& rows, const Columns& columns, int64_t M, int64_t N, int64_t K,
                     const Done& done) {
   constexpr int P = kParts<T>;
+  constexpr bool ready = std::is_same_v<Columns, PackedTiles>;
+  constexpr int64_t kWide = ready ? kPackedPanel : kPanel, kSides = kWide / kSide;
   const int64_t steps = steps_of(K), depths = (steps + kDeepest<T> - 1) / kDeepest<T>;
   const int64_t deepest = (steps + depths - 1) / depths;
   const int64_t part = deepest * P * kTile, all = (M + kSide - 1) / kSide;
-  const int64_t most = std::max<int64_t>(2, kRowsInCache / part / 2 * 2);
+  const int64_t most =
+      std::max<int64_t>(2, (kInCache / part - 2 * kSides) / 2 * 2);  // beside two panels
   const int64_t blocks = (all + most - 1) / most;
   const int64_t height = round_up((all + blocks - 1) / blocks, 2);  // row tiles of a block
   const bool waits = depths > 1;
@@ -645,28 +704,26 @@ void multiply_large(const Rows& rows, const Columns& columns, int64_t M, int64_t
             });
         const Tiles tiles{left, size, P * kTile, kSide};
         const Waiting waiting{sums, sum_row, m, first, k > 0, k + some < steps};
-        const int64_t grain = kGrain / (some * kStep * kPanel * count) + 1;
-        parallel_for(0, (width + kPanel - 1) / kPanel, grain, [&](int64_t from, int64_t to) {
+        const int64_t grain = kGrain / (some * kStep * kWide * count) + 1;
+        parallel_for(0, (width + kWide - 1) / kWide, grain, [&](int64_t from, int64_t to) {
           const Session session(M);
-          constexpr int64_t kSides = kPanel / kSide;
           float* const room = scratch(Use::panel, 2 * kSides * part);
           const auto batch = [&](int64_t p) {
-            const int64_t n = p * kPanel, columns_here = std::min(kPanel, width - n);
+            const int64_t n = p * kWide, columns_here = std::min(kWide, width - n);
             return Batch<Columns, P>{
                 &columns, (first + n) / kSide,         (columns_here + kSide - 1) / kSide, k,
                 some,     room + p % 2 * kSides * part};
           };
-          constexpr bool ready = std::is_same_v<Columns, PackedTiles>;
           if constexpr (!ready) batch(from).all();
           Meanwhile meanwhile;
           for (int64_t p = from; p < to; ++p) {
-            const int64_t n = p * kPanel, columns_here = std::min(kPanel, width - n);
+            const int64_t n = p * kWide, columns_here = std::min(kWide, width - n);
             Batch<Columns, P> next = batch(p + 1 < to ? p + 1 : p);
             if (p + 1 < to) next.spread(meanwhile, uses_of(count, columns_here, some));
             Tiles right = batch(p).where();
             if constexpr (ready) right = columns.at((first + n) / kSide, k);
-            multiply_panel<P>(tiles, right, some, m, count, first + n, columns_here, waiting, done,
-                              meanwhile);
+            multiply_panel<P, Side::left>(tiles, right, some, m, count, first + n, columns_here,
+                                          waiting, done, meanwhile);
             meanwhile.make_rest();
           }
           meanwhile.finish_rest();
@@ -700,14 +757,14 @@ void multiply_tiles(const Rows& rows, const Columns& columns, int64_t M, int64_t
 
 template <class T>
 void pack(const Matrix<T>& m, int64_t N, int64_t K, float* out) {
-  pack_panels(m, N, K, kPackedPanel<T>, out);
+  pack_panels(m, N, K, kPackedPanel, out);
 }
 
 template <class T>
 void multiply_packed(const T* x, int64_t x_stride, int64_t M, const float* packed, int64_t N,
                      int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
   const RowsAsTheyLie<T> rows{x, x_stride, M, K};
-  const Finish<T> done{y, y_stride, epilogue};
+  const Finish<T> done{y, y_stride, epilogue, M, N};
   if constexpr (kParts<T> == 1) {
     constexpr int64_t kMany = 256;  // rows that are worth a copy of a small weight
     if (K % kStep == 0 && (M < kMany || !is_small<T>(N, K))) {
@@ -722,7 +779,7 @@ template <class T>
 void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
               int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
   const RowsAsTheyLie<T> rows{x, x_stride, M, K};
-  const Finish<T> done{y, y_stride, epilogue};
+  const Finish<T> done{y, y_stride, epilogue, M, N};
   if (weight.column_stride == 1) {
     multiply_tiles<T>(rows, RowsAsColumns<T>{weight.data, weight.row_stride, N, K}, M, N, K, done);
   } else {
@@ -734,12 +791,13 @@ void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, 
 template <class T>
 void multiply_turned(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t M,
                      int64_t N, int64_t K, float* y, int64_t y_stride, bool adds) {
-  constexpr int64_t kRun = 1024;  // rows whose sums are made apart, so that errors do not grow with M
+  constexpr int64_t kRun =
+      1024;  // rows whose sums are made apart, so that errors do not grow with M
   for (int64_t m = 0; m < M; m += kRun) {
     const int64_t run = std::min(kRun, M - m);
     multiply_tiles<T>(ColumnsAsRows<T>{a + m * a_stride, a_stride, N, run},
                       ColumnsAsTheyLie<T>{b + m * b_stride, b_stride, K, run}, N, K, run,
-                      Add{y, y_stride, adds || m > 0});
+                      Add{y, y_stride, adds || m > 0, N, K});
   }
 }
 

@@ -6,10 +6,9 @@
 
 namespace tandem::amx {
 
-// Columns of a panel of a packed weight: as many as are multiplied at a time, so that float32 is read from
-// first to last while its parts are made.
-template <class T>
-constexpr int64_t kPackedPanel = std::is_same_v<T, bf16> ? 64 : 32;
+// Columns of a panel of a packed weight: as many as are multiplied at a time, so that it is read from
+// first to last.
+constexpr int64_t kPackedPanel = 32;
 
 template <class T>
 void pack(const Matrix<T>& m, int64_t N, int64_t K, float* out);
