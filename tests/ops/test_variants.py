@@ -175,14 +175,11 @@ def test_large_results_are_those_of_their_parts_on_the_matrix_unit(
     none = torch.empty(0, dtype=dtype)
     for outputs, rows in ((1024, 530), (1000, 550)):
         x, weight = (
-            torch.randn(size, generator=generator).to(dtype)
-            for size in ((rows, 70), (outputs, 70))
+            torch.randn(size, generator=generator).to(dtype) for size in ((rows, 70), (outputs, 70))
         )
         for ahead in (False, True):
             whole = product(EMULATED_AMX, x, weight, none, ahead=ahead)
-            parts = [
-                product(EMULATED_AMX, part, weight, none, ahead=ahead) for part in x.split(77)
-            ]
+            parts = [product(EMULATED_AMX, part, weight, none, ahead=ahead) for part in x.split(77)]
             assert torch.equal(whole, torch.cat(parts)), (outputs, ahead)
             exact = x.double() @ weight.double().t()
             error = (whole.double() - exact).abs().max() / exact.abs().max()
@@ -243,7 +240,8 @@ def test_the_error_of_a_turned_product_does_not_grow_with_its_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("rows", "outputs", "inputs"), [(2070, 33, 40), (64, 300, 64), (31, 17, 130), (1, 5, 3), (40, 530, 512)]
+    ("rows", "outputs", "inputs"),
+    [(2070, 33, 40), (64, 300, 64), (31, 17, 130), (1, 5, 3), (40, 530, 512)],
 )
 def test_a_turned_product_on_the_matrix_unit_is_the_sum_over_rows(
     rows: int,
