@@ -1,9 +1,10 @@
 """Matrix products: Tandem's beside torch's, forward alone and with both gradients.
 
-    taskset -c 0 python bench/products.py [--dtype bf16] [--json products.json]
+    taskset -c 0 python bench/products.py [--dtype bf16] [--from-memory] [--json products.json]
 
 GFLOP per CPU second of each side's quickest call on one thread; the sides take turns. The weight's
-gradient is added to the one before, as over micro-batches.
+gradient is added to the one before, as over micro-batches. The operands are the same from call to
+call and stay in the caches, unless --from-memory lets the calls go through 256 MiB of them.
 """
 
 from __future__ import annotations
@@ -38,13 +39,20 @@ SHAPES = (
 
 def main() -> dict[str, Any]:
     """Measure every shape; the table, and JSON where --json names a file."""
-    options = parser(__doc__, "dtype default-allocator").parse_args()
+    arguments = parser(__doc__, "dtype default-allocator")
+    arguments.add_argument(
+        "--from-memory",
+        action="store_true",
+        help="other weights and rows with every call, as over a model's layers",
+    )
+    options = arguments.parse_args()
     report = Report(options)
     shapes = ((16, 32, 48),) if options.tiny else SHAPES
     seconds = 0.01 if options.tiny else 0.5
+    from_memory = (2**16 if options.tiny else 2**28) if options.from_memory else 0
     rates = []
     for shape in shapes:
-        rates.append(product_rate(*shape, DTYPES[options.dtype], seconds))
+        rates.append(product_rate(*shape, DTYPES[options.dtype], seconds, from_memory))
         report.result["products"] = [asdict(rate) for rate in rates]
     report.console.print(rates_table(rates))
     return report.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
@@ -37,35 +38,45 @@ class ProductRate:
 
 
 def product_rate(
-    rows: int, inputs: int, outputs: int, dtype: torch.dtype, seconds: float = 0.15
+    rows: int,
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    seconds: float = 0.15,
+    from_memory: int = 0,
 ) -> ProductRate:
     """Measure one shape; Tandem's and torch's calls take turns, and each side's quickest counts.
 
     seconds: CPU seconds per figure, after a warm-up in which the C++ operations choose their cut.
+    from_memory: bytes of weights and rows, at least, that the calls go through one after another,
+    as over the layers of a model: more than the caches hold brings them from memory. 0: always the
+    same ones.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # what other threads spend is counted only when the system looks
     try:
-        return _measured(rows, inputs, outputs, dtype, seconds)
+        return _measured(rows, inputs, outputs, dtype, seconds, from_memory)
     finally:
         torch.set_num_threads(threads)
 
 
 def _measured(
-    rows: int, inputs: int, outputs: int, dtype: torch.dtype, seconds: float
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype, seconds: float, from_memory: int
 ) -> ProductRate:
     generator = torch.Generator().manual_seed(0)
     x, weight, grad = (
         torch.randn(size, generator=generator).to(dtype)
         for size in ((rows, inputs), (outputs, inputs), (rows, outputs))
     )
+    layers = -(-from_memory // (x.nbytes + weight.nbytes)) or 1
     flops = 2 * rows * inputs * outputs
     forward: list[Callable[[], object]] = []
     training: list[Callable[[], object]] = []
+    operands = [(x.clone(), weight.clone()) for _ in range(layers)]
     for linear in (dense.linear, F.linear):
-        leaf, trained = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        forward.append(_call(linear, x, weight))
-        training.append(_step(linear, leaf, trained, grad))
+        leaves = [(a.clone().requires_grad_(), b.clone().requires_grad_()) for a, b in operands]
+        forward.append(_call(linear, operands))
+        training.append(_step(linear, leaves, grad))
     with torch.no_grad():
         ours, theirs = _quickest(forward, seconds, flops)
     ours_training, theirs_training = _quickest(training, seconds, 3 * flops)
@@ -96,12 +107,18 @@ def memory_rate(megabytes: int = 256, repeats: int = 3) -> float:
     return 2 * source.numel() * source.element_size() / best
 
 
-def _call(linear: Linear, x: Tensor, weight: Tensor) -> Callable[[], object]:
-    return lambda: linear(x, weight)
+def _call(linear: Linear, operands: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], object]:
+    turns = cycle(operands)
+    return lambda: linear(*next(turns))
 
 
-def _step(linear: Linear, x: Tensor, weight: Tensor, grad: Tensor) -> Callable[[], object]:
+def _step(
+    linear: Linear, leaves: Sequence[tuple[Tensor, Tensor]], grad: Tensor
+) -> Callable[[], object]:
+    turns = cycle(leaves)
+
     def step() -> None:
+        x, weight = next(turns)
         x.grad = None  # the weight's gradient is added up, as over micro-batches
         linear(x, weight).backward(grad)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from tandem.ops import native
+from tandem.ops import dense, native
 from tandem.ops.rates import memory_rate, product_rate
 
 
@@ -23,6 +24,24 @@ def test_a_product_has_four_rates_and_a_cut(dtype: torch.dtype) -> None:
 
 def test_a_product_too_small_to_choose_has_no_cut() -> None:
     assert product_rate(4, 8, 8, torch.float32, seconds=0.001).cut == ""
+
+
+def test_calls_go_through_as_many_bytes_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[int] = set()
+    linear = dense.linear
+
+    def counted(x: Tensor, weight: Tensor) -> Tensor:
+        seen.add(weight.data_ptr())
+        return linear(x, weight)
+
+    monkeypatch.setattr(dense, "linear", counted)
+    one = 4 * (4 * 8 + 8 * 8)
+    product_rate(4, 8, 8, torch.float32, seconds=0.001)
+    same = len(seen)
+    seen.clear()
+    product_rate(4, 8, 8, torch.float32, seconds=0.001, from_memory=5 * one - 1)
+    assert same == 2, "forward and training"
+    assert len(seen) == 2 * 5
 
 
 def test_memory_has_a_rate() -> None:
