@@ -13,9 +13,9 @@ static_assert(packed_size<bf16>(70, 33) == 80 * (kPairs ? 17 : 33));
 namespace {
 
 template <class T>
-void products(const T* x, int64_t M, const T* w, const T* bias, int64_t N, int64_t K, T* y,
-              float* packed, bool ahead) {
-  const Epilogue<T> epilogue{bias};
+void products(const T* x, int64_t M, const T* w, const T* bias, const T* residual, int64_t N,
+              int64_t K, T* y, float* packed, bool ahead) {
+  const Epilogue<T> epilogue{bias, residual, N};
   const Matrix<T> weight{w, K, 1};
   if (ahead) {
     pack(weight, N, K, packed);
@@ -35,11 +35,12 @@ EXPORTED int64_t packed_floats(bool half, int64_t N, int64_t K) {
 EXPORTED bool in_pairs() { return kPairs; }
 EXPORTED bool uses_amx(bool half) { return why_no_amx(half).empty(); }
 EXPORTED void product(bool half, const void* x, int64_t M, const void* w, const void* bias,
-                      int64_t N, int64_t K, void* y, float* packed, bool ahead) {
+                      const void* residual, int64_t N, int64_t K, void* y, float* packed,
+                      bool ahead) {
   const auto run = [&](auto tag) {
     using T = decltype(tag);
-    products(static_cast<const T*>(x), M, static_cast<const T*>(w), static_cast<const T*>(bias), N,
-             K, static_cast<T*>(y), packed, ahead);
+    products(static_cast<const T*>(x), M, static_cast<const T*>(w), static_cast<const T*>(bias),
+             static_cast<const T*>(residual), N, K, static_cast<T*>(y), packed, ahead);
   };
   half ? run(bf16{}) : run(float{});
 }

@@ -94,16 +94,25 @@ def products(march: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def product(march: str, x: Tensor, weight: Tensor, bias: Tensor, *, ahead: bool) -> Tensor:
+def product(
+    march: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    ahead: bool,
+    residual: Tensor | None = None,
+) -> Tensor:
     library, half = products(march), x.dtype == torch.bfloat16
     (rows, inputs), outputs = x.shape, weight.shape[0]
     library.packed_floats.restype = ctypes.c_int64
     shape = [ctypes.c_int64(n) for n in (outputs, inputs)]
     packed = torch.empty(library.packed_floats(half, *shape))
     y = torch.empty(rows, outputs, dtype=x.dtype)
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x.contiguous(), weight, bias, y, packed)]
+    tensors = (x.contiguous(), weight, bias, residual, y, packed)
+    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
     library.product(
-        half, pointers[0], ctypes.c_int64(rows), *pointers[1:3], *shape, *pointers[3:], ahead
+        half, pointers[0], ctypes.c_int64(rows), *pointers[1:4], *shape, *pointers[4:], ahead
     )
     return y
 
@@ -172,18 +181,31 @@ def test_large_results_are_those_of_their_parts_on_the_matrix_unit(
     needs_pairs()
     threads(2)
     generator = torch.Generator().manual_seed(0)
-    none = torch.empty(0, dtype=dtype)
-    for outputs, rows in ((1024, 530), (1000, 550)):
-        x, weight = (
-            torch.randn(size, generator=generator).to(dtype) for size in ((rows, 70), (outputs, 70))
+    for outputs, rows, adds in ((1024, 530, False), (1024, 530, True), (1000, 550, False)):
+        x, weight, bias, residual = (
+            torch.randn(size, generator=generator).to(dtype)
+            for size in ((rows, 70), (outputs, 70), (outputs,), (rows, outputs))
         )
+        bias = bias if adds else torch.empty(0, dtype=dtype)
+        exact = x.double() @ weight.double().t()
+        exact = exact + bias.double() + residual.double() if adds else exact
+        slices = [slice(0, rows), *(slice(first, first + 77) for first in range(0, rows, 77))]
         for ahead in (False, True):
-            whole = product(EMULATED_AMX, x, weight, none, ahead=ahead)
-            parts = [product(EMULATED_AMX, part, weight, none, ahead=ahead) for part in x.split(77)]
+            whole, *parts = (
+                product(
+                    EMULATED_AMX,
+                    x[part],
+                    weight,
+                    bias,
+                    ahead=ahead,
+                    residual=residual[part].contiguous() if adds else None,
+                )
+                for part in slices
+            )
             assert torch.equal(whole, torch.cat(parts)), (outputs, ahead)
-            exact = x.double() @ weight.double().t()
             error = (whole.double() - exact).abs().max() / exact.abs().max()
-            assert error < (2**-8 if dtype == torch.bfloat16 else 1e-6)
+            # The residual is added to a sum that is rounded before.
+            assert error < (2**-7 if dtype == torch.bfloat16 else 1e-6)
 
 
 def test_float32_in_parts_is_closer_to_float64_than_a_sum_of_floats() -> None:
@@ -258,7 +280,9 @@ def test_a_turned_product_on_the_matrix_unit_is_the_sum_over_rows(
     found, half = [], dtype == torch.bfloat16
     for count in (1, 2):
         threads(count)
-        y = torch.full((outputs, inputs), float("nan"))
+        # Beginning with a line, and between two.
+        y = torch.full((outputs * inputs + 16,), float("nan"))[count - 1 :][: outputs * inputs]
+        y = y.view(outputs, inputs)
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a, b, y)]
         for adds in (False, True):  # twice the product
             done = products(EMULATED_AMX).turned(half, *pointers[:2], *shape, pointers[2], adds)

@@ -81,10 +81,12 @@ inline void dot_tiles(int sum, int a, int b) {
 inline void store_tile(int tile, float* to, int64_t stride) {
   for (int i = 0; i < 16; ++i) std::memcpy(to + i * stride, unit.sums[tile][i], 64);
 }
-inline void store_past(float* to, const float* from) { store(to, load(from)); }
-inline void store_past(bf16* to, const float* from) {
-  store(to, load(from));
-  store(to + kLanes, load(from + kLanes));
+// To the line in which `to` lies: elsewhere than at its beginning the processor would fault.
+template <class T>
+inline void store_past(T* to, const float* from) {
+  to = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(to) / 64 * 64);
+  for (int64_t i = 0; i < 64 / static_cast<int64_t>(sizeof(T)); i += kLanes)
+    store(to + i, load(from + i));
 }
 #define TANDEM_TILE_ZERO(t) std::memset(unit.sums[t], 0, sizeof unit.sums[t])
 #define TANDEM_TILE_LOAD(t, from, stride) load_tile(t, from, stride)
@@ -120,7 +122,9 @@ struct Session {
   }
 };
 // A line of 64 bytes of y, past the caches; `to` is a multiple of 64.
-inline void store_past(float* to, const float* from) { _mm512_stream_ps(to, _mm512_loadu_ps(from)); }
+inline void store_past(float* to, const float* from) {
+  _mm512_stream_ps(to, _mm512_loadu_ps(from));
+}
 inline void store_past(bf16* to, const float* from) {
   const __m512bh line = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
   _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret_cast<__m512i>(line));

@@ -791,8 +791,8 @@ void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, 
 template <class T>
 void multiply_turned(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t M,
                      int64_t N, int64_t K, float* y, int64_t y_stride, bool adds) {
-  constexpr int64_t kRun =
-      1024;  // rows whose sums are made apart, so that errors do not grow with M
+  // Rows whose sums are made apart, so that errors do not grow with M.
+  constexpr int64_t kRun = 1024;
   for (int64_t m = 0; m < M; m += kRun) {
     const int64_t run = std::min(kRun, M - m);
     multiply_tiles<T>(ColumnsAsRows<T>{a + m * a_stride, a_stride, N, run},

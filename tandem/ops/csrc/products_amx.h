@@ -6,8 +6,8 @@
 
 namespace tandem::amx {
 
-// Columns of a panel of a packed weight: as many as are multiplied at a time, so that it is read from
-// first to last.
+// Columns of a panel of a packed weight: as many as are multiplied at a time, so that it is read
+// from first to last.
 constexpr int64_t kPackedPanel = 32;
 
 template <class T>
