@@ -2,10 +2,11 @@
 // in copies that stay in the second cache while they are multiplied.
 //
 // Up to 32 rows are copied once, and the weight passes by them a step of k at a time: what is made
-// of it stays in the first cache. More rows by a small weight: the weight is copied once, and 32
-// rows after another pass by. By a large one: as many rows as a part of the cache holds are copied,
-// and panel after panel of the weight passes by them. Making the next copies and finishing the last
-// sums goes on between the unit's instructions.
+// of it stays in the first cache. More rows by a small weight: the weight is copied once, and passes
+// by 32 rows after another. By a large one: as many rows as a part of the second cache holds are
+// copied, and pass by one panel of the weight after another. What is passed by stays in the first
+// cache, as what passes takes no place there. Making the next copies and finishing the last sums
+// goes on between the unit's instructions.
 
 #include "products_amx.h"
 
