@@ -1,3 +1,4 @@
+import mmap
 import sys
 import time
 
@@ -94,8 +95,7 @@ def test_the_peak_is_the_phases_own():
         pytest.skip("this system does not reset the resident peak")
     phases = Phases()
     with phases("train"):
-        block = torch.ones(64 * 2**20 // 4)
-        del block
+        use_and_give_back()
     with phases("save"):
         pass
     values = phases.metrics()
@@ -103,10 +103,17 @@ def test_the_peak_is_the_phases_own():
     assert 48 * 2**20 < grown < 96 * 2**20
 
 
+def use_and_give_back():
+    """64 MiB from the system itself: a run in this process before may have told the C library to
+    keep what is freed."""
+    with mmap.mmap(-1, 64 * 2**20) as block:
+        for page in range(0, len(block), mmap.PAGESIZE):
+            block[page] = 1
+
+
 def resets_the_peak():
-    block = torch.ones(64 * 2**20 // 4)
+    use_and_give_back()
     before = timing.peak_bytes()
-    del block
     timing.reset_peak()
     return timing.peak_bytes() < before - 32 * 2**20
 
