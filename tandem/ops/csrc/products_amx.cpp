@@ -379,7 +379,8 @@ struct Batch {
 // ---- what becomes of the sums ----
 
 // What is written past the caches takes half the time of what is fetched, changed and written back,
-// and is read again from memory: for results that would not stay in the second cache anyway.
+// and is read again from memory: for results that would not stay in the second cache anyway, and
+// not for float32's, whose products take so long that memory keeps up.
 constexpr int64_t kPastCaches = 1 << 20;  // bytes
 
 template <class T>
@@ -401,7 +402,8 @@ struct Finish {
       : y(y),
         stride(stride),
         epilogue(epilogue),
-        past(!epilogue.bias && !epilogue.residual && goes_past(y, stride, M, N)) {}
+        past(kParts<T> == 1 && !epilogue.bias && !epilogue.residual &&
+             goes_past(y, stride, M, N)) {}
 
   // Where a whole block may be left as it is, or null.
   float* place(int64_t m, int64_t n) const {
