@@ -82,11 +82,10 @@ inline void store_tile(int tile, float* to, int64_t stride) {
   for (int i = 0; i < 16; ++i) std::memcpy(to + i * stride, unit.sums[tile][i], 64);
 }
 // To the line in which `to` lies: elsewhere than at its beginning the processor would fault.
-template <class T>
-inline void store_past(T* to, const float* from) {
-  to = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(to) / 64 * 64);
-  for (int64_t i = 0; i < 64 / static_cast<int64_t>(sizeof(T)); i += kLanes)
-    store(to + i, load(from + i));
+inline void store_past(bf16* to, const float* from) {
+  to = reinterpret_cast<bf16*>(reinterpret_cast<uintptr_t>(to) / 64 * 64);
+  store(to, load(from));
+  store(to + kLanes, load(from + kLanes));
 }
 #define TANDEM_TILE_ZERO(t) std::memset(unit.sums[t], 0, sizeof unit.sums[t])
 #define TANDEM_TILE_LOAD(t, from, stride) load_tile(t, from, stride)
@@ -122,9 +121,6 @@ struct Session {
   }
 };
 // A line of 64 bytes of y, past the caches; `to` is a multiple of 64.
-inline void store_past(float* to, const float* from) {
-  _mm512_stream_ps(to, _mm512_loadu_ps(from));
-}
 inline void store_past(bf16* to, const float* from) {
   const __m512bh line = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
   _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret_cast<__m512i>(line));
@@ -206,22 +202,20 @@ struct Sums {
   int64_t after_row;
 };
 
-#define TANDEM_LEFT(part)                                                                   \
-  if constexpr (S == Side::left) {                                                          \
-    TANDEM_TILE_PASS(4, a + (part) * kTile, left.row);                                      \
-    if constexpr (R > 1) TANDEM_TILE_PASS(5, a + left.beside + (part) * kTile, left.row);   \
-  } else {                                                                                  \
-    TANDEM_TILE_LOAD(4, a + (part) * kTile, left.row);                                      \
-    if constexpr (R > 1) TANDEM_TILE_LOAD(5, a + left.beside + (part) * kTile, left.row);   \
+#define TANDEM_FACTOR(side, t, from, row)                                 \
+  if constexpr (S == Side::side) { TANDEM_TILE_PASS(t, from, row); }      \
+  else { TANDEM_TILE_LOAD(t, from, row); }
+#define TANDEM_LEFT(part)                                                 \
+  TANDEM_FACTOR(left, 4, a + (part) * kTile, left.row)                    \
+  if constexpr (R > 1) {                                                  \
+    TANDEM_FACTOR(left, 5, a + left.beside + (part) * kTile, left.row)    \
   }
-#define TANDEM_RIGHT(part)                                                                  \
-  if constexpr (R == 1 && C > 2) {                                                          \
-  } else if constexpr (S == Side::right) {                                                  \
-    TANDEM_TILE_PASS(6, b + (part) * kTile, right.row);                                     \
-    if constexpr (C > 1) TANDEM_TILE_PASS(7, b + right.beside + (part) * kTile, right.row); \
-  } else {                                                                                  \
-    TANDEM_TILE_LOAD(6, b + (part) * kTile, right.row);                                     \
-    if constexpr (C > 1) TANDEM_TILE_LOAD(7, b + right.beside + (part) * kTile, right.row); \
+#define TANDEM_RIGHT(part)                                                \
+  if constexpr (R > 1 || C < 3) {                                         \
+    TANDEM_FACTOR(right, 6, b + (part) * kTile, right.row)                \
+    if constexpr (C > 1) {                                                \
+      TANDEM_FACTOR(right, 7, b + right.beside + (part) * kTile, right.row)\
+    }                                                                     \
   }
 #define TANDEM_DOTS(part)                                                    \
   if constexpr (R > 1 || C < 3) {                                            \
@@ -339,6 +333,7 @@ inline void stream(const Tiles& left, Feed& feed, int64_t steps, float* after, i
   }
   store_sums<R, C>(after, after_row);
 }
+#undef TANDEM_FACTOR
 #undef TANDEM_LEFT
 #undef TANDEM_RIGHT
 #undef TANDEM_DOTS

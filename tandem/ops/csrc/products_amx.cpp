@@ -380,15 +380,9 @@ struct Batch {
 
 // What is written past the caches takes half the time of what is fetched, changed and written back,
 // and is read again from memory: for results that would not stay in the second cache anyway, and
-// not for float32's, whose products take so long that memory keeps up.
+// not for float32's, whose products take so long that memory keeps up. In lines of bfloat16 only.
 constexpr int64_t kPastCaches = 1 << 20;  // bytes
-
-template <class T>
-bool goes_past(const T* y, int64_t stride, int64_t M, int64_t N) {
-  constexpr int64_t line = 64 / sizeof(T);
-  return M * N * static_cast<int64_t>(sizeof(T)) >= kPastCaches &&
-         reinterpret_cast<uintptr_t>(y) % 64 == 0 && stride % line == 0 && N % line == 0;
-}
+constexpr int64_t kLine = 64 / sizeof(bf16);
 
 // y = residual + (sum + bias), as gemm.h's Epilogue says.
 template <class T>
@@ -402,13 +396,14 @@ struct Finish {
       : y(y),
         stride(stride),
         epilogue(epilogue),
-        past(kParts<T> == 1 && !epilogue.bias && !epilogue.residual &&
-             goes_past(y, stride, M, N)) {}
+        past(std::is_same_v<T, bf16> && !epilogue.bias && !epilogue.residual &&
+             M * N * static_cast<int64_t>(sizeof(T)) >= kPastCaches &&
+             reinterpret_cast<uintptr_t>(y) % 64 == 0 && stride % kLine == 0 && N % kLine == 0) {}
 
   // Where a whole block may be left as it is, or null.
   float* place(int64_t m, int64_t n) const {
     if constexpr (std::is_same_v<T, float>)
-      return epilogue.bias || epilogue.residual || past ? nullptr : y + m * stride + n;
+      return epilogue.bias || epilogue.residual ? nullptr : y + m * stride + n;
     return nullptr;
   }
   bool fetches() const { return !past; }
@@ -416,12 +411,13 @@ struct Finish {
   void operator()(int64_t m, int64_t n, int64_t rows, int64_t columns, const float* sums,
                   int64_t step) const {
     T* const to = y + m * stride + n;
-    if (past) {
-      constexpr int64_t line = 64 / sizeof(T);
-      for (int64_t r = 0; r < rows; ++r)
-        for (int64_t c = 0; c < columns; c += line)
-          store_past(to + r * stride + c, sums + r * step + c);
-      return;
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (past) {
+        for (int64_t r = 0; r < rows; ++r)
+          for (int64_t c = 0; c < columns; c += kLine)
+            store_past(to + r * stride + c, sums + r * step + c);
+        return;
+      }
     }
     if (!epilogue.bias && !epilogue.residual && columns % kLanes == 0) {
       for (int64_t r = 0; r < rows; ++r)
@@ -444,23 +440,15 @@ struct Add {
   float* y;
   int64_t stride;
   bool adds;
-  bool past;
 
-  Add(float* y, int64_t stride, bool adds, int64_t M, int64_t N)
-      : y(y), stride(stride), adds(adds), past(!adds && goes_past(y, stride, M, N)) {}
-
-  float* place(int64_t m, int64_t n) const { return adds || past ? nullptr : y + m * stride + n; }
-  bool fetches() const { return !past; }
+  float* place(int64_t m, int64_t n) const { return adds ? nullptr : y + m * stride + n; }
+  bool fetches() const { return true; }
 
   void operator()(int64_t m, int64_t n, int64_t rows, int64_t columns, const float* sums,
                   int64_t step) const {
     for (int64_t r = 0; r < rows; ++r)
       for_columns(columns, [&](int64_t c, int lanes) {
         float* const to = y + (m + r) * stride + n + c;
-        if (past) {
-          store_past(to, sums + r * step + c);
-          return;
-        }
         const v16 made = load(sums + r * step + c);
         store_lanes(to, adds ? load_lanes(to, lanes) + made : made, lanes);
       });
@@ -800,7 +788,7 @@ void multiply_turned(const T* a, int64_t a_stride, const T* b, int64_t b_stride,
     const int64_t run = std::min(kRun, M - m);
     multiply_tiles<T>(ColumnsAsRows<T>{a + m * a_stride, a_stride, N, run},
                       ColumnsAsTheyLie<T>{b + m * b_stride, b_stride, K, run}, N, K, run,
-                      Add{y, y_stride, adds || m > 0, N, K});
+                      Add{y, y_stride, adds || m > 0});
   }
 }
 
