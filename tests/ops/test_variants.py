@@ -98,7 +98,7 @@ def product(
     march: str,
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     *,
     ahead: bool,
     residual: Tensor | None = None,
@@ -331,6 +331,20 @@ def check_rows(march: str, dtype: torch.dtype, threads: Callable[[int], None]) -
                     for ahead in (False, True):
                         got = product(march, x[part], weight, bias, ahead=ahead)
                         assert torch.equal(got, whole[part]), (outputs, inputs, rows, ahead, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("march", variants())
+def test_sums_with_nothing_left_to_add_are_written_as_they_are(
+    march: str, dtype: torch.dtype
+) -> None:
+    for outputs, inputs in ((96, 64), (80, 40), (33, 96)):
+        x, weight, bias = operands(outputs, inputs, dtype)
+        whole = product(march, x, weight, torch.zeros_like(bias), ahead=False)
+        for rows in (1, 16, 32, 40, 64, 70):
+            for ahead in (False, True):
+                got = product(march, x[:rows], weight, None, ahead=ahead)
+                assert torch.equal(got, whole[:rows]), (outputs, inputs, rows, ahead)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -165,9 +165,9 @@ struct Meanwhile {
   char* target = nullptr;  // lines of 64 bytes: `lines` of each of `rows` rows, `row` bytes apart
   int64_t row = 0, rows = 0, lines = 0, per_step = 0;
 
-  void (*make)(const void* what, int64_t i) = nullptr;
-  const void* what = nullptr;
-  int64_t next = 0, count = 0;  // which of the pieces
+  void (*make)(void* what) = nullptr;
+  void* what = nullptr;
+  int64_t left = 0;  // pieces
   int64_t share = 0, owed = 0;  // of a piece with every turn, in 1 / 65536
 
   void step() {
@@ -176,10 +176,10 @@ struct Meanwhile {
       for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(target + 64 * line, 1, 3);
   }
   void work(int64_t) {
-    for (owed += share; owed >= 65536 && next < count; owed -= 65536) make(what, next++);
+    for (owed += share; owed >= 65536 && left; owed -= 65536, --left) make(what);
   }
   void make_rest() {
-    while (next < count) make(what, next++);
+    for (; left; --left) make(what);
     owed = 0;
   }
   void finish_rest() {
@@ -217,10 +217,13 @@ struct Sums {
       TANDEM_FACTOR(right, 7, b + right.beside + (part) * kTile, right.row)\
     }                                                                     \
   }
-#define TANDEM_DOTS(part)                                                    \
+// Half of a turn's other work stands between its products, and half after them: the core looks some
+// 500 operations ahead, and must find products among them.
+#define TANDEM_DOTS(part, turn, work)                                        \
   if constexpr (R > 1 || C < 3) {                                            \
     TANDEM_TILE_DOT(0, 4, 6);                                                \
     if constexpr (C > 1) TANDEM_TILE_DOT(1, 4, 7);                           \
+    work(2 * (turn));                                                        \
     if constexpr (R > 1) TANDEM_TILE_DOT(2, 5, 6);                           \
     if constexpr (R > 1 && C > 1) TANDEM_TILE_DOT(3, 5, 7);                  \
   } else {                                                                   \
@@ -228,43 +231,42 @@ struct Sums {
     TANDEM_TILE_DOT(0, 4, 6);                                                \
     TANDEM_TILE_LOAD(7, b + right.beside + (part) * kTile, right.row);       \
     TANDEM_TILE_DOT(1, 4, 7);                                                \
+    work(2 * (turn));                                                        \
     TANDEM_TILE_LOAD(6, b + 2 * right.beside + (part) * kTile, right.row);   \
     TANDEM_TILE_DOT(2, 4, 6);                                                \
     if constexpr (C > 3) {                                                   \
       TANDEM_TILE_LOAD(7, b + 3 * right.beside + (part) * kTile, right.row); \
       TANDEM_TILE_DOT(3, 4, 7);                                              \
     }                                                                        \
-  }
+  }                                                                          \
+  work(2 * (turn) + 1);
+
+// Calls of `work` in a step of k.
+template <int P>
+constexpr int64_t kTurns = P > 1 ? 12 : 2;
 
 // One step of k. Of the six products of parts every two neighbours share a factor, which stays
 // loaded.
-#define TANDEM_STEP(work) \
-  TANDEM_TILE_FENCE();    \
-  if constexpr (P == 1) { \
-    TANDEM_LEFT(0);       \
-    TANDEM_RIGHT(0);      \
-    TANDEM_DOTS(0);       \
-    work(0);              \
-  } else {                \
-    TANDEM_LEFT(1);       \
-    TANDEM_RIGHT(1);      \
-    TANDEM_DOTS(1);       \
-    work(0);              \
-    TANDEM_RIGHT(0);      \
-    TANDEM_DOTS(0);       \
-    work(1);              \
-    TANDEM_LEFT(2);       \
-    TANDEM_DOTS(0);       \
-    work(2);              \
-    TANDEM_LEFT(0);       \
-    TANDEM_DOTS(0);       \
-    work(3);              \
-    TANDEM_RIGHT(1);      \
-    TANDEM_DOTS(1);       \
-    work(4);              \
-    TANDEM_RIGHT(2);      \
-    TANDEM_DOTS(2);       \
-    work(5);              \
+#define TANDEM_STEP(work)    \
+  TANDEM_TILE_FENCE();       \
+  if constexpr (P == 1) {    \
+    TANDEM_LEFT(0);          \
+    TANDEM_RIGHT(0);         \
+    TANDEM_DOTS(0, 0, work); \
+  } else {                   \
+    TANDEM_LEFT(1);          \
+    TANDEM_RIGHT(1);         \
+    TANDEM_DOTS(1, 0, work); \
+    TANDEM_RIGHT(0);         \
+    TANDEM_DOTS(0, 1, work); \
+    TANDEM_LEFT(2);          \
+    TANDEM_DOTS(0, 2, work); \
+    TANDEM_LEFT(0);          \
+    TANDEM_DOTS(0, 3, work); \
+    TANDEM_RIGHT(1);         \
+    TANDEM_DOTS(1, 4, work); \
+    TANDEM_RIGHT(2);         \
+    TANDEM_DOTS(2, 5, work); \
   }
 
 // Which tiles pass by those that stay in the first cache.
@@ -317,21 +319,24 @@ inline void block(const Tiles& left, const Tiles& right, int64_t steps, const Su
   store_sums<R, C>(sums.after, sums.after_row);
 }
 
-// The same of columns whose tiles `feed` makes a step ahead, while the step before is multiplied,
-// so that they stay in the first cache.
+// The same of columns whose tiles `feed` makes ahead, while others are multiplied, so that they stay
+// in the first cache.
 template <int P, int R, int C, class Feed>
-inline void stream(const Tiles& left, Feed& feed, int64_t steps, float* after, int64_t after_row) {
-  static_assert(R == 1 ? C <= 4 : R == 2 && C <= 2);
+inline void stream(const Tiles& left, Feed& feed, int64_t steps, const Sums& sums,
+                   Meanwhile& meanwhile) {
+  static_assert(R <= 2 && C <= 2);
   constexpr Side S = Side::neither;
+  TANDEM_TILE_FENCE();
   zero_sums<R, C>();
   const word* a = left.data;
   const Tiles right{nullptr, P * kTile, 0, kSide};
   for (int64_t k = 0; k < steps; ++k, a += left.deeper) {
-    const word* const b = reinterpret_cast<const word*>(feed.at(feed.made - 1));
+    meanwhile.step();
+    const word* const b = reinterpret_cast<const word*>(feed.ready());
     TANDEM_STEP(feed.work);
     feed.next();
   }
-  store_sums<R, C>(after, after_row);
+  store_sums<R, C>(sums.after, sums.after_row);
 }
 #undef TANDEM_FACTOR
 #undef TANDEM_LEFT

@@ -1,7 +1,7 @@
 // Products on the matrix unit: rows and columns become tiles, a number's parts beside one another,
 // in copies that stay in the second cache while they are multiplied.
 //
-// Up to 32 rows are copied once, and the weight passes by them a step of k at a time: what is made
+// Few rows are copied once, and the weight passes by 32 of them a step of k at a time: what is made
 // of it stays in the first cache. More rows by a small weight: the weight is copied once, and passes
 // by 32 rows after another. By a large one: as many rows as a part of the second cache holds are
 // copied, and pass by one panel of the weight after another. What is passed by stays in the first
@@ -22,18 +22,20 @@ namespace {
 
 typedef uint16_t halves __attribute__((vector_size(64)));
 
-// x = the sum of its parts, each a bfloat16 in the upper half: what is left after rounding twice
-// fits.
+// x = the sum of its parts, each a bfloat16 in the upper half: what is left after the first, rounded,
+// has 16 bits, which the second and the third share.
 TANDEM_INLINE void split(v16 x, v16u (&part)[3]) {
   part[0] = (bits(x) + 0x8000u) & 0xFFFF0000u;
   const v16 rest = x - from_bits(part[0]);
-  part[1] = (bits(rest) + 0x8000u) & 0xFFFF0000u;
-  // What is too small for a bfloat16 is dropped: it would spill into the other number of its word.
-  part[2] = bits(rest - from_bits(part[1])) & 0xFFFF0000u;
+  part[1] = bits(rest) & 0xFFFF0000u;
+  // What is too small for a bfloat16 is left out where words are made.
+  part[2] = bits(rest - from_bits(part[1]));
 }
 
 // Lane by lane one word: the upper half of `even`, then that of `odd`.
-TANDEM_INLINE v16 words_of_lanes(v16u even, v16u odd) { return from_bits((even >> 16) | odd); }
+TANDEM_INLINE v16 words_of_lanes(v16u even, v16u odd) {
+  return from_bits((even >> 16) | (odd & 0xFFFF0000u));
+}
 
 // The upper halves of 32 lanes in a row.
 TANDEM_INLINE v16 words_in_order(v16u first, v16u second) {
@@ -83,14 +85,24 @@ struct RowsAsTheyLie {
   static constexpr bool kAlongK = true;
   static constexpr int64_t pieces(int64_t tiles) { return 4 * tiles; }
 
-  void make(const Place& where, int64_t s, int64_t from, int64_t to) const {
+  TANDEM_INLINE void make(const Place& where, int64_t s, int64_t from, int64_t to) const {
     for (int64_t i = from; i < to; ++i) make(where, s, i);
   }
-  void make(const Place& where, int64_t s, int64_t i) const {
+  TANDEM_INLINE void make(const Place& where, int64_t s, int64_t i) const {
     const int64_t tile = i / 4, r0 = i % 4 * 4, k = s * kStep;
     const int64_t first = (where.first + tile) * kSide + r0, count = M - first;
     float* const out = where.out + tile * where.beside + r0 * kSide;
     const T* row = x + first * stride;
+    if (count >= 4 && k + kStep <= K) {
+#pragma GCC unroll 4
+      for (int64_t r = 0; r < 4; ++r, row += stride) {
+        if constexpr (kParts<T> == 1)
+          store(out + r * kSide, load_whole(row + k));
+        else
+          store_row(load(row + k), load(row + k + kLanes), r, out);
+      }
+      return;
+    }
     for (int64_t r = 0; r < 4; ++r, row += stride) {
       if (r >= count) {
         for (int p = 0; p < kParts<T>; ++p) store(out + p * kTile + r * kSide, v16{});
@@ -170,6 +182,25 @@ TANDEM_INLINE void store_pair(v16 even, v16 odd, int64_t j, float* out) {
   for (int p = 0; p < 3; ++p) store(out + p * kTile + j * kSide, words_of_lanes(a[p], b[p]));
 }
 
+// Two whole tiles of columns and a whole step, rows of k `apart` floats apart; or nothing.
+struct WholePairs {
+  const float* from = nullptr;
+  int64_t apart = 0;
+
+  // Pairs `first` to `last`, and `lines` lines of 64 bytes fetched with each, from `soon` on.
+  TANDEM_INLINE void make(int64_t first, int64_t last, float* out, const float* soon,
+                          int64_t lines) const {
+    const float* even = from + 2 * first * apart;
+    soon += first * lines * kSide;
+#pragma GCC unroll 4
+    for (int64_t j = first; j < last; ++j, even += 2 * apart) {
+      for (int64_t i = 0; i < lines; ++i, soon += kSide) __builtin_prefetch(soon, 0, 2);  // level 2
+      store_pair(load(even), load(even + apart), j, out);
+      store_pair(load(even + kSide), load(even + apart + kSide), j, out + kParts<float> * kTile);
+    }
+  }
+};
+
 // Pairs `first` to `last` of k of columns whose rows k are `step` floats apart; rows from K on and
 // columns past `width` are 0.
 TANDEM_INLINE void split_pairs(const Place& where, const float* from, int64_t step, int64_t K,
@@ -201,6 +232,12 @@ struct PackedColumns {
   static constexpr bool kAlongK = false;
   static constexpr int64_t pieces(int64_t) { return kSide; }
 
+  // Two tiles of one step, where they are whole.
+  WholePairs whole(int64_t first, int64_t s) const {
+    if ((first + 2) * kSide > N || (s + 1) * kStep > K || first % 2) return {};
+    return {packed + first * kSide * K + s * kStep * kPackedPanel, kPackedPanel};
+  }
+
   void make(const Place& where, int64_t s, int64_t first, int64_t last) const {
     for (int64_t c = 0; c < where.count;) {  // panel by panel
       const int64_t n = (where.first + c) * kSide, panel = n / kPackedPanel * kPackedPanel;
@@ -224,6 +261,11 @@ struct PackedColumns {
     }
   }
 };
+
+// Of these alone so little work makes tiles that it fits between 32 rows' products, so that up to 128
+// rows take what is made for each 32 anew from the first cache.
+template <class Columns>
+constexpr bool is_packed_floats = std::is_same_v<Columns, PackedColumns<float>>;
 
 // The same of bfloat16 in whole steps, whose words are tiles as they lie: pieces are only fetched.
 struct PackedTiles {
@@ -350,11 +392,13 @@ struct Batch {
   int64_t first, tiles, step, steps;
   float* out;
 
+  int64_t made = 0, piece = 0;  // steps, and pieces of the next one
+
   int64_t count() const { return From::pieces(tiles) * steps; }
-  void make(int64_t i) const {
-    const int64_t pieces = From::pieces(tiles), s = i / pieces;
-    from->make({first, tiles, out + s * P * kTile, steps * P * kTile}, step + s, i - s * pieces,
-               i - s * pieces + 1);
+  void make_next() {
+    from->make({first, tiles, out + made * P * kTile, steps * P * kTile}, step + made, piece,
+               piece + 1);
+    if (++piece == From::pieces(tiles)) piece = 0, ++made;
   }
   void all() const {
     // Whichever lies side by side in memory is read side by side.
@@ -367,12 +411,12 @@ struct Batch {
   Tiles where() const { return {out, steps * P * kTile, P * kTile, kSide}; }
 
   // To be made by `meanwhile` within `uses` steps.
-  void spread(Meanwhile& meanwhile, int64_t uses) const {
-    meanwhile.make = [](const void* what, int64_t i) { static_cast<const Batch*>(what)->make(i); };
+  void spread(Meanwhile& meanwhile, int64_t uses) {
+    meanwhile.make = [](void* what) { static_cast<Batch*>(what)->make_next(); };
     meanwhile.what = this;
-    meanwhile.next = 0;
-    meanwhile.count = count();
-    meanwhile.share = count() * 65536 / (uses * (P > 1 ? 6 : 1)) + 1;
+    made = piece = 0;
+    meanwhile.left = count();
+    meanwhile.share = count() * 65536 / (uses * kTurns<P>) + 1;
   }
 };
 
@@ -468,6 +512,46 @@ struct Waiting {
   }
 };
 
+// A block of sums, `rows` by `columns` from row m and column n on: where they go when all of k is
+// done.
+template <class Done>
+struct Goal {
+  const Done* done;
+  int64_t m, n, rows, columns;
+  bool straight = false;  // to their place, where nothing is left to finish
+
+  // Where the sums of R tiles of rows over `steps` of k start and end.
+  template <int R>
+  Sums begin(const float* before, int64_t before_row, int64_t steps, Meanwhile& meanwhile) {
+    auto* const to = done->y + m * done->stride + n;
+    meanwhile.per_step = (rows + steps - 1) / steps;
+    meanwhile.target = reinterpret_cast<char*>(to);
+    meanwhile.row = done->stride * static_cast<int64_t>(sizeof *to);
+    meanwhile.rows = done->fetches() ? rows : 0;
+    meanwhile.lines = (columns * static_cast<int64_t>(sizeof *to) + 63) / 64;
+    float* const place = done->place(m, n);
+    straight = place && columns % kSide == 0 && rows == R * kSide;
+    if (straight) return {before, before_row, place, done->stride};
+    return {before, before_row, meanwhile.kept[meanwhile.turn], kPanel};
+  }
+  // After it: the rest is done during the next block.
+  void end(Meanwhile& meanwhile) const {
+    meanwhile.finish_rest();
+    if (straight) return;
+    meanwhile.late = {
+        [](const void* to, int64_t m, int64_t n, int64_t rows, int64_t columns, const float* sums,
+           int64_t step) { (*static_cast<const Done*>(to))(m, n, rows, columns, sums, step); },
+        done,
+        m,
+        n,
+        rows,
+        columns,
+        meanwhile.kept[meanwhile.turn],
+        kPanel};
+    meanwhile.turn = 1 - meanwhile.turn;
+  }
+};
+
 // Row tiles `rows` by one panel: `count` rows from row m on, `width` columns from n on; the tiles
 // of side S pass by the others.
 template <int P, Side S, class Done>
@@ -475,42 +559,20 @@ void multiply_panel(const Tiles& rows, const Tiles& panel, int64_t steps, int64_
                     int64_t n, int64_t width, const Waiting& waiting, const Done& done,
                     Meanwhile& meanwhile) {
   const auto multiply = [&](auto R, auto C, int64_t r, int64_t c, int64_t height, int64_t some) {
-    constexpr int64_t kHeight = decltype(R)::value * kSide;
-    const int64_t lanes = round_up(some, kSide);
     float* const wait = waiting.at(m + r, n + c);
-    float* const kept = meanwhile.kept[meanwhile.turn];
-    Sums sums{waiting.goes_on ? wait : nullptr, waiting.stride, kept, kPanel};
-    float* const place = waiting.stops ? nullptr : done.place(m + r, n + c);
-    const bool straight = place && some == lanes && height == kHeight;
-    meanwhile.per_step = (height + steps - 1) / steps;
+    const float* const before = waiting.goes_on ? wait : nullptr;
+    Goal<Done> goal{&done, m + r, n + c, height, some};
+    Sums sums{before, waiting.stride, wait, waiting.stride};
     if (waiting.stops) {
-      sums.after = wait;
-      sums.after_row = waiting.stride;
+      meanwhile.per_step = (height + steps - 1) / steps;
     } else {
-      auto* const to = done.y + (m + r) * done.stride + n + c;
-      meanwhile.target = reinterpret_cast<char*>(to);
-      meanwhile.row = done.stride * static_cast<int64_t>(sizeof *to);
-      meanwhile.rows = done.fetches() ? height : 0;
-      meanwhile.lines = (some * static_cast<int64_t>(sizeof *to) + 63) / 64;
-      if (straight) sums.after = place, sums.after_row = done.stride;
+      sums = goal.template begin<decltype(R)::value>(before, waiting.stride, steps, meanwhile);
     }
     block<P, decltype(R)::value, decltype(C)::value, S>(
         {rows.data + r / kSide * rows.beside, rows.beside, rows.deeper, rows.row},
         {panel.data + c / kSide * panel.beside, panel.beside, panel.deeper, panel.row}, steps, sums,
         meanwhile);
-    meanwhile.finish_rest();
-    if (waiting.stops || straight) return;
-    meanwhile.late = {
-        [](const void* to, int64_t m, int64_t n, int64_t rows, int64_t columns, const float* sums,
-           int64_t step) { (*static_cast<const Done*>(to))(m, n, rows, columns, sums, step); },
-        &done,
-        m + r,
-        n + c,
-        height,
-        some,
-        kept,
-        kPanel};
-    meanwhile.turn = 1 - meanwhile.turn;
+    waiting.stops ? meanwhile.finish_rest() : goal.end(meanwhile);
   };
   constexpr std::integral_constant<int, 1> i1;
   constexpr std::integral_constant<int, 2> i2;
@@ -553,72 +615,101 @@ constexpr int64_t kDeepest = 54 / kParts<T>;
 
 // ---- few rows ----
 
-// Tiles of columns made a step ahead of their use, so many column tiles at a time: those of step i
-// at i % 2.
-template <class Columns, int P, int64_t kTiles>
+// Tiles of two columns made a step ahead of their use, those of step i at i % 2: for 32 rows, from
+// first to last of k, for the next 32, then for the next columns.
+template <class Columns, int P>
 struct Feed {
   const Columns* columns;
-  int64_t tile, end, steps;  // column tiles
+  int64_t tile, end, steps, groups;  // column tiles; of rows
   float* ring;
-  int64_t step = 0, made = 0;  // of this tile; of all
+  int64_t step = 0, group = 0, slot = 0;  // what is made now, and where
+  WholePairs whole{};
+  const float* soon = nullptr;  // fetched meanwhile, so many lines with each pair
+  int64_t lines = 0;
 
-  static constexpr int64_t kRoom = kTiles * P * kTile;
-  static constexpr int64_t kPieces = Columns::pieces(kTiles), kTurns = P > 1 ? 6 : 1;
+  static constexpr int64_t kTiles = 2, kRoom = kTiles * P * kTile;
+  static constexpr int64_t kPieces = Columns::pieces(kTiles);
 
-  const float* at(int64_t i) const { return ring + i % 2 * kRoom; }
-  // Part `turn` of kTurns of a step's tiles.
-  void work(int64_t turn) const {
+  // What was made before.
+  const float* ready() const { return ring + (1 - slot) * kRoom; }
+  // Part `turn` of a step's tiles.
+  TANDEM_INLINE void work(int64_t turn) const {
+    const int64_t first = turn * kPieces / kTurns<P>, last = (turn + 1) * kPieces / kTurns<P>;
+    float* const out = ring + slot * kRoom;
+    if constexpr (is_packed_floats<Columns>) {
+      if (whole.from) {
+        whole.make(first, last, out, soon, lines);
+        return;
+      }
+    }
     if (tile < end)
-      columns->make({tile, std::min(kTiles, end - tile), ring + made % 2 * kRoom, P * kTile}, step,
-                    turn * kPieces / kTurns, (turn + 1) * kPieces / kTurns);
+      columns->make({tile, std::min(kTiles, end - tile), out, P * kTile}, step, first, last);
+  }
+  // At what is made now, and what to fetch meanwhile: 32 KB ahead for one group of rows; for several,
+  // all of them together the next columns, as these are in the second cache after the first.
+  void look() {
+    if constexpr (is_packed_floats<Columns>) {
+      constexpr int64_t kStepFloats = kTiles * kSide * kStep, kDistance = 1 << 13;
+      whole = tile < end ? columns->whole(tile, step) : WholePairs{};
+      if (!whole.from) return;
+      lines = groups == 1 ? 4 : groups == 2 ? 2 : 1;
+      const int64_t ahead = (steps - step) * kStepFloats + (group * steps + step) * lines * kTile;
+      soon = whole.from + (groups == 1 ? kDistance : ahead);
+    }
   }
   void next() {
-    ++made;
-    if (++step == steps) step = 0, tile += kTiles;
+    slot = 1 - slot;
+    if (++step == steps) {
+      step = 0;
+      if (++group == groups) group = 0, tile += kTiles;
+    }
+    look();
   }
 };
 
-// At most R tiles of rows: what is made of the weight is used once, and stays in the first cache
-// till then.
-template <class T, int R, class Rows, class Columns, class Done>
+// What is made of the weight is used once for 32 rows, and stays in the first cache till then.
+template <class T, class Rows, class Columns, class Done>
 void multiply_few(const Rows& rows, const Columns& columns, int64_t M, int64_t N, int64_t K,
                   const Done& done) {
   constexpr int P = kParts<T>;
-  constexpr int64_t kTiles = R > 1 ? 2 : 4, kWidth = kTiles * kSide;  // four sums at a time
+  typedef Feed<Columns, P> Feed;
+  constexpr int64_t kWidth = Feed::kTiles * kSide, kRows = 2 * kSide;
   const int64_t steps = steps_of(K), tiles = (N + kSide - 1) / kSide, part = steps * P * kTile;
-  float* const left = scratch(Use::rows, R * part);
-  const Batch<Rows, P> all{&rows, 0, R, 0, steps, left};
+  const int64_t row_tiles = (M + kSide - 1) / kSide, groups = (M + kRows - 1) / kRows;
+  float* const left = scratch(Use::rows, row_tiles * part);
+  const Batch<Rows, P> all{&rows, 0, row_tiles, 0, steps, left};
   all.all();
-  parallel_for(0, (N + kWidth - 1) / kWidth, kGrain / (kWidth * M * K) + 1,
-               [&](int64_t from, int64_t to) {
-                 const Session session(M);
-                 alignas(64) float kept[R * kSide * kWidth];
-                 typedef Feed<Columns, P, kTiles> Feed;
-                 Feed feed{&columns, kTiles * from, std::min(kTiles * to, tiles), steps,
-                           scratch(Use::panel, 2 * Feed::kRoom)};
-                 for (int64_t turn = 0; turn < Feed::kTurns; ++turn) feed.work(turn);
-                 feed.next();
-                 for (int64_t i = from; i < to; ++i) {
-                   const int64_t n = i * kWidth, width = std::min(kWidth, N - n);
-                   const auto run = [&](auto C) {
-                     stream<P, R, decltype(C)::value>(all.where(), feed, steps, kept, kWidth);
-                   };
-                   switch ((width + kSide - 1) / kSide) {
-                     case 1:
-                       run(std::integral_constant<int, 1>{});
-                       break;
-                     case 2:
-                       run(std::integral_constant<int, 2>{});
-                       break;
-                     case 3:
-                       run(std::integral_constant<int, kTiles - 1>{});
-                       break;
-                     default:
-                       run(std::integral_constant<int, kTiles>{});
-                   }
-                   done(0, n, M, width, kept, kWidth);
-                 }
-               });
+  parallel_for(
+      0, (N + kWidth - 1) / kWidth, kGrain / (kWidth * M * K) + 1, [&](int64_t from, int64_t to) {
+        const Session session(M);
+        Feed feed{&columns, Feed::kTiles * from, std::min(Feed::kTiles * to, tiles),
+                  steps,    groups,              scratch(Use::panel, 2 * Feed::kRoom)};
+        feed.look();
+        for (int64_t turn = 0; turn < kTurns<P>; ++turn) feed.work(turn);
+        feed.next();
+        Meanwhile meanwhile;
+        for (int64_t i = from; i < to; ++i)
+          for (int64_t m = 0; m < M; m += kRows) {
+            const int64_t n = i * kWidth, width = std::min(kWidth, N - n);
+            const int64_t height = std::min(kRows, M - m);
+            Goal<Done> goal{&done, m, n, height, width};
+            const auto run = [&](auto R, auto C) {
+              constexpr int r = decltype(R)::value, c = decltype(C)::value;
+              const Tiles here{left + m / kSide * part, part, P * kTile, kSide};
+              const Sums sums = goal.template begin<r>(nullptr, 0, steps, meanwhile);
+              stream<P, r, c>(here, feed, steps, sums, meanwhile);
+            };
+            constexpr std::integral_constant<int, 1> i1;
+            constexpr std::integral_constant<int, 2> i2;
+            if (height > kSide) {
+              width > kSide ? run(i2, i2) : run(i2, i1);
+            } else {
+              width > kSide ? run(i1, i2) : run(i1, i1);
+            }
+            goal.end(meanwhile);
+          }
+        meanwhile.finish_rest();
+      });
 }
 
 // ---- many rows ----
@@ -732,11 +823,10 @@ template <class T, class Rows, class Columns, class Done>
 void multiply_tiles(const Rows& rows, const Columns& columns, int64_t M, int64_t N, int64_t K,
                     const Done& done) {
   const int64_t tiles = (M + kSide - 1) / kSide;
+  constexpr int64_t kFewTiles = is_packed_floats<Columns> ? 8 : 2;
   const bool fits = tiles * steps_of(K) * kParts<T> * kTile <= kFewInCache;
-  if (tiles == 1 && fits) {
-    multiply_few<T, 1>(rows, columns, M, N, K, done);
-  } else if (tiles == 2 && fits) {
-    multiply_few<T, 2>(rows, columns, M, N, K, done);
+  if (tiles <= kFewTiles && fits) {
+    multiply_few<T>(rows, columns, M, N, K, done);
   } else if (is_small<T>(N, K)) {
     multiply_small<T>(rows, columns, M, N, K, done);
   } else {
