@@ -32,9 +32,8 @@ def test_hidden_states_and_head_are_the_full_logits(family: str) -> None:
     with torch.no_grad():
         full = model(batch.token_ids, attention_mask=batch.attention_mask.long()).logits
         ours = vocabulary_logits(model, hidden_states(model, batch))
-    assert torch.equal(ours, full[batch.attention_mask]) or scaled(
-        ours, full[batch.attention_mask], 1e-6
-    )
+    # Each side's own rounding is up to 1e-6 of the largest (Granite's, against float64).
+    assert scaled(ours, full[batch.attention_mask], 2e-6)
     check_head(model)
 
 
