@@ -574,6 +574,12 @@ std::string why_not_amx() {
         return "a row's bits depend on the rows beside it";
     }
   std::vector<float> packed(packed_size<T>(N, K));
+  amx::pack(weight, N, K, packed.data());
+  for (const int64_t count : {int64_t{1}, M}) {
+    amx::multiply_packed<T>(x.data(), K, count, packed.data(), N, K, part.data(), N, {});
+    if (std::memcmp(part.data(), whole.data(), count * N * sizeof(T)))
+      return "a row's bits depend on how the weight lies";
+  }
   pack_panels(weight, N, K, kPanel, packed.data());
   multiply_cut<T>(x.data(), K, M, packed.data(), N, K, part.data(), N, {}, kCuts[0]);
   const double far = error_of(x, w, part, M, N, K);
@@ -584,14 +590,18 @@ std::string why_not_amx() {
   for (int64_t i = 0; i < side * side; ++i) a[i] = w[i * 7 % (N * K)];
   const Matrix<T> square{a.data(), side, 1};
   packed.resize(packed_size<T>(side, side));
+  std::vector<float> tiles(packed_size<T>(side, side));
   pack_panels(square, side, side, kPanel, packed.data());
-  const double vectors = seconds_of([&] {
-    multiply_cut<T>(a.data(), side, side, packed.data(), side, side, c.data(), side, {}, kCuts[0]);
-  });
-  amx::pack(square, side, side, packed.data());
-  const double unit = seconds_of([&] {
-    amx::multiply_packed<T>(a.data(), side, side, packed.data(), side, side, c.data(), side, {});
-  });
+  amx::pack(square, side, side, tiles.data());
+  double vectors = 1e9, unit = 1e9;
+  for (int attempt = 0; attempt < 5 && unit * 1.3 > vectors; ++attempt) {  // others may take the core
+    vectors = std::min(vectors, seconds_of([&] {
+      multiply_cut<T>(a.data(), side, side, packed.data(), side, side, c.data(), side, {}, kCuts[0]);
+    }));
+    unit = std::min(unit, seconds_of([&] {
+      amx::multiply_packed<T>(a.data(), side, side, tiles.data(), side, side, c.data(), side, {});
+    }));
+  }
   if (unit * 1.3 > vectors) return "it is not 1.3 times as fast as vectors here";
 #endif
   return "";
