@@ -268,7 +268,7 @@ def test_the_error_of_a_turned_product_does_not_grow_with_its_rows() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"),
-    [(2070, 33, 40), (64, 300, 64), (31, 17, 130), (1, 5, 3), (40, 530, 512)],
+    [(2070, 33, 40), (64, 300, 64), (31, 17, 130), (1, 5, 3), (40, 530, 512), (700, 150, 136)],
 )
 def test_a_turned_product_on_the_matrix_unit_is_the_sum_over_rows(
     rows: int,

@@ -138,19 +138,24 @@ inline void store_past(bf16* to, const float* from) {
 // after is read from there.
 #define TANDEM_TILE_FENCE() asm volatile("" ::: "memory")
 
-// A block's sums, (rows, columns), which `finish` takes to y from row m and column n on.
-struct Unfinished {
-  void (*finish)(const void* done, int64_t m, int64_t n, int64_t rows, int64_t columns,
-                 const float* sums, int64_t step) = nullptr;
-  const void* done = nullptr;
+// A block of a product: rows from m and columns from n on.
+struct Area {
   int64_t m = 0, n = 0, rows = 0, columns = 0;
+};
+
+// A block's sums, kPanel floats from row to row, which `finish` takes to y line by line.
+struct Unfinished {
+  void (*finish)(const void* done, const Area& area, const float* sums, int64_t from,
+                 int64_t to) = nullptr;
+  const void* done = nullptr;
+  Area area;
   const float* sums = nullptr;
-  int64_t step = 0;
+  int64_t next = 0, lines = 0;
 
   void some(int64_t count) {
-    count = std::min(count, rows);
-    finish(done, m, n, count, columns, sums, step);
-    m += count, rows -= count, sums += count * step;
+    const int64_t from = next;
+    next = std::min(lines, from + count);
+    finish(done, area, sums, from, next);
   }
 };
 
@@ -162,7 +167,7 @@ struct Meanwhile {
   int64_t turn = 0;
   Unfinished late;
 
-  char* target = nullptr;  // lines of 64 bytes: `lines` of each of `rows` rows, `row` bytes apart
+  const char* target = nullptr;  // lines of 64 bytes: `lines` of each of `rows` rows, `row` bytes apart
   int64_t row = 0, rows = 0, lines = 0, per_step = 0;
 
   void (*make)(void* what) = nullptr;
@@ -170,8 +175,16 @@ struct Meanwhile {
   int64_t left = 0;  // pieces
   int64_t share = 0, owed = 0;  // of a piece with every turn, in 1 / 65536
 
+  // Rows of y that will be written, or none.
+  template <class T>
+  void fetch_rows(const T* y, int64_t stride, int64_t count, int64_t columns) {
+    target = reinterpret_cast<const char*>(y);
+    row = stride * static_cast<int64_t>(sizeof(T));
+    rows = count;
+    lines = (columns * static_cast<int64_t>(sizeof(T)) + 63) / 64;
+  }
   void step() {
-    if (late.rows) late.some(per_step);
+    if (late.next < late.lines) late.some(per_step);
     for (int64_t i = std::min(per_step, rows); i > 0; --i, --rows, target += row)
       for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(target + 64 * line, 1, 3);
   }
@@ -183,7 +196,7 @@ struct Meanwhile {
     owed = 0;
   }
   void finish_rest() {
-    if (late.rows) late.some(late.rows);
+    if (late.next < late.lines) late.some(late.lines);
   }
 };
 

@@ -103,6 +103,33 @@ TANDEM_INLINE void transpose(v16 (&x)[16]) {
 #endif
 }
 
+// Four columns of 16 rows, `step` floats apart: x[i] is column i of all.
+TANDEM_INLINE void load_four_turned(const float* rows, int64_t step, v16 (&x)[4]) {
+#if !defined(__AVX512F__)
+  for (int i = 0; i < 4; ++i)
+    for (int r = 0; r < 16; ++r) x[i][r] = rows[r * step + i];
+#else
+  v16 y[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {  // rows i, 4 + i, 8 + i and 12 + i, a quarter each
+    const float* const row = rows + i * step;
+    __m512 made = _mm512_castps128_ps512(_mm_loadu_ps(row));
+    made = _mm512_insertf32x4(made, _mm_loadu_ps(row + 4 * step), 1);
+    made = _mm512_insertf32x4(made, _mm_loadu_ps(row + 8 * step), 2);
+    made = _mm512_insertf32x4(made, _mm_loadu_ps(row + 12 * step), 3);
+    y[i] = reinterpret_cast<v16>(made);
+  }
+  const v16 a = pick<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(y[0], y[1]);
+  const v16 b = pick<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(y[0], y[1]);
+  const v16 c = pick<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(y[2], y[3]);
+  const v16 d = pick<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(y[2], y[3]);
+  x[0] = pick<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a, c);
+  x[1] = pick<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(a, c);
+  x[2] = pick<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(b, d);
+  x[3] = pick<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(b, d);
+#endif
+}
+
 // The words k to k + 15 of a row.
 template <class T>
 TANDEM_INLINE v16 full_words(const T* row, int64_t k) {

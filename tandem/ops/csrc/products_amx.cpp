@@ -132,44 +132,59 @@ Tiles where_they_lie(const Rows& rows, int64_t tile) {
   return {};
 }
 
-// Columns of a (K, M) as rows, `stride` numbers from one k to the next; a tile a piece.
+// Columns of a (K, M) as rows, `stride` numbers from one k to the next; of floats four a piece, of
+// bfloat16 a tile.
 template <class T>
 struct ColumnsAsRows {
   const T* a;
   int64_t stride, M, K;
 
   static constexpr bool kAlongK = false;
-  static constexpr int64_t pieces(int64_t tiles) { return tiles; }
+  static constexpr int64_t kPieces = kParts<T> > 1 ? 4 : 1;  // of a tile
+  static constexpr int64_t pieces(int64_t tiles) { return kPieces * tiles; }
 
-  void make(const Place& where, int64_t s, int64_t from, int64_t to) const {
+  TANDEM_INLINE void make(const Place& where, int64_t s, int64_t from, int64_t to) const {
     for (int64_t i = from; i < to; ++i) make(where, s, i);
   }
-  void make(const Place& where, int64_t s, int64_t i) const {
-    const int64_t first = (where.first + i) * kSide, k = s * kStep;
+  TANDEM_INLINE void make(const Place& where, int64_t s, int64_t i) const {
+    const int64_t tile = i / kPieces, first = (where.first + tile) * kSide, k = s * kStep;
     const int count = static_cast<int>(std::min(kSide, M - first));
-    float* const out = where.out + i * where.beside;
+    float* const out = where.out + tile * where.beside;
+    if constexpr (kParts<T> == 1) {
+      make_words(first, count, k, out);
+    } else {
+      const int64_t r = i % kPieces * 4;
+      v16 x[2][4];
+      if (r + 4 <= count && k + kStep <= K) {
+        const float* const from = a + k * stride + first;
+        const float* const soon = from + (kStep + 2 * r) * stride;
+#pragma GCC unroll 8
+        for (int64_t j = 0; j < 8; ++j) __builtin_prefetch(soon + j * stride);
+        load_four_turned(from + r, stride, x[0]);
+        load_four_turned(from + kLanes * stride + r, stride, x[1]);
+      } else {
+        float numbers[kStep][4] = {};
+        const int64_t some = std::clamp<int64_t>(count - r, 0, 4);
+        for (int64_t j = 0; j < std::min(kStep, K - k); ++j)
+          for (int64_t c = 0; c < some; ++c) numbers[j][c] = a[(k + j) * stride + first + r + c];
+        load_four_turned(numbers[0], 4, x[0]);
+        load_four_turned(numbers[kLanes], 4, x[1]);
+      }
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < 4; ++j) store_row(x[0][j], x[1][j], r + j, out);
+    }
+  }
+  void make_words(int64_t first, int count, int64_t k, float* out) const {
     if (count <= 0) {
-      std::fill_n(out, kParts<T> * kTile, 0.0f);
+      std::fill_n(out, kTile, 0.0f);
       return;
     }
-    if constexpr (kParts<T> == 1) {
-      const Matrix<T> turned{a, 1, stride};
-      v16 x[16];
-      for (int j = 0; j < 16; ++j)
-        x[j] = k + 2 * j < K ? column_words(turned, first, count, k / 2 + j, K) : v16{};
-      transpose(x);
-      for (int j = 0; j < 16; ++j) store(out + j * kSide, x[j]);
-    } else {
-      v16 x[2][16];
-      for (int half = 0; half < 2; ++half) {
-        for (int j = 0; j < 16; ++j) {
-          const int64_t at = k + half * kLanes + j;
-          x[half][j] = at < K ? load_lanes(a + at * stride + first, count) : v16{};
-        }
-        transpose(x[half]);
-      }
-      for (int j = 0; j < 16; ++j) store_row(x[0][j], x[1][j], j, out);
-    }
+    const Matrix<T> turned{a, 1, stride};
+    v16 x[16];
+    for (int j = 0; j < 16; ++j)
+      x[j] = k + 2 * j < K ? column_words(turned, first, count, k / 2 + j, K) : v16{};
+    transpose(x);
+    for (int j = 0; j < 16; ++j) store(out + j * kSide, x[j]);
   }
 };
 
@@ -187,14 +202,13 @@ struct WholePairs {
   const float* from = nullptr;
   int64_t apart = 0;
 
-  // Pairs `first` to `last`, and `lines` lines of 64 bytes fetched with each, from `soon` on.
-  TANDEM_INLINE void make(int64_t first, int64_t last, float* out, const float* soon,
-                          int64_t lines) const {
+  // Pairs `first` to `last`; `fetch(j)` with each.
+  template <class Fetch>
+  TANDEM_INLINE void make(int64_t first, int64_t last, float* out, Fetch fetch) const {
     const float* even = from + 2 * first * apart;
-    soon += first * lines * kSide;
 #pragma GCC unroll 4
     for (int64_t j = first; j < last; ++j, even += 2 * apart) {
-      for (int64_t i = 0; i < lines; ++i, soon += kSide) __builtin_prefetch(soon, 0, 2);  // level 2
+      fetch(j);
       store_pair(load(even), load(even + apart), j, out);
       store_pair(load(even + kSide), load(even + apart + kSide), j, out + kParts<float> * kTile);
     }
@@ -262,11 +276,6 @@ struct PackedColumns {
   }
 };
 
-// Of these alone so little work makes tiles that it fits between 32 rows' products, so that up to 128
-// rows take what is made for each 32 anew from the first cache.
-template <class Columns>
-constexpr bool is_packed_floats = std::is_same_v<Columns, PackedColumns<float>>;
-
 // The same of bfloat16 in whole steps, whose words are tiles as they lie: pieces are only fetched.
 struct PackedTiles {
   const float* packed;
@@ -321,6 +330,14 @@ struct ColumnsAsTheyLie {
 
   static constexpr bool kAlongK = false;
   static constexpr int64_t pieces(int64_t) { return kSide; }
+
+  // Two tiles of one step, where they are whole.
+  WholePairs whole(int64_t first, int64_t s) const {
+    if constexpr (kParts<T> > 1)
+      if ((first + 2) * kSide <= N && (s + 1) * kStep <= K)
+        return {data + first * kSide + s * kStep * stride, stride};
+    return {};
+  }
 
   void make(const Place& where, int64_t s, int64_t first, int64_t last) const {
     const int64_t n = where.first * kSide, k = s * kStep;
@@ -383,6 +400,14 @@ struct RowsAsColumns {
   }
 };
 
+// Of floats side by side so little work makes tiles that it fits between 32 rows' products: several
+// times 32 rows take what is made for each of them anew from the first cache.
+template <class Columns>
+constexpr bool are_packed_floats = std::is_same_v<Columns, PackedColumns<float>>;
+template <class Columns>
+constexpr bool are_floats_abreast =
+    are_packed_floats<Columns> || std::is_same_v<Columns, ColumnsAsTheyLie<float>>;
+
 constexpr int64_t steps_of(int64_t K) { return (K + kStep - 1) / kStep; }
 
 // Tiles of some rows or columns and steps; those of one row tile follow one another in memory.
@@ -428,6 +453,12 @@ struct Batch {
 constexpr int64_t kPastCaches = 1 << 20;  // bytes
 constexpr int64_t kLine = 64 / sizeof(bf16);
 
+// Where a whole block of sums may be left as it is, or null.
+struct Spot {
+  float* at = nullptr;
+  int64_t row = 0;  // floats
+};
+
 // y = residual + (sum + bias), as gemm.h's Epilogue says.
 template <class T>
 struct Finish {
@@ -444,35 +475,33 @@ struct Finish {
              M * N * static_cast<int64_t>(sizeof(T)) >= kPastCaches &&
              reinterpret_cast<uintptr_t>(y) % 64 == 0 && stride % kLine == 0 && N % kLine == 0) {}
 
-  // Where a whole block may be left as it is, or null.
-  float* place(int64_t m, int64_t n) const {
+  Spot spot(const Area& at) const {
     if constexpr (std::is_same_v<T, float>)
-      return epilogue.bias || epilogue.residual ? nullptr : y + m * stride + n;
-    return nullptr;
+      if (!epilogue.bias && !epilogue.residual) return {y + at.m * stride + at.n, stride};
+    return {};
   }
-  bool fetches() const { return !past; }
+  static int64_t lines(const Area& area) { return area.rows; }
+  void fetch(const Area& at, Meanwhile& meanwhile) const {
+    meanwhile.fetch_rows(y + at.m * stride + at.n, stride, past ? 0 : at.rows, at.columns);
+  }
 
-  void operator()(int64_t m, int64_t n, int64_t rows, int64_t columns, const float* sums,
-                  int64_t step) const {
-    T* const to = y + m * stride + n;
-    if constexpr (std::is_same_v<T, bf16>) {
-      if (past) {
-        for (int64_t r = 0; r < rows; ++r)
-          for (int64_t c = 0; c < columns; c += kLine)
-            store_past(to + r * stride + c, sums + r * step + c);
-        return;
+  void operator()(const Area& at, const float* sums, int64_t from, int64_t last) const {
+    for (int64_t r = from; r < last; ++r) {
+      const float* const sum = sums + r * kPanel;
+      T* const to = y + (at.m + r) * stride + at.n;
+      if constexpr (std::is_same_v<T, bf16>) {
+        if (past) {
+          for (int64_t c = 0; c < at.columns; c += kLine) store_past(to + c, sum + c);
+          continue;
+        }
       }
-    }
-    if (!epilogue.bias && !epilogue.residual && columns % kLanes == 0) {
-      for (int64_t r = 0; r < rows; ++r)
-        for (int64_t c = 0; c < columns; c += kLanes)
-          store(to + r * stride + c, load(sums + r * step + c));
-      return;
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-      const Epilogue<T> e = epilogue.at(m + r, n);
-      for_columns(columns, [&](int64_t c, int lanes) {
-        finish(to + r * stride + c, load(sums + r * step + c), e.bias ? e.bias + c : nullptr,
+      const Epilogue<T> e = epilogue.at(at.m + r, at.n);
+      if (!e.bias && !e.residual && at.columns % kLanes == 0) {
+        for (int64_t c = 0; c < at.columns; c += kLanes) store(to + c, load(sum + c));
+        continue;
+      }
+      for_columns(at.columns, [&](int64_t c, int lanes) {
+        finish(to + c, load(sum + c), e.bias ? e.bias + c : nullptr,
                e.residual ? e.residual + c : nullptr, lanes);
       });
     }
@@ -485,17 +514,45 @@ struct Add {
   int64_t stride;
   bool adds;
 
-  float* place(int64_t m, int64_t n) const { return adds ? nullptr : y + m * stride + n; }
-  bool fetches() const { return true; }
+  Spot spot(const Area& at) const {
+    return adds ? Spot{} : Spot{y + at.m * stride + at.n, stride};
+  }
+  static int64_t lines(const Area& area) { return area.rows; }
+  void fetch(const Area& at, Meanwhile& meanwhile) const {
+    meanwhile.fetch_rows(y + at.m * stride + at.n, stride, at.rows, at.columns);
+  }
 
-  void operator()(int64_t m, int64_t n, int64_t rows, int64_t columns, const float* sums,
-                  int64_t step) const {
-    for (int64_t r = 0; r < rows; ++r)
-      for_columns(columns, [&](int64_t c, int lanes) {
-        float* const to = y + (m + r) * stride + n + c;
-        const v16 made = load(sums + r * step + c);
-        store_lanes(to, adds ? load_lanes(to, lanes) + made : made, lanes);
+  void operator()(const Area& at, const float* sums, int64_t from, int64_t last) const {
+    for (int64_t r = from; r < last; ++r)
+      for_columns(at.columns, [&](int64_t c, int lanes) {
+        put(y + (at.m + r) * stride + at.n + c, load(sums + r * kPanel + c), lanes);
       });
+  }
+  TANDEM_INLINE void put(float* to, v16 made, int lanes) const {
+    store_lanes(to, adds ? load_lanes(to, lanes) + made : made, lanes);
+  }
+};
+
+// The same with rows and columns of y exchanged; four of its rows a line.
+struct AddTurned {
+  Add into;
+
+  static Spot spot(const Area&) { return {}; }
+  static int64_t lines(const Area& area) { return (area.columns + 3) / 4; }
+  void fetch(const Area& at, Meanwhile& meanwhile) const {
+    into.fetch({at.n, at.m, at.columns, at.rows}, meanwhile);
+  }
+
+  void operator()(const Area& at, const float* sums, int64_t from, int64_t last) const {
+    for (int64_t c = 4 * from; c < 4 * last; c += 4)
+      for (int64_t r = 0; r < at.rows; r += kLanes) {
+        const int lanes = static_cast<int>(std::min<int64_t>(kLanes, at.rows - r));
+        v16 x[4];
+        load_four_turned(sums + r * kPanel + c, kPanel, x);
+        float* const to = into.y + (at.n + c) * into.stride + at.m + r;
+        for (int64_t i = 0; i < std::min<int64_t>(4, at.columns - c); ++i)
+          into.put(to + i * into.stride, x[i], lanes);
+      }
   }
 };
 
@@ -512,26 +569,21 @@ struct Waiting {
   }
 };
 
-// A block of sums, `rows` by `columns` from row m and column n on: where they go when all of k is
-// done.
+// Where a block's sums go when all of k is done.
 template <class Done>
 struct Goal {
   const Done* done;
-  int64_t m, n, rows, columns;
+  Area area;
   bool straight = false;  // to their place, where nothing is left to finish
 
   // Where the sums of R tiles of rows over `steps` of k start and end.
   template <int R>
   Sums begin(const float* before, int64_t before_row, int64_t steps, Meanwhile& meanwhile) {
-    auto* const to = done->y + m * done->stride + n;
-    meanwhile.per_step = (rows + steps - 1) / steps;
-    meanwhile.target = reinterpret_cast<char*>(to);
-    meanwhile.row = done->stride * static_cast<int64_t>(sizeof *to);
-    meanwhile.rows = done->fetches() ? rows : 0;
-    meanwhile.lines = (columns * static_cast<int64_t>(sizeof *to) + 63) / 64;
-    float* const place = done->place(m, n);
-    straight = place && columns % kSide == 0 && rows == R * kSide;
-    if (straight) return {before, before_row, place, done->stride};
+    meanwhile.per_step = (area.rows + steps - 1) / steps;
+    done->fetch(area, meanwhile);
+    const Spot spot = done->spot(area);
+    straight = spot.at && area.columns % kSide == 0 && area.rows == R * kSide;
+    if (straight) return {before, before_row, spot.at, spot.row};
     return {before, before_row, meanwhile.kept[meanwhile.turn], kPanel};
   }
   // After it: the rest is done during the next block.
@@ -539,15 +591,14 @@ struct Goal {
     meanwhile.finish_rest();
     if (straight) return;
     meanwhile.late = {
-        [](const void* to, int64_t m, int64_t n, int64_t rows, int64_t columns, const float* sums,
-           int64_t step) { (*static_cast<const Done*>(to))(m, n, rows, columns, sums, step); },
+        [](const void* to, const Area& at, const float* sums, int64_t from, int64_t last) {
+          (*static_cast<const Done*>(to))(at, sums, from, last);
+        },
         done,
-        m,
-        n,
-        rows,
-        columns,
+        area,
         meanwhile.kept[meanwhile.turn],
-        kPanel};
+        0,
+        done->lines(area)};
     meanwhile.turn = 1 - meanwhile.turn;
   }
 };
@@ -561,7 +612,7 @@ void multiply_panel(const Tiles& rows, const Tiles& panel, int64_t steps, int64_
   const auto multiply = [&](auto R, auto C, int64_t r, int64_t c, int64_t height, int64_t some) {
     float* const wait = waiting.at(m + r, n + c);
     const float* const before = waiting.goes_on ? wait : nullptr;
-    Goal<Done> goal{&done, m + r, n + c, height, some};
+    Goal<Done> goal{&done, {m + r, n + c, height, some}};
     Sums sums{before, waiting.stride, wait, waiting.stride};
     if (waiting.stops) {
       meanwhile.per_step = (height + steps - 1) / steps;
@@ -606,6 +657,7 @@ void multiply_panel(const Tiles& rows, const Tiles& panel, int64_t steps, int64_
 
 constexpr int64_t kInCache = 19 << 14;     // words of tiles that stay in the second cache
 constexpr int64_t kFewInCache = 1 << 19;   // the same where little else has to
+constexpr int64_t kSomeInCache = 1 << 17;  // and where what passes by is used again
 constexpr int64_t kSmallWeight = 3 << 16;  // words of a weight's tiles that do, beside some rows
 constexpr int64_t kWaitingColumns = 8192;  // of sums that wait, at most, at a time
 
@@ -624,7 +676,7 @@ struct Feed {
   float* ring;
   int64_t step = 0, group = 0, slot = 0;  // what is made now, and where
   WholePairs whole{};
-  const float* soon = nullptr;  // fetched meanwhile, so many lines with each pair
+  const float* soon = nullptr;  // fetched meanwhile: so many lines of 64 bytes with each pair
   int64_t lines = 0;
 
   static constexpr int64_t kTiles = 2, kRoom = kTiles * P * kTile;
@@ -636,25 +688,41 @@ struct Feed {
   TANDEM_INLINE void work(int64_t turn) const {
     const int64_t first = turn * kPieces / kTurns<P>, last = (turn + 1) * kPieces / kTurns<P>;
     float* const out = ring + slot * kRoom;
-    if constexpr (is_packed_floats<Columns>) {
+    if constexpr (are_floats_abreast<Columns>) {
       if (whole.from) {
-        whole.make(first, last, out, soon, lines);
+        whole.make(first, last, out, [&](int64_t pair) {
+          for (int64_t i = pair * lines; i < (pair + 1) * lines; ++i)
+            __builtin_prefetch(soon + at(i), 0, 2);  // to the second cache
+        });
         return;
       }
     }
     if (tile < end)
       columns->make({tile, std::min(kTiles, end - tile), out, P * kTile}, step, first, last);
   }
-  // At what is made now, and what to fetch meanwhile: 32 KB ahead for one group of rows; for several,
-  // all of them together the next columns, as these are in the second cache after the first.
+  // Where line i of a step lies.
+  TANDEM_INLINE int64_t at(int64_t i) const {
+    if constexpr (are_packed_floats<Columns>) return i * kSide;
+    return i / 2 * whole.apart + i % 2 * kSide;
+  }
+  // At what is made now, and what to fetch meanwhile: what is to come soon for one group of rows; for
+  // several, all of them together the next columns, as these are in the second cache after the first.
   void look() {
-    if constexpr (is_packed_floats<Columns>) {
+    if constexpr (are_floats_abreast<Columns>) {
       constexpr int64_t kStepFloats = kTiles * kSide * kStep, kDistance = 1 << 13;
       whole = tile < end ? columns->whole(tile, step) : WholePairs{};
       if (!whole.from) return;
       lines = groups == 1 ? 4 : groups == 2 ? 2 : 1;
-      const int64_t ahead = (steps - step) * kStepFloats + (group * steps + step) * lines * kTile;
-      soon = whole.from + (groups == 1 ? kDistance : ahead);
+      if constexpr (are_packed_floats<Columns>) {
+        const int64_t ahead = (steps - step) * kStepFloats + (group * steps + step) * lines * kTile;
+        soon = whole.from + (groups == 1 ? kDistance : ahead);
+      } else if (groups == 1) {
+        soon = whole.from + kStep * whole.apart;
+      } else {
+        constexpr int64_t kLines = kTiles * kStep;  // of a step
+        if (group * lines * kSide >= kLines) lines = 0;
+        soon = whole.from + kTiles * kSide + at(group * lines * kSide);
+      }
     }
   }
   void next() {
@@ -677,8 +745,9 @@ void multiply_few(const Rows& rows, const Columns& columns, int64_t M, int64_t N
   const int64_t steps = steps_of(K), tiles = (N + kSide - 1) / kSide, part = steps * P * kTile;
   const int64_t row_tiles = (M + kSide - 1) / kSide, groups = (M + kRows - 1) / kRows;
   float* const left = scratch(Use::rows, row_tiles * part);
-  const Batch<Rows, P> all{&rows, 0, row_tiles, 0, steps, left};
-  all.all();
+  parallel_for(0, row_tiles, kGrain / (kSide * K * 16) + 1, [&](int64_t from, int64_t to) {
+    Batch<Rows, P>{&rows, from, to - from, 0, steps, left + from * part}.all();
+  });
   parallel_for(
       0, (N + kWidth - 1) / kWidth, kGrain / (kWidth * M * K) + 1, [&](int64_t from, int64_t to) {
         const Session session(M);
@@ -692,7 +761,7 @@ void multiply_few(const Rows& rows, const Columns& columns, int64_t M, int64_t N
           for (int64_t m = 0; m < M; m += kRows) {
             const int64_t n = i * kWidth, width = std::min(kWidth, N - n);
             const int64_t height = std::min(kRows, M - m);
-            Goal<Done> goal{&done, m, n, height, width};
+            Goal<Done> goal{&done, {m, n, height, width}};
             const auto run = [&](auto R, auto C) {
               constexpr int r = decltype(R)::value, c = decltype(C)::value;
               const Tiles here{left + m / kSide * part, part, P * kTile, kSide};
@@ -823,8 +892,9 @@ template <class T, class Rows, class Columns, class Done>
 void multiply_tiles(const Rows& rows, const Columns& columns, int64_t M, int64_t N, int64_t K,
                     const Done& done) {
   const int64_t tiles = (M + kSide - 1) / kSide;
-  constexpr int64_t kFewTiles = is_packed_floats<Columns> ? 8 : 2;
-  const bool fits = tiles * steps_of(K) * kParts<T> * kTile <= kFewInCache;
+  constexpr int64_t kFewTiles = are_packed_floats<Columns> ? 8 : are_floats_abreast<Columns> ? 16 : 2;
+  const int64_t room = tiles <= 2 || are_packed_floats<Columns> ? kFewInCache : kSomeInCache;
+  const bool fits = tiles * steps_of(K) * kParts<T> * kTile <= room;
   if (tiles <= kFewTiles && fits) {
     multiply_few<T>(rows, columns, M, N, K, done);
   } else if (is_small<T>(N, K)) {
@@ -872,13 +942,27 @@ void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, 
 template <class T>
 void multiply_turned(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t M,
                      int64_t N, int64_t K, float* y, int64_t y_stride, bool adds) {
-  // Rows whose sums are made apart, so that errors do not grow with M.
-  constexpr int64_t kRun = 1024;
-  for (int64_t m = 0; m < M; m += kRun) {
-    const int64_t run = std::min(kRun, M - m);
-    multiply_tiles<T>(ColumnsAsRows<T>{a + m * a_stride, a_stride, N, run},
-                      ColumnsAsTheyLie<T>{b + m * b_stride, b_stride, K, run}, N, K, run,
-                      Add{y, y_stride, adds || m > 0});
+  constexpr int64_t kNarrow = 256;
+  const int64_t narrow = std::min(N, K);
+  const bool passes = kParts<T> > 1 && narrow <= kNarrow;
+  // Rows whose sums are made apart, so that errors do not grow with M; fewer where tiles of `narrow`
+  // shall leave room in the second cache for what passes by.
+  constexpr int64_t kRun = 1024, kRoom = 3 << 15;  // words
+  const int64_t fit = kRoom / (round_up(narrow, kSide) * kParts<T> / 2);
+  const int64_t most = passes ? std::min(kRun, fit) : kRun, runs = (M + most - 1) / most;
+  const int64_t length = round_up((M + runs - 1) / runs, kStep);
+  for (int64_t m = 0; m < M; m += length) {
+    const int64_t run = std::min(length, M - m);
+    const T *const left = a + m * a_stride, *const right = b + m * b_stride;
+    const Add into{y, y_stride, adds || m > 0};
+    // What becomes rows is turned first: the narrower one, where the other can pass by it.
+    if (passes && K < N) {
+      multiply_tiles<T>(ColumnsAsRows<T>{right, b_stride, K, run},
+                        ColumnsAsTheyLie<T>{left, a_stride, N, run}, K, N, run, AddTurned{into});
+    } else {
+      multiply_tiles<T>(ColumnsAsRows<T>{left, a_stride, N, run},
+                        ColumnsAsTheyLie<T>{right, b_stride, K, run}, N, K, run, into);
+    }
   }
 }
 
