@@ -14,10 +14,13 @@ namespace {
 
 template <class T>
 void products(const T* x, int64_t M, const T* w, const T* bias, const T* residual, int64_t N,
-              int64_t K, T* y, float* packed, bool ahead) {
+              int64_t K, T* y, float* packed, int ahead) {
   const Epilogue<T> epilogue{bias, residual, N};
   const Matrix<T> weight{w, K, 1};
-  if (ahead) {
+  if (ahead == 2) {
+    make_ready(weight, N, K, packed);
+    multiply_ready(x, K, M, packed, N, K, y, N, epilogue);
+  } else if (ahead) {
     pack(weight, N, K, packed);
     multiply_packed(x, K, M, packed, N, K, y, N, epilogue);
   } else {
@@ -29,14 +32,15 @@ void products(const T* x, int64_t M, const T* w, const T* bias, const T* residua
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-EXPORTED int64_t packed_floats(bool half, int64_t N, int64_t K) {
+EXPORTED int64_t packed_floats(bool half, int64_t N, int64_t K, int ahead) {
+  if (ahead == 2) return half ? ready_size<bf16>(N, K) : ready_size<float>(N, K);
   return half ? packed_size<bf16>(N, K) : packed_size<float>(N, K);
 }
 EXPORTED bool in_pairs() { return kPairs; }
 EXPORTED bool uses_amx(bool half) { return why_no_amx(half).empty(); }
 EXPORTED void product(bool half, const void* x, int64_t M, const void* w, const void* bias,
                       const void* residual, int64_t N, int64_t K, void* y, float* packed,
-                      bool ahead) {
+                      int ahead) {  // 1: packed, 2: made ready
   const auto run = [&](auto tag) {
     using T = decltype(tag);
     products(static_cast<const T*>(x), M, static_cast<const T*>(w), static_cast<const T*>(bias),
@@ -44,12 +48,14 @@ EXPORTED void product(bool half, const void* x, int64_t M, const void* w, const 
   };
   half ? run(bf16{}) : run(float{});
 }
+// y: so many matrices, one after another, of so many rows each: N in all.
 EXPORTED bool turned(bool half, const void* a, const void* b, int64_t M, int64_t N, int64_t K, float* y,
-                     bool adds) {
+                     bool adds, const int64_t* rows, int pieces) {
+  Stack stack;
+  for (int i = 0; i < pieces; ++i, y += rows[i - 1] * K) stack.push(y, rows[i], adds);
   if (!half) {
-    multiply_turned(static_cast<const float*>(a), N, static_cast<const float*>(b), K, M, N, K, y, K, adds);
+    multiply_turned(static_cast<const float*>(a), N, static_cast<const float*>(b), K, M, K, stack);
     return true;
   }
-  return multiply_turned(static_cast<const bf16*>(a), N, static_cast<const bf16*>(b), K, M, N, K, y,
-                         adds);
+  return multiply_turned(static_cast<const bf16*>(a), N, static_cast<const bf16*>(b), K, M, K, stack);
 }

@@ -36,6 +36,9 @@ def runs_here() -> list[str]:
     return ["native", *(march for march, needed in LEVELS.items() if needed <= words)]
 
 
+# How a weight is read.
+WAYS = AS_IT_LIES, PACKED, READY = 0, 1, 2
+
 # The code for Intel's matrix unit with the unit written out: it needs the pairs of AVX512_BF16.
 EMULATED_AMX = "native -DTANDEM_EMULATE_AMX"
 
@@ -100,16 +103,16 @@ def product(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    ahead: bool,
+    ahead: int,
     residual: Tensor | None = None,
     after: int = 0,
 ) -> Tensor:
-    """after: by how many numbers the result begins after a line."""
+    """ahead: one of WAYS. after: by how many numbers the result begins after a line."""
     library, half = products(march), x.dtype == torch.bfloat16
     (rows, inputs), outputs = x.shape, weight.shape[0]
     library.packed_floats.restype = ctypes.c_int64
     shape = [ctypes.c_int64(n) for n in (outputs, inputs)]
-    packed = torch.empty(library.packed_floats(half, *shape))
+    packed = torch.empty(library.packed_floats(half, *shape, ahead))
     y = torch.empty(after + rows * outputs, dtype=x.dtype)[after:].view(rows, outputs)
     tensors = (x.contiguous(), weight, bias, residual, y, packed)
     pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
@@ -117,6 +120,17 @@ def product(
         half, pointers[0], ctypes.c_int64(rows), *pointers[1:4], *shape, *pointers[4:], ahead
     )
     return y
+
+
+def turned(march: str, a: Tensor, b: Tensor, y: Tensor, pieces: list[int], *, adds: bool) -> bool:
+    """y (pieces below one another) = a turned, by b, or that added; whether it could be done."""
+    function = products(march).turned
+    function.restype = ctypes.c_bool
+    shape = [ctypes.c_int64(n) for n in (len(a), a.shape[1], b.shape[1])]
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a, b, y)]
+    rows = (ctypes.c_int64 * len(pieces))(*pieces)
+    half = a.dtype == torch.bfloat16
+    return bool(function(half, *pointers[:2], *shape, pointers[2], adds, rows, len(pieces)))
 
 
 def operands(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,13 +178,13 @@ def test_many_rows_by_large_weights_are_the_same_on_the_matrix_unit(
         for size in ((rows, inputs), (outputs, inputs), (outputs,))
     )
     threads(1)
-    whole = product(EMULATED_AMX, x, weight, bias, ahead=False)
+    whole = product(EMULATED_AMX, x, weight, bias, ahead=AS_IT_LIES)
     exact = x.double() @ weight.double().t() + bias.double()
     error = (whole.double() - exact).abs().max() / exact.abs().max()
     assert error < (2**-8 if dtype == torch.bfloat16 else 1e-6)
     threads(2)
     for part in (slice(0, 1), slice(20, 37), slice(100, 140), slice(0, 300)):
-        for ahead in (False, True):
+        for ahead in WAYS:
             got = product(EMULATED_AMX, x[part], weight, bias, ahead=ahead)
             assert torch.equal(got, whole[part]), (part, ahead)
 
@@ -192,7 +206,7 @@ def test_large_results_are_those_of_their_parts_on_the_matrix_unit(
         exact = x.double() @ weight.double().t()
         exact = exact + bias.double() + residual.double() if adds else exact
         slices = [slice(0, rows), *(slice(first, first + 77) for first in range(0, rows, 77))]
-        for ahead in (False, True):
+        for ahead in WAYS:
             whole, *parts = (
                 product(
                     EMULATED_AMX,
@@ -217,7 +231,7 @@ def test_float32_in_parts_is_closer_to_float64_than_a_sum_of_floats() -> None:
     needs_pairs()
     x, weight, _ = operands(60, 700, torch.float32)
     x, weight = x * 10.0 ** torch.arange(-35, 35)[:, None].clamp(-12, 12), weight.exp()
-    got = product(EMULATED_AMX, x, weight, torch.zeros(60), ahead=True).double()
+    got = product(EMULATED_AMX, x, weight, torch.zeros(60), ahead=PACKED).double()
     slow = torch.zeros(70, 60)
     for k in range(700):
         slow += x[:, k, None] * weight[:, k]
@@ -232,7 +246,7 @@ def test_what_is_no_number_stays_none_on_the_matrix_unit() -> None:
     needs_pairs()
     x, weight, bias = operands(40, 70, torch.float32)
     x[1, 3], x[2, 69], weight[7, 5] = float("nan"), float("inf"), -float("nan")
-    got = product(EMULATED_AMX, x, weight, bias, ahead=False)
+    got = product(EMULATED_AMX, x, weight, bias, ahead=AS_IT_LIES)
     assert not got[1:3].isfinite().any()
     assert not got[:, 7].isfinite().any()
     others = [row for row in range(70) if row not in (1, 2)]
@@ -241,8 +255,8 @@ def test_what_is_no_number_stays_none_on_the_matrix_unit() -> None:
 
 
 @pytest.mark.parametrize("tiny", [4.5207e-41, float.fromhex("0x1.00007ep-117")])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_number_too_small_for_its_parts_does_no_harm(tiny: float, ahead: bool) -> None:
+@pytest.mark.parametrize("ahead", WAYS)
+def test_a_number_too_small_for_its_parts_does_no_harm(tiny: float, ahead: int) -> None:
     # Its last part is no bfloat16: unmasked, it would fill the other number of its word.
     needs_pairs()
     x, weight = torch.ones(40, 6), torch.ones(5, 6)
@@ -258,9 +272,7 @@ def test_the_error_of_a_turned_product_does_not_grow_with_its_rows() -> None:
     rows = 16384
     a, b = (operands(n, rows, torch.float32)[1].abs().t().contiguous() for n in (3, 5))
     y = torch.zeros(3, 5)
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a, b, y)]
-    shape = [ctypes.c_int64(n) for n in (rows, 3, 5)]
-    products(EMULATED_AMX).turned(False, *pointers[:2], *shape, pointers[2], False)
+    turned(EMULATED_AMX, a, b, y, [3], adds=False)
     exact = a.double().t() @ b.double()
     assert ((y.double() - exact).abs() / exact).max() < 2**-20
 
@@ -281,20 +293,38 @@ def test_a_turned_product_on_the_matrix_unit_is_the_sum_over_rows(
     left, right = operands(outputs, rows, dtype)[1], operands(inputs, rows, dtype)[1]
     a, b = left.t().contiguous(), right.t().contiguous()
     exact = left.double() @ right.double().t()
-    shape = [ctypes.c_int64(n) for n in (rows, outputs, inputs)]
-    found, half = [], dtype == torch.bfloat16
+    found = []
     for count in (1, 2):
         threads(count)
         # Beginning with a line, and between two.
         y = torch.full((outputs * inputs + 16,), float("nan"))[count - 1 :][: outputs * inputs]
         y = y.view(outputs, inputs)
-        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a, b, y)]
         for adds in (False, True):  # twice the product
-            done = products(EMULATED_AMX).turned(half, *pointers[:2], *shape, pointers[2], adds)
-            assert done & 1
+            assert turned(EMULATED_AMX, a, b, y, [outputs], adds=adds)
         torch.testing.assert_close(y.double(), 2 * exact, rtol=1e-5, atol=1e-5 * rows**0.5)
         found.append(y)
     assert torch.equal(*found), "the number of threads does not matter"
+
+
+@pytest.mark.parametrize("march", [*variants(), pytest.param(EMULATED_AMX)])
+@pytest.mark.parametrize("pieces", [[64, 64, 64], [128, 32, 32], [352, 352], [24, 40, 8], [300, 7]])
+@pytest.mark.parametrize(("rows", "inputs"), [(256, 128), (600, 128), (70, 300), (90, 24)])
+def test_sums_in_several_places_are_those_of_each(
+    march: str, pieces: list[int], rows: int, inputs: int, threads: Callable[[int], None]
+) -> None:
+    if march == EMULATED_AMX:
+        needs_pairs()
+    left, b = (
+        operands(rows, sum(pieces), torch.float32)[1],
+        operands(rows, inputs, torch.float32)[1],
+    )
+    exact = left.double().t() @ b.double()
+    for count in (1, 2):
+        threads(count)
+        y = torch.full((sum(pieces), inputs), float("nan"))
+        for adds in (False, True):
+            assert turned(march, left, b, y, pieces, adds=adds)
+        torch.testing.assert_close(y.double(), 2 * exact, rtol=1e-5, atol=1e-5 * rows**0.5)
 
 
 def test_without_a_matrix_unit_products_do_not_use_one() -> None:
@@ -320,7 +350,7 @@ def check_rows(march: str, dtype: torch.dtype, threads: Callable[[int], None]) -
     for outputs, inputs in ((130, 64), (65, 33), (40, 2201), (1, 7), (300, 96)):
         x, weight, bias = operands(outputs, inputs, dtype)
         threads(1)
-        whole = product(march, x, weight, bias, ahead=False)
+        whole = product(march, x, weight, bias, ahead=AS_IT_LIES)
         exact = x.double() @ weight.double().t() + bias.double()
         error = (whole.double() - exact).abs().max() / exact.abs().max()
         assert error < (2**-8 if dtype == torch.bfloat16 else 5e-6)
@@ -328,7 +358,7 @@ def check_rows(march: str, dtype: torch.dtype, threads: Callable[[int], None]) -
             threads(count)
             for rows in (1, 2, 7, 9, 17, 48, 70):
                 for part in (slice(0, rows), slice(70 - rows, 70)):
-                    for ahead in (False, True):
+                    for ahead in WAYS:
                         got = product(march, x[part], weight, bias, ahead=ahead)
                         assert torch.equal(got, whole[part]), (outputs, inputs, rows, ahead, count)
 
@@ -340,9 +370,9 @@ def test_sums_with_nothing_left_to_add_are_written_as_they_are(
 ) -> None:
     for outputs, inputs in ((96, 64), (80, 40), (33, 96)):
         x, weight, bias = operands(outputs, inputs, dtype)
-        whole = product(march, x, weight, torch.zeros_like(bias), ahead=False)
+        whole = product(march, x, weight, torch.zeros_like(bias), ahead=AS_IT_LIES)
         for rows in (1, 16, 32, 40, 64, 70):
-            for ahead in (False, True):
+            for ahead in WAYS:
                 got = product(march, x[:rows], weight, None, ahead=ahead)
                 assert torch.equal(got, whole[:rows]), (outputs, inputs, rows, ahead)
 
@@ -353,9 +383,9 @@ def test_every_way_to_cut_a_product_gives_the_same_bits(march: str, dtype: torch
     # More calls than are needed to try each way; the last ones take the fastest.
     for outputs, inputs, rows in ((200, 300, 70), (130, 2500, 70), (70, 1201, 20)):
         x, weight, bias = operands(outputs, inputs, dtype)
-        first = product(march, x[:rows], weight, bias, ahead=False)
+        first = product(march, x[:rows], weight, bias, ahead=AS_IT_LIES)
         for _ in range(40):
-            for ahead in (False, True):
+            for ahead in WAYS:
                 got = product(march, x[:rows], weight, bias, ahead=ahead)
                 assert torch.equal(got, first), (outputs, inputs, rows, ahead)
 
@@ -370,7 +400,7 @@ def test_the_rule_of_summation_is_the_one_that_is_stated(march: str) -> None:
         if dtype == torch.bfloat16 and products(march).in_pairs():
             continue  # two products a step, whose inner order is the processor's
         x, weight, _ = operands(40, 2201, dtype)
-        got = product(march, x[:3], weight, torch.zeros(40, dtype=dtype), ahead=True)
+        got = product(march, x[:3], weight, torch.zeros(40, dtype=dtype), ahead=PACKED)
         slow = torch.zeros(())
         for k in range(2201):  # float64 holds a product of floats and, all but ever, its sum
             slow = (x[2, k].double() * weight[39, k].double() + slow.double()).float()
@@ -388,6 +418,7 @@ def test_processors_with_amx_share_the_layout_of_packed_weights() -> None:
 BITWISE = (
     "tests/ops/test_dense.py",
     "tests/ops/test_attention_native.py",
+    "tests/ops/test_layer.py",
     "tests/generation/test_exactness.py",
     "tests/generation/test_native_runner.py",
 )

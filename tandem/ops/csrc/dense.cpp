@@ -8,7 +8,6 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <tuple>
@@ -17,59 +16,13 @@
 #include "gradient.h"
 #include "rows.h"
 #include "sample.h"
-#include "threads.h"
+#include "tensors.h"
 #include "tuning.h"
 
 namespace tandem {
 namespace {
 
 using at::Tensor;
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
-using OptionalTensor = std::optional<Tensor>;
-
-// body(type tag) for float or bfloat16.
-template <class Body>
-void for_dtype(at::ScalarType dtype, const char* what, Body body) {
-  if (dtype == at::kFloat) {
-    body(float{});
-  } else {
-    TORCH_CHECK(dtype == at::kBFloat16, what, " must be float32 or bfloat16; got ", dtype, ".");
-    body(bf16{});
-  }
-}
-
-// A tensor as rows of `width` contiguous numbers; copied where its strides allow no such view.
-struct RowsOf {
-  Tensor held;
-  int64_t count, width, stride;
-
-  explicit RowsOf(const Tensor& x) : held(x.dim() == 2 ? x : x.reshape({-1, x.size(-1)})) {
-    if (held.stride(1) != 1 && held.size(1) != 1) held = held.contiguous();
-    count = held.size(0);
-    width = held.size(1);
-    stride = held.stride(0);
-  }
-
-  template <class T>
-  T* data() const {
-    return const_cast<T*>(held.const_data_ptr<T>());
-  }
-};
-
-// body(from, to) over rows of about `numbers` numbers each, on threads where that is worth it.
-template <class Body>
-void for_rows(int64_t rows, int64_t numbers, Body body) {
-  parallel_for(0, rows, 1 + 32768 / std::max<int64_t>(1, numbers), body);
-}
-
-void check_first_derivative(const char* what) {
-  TORCH_CHECK(!at::GradMode::is_enabled(), what,
-              " must be differentiated once; got create_graph=True. Use TANDEM_NATIVE=off.");
-}
-
-bool records(const Tensor& x) { return x.requires_grad() && at::GradMode::is_enabled(); }
 
 // ---- linear ----
 
@@ -164,9 +117,9 @@ void add_turned_product(Tensor total, const Tensor& a, const Tensor& b, bool is_
   float* const to = total.mutable_data_ptr<float>();
   if (a.scalar_type() == at::kFloat) {
     multiply_turned(left.data<float>(), left.stride, right.data<float>(), right.stride, left.count,
-                    left.width, right.width, to, right.width, !is_new);
+                    right.width, {to, left.width, !is_new});
   } else if (!multiply_turned(left.data<bf16>(), left.stride, right.data<bf16>(), right.stride,
-                              left.count, left.width, right.width, to, !is_new)) {
+                              left.count, right.width, {to, left.width, !is_new})) {
     const Tensor made = at::mm(left.held.t(), right.held);
     is_new ? total.copy_(made) : total.add_(made);
   }

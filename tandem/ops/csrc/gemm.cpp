@@ -641,10 +641,10 @@ void pack(const Matrix<T>& m, int64_t N, int64_t K, float* out) {
 }
 
 bool multiply_turned(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t M,
-                     int64_t N, int64_t K, float* y, bool adds) {
+                     int64_t K, const Stack& y) {
 #if defined(TANDEM_AMX)
   if (amx_refusal<bf16>().empty()) {
-    amx::multiply_turned(a, a_stride, b, b_stride, M, N, K, y, K, adds);
+    amx::multiply_turned(a, a_stride, b, b_stride, M, K, y);
     return true;
   }
 #endif
@@ -688,14 +688,11 @@ void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, 
 }
 
 // A run of rows at a time, whose copies stay in the second cache, added up in y.
-void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t M,
-                     int64_t N, int64_t K, float* y, int64_t y_stride, bool adds) {
-#if defined(TANDEM_AMX)
-  if (amx_refusal<float>().empty()) {
-    amx::multiply_turned(a, a_stride, b, b_stride, M, N, K, y, y_stride, adds);
-    return;
-  }
-#endif
+static void multiply_turned_piece(const float* a, int64_t a_stride, const float* b,
+                                  int64_t b_stride, int64_t M, int64_t K,
+                                  const Stack::Piece& piece) {
+  const int64_t N = piece.rows;
+  float* const y = piece.y;
   constexpr int64_t kRun = 512;          // rows of a run
   constexpr int64_t kSlab = 4 * kPanel;  // columns of a that are packed at a time
   const int64_t right = (K + kPanel - 1) / kPanel, longest = std::min(M, kRun);
@@ -704,7 +701,7 @@ void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b
   const Trial trial(Product::gradient, false, M, N, K, kCuts, kNumCuts);
   for (int64_t m = 0; m < M; m += kRun) {
     const int64_t run = std::min(kRun, M - m);
-    const Epilogue<float> all{nullptr, m || adds ? y : nullptr, y_stride};
+    const Epilogue<float> all{nullptr, m || piece.adds ? y : nullptr, K};
     pack_panels(Matrix<float>{b + m * b_stride, 1, b_stride}, K, run, kPanel, columns);
     for (int64_t first = 0; first < N; first += kSlab) {
       const int64_t width = std::min(kSlab, N - first), left = (width + kPanel - 1) / kPanel;
@@ -716,7 +713,7 @@ void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b
           const int64_t rows = std::min(kPanel, width - n);
           const Words turned{slab + n * run, 1, round_up(rows, kLanes)};
           multiply_panel(turned, 0, rows, reinterpret_cast<const word*>(columns + k * run),
-                         std::min(kPanel, K - k), run, y + (first + n) * y_stride + k, y_stride,
+                         std::min(kPanel, K - k), run, y + (first + n) * K + k, K,
                          all.at(first + n, k), trial.cut());
         }
       });
@@ -724,12 +721,69 @@ void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b
   }
 }
 
+void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t M,
+                     int64_t K, const Stack& y) {
+#if defined(TANDEM_AMX)
+  if (amx_refusal<float>().empty()) {
+    amx::multiply_turned(a, a_stride, b, b_stride, M, K, y);
+    return;
+  }
+#endif
+  for (int i = 0; i < y.count; a += y.pieces[i++].rows)
+    multiply_turned_piece(a, a_stride, b, b_stride, M, K, y.pieces[i]);
+}
+
+template <class T>
+int64_t ready_size(int64_t N, int64_t K) {
+#if defined(TANDEM_AMX)
+  if (amx_refusal<T>().empty()) return amx::ready_size<T>(N, K);
+#endif
+  return packed_size<T>(N, K);
+}
+
+template <class T>
+int64_t ready_columns() {
+#if defined(TANDEM_AMX)
+  if (amx_refusal<T>().empty()) return amx::kSide;
+#endif
+  return kPanel;
+}
+
+template <class T>
+void make_ready(const Matrix<T>& weight, int64_t N, int64_t K, float* out) {
+#if defined(TANDEM_AMX)
+  if (amx_refusal<T>().empty()) {
+    amx::make_ready(weight, N, K, out);
+    return;
+  }
+#endif
+  pack_panels(weight, N, K, kPanel, out);
+}
+
+template <class T>
+void multiply_ready(const T* x, int64_t x_stride, int64_t M, const float* ready, int64_t N,
+                    int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
+#if defined(TANDEM_AMX)
+  if (amx_refusal<T>().empty()) {
+    amx::multiply_ready(x, x_stride, M, ready, N, K, y, y_stride, epilogue);
+    return;
+  }
+#endif
+  const Trial trial(Product::packed, std::is_same_v<T, bf16>, M, N, K, kCuts, kNumCuts);
+  multiply_cut(x, x_stride, M, ready, N, K, y, y_stride, epilogue, trial.cut());
+}
+
 #define TANDEM_PRODUCTS(T)                                                                        \
   template void pack(const Matrix<T>&, int64_t, int64_t, float*);                                 \
   template void multiply_packed(const T*, int64_t, int64_t, const float*, int64_t, int64_t, T*,   \
                                 int64_t, const Epilogue<T>&);                                     \
   template void multiply(const T*, int64_t, int64_t, const Matrix<T>&, int64_t, int64_t, T*,      \
-                         int64_t, const Epilogue<T>&);
+                         int64_t, const Epilogue<T>&);                                            \
+  template int64_t ready_size<T>(int64_t, int64_t);                                               \
+  template int64_t ready_columns<T>();                                                            \
+  template void make_ready(const Matrix<T>&, int64_t, int64_t, float*);                           \
+  template void multiply_ready(const T*, int64_t, int64_t, const float*, int64_t, int64_t, T*,    \
+                               int64_t, const Epilogue<T>&);
 TANDEM_PRODUCTS(float)
 TANDEM_PRODUCTS(bf16)
 #undef TANDEM_PRODUCTS

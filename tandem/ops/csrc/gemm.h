@@ -85,14 +85,50 @@ template <class T>
 void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
               int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue);
 
-// y (N, K) = a (M, N) turned, by b (M, K), or that added to y: what a weight's gradient is.
-void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t M,
-                     int64_t N, int64_t K, float* y, int64_t y_stride, bool adds);
+// Floats of a weight (N, K) made ready for rows that come block by block: `make_ready` writes and
+// `multiply_ready` reads it. What it costs to make is paid once, and it may be larger than the weight.
+template <class T>
+int64_t ready_size(int64_t N, int64_t K);
 
-// The same of bfloat16 into a y without gaps between its rows, without a rounding between: on the
-// matrix unit, or false and nothing done where that is not used.
+// Weights over one input may follow one another in such memory, to be read as one, if each but the last
+// has a multiple of so many columns.
+template <class T>
+int64_t ready_columns();
+
+template <class T>
+void make_ready(const Matrix<T>& weight, int64_t N, int64_t K, float* out);
+
+// The product by a weight made ready: the same bits.
+template <class T>
+void multiply_ready(const T* x, int64_t x_stride, int64_t M, const float* ready, int64_t N,
+                    int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue);
+
+// Sums (N, K) that lie in several places, some rows in each: matrices without gaps between rows, each
+// written over or added to.
+struct Stack {
+  struct Piece {
+    float* y = nullptr;
+    int64_t rows = 0;
+    bool adds = false;
+  };
+  static constexpr int kMost = 3;
+  Piece pieces[kMost];
+  int count = 0;
+
+  Stack() = default;
+  Stack(float* y, int64_t rows, bool adds) { push(y, rows, adds); }
+  void push(float* y, int64_t rows, bool adds) { pieces[count++] = {y, rows, adds}; }
+};
+
+// y (N, K) = a (M, N) turned, by b (M, K), or that added to y: what a weight's gradient is, or those of
+// several weights over one input.
+void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t M,
+                     int64_t K, const Stack& y);
+
+// The same of bfloat16, without a rounding between: on the matrix unit, or false and nothing done where
+// that is not used.
 bool multiply_turned(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t M,
-                     int64_t N, int64_t K, float* y, bool adds);
+                     int64_t K, const Stack& y);
 
 // Why products of bfloat16 (`half`) or float32 do not use the processor's matrix unit (AMX); empty
 // where they do.

@@ -510,25 +510,37 @@ struct Finish {
 
 // y = sums, or y + sums.
 struct Add {
-  float* y;
+  Stack y;
   int64_t stride;
-  bool adds;
+
+  // Row m of y, and whether it is added to; a block's rows are in one place.
+  struct Row {
+    float* at;
+    bool adds;
+  };
+  TANDEM_INLINE Row row(int64_t m) const {
+    int i = 0;
+    for (; i + 1 < y.count && m >= y.pieces[i].rows; ++i) m -= y.pieces[i].rows;
+    return {y.pieces[i].y + m * stride, y.pieces[i].adds};
+  }
 
   Spot spot(const Area& at) const {
-    return adds ? Spot{} : Spot{y + at.m * stride + at.n, stride};
+    const Row to = row(at.m);
+    return to.adds ? Spot{} : Spot{to.at + at.n, stride};
   }
   static int64_t lines(const Area& area) { return area.rows; }
   void fetch(const Area& at, Meanwhile& meanwhile) const {
-    meanwhile.fetch_rows(y + at.m * stride + at.n, stride, at.rows, at.columns);
+    meanwhile.fetch_rows(row(at.m).at + at.n, stride, at.rows, at.columns);
   }
 
   void operator()(const Area& at, const float* sums, int64_t from, int64_t last) const {
+    const Row to = row(at.m);
     for (int64_t r = from; r < last; ++r)
       for_columns(at.columns, [&](int64_t c, int lanes) {
-        put(y + (at.m + r) * stride + at.n + c, load(sums + r * kPanel + c), lanes);
+        put(to.at + r * stride + at.n + c, load(sums + r * kPanel + c), lanes, to.adds);
       });
   }
-  TANDEM_INLINE void put(float* to, v16 made, int lanes) const {
+  static TANDEM_INLINE void put(float* to, v16 made, int lanes, bool adds) {
     store_lanes(to, adds ? load_lanes(to, lanes) + made : made, lanes);
   }
 };
@@ -544,14 +556,15 @@ struct AddTurned {
   }
 
   void operator()(const Area& at, const float* sums, int64_t from, int64_t last) const {
+    const Add::Row first = into.row(at.n);
     for (int64_t c = 4 * from; c < 4 * last; c += 4)
       for (int64_t r = 0; r < at.rows; r += kLanes) {
         const int lanes = static_cast<int>(std::min<int64_t>(kLanes, at.rows - r));
         v16 x[4];
         load_four_turned(sums + r * kPanel + c, kPanel, x);
-        float* const to = into.y + (at.n + c) * into.stride + at.m + r;
+        float* const to = first.at + c * into.stride + at.m + r;
         for (int64_t i = 0; i < std::min<int64_t>(4, at.columns - c); ++i)
-          into.put(to + i * into.stride, x[i], lanes);
+          Add::put(to + i * into.stride, x[i], lanes, first.adds);
       }
   }
 };
@@ -791,17 +804,22 @@ constexpr int64_t uses_of(int64_t count, int64_t width, int64_t steps) {
   return steps * (rest > kSide ? (pairs + 1) * twos : pairs * twos + (rest ? fours : 0));
 }
 
-// (M, K) by (N, K) turned, into `done`.
-template <class T, class Rows, class Columns, class Done>
-void multiply_small(const Rows& rows, const Columns& columns, int64_t M, int64_t N, int64_t K,
-                    const Done& done) {
+// The tiles of a whole weight, those of 16 columns one after another.
+template <int P, class Columns>
+void make_tiles(const Columns& columns, int64_t N, int64_t K, float* out) {
+  const int64_t steps = steps_of(K), tiles = (N + kSide - 1) / kSide, part = steps * P * kTile;
+  parallel_for(0, tiles, kGrain / (kSide * K) + 1, [&](int64_t from, int64_t to) {
+    Batch<Columns, P>{&columns, from, to - from, 0, steps, out + from * part}.all();
+  });
+}
+
+// (M, K) by (N, K) turned, whose tiles were made, into `done`.
+template <class T, class Rows, class Done>
+void multiply_made(const Rows& rows, const float* weight, int64_t M, int64_t N, int64_t K,
+                   const Done& done) {
   constexpr int P = kParts<T>;
   constexpr int64_t kRows = 2 * kSide;
-  const int64_t steps = steps_of(K), tiles = (N + kSide - 1) / kSide, part = steps * P * kTile;
-  float* const weight = scratch(Use::weights, tiles * part);
-  parallel_for(0, tiles, kGrain / (kSide * K) + 1, [&](int64_t from, int64_t to) {
-    Batch<Columns, P>{&columns, from, to - from, 0, steps, weight + from * part}.all();
-  });
+  const int64_t steps = steps_of(K), part = steps * P * kTile;
   const Tiles right{weight, part, P * kTile, kSide};
   const int64_t chunks = (M + kRows - 1) / kRows;
   parallel_for(0, chunks, kGrain / (kRows * N * K) + 1, [&](int64_t from, int64_t to) {
@@ -824,6 +842,17 @@ void multiply_small(const Rows& rows, const Columns& columns, int64_t M, int64_t
     }
     meanwhile.finish_rest();
   });
+}
+
+
+template <class T, class Rows, class Columns, class Done>
+void multiply_small(const Rows& rows, const Columns& columns, int64_t M, int64_t N, int64_t K,
+                    const Done& done) {
+  constexpr int P = kParts<T>;
+  const int64_t tiles = (N + kSide - 1) / kSide;
+  float* const weight = scratch(Use::weights, tiles * steps_of(K) * P * kTile);
+  make_tiles<P>(columns, N, K, weight);
+  multiply_made<T>(rows, weight, M, N, K, done);
 }
 
 template <class T, class Rows, class Columns, class Done>
@@ -940,8 +969,31 @@ void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, 
 }
 
 template <class T>
-void multiply_turned(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t M,
-                     int64_t N, int64_t K, float* y, int64_t y_stride, bool adds) {
+int64_t ready_size(int64_t N, int64_t K) {
+  return round_up(N, kSide) * steps_of(K) * kSide * kParts<T>;
+}
+
+template <class T>
+void make_ready(const Matrix<T>& weight, int64_t N, int64_t K, float* out) {
+  constexpr int P = kParts<T>;
+  if (weight.column_stride == 1) {
+    make_tiles<P>(RowsAsColumns<T>{weight.data, weight.row_stride, N, K}, N, K, out);
+  } else {
+    make_tiles<P>(ColumnsAsTheyLie<T>{weight.data, weight.column_stride, N, K}, N, K, out);
+  }
+}
+
+template <class T>
+void multiply_ready(const T* x, int64_t x_stride, int64_t M, const float* ready, int64_t N,
+                    int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
+  multiply_made<T>(RowsAsTheyLie<T>{x, x_stride, M, K}, ready, M, N, K,
+                   Finish<T>{y, y_stride, epilogue, M, N});
+}
+
+// A product whose sums go to one piece of y, or to several.
+template <class T>
+void multiply_turned_together(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t M,
+                              int64_t N, int64_t K, Stack y) {
   constexpr int64_t kNarrow = 256;
   const int64_t narrow = std::min(N, K);
   const bool passes = kParts<T> > 1 && narrow <= kNarrow;
@@ -954,7 +1006,8 @@ void multiply_turned(const T* a, int64_t a_stride, const T* b, int64_t b_stride,
   for (int64_t m = 0; m < M; m += length) {
     const int64_t run = std::min(length, M - m);
     const T *const left = a + m * a_stride, *const right = b + m * b_stride;
-    const Add into{y, y_stride, adds || m > 0};
+    for (int i = 0; m && i < y.count; ++i) y.pieces[i].adds = true;
+    const Add into{y, K};
     // What becomes rows is turned first: the narrower one, where the other can pass by it.
     if (passes && K < N) {
       multiply_tiles<T>(ColumnsAsRows<T>{right, b_stride, K, run},
@@ -966,14 +1019,38 @@ void multiply_turned(const T* a, int64_t a_stride, const T* b, int64_t b_stride,
   }
 }
 
+template <class T>
+void multiply_turned(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t M,
+                     int64_t K, const Stack& y) {
+  int64_t N = 0;
+  bool fits = true;  // whether no block of sums, 64 by 64 at most, reaches into the next piece
+  for (int i = 0; i < y.count; ++i) {
+    N += y.pieces[i].rows;
+    if (i + 1 < y.count && N % (4 * kSide) && (N % (2 * kSide) || K % (2 * kSide))) fits = false;
+  }
+  if (fits) {
+    multiply_turned_together(a, a_stride, b, b_stride, M, N, K, y);
+    return;
+  }
+  for (int i = 0; i < y.count; a += y.pieces[i++].rows) {
+    const Stack::Piece& piece = y.pieces[i];
+    multiply_turned_together(a, a_stride, b, b_stride, M, piece.rows, K,
+                             Stack(piece.y, piece.rows, piece.adds));
+  }
+}
+
 #define TANDEM_PRODUCTS(T)                                                                       \
   template void pack(const Matrix<T>&, int64_t, int64_t, float*);                                \
   template void multiply_packed(const T*, int64_t, int64_t, const float*, int64_t, int64_t, T*,  \
                                 int64_t, const Epilogue<T>&);                                    \
   template void multiply(const T*, int64_t, int64_t, const Matrix<T>&, int64_t, int64_t, T*,     \
                          int64_t, const Epilogue<T>&);                                           \
-  template void multiply_turned(const T*, int64_t, const T*, int64_t, int64_t, int64_t, int64_t, \
-                                float*, int64_t, bool);
+  template int64_t ready_size<T>(int64_t, int64_t);                                              \
+  template void make_ready(const Matrix<T>&, int64_t, int64_t, float*);                          \
+  template void multiply_ready(const T*, int64_t, int64_t, const float*, int64_t, int64_t, T*,   \
+                               int64_t, const Epilogue<T>&);                                     \
+  template void multiply_turned(const T*, int64_t, const T*, int64_t, int64_t, int64_t,          \
+                                const Stack&);
 TANDEM_PRODUCTS(float)
 TANDEM_PRODUCTS(bf16)
 #undef TANDEM_PRODUCTS

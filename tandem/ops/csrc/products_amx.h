@@ -21,9 +21,19 @@ template <class T>
 void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
               int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue);
 
+template <class T>
+int64_t ready_size(int64_t N, int64_t K);
+
+template <class T>
+void make_ready(const Matrix<T>& weight, int64_t N, int64_t K, float* out);
+
+template <class T>
+void multiply_ready(const T* x, int64_t x_stride, int64_t M, const float* ready, int64_t N,
+                    int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue);
+
 // Into float32, without a rounding between.
 template <class T>
 void multiply_turned(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t M,
-                     int64_t N, int64_t K, float* y, int64_t y_stride, bool adds);
+                     int64_t K, const Stack& y);
 
 }  // namespace tandem::amx
