@@ -19,6 +19,9 @@ its input unless that follows from it; of GPT-2's tanh GELU, which is written ou
 part.
 """
 
+WHOLE_BLOCKS = ("llama", "mistral", "qwen2", "gemma")
+"""Families whose blocks a CPU computes as three operations, if their MLP has no biases."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -31,6 +34,7 @@ class Shape:
     query_width, kv_width: heads times their width; inner: the MLP's width.
     inner_kept: tensors of that width which an MLP keeps for its backward pass.
     is_scalar: a head of one output in place of the vocabulary's.
+    whole_blocks: a CPU computes a block as three operations (models/cpu_blocks.py).
     """
 
     parameters: int
@@ -47,6 +51,7 @@ class Shape:
     vocabulary: int
     untied_head: int
     is_scalar: bool
+    whole_blocks: bool = False
 
     @cached_property
     def linear_weights(self) -> int:
@@ -124,6 +129,7 @@ class _Parts:
     query_width: int
     inner: int
     inner_kept: int
+    whole_blocks: bool = False
     positions: int = 0
     outer: tuple[tuple[int, int], ...] = ()
 
@@ -152,6 +158,7 @@ def _shape(config: Mapping[str, Any], scalar: bool, parts: _Parts, layers: int) 
         vocabulary=vocabulary,
         untied_head=untied,
         is_scalar=scalar,
+        whole_blocks=parts.whole_blocks,
     )
 
 
@@ -182,6 +189,7 @@ def _llama(config: Mapping[str, Any], scalar: bool) -> Shape:
         query_width=query,
         inner=inner,
         inner_kept=GATED_KEEPS,
+        whole_blocks=kind in WHOLE_BLOCKS and not config.get("mlp_bias", False),
     )
     return _shape(config, scalar, parts, int(config["num_hidden_layers"]))
 

@@ -14,7 +14,14 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tandem.memory.dimensions import GATED_KEEPS, GELU_KEEPS, OTHER_KEEPS, RELU_KEEPS, Shape
+from tandem.memory.dimensions import (
+    GATED_KEEPS,
+    GELU_KEEPS,
+    OTHER_KEEPS,
+    RELU_KEEPS,
+    WHOLE_BLOCKS,
+    Shape,
+)
 from tandem.models.blocks import decoder_blocks
 from tandem.models.build import attention_for
 from tandem.models.classifiers import require_classifier
@@ -56,6 +63,7 @@ def shape_of(
         vocabulary=embedding_rows(model),
         untied_head=_untied_head(model),
         is_scalar=scalar,
+        whole_blocks=text.model_type in WHOLE_BLOCKS and not getattr(text, "mlp_bias", False),
     )
 
 

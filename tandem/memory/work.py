@@ -10,9 +10,12 @@ from tandem.memory.model import FLOAT, Bytes, Layout, in_flight_bytes, working_b
 from tandem.ops.logits import BUDGET_BYTES
 from tandem.ops.sizes import BLOCK_TOKENS, PREFILL_TOKENS
 
-GPU_GATED_KEEPS = 2
-"""Tensors of the inner width that a GPU's gated MLP keeps: gate and up. Their product is computed
-again, but where an adapter's gradient needs it (ops/layer_gpu.py)."""
+FUSED_GATED_KEEPS = 2
+"""Tensors of the inner width that a gated MLP keeps on a GPU and in whole blocks on a CPU: gate and
+up. Their product is computed again, but where an adapter's gradient needs it (ops/layer_gpu.py)."""
+
+BLOCK_ROWS = 512
+"""Rows whose inner tensors a CPU's whole block has at a time (csrc/layers.cpp)."""
 
 
 def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
@@ -25,14 +28,16 @@ def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
     kept tensors, c the bytes of the compute type. An adapter keeps `rank` more numbers per token
     and layer. A GPU's kernels keep a gated MLP's input alone (m = 2), and with checkpointing two
     tensors of the width per layer: blocks hand on their sum unadded. The tests count that on the
-    meta device; plain torch on a GPU without our kernels keeps about half more.
+    meta device; plain torch on a GPU without our kernels keeps about half more. Where a CPU
+    computes blocks as a whole, norms are computed again too: 2 D, m = 2.
     """
     size = layout.compute_bytes
-    numbers = float(4 * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
+    whole = _has_whole_blocks(shape, layout)
+    numbers = float((2 if whole else 4) * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
     numbers += _inner_kept(shape, layout) * shape.inner
     if layout.lora_rank:
         numbers += layout.lora_rank * len(shape.linears) / max(1, shape.layers)
-    layer = size * numbers + FLOAT * (shape.heads + 2)
+    layer = size * numbers + FLOAT * (shape.heads + (0 if whole else 2))
     ends = 2 * size * shape.width  # the embeddings' output and the last norm's input
     if layout.checkpointing and layout.recompute != "layers":
         part = _part_bytes(shape, layout)
@@ -45,9 +50,15 @@ def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
 
 def _inner_kept(shape: Shape, layout: Layout) -> int:
     is_gated = shape.inner_kept == GATED_KEEPS
-    if is_gated and not (layout.on_cpu or layout.lora_rank):
-        return GPU_GATED_KEEPS
+    if _has_whole_blocks(shape, layout) or (is_gated and not (layout.on_cpu or layout.lora_rank)):
+        return FUSED_GATED_KEEPS
     return shape.inner_kept
+
+
+def _has_whole_blocks(shape: Shape, layout: Layout) -> bool:
+    """In float32: half precision needs a processor's matrix unit for it, and may have none."""
+    is_plain = not (layout.lora_rank or layout.frozen or layout.half)
+    return shape.whole_blocks and layout.on_cpu and is_plain
 
 
 def _part_bytes(shape: Shape, layout: Layout) -> float:
@@ -55,7 +66,9 @@ def _part_bytes(shape: Shape, layout: Layout) -> float:
     size = layout.compute_bytes
     if layout.recompute == "mlp":
         return float(size * _inner_kept(shape, layout) * shape.inner)
-    return size * (2 * shape.query_width + 2 * shape.kv_width) + FLOAT * shape.heads
+    # What attention gives is an input of what comes after it, where that is one operation.
+    queries = 1 if _has_whole_blocks(shape, layout) else 2
+    return size * (queries * shape.query_width + 2 * shape.kv_width) + FLOAT * shape.heads
 
 
 def recomputed_share(shape: Shape, layout: Layout) -> float:
@@ -71,6 +84,10 @@ def recomputed_share(shape: Shape, layout: Layout) -> float:
 
 def forward_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
     """Of a forward without gradient: a layer's input, output and inner tensors."""
+    if _has_whole_blocks(shape, layout):
+        rows = min(-(-tokens // 128) * 128, BLOCK_ROWS) * (2 * shape.width + 3 * shape.inner)
+        around = 2 * shape.width + 2 * (shape.query_width + shape.kv_width)
+        return float(layout.compute_bytes * (tokens * around + rows))
     is_gated = shape.inner_kept == GATED_KEEPS
     inner = max((3 if is_gated else 2) * shape.inner, 2 * (shape.query_width + shape.kv_width))
     return tokens * layout.compute_bytes * ((3 if is_gated else 2) * shape.width + inner)

@@ -15,7 +15,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from tandem.models.frozen import FrozenConv1D, FrozenLinear
-from tandem.models.gpu_blocks import on_gpu_opt_attention, on_gpu_opt_layer, on_gpu_rotary_layer
+from tandem.models.gpu_blocks import fused_rotary_layer, on_gpu_opt_attention, on_gpu_opt_layer
 from tandem.models.lora import LoraLinear
 from tandem.models.rope import packed_rope
 from tandem.models.twin_layers import (
@@ -86,7 +86,7 @@ def _window(module: Any, kind: type[nn.Module]) -> int:
 
 
 def _rotary_layer(module: Any, kind: Any) -> Fused:
-    return on_gpu_rotary_layer(kind), {}
+    return fused_rotary_layer(kind), {}
 
 
 def _opt_layer(module: Any, kind: Any) -> Fused:

@@ -1,7 +1,8 @@
 """Decoder blocks for a GPU: a sum and the norm after it are one kernel, also from block to block.
 
 A block gives the next one its output as two addends, which the next block's first norm, or the
-model's last, adds up. The blocks' own code runs wherever our GPU kernels do not (`ops.gpu`).
+model's last, adds up. Where our GPU kernels do not run (`ops.gpu`), a CPU computes what it can as a
+whole (`cpu_blocks`), and the blocks' own code the rest.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from tandem.models.cpu_blocks import block_on_cpu
 from tandem.models.twin_layers import projected
 from tandem.ops import gpu
 from tandem.ops.attention import attend
@@ -25,17 +27,19 @@ Addends = tuple[Tensor, Tensor | None]
 
 
 @cache
-def on_gpu_rotary_layer(kind: Any) -> Any:
+def fused_rotary_layer(kind: Any) -> Any:
     """A pre-norm block as Llama's: norm, attention, norm, gated MLP."""
 
     def forward(self: Any, hidden_states: Any, *args: Any, **keywords: Any) -> Any:
-        addends = _addends(hidden_states)
-        if addends is None or args:
+        if args:
             return kind.forward(self, hidden_states, *args, **keywords)
+        positions = keywords["position_embeddings"]
+        addends = _addends(hidden_states)
+        if addends is None:
+            made = block_on_cpu(self, hidden_states, positions)
+            return kind.forward(self, hidden_states, **keywords) if made is None else made
         residual, normed = self.input_layernorm.of_sum(*addends)
-        attended, _ = self.self_attn(
-            hidden_states=normed, position_embeddings=keywords["position_embeddings"]
-        )
+        attended, _ = self.self_attn(hidden_states=normed, position_embeddings=positions)
         residual, normed = self.post_attention_layernorm.of_sum(residual, attended)
         return residual, self.mlp(normed)
 

@@ -138,7 +138,7 @@ class TwinRotaryAttention(nn.Module):
         if gpu.fuses(hidden_states):
             cos, sin = position_embeddings
             qkv, sizes = self._projected(hidden_states)
-            out = attend_rotary(module.layer_idx, qkv, sizes, cos[0], sin[0], self._kind())
+            out = attend_rotary(module.layer_idx, qkv, sizes, cos[0], sin[0], self.kind())
             return module.o_proj(out.reshape(1, heads[0], -1)), None
         q = module.q_proj(hidden_states).view(heads)
         k = module.k_proj(hidden_states).view(heads)
@@ -147,10 +147,11 @@ class TwinRotaryAttention(nn.Module):
             q, k = module.q_norm(q), module.k_norm(k)
         cos, sin = position_embeddings
         q, k = dense.rotary(q, k, cos[0], sin[0])
-        out = attend(module.layer_idx, q, k, v, self._kind())
+        out = attend(module.layer_idx, q, k, v, self.kind())
         return module.o_proj(out.reshape(1, heads[0], -1)), None
 
-    def _kind(self) -> AttentionSpec:
+    def kind(self) -> AttentionSpec:
+        """What `attend` has to know of this layer."""
         module: Any = self
         return AttentionSpec(
             scale=module.scaling,

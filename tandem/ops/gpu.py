@@ -8,7 +8,8 @@ its compiler, not yet on a GPU (docs/gpu_kernels.md).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Protocol
@@ -127,6 +128,32 @@ def weight_gradient(weight: Tensor, of_out: Tensor, x: Tensor) -> Tensor | None:
             total.zero_()
         raise
     return None
+
+
+@contextmanager
+def opened_sums(
+    weights: Sequence[Tensor], needed: Sequence[bool], adds: bool
+) -> Iterator[tuple[list[Tensor | None], int]]:
+    """Within: the sums (None where there is none) that a backward adds several weights' gradients
+    to, and a bit for each that was made just now and has to be written over.
+
+    Args:
+        needed: which weights need a gradient.
+        adds: False: give no sums, since whoever asks wants the gradients themselves.
+    """
+    totals: list[Tensor | None] = [None] * len(weights)
+    are_new = 0
+    for number, weight in enumerate(weights):
+        if adds and needed[number]:
+            totals[number], is_new = _open_sum(weight)
+            are_new |= is_new << number
+    try:
+        yield totals, are_new
+    except BaseException:  # who goes on after it must not find what memory held
+        for number, total in enumerate(totals):
+            if total is not None and are_new >> number & 1:
+                total.zero_()
+        raise
 
 
 def _adds_natively(total: Tensor, factor: Tensor) -> bool:

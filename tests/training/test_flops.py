@@ -15,7 +15,7 @@ from tandem.generation import session
 from tandem.generation.runner import TwinRunner
 from tandem.metrics.timing import Phase, Phases
 from tandem.models.load import load_tokenizer
-from tandem.ops import dense
+from tandem.ops import dense, layer
 from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Message, Source, TokenRow
@@ -81,6 +81,7 @@ def test_a_ppo_step_counts_what_it_computes(
     trainer.generate_experience(prompts, step=1)  # a twin tries a few tokens when it is new
     phases.metrics()
     monkeypatch.setattr(dense, "linear", counted)
+    monkeypatch.setattr(layer, "takes", lambda x: False)  # every product is a linear layer's
     monkeypatch.setattr(session, "make_runner", lambda model, kv, _: TwinRunner(model, kv))
     with phases("step"):
         experience = trainer.generate_experience(prompts, step=1)

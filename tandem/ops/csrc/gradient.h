@@ -16,17 +16,20 @@ inline at::Tensor saved_output(const at::Tensor& output) { return output.tensor_
 
 // In a forward pass: remembers a weight that may have a gradient of its own. What is saved for the
 // backward may come back from there as another object over the same numbers.
-inline void keep_leaf(torch::autograd::AutogradContext* ctx, const at::Tensor& weight) {
-  if (weight.is_leaf() && weight.requires_grad()) ctx->saved_data["leaf"] = weight;
+// One of several under a name of its own.
+inline void keep_leaf(torch::autograd::AutogradContext* ctx, const at::Tensor& weight,
+                      const char* name = "leaf") {
+  if (weight.is_leaf() && weight.requires_grad()) ctx->saved_data[name] = weight;
 }
 
 // In a backward pass: the `grad` of a weight (undefined at first) if adding to it here means what
 // returning a gradient would, and null where it does not: someone asks for gradients themselves
 // (`torch.autograd.grad`), looks at them through a hook, or keeps them in another form. A large
 // weight's gradient is then not written, read and added to another for every micro-batch.
-inline at::Tensor* kept_gradient(torch::autograd::AutogradContext* ctx, const at::Tensor& weight) {
+inline at::Tensor* kept_gradient(torch::autograd::AutogradContext* ctx, const at::Tensor& weight,
+                                 const char* name = "leaf") {
   namespace autograd = torch::autograd;
-  const auto kept = ctx->saved_data.find("leaf");
+  const auto kept = ctx->saved_data.find(name);
   if (kept == ctx->saved_data.end() || !weight.defined() || !weight.requires_grad() ||
       !weight.is_leaf() || !weight.is_contiguous() || weight.scalar_type() != at::kFloat)
     return nullptr;

@@ -47,10 +47,11 @@ TANDEM_INLINE float rms_row(const T* x, const W* weight, Y* y, int64_t D, float 
   return scale;
 }
 
-// grad_x from grad_y; grad_weight (D,), if wanted, is added to.
+// grad_x from grad_y, rounded, plus `also` if that is given; grad_weight (D,), if wanted, is added to.
 template <bool offset, class T, class W, class Y>
 TANDEM_INLINE void rms_row_backward(const Y* grad_y, const T* x, const W* weight, float scale,
-                                    T* grad_x, float* grad_weight, int64_t D) {
+                                    T* grad_x, float* grad_weight, int64_t D,
+                                    const T* also = nullptr) {
   const auto inner = [&](int64_t i, int lanes) {
     const v16 w = load_lanes(weight + i, lanes);
     return load_lanes(grad_y + i, lanes) * (offset ? 1.0f + w : w);
@@ -68,7 +69,9 @@ TANDEM_INLINE void rms_row_backward(const Y* grad_y, const T* x, const W* weight
   const float mean = sum(dots) / static_cast<float>(D);
   for_columns(D, [&](int64_t i, int lanes) {
     const v16 h = load_lanes(x + i, lanes) * scale;
-    store_lanes(grad_x + i, (inner(i, lanes) - h * mean) * scale, lanes);
+    v16 made = (inner(i, lanes) - h * mean) * scale;
+    if (also) made = load_lanes(also + i, lanes) + rounded<T>(made);
+    store_lanes(grad_x + i, made, lanes);
   });
 }
 
@@ -137,13 +140,16 @@ TANDEM_INLINE void gated_row(const T* gate, const T* up, T* y, int64_t I) {
   });
 }
 
+// Gradients of gate and up; y itself once more into `y`, if given, which may be grad_y.
 template <class Act, class T>
 TANDEM_INLINE void gated_row_backward(const T* grad_y, const T* gate, const T* up, T* grad_gate,
-                                      T* grad_up, int64_t I) {
+                                      T* grad_up, int64_t I, T* y = nullptr) {
   for_columns(I, [&](int64_t i, int lanes) {
     const v16 g = load_lanes(grad_y + i, lanes), x = load_lanes(gate + i, lanes);
-    store_lanes(grad_up + i, g * rounded<T>(Act::value(x)), lanes);
-    store_lanes(grad_gate + i, g * load_lanes(up + i, lanes) * Act::slope(x), lanes);
+    const v16 other = load_lanes(up + i, lanes), active = rounded<T>(Act::value(x));
+    store_lanes(grad_up + i, g * active, lanes);
+    store_lanes(grad_gate + i, g * other * Act::slope(x), lanes);
+    if (y) store_lanes(y + i, active * other, lanes);
   });
 }
 

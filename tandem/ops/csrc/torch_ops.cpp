@@ -4,6 +4,7 @@
 #include "attention_ops.cpp"
 #include "blockwise.cpp"
 #include "dense.cpp"
+#include "layers.cpp"
 #include "memory.cpp"
 #include "moments.cpp"
 #include "step.cpp"

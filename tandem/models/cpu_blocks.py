@@ -1,0 +1,77 @@
+"""A decoder block on a CPU as three operations: before attention, attention, after it.
+
+A block with something else in it (an adapter, a quantized weight or a slice of it, norms of queries
+and keys, a forward or hook of its own) runs module by module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.models.recompute import checkpointed, recomputing
+from tandem.models.twin_layers import TwinGatedMLP, TwinLinear, TwinRMSNorm, TwinRotaryAttention
+from tandem.ops import layer
+from tandem.ops.attention import attend
+
+_ATTENTION = {TwinRotaryAttention: False, recomputing(TwinRotaryAttention): True}
+_MLP = {TwinGatedMLP: False, recomputing(TwinGatedMLP): True}
+"""Classes, and whether they recompute."""
+
+
+def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor | None:
+    """What a pre-norm block as Llama's makes of x (1, N, D), positions being cos and sin (1, N, R);
+    None where it must run module by module."""
+    if not x.numel() or not layer.takes(x):
+        return None
+    parts = block._modules
+    attention, mlp = parts["self_attn"], parts["mlp"]
+    if type(attention) not in _ATTENTION or type(mlp) not in _MLP:
+        return None
+    own, inner = attention._modules, mlp._modules
+    linears = [own["q_proj"], own["k_proj"], own["v_proj"], own["o_proj"]]
+    linears += [inner["gate_proj"], inner["up_proj"], inner["down_proj"]]
+    norms = [parts["input_layernorm"], parts["post_attention_layernorm"]]
+    cos, sin = positions
+    dtype = x.dtype
+    if (
+        "q_norm" in own
+        or any(type(linear) is not TwinLinear for linear in linears)
+        or any(type(norm) is not TwinRMSNorm for norm in norms)
+        or any(map(_has_its_own, (attention, mlp, *linears, *norms)))
+        or any(part.weight.dtype != dtype for part in (*linears, *norms))
+        or any(linear.bias is not None for linear in linears[4:])
+        or len({linear.bias is None for linear in linears[:3]}) > 1
+        or len({id(linear.weight) for linear in linears}) < len(linears)
+        or not cos.dtype == sin.dtype == dtype
+    ):
+        return None
+    first, second = (layer.Norm(norm.weight, norm._eps, norm._unit_offset) for norm in norms)
+
+    def attended_of(x: Tensor) -> tuple[Tensor, Tensor]:
+        weights = [linear.weight for linear in linears[:3]]
+        biases = [linear.bias for linear in linears[:3]]
+        q, k, v, residual = layer.before_attention(
+            x, first, weights, biases, cos[0], sin[0], attention.head_dim
+        )
+        attended = attend(attention.layer_idx, q, k, v, attention.kind())
+        return attended.reshape(1, len(attended), -1), residual
+
+    trains = torch.is_grad_enabled()
+    if trains and attention.training and _ATTENTION[type(attention)]:
+        attended, residual = checkpointed(attended_of, x)
+    else:
+        attended, residual = attended_of(x)
+    out, *others = linears[3:]
+    gate, up, down = (linear.weight for linear in others)
+    return layer.after_attention(
+        attended, residual, (out.weight, out.bias), second, gate, up, down, bool(mlp._tanh),
+        recomputes=trains and mlp.training and _MLP[type(mlp)],
+    )  # fmt: skip
+
+
+def _has_its_own(module: Any) -> bool:
+    """Whether a module computes more than its class says."""
+    return bool("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks)

@@ -1,0 +1,429 @@
+"""The halves of a layer: bits of the operations one by one, gradients of float64."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tandem.ops import dense, gpu, layer, native
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a layer: widths of the model, of a head, of the MLP; heads; rotated columns."""
+
+    width: int
+    inner: int
+    query_heads: int
+    key_heads: int
+    head: int
+    rotated: int
+    biases: bool = False
+    offset: bool = False
+    tanh: bool = False
+
+
+SHAPES = {
+    "small": Shape(128, 352, 4, 4, 32, 32),
+    "grouped": Shape(64, 176, 4, 2, 16, 16, biases=True),
+    "ragged": Shape(72, 100, 3, 1, 24, 8),
+    "gemma": Shape(96, 192, 2, 1, 64, 64, offset=True, tanh=True),
+    "large": Shape(320, 900, 5, 5, 64, 64),
+}
+ROWS = [1, 37, 256, 300, 1100]
+
+
+@dataclass
+class Inputs:
+    """What a layer's halves are given; tensors in the order of the fields."""
+
+    x: Tensor
+    norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias_q: Tensor
+    bias_k: Tensor
+    bias_v: Tensor
+    attended: Tensor
+    residual: Tensor
+    out: Tensor
+    bias_out: Tensor
+    second: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+    def all(self) -> dict[str, Tensor]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        return Inputs(**{name: tensor.to(dtype) for name, tensor in self.all().items()})
+
+    def leaves(self, *, but: str = "") -> Inputs:
+        """Each a leaf that wants a gradient; or all but one, or that one alone ("only NAME")."""
+        only = but.removeprefix("only ") if but.startswith("only ") else ""
+        return Inputs(
+            **{
+                name: tensor.detach().clone().requires_grad_(name == only if only else name != but)
+                for name, tensor in self.all().items()
+            }
+        )
+
+
+BEFORE = ("x", "norm", "q", "k", "v", "bias_q", "bias_k", "bias_v")
+AFTER = ("attended", "residual", "out", "bias_out", "second", "gate", "up", "down")
+
+
+def inputs_of(shape: Shape, rows: int, dtype: torch.dtype) -> Inputs:
+    generator = torch.Generator().manual_seed(rows)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator) * (size[-1] ** -0.5 if len(size) > 1 else 1)
+
+    queries, keys = shape.query_heads * shape.head, shape.key_heads * shape.head
+    width, inner = shape.width, shape.inner
+    return Inputs(
+        normal(rows, width) * width**0.5, normal(width), normal(queries, width),
+        normal(keys, width), normal(keys, width), normal(queries), normal(keys), normal(keys),
+        normal(rows, queries) * width**0.5, normal(rows, width), normal(width, queries),
+        normal(width), normal(width), normal(inner, width), normal(inner, width),
+        normal(width, inner),
+    ).to(dtype)  # fmt: skip
+
+
+def angles(shape: Shape, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    turned = torch.arange(rows)[:, None] * 0.7 ** torch.arange(shape.rotated // 2)
+    turned = torch.cat([turned, turned], -1)
+    return turned.cos().to(dtype), turned.sin().to(dtype)
+
+
+def before(given: Inputs, shape: Shape) -> tuple[Tensor, ...]:
+    biases = [given.bias_q, given.bias_k, given.bias_v] if shape.biases else [None] * 3
+    norm = layer.Norm(given.norm, 1e-5, shape.offset)
+    cos, sin = angles(shape, len(given.x), given.x.dtype)
+    weights = [given.q, given.k, given.v]
+    return layer.before_attention(given.x, norm, weights, biases, cos, sin, shape.head)
+
+
+def after(given: Inputs, shape: Shape) -> tuple[Tensor, ...]:
+    out = given.out, given.bias_out if shape.biases else None
+    norm = layer.Norm(given.second, 1e-5, shape.offset)
+    mlp = given.gate, given.up, given.down
+    return (layer.after_attention(given.attended, given.residual, out, norm, *mlp, shape.tanh),)
+
+
+def before_slowly(given: Inputs, shape: Shape) -> tuple[Tensor, ...]:
+    """Operation by operation, in any dtype."""
+    biases = [given.bias_q, given.bias_k, given.bias_v] if shape.biases else [None] * 3
+    normed = dense.rms_norm(given.x, given.norm, 1e-5, shape.offset)
+    if given.x.dtype == torch.float64:
+        normed = normed_exactly(given.x, given.norm, shape.offset)
+    q, k, v = (
+        dense.linear(normed, weight, bias).view(len(normed), len(weight) // shape.head, shape.head)
+        for weight, bias in zip((given.q, given.k, given.v), biases, strict=True)
+    )
+    cos, sin = angles(shape, len(given.x), torch.float32)
+    return *dense.rotary(q, k, cos.to(q.dtype), sin.to(q.dtype)), v, given.x
+
+
+def after_slowly(given: Inputs, shape: Shape) -> tuple[Tensor, ...]:
+    bias = given.bias_out if shape.biases else None
+    hidden = given.residual + dense.linear(given.attended, given.out, bias)
+    normed = dense.rms_norm(hidden, given.second, 1e-5, shape.offset)
+    if hidden.dtype == torch.float64:
+        normed = normed_exactly(hidden, given.second, shape.offset)
+    gate, up = dense.linear(normed, given.gate), dense.linear(normed, given.up)
+    inner = dense.geglu_tanh(gate, up) if shape.tanh else dense.swiglu(gate, up)
+    return (hidden + dense.linear(inner, given.down),)
+
+
+def normed_exactly(x: Tensor, weight: Tensor, offset: bool) -> Tensor:
+    """`rms_norm` without its float32 inside."""
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return normed * (1 + weight) if offset else normed * weight
+
+
+Half = Callable[[Inputs, Shape], tuple[Tensor, ...]]
+AFTER_ATTENTION = layer.after_attention
+HALVES: list[tuple[Half, Half, tuple[str, ...]]] = [
+    (before, before_slowly, BEFORE),
+    (after, after_slowly, AFTER),
+]
+half_of_layer = pytest.mark.parametrize(
+    ("half", "slowly", "names"), HALVES, ids=["before", "after"]
+)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    count = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(count)
+
+
+def needs_gradients_in(dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and torch.ops.tandem.why_no_amx(True):
+        pytest.skip("bfloat16 layers have gradients of their own where a matrix unit makes them")
+
+
+def wanted(shape: Shape, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if shape.biases or not name.startswith("bias")]
+
+
+def loss_of(made: tuple[Tensor, ...]) -> Tensor:
+    """Weighs each output's numbers."""
+    total = torch.zeros((), dtype=made[0].dtype)
+    for number, tensor in enumerate(made):
+        generator = torch.Generator().manual_seed(number)
+        total = total + (tensor * torch.randn(tensor.shape, generator=generator).to(tensor)).sum()
+    return total
+
+
+def gradients(half: Half, given: Inputs, shape: Shape, names: tuple[str, ...]) -> dict[str, Tensor]:
+    loss_of(half(given, shape)).backward()
+    return {name: grad for name in names if (grad := getattr(given, name).grad) is not None}
+
+
+def distance(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact.double()).norm() / exact.double().norm())
+
+
+@half_of_layer
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_bits_are_those_of_the_operations_one_by_one(
+    name: str, dtype: torch.dtype, half: Half, slowly: Half, names: tuple[str, ...]
+) -> None:
+    for rows in ROWS:
+        given = inputs_of(SHAPES[name], rows, dtype)
+        with torch.no_grad():
+            found, expected = half(given, SHAPES[name]), slowly(given, SHAPES[name])
+        for got, want in zip(found, expected, strict=True):
+            assert got.shape == want.shape
+            assert torch.equal(got, want), rows
+        if dtype == torch.bfloat16 and torch.ops.tandem.why_no_amx(True):
+            continue
+        recorded = half(given.leaves(), SHAPES[name])
+        for got, want in zip(recorded, expected, strict=True):
+            assert torch.equal(got, want), rows
+
+
+@half_of_layer
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients_are_those_of_float64(
+    name: str, half: Half, slowly: Half, names: tuple[str, ...]
+) -> None:
+    for rows in ROWS:
+        given = inputs_of(SHAPES[name], rows, torch.float32)
+        got = gradients(half, given.leaves(), SHAPES[name], names)
+        exact = gradients(slowly, given.to(torch.float64).leaves(), SHAPES[name], names)
+        assert list(got) == list(exact) == wanted(SHAPES[name], names)
+        for key, gradient in got.items():
+            assert distance(gradient, exact[key]) < 2e-6, (key, rows)
+
+
+@half_of_layer
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients_in_bfloat16_are_as_close_as_the_operations_one_by_one(
+    name: str, half: Half, slowly: Half, names: tuple[str, ...]
+) -> None:
+    needs_gradients_in(torch.bfloat16)
+    for rows in (37, 600):
+        given = inputs_of(SHAPES[name], rows, torch.bfloat16)
+        got = gradients(half, given.leaves(), SHAPES[name], names)
+        plain = gradients(slowly, given.leaves(), SHAPES[name], names)
+        exact = gradients(slowly, given.to(torch.float64).leaves(), SHAPES[name], names)
+        assert list(got) == list(exact) == wanted(SHAPES[name], names)
+        for key, gradient in got.items():
+            assert gradient.dtype == torch.bfloat16
+            limit = 1.1 * distance(plain[key], exact[key]) + 2e-4
+            assert distance(gradient, exact[key]) < limit, (key, rows)
+
+
+@half_of_layer
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["small", "grouped", "large"])
+def test_the_number_of_threads_does_not_matter(
+    name: str,
+    dtype: torch.dtype,
+    half: Half,
+    slowly: Half,
+    names: tuple[str, ...],
+    threads: Callable[[int], None],
+) -> None:
+    needs_gradients_in(dtype)
+    found = []
+    for count in (1, 2, 3):
+        threads(count)
+        given = inputs_of(SHAPES[name], 1100, dtype).leaves()
+        made = half(given, SHAPES[name])
+        found.append([*made, *gradients(half, given, SHAPES[name], names).values()])
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+@half_of_layer
+@pytest.mark.parametrize("rows", [37, 300])
+def test_what_is_frozen_changes_nothing_for_the_rest(
+    rows: int, half: Half, slowly: Half, names: tuple[str, ...]
+) -> None:
+    shape = SHAPES["grouped"]
+    given = inputs_of(shape, rows, torch.float32)
+    whole = gradients(half, given.leaves(), shape, names)
+    for name in names:
+        rest = gradients(half, given.leaves(but=name), shape, names)
+        assert list(rest) == [key for key in whole if key != name]
+        one = gradients(half, given.leaves(but=f"only {name}"), shape, names)
+        assert list(one) == [name]
+        for key, gradient in (*rest.items(), *one.items()):
+            assert distance(gradient, whole[key]) < 1e-6, (name, key)
+
+
+@half_of_layer
+def test_gradients_are_added_where_they_are_kept(
+    half: Half, slowly: Half, names: tuple[str, ...]
+) -> None:
+    shape, rows = SHAPES["grouped"], 300
+    given = inputs_of(shape, rows, torch.float32).leaves()
+    first = {name: grad.clone() for name, grad in gradients(half, given, shape, names).items()}
+    kept = {name: getattr(given, name).grad for name in names}
+    second = gradients(half, given, shape, names)
+    for name, gradient in second.items():
+        assert gradient is kept[name]
+        torch.testing.assert_close(gradient, 2 * first[name], rtol=1e-5, atol=1e-5)
+    leaves = [getattr(given, name) for name in names]
+    asked = torch.autograd.grad(loss_of(half(given, shape)), leaves)
+    for name, gradient in zip(names, asked, strict=True):
+        torch.testing.assert_close(gradient, first[name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(kept[name], 2 * first[name], rtol=1e-5, atol=1e-5)
+
+
+@half_of_layer
+def test_hooks_see_gradients(half: Half, slowly: Half, names: tuple[str, ...]) -> None:
+    shape = SHAPES["grouped"]
+    given = inputs_of(shape, 40, torch.float32)
+    expected = gradients(half, given.leaves(), shape, names)
+    leaves, seen = given.leaves(), {}
+    for name in names:
+        getattr(leaves, name).register_hook(lambda grad, name=name: seen.update({name: grad}))
+    got = gradients(half, leaves, shape, names)
+    assert seen.keys() == got.keys() == expected.keys()
+    for name in names:
+        assert torch.equal(seen[name], expected[name])
+
+
+class Sums:
+    """What an optimizer with masters keeps: a sum per weight, made with the first gradient."""
+
+    def __init__(self, given: Inputs, names: list[str]) -> None:
+        self.kept: dict[str, Tensor] = {}
+        self.names = {id(getattr(given, name)): name for name in names}
+        held = weakref.ref(self)
+        for name in names:
+            gpu.keep_sum(
+                getattr(given, name), lambda weight: (found := held()) and found.of(weight)
+            )
+
+    def of(self, weight: Tensor) -> tuple[Tensor, bool]:
+        name = self.names[id(weight)]
+        is_new = name not in self.kept
+        if is_new:
+            self.kept[name] = torch.full(weight.shape, float("nan"))
+        return self.kept[name], is_new
+
+
+@half_of_layer
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("name", ["small", "grouped", "ragged"])
+def test_bfloat16_weights_gradients_go_into_their_sums(
+    name: str, recomputed: bool, half: Half, slowly: Half, names: tuple[str, ...]
+) -> None:
+    needs_gradients_in(torch.bfloat16)
+    shape = SHAPES[name]
+    matrices = [key for key in names if key in ("q", "k", "v", "out", "gate", "up", "down")]
+    given = inputs_of(shape, 300, torch.bfloat16)
+    exact = gradients(slowly, given.to(torch.float64).leaves(), shape, names)
+    plain = gradients(half, given.leaves(), shape, names)
+    leaves = given.leaves()
+    sums = Sums(leaves, matrices)
+
+    def run(*_: Any) -> tuple[Tensor, ...]:
+        return half(leaves, shape)
+
+    for _ in range(2):
+        made = checkpoint(run, leaves.x, use_reentrant=False) if recomputed else run()
+        loss_of(made).backward()
+    assert sorted(sums.kept) == sorted(matrices)
+    for key in wanted(shape, names):
+        grad = sums.kept[key] if key in matrices else getattr(leaves, key).grad
+        assert (getattr(leaves, key).grad is None) == (key in matrices)
+        limit = distance(plain[key], exact[key]) + (1e-5 if key in matrices else 4e-3)
+        assert distance(grad, 2 * exact[key]) < limit, key
+    before_asking = {key: total.clone() for key, total in sums.kept.items()}
+    asked = torch.autograd.grad(loss_of(half(leaves, shape)), [getattr(leaves, matrices[0])])
+    assert torch.equal(asked[0], plain[matrices[0]])
+    assert all(torch.equal(total, before_asking[key]) for key, total in sums.kept.items())
+    del sums
+    gc.collect()
+    loss_of(half(leaves, shape)).backward()  # the optimizer is gone
+    assert torch.equal(getattr(leaves, matrices[0]).grad, plain[matrices[0]])
+
+
+@pytest.mark.parametrize("name", ["small", "gemma", "large"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_computed_again_gives_the_same_gradients(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_gradients_in(dtype)
+    shape = SHAPES[name]
+    matrices = ["out", "gate", "up", "down"]
+    for rows in ROWS:
+        given = inputs_of(shape, rows, dtype)
+        found = []
+        for recomputes in (False, True):
+            leaves = given.leaves()
+            sums = Sums(leaves, matrices if dtype == torch.bfloat16 else [])
+            monkeypatch.setattr(
+                layer, "after_attention", partial(AFTER_ATTENTION, recomputes=recomputes)
+            )
+            made = gradients(after, leaves, shape, AFTER)
+            found.append(made | sums.kept)
+        assert found[0].keys() == found[1].keys() == set(wanted(shape, AFTER))
+        for key, gradient in found[0].items():
+            assert torch.equal(gradient, found[1][key]), (key, rows)
+
+
+@half_of_layer
+def test_a_layer_without_rows(half: Half, slowly: Half, names: tuple[str, ...]) -> None:
+    shape = SHAPES["grouped"]
+    given = inputs_of(shape, 0, torch.float32).leaves()
+    for got, want in zip(half(given, shape), slowly(given, shape), strict=True):
+        assert got.shape == want.shape
+
+
+@half_of_layer
+def test_second_derivatives_and_wrong_shapes_are_refused(
+    half: Half, slowly: Half, names: tuple[str, ...]
+) -> None:
+    shape = SHAPES["grouped"]
+    given = inputs_of(shape, 5, torch.float32).leaves()
+    with pytest.raises(RuntimeError, match="must be differentiated once"):
+        torch.autograd.grad(loss_of(half(given, shape)), [given.norm, given.second],
+                            create_graph=True, allow_unused=True)  # fmt: skip
+    given.q, given.gate = given.q[:, 1:], given.gate[:, 1:]
+    with pytest.raises(RuntimeError, match="weights must be"):
+        half(given, shape)
