@@ -138,16 +138,16 @@ def opened_sums(
     to, and a bit for each that was made just now and has to be written over.
 
     Args:
-        needed: which weights need a gradient.
+        needed: which weights need a gradient. One that a hook wants to see goes into no sum.
         adds: False: give no sums, since whoever asks wants the gradients themselves.
     """
     totals: list[Tensor | None] = [None] * len(weights)
     are_new = 0
-    for number, weight in enumerate(weights):
-        if adds and needed[number]:
-            totals[number], is_new = _open_sum(weight)
-            are_new |= is_new << number
     try:
+        for number, weight in enumerate(weights):
+            if adds and needed[number] and not weight._backward_hooks:
+                totals[number], is_new = _open_sum(weight)
+                are_new |= is_new << number
         yield totals, are_new
     except BaseException:  # who goes on after it must not find what memory held
         for number, total in enumerate(totals):

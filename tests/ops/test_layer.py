@@ -383,6 +383,44 @@ def test_bfloat16_weights_gradients_go_into_their_sums(
     assert torch.equal(getattr(leaves, matrices[0]).grad, plain[matrices[0]])
 
 
+@half_of_layer
+def test_a_hook_sees_a_gradient_beside_others_that_go_into_sums(
+    half: Half, slowly: Half, names: tuple[str, ...]
+) -> None:
+    needs_gradients_in(torch.bfloat16)
+    shape = SHAPES["small"]
+    matrices = [key for key in names if key in ("q", "k", "v", "out", "gate", "up", "down")]
+    given = inputs_of(shape, 40, torch.bfloat16)
+    plain = gradients(half, given.leaves(), shape, names)
+    for watched in matrices:
+        leaves, seen = given.leaves(), []
+        sums = Sums(leaves, matrices)
+        getattr(leaves, watched).register_hook(seen.append)
+        got = gradients(half, leaves, shape, names)
+        assert sorted(sums.kept) == sorted(set(matrices) - {watched})
+        assert torch.equal(seen[0], plain[watched])
+        assert torch.equal(got[watched], plain[watched])
+
+
+@half_of_layer
+def test_a_backward_that_fails_leaves_zeros(
+    half: Half, slowly: Half, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_gradients_in(torch.bfloat16)
+    leaves = inputs_of(SHAPES["small"], 40, torch.bfloat16).leaves()
+    sums = Sums(leaves, [key for key in names if key in ("q", "k", "v", "gate", "up", "down")])
+    loss = loss_of(half(leaves, SHAPES["small"]))
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(layer, "_op", lambda name: fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loss.backward()
+    assert sums.kept
+    assert all(not total.any() for total in sums.kept.values())
+
+
 @pytest.mark.parametrize("name", ["small", "gemma", "large"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_computed_again_gives_the_same_gradients(
