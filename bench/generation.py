@@ -31,7 +31,7 @@ from bench.generation_sides import (
     generation_start,
 )
 from bench.harness import Rounds, compare, measure, ready, require_close
-from bench.limits import copy_bandwidth, decode_bytes, gemm_rate, real_flops
+from bench.limits import copy_bandwidth, decode_bytes, gemm_rate, product_seconds, real_flops
 from bench.models import SHAPES, tiny
 from bench.report import Report, count, parser, sides_table
 
@@ -105,6 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             if work.device == "cuda"
             else f"limit: {limit['flops_per_cpu_second'] / 1e9:.0f} GFLOP per CPU second"
         )
+        if "products" in row:
+            made = row["products"]
+            ratios = [f"{ratio:.2f} times {side}" for side, ratio in made["cpu_ratios"].items()]
+            rate = f"{made['tokens_per_cpu_second']:.0f} tokens per CPU second"
+            report.print_line(f"Tandem's products alone: {', '.join([rate, *ratios])}")
         for side, reason in row["absent"].items():
             report.print_line(f"{side} is unavailable: {reason}")
         report.keep()
@@ -140,6 +145,8 @@ def measure_row(
     else:
         limit = {"flops_per_cpu_second": gemm_rate(work.dtype)}
     tokens = {side: [sum(map(len, one)) for one in of] for side, of in answers.items()}
+    table = summary(work, start, answers, costs, limit)
+    products = {} if work.device == "cuda" else {"products": _products(start, answers, table)}
     return {
         "work": work,
         "apart": distance,
@@ -147,7 +154,30 @@ def measure_row(
         "limit": limit,
         "tokens": tokens,
         "rounds": costs,
-        "summary": summary(work, start, answers, costs, limit),
+        "summary": table,
+        **products,
+    }
+
+
+def _products(
+    start: GenerationStart,
+    answers: Mapping[str, Sequence[Answers]],
+    table: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Tandem's rate if all but its matrix products cost nothing, and its ratio to other sides'.
+
+    The work is that of its last round's answers.
+    """
+    lengths = list(map(len, answers["tandem"][-1]))
+    seconds = product_seconds(start.model, [len(row) for row in start.prompts], lengths)
+    rate = sum(lengths) / seconds
+    return {
+        "tokens_per_cpu_second": rate,
+        "cpu_ratios": {
+            side: rate / of["tokens_per_cpu_second"]
+            for side, of in table.items()
+            if side != "tandem"
+        },
     }
 
 

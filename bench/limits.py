@@ -1,19 +1,21 @@
-"""What generation could cost at best: arithmetic at the best matrix product's rate, or memory."""
+"""What generation could cost at best: the best matrix product's rate, products alone, or memory."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bench.models import DTYPES
 from tandem.models.summary import flops_per_token
-from tandem.ops.dense import linear
+from tandem.ops import native
+from tandem.ops.dense import linear, linear_packed, pack_weight
 
 GEMM_SHAPES = ((512, 1024, 1024), (512, 512, 2048), (256, 2048, 512))
 """Rows, inputs and outputs of the products that the best rate is looked for among."""
@@ -73,6 +75,79 @@ def real_flops(
         prompt = prompt_lengths[i // samples]
         total += layers(prompt + length - 1) - layers(prompt) + length * head
     return total
+
+
+PREFILL_ROWS = 512
+"""Tokens of prompts that `product_seconds` multiplies at a time: products gain nothing by more."""
+
+
+def decode_rows(answer_lengths: Sequence[int]) -> Counter[int]:
+    """By number of answers side by side, how many steps decode that many, all starting together.
+
+    An answer of n tokens takes n - 1 steps: its first is drawn after the prompt, its last is never
+    read.
+    """
+    steps = range(1, max(answer_lengths, default=0))
+    return Counter(sum(length > step for length in answer_lengths) for step in steps)
+
+
+@torch.no_grad()
+def product_seconds(
+    model: PreTrainedModel,
+    prompt_lengths: Sequence[int],
+    answer_lengths: Sequence[int],
+    repeats: int = 3,
+) -> float:
+    """CPU seconds of generation's matrix products alone, on weights packed ahead.
+
+    A lower bound of Tandem's time with the products that it has: attention, norms, sampling and
+    packing cost nothing, and of every number of rows the quickest of `repeats` passes counts. A
+    pass runs all products of the model in turn, so that weights come from where they lie in
+    decoding too: from memory, unless a cache holds all of them. Linear layers of one module that
+    read equally many features are multiplied at once.
+
+    Args:
+        prompt_lengths: (P,) tokens. answer_lengths: (P * samples,) tokens.
+    """
+    head = model.get_output_embeddings()
+    joined: dict[tuple[str, int], list[Tensor]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            key = name.rpartition(".")[0], module.in_features
+            joined.setdefault(key, []).append(module.weight)
+    layers = [_PackedProduct(torch.cat(weights)) for weights in joined.values()]
+    logits = _PackedProduct(head.weight)
+
+    def quickest(products: Sequence[_PackedProduct], rows: int) -> float:
+        widths = {product.inputs for product in products}
+        inputs = {width: torch.randn(rows, width).to(model.dtype) for width in widths}
+        return min(_pass_seconds(products, inputs) for _ in range(repeats))
+
+    tokens = sum(prompt_lengths)
+    rows = min(tokens, PREFILL_ROWS)
+    seconds = quickest(layers, rows) * tokens / rows + quickest([logits], len(prompt_lengths))
+    for rows, steps in decode_rows(answer_lengths).items():
+        seconds += steps * quickest([*layers, logits], rows)
+    return seconds
+
+
+class _PackedProduct:
+    """Multiplies by a weight (out, in) as decoding does."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.packed = pack_weight(weight.contiguous())
+        native.prefer_large_pages(self.packed)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear_packed(x, self.packed, self.outputs, self.inputs)
+
+
+def _pass_seconds(products: Sequence[_PackedProduct], inputs: dict[int, Tensor]) -> float:
+    begin = time.process_time()
+    for product in products:
+        product(inputs[product.inputs])
+    return time.process_time() - begin
 
 
 def copy_bandwidth(device: str, repeats: int = 10) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, OPTForCausalLM, PreTrainedModel
 
-from bench import generation
+from bench import generation, limits
 from bench.generation import GPU_ROWS, agreement, require_same_lengths, summary
 from bench.generation_sides import (
     SIDES,
@@ -21,7 +21,7 @@ from bench.generation_sides import (
     require_whole,
 )
 from bench.harness import Cost
-from bench.limits import decode_bytes, gemm_rate, real_flops
+from bench.limits import decode_bytes, decode_rows, gemm_rate, product_seconds, real_flops
 from bench.models import EOS, SHAPES, llama, sharing_weights, tiny
 from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.models.save import save_model
@@ -211,6 +211,48 @@ def test_decoding_reads_weights_and_keys_and_values() -> None:
     positions = opt.model.decoder.embed_positions.weight.numel()
     whole = 2 * (sum(p.numel() for p in opt.parameters()) - positions)
     assert decode_bytes(opt, 5, 3, 3) == 3 * whole + 2 * keys_and_values
+
+
+def test_rows_of_decoding_by_hand() -> None:
+    """Answers of 1, 3, 3 and 5 tokens: two steps of three, two of the last alone."""
+    assert decode_rows([1, 3, 3, 5]) == {3: 2, 1: 2}
+    assert decode_rows([1, 1]) == {}
+    assert decode_rows([]) == {}
+
+
+@pytest.mark.parametrize("shape", [TINY, TINY_OPT])
+def test_products_alone_are_those_of_the_model(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every linear layer once per number of rows and repeat, the vocabulary head where drawn."""
+    model = generation_start(GenerationWork(shape=shape, max_new_tokens=4, num_prompts=2)).model
+    head = model.get_output_embeddings()
+    weights = sum(
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    )
+    done: dict[int, int] = {}
+
+    def multiply(x: torch.Tensor, packed: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
+        assert x.shape[1] == inputs
+        done[len(x)] = done.get(len(x), 0) + outputs * inputs
+        return x.new_empty(len(x), outputs)
+
+    monkeypatch.setattr(limits, "linear_packed", multiply)
+    # A second for every weight and row multiplied, so what is counted is exact.
+    monkeypatch.setattr(
+        limits, "_pass_seconds", lambda products, inputs: sum(
+            inputs[p.inputs].shape[0] * p(inputs[p.inputs]).shape[1] * p.inputs for p in products
+        )
+    )  # fmt: skip
+    vocabulary = head.weight.numel()
+    seconds = product_seconds(model, [300, 400], [2, 1, 4, 4], repeats=2)
+    steps = 3 * (weights + vocabulary) + 2 * 2 * (weights + vocabulary)
+    assert seconds == 700 * weights + 2 * vocabulary + steps
+    assert done == {
+        512: 2 * weights,
+        2: 2 * vocabulary + 2 * (weights + vocabulary),
+        3: 2 * (weights + vocabulary),
+    }
 
 
 def test_the_best_rate_is_a_rate() -> None:
