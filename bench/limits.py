@@ -49,9 +49,9 @@ def _onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
     return product
 
 
-def _cpu_seconds(function: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> float:
+def _cpu_seconds(function: Callable[..., object], *operands: object) -> float:
     begin = time.process_time()
-    function(x, weight)
+    function(*operands)
     return time.process_time() - begin
 
 
@@ -121,7 +121,7 @@ def product_seconds(
     def quickest(products: Sequence[_PackedProduct], rows: int) -> float:
         widths = {product.inputs for product in products}
         inputs = {width: torch.randn(rows, width).to(model.dtype) for width in widths}
-        return min(_pass_seconds(products, inputs) for _ in range(repeats))
+        return min(_cpu_seconds(_multiply_all, products, inputs) for _ in range(repeats))
 
     tokens = sum(prompt_lengths)
     rows = min(tokens, PREFILL_ROWS)
@@ -143,11 +143,9 @@ class _PackedProduct:
         return linear_packed(x, self.packed, self.outputs, self.inputs)
 
 
-def _pass_seconds(products: Sequence[_PackedProduct], inputs: dict[int, Tensor]) -> float:
-    begin = time.process_time()
+def _multiply_all(products: Sequence[_PackedProduct], inputs: dict[int, Tensor]) -> None:
     for product in products:
         product(inputs[product.inputs])
-    return time.process_time() - begin
 
 
 def copy_bandwidth(device: str, repeats: int = 10) -> float:

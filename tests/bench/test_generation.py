@@ -240,7 +240,7 @@ def test_products_alone_are_those_of_the_model(shape: Any, monkeypatch: pytest.M
     monkeypatch.setattr(limits, "linear_packed", multiply)
     # A second for every weight and row multiplied, so what is counted is exact.
     monkeypatch.setattr(
-        limits, "_pass_seconds", lambda products, inputs: sum(
+        limits, "_cpu_seconds", lambda run, products, inputs: sum(
             inputs[p.inputs].shape[0] * p(inputs[p.inputs]).shape[1] * p.inputs for p in products
         )
     )  # fmt: skip
