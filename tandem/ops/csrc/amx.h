@@ -45,8 +45,7 @@ constexpr int kParts = std::is_same_v<T, bf16> ? 1 : 3;
 #if defined(TANDEM_EMULATE_AMX)
 
 struct Unit {
-  float sums[4][16][16];      // tiles 0 to 3
-  uint32_t words[8][16][16];  // tiles 4 to 7
+  word tiles[8][16][16];
 };
 inline thread_local Unit unit;
 
@@ -54,17 +53,16 @@ inline bool permitted() { return true; }
 struct Session {
   explicit Session(int64_t) {}
 };
-inline float half_of(uint32_t pair, int upper) {
-  const uint32_t bits = upper ? pair & 0xFFFF0000u : pair << 16;
+inline float half_of(word pair, int upper) {
+  uint32_t bits;
+  std::memcpy(&bits, &pair, 4);
+  bits = upper ? bits & 0xFFFF0000u : bits << 16;
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
 }
 inline void load_tile(int tile, const word* from, int64_t stride) {
-  for (int i = 0; i < 16; ++i) {
-    void* const to = tile < 4 ? static_cast<void*>(unit.sums[tile][i]) : unit.words[tile][i];
-    std::memcpy(to, from + i * stride, 64);
-  }
+  for (int i = 0; i < 16; ++i) std::memcpy(unit.tiles[tile][i], from + i * stride, 64);
 }
 // As Intel states it: the sums of the lower and of the upper halves' products, then both, then
 // added.
@@ -74,12 +72,12 @@ inline void dot_tiles(int sum, int a, int b) {
       float made[2] = {};
       for (int k = 0; k < 16; ++k)
         for (int upper = 0; upper < 2; ++upper)
-          made[upper] += half_of(unit.words[a][i][k], upper) * half_of(unit.words[b][k][j], upper);
-      unit.sums[sum][i][j] += made[0] + made[1];
+          made[upper] += half_of(unit.tiles[a][i][k], upper) * half_of(unit.tiles[b][k][j], upper);
+      unit.tiles[sum][i][j] += made[0] + made[1];
     }
 }
 inline void store_tile(int tile, float* to, int64_t stride) {
-  for (int i = 0; i < 16; ++i) std::memcpy(to + i * stride, unit.sums[tile][i], 64);
+  for (int i = 0; i < 16; ++i) std::memcpy(to + i * stride, unit.tiles[tile][i], 64);
 }
 // To the line in which `to` lies: elsewhere than at its beginning the processor would fault.
 inline void store_past(bf16* to, const float* from) {
@@ -87,7 +85,7 @@ inline void store_past(bf16* to, const float* from) {
   store(to, load(from));
   store(to + kLanes, load(from + kLanes));
 }
-#define TANDEM_TILE_ZERO(t) std::memset(unit.sums[t], 0, sizeof unit.sums[t])
+#define TANDEM_TILE_ZERO(t) std::memset(unit.tiles[t], 0, sizeof unit.tiles[t])
 #define TANDEM_TILE_LOAD(t, from, stride) load_tile(t, from, stride)
 #define TANDEM_TILE_PASS(t, from, stride) load_tile(t, from, stride)
 #define TANDEM_TILE_DOT(t, a, b) dot_tiles(t, a, b)
@@ -163,7 +161,7 @@ struct Unfinished {
 // block before, fetching what will be written, and making tiles that are multiplied later.
 struct Meanwhile {
   // Sums of this block and of the one before, in turns.
-  alignas(64) float kept[2][2 * kSide * kPanel];
+  alignas(64) float kept[2][3 * kSide * kPanel];
   int64_t turn = 0;
   Unfinished late;
 
@@ -282,12 +280,52 @@ constexpr int64_t kTurns = P > 1 ? 12 : 2;
     TANDEM_DOTS(2, 5, work); \
   }
 
+// The same of three tiles of rows, whose sums take six tiles and leave one for either factor: every
+// product but the first goes on with the last one's left or right tile.
+#define TANDEM_TALL_LEFT(r, part) TANDEM_TILE_LOAD(6, a + (r)*left.beside + (part) * kTile, left.row)
+#define TANDEM_TALL_RIGHT(c, part) \
+  TANDEM_TILE_LOAD(7, b + (c)*right.beside + (part) * kTile, right.row)
+#define TANDEM_TALL_DOTS(l, r, turn, work)   \
+  TANDEM_TALL_LEFT(0, l);                    \
+  TANDEM_TALL_RIGHT(0, r);                   \
+  TANDEM_TILE_DOT(0, 6, 7);                  \
+  if constexpr (C > 1) {                     \
+    TANDEM_TALL_RIGHT(1, r);                 \
+    TANDEM_TILE_DOT(1, 6, 7);                \
+  }                                          \
+  TANDEM_TALL_LEFT(1, l);                    \
+  if constexpr (C > 1) {                     \
+    TANDEM_TILE_DOT(3, 6, 7);                \
+    TANDEM_TALL_RIGHT(0, r);                 \
+  }                                          \
+  work(2 * (turn));                          \
+  TANDEM_TILE_DOT(2, 6, 7);                  \
+  TANDEM_TALL_LEFT(2, l);                    \
+  TANDEM_TILE_DOT(4, 6, 7);                  \
+  if constexpr (C > 1) {                     \
+    TANDEM_TALL_RIGHT(1, r);                 \
+    TANDEM_TILE_DOT(5, 6, 7);                \
+  }                                          \
+  work(2 * (turn) + 1);
+#define TANDEM_TALL_STEP(work)     \
+  TANDEM_TILE_FENCE();             \
+  TANDEM_TALL_DOTS(1, 1, 0, work); \
+  TANDEM_TALL_DOTS(1, 0, 1, work); \
+  TANDEM_TALL_DOTS(2, 0, 2, work); \
+  TANDEM_TALL_DOTS(0, 0, 3, work); \
+  TANDEM_TALL_DOTS(0, 1, 4, work); \
+  TANDEM_TALL_DOTS(0, 2, 5, work);
+
 // Which tiles pass by those that stay in the first cache.
 enum class Side { left, right, neither };
 
-// Sums of R tiles of rows by C of columns: two by two, or one by up to four.
+// Sums of R tiles of rows by C of columns: two by two, one by up to four, or three by two.
 template <int R, int C>
 inline void zero_sums() {
+  if constexpr (R > 2) {
+    TANDEM_TILE_ZERO(4);
+    if constexpr (C > 1) TANDEM_TILE_ZERO(5);
+  }
   TANDEM_TILE_ZERO(0);
   if constexpr (C > 1) TANDEM_TILE_ZERO(1);
   if constexpr (R > 1 || C > 2) TANDEM_TILE_ZERO(2);
@@ -296,6 +334,10 @@ inline void zero_sums() {
 
 template <int R, int C>
 inline void store_sums(float* after, int64_t row) {
+  if constexpr (R > 2) {
+    TANDEM_TILE_STORE(4, after + 2 * kSide * row, row);
+    if constexpr (C > 1) TANDEM_TILE_STORE(5, after + 2 * kSide * row + kSide, row);
+  }
   TANDEM_TILE_STORE(0, after, row);
   if constexpr (C > 1) TANDEM_TILE_STORE(1, after + kSide, row);
   if constexpr (R > 1) TANDEM_TILE_STORE(2, after + kSide * row, row);
@@ -335,18 +377,25 @@ inline void block(const Tiles& left, const Tiles& right, int64_t steps, const Su
 // The same of columns whose tiles `feed` makes ahead, while others are multiplied, so that they stay
 // in the first cache.
 template <int P, int R, int C, class Feed>
-inline void stream(const Tiles& left, Feed& feed, int64_t steps, const Sums& sums,
+inline void stream(const Tiles& rows, Feed& feed, int64_t steps, const Sums& sums,
                    Meanwhile& meanwhile) {
-  static_assert(R <= 2 && C <= 2);
+  static_assert(C <= 2 && (R <= 2 || (R == 3 && P > 1)));
   constexpr Side S = Side::neither;
   TANDEM_TILE_FENCE();
   zero_sums<R, C>();
-  const word* a = left.data;
+  const word* a = rows.data;
+  const Tiles left = rows;  // a copy that nothing else can reach stays in registers
   const Tiles right{nullptr, P * kTile, 0, kSide};
   for (int64_t k = 0; k < steps; ++k, a += left.deeper) {
     meanwhile.step();
     const word* const b = reinterpret_cast<const word*>(feed.ready());
-    TANDEM_STEP(feed.work);
+    feed.with([&](const auto& work) TANDEM_INLINED {
+      if constexpr (R > 2) {
+        TANDEM_TALL_STEP(work);
+      } else {
+        TANDEM_STEP(work);
+      }
+    });
     feed.next();
   }
   store_sums<R, C>(sums.after, sums.after_row);
@@ -356,6 +405,10 @@ inline void stream(const Tiles& left, Feed& feed, int64_t steps, const Sums& sum
 #undef TANDEM_RIGHT
 #undef TANDEM_DOTS
 #undef TANDEM_STEP
+#undef TANDEM_TALL_LEFT
+#undef TANDEM_TALL_RIGHT
+#undef TANDEM_TALL_DOTS
+#undef TANDEM_TALL_STEP
 
 }  // namespace tandem::amx
 #endif

@@ -1,8 +1,8 @@
 // Products on the matrix unit: rows and columns become tiles, a number's parts beside one another,
 // in copies that stay in the second cache while they are multiplied.
 //
-// Few rows are copied once, and the weight passes by 32 of them a step of k at a time: what is made
-// of it stays in the first cache. More rows by a small weight: the weight is copied once, and passes
+// Few rows are copied once, and the weight passes by 32 or 48 of them a step of k at a time: what is
+// made of it stays in the first cache. More rows by a small weight: the weight is copied once, and passes
 // by 32 rows after another. By a large one: as many rows as a part of the second cache holds are
 // copied, and pass by one panel of the weight after another. What is passed by stays in the first
 // cache, as what passes takes no place there. Making the next copies and finishing the last sums
@@ -34,7 +34,14 @@ TANDEM_INLINE void split(v16 x, v16u (&part)[3]) {
 
 // Lane by lane one word: the upper half of `even`, then that of `odd`.
 TANDEM_INLINE v16 words_of_lanes(v16u even, v16u odd) {
+#if defined(__AVX512F__)
+  // One instruction after the shift: a | (b & c).
+  return from_bits(reinterpret_cast<v16u>(_mm512_ternarylogic_epi32(
+      reinterpret_cast<__m512i>(even >> 16), reinterpret_cast<__m512i>(odd),
+      _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)), 0xF8)));
+#else
   return from_bits((even >> 16) | (odd & 0xFFFF0000u));
+#endif
 }
 
 // The upper halves of 32 lanes in a row.
@@ -680,8 +687,8 @@ constexpr int64_t kDeepest = 54 / kParts<T>;
 
 // ---- few rows ----
 
-// Tiles of two columns made a step ahead of their use, those of step i at i % 2: for 32 rows, from
-// first to last of k, for the next 32, then for the next columns.
+// Tiles of two columns made a step ahead of their use, those of step i at i % 2: for a group of rows,
+// from first to last of k, for the next group, then for the next columns.
 template <class Columns, int P>
 struct Feed {
   const Columns* columns;
@@ -697,26 +704,48 @@ struct Feed {
 
   // What was made before.
   const float* ready() const { return ring + (1 - slot) * kRoom; }
-  // Part `turn` of a step's tiles.
-  TANDEM_INLINE void work(int64_t turn) const {
-    const int64_t first = turn * kPieces / kTurns<P>, last = (turn + 1) * kPieces / kTurns<P>;
+  // Calls f(work) where work(turn) makes part `turn` of a step's tiles.
+  template <class F>
+  TANDEM_INLINE void with(F f) const {
     float* const out = ring + slot * kRoom;
     if constexpr (are_floats_abreast<Columns>) {
       if (whole.from) {
-        whole.make(first, last, out, [&](int64_t pair) {
-          for (int64_t i = pair * lines; i < (pair + 1) * lines; ++i)
-            __builtin_prefetch(soon + at(i), 0, 2);  // to the second cache
-        });
-        return;
+        switch (lines) {
+          case 0:
+            return f(of_whole<0>(out));
+          case 1:
+            return f(of_whole<1>(out));
+          case 2:
+            return f(of_whole<2>(out));
+          default:
+            return f(of_whole<4>(out));
+        }
       }
     }
-    if (tile < end)
-      columns->make({tile, std::min(kTiles, end - tile), out, P * kTile}, step, first, last);
+    f([this, out](int64_t turn) {
+      if (tile < end)
+        columns->make({tile, std::min(kTiles, end - tile), out, P * kTile}, step, begin_of(turn),
+                      begin_of(turn + 1));
+    });
   }
-  // Where line i of a step lies.
-  TANDEM_INLINE int64_t at(int64_t i) const {
+  // Pieces of a step before those of `turn`.
+  static constexpr int64_t begin_of(int64_t turn) { return turn * kPieces / kTurns<P>; }
+  // The same of whole tiles, `Lines` lines fetched with each pair. It keeps copies: members would be read
+  // again after every store, which might have changed them.
+  template <int Lines>
+  TANDEM_INLINE auto of_whole(float* out) const {
+    return [whole = whole, soon = soon, out](int64_t turn) TANDEM_INLINED {
+      whole.make(begin_of(turn), begin_of(turn + 1), out, [&](int64_t pair) TANDEM_INLINED {
+#pragma GCC unroll 4
+        for (int64_t i = pair * Lines; i < (pair + 1) * Lines; ++i)
+          __builtin_prefetch(soon + at(i, whole.apart), 0, 2);  // to the second cache
+      });
+    };
+  }
+  // Where line i of a step lies, of rows `apart` floats apart.
+  static TANDEM_INLINE int64_t at(int64_t i, int64_t apart) {
     if constexpr (are_packed_floats<Columns>) return i * kSide;
-    return i / 2 * whole.apart + i % 2 * kSide;
+    return i / 2 * apart + i % 2 * kSide;
   }
   // At what is made now, and what to fetch meanwhile: what is to come soon for one group of rows; for
   // several, all of them together the next columns, as these are in the second cache after the first.
@@ -734,7 +763,7 @@ struct Feed {
       } else {
         constexpr int64_t kLines = kTiles * kStep;  // of a step
         if (group * lines * kSide >= kLines) lines = 0;
-        soon = whole.from + kTiles * kSide + at(group * lines * kSide);
+        soon = whole.from + kTiles * kSide + at(group * lines * kSide, whole.apart);
       }
     }
   }
@@ -748,15 +777,18 @@ struct Feed {
   }
 };
 
-// What is made of the weight is used once for 32 rows, and stays in the first cache till then.
+// What is made of the weight is used once for a group of rows, and stays in the first cache till then.
 template <class T, class Rows, class Columns, class Done>
 void multiply_few(const Rows& rows, const Columns& columns, int64_t M, int64_t N, int64_t K,
                   const Done& done) {
   constexpr int P = kParts<T>;
   typedef Feed<Columns, P> Feed;
-  constexpr int64_t kWidth = Feed::kTiles * kSide, kRows = 2 * kSide;
+  constexpr int64_t kWidth = Feed::kTiles * kSide;
+  // Row tiles that pass by together, at most.
+  constexpr int64_t kMost = are_packed_floats<Columns> ? 3 : 2;
   const int64_t steps = steps_of(K), tiles = (N + kSide - 1) / kSide, part = steps * P * kTile;
-  const int64_t row_tiles = (M + kSide - 1) / kSide, groups = (M + kRows - 1) / kRows;
+  const int64_t row_tiles = (M + kSide - 1) / kSide, groups = (row_tiles + kMost - 1) / kMost;
+  const int64_t group_rows = (row_tiles + groups - 1) / groups * kSide;
   float* const left = scratch(Use::rows, row_tiles * part);
   parallel_for(0, row_tiles, kGrain / (kSide * K * 16) + 1, [&](int64_t from, int64_t to) {
     Batch<Rows, P>{&rows, from, to - from, 0, steps, left + from * part}.all();
@@ -767,13 +799,15 @@ void multiply_few(const Rows& rows, const Columns& columns, int64_t M, int64_t N
         Feed feed{&columns, Feed::kTiles * from, std::min(Feed::kTiles * to, tiles),
                   steps,    groups,              scratch(Use::panel, 2 * Feed::kRoom)};
         feed.look();
-        for (int64_t turn = 0; turn < kTurns<P>; ++turn) feed.work(turn);
+        feed.with([&](const auto& work) {
+          for (int64_t turn = 0; turn < kTurns<P>; ++turn) work(turn);
+        });
         feed.next();
         Meanwhile meanwhile;
         for (int64_t i = from; i < to; ++i)
-          for (int64_t m = 0; m < M; m += kRows) {
+          for (int64_t m = 0; m < M; m += group_rows) {
             const int64_t n = i * kWidth, width = std::min(kWidth, N - n);
-            const int64_t height = std::min(kRows, M - m);
+            const int64_t height = std::min(group_rows, M - m);
             Goal<Done> goal{&done, {m, n, height, width}};
             const auto run = [&](auto R, auto C) {
               constexpr int r = decltype(R)::value, c = decltype(C)::value;
@@ -783,6 +817,14 @@ void multiply_few(const Rows& rows, const Columns& columns, int64_t M, int64_t N
             };
             constexpr std::integral_constant<int, 1> i1;
             constexpr std::integral_constant<int, 2> i2;
+            if constexpr (kMost > 2) {
+              constexpr std::integral_constant<int, 3> i3;
+              if (height > 2 * kSide) {
+                width > kSide ? run(i3, i2) : run(i3, i1);
+                goal.end(meanwhile);
+                continue;
+              }
+            }
             if (height > kSide) {
               width > kSide ? run(i2, i2) : run(i2, i1);
             } else {

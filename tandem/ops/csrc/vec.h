@@ -27,7 +27,8 @@ typedef int32_t v16i __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t v16u __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t v16h __attribute__((vector_size(32), aligned(2)));
 
-#define TANDEM_INLINE inline __attribute__((always_inline))
+#define TANDEM_INLINED __attribute__((always_inline))  // behind a lambda's parameters
+#define TANDEM_INLINE inline TANDEM_INLINED
 
 TANDEM_INLINE v16 splat(float x) { return v16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
