@@ -1,4 +1,4 @@
-"""Decoding of Llama-like models on a CPU in one C++ call a step, on weights packed for the phase.
+"""Generation of Llama-like models on a CPU: one C++ call a step, on weights packed for the phase.
 
 The call runs the very operations of the twin's modules, so its numbers are theirs to the last bit.
 The packed weights are a copy that lives while the runner does; where memory is short, and for
@@ -24,10 +24,10 @@ from tandem.models.twin_layers import (
     TwinRotaryAttention,
 )
 from tandem.ops import dense, native
-from tandem.ops.attention_context import KVMemory
+from tandem.ops.attention_context import KVMemory, Packed
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-"""Model types that decode from packed weights on a CPU, and how their classes are called."""
+"""Model types that generate from packed weights on a CPU, and how their classes are called."""
 _LAYER_CLASSES = {"input_layernorm": TwinRMSNorm, "post_attention_layernorm": TwinRMSNorm,
                   "self_attn": TwinRotaryAttention, "mlp": TwinGatedMLP}  # fmt: skip
 _STEADY_ROPE = ("default", "linear", "llama3", "yarn")
@@ -119,7 +119,7 @@ def _numbers(layer: Any, last_norm: Any) -> tuple[Any, ...]:
 
 
 class NativeRunner(TwinRunner):
-    """Prefill by the twin's modules, decoding by `LlamaDecoder` of csrc/step.cpp."""
+    """Prefill and decoding by `LlamaDecoder` of csrc/step.cpp."""
 
     def __init__(self, model: PreTrainedModel, memory: KVMemory, longest: int) -> None:
         """Packs the weights; no sequence may pass `longest` tokens."""
@@ -150,6 +150,14 @@ class NativeRunner(TwinRunner):
     def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
         """As `Runner` says."""
         logits: Tensor = self._decoder.step(token_ids, positions, tables)
+        return logits
+
+    def _prompts(self, token_ids: Tensor, positions: Tensor, lasts: Tensor, step: Packed) -> Tensor:
+        before = step.before
+        past = (None, None) if before is None else (before.tables, before.starts_at)
+        logits: Tensor = self._decoder.prefill(
+            token_ids, positions, lasts, step.cu_seqlens, step.block_tables, *past
+        )
         return logits
 
     def close(self) -> None:

@@ -85,20 +85,16 @@ class TwinRunner:
         starts: Sequence[int] | None = None,
     ) -> Tensor:
         """As `Runner` says."""
-        device = token_ids.device
-        counts = gpu.sent(lengths, device)
-        ends = counts.cumsum(0)
-        firsts = ends - counts  # of each part among the N
         step = self._packed(lengths, tables, starts)
-        if step.before is not None:
-            firsts = firsts - step.before.starts_at
-        firsts = torch.repeat_interleave(firsts, counts, output_size=len(token_ids))
-        positions = torch.arange(len(token_ids), device=device) - firsts
+        return self._prompts(token_ids, *_places(token_ids, lengths, step), step)
+
+    def _prompts(self, token_ids: Tensor, positions: Tensor, lasts: Tensor, step: Packed) -> Tensor:
+        """Logits of the tokens `lasts` (G,); token_ids and positions (N,)."""
         with attending(step):
             if self._keeps_some:
-                return self._logits(token_ids, positions, logits_to_keep=ends - 1)
+                return self._logits(token_ids, positions, logits_to_keep=lasts)
             hidden = base_forward(self._twin, token_ids[None], positions[None])[0]
-        return vocabulary_logits(self._model, hidden[ends - 1])
+        return vocabulary_logits(self._model, hidden[lasts])
 
     def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
         """As `Runner` says."""
@@ -130,3 +126,15 @@ class TwinRunner:
         )
         logits: Tensor = output.logits[0]
         return logits
+
+
+def _places(token_ids: Tensor, lengths: Sequence[int], step: Packed) -> tuple[Tensor, Tensor]:
+    """Each token's position in its sequence (N,), and which token ends each of the G parts (G,)."""
+    device = token_ids.device
+    counts = gpu.sent(lengths, device)
+    ends = counts.cumsum(0)
+    firsts = ends - counts  # of each part among the N
+    if step.before is not None:
+        firsts = firsts - step.before.starts_at
+    firsts = torch.repeat_interleave(firsts, counts, output_size=len(token_ids))
+    return torch.arange(len(token_ids), device=device) - firsts, ends - 1

@@ -159,16 +159,23 @@ def test_samples_share_their_prompt_and_nothing_else(monkeypatch: pytest.MonkeyP
 @needs_native
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_call_decodes_as_the_modules_do(family: str, dtype: torch.dtype) -> None:
+def test_one_call_runs_prompts_and_decodes_as_the_modules_do(
+    family: str, dtype: torch.dtype
+) -> None:
     model = tiny_model(family).to(dtype)
+    tokens = torch.arange(4, 60)
     logits = []
     for kind in (TwinRunner, NativeRunner):
-        memory = new_memory(model, 4)
-        runner = kind(model, memory) if kind is TwinRunner else NativeRunner(model, memory, 40)
-        tables = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+        memory = new_memory(model, 8)
+        runner = kind(model, memory) if kind is TwinRunner else NativeRunner(model, memory, 60)
+        tables = torch.tensor([[2, 0, 6], [1, 3, 4]], dtype=torch.int32)
         with torch.no_grad():
-            runner.prefill(torch.arange(4, 27), [15, 8], tables)
-            positions, steps = torch.tensor([15, 8]), []
+            steps = [
+                runner.prefill(tokens[:31], [16, 15], tables),
+                # The first prompt in a second part, and another from its beginning.
+                runner.prefill(tokens[31:55], [19, 5], tables, [16, 0]),
+            ]
+            positions = torch.tensor([35, 5])
             for token in (5, 6, 7):
                 steps.append(runner.decode(torch.tensor([token, token + 1]), positions, tables))
                 positions = positions + 1

@@ -1,8 +1,9 @@
-// One decode step of a Llama-like model in one call: the arithmetic of its modules, operation by
-// operation and in the same order, over buffers that are used again from layer to layer.
+// A decode step of a Llama-like model, or its prompts, in one call: the arithmetic of its modules,
+// operation by operation and in the same order, over buffers that are used again from layer to layer.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -74,22 +75,67 @@ class LlamaDecoder : public torch::CustomClassHolder {
 
   // tokens and positions (n,) int64, tables (n, W) int32; logits (n, outputs) of what follows.
   Tensor step(const Tensor& tokens, const Tensor& positions, const Tensor& tables) {
-    if (embedding_.scalar_type() == at::kFloat) return run<float>(tokens, positions, tables);
-    TORCH_CHECK(embedding_.scalar_type() == at::kBFloat16,
-                "LlamaDecoder's weights must be float32 or bfloat16; got ",
-                embedding_.scalar_type(), ".");
-    return run<bf16>(tokens, positions, tables);
+    return by_type(tokens, positions, std::nullopt, [&](const Tensor& qkv, size_t layer) {
+      static const auto attention =
+          op<Tensor(const Tensor&, const Tensor&, const Tensor&, Tensor&, Tensor&, const Tensor&,
+                    const Tensor&, double, int64_t, double, const std::optional<Tensor>&)>(
+              "tandem::paged_attention");
+      return attention.call(queries(qkv), keys(qkv), values(qkv), keys_[layer], values_[layer],
+                            tables, positions, scale_, windows_[layer], 0.0, std::nullopt);
+    });
+  }
+
+  // Prompts side by side, or parts of prompts: tokens and positions (n,) int64, cu_seqlens (G + 1,)
+  // int32; tables (G, W) int32, the blocks of the tokens here; lasts (m,) int64, the tokens whose
+  // logits (m, outputs) are made. all_tables and starts, if memory holds what comes before: the
+  // blocks of the whole sequences, and how many tokens are before.
+  Tensor prefill(const Tensor& tokens, const Tensor& positions, const Tensor& lasts,
+                 const Tensor& cu_seqlens, const Tensor& tables,
+                 const std::optional<Tensor>& all_tables, const std::optional<Tensor>& starts) {
+    TORCH_CHECK(all_tables.has_value() == starts.has_value(),
+                "prefill must get both all_tables and starts, or neither.");
+    return by_type(tokens, positions, lasts, [&](const Tensor& qkv, size_t layer) {
+      static const auto store = op<void(const Tensor&, const Tensor&, Tensor&, Tensor&,
+                                        const Tensor&, const Tensor&)>("tandem::store_kv");
+      static const auto attention =
+          op<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, double, int64_t,
+                    double, const std::optional<Tensor>&, const std::optional<Tensor>&)>(
+              "tandem::varlen_attention");
+      static const auto continued =
+          op<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                    const Tensor&, double, int64_t, double, const std::optional<Tensor>&)>(
+              "tandem::continued_attention");
+      store.call(keys(qkv), values(qkv), keys_[layer], values_[layer], tables, cu_seqlens);
+      if (starts)
+        return continued.call(queries(qkv), keys_[layer], values_[layer], *all_tables, *starts,
+                              cu_seqlens, scale_, windows_[layer], 0.0, std::nullopt);
+      return attention.call(queries(qkv), keys(qkv), values(qkv), cu_seqlens, scale_,
+                            windows_[layer], 0.0, std::nullopt, std::nullopt);
+    });
   }
 
  private:
-  template <class T>
-  Tensor run(const Tensor& tokens_, const Tensor& positions_, const Tensor& tables) {
+  template <class Attend>
+  Tensor by_type(const Tensor& tokens, const Tensor& positions, const std::optional<Tensor>& lasts,
+                 const Attend& attend) {
+    if (embedding_.scalar_type() == at::kFloat) return run<float>(tokens, positions, lasts, attend);
+    TORCH_CHECK(embedding_.scalar_type() == at::kBFloat16,
+                "LlamaDecoder's weights must be float32 or bfloat16; got ",
+                embedding_.scalar_type(), ".");
+    return run<bf16>(tokens, positions, lasts, attend);
+  }
+
+  // Logits of all tokens, or of `lasts`; attend(qkv, layer) is (n, Hq, D).
+  template <class T, class Attend>
+  Tensor run(const Tensor& tokens_, const Tensor& positions_, const std::optional<Tensor>& lasts,
+             const Attend& attend) {
     const Tensor tokens = tokens_.contiguous(), positions = positions_.contiguous();
     check_rows(tokens, positions);
-    const int64_t n = tokens.size(0), width = embedding_.size(1), qkv_width = (Hq_ + 2 * Hkv_) * D_;
+    int64_t n = tokens.size(0);
+    const int64_t width = embedding_.size(1), qkv_width = (Hq_ + 2 * Hkv_) * D_;
     const auto options = embedding_.options();
     Tensor h = at::empty({n, width}, options), normed = at::empty({n, width}, options);
-    Tensor qkv = at::empty({n, qkv_width}, options), inner = at::empty({n, 2 * I_}, options);
+    Tensor qkv = at::empty({n, qkv_width}, options), inner;
     T *state = h.mutable_data_ptr<T>(), *x = normed.mutable_data_ptr<T>();
     const int64_t* ids = tokens.const_data_ptr<int64_t>();
     const T* table = embedding_.const_data_ptr<T>();
@@ -98,10 +144,17 @@ class LlamaDecoder : public torch::CustomClassHolder {
       norm(state, l * kParts + kInputNorm, n, width, width, x);
       linear(x, width, n, width, l * kParts + kQKV, qkv_width, qkv.mutable_data_ptr<T>());
       turn(qkv.mutable_data_ptr<T>(), l, positions);
-      const Tensor mixed = attend(qkv, l, tables, positions);
+      Tensor mixed = attend(qkv, l);
+      if (lasts && l + 1 == windows_.size()) {  // nothing reads the other tokens any more
+        mixed = mixed.index_select(0, *lasts);
+        h = h.index_select(0, *lasts);
+        state = h.mutable_data_ptr<T>();
+        n = h.size(0);
+      }
       linear(mixed.const_data_ptr<T>(), Hq_ * D_, n, Hq_ * D_, l * kParts + kOut, width, state,
              state);
       norm(state, l * kParts + kPostNorm, n, width, width, x);
+      if (!inner.defined()) inner = at::empty({n, 2 * I_}, options);
       T* gate = inner.mutable_data_ptr<T>();
       linear(x, width, n, width, l * kParts + kGateUp, 2 * I_, gate);
       for_each_row(n, 4 * I_, [&](int64_t i) {
@@ -173,18 +226,13 @@ class LlamaDecoder : public torch::CustomClassHolder {
     });
   }
 
-  Tensor attend(const Tensor& qkv, size_t layer, const Tensor& tables, const Tensor& positions) {
-    static const auto attention =
-        op<Tensor(const Tensor&, const Tensor&, const Tensor&, Tensor&, Tensor&, const Tensor&,
-                  const Tensor&, double, int64_t, double, const std::optional<Tensor>&)>(
-            "tandem::paged_attention");
-    const auto heads = [&](int64_t first, int64_t count) {
-      return qkv.as_strided({qkv.size(0), count, D_}, {qkv.size(1), D_, 1}, first * D_);
-    };
-    return attention.call(heads(0, Hq_), heads(Hq_, Hkv_), heads(Hq_ + Hkv_, Hkv_), keys_[layer],
-                          values_[layer], tables, positions, scale_, windows_[layer], 0.0,
-                          std::nullopt);
+  // Heads of qkv (n, (Hq + 2 Hkv) D), as (n, count, D).
+  Tensor heads(const Tensor& qkv, int64_t first, int64_t count) const {
+    return qkv.as_strided({qkv.size(0), count, D_}, {qkv.size(1), D_, 1}, first * D_);
   }
+  Tensor queries(const Tensor& qkv) const { return heads(qkv, 0, Hq_); }
+  Tensor keys(const Tensor& qkv) const { return heads(qkv, Hq_, Hkv_); }
+  Tensor values(const Tensor& qkv) const { return heads(qkv, Hq_ + Hkv_, Hkv_); }
 
   Tensor embedding_, cos_, sin_;
   Tensors weights_, keys_, values_;
@@ -200,7 +248,8 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.class_<LlamaDecoder>("LlamaDecoder")
       .def(torch::init<Tensor, Tensor, Tensor, Tensors, Tensors, Tensors, std::vector<int64_t>,
                        std::vector<int64_t>, double, double>())
-      .def("step", &LlamaDecoder::step);
+      .def("step", &LlamaDecoder::step)
+      .def("prefill", &LlamaDecoder::prefill);
 }
 
 }  // namespace tandem
