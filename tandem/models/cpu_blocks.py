@@ -15,6 +15,7 @@ from tandem.models.recompute import checkpointed, recomputing
 from tandem.models.twin_layers import TwinGatedMLP, TwinLinear, TwinRMSNorm, TwinRotaryAttention
 from tandem.ops import layer
 from tandem.ops.attention import attend
+from tandem.ops.attention_context import wanted_tokens
 
 _ATTENTION = {TwinRotaryAttention: False, recomputing(TwinRotaryAttention): True}
 _MLP = {TwinGatedMLP: False, recomputing(TwinGatedMLP): True}
@@ -64,6 +65,8 @@ def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Ten
         attended, residual = checkpointed(attended_of, x)
     else:
         attended, residual = attended_of(x)
+    if block._is_last and (wanted := wanted_tokens()) is not None:
+        attended, residual = wanted.of(attended, residual)
     out, *others = linears[3:]
     gate, up, down = (linear.weight for linear in others)
     return layer.after_attention(

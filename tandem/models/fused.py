@@ -86,7 +86,9 @@ def _window(module: Any, kind: type[nn.Module]) -> int:
 
 
 def _rotary_layer(module: Any, kind: Any) -> Fused:
-    return fused_rotary_layer(kind), {}
+    attention = module.self_attn
+    is_last = attention.layer_idx == attention.config.num_hidden_layers - 1
+    return fused_rotary_layer(kind), {"_is_last": is_last}
 
 
 def _opt_layer(module: Any, kind: Any) -> Fused:

@@ -20,7 +20,7 @@ from tandem.models.cpu_blocks import block_on_cpu
 from tandem.models.twin_layers import projected
 from tandem.ops import gpu
 from tandem.ops.attention import attend
-from tandem.ops.attention_context import AttentionSpec
+from tandem.ops.attention_context import AttentionSpec, wanted_tokens
 from tandem.ops.joined import join
 
 Addends = tuple[Tensor, Tensor | None]
@@ -28,18 +28,30 @@ Addends = tuple[Tensor, Tensor | None]
 
 @cache
 def fused_rotary_layer(kind: Any) -> Any:
-    """A pre-norm block as Llama's: norm, attention, norm, gated MLP."""
+    """A pre-norm block as Llama's: norm, attention, norm, gated MLP. The last one (`_is_last`) goes
+    on behind attention with the tokens alone whose states are wanted."""
 
     def forward(self: Any, hidden_states: Any, *args: Any, **keywords: Any) -> Any:
         if args:
             return kind.forward(self, hidden_states, *args, **keywords)
         positions = keywords["position_embeddings"]
         addends = _addends(hidden_states)
+        wanted = wanted_tokens() if self._is_last else None
         if addends is None:
             made = block_on_cpu(self, hidden_states, positions)
-            return kind.forward(self, hidden_states, **keywords) if made is None else made
+            if made is not None:
+                return made
+            if wanted is None:
+                return kind.forward(self, hidden_states, **keywords)
+            normed = self.input_layernorm(hidden_states)
+            attended, _ = self.self_attn(hidden_states=normed, position_embeddings=positions)
+            attended, residual = wanted.of(attended, hidden_states)
+            residual = residual + attended
+            return residual + self.mlp(self.post_attention_layernorm(residual))
         residual, normed = self.input_layernorm.of_sum(*addends)
         attended, _ = self.self_attn(hidden_states=normed, position_embeddings=positions)
+        if wanted is not None:
+            attended, residual = wanted.of(attended, residual)
         residual, normed = self.post_attention_layernorm.of_sum(residual, attended)
         return residual, self.mlp(normed)
 

@@ -1,9 +1,11 @@
 """Forwards over packed sequences: only the real tokens of a batch, so no work on padding.
 
 N is the number of tokens that are computed: the real tokens in the order of the batch's rows, or,
-where rows begin with the same prompt, that prompt once and then each row's response. Families
-whose attention cannot be reached (`twin.supports_packing`) run padded, and the real tokens are
-picked afterwards.
+where rows begin with the same prompt, that prompt once and then each row's response. Tokens that
+nothing asked for depends on are left out: those after the last state that a row is asked for, and
+past the last block's attention (`ops.attention_context.Wanted`) all but the states asked for.
+Families whose attention cannot be reached (`twin.supports_packing`) run padded, and the real tokens
+are picked afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from tandem.errors import ShapeError
 from tandem.models.recompute import require_whole_layers
 from tandem.models.twin import base_forward, decodes, supports_packing, twin_of, why_unpacked
 from tandem.ops import gpu
-from tandem.ops.attention_context import Packed, WholeSequences, attending
+from tandem.ops.attention_context import Packed, Wanted, WholeSequences, attending
 from tandem.types import TokenBatch
 
 
@@ -40,20 +42,19 @@ class PackedRows:
     """How a batch's tokens stand side by side.
 
     token_ids, positions: (N,) int64; positions count from 0 in every row.
-    step: the sequences that they are.
-    predictors: (R,) int64, where among the N the token before each response token stands, in the
-        order of the mask.
-    index: (B, T) int64, where among the N a real token stands; meaningless at padding.
+    step: the sequences that they are, and the tokens whose states are wanted.
+    asked: (R,) int64, where among the wanted tokens (of all N if `step.wanted` is None) the states
+        asked for stand, in the order of the question; None: they are those, in their order.
 
-    Example: rows [p q a] and [p q b c] of one prompt [p q] are the tokens p q a b c at positions
-    0 1 2 2 3, with index [0 1 2 .] and [0 1 3 4].
+    Example: rows [p q a d] and [p q b c] of one prompt [p q], asked for the token before each
+    response token, are the tokens p q a b at positions 0 1 2 2, of which 1, 2 and 3 are wanted and
+    0 1 0 2 of those asked for.
     """
 
     token_ids: Tensor
     positions: Tensor
     step: Packed
-    predictors: Tensor
-    index: Tensor
+    asked: Tensor | None
 
 
 def hidden_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
@@ -63,7 +64,7 @@ def hidden_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """
     if not supports_packing(model):
         return _padded_states(model, batch)[batch.attention_mask]
-    return _states(model, _row_by_row(batch))
+    return _states(model, packed_rows(batch, batch.on_host().attention_mask))
 
 
 def predictor_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
@@ -74,9 +75,13 @@ def predictor_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
         ShapeError: the mask holds at index 0, which nothing precedes.
     """
     if not supports_packing(model):
-        return _padded_states(model, batch)[:, :-1][_before_responses(batch)]
-    rows = packed_rows(batch) if shares_prompts(model) else _row_by_row(batch)
-    return _states(model, rows)[rows.predictors]
+        return _padded_states(model, batch)[_before_responses(batch)]
+    host = batch.on_host()
+    asked = _before_responses(host)
+    real = host.attention_mask
+    if decodes(model):  # else a token's numbers depend on the length of its sequence
+        real = real & _up_to_the_last(asked)
+    return _states(model, packed_rows(batch, real, asked, shares=shares_prompts(model)))
 
 
 def response_tokens(batch: TokenBatch, count: int) -> Tensor:
@@ -97,11 +102,14 @@ def response_tokens(batch: TokenBatch, count: int) -> Tensor:
 def last_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """(B, D): the last hidden state of each row's last real token, with gradient. Rows may share
     their prompts (`shares_prompts`)."""
-    ends = batch.lengths() - 1
     if not supports_packing(model):
+        ends = batch.lengths() - 1
         return _padded_states(model, batch)[torch.arange(len(batch), device=ends.device), ends]
-    rows = packed_rows(batch) if shares_prompts(model) else _row_by_row(batch)
-    return _states(model, rows)[rows.index.gather(1, ends[:, None])[:, 0]]
+    host = batch.on_host()
+    ends = torch.zeros_like(host.attention_mask)
+    ends[torch.arange(len(host)), host.lengths() - 1] = True
+    rows = packed_rows(batch, host.attention_mask, ends, shares=shares_prompts(model))
+    return _states(model, rows)
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:
@@ -129,20 +137,59 @@ def prompt_groups(batch: TokenBatch) -> list[PromptGroup]:
     return list(groups.values())
 
 
-def packed_rows(batch: TokenBatch) -> PackedRows:
-    """The tokens of a batch side by side, each prompt that several rows share once.
+def packed_rows(
+    batch: TokenBatch, real: Tensor, asked: Tensor | None = None, *, shares: bool = False
+) -> PackedRows:
+    """The tokens of a batch side by side.
 
-    Rows of one prompt need not be neighbors; they stand together here.
+    Rows of one prompt need not be neighbors; with a shared prompt they stand together here.
+
+    Args:
+        real: (B, T) bool, on the host: the tokens to compute, each row's first ones.
+        asked: (B, T) bool, on the host, a subset: the tokens whose states are asked for; None: all.
+        shares: rows that begin with the same prompt run it once.
     """
-    groups = prompt_groups(batch)
-    if all(len(group.rows) == 1 for group in groups):
-        return _row_by_row(batch)
+    host = batch.on_host()
+    row_lengths = real.sum(dim=1).tolist()
+    groups = prompt_groups(host) if shares else []
+    is_shared = any(len(group.rows) > 1 for group in groups)
+    if not is_shared:
+        index = (real.flatten().cumsum(0) - 1).view(real.shape)
+        lengths, prefixes = row_lengths, None
+    else:
+        lengths, prefixes, columns = _segments(groups, row_lengths)
+        shared, starts, shifts = torch.tensor(columns, device="cpu")[:, :, None]
+        places = _places(host)
+        index = places + torch.where(places < shared, starts, shifts)
+    where = index[real]
+    rows = where if asked is None else index[asked]
+    # Without shared prompts each stands once, in the order of the question.
+    wanted, order = rows.unique(return_inverse=True) if is_shared else (rows, None)
+    if not len(wanted):  # the forward must run all the same, for other ranks
+        order = wanted
+    total = sum(lengths)
+    # A token that several rows share is written by each of them, with one value.
+    token_ids, positions = (torch.empty(total, dtype=torch.long, device="cpu") for _ in range(2))
+    token_ids[where] = host.token_ids[real]
+    positions[where] = _places(host)[real]
+    narrows = 0 < len(wanted) < total
+    step = Packed.of_lengths(
+        lengths, torch.device("cpu"), prefixes, Wanted(wanted) if narrows else None
+    )
+    made = PackedRows(token_ids, positions, step, order)
+    device = batch.token_ids.device
+    return made if device.type == "cpu" else _sent(made, device)
+
+
+def _segments(
+    groups: Sequence[PromptGroup], row_lengths: Sequence[int]
+) -> tuple[list[int], list[int], tuple[list[int], ...]]:
+    """The lengths of the segments that shared prompts make and the segment that each continues
+    (-1: none); and of each row: tokens of its shared prompt, where that begins, and where position
+    0 of the rest would stand."""
     lengths: list[int] = []
     prefixes: list[int] = []
-    row_lengths = batch.on_host().lengths().tolist()
-    # Of each row: tokens of its shared prompt, where that begins, and where position 0 of the
-    # rest would stand.
-    shared, starts, shifts = ([0] * len(batch) for _ in range(3))
+    shared, starts, shifts = ([0] * len(row_lengths) for _ in range(3))
     total = 0
     for group in groups:
         prompt = group.prompt_tokens if len(group.rows) > 1 else 0
@@ -154,37 +201,12 @@ def packed_rows(batch: TokenBatch) -> PackedRows:
             total += prompt
         for row in group.rows:
             shared[row], starts[row], shifts[row] = prompt, start, total - prompt
-            lengths.append(row_lengths[row] - prompt)
-            prefixes.append(prefix)
-            total += lengths[-1]
-    return _placed(batch, lengths, prefixes, total, (shared, starts, shifts))
-
-
-def _placed(
-    batch: TokenBatch,
-    lengths: Sequence[int],
-    prefixes: Sequence[int],
-    total: int,
-    columns: tuple[list[int], ...],
-) -> PackedRows:
-    host = batch.on_host()
-    shared, starts, shifts = torch.tensor(columns, device="cpu")[:, :, None]
-    places = _places(host)
-    index = places + torch.where(places < shared, starts, shifts)
-    where = index[host.attention_mask]
-    # A token that several rows share is written by each of them, with one value.
-    token_ids, positions = (torch.empty(total, dtype=torch.long, device="cpu") for _ in range(2))
-    token_ids[where] = host.token_ids[host.attention_mask]
-    positions[where] = places[host.attention_mask]
-    return _sent(batch, token_ids, positions, index, lengths, prefixes)
-
-
-def _row_by_row(batch: TokenBatch) -> PackedRows:
-    """Each row whole, whatever its prompt."""
-    host = batch.on_host()
-    mask = host.attention_mask
-    lengths = host.lengths().tolist()
-    return _sent(batch, host.token_ids[mask], _places(host)[mask], real_positions(host), lengths)
+            rest = row_lengths[row] - prompt
+            if rest:
+                lengths.append(rest)
+                prefixes.append(prefix)
+                total += rest
+    return lengths, prefixes, (shared, starts, shifts)
 
 
 def _places(batch: TokenBatch) -> Tensor:
@@ -193,43 +215,49 @@ def _places(batch: TokenBatch) -> Tensor:
     return torch.arange(width, device=batch.token_ids.device).expand_as(batch.token_ids)
 
 
-def _sent(
-    batch: TokenBatch,
-    token_ids: Tensor,
-    positions: Tensor,
-    index: Tensor,
-    lengths: Sequence[int],
-    prefixes: Sequence[int] | None = None,
-) -> PackedRows:
-    """Rows laid out on the host, where the batch is; to a device in one transfer."""
-    predictors = index[:, :-1][_before_responses(batch.on_host())]
-    step = Packed.of_lengths(lengths, torch.device("cpu"), prefixes)
-    device = batch.token_ids.device
-    if device.type == "cpu":
-        return PackedRows(token_ids, positions, step, predictors, index)
-    parts = [token_ids, positions, predictors, index, step.cu_seqlens]
+def _up_to_the_last(asked: Tensor) -> Tensor:
+    """(B, T) bool: the tokens up to the last one asked for; all in rows without any."""
+    return (asked.flip(1).cumsum(1) > 0).flip(1) | ~asked.any(1, keepdim=True)
+
+
+def _sent(rows: PackedRows, device: torch.device) -> PackedRows:
+    """Rows laid out on the host, on a device; in one transfer."""
+    step = rows.step
+    parts = {"token_ids": rows.token_ids, "positions": rows.positions, "ends": step.cu_seqlens}
+    if rows.asked is not None:
+        parts["asked"] = rows.asked
+    if step.wanted is not None:
+        parts["wanted"] = step.wanted.rows
     whole = None
     if step.prefixes is not None:  # a GPU's attention knows of none
         whole = step.whole()
-        parts += [step.prefixes, whole.packed.cu_seqlens, whole.tokens, whole.back]
-    token_ids, positions, predictors, index, ends, *more = gpu.sent_together(parts, device)
+        parts |= {"prefixes": step.prefixes, "tokens": whole.tokens, "back": whole.back}
+        parts["own_ends"] = whole.packed.cu_seqlens
+    there = dict(zip(parts, gpu.sent_together([*parts.values()], device), strict=True))
+    wanted = Wanted(there["wanted"]) if "wanted" in there else None
+    ends = there["ends"].int()
     if whole is None:
-        moved = Packed(ends.int(), step.max_length)
+        moved = Packed(ends, step.max_length, wanted=wanted)
     else:
-        shared, own_ends, tokens, back = more
-        own = Packed(own_ends.int(), whole.packed.max_length)
+        own = Packed(there["own_ends"].int(), whole.packed.max_length)
         moved = Packed(
-            ends.int(),
+            ends,
             step.max_length,
-            prefixes=shared.int(),
-            _whole=[WholeSequences(own, tokens, back)],
+            prefixes=there["prefixes"].int(),
+            wanted=wanted,
+            _whole=[WholeSequences(own, there["tokens"], there["back"])],
         )
-    return PackedRows(token_ids, positions, moved, predictors, index)
+    return PackedRows(there["token_ids"], there["positions"], moved, there.get("asked"))
 
 
 def _states(model: PreTrainedModel, rows: PackedRows) -> Tensor:
+    """The states asked for, (R, D)."""
     with attending(rows.step):
-        return base_forward(twin_of(model), rows.token_ids[None], rows.positions[None])[0]
+        states = base_forward(twin_of(model), rows.token_ids[None], rows.positions[None])[0]
+    wanted = rows.step.wanted
+    if wanted is not None and not wanted.alone:
+        states = states.index_select(0, wanted.rows)
+    return states if rows.asked is None else states[rows.asked]
 
 
 def _padded_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
@@ -253,13 +281,8 @@ def drops_now(model: PreTrainedModel) -> bool:
     )
 
 
-def real_positions(batch: TokenBatch) -> Tensor:
-    """(B, T) int64: a real token's index among the N, row by row; meaningless at padding."""
-    return batch.attention_mask.flatten().cumsum(0).view(batch.attention_mask.shape) - 1
-
-
 def _before_responses(batch: TokenBatch) -> Tensor:
-    """(B, T - 1) bool: the next token is a response token.
+    """(B, T) bool: the next token is a response token.
 
     A model's output at a token speaks of the next one; this is the one place that knows.
     """
@@ -268,4 +291,4 @@ def _before_responses(batch: TokenBatch) -> Tensor:
             "response_mask must not hold at index 0; got a row that begins with a response. Give "
             "every row a token before its answer."
         )
-    return batch.response_mask[:, 1:]
+    return batch.response_mask.roll(-1, 1)

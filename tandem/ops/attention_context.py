@@ -123,6 +123,23 @@ class Before:
         return self._written_out
 
 
+@dataclass(slots=True)
+class Wanted:
+    """The tokens whose last hidden states are asked for.
+
+    rows: (K,) int64, ascending, which of the N tokens. alone: set in the forward by a last block
+    that gives the states of these tokens alone: what follows attention is computed for no other.
+    """
+
+    rows: Tensor
+    alone: bool = False
+
+    def of(self, *states: Tensor) -> list[Tensor]:
+        """Their rows of states (1, N, D), in the last block."""
+        self.alone = True
+        return [state[0].index_select(0, self.rows)[None] for state in states]
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """B segments side by side, N tokens: training, scoring and prefill.
@@ -137,6 +154,7 @@ class Packed:
         int32.
     before: what memory holds of the sequences already; None: nothing of any. max_length then
         counts that too.
+    wanted: the tokens whose last states are asked for; None: all.
     """
 
     cu_seqlens: Tensor
@@ -145,16 +163,20 @@ class Packed:
     block_tables: Tensor | None = None
     prefixes: Tensor | None = None
     before: Before | None = None
+    wanted: Wanted | None = None
     _whole: list[WholeSequences] = field(default_factory=list, repr=False, compare=False)
 
     @staticmethod
     def of_lengths(
-        lengths: Sequence[int], device: torch.device, prefixes: Sequence[int] | None = None
+        lengths: Sequence[int],
+        device: torch.device,
+        prefixes: Sequence[int] | None = None,
+        wanted: Wanted | None = None,
     ) -> Packed:
-        """Segments of these lengths, in this order; `prefixes` as above."""
+        """Segments of these lengths, in this order; `prefixes` and `wanted` as above."""
         ends = gpu.sent([*accumulate(lengths, initial=0)], device, torch.int32)
         if prefixes is None:
-            return Packed(ends, max(lengths, default=0))
+            return Packed(ends, max(lengths, default=0), wanted=wanted)
         longest = max(
             (
                 length + (lengths[prefix] if prefix >= 0 else 0)
@@ -163,7 +185,7 @@ class Packed:
             default=0,
         )
         found = gpu.sent(prefixes, device, torch.int32)
-        return Packed(ends, longest, prefixes=found)
+        return Packed(ends, longest, prefixes=found, wanted=wanted)
 
     def whole(self) -> WholeSequences:
         """The same sequences without shared prefixes, for attention that knows of none."""
@@ -266,3 +288,9 @@ def current_step() -> AttentionMetadata:
             "models.forward, which says what the forward is over."
         )
     return step
+
+
+def wanted_tokens() -> Wanted | None:
+    """What the forward around this call is asked for; None: every token's state."""
+    step = current_step()
+    return step.wanted if isinstance(step, Packed) else None

@@ -161,7 +161,8 @@ def test_what_comes_from_a_device_is_what_went(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_sent_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared prompts on a device: the same places, tokens and targets as on the host."""
     batch = grouped_batch(GROUPS["ragged"])
-    expected = packed_rows(batch)
+    asked = batch.response_mask.roll(-1, 1)
+    expected = packed_rows(batch, batch.attention_mask, asked, shares=True)
     sent: list[Tensor] = []
 
     def send(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
@@ -170,10 +171,13 @@ def test_what_is_sent_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
         return tuple(part.to(torch.int64) for part in parts)
 
     monkeypatch.setattr(gpu, "sent_together", send)
-    rows = packed_rows(batch.to(META))
-    for name in ("token_ids", "positions", "predictors", "index"):
+    rows = packed_rows(batch.to(META), batch.attention_mask, asked, shares=True)
+    for name in ("token_ids", "positions", "asked"):
         assert torch.equal(getattr(rows, name), getattr(expected, name))
     step, same = rows.step, expected.step
+    assert step.wanted is not None
+    assert same.wanted is not None
+    assert torch.equal(step.wanted.rows, same.wanted.rows)
     assert torch.equal(step.cu_seqlens, same.cu_seqlens)
     assert step.max_length == same.max_length
     assert torch.equal(step.whole().tokens, same.whole().tokens)

@@ -101,15 +101,42 @@ def test_tokens_stand_once() -> None:
         ([1], 1),
         ([3], 0),
     ]
-    rows = packed_rows(batch)
+    rows = packed_rows(batch, batch.attention_mask, shares=True)
     assert rows.token_ids.tolist() == [5, 6, 7, 8, 9, 8, 9, 5, 6, 7]
     assert rows.positions.tolist() == [0, 1, 2, 2, 3, 0, 1, 0, 1, 2]
     assert rows.step.cu_seqlens.tolist() == [0, 2, 3, 5, 7, 10]
     assert rows.step.prefixes is not None
     assert rows.step.prefixes.tolist() == [-1, 0, 0, -1, -1]
     assert rows.step.max_length == 4
-    picked = rows.token_ids[rows.index[batch.attention_mask]]
-    assert torch.equal(picked, batch.token_ids[batch.attention_mask])
+    assert rows.asked is not None
+    assert torch.equal(rows.token_ids[rows.asked], batch.token_ids[batch.attention_mask])
+    assert rows.step.wanted is None
+
+
+def test_tokens_that_nothing_asked_for_depends_on() -> None:
+    real = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    answered = torch.tensor([[0, 0, 1, 1, 0], [0, 0, 1, 0, 0], [0, 0, 1, 0, 1], [0, 1, 0, 0, 0]])
+    ids = torch.tensor([[5, 6, 7, 8, 0], [5, 6, 9, 0, 0], [5, 6, 7, 3, 4], [5, 6, 0, 0, 0]])
+    batch = TokenBatch(ids, real.bool(), answered.bool())
+    asked = answered.bool().roll(-1, 1)
+    before = real.bool() & (asked.flip(1).cumsum(1) > 0).flip(1)
+    rows = packed_rows(batch, before, asked, shares=True)
+    # The prompt 5 6 of three rows, the answers 7 and 7 3, whose other row is the prompt alone; then
+    # the prompt 5.
+    assert rows.token_ids.tolist() == [5, 6, 7, 7, 3, 5]
+    assert rows.positions.tolist() == [0, 1, 2, 2, 3, 0]
+    assert rows.step.cu_seqlens.tolist() == [0, 2, 3, 5, 6]
+    assert rows.step.prefixes is not None
+    assert rows.step.prefixes.tolist() == [-1, 0, 0, -1]
+    assert rows.step.wanted is not None
+    assert rows.step.wanted.rows.tolist() == [1, 2, 4, 5]
+    assert rows.asked is not None
+    assert rows.asked.tolist() == [0, 1, 0, 0, 2, 3]
+    alone = packed_rows(batch, before, asked)
+    assert alone.token_ids.tolist() == [5, 6, 7, 5, 6, 5, 6, 7, 3, 5]
+    assert alone.step.wanted is not None
+    assert alone.step.wanted.rows.tolist() == [1, 2, 4, 6, 8, 9]
+    assert alone.asked is None
 
 
 @pytest.mark.parametrize("groups", GROUPS)
@@ -123,7 +150,8 @@ def test_logprobs_and_gradients(family: str, groups: str, monkeypatch: pytest.Mo
 def test_every_number_of_answers(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     batch = grouped_batch([(21, range(1, count + 1)), (4, range(count, 0, -1))])
-    assert (packed_rows(batch).step.prefixes is None) == (count == 1)
+    rows = packed_rows(batch, batch.attention_mask, shares=True)
+    assert (rows.step.prefixes is None) == (count == 1)
     require_same(model, lambda: response_logprobs(model, batch)[0], monkeypatch)
 
 
