@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandem.errors import ShapeError
+from tandem.models.blocks import decoder_blocks
 from tandem.models.recompute import require_whole_layers
 from tandem.models.twin import base_forward, decodes, supports_packing, twin_of, why_unpacked
 from tandem.ops import gpu
@@ -76,12 +77,7 @@ def predictor_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """
     if not supports_packing(model):
         return _padded_states(model, batch)[_before_responses(batch)]
-    host = batch.on_host()
-    asked = _before_responses(host)
-    real = host.attention_mask
-    if decodes(model):  # else a token's numbers depend on the length of its sequence
-        real = real & _up_to_the_last(asked)
-    return _states(model, packed_rows(batch, real, asked, shares=shares_prompts(model)))
+    return _states(model, _rows_asked(model, batch, ends=False))
 
 
 def response_tokens(batch: TokenBatch, count: int) -> Tensor:
@@ -105,11 +101,34 @@ def last_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     if not supports_packing(model):
         ends = batch.lengths() - 1
         return _padded_states(model, batch)[torch.arange(len(batch), device=ends.device), ends]
+    return _states(model, _rows_asked(model, batch, ends=True))
+
+
+def computed_tokens(
+    model: PreTrainedModel, batch: TokenBatch, *, ends: bool
+) -> tuple[Tensor, Tensor]:
+    """Which tokens a packed forward computes, and which of their states are asked for; (B, T) bool
+    each, on the host.
+
+    Args:
+        ends: as `last_states` asks, else as `predictor_states` does.
+    Raises:
+        ShapeError: as `predictor_states`.
+    """
     host = batch.on_host()
-    ends = torch.zeros_like(host.attention_mask)
-    ends[torch.arange(len(host)), host.lengths() - 1] = True
-    rows = packed_rows(batch, host.attention_mask, ends, shares=shares_prompts(model))
-    return _states(model, rows)
+    real = host.attention_mask
+    if ends:
+        return real, real & ~real.roll(-1, 1).index_fill(1, torch.tensor(real.shape[1] - 1), False)
+    asked = _before_responses(host)
+    # With longrope a token's numbers depend on the length of its sequence.
+    return (real & _up_to_the_last(asked) if decodes(model) else real), asked
+
+
+def narrows(model: PreTrainedModel) -> bool:
+    """Whether the last block goes on behind attention with the tokens asked for alone."""
+    if not supports_packing(model):
+        return False
+    return bool(getattr(decoder_blocks(twin_of(model))[-1], "_is_last", False))
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:
@@ -207,6 +226,11 @@ def _segments(
                 prefixes.append(prefix)
                 total += rest
     return lengths, prefixes, (shared, starts, shifts)
+
+
+def _rows_asked(model: PreTrainedModel, batch: TokenBatch, *, ends: bool) -> PackedRows:
+    real, asked = computed_tokens(model, batch, ends=ends)
+    return packed_rows(batch, real, asked, shares=shares_prompts(model))
 
 
 def _places(batch: TokenBatch) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from tandem.models.blocks import decoder_blocks
 from tandem.models.quantized import PackedWeight
 
 
@@ -25,7 +27,12 @@ def flops_per_token(
 
 
 def sequence_flops(
-    model: PreTrainedModel, lengths: Iterable[int], num_logits: int, *, backward: bool = False
+    model: PreTrainedModel,
+    lengths: Iterable[int],
+    num_logits: int,
+    *,
+    backward: bool = False,
+    unread: int = 0,
 ) -> float:
     """Floating-point operations of whole sequences.
 
@@ -43,6 +50,8 @@ def sequence_flops(
         lengths: tokens of each sequence.
         num_logits: L, of all sequences together.
         backward: add the backward pass (without recomputation).
+        unread: tokens that the last block's MLP leaves out, as nobody asks for their states
+            (`models.packed.narrows`).
     Source: arXiv:2001.08361 table 1 and arXiv:2204.02311 appendix B. Differs: attention is counted
     causally, as in the first, and frozen weights cost no weight gradient. For mixtures of experts
     it is an upper bound: all experts are counted.
@@ -54,12 +63,7 @@ def sequence_flops(
     if head is not None:
         outside.add(id(head.weight))
         head_size = head.weight.numel()
-    packed = [m for m in model.modules() if isinstance(m, PackedWeight)]
-    integers = {id(p) for weight in packed for p in weight.parameters()}
-    inside = [p for p in model.parameters() if id(p) not in outside | integers]
-    weights = sum(p.numel() for p in inside)
-    weights += sum(weight.numel() for weight in packed if id(weight) not in outside)
-    trained = sum(p.numel() for p in inside if p.requires_grad)
+    weights, trained = _sizes(model, outside)
     heads = int(config.num_attention_heads)
     attention_width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     counts = Counter(lengths)
@@ -70,7 +74,21 @@ def sequence_flops(
     )
     others = 2 * head_size * num_logits + 4 * attention_width * keys
     forward = 2 * weights * tokens + others
-    return float(forward + (2 * (weights + trained) * tokens + 2 * others if backward else 0))
+    flops = forward + (2 * (weights + trained) * tokens + 2 * others if backward else 0)
+    if unread:
+        weights, trained = _sizes(decoder_blocks(model)[-1].mlp)
+        flops -= 2 * weights * unread + (2 * (weights + trained) * unread if backward else 0)
+    return float(flops)
+
+
+def _sizes(part: Any, outside: Collection[int] = ()) -> tuple[int, int]:
+    """Parameters of a module, all and those that are trained, without those of the ids `outside`."""
+    packed = [m for m in part.modules() if isinstance(m, PackedWeight)]
+    left_out = {*outside, *(id(p) for weight in packed for p in weight.parameters())}
+    inside = [p for p in part.parameters() if id(p) not in left_out]
+    weights = sum(p.numel() for p in inside)
+    weights += sum(weight.numel() for weight in packed if id(weight) not in outside)
+    return weights, sum(p.numel() for p in inside if p.requires_grad)
 
 
 def _reaches(model: PreTrainedModel, length: int) -> list[int]:

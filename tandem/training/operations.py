@@ -6,17 +6,31 @@ from transformers import PreTrainedModel
 
 from tandem.engine.forward import groups_of
 from tandem.engine.hybrid import RLHFEngine
+from tandem.models.packed import computed_tokens, narrows
 from tandem.models.summary import sequence_flops
 from tandem.models.twin import decodes
 from tandem.types import Experience, Rollout, TokenBatch
 
 
-def batch_flops(model: PreTrainedModel, batch: TokenBatch, *, backward: bool = False) -> float:
-    """`sequence_flops` of a batch whose response tokens go through the vocabulary head; a prompt
-    that several rows share counts once where the model runs it once."""
-    lengths = batch.on_host().lengths().tolist()
-    flops = sequence_flops(model, lengths, batch.num_response_tokens, backward=backward)
+def batch_flops(
+    model: PreTrainedModel, batch: TokenBatch, *, backward: bool = False, ends: bool = False
+) -> float:
+    """`sequence_flops` of a batch whose response tokens go through the vocabulary head, or with
+    `ends` its rows' last tokens through a scalar one; a prompt that several rows share counts once
+    where the model runs it once, and tokens count that are computed."""
+    # First, as it is what all ranks' weights may be gathered for.
     again = [group.prompt_tokens for group in groups_of(batch, [model]) for _ in group.rows[1:]]
+    real, asked = computed_tokens(model, batch, ends=ends)
+    lengths = real.sum(dim=1).tolist()
+    wanted = int(asked.sum()) - (0 if ends else len(again))
+    leaves_out = wanted > 0 and narrows(model)
+    flops = sequence_flops(
+        model,
+        lengths,
+        batch.num_response_tokens,
+        backward=backward,
+        unread=sum(lengths) - sum(again) - wanted if leaves_out else 0,
+    )
     return flops - sequence_flops(model, again, 0, backward=backward)
 
 
@@ -47,7 +61,7 @@ def scoring_flops(engine: RLHFEngine, rollout: Rollout, experience: Experience) 
         flops += batch_flops(engine.actor, experience.batch)
     if engine.scorer is not None:
         flops += sum(
-            batch_flops(model, rollout.batch)
+            batch_flops(model, rollout.batch, ends=True)
             for model in engine.scorer.models
             if isinstance(model, PreTrainedModel)
         )

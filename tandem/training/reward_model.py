@@ -67,7 +67,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         return preference_metrics(scorer, rows.heldout_pairs)
 
     objective: Objective[Comparison] = Objective(
-        units=lambda row: 1, sequences=lambda row: row.sequences, loss=loss
+        ends=True, units=lambda row: 1, sequences=lambda row: row.sequences, loss=loss
     )
     trainer = SupervisedTrainer(
         run, "reward", model, config.reward, rows.pairs, objective, evaluate

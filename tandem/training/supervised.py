@@ -34,13 +34,13 @@ from tandem.engine.update import (
 from tandem.errors import DataError
 from tandem.metrics.timing import Phases
 from tandem.models.load import check_vocabulary
-from tandem.models.summary import sequence_flops
 from tandem.parallel.scaling import LossScaler
+from tandem.training.operations import batch_flops
 from tandem.training.run_folder import Run
 from tandem.training.saving import save_policy
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob, StepLoop
-from tandem.types import PairRow, TokenRow
+from tandem.types import PairRow, TokenBatch, TokenRow
 
 Row = TypeVar("Row", bound=Sized)
 Loss = Callable[[Sequence[Row]], tuple[Tensor, Mapping[str, Tensor]]]
@@ -58,6 +58,7 @@ class Objective(Generic[Row]):
     units: what a row adds to the denominator of the loss (tokens or pairs).
     sequences: what it puts through the model; a micro-batch holds fewer rows of several.
     loss: of one micro-batch.
+    ends: the loss is of the sequences' last states (a reward model's), not of their responses.
     scoring_passes: forwards beside the trained one (DPO's reference), for TFLOP/s.
     derived: more metrics, computed from a step's means.
     per_step: makes the loss of one optimizer step, and metrics, from all of its rows, if `loss`
@@ -68,6 +69,7 @@ class Objective(Generic[Row]):
     units: Callable[[Row], int]
     sequences: Callable[[Row], Sequence[TokenRow]]
     loss: Loss[Row]
+    ends: bool = False
     scoring_passes: int = 0
     derived: Callable[[Mapping[str, float]], Mapping[str, float]] = field(default=_nothing)
     per_step: Callable[[Sequence[Row]], tuple[Loss[Row], Mapping[str, float]]] | None = None
@@ -181,9 +183,10 @@ class SupervisedTrainer(Generic[Row]):
         objective, model = self._objective, self._model
         sequences = [sequence for row in rows for sequence in objective.sequences(row)]
         lengths = [len(sequence) for sequence in sequences]
-        num_logits = sum(sum(sequence.response_mask) for sequence in sequences)
-        flops = sequence_flops(model, lengths, num_logits, backward=True)
-        flops += objective.scoring_passes * sequence_flops(model, lengths, num_logits)
+        batch = TokenBatch.from_rows(sequences, pad_token_id=0)
+        flops = batch_flops(model, batch, backward=True, ends=objective.ends)
+        if objective.scoring_passes:
+            flops += objective.scoring_passes * batch_flops(model, batch, ends=objective.ends)
         learning_rate = self.learner.learning_rate
         with self.phases("train", tokens=sum(lengths), samples=len(rows), flops=flops):
             loss = objective.loss

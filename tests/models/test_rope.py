@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.errors import ShapeError
-from tandem.models.packed import hidden_states
+from tandem.models.packed import computed_tokens, hidden_states
 from tandem.models.selfcheck import check_twin
 from tandem.models.twin import decodes, rope_border, supports_packing, why_unpacked
 
@@ -66,3 +66,15 @@ def test_dynamic_scaling_decodes_and_is_never_stretched() -> None:
     hidden_states(model, ragged_batch((BORDER, 3)))
     with pytest.raises(ShapeError, match="must fit the 16 positions of a model with dynamic rope"):
         hidden_states(model, ragged_batch((BORDER + 1, 3)))
+
+
+def test_longrope_keeps_the_length_of_its_sequences() -> None:
+    """No token is left out of a forward, as that would change the others' frequencies."""
+    batch = ragged_batch((9, 5))
+    asked = batch.response_mask.roll(-1, 1)
+    real, found = computed_tokens(longrope(), batch, ends=False)
+    assert torch.equal(real, batch.attention_mask)
+    assert torch.equal(found, asked)
+    shorter, found = computed_tokens(tiny_model("llama"), batch, ends=False)
+    assert torch.equal(shorter, batch.attention_mask & (asked.flip(1).cumsum(1) > 0).flip(1))
+    assert torch.equal(found, asked)
