@@ -23,6 +23,7 @@ from tandem.memory.work import (
     forward_bytes,
     generation_bytes,
     logits_bytes,
+    narrows,
 )
 
 
@@ -180,7 +181,12 @@ def _training(
     before = dict.fromkeys(role.backward, 0.0)
     # The first micro-batch's gradients are not added to any, but to masters' of another type.
     alone = {} if later or layout.has_masters else {"gradient under way": 0.0}
-    instants = [role.working | before | _beginning(shape, layout, tokens, answered), whole | alone]
+    # The embeddings' gradient is made last, from that of their output, which is still there too.
+    ending: Bytes = {"activations' gradients": 2.0 * layout.compute_bytes * shape.width * tokens}
+    instants = [
+        role.working | before | _beginning(shape, layout, tokens, answered),
+        whole | alone | ending,
+    ]
     if later:
         share = later / max(1, tokens)
         instants.append(whole | _beginning(shape, layout, later, round(answered * share)))
@@ -189,13 +195,20 @@ def _training(
 
 def _beginning(shape: Shape, layout: Layout, tokens: int, answered: int) -> Bytes:
     """Where a backward begins: all activations, and beside them logits or a layer's gradients:
-    logits are freed before the layers' backward begins."""
-    beside = {
-        "activations' gradients": backward_bytes(shape, tokens, layout),
-        "logits": logits_bytes(shape, answered, layout, backward=True),
-    }
-    larger = max(beside, key=lambda name: beside[name])
-    return {"activations": activation_bytes(shape, tokens, layout), larger: beside[larger]}
+    logits are freed before the layers' backward begins. Where the last block has few tokens behind
+    attention, the gradients of attention may be more, with what was behind it freed."""
+    few = min(tokens, answered) if answered and narrows(shape, layout) else None
+    kept = activation_bytes(shape, tokens, layout, few)
+    gradients = backward_bytes(shape, tokens if few is None else few, layout)
+    instants: list[Bytes] = [
+        {"activations": kept, "activations' gradients": gradients},
+        {"activations": kept, "logits": logits_bytes(shape, answered, layout, backward=True)},
+    ]
+    if few is not None:
+        gradients = backward_bytes(shape, tokens, layout)
+        kept = activation_bytes(shape, tokens, layout, 0)
+        instants.append({"activations": kept, "activations' gradients": gradients})
+    return max(instants, key=lambda parts: sum(parts.values()))
 
 
 def _named(roles: dict[str, Role], part: str) -> Bytes:

@@ -18,9 +18,13 @@ BLOCK_ROWS = 512
 """Rows whose inner tensors a CPU's whole block has at a time (csrc/layers.cpp)."""
 
 
-def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
+def activation_bytes(shape: Shape, tokens: int, layout: Layout, wanted: int | None = None) -> float:
     """What a forward keeps for its backward: of every layer, or of one with checkpointing; of one
     that recomputes parts, these of one layer and the rest of every layer.
+
+    Args:
+        wanted: tokens with which the last block goes on behind attention, where it leaves others
+            out (`narrows`); None: all of them.
 
         per token and layer   c (4 D + 2 Q + 2 K + m I) + 4 (heads + 2)       bytes
 
@@ -45,7 +49,18 @@ def activation_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
     if layout.checkpointing:
         inputs = shape.width * (1 if layout.on_cpu else 2)
         return tokens * (shape.layers * size * inputs + layer + ends)
-    return tokens * (shape.layers * layer + ends)
+    kept = tokens * (shape.layers * layer + ends)
+    if wanted is None:
+        return kept
+    behind = (1 if whole else 2) * shape.width + _inner_kept(shape, layout) * shape.inner
+    picked = shape.query_width if whole else 0  # a copy of what attention gave
+    return kept + size * (picked * wanted - (behind + shape.width) * (tokens - wanted))
+
+
+def narrows(shape: Shape, layout: Layout) -> bool:
+    """Whether the last block leaves out, behind attention, tokens whose states nobody asks for and
+    `activation_bytes` counts that."""
+    return shape.whole_blocks and not layout.checkpointing
 
 
 def _inner_kept(shape: Shape, layout: Layout) -> int:

@@ -82,7 +82,7 @@ def sequence_flops(
 
 
 def _sizes(part: Any, outside: Collection[int] = ()) -> tuple[int, int]:
-    """Parameters of a module, all and those that are trained, without those of the ids `outside`."""
+    """Parameters of a module, all and the trained ones, without those of the ids `outside`."""
     packed = [m for m in part.modules() if isinstance(m, PackedWeight)]
     left_out = {*outside, *(id(p) for weight in packed for p in weight.parameters())}
     inside = [p for p in part.parameters() if id(p) not in left_out]
