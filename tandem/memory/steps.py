@@ -197,7 +197,7 @@ def _beginning(shape: Shape, layout: Layout, tokens: int, answered: int) -> Byte
     """Where a backward begins: all activations, and beside them logits or a layer's gradients:
     logits are freed before the layers' backward begins. Where the last block has few tokens behind
     attention, the gradients of attention may be more, with what was behind it freed."""
-    few = min(tokens, answered) if answered and narrows(shape, layout) else None
+    few = answered if 0 < answered < tokens and narrows(shape, layout) else None
     kept = activation_bytes(shape, tokens, layout, few)
     gradients = backward_bytes(shape, tokens if few is None else few, layout)
     instants: list[Bytes] = [

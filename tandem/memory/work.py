@@ -22,10 +22,6 @@ def activation_bytes(shape: Shape, tokens: int, layout: Layout, wanted: int | No
     """What a forward keeps for its backward: of every layer, or of one with checkpointing; of one
     that recomputes parts, these of one layer and the rest of every layer.
 
-    Args:
-        wanted: tokens with which the last block goes on behind attention, where it leaves others
-            out (`narrows`); None: all of them.
-
         per token and layer   c (4 D + 2 Q + 2 K + m I) + 4 (heads + 2)       bytes
 
     D is the width, Q and K the widths of queries and keys, I and m the MLP's width and number of
@@ -34,6 +30,10 @@ def activation_bytes(shape: Shape, tokens: int, layout: Layout, wanted: int | No
     tensors of the width per layer: blocks hand on their sum unadded. The tests count that on the
     meta device; plain torch on a GPU without our kernels keeps about half more. Where a CPU
     computes blocks as a whole, norms are computed again too: 2 D, m = 2.
+
+    Args:
+        wanted: tokens with which the last block goes on behind attention, where it leaves others
+            out (`narrows`); None: it leaves none out.
     """
     size = layout.compute_bytes
     whole = _has_whole_blocks(shape, layout)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from tandem.errors import ShapeError
@@ -118,7 +119,7 @@ def computed_tokens(
     host = batch.on_host()
     real = host.attention_mask
     if ends:
-        return real, real & ~real.roll(-1, 1).index_fill(1, torch.tensor(real.shape[1] - 1), False)
+        return real, real & ~pad(real[:, 1:], (0, 1))
     asked = _before_responses(host)
     # With longrope a token's numbers depend on the length of its sequence.
     return (real & _up_to_the_last(asked) if decodes(model) else real), asked

@@ -16,6 +16,7 @@ from tandem.models.packed import (
     last_states,
     narrows,
     predictor_states,
+    response_tokens,
 )
 from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.twin import supports_packing, twin_of
@@ -76,6 +77,7 @@ def test_states_are_those_of_the_tokens_they_speak_of() -> None:
         states = hidden_states(model, batch)
         assert torch.equal(predictor_states(model, batch), states[[1, 2, 4]])
         assert torch.equal(last_states(model, batch), states[[3, 5]])
+    assert response_tokens(batch, 3).tolist() == [7, 8, 2]
 
 
 @pytest.mark.parametrize("asks", [predictor_states, last_states])

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from tandem.data.render import Renderer
@@ -15,10 +16,13 @@ from tandem.generation import session
 from tandem.generation.runner import TwinRunner
 from tandem.metrics.timing import Phase, Phases
 from tandem.models.load import load_tokenizer
+from tandem.models.packed import last_states, predictor_states
 from tandem.ops import dense, layer
 from tandem.training.make_engine import make_engine
+from tandem.training.operations import batch_flops
 from tandem.training.ppo_trainer import PPOTrainer
-from tandem.types import Message, Source, TokenRow
+from tandem.types import Message, Source, TokenBatch, TokenRow
+from tests.models.families import tiny_model as tiny_llama
 from tests.tiny import tiny_config
 from tests.training.test_ppo_trainer import early_letters
 
@@ -109,3 +113,37 @@ def test_a_ppo_step_counts_what_it_computes(
         operations = said[f"tflops/{phase}"] * said[f"seconds/{phase}"] * 1e12
         # What is said also counts the norms' weights, which are no products of matrices.
         assert 0.999 * count < operations < 1.02 * count, phase
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_tokens_that_are_left_out_count_for_nothing(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of two turns, a shared prompt and an answer of one token."""
+    made = 0
+    linear = dense.linear
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        nonlocal made
+        made += 2 * x.numel() * weight.shape[0]
+        return linear(x, weight, bias)
+
+    model, source = tiny_llama("llama"), Source("texts", "texts", 1)
+    masks = ("...aa..aa...", "....aa", "....a")
+    rows = [
+        TokenRow(tuple(range(5, 5 + len(m))), tuple(c == "a" for c in m), source) for m in masks
+    ]
+    batch = TokenBatch.from_rows(rows, 0)
+    ask = last_states if ends else predictor_states
+    with torch.no_grad():
+        ask(model, batch)  # a twin tries a few tokens when it is new
+        monkeypatch.setattr(dense, "linear", counted)
+        monkeypatch.setattr(layer, "takes", lambda x: False)  # every product is a linear layer's
+        ask(model, batch)
+    said = batch_flops(model, batch, ends=ends)
+    if ends:  # the prompt of four tokens runs once for two rows
+        said -= attention([12, 6, 5]) - attention([4])
+    else:
+        said -= attention([8, 5, 4]) - attention([4])
+    said -= 2 * model.get_output_embeddings().weight.numel() * batch.num_response_tokens
+    assert 0.999 * made < said < 1.02 * made
