@@ -20,6 +20,7 @@ constexpr int64_t kBackTile = 16;   // queries whose weights the backward holds 
 constexpr int64_t kTogether = 16;   // rows by key heads that decode works on stage by stage
 constexpr int64_t kTogetherScores = 8192;  // and how many scores of theirs it holds, roughly
 constexpr int64_t kAhead = 8;       // blocks that decode fetches before their turn
+constexpr int64_t kRowsAhead = 8;   // rows whose new key's place it fetches before their turn
 constexpr float kHidden = -1e30f;   // the score of a key out of sight: its exp is 0
 
 // Memory that grows and stays, aligned to a cache line.
@@ -196,7 +197,7 @@ TANDEM_INLINE void score_blocks(const float* q, int64_t q_stride, const T* const
   const auto add = [&](int64_t d) __attribute__((always_inline)) {
     if constexpr (Fetches) {
 #pragma GCC unroll 8
-      for (int b = 0; b < NB; ++b) __builtin_prefetch(ahead[b] + d * kLanes);
+      for (int b = 0; b < NB; ++b) __builtin_prefetch(ahead[b] + d * kLanes, 0, 2);
     }
     v16 x[Q];
 #pragma GCC unroll 4
@@ -375,7 +376,7 @@ TANDEM_INLINE void add_columns(const Sum<T>& work, int64_t d, int64_t chains) {
       if constexpr (Fetches) {
 #pragma GCC unroll 8
         for (int c = 0; c < NC; ++c)
-          __builtin_prefetch(reinterpret_cast<const char*>(row + c * kLanes) + ahead);
+          __builtin_prefetch(reinterpret_cast<const char*>(row + c * kLanes) + ahead, 0, 2);
       }
       v16 x[Q];
 #pragma GCC unroll 4
@@ -1128,6 +1129,14 @@ void keep_token(const Paged<T>& in, int64_t row, int64_t head) {
               in.value_block(row, head, block) + place * in.sizes.value_width);
 }
 
+// The lines that `keep_token` writes to.
+template <class T>
+void fetch_token(const Paged<T>& in, int64_t row, int64_t head) {
+  const int64_t block = in.positions[row] / kBlock, place = in.positions[row] % kBlock;
+  const T* const key = in.key_block(row, head, block) + place;
+  for (int64_t d = 0; d < in.sizes.key_width; ++d) __builtin_prefetch(key + d * kBlock, 1, 2);
+}
+
 // Rows whose first `shared` blocks of KV memory are the same, under one key head: samples of one
 // prompt. What those blocks hold is read once for up to 4 queries of any of the rows.
 struct Company {
@@ -1343,9 +1352,17 @@ template <class T>
 void decode(const Paged<T>& in, const Company* companies, int64_t count) {
   const Sizes& size = in.sizes;
   // Keys just stored one number at a time cannot be loaded as vectors at once: stored well before.
-  for (int64_t c = 0; c < count; ++c) {
-    for (int64_t i = 0; i < companies[c].count; ++i) {
-      keep_token(in, companies[c].rows[i], companies[c].head);
+  // Each lies in as many lines as it has numbers, so those of rows to come are fetched meanwhile.
+  const Company* const last = companies + count;
+  const Company* soon = companies;
+  int64_t row = 0, ahead = 0;  // of `soon`; rows that have been fetched and not yet stored
+  for (const Company* company = companies; company < last; ++company) {
+    for (int64_t i = 0; i < company->count; ++i, --ahead) {
+      for (; soon < last && ahead < kRowsAhead; ++ahead) {
+        fetch_token(in, soon->rows[row], soon->head);
+        if (++row == soon->count) ++soon, row = 0;
+      }
+      keep_token(in, company->rows[i], company->head);
     }
   }
   while (count > 0) {
