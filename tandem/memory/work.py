@@ -71,8 +71,8 @@ def _inner_kept(shape: Shape, layout: Layout) -> int:
 
 
 def _has_whole_blocks(shape: Shape, layout: Layout) -> bool:
-    """In float32: half precision needs a processor's matrix unit for it, and may have none."""
-    is_plain = not (layout.lora_rank or layout.frozen or layout.half)
+    """Half precision on a CPU is taken for bfloat16: float16, which runs there by modules, needs more."""
+    is_plain = not (layout.lora_rank or layout.frozen)
     return shape.whole_blocks and layout.on_cpu and is_plain
 
 

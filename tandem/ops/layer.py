@@ -27,13 +27,8 @@ class Norm(NamedTuple):
 
 
 def takes(x: Tensor) -> bool:
-    """Whether these operations compute on such a tensor: on a CPU, with gradients in bfloat16 where
-    its matrix unit makes them."""
-    if not x.is_cpu or not native.available():
-        return False
-    if x.dtype == torch.bfloat16:
-        return not torch.is_grad_enabled() or _multiplies_half()
-    return x.dtype == torch.float32
+    """Whether these operations compute on such a tensor."""
+    return x.is_cpu and x.dtype in (torch.float32, torch.bfloat16) and native.available()
 
 
 def before_attention(
@@ -157,11 +152,6 @@ class _After(torch.autograd.Function):
 
 def _bits(flags: Sequence[bool]) -> int:
     return sum(1 << place for place, flag in enumerate(flags) if flag)
-
-
-@cache
-def _multiplies_half() -> bool:
-    return not torch.ops.tandem.why_no_amx(True)
 
 
 @cache

@@ -49,13 +49,13 @@ EXPORTED void product(bool half, const void* x, int64_t M, const void* w, const 
   half ? run(bf16{}) : run(float{});
 }
 // y: so many matrices, one after another, of so many rows each: N in all.
-EXPORTED bool turned(bool half, const void* a, const void* b, int64_t M, int64_t N, int64_t K, float* y,
+EXPORTED void turned(bool half, const void* a, const void* b, int64_t M, int64_t N, int64_t K, float* y,
                      bool adds, const int64_t* rows, int pieces) {
   Stack stack;
   for (int i = 0; i < pieces; ++i, y += rows[i - 1] * K) stack.push(y, rows[i], adds);
-  if (!half) {
-    multiply_turned(static_cast<const float*>(a), N, static_cast<const float*>(b), K, M, K, stack);
-    return true;
-  }
-  return multiply_turned(static_cast<const bf16*>(a), N, static_cast<const bf16*>(b), K, M, K, stack);
+  const auto run = [&](auto tag) {
+    using T = decltype(tag);
+    multiply_turned(static_cast<const T*>(a), N, static_cast<const T*>(b), K, M, K, stack);
+  };
+  half ? run(bf16{}) : run(float{});
 }

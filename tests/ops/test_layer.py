@@ -175,11 +175,6 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(count)
 
 
-def needs_gradients_in(dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and torch.ops.tandem.why_no_amx(True):
-        pytest.skip("bfloat16 layers have gradients of their own where a matrix unit makes them")
-
-
 def wanted(shape: Shape, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if shape.biases or not name.startswith("bias")]
 
@@ -215,8 +210,6 @@ def test_bits_are_those_of_the_operations_one_by_one(
         for got, want in zip(found, expected, strict=True):
             assert got.shape == want.shape
             assert torch.equal(got, want), rows
-        if dtype == torch.bfloat16 and torch.ops.tandem.why_no_amx(True):
-            continue
         recorded = half(given.leaves(), SHAPES[name])
         for got, want in zip(recorded, expected, strict=True):
             assert torch.equal(got, want), rows
@@ -241,7 +234,6 @@ def test_gradients_are_those_of_float64(
 def test_gradients_in_bfloat16_are_as_close_as_the_operations_one_by_one(
     name: str, half: Half, slowly: Half, names: tuple[str, ...]
 ) -> None:
-    needs_gradients_in(torch.bfloat16)
     for rows in (37, 600):
         given = inputs_of(SHAPES[name], rows, torch.bfloat16)
         got = gradients(half, given.leaves(), SHAPES[name], names)
@@ -265,7 +257,6 @@ def test_the_number_of_threads_does_not_matter(
     names: tuple[str, ...],
     threads: Callable[[int], None],
 ) -> None:
-    needs_gradients_in(dtype)
     found = []
     for count in (1, 2, 3):
         threads(count)
@@ -352,7 +343,6 @@ class Sums:
 def test_bfloat16_weights_gradients_go_into_their_sums(
     name: str, recomputed: bool, half: Half, slowly: Half, names: tuple[str, ...]
 ) -> None:
-    needs_gradients_in(torch.bfloat16)
     shape = SHAPES[name]
     matrices = [key for key in names if key in ("q", "k", "v", "out", "gate", "up", "down")]
     given = inputs_of(shape, 300, torch.bfloat16)
@@ -387,7 +377,6 @@ def test_bfloat16_weights_gradients_go_into_their_sums(
 def test_a_hook_sees_a_gradient_beside_others_that_go_into_sums(
     half: Half, slowly: Half, names: tuple[str, ...]
 ) -> None:
-    needs_gradients_in(torch.bfloat16)
     shape = SHAPES["small"]
     matrices = [key for key in names if key in ("q", "k", "v", "out", "gate", "up", "down")]
     given = inputs_of(shape, 40, torch.bfloat16)
@@ -406,7 +395,6 @@ def test_a_hook_sees_a_gradient_beside_others_that_go_into_sums(
 def test_a_backward_that_fails_leaves_zeros(
     half: Half, slowly: Half, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs_gradients_in(torch.bfloat16)
     leaves = inputs_of(SHAPES["small"], 40, torch.bfloat16).leaves()
     sums = Sums(leaves, [key for key in names if key in ("q", "k", "v", "gate", "up", "down")])
     loss = loss_of(half(leaves, SHAPES["small"]))
@@ -426,7 +414,6 @@ def test_a_backward_that_fails_leaves_zeros(
 def test_what_is_computed_again_gives_the_same_gradients(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs_gradients_in(dtype)
     shape = SHAPES[name]
     matrices = ["out", "gate", "up", "down"]
     for rows in ROWS:

@@ -122,15 +122,15 @@ def product(
     return y
 
 
-def turned(march: str, a: Tensor, b: Tensor, y: Tensor, pieces: list[int], *, adds: bool) -> bool:
-    """y (pieces below one another) = a turned, by b, or that added; whether it could be done."""
+def turned(march: str, a: Tensor, b: Tensor, y: Tensor, pieces: list[int], *, adds: bool) -> None:
+    """y (pieces below one another) = a turned, by b, or that added."""
     function = products(march).turned
-    function.restype = ctypes.c_bool
+    function.restype = None
     shape = [ctypes.c_int64(n) for n in (len(a), a.shape[1], b.shape[1])]
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a, b, y)]
     rows = (ctypes.c_int64 * len(pieces))(*pieces)
     half = a.dtype == torch.bfloat16
-    return bool(function(half, *pointers[:2], *shape, pointers[2], adds, rows, len(pieces)))
+    function(half, *pointers[:2], *shape, pointers[2], adds, rows, len(pieces))
 
 
 def operands(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -300,31 +300,39 @@ def test_a_turned_product_on_the_matrix_unit_is_the_sum_over_rows(
         y = torch.full((outputs * inputs + 16,), float("nan"))[count - 1 :][: outputs * inputs]
         y = y.view(outputs, inputs)
         for adds in (False, True):  # twice the product
-            assert turned(EMULATED_AMX, a, b, y, [outputs], adds=adds)
+            turned(EMULATED_AMX, a, b, y, [outputs], adds=adds)
         torch.testing.assert_close(y.double(), 2 * exact, rtol=1e-5, atol=1e-5 * rows**0.5)
         found.append(y)
     assert torch.equal(*found), "the number of threads does not matter"
 
 
 @pytest.mark.parametrize("march", [*variants(), pytest.param(EMULATED_AMX)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pieces", [[64, 64, 64], [128, 32, 32], [352, 352], [24, 40, 8], [300, 7]])
-@pytest.mark.parametrize(("rows", "inputs"), [(256, 128), (600, 128), (70, 300), (90, 24)])
+@pytest.mark.parametrize(
+    ("rows", "inputs"), [(256, 128), (600, 128), (70, 300), (90, 24), (1, 16), (1333, 67)]
+)
 def test_sums_in_several_places_are_those_of_each(
-    march: str, pieces: list[int], rows: int, inputs: int, threads: Callable[[int], None]
+    march: str,
+    pieces: list[int],
+    rows: int,
+    inputs: int,
+    dtype: torch.dtype,
+    threads: Callable[[int], None],
 ) -> None:
     if march == EMULATED_AMX:
         needs_pairs()
-    left, b = (
-        operands(rows, sum(pieces), torch.float32)[1],
-        operands(rows, inputs, torch.float32)[1],
-    )
+    left, b = operands(rows, sum(pieces), dtype)[1], operands(rows, inputs, dtype)[1]
     exact = left.double().t() @ b.double()
+    found = []
     for count in (1, 2):
         threads(count)
         y = torch.full((sum(pieces), inputs), float("nan"))
         for adds in (False, True):
-            assert turned(march, left, b, y, pieces, adds=adds)
+            turned(march, left, b, y, pieces, adds=adds)
         torch.testing.assert_close(y.double(), 2 * exact, rtol=1e-5, atol=1e-5 * rows**0.5)
+        found.append(y)
+    assert torch.equal(*found), "the number of threads does not matter"
 
 
 def test_without_a_matrix_unit_products_do_not_use_one() -> None:

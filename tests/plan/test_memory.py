@@ -72,10 +72,12 @@ def test_quantized_weights_take_the_bytes_that_they_take(kind: Any) -> None:
     assert weight_bytes(shape_of(config), layout) == pytest.approx(held, rel=0.01)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox"])
-def test_activations_are_what_autograd_keeps(family: str) -> None:
+def test_activations_are_what_autograd_keeps(family: str, dtype: torch.dtype) -> None:
     """By the slope over layers and tokens: no weight, no constant counts."""
-    layers = {n: tiny_model(family, num_hidden_layers=n) for n in (1, 3)}
+    layers = {n: tiny_model(family, num_hidden_layers=n).to(dtype) for n in (1, 3)}
+    layout = Layout(on_cpu=True, half=dtype == torch.bfloat16)
     lengths = {"few": (16,), "many": (48,)}
     kept = {
         (n, name): _saved_bytes(model, ragged_batch(rows))
@@ -85,8 +87,7 @@ def test_activations_are_what_autograd_keeps(family: str) -> None:
     slope = {name: (kept[3, name] - kept[1, name]) / 2 for name in lengths}
     shapes = {n: shape_of(tiny_config(family, num_hidden_layers=n)) for n in layers}
     expected = {
-        n: activation_bytes(s, 48, Layout(on_cpu=True))
-        - activation_bytes(s, 16, Layout(on_cpu=True))
+        n: activation_bytes(s, 48, layout) - activation_bytes(s, 16, layout)
         for n, s in shapes.items()
     }
     assert slope["many"] - slope["few"] == pytest.approx((expected[3] - expected[1]) / 2, rel=0.1)

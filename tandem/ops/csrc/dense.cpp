@@ -5,7 +5,6 @@
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
@@ -107,31 +106,27 @@ void add_turned_product(Tensor total, const Tensor& a, const Tensor& b, bool is_
                   left.count == right.count && a.scalar_type() == b.scalar_type(),
               "add_turned must be given a float32 (N, K), (M, N) and (M, K); got ", total.sizes(), " ",
               total.scalar_type(), ", ", a.sizes(), " and ", b.sizes(), ".");
-  TORCH_CHECK(a.scalar_type() == at::kFloat || a.scalar_type() == at::kBFloat16,
-              "add_turned's factors must be float32 or bfloat16; got ", a.scalar_type(), ".");
   if (!left.count) {
     if (is_new) total.zero_();
     return;
   }
   if (!total.numel()) return;
   float* const to = total.mutable_data_ptr<float>();
-  if (a.scalar_type() == at::kFloat) {
-    multiply_turned(left.data<float>(), left.stride, right.data<float>(), right.stride, left.count,
+  for_dtype(a.scalar_type(), "add_turned's factors", [&](auto tag) {
+    using T = decltype(tag);
+    multiply_turned(left.data<T>(), left.stride, right.data<T>(), right.stride, left.count,
                     right.width, {to, left.width, !is_new});
-  } else if (!multiply_turned(left.data<bf16>(), left.stride, right.data<bf16>(), right.stride,
-                              left.count, right.width, {to, left.width, !is_new})) {
-    const Tensor made = at::mm(left.held.t(), right.held);
-    is_new ? total.copy_(made) : total.add_(made);
-  }
+  });
 }
 
-// a (..., N) and b (..., K), M rows each, to (N, K), which is added to `sum` if that is given. Pairs
-// of bfloat16 would have to be made along M first: torch's own product is faster.
+// a (..., N) and b (..., K), M rows each, to (N, K) of their type, or added to `sum` (float32) if that
+// is given.
 Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor& sum = {}) {
-  if (a.scalar_type() == at::kBFloat16) return at::mm(RowsOf(a).held.t(), RowsOf(b).held);
-  Tensor y = sum.defined() ? sum : at::empty({a.size(-1), b.size(-1)}, a.options());
+  const Tensor y = sum.defined()
+                       ? sum
+                       : at::empty({a.size(-1), b.size(-1)}, a.options().dtype(at::kFloat));
   add_turned_product(y, a, b, !sum.defined());
-  return y;
+  return sum.defined() ? y : y.to(a.scalar_type());
 }
 
 // In a backward pass: whether it computes the gradients of all leaves, nobody having named some.

@@ -515,6 +515,57 @@ bool can_cross(const Matrix<T>& weight, int64_t K) {
          weight.row_stride % kPerWord<T> == 0;
 }
 
+// y (width columns) = sums, kPanel apart, or that added to y.
+void put_sums(const float* sums, int64_t rows, int64_t width, bool adds, float* y, int64_t stride) {
+  for (int64_t r = 0; r < rows; ++r, sums += kPanel, y += stride)
+    for_columns(width, [&](int64_t c, int lanes) {
+      const v16 sum = load(sums + c);
+      store_lanes(y + c, adds ? load_lanes(y + c, lanes) + sum : sum, lanes);
+    });
+}
+
+// A run of rows at a time, whose copies stay in the second cache, added up in y.
+template <class T>
+void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t M,
+                           int64_t K, const Stack::Piece& piece) {
+  const int64_t N = piece.rows;
+  float* const y = piece.y;
+  constexpr int64_t kRun = 512 * kPerWord<T>;  // rows of a run
+  constexpr int64_t kSlab = 4 * kPanel;        // columns of a that are packed at a time
+  const int64_t right = (K + kPanel - 1) / kPanel, longest = std::min(M, kRun);
+  float* columns = scratch(Use::weights, packed_size<T>(K, longest));
+  float* slab = scratch(Use::rows, packed_size<T>(std::min(N, kSlab), longest));
+  const Trial trial(Product::gradient, std::is_same_v<T, bf16>, M, N, K, kCuts, kNumCuts);
+  for (int64_t m = 0; m < M; m += kRun) {
+    const int64_t run = std::min(kRun, M - m), words = words_of<T>(run);
+    const bool adds = m || piece.adds;
+    pack_panels(Matrix<T>{b + m * b_stride, 1, b_stride}, K, run, kPanel, columns);
+    for (int64_t first = 0; first < N; first += kSlab) {
+      const int64_t width = std::min(kSlab, N - first), left = (width + kPanel - 1) / kPanel;
+      pack_panels(Matrix<T>{a + m * a_stride + first, 1, a_stride}, width, run, kPanel, slab);
+      const int64_t grain = kGrain / (words * kPanel * kPanel) + 1;
+      parallel_for(0, left * right, grain, [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; ++i) {
+          const int64_t n = i / right * kPanel, k = i % right * kPanel;
+          const int64_t rows = std::min(kPanel, width - n), wide = std::min(kPanel, K - k);
+          const Words turned{slab + n * words, 1, round_up(rows, kLanes)};
+          const word* const panel = reinterpret_cast<const word*>(columns + k * words);
+          float* const to_y = y + (first + n) * K + k;
+          if constexpr (std::is_same_v<T, float>) {
+            const Epilogue<T> before{nullptr, adds ? to_y : nullptr, K};
+            multiply_panel<T>(turned, 0, rows, panel, wide, words, to_y, K, before, trial.cut());
+          } else {  // sums that are not rounded to T
+            float* const sums = scratch(Use::sums, kPanel * kPanel);
+            multiply_panel<T>(turned, 0, rows, panel, wide, words, nullptr, 0, {}, trial.cut(), {},
+                              {nullptr, sums});
+            put_sums(sums, rows, wide, adds, to_y, K);
+          }
+        }
+      });
+    }
+  }
+}
+
 // ---- whether the matrix unit takes over ----
 
 #if defined(TANDEM_AMX)
@@ -640,17 +691,6 @@ void pack(const Matrix<T>& m, int64_t N, int64_t K, float* out) {
   pack_panels(m, N, K, kPanel, out);
 }
 
-bool multiply_turned(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t M,
-                     int64_t K, const Stack& y) {
-#if defined(TANDEM_AMX)
-  if (amx_refusal<bf16>().empty()) {
-    amx::multiply_turned(a, a_stride, b, b_stride, M, K, y);
-    return true;
-  }
-#endif
-  return false;
-}
-
 template <class T>
 void multiply_packed(const T* x, int64_t x_stride, int64_t M, const float* packed, int64_t N,
                      int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
@@ -687,44 +727,11 @@ void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, 
   }
 }
 
-// A run of rows at a time, whose copies stay in the second cache, added up in y.
-static void multiply_turned_piece(const float* a, int64_t a_stride, const float* b,
-                                  int64_t b_stride, int64_t M, int64_t K,
-                                  const Stack::Piece& piece) {
-  const int64_t N = piece.rows;
-  float* const y = piece.y;
-  constexpr int64_t kRun = 512;          // rows of a run
-  constexpr int64_t kSlab = 4 * kPanel;  // columns of a that are packed at a time
-  const int64_t right = (K + kPanel - 1) / kPanel, longest = std::min(M, kRun);
-  float* columns = scratch(Use::weights, packed_size<float>(K, longest));
-  float* slab = scratch(Use::rows, packed_size<float>(std::min(N, kSlab), longest));
-  const Trial trial(Product::gradient, false, M, N, K, kCuts, kNumCuts);
-  for (int64_t m = 0; m < M; m += kRun) {
-    const int64_t run = std::min(kRun, M - m);
-    const Epilogue<float> all{nullptr, m || piece.adds ? y : nullptr, K};
-    pack_panels(Matrix<float>{b + m * b_stride, 1, b_stride}, K, run, kPanel, columns);
-    for (int64_t first = 0; first < N; first += kSlab) {
-      const int64_t width = std::min(kSlab, N - first), left = (width + kPanel - 1) / kPanel;
-      pack_panels(Matrix<float>{a + m * a_stride + first, 1, a_stride}, width, run, kPanel, slab);
-      const int64_t grain = kGrain / (run * kPanel * kPanel) + 1;
-      parallel_for(0, left * right, grain, [&](int64_t from, int64_t to) {
-        for (int64_t i = from; i < to; ++i) {
-          const int64_t n = i / right * kPanel, k = i % right * kPanel;
-          const int64_t rows = std::min(kPanel, width - n);
-          const Words turned{slab + n * run, 1, round_up(rows, kLanes)};
-          multiply_panel(turned, 0, rows, reinterpret_cast<const word*>(columns + k * run),
-                         std::min(kPanel, K - k), run, y + (first + n) * K + k, K,
-                         all.at(first + n, k), trial.cut());
-        }
-      });
-    }
-  }
-}
-
-void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t M,
+template <class T>
+void multiply_turned(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t M,
                      int64_t K, const Stack& y) {
 #if defined(TANDEM_AMX)
-  if (amx_refusal<float>().empty()) {
+  if (amx_refusal<T>().empty()) {
     amx::multiply_turned(a, a_stride, b, b_stride, M, K, y);
     return;
   }
@@ -779,6 +786,8 @@ void multiply_ready(const T* x, int64_t x_stride, int64_t M, const float* ready,
                                 int64_t, const Epilogue<T>&);                                     \
   template void multiply(const T*, int64_t, int64_t, const Matrix<T>&, int64_t, int64_t, T*,      \
                          int64_t, const Epilogue<T>&);                                            \
+  template void multiply_turned(const T*, int64_t, const T*, int64_t, int64_t, int64_t,           \
+                                const Stack&);                                                    \
   template int64_t ready_size<T>(int64_t, int64_t);                                               \
   template int64_t ready_columns<T>();                                                            \
   template void make_ready(const Matrix<T>&, int64_t, int64_t, float*);                           \

@@ -121,13 +121,10 @@ struct Stack {
 };
 
 // y (N, K) = a (M, N) turned, by b (M, K), or that added to y: what a weight's gradient is, or those of
-// several weights over one input.
-void multiply_turned(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t M,
-                     int64_t K, const Stack& y);
-
-// The same of bfloat16, without a rounding between: on the matrix unit, or false and nothing done where
-// that is not used.
-bool multiply_turned(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t M,
+// several weights over one input. Sums over M stay in float32, of bfloat16 too; their order is not
+// that of the rule above.
+template <class T>
+void multiply_turned(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t M,
                      int64_t K, const Stack& y);
 
 // Why products of bfloat16 (`half`) or float32 do not use the processor's matrix unit (AMX); empty

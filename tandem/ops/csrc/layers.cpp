@@ -224,12 +224,7 @@ void add_gradients(std::vector<Gradient>& gradients, const std::vector<Tensor>& 
       columns += weights[i].size(0);
       gradients[i].adds = true;
     }
-    if constexpr (std::is_same_v<T, float>) {
-      multiply_turned(given, given_stride, x, x_stride, M, K, stack);
-    } else {
-      TORCH_CHECK(multiply_turned(given, given_stride, x, x_stride, M, K, stack),
-                  "layers' gradients in bfloat16 need the processor's matrix unit.");
-    }
+    multiply_turned(given, given_stride, x, x_stride, M, K, stack);
     given += columns;
   }
 }
