@@ -71,7 +71,7 @@ def _inner_kept(shape: Shape, layout: Layout) -> int:
 
 
 def _has_whole_blocks(shape: Shape, layout: Layout) -> bool:
-    """Half precision on a CPU is taken for bfloat16: float16, which runs there by modules, needs more."""
+    """Two bytes on a CPU are taken for bfloat16: float16 runs module by module and needs more."""
     is_plain = not (layout.lora_rank or layout.frozen)
     return shape.whole_blocks and layout.on_cpu and is_plain
 

@@ -15,6 +15,8 @@ from weakref import ReferenceType, ref
 from torch import nn
 from transformers import PreTrainedModel
 
+_Read = Callable[[dict[str, Any]], Any]
+
 _PLAIN = (bool, int, float, str, type(None))
 # Copied at every forward, or without effect on what a module computes.
 _NOT_COMPARED = {"training", "gradient_checkpointing", "name_or_path"}
@@ -29,27 +31,29 @@ class Modules:
     def __init__(self, copies: Mapping[nn.Module, nn.Module]) -> None:
         """`copies`: from a model's modules, in the order of `modules()`."""
         self._kind = type(next(iter(copies)))
-        self._known: list[tuple[ReferenceType[nn.Module], Callable[..., Any], Any, Any, Any]] = []
+        self._known: list[tuple[ReferenceType[nn.Module], Any, _Read, Any, Any, Any]] = []
         for module, twin in copies.items():
-            read, state = _reader(vars(module)), vars(module)
-            own_forward = state.get("forward")
-            self._known.append((ref(module), read, read(state), own_forward, vars(twin)))
+            state = vars(module)
+            read, own_forward = _reader(state), state.get("forward")
+            self._known.append(
+                (ref(module), _children(state), read, read(state), own_forward, vars(twin))
+            )
 
     def update(self, model: PreTrainedModel) -> bool:
         """Copy the mode (training, checkpointing) into the twin; False if anything else changed.
 
-        Every forward comes through here: it takes a microsecond per module.
+        Every forward comes through here: it takes less than a microsecond per module.
         """
-        if type(model) is not self._kind:  # it has been sharded
+        # It may have been sharded.
+        if type(model) is not self._kind or self._known[0][0]() is not model:
             return False
-        count = 0
-        for module in model.modules():
-            if count == len(self._known):
+        for original, children, read, values, own_forward, twin in self._known:
+            module = original()
+            if module is None:
                 return False
-            original, read, values, own_forward, twin = self._known[count]
-            count += 1
             state = module.__dict__
-            if original() is not module or state.get("forward") is not own_forward:
+            # All children live, so an equal id is the same object: the tree is that of `modules()`.
+            if _children(state) != children or state.get("forward") is not own_forward:
                 return False
             try:
                 if read(state) != values:
@@ -59,7 +63,12 @@ class Modules:
             twin["training"] = state["training"]
             if "gradient_checkpointing" in state:
                 twin["gradient_checkpointing"] = state["gradient_checkpointing"]
-        return count == len(self._known)
+        return True
+
+
+def _children(state: dict[str, Any]) -> list[int]:
+    """Who the children of a module with this `__dict__` are, by id: no reference keeps them."""
+    return list(map(id, state["_modules"].values()))
 
 
 def steering(model: PreTrainedModel) -> dict[str, Any]:
@@ -80,7 +89,7 @@ def _steering(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def _reader(state: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
+def _reader(state: dict[str, Any]) -> _Read:
     """Reads the plain attributes of a module out of its `__dict__`; KeyError if one is gone."""
     names = [
         name

@@ -48,6 +48,20 @@ class _Twin:
     gathering: Switch = field(default_factory=Switch)
     shapes: tuple[LayerShape, ...] | None = None
     why_unpacked: str = ""
+    borders: tuple[int, ...] | None = None
+
+    def layer_shapes(self) -> tuple[LayerShape, ...]:
+        """Found out when first asked for."""
+        if self.shapes is None:
+            self.shapes, self.why_unpacked = _recorded(self.model)
+        return self.shapes
+
+    def rope_border(self, model: PreTrainedModel) -> int | None:
+        """Likewise, of the model whose twin this is."""
+        if self.borders is None:
+            borders = [turning_point(module) for module in model.modules()]
+            self.borders = tuple(border for border in borders if border is not None)
+        return min(self.borders, default=None)
 
 
 _twins: WeakKeyDictionary[PreTrainedModel, _Twin] = WeakKeyDictionary()
@@ -80,10 +94,7 @@ def kv_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
 
     Empty where the model's attention does not go through transformers' attention interface.
     """
-    entry = _current(model)
-    if entry.shapes is None:
-        entry.shapes, entry.why_unpacked = _recorded(entry.model)
-    return entry.shapes
+    return _current(model).layer_shapes()
 
 
 def supports_packing(model: PreTrainedModel) -> bool:
@@ -94,13 +105,13 @@ def supports_packing(model: PreTrainedModel) -> bool:
 def rope_border(model: PreTrainedModel) -> int | None:
     """The length past which a sequence's rotary embeddings all change (`rope`); None if they never
     do."""
-    borders = [turning_point(module) for module in model.modules()]
-    return min((border for border in borders if border is not None), default=None)
+    return _current(model).rope_border(model)
 
 
 def decodes(model: PreTrainedModel) -> bool:
     """Whether the twin continues sequences token by token over KV memory."""
-    return supports_packing(model) and rope_border(model) is None
+    entry = _current(model)
+    return bool(entry.layer_shapes()) and entry.rope_border(model) is None
 
 
 def why_unpacked(model: PreTrainedModel) -> str:
