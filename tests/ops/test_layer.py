@@ -40,6 +40,7 @@ SHAPES = {
     "small": Shape(128, 352, 4, 4, 32, 32),
     "grouped": Shape(64, 176, 4, 2, 16, 16, biases=True),
     "ragged": Shape(72, 100, 3, 1, 24, 8),
+    "narrow": Shape(40, 96, 5, 1, 8, 8),
     "gemma": Shape(96, 192, 2, 1, 64, 64, offset=True, tanh=True),
     "large": Shape(320, 900, 5, 5, 64, 64),
 }

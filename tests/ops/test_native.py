@@ -87,6 +87,19 @@ def test_weights_that_do_not_fit_the_shape_are_refused() -> None:
         step(wrong, 0, 0)
 
 
+def test_memory_and_tables_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"LlamaDecoder must get memory \(blocks, Hkv, Dk, 16\)"):
+        decoder(shape=(HEADS, 1, WIDTH // HEADS, INNER, VOCABULARY))
+    one, first = torch.tensor([3]), torch.tensor([0])
+    for tables, message in (
+        ([[2]], "must get blocks below 2; got 2 in row 0"),
+        ([[1], [1]], "a table row for each"),
+        ([[]], "must get a block for each of row 0's 1 tokens; got 0 blocks"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            decoder().step(one, first, torch.tensor(tables, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("megabytes", [0, 1, 9])
 def test_large_pages_leave_what_memory_holds(megabytes: int) -> None:
     held = torch.arange(megabytes * 2**18, dtype=torch.float32)

@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "gradient.h"
+#include "kv_memory.h"
 #include "threads.h"
 
 namespace tandem {
@@ -218,34 +219,11 @@ Tensor varlen_attention_autograd(const Tensor& q, const Tensor& k, const Tensor&
   return varlen_attention(q, k, v, cu_seqlens, scale, window, softcap, sinks, prefixes);
 }
 
-void check_memory(const Tensor& k, const Tensor& v, const Tensor& k_memory, const Tensor& v_memory,
-                  const Tensor& tables, const char* where) {
-  TORCH_CHECK(k_memory.dim() == 4 && v_memory.dim() == 4 && k_memory.is_contiguous() &&
-                  v_memory.is_contiguous() && k_memory.size(0) == v_memory.size(0) &&
-                  k_memory.size(1) == k.size(1) && v_memory.size(1) == k.size(1) &&
-                  k_memory.size(2) == k.size(2) && k_memory.size(3) == kBlock &&
-                  v_memory.size(2) == kBlock && v_memory.size(3) == v.size(2),
-              where, " must get memory (blocks, Hkv, Dk, 16) and (blocks, Hkv, 16, Dv); got ",
-              k_memory.sizes(), " and ", v_memory.sizes(), ".");
-  TORCH_CHECK(k_memory.scalar_type() == k.scalar_type() &&
-                  v_memory.scalar_type() == k.scalar_type(),
-              where, " must get memory of the keys' dtype ", k.scalar_type(), "; got ",
-              k_memory.scalar_type(), ".");
-  TORCH_CHECK(tables.dim() == 2 && tables.scalar_type() == at::kInt &&
-                  (tables.stride(1) == 1 || tables.size(1) <= 1),
-              where, " must get block_tables (n, max_blocks) int32; got ", tables.sizes(), " of ",
-              tables.scalar_type(), ".");
-}
-
-void check_tables(const Tensor& tables, int64_t row, int64_t first, int64_t tokens, int64_t blocks,
-                  const char* where) {
-  const int32_t* table = tables.const_data_ptr<int32_t>() + row * tables.stride(0);
-  TORCH_CHECK(blocks_of(tokens) <= tables.size(1), where, " must get a block for each of row ", row,
-              "'s ", tokens, " tokens; got ", tables.size(1), " blocks.");
-  for (int64_t j = first / kBlock; j < blocks_of(tokens); ++j) {
-    TORCH_CHECK(table[j] >= 0 && table[j] < blocks, where, " must get blocks below ", blocks,
-                "; got ", table[j], " in row ", row, ".");
-  }
+// Memory for keys and values like these.
+void check_memory_of(const Tensor& k, const Tensor& v, const Tensor& k_memory,
+                     const Tensor& v_memory, const Tensor& tables, const char* where) {
+  check_memory(k.size(1), k.size(2), v.size(2), k.scalar_type(), k_memory, v_memory, where);
+  check_tables(tables, where);
 }
 
 Tensor paged_attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, Tensor& k_memory,
@@ -253,11 +231,7 @@ Tensor paged_attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, Ten
                        double scale, int64_t window, double softcap,
                        const std::optional<Tensor>& sinks_) {
   check_rows(q_, k_, v_, "paged_attention");
-  check_memory(k_, v_, k_memory, v_memory, block_tables, "paged_attention");
-  TORCH_CHECK(positions_.dim() == 1 && positions_.size(0) == q_.size(0) &&
-                  block_tables.size(0) == q_.size(0) && positions_.scalar_type() == at::kLong,
-              "paged_attention must get positions (n,) int64 and a table row for each; got ",
-              positions_.sizes(), " of ", positions_.scalar_type(), ".");
+  check_memory_of(k_, v_, k_memory, v_memory, block_tables, "paged_attention");
   const Tensor q = dense_rows(q_), k = dense_rows(k_), v = dense_rows(v_);
   const Tensor positions = positions_.contiguous();
   const Sizes size = sizes_of(q, k, v);
@@ -265,23 +239,14 @@ Tensor paged_attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, Ten
   const int64_t n = q.size(0), *at = positions.const_data_ptr<int64_t>();
   Tensor out = at::empty({n, size.query_heads, size.value_width}, q.options());
   const Kind kind = kind_of(scale, window, softcap, sinks);
-  int64_t tokens = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    TORCH_CHECK(at[i] >= 0, "positions must not be negative; got ", at[i], " in row ", i, ".");
-    check_tables(block_tables, i, kind.first_key(at[i]), at[i] + 1, k_memory.size(0),
-                 "paged_attention");
-    tokens += at[i] + 1;
-  }
-  // Below about 10 us of work, waking threads costs more than it saves.
-  const int64_t work = tokens * size.query_heads * (size.key_width + size.value_width);
-  const int64_t threads = work > (int64_t{1} << 20) ? num_threads() : 1;
+  check_decoding(block_tables, positions, n, kind, k_memory.size(0), "paged_attention");
   by_type(q, [&](auto zero) {
     using T = decltype(zero);
     const Paged<T> in{rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
                       static_cast<T*>(k_memory.data_ptr()), static_cast<T*>(v_memory.data_ptr()),
                       static_cast<T*>(out.data_ptr()), block_tables.const_data_ptr<int32_t>(),
                       block_tables.stride(0), at, size, kind};
-    attend_paged(in, n, threads);
+    attend_paged(in, n, decoding_threads(at, n, size));
   });
   return out;
 }
@@ -289,7 +254,7 @@ Tensor paged_attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, Ten
 void store_kv(const Tensor& k_, const Tensor& v_, Tensor& k_memory, Tensor& v_memory,
               const Tensor& block_tables, const Tensor& cu_seqlens) {
   check_rows(k_, k_, v_, "store_kv");
-  check_memory(k_, v_, k_memory, v_memory, block_tables, "store_kv");
+  check_memory_of(k_, v_, k_memory, v_memory, block_tables, "store_kv");
   check_bounds(cu_seqlens, k_.size(0), "store_kv");
   const int64_t count = cu_seqlens.size(0) - 1;
   TORCH_CHECK(block_tables.size(0) == count, "store_kv must get a table row per sequence, ", count,
@@ -297,7 +262,7 @@ void store_kv(const Tensor& k_, const Tensor& v_, Tensor& k_memory, Tensor& v_me
   const Tensor k = dense_rows(k_), v = dense_rows(v_);
   const int32_t* bounds = cu_seqlens.const_data_ptr<int32_t>();
   for (int64_t b = 0; b < count; ++b) {
-    check_tables(block_tables, b, 0, bounds[b + 1] - bounds[b], k_memory.size(0), "store_kv");
+    check_blocks(block_tables, b, 0, bounds[b + 1] - bounds[b], k_memory.size(0), "store_kv");
   }
   by_type(k, [&](auto zero) {
     using T = decltype(zero);
@@ -319,7 +284,7 @@ Tensor continued_attention(const Tensor& q_, const Tensor& k_memory, const Tenso
   const Tensor k = k_memory.select(3, 0), v = v_memory.select(2, 0);
   check_rows(q_, k.narrow(0, 0, 1).expand({q_.size(0), -1, -1}),
              v.narrow(0, 0, 1).expand({q_.size(0), -1, -1}), where);
-  check_memory(k, v, k_memory, v_memory, block_tables, where);
+  check_memory_of(k, v, k_memory, v_memory, block_tables, where);
   check_bounds(cu_seqlens, q_.size(0), where);
   const int64_t count = cu_seqlens.size(0) - 1;
   TORCH_CHECK(starts_.dim() == 1 && starts_.size(0) == count && block_tables.size(0) == count &&
@@ -335,7 +300,7 @@ Tensor continued_attention(const Tensor& q_, const Tensor& k_memory, const Tenso
   const int64_t* at = starts.const_data_ptr<int64_t>();
   for (int64_t b = 0; b < count; ++b) {
     TORCH_CHECK(at[b] >= 0, "starts must not be negative; got ", at[b], " in row ", b, ".");
-    check_tables(block_tables, b, kind.first_key(at[b]), at[b] + bounds[b + 1] - bounds[b],
+    check_blocks(block_tables, b, kind.first_key(at[b]), at[b] + bounds[b + 1] - bounds[b],
                  k_memory.size(0), where);
   }
   Tensor out = at::empty({q.size(0), size.query_heads, size.value_width}, q.options());

@@ -310,11 +310,9 @@ struct Rotation {
   void out(const T* row, int64_t token, T* q, T* k, T* v) const {
     const int64_t R = cos.size(1);
     const T *c = cos.const_data_ptr<T>() + token * R, *s = sin.const_data_ptr<T>() + token * R;
-    for (int64_t h = 0; h < Hq; ++h)
-      rope_row<false>(row + h * D, c, s, q + (token * Hq + h) * D, D, R);
+    rope_heads<false>(row, c, s, q + token * Hq * D, Hq, D, R);
     row += Hq * D;
-    for (int64_t h = 0; h < Hkv; ++h)
-      rope_row<false>(row + h * D, c, s, k + (token * Hkv + h) * D, D, R);
+    rope_heads<false>(row, c, s, k + token * Hkv * D, Hkv, D, R);
     row += Hkv * D;
     std::copy_n(row, Hkv * D, v + token * Hkv * D);
   }
@@ -323,10 +321,9 @@ struct Rotation {
     const int64_t R = cos.size(1);
     const T *c = cos.const_data_ptr<T>() + token * R, *s = sin.const_data_ptr<T>() + token * R;
     const auto turn = [&](const T* from, int64_t heads) {
-      for (int64_t h = 0; h < heads; ++h, row += D) {
-        if (from) rope_row<true>(from + (token * heads + h) * D, c, s, row, D, R);
-        else std::fill_n(row, D, T{});
-      }
+      if (from) rope_heads<true>(from + token * heads * D, c, s, row, heads, D, R);
+      else std::fill_n(row, heads * D, T{});
+      row += heads * D;
     };
     turn(q, Hq);
     turn(k, Hkv);

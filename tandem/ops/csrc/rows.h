@@ -108,6 +108,49 @@ TANDEM_INLINE void rope_row(const T* x, const T* cos, const T* sin, T* y, int64_
   if (y != x) std::copy(x + R, x + D, y + R);
 }
 
+// Halves of `width` numbers, 8 or 16, change places, in each `width` of a vector.
+template <int width>
+TANDEM_INLINE v16 halves_swapped(v16 x) {
+  if constexpr (width == 16) {
+    return __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  } else {
+    static_assert(width == 8);
+    return __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  }
+}
+
+// Heads that are no wider than a vector and turn whole: as many of them as whole vectors hold, which
+// is returned. A difference is the sum with the second number's sign turned, to the bit.
+template <bool back, int width, class T>
+TANDEM_INLINE int64_t rope_narrow(const T* x, const T* cos, const T* sin, T* y, int64_t heads) {
+  const auto each = [](const T* p) {
+    const v16 once = load_lanes(p, width);
+    if constexpr (width == 16) return once;
+    else return __builtin_shufflevector(once, once, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
+  };
+  const v16 c = each(cos), s = each(sin);
+  const v16 signed_s = select((lane_index() & (width / 2)) == 0, -s, s);
+  const v16 turns = back ? halves_swapped<width>(signed_s) : signed_s;
+  constexpr int64_t together = kLanes / width;
+  int64_t h = 0;
+  for (; h + together <= heads; h += together) {
+    const v16 a = load(x + h * width);
+    store(y + h * width, rounded_product<T>(a, c) +
+                             rounded_product<T>(halves_swapped<width>(a), turns));
+  }
+  return h;
+}
+
+// `heads` heads of a token, one after another.
+template <bool back, class T>
+TANDEM_INLINE void rope_heads(const T* x, const T* cos, const T* sin, T* y, int64_t heads, int64_t D,
+                              int64_t R) {
+  int64_t h = 0;
+  if (R == D && D == 8) h = rope_narrow<back, 8>(x, cos, sin, y, heads);
+  if (R == D && D == 16) h = rope_narrow<back, 16>(x, cos, sin, y, heads);
+  for (; h < heads; ++h) rope_row<back>(x + h * D, cos, sin, y + h * D, D, R);
+}
+
 // ---- gated activations ----
 
 struct Silu {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "gemm.h"
+#include "kv_memory.h"
 #include "rows.h"
 #include "threads.h"
 
@@ -63,6 +64,11 @@ class LlamaDecoder : public torch::CustomClassHolder {
                 "LlamaDecoder must get keys, values and ", static_cast<int>(kParts),
                 " weights for each of ", layers, " layers; got ", keys_.size(), ", ",
                 values_.size(), " and ", weights_.size(), ".");
+    TORCH_CHECK(Hkv_ > 0 && Hq_ % Hkv_ == 0,
+                "LlamaDecoder must get a multiple of the key heads as query heads; got ", Hq_,
+                " and ", Hkv_, ".");
+    for (size_t l = 0; l < layers; ++l)
+      check_memory(Hkv_, D_, D_, embedding_.scalar_type(), keys_[l], values_[l], "LlamaDecoder");
     for (const Tensor* t : {&embedding_, &cos_, &sin_})
       TORCH_CHECK(t->dim() == 2 && t->is_contiguous() &&
                       t->scalar_type() == embedding_.scalar_type(),
@@ -75,13 +81,31 @@ class LlamaDecoder : public torch::CustomClassHolder {
 
   // tokens and positions (n,) int64, tables (n, W) int32; logits (n, outputs) of what follows.
   Tensor step(const Tensor& tokens, const Tensor& positions, const Tensor& tables) {
-    return by_type(tokens, positions, std::nullopt, [&](const Tensor& qkv, size_t layer) {
-      static const auto attention =
-          op<Tensor(const Tensor&, const Tensor&, const Tensor&, Tensor&, Tensor&, const Tensor&,
-                    const Tensor&, double, int64_t, double, const std::optional<Tensor>&)>(
-              "tandem::paged_attention");
-      return attention.call(queries(qkv), keys(qkv), values(qkv), keys_[layer], values_[layer],
-                            tables, positions, scale_, windows_[layer], 0.0, std::nullopt);
+    const Tensor at = positions.contiguous();
+    const int64_t n = at.numel();
+    const Sizes size{Hq_, Hkv_, Hq_ / Hkv_, D_, D_};
+    const auto kind = [&](size_t layer) {
+      return Kind{static_cast<float>(scale_), windows_[layer], 0.0f, nullptr};
+    };
+    check_tables(tables, "LlamaDecoder");
+    for (size_t l = 0; l < windows_.size(); ++l)
+      if (l == 0 || windows_[l] != windows_[l - 1] || keys_[l].size(0) != keys_[l - 1].size(0))
+        check_decoding(tables, at, n, kind(l), keys_[l].size(0), "LlamaDecoder");
+    const int64_t threads = decoding_threads(at.const_data_ptr<int64_t>(), n, size);
+    const Tensor mixed = at::empty({n, Hq_ * D_}, embedding_.options());
+    return by_type(tokens, at, std::nullopt, [&](const Tensor& qkv, size_t layer, auto zero) {
+      using T = decltype(zero);
+      const T* const made = qkv.const_data_ptr<T>();
+      const auto rows = [&](int64_t head) {
+        return Rows<const T>{made + head * D_, qkv.size(1), D_};
+      };
+      attend_paged(Paged<T>{rows(0), rows(Hq_), rows(Hq_ + Hkv_),
+                            keys_[layer].mutable_data_ptr<T>(),
+                            values_[layer].mutable_data_ptr<T>(), mixed.mutable_data_ptr<T>(),
+                            tables.const_data_ptr<int32_t>(), tables.stride(0),
+                            at.const_data_ptr<int64_t>(), size, kind(layer)},
+                   n, threads);
+      return mixed;
     });
   }
 
@@ -94,7 +118,7 @@ class LlamaDecoder : public torch::CustomClassHolder {
                  const std::optional<Tensor>& all_tables, const std::optional<Tensor>& starts) {
     TORCH_CHECK(all_tables.has_value() == starts.has_value(),
                 "prefill must get both all_tables and starts, or neither.");
-    return by_type(tokens, positions, lasts, [&](const Tensor& qkv, size_t layer) {
+    return by_type(tokens, positions, lasts, [&](const Tensor& qkv, size_t layer, auto) {
       static const auto store = op<void(const Tensor&, const Tensor&, Tensor&, Tensor&,
                                         const Tensor&, const Tensor&)>("tandem::store_kv");
       static const auto attention =
@@ -125,7 +149,7 @@ class LlamaDecoder : public torch::CustomClassHolder {
     return run<bf16>(tokens, positions, lasts, attend);
   }
 
-  // Logits of all tokens, or of `lasts`; attend(qkv, layer) is (n, Hq, D).
+  // Logits of all tokens, or of `lasts`; attend(qkv, layer, type tag) is n rows of Hq * D.
   template <class T, class Attend>
   Tensor run(const Tensor& tokens_, const Tensor& positions_, const std::optional<Tensor>& lasts,
              const Attend& attend) {
@@ -144,7 +168,7 @@ class LlamaDecoder : public torch::CustomClassHolder {
       norm(state, l * kParts + kInputNorm, n, width, width, x);
       linear(x, width, n, width, l * kParts + kQKV, qkv_width, qkv.mutable_data_ptr<T>());
       turn(qkv.mutable_data_ptr<T>(), l, positions);
-      Tensor mixed = attend(qkv, l);
+      Tensor mixed = attend(qkv, l, T{});
       if (lasts && l + 1 == windows_.size()) {  // nothing reads the other tokens any more
         mixed = mixed.index_select(0, *lasts);
         h = h.index_select(0, *lasts);
@@ -215,14 +239,12 @@ class LlamaDecoder : public torch::CustomClassHolder {
     for_each_row(positions.size(0), stride, [&](int64_t i) {
       const T* cosines = cos_.const_data_ptr<T>() + at[i] * R;
       const T* sines = sin_.const_data_ptr<T>() + at[i] * R;
-      for (int64_t j = 0; j < Hq_ + Hkv_; ++j) {
-        T* head = qkv + i * stride + j * D_;
-        if (norms) {
-          const T* w = (j < Hq_ ? q_norm : k_norm).const_data_ptr<T>();
-          rms_row<false>(head, w, head, D_, eps_);
-        }
-        rope_row<false>(head, cosines, sines, head, D_, R);
+      T* const row = qkv + i * stride;
+      for (int64_t j = 0; norms && j < Hq_ + Hkv_; ++j) {
+        const T* w = (j < Hq_ ? q_norm : k_norm).const_data_ptr<T>();
+        rms_row<false>(row + j * D_, w, row + j * D_, D_, eps_);
       }
+      rope_heads<false>(row, cosines, sines, row, Hq_ + Hkv_, D_, R);
     });
   }
 
