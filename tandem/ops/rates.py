@@ -167,7 +167,7 @@ def _cut(dtype: str, rows: int, outputs: int, inputs: int) -> str:
 def _described(cut: Sequence[str]) -> str:
     if cut == ["measuring"]:
         return "still measuring"
-    words, columns, fetches, across = (int(word) for word in cut)
+    words, columns, fetches, across, _ = (int(word) for word in cut)
     height = {64: 6, 48: 8, 32: 12}[columns]
     extra = ", across" if across else ", ahead" if fetches else ""
     return f"{height}x{columns}, {words}{extra}"

@@ -57,6 +57,25 @@ def test_a_turned_product_is_written_or_added(
     assert (total.double() - 2 * exact).abs().max() <= 3 * limit
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("inputs", [112, 100])
+def test_every_way_to_cut_a_turned_product_gives_the_same_bits(
+    inputs: int, dtype: torch.dtype
+) -> None:
+    # More calls than are needed to try each way; factors are parts of wider rows.
+    left, right = (
+        normal(700, 150, dtype=dtype)[:, 7:],
+        normal(700, inputs + 16, seed=1, dtype=dtype),
+    )
+    right = right[:, 16:]
+    found = torch.empty(143, inputs)
+    torch.ops.tandem.add_turned(found, left, right, True)
+    for _ in range(45):
+        again = torch.full_like(found, float("nan"))
+        torch.ops.tandem.add_turned(again, left, right, True)
+        assert torch.equal(again, found)
+
+
 def test_no_rows_are_a_sum_of_zeros() -> None:
     total = torch.full((3, 4), float("nan"))
     torch.ops.tandem.add_turned(total, normal(0, 3), normal(0, 4), True)

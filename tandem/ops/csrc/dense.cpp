@@ -5,6 +5,7 @@
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
@@ -106,6 +107,8 @@ void add_turned_product(Tensor total, const Tensor& a, const Tensor& b, bool is_
                   left.count == right.count && a.scalar_type() == b.scalar_type(),
               "add_turned must be given a float32 (N, K), (M, N) and (M, K); got ", total.sizes(), " ",
               total.scalar_type(), ", ", a.sizes(), " and ", b.sizes(), ".");
+  TORCH_CHECK(a.scalar_type() == at::kFloat || a.scalar_type() == at::kBFloat16,
+              "add_turned's factors must be float32 or bfloat16; got ", a.scalar_type(), ".");
   if (!left.count) {
     if (is_new) total.zero_();
     return;
@@ -119,14 +122,13 @@ void add_turned_product(Tensor total, const Tensor& a, const Tensor& b, bool is_
   });
 }
 
-// a (..., N) and b (..., K), M rows each, to (N, K) of their type, or added to `sum` (float32) if that
-// is given.
+// a (..., N) and b (..., K), M rows each, to (N, K), which is added to `sum` if that is given. In
+// bfloat16 nobody sums it here: torch's product writes it without float32 sums of that size beside it.
 Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor& sum = {}) {
-  const Tensor y = sum.defined()
-                       ? sum
-                       : at::empty({a.size(-1), b.size(-1)}, a.options().dtype(at::kFloat));
+  if (a.scalar_type() == at::kBFloat16) return at::mm(RowsOf(a).held.t(), RowsOf(b).held);
+  Tensor y = sum.defined() ? sum : at::empty({a.size(-1), b.size(-1)}, a.options());
   add_turned_product(y, a, b, !sum.defined());
-  return sum.defined() ? y : y.to(a.scalar_type());
+  return y;
 }
 
 // In a backward pass: whether it computes the gradients of all leaves, nobody having named some.

@@ -215,12 +215,12 @@ void multiply_group(const TileWork<T>& work, int64_t count, int64_t lanes, const
     const float* from = k ? partial : before;
     TileWork<T> one = work;
     one.words = last ? words - k : cut.words;
-    one.panel_step = lanes;
+    one.panel_step = work.panel_step;
     int64_t done = earlier;
     for (int64_t c = 0; c < lanes; c += piece) {
       const int vectors = static_cast<int>(std::min(piece, lanes - c) / kLanes);
       const int64_t most = kMostRows[vectors], tiles = (count + most - 1) / most;
-      one.panel = work.panel + k * lanes + c;
+      one.panel = work.panel + k * work.panel_step + c;
       one.width = std::min(work.width - c, vectors * int64_t{kLanes});
       for (int64_t i = 0, m = 0; i < tiles; ++i, ++done) {
         const int64_t height = count / tiles + (i < count % tiles);
@@ -276,11 +276,12 @@ struct Sums {
 };
 
 // Rows m0 to m1 by `words` words of one panel of `width` columns; y, bias and residual point at
-// row 0 and the panel's first column.
+// row 0 and the panel's first column. The panel's words are `panel_step` apart; 0: without gaps.
 template <class T>
 void multiply_panel(const Words& x, int64_t m0, int64_t m1, const word* panel, int64_t width,
                     int64_t words, T* y, int64_t y_stride, const Epilogue<T>& epilogue,
-                    const Cut& cut, const Ahead& ahead = {}, const Sums& sums = {}) {
+                    const Cut& cut, const Ahead& ahead = {}, const Sums& sums = {},
+                    int64_t panel_step = 0) {
   const int64_t lanes = round_up(width, kLanes);
   int64_t earlier = 0;
   for (int64_t m = m0; m < m1; m += kGroup) {
@@ -289,6 +290,7 @@ void multiply_panel(const Words& x, int64_t m0, int64_t m1, const word* panel, i
     work.row_stride = x.stride;
     work.row_step = x.step;
     work.panel = panel;
+    work.panel_step = panel_step ? panel_step : lanes;
     work.words = words;
     work.y = y + m * y_stride;
     work.y_stride = y_stride;
@@ -439,6 +441,7 @@ void multiply_across(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& w
       work.row_stride = stride;
       work.row_step = 1;
       work.panel = reinterpret_cast<const word*>(packed + m * words);
+      work.panel_step = round_up(width, kLanes);
       work.words = words;
       work.width = width;
       multiply_group(work, count, round_up(width, kLanes), nullptr, raw, cut);
@@ -535,14 +538,19 @@ void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_s
   const int64_t right = (K + kPanel - 1) / kPanel, longest = std::min(M, kRun);
   float* columns = scratch(Use::weights, packed_size<T>(K, longest));
   float* slab = scratch(Use::rows, packed_size<T>(std::min(N, kSlab), longest));
-  const Trial trial(Product::gradient, std::is_same_v<T, bf16>, M, N, K, kCuts, kNumCuts);
+  // Pairs of bfloat16 have to be put together; vectors past the end of the last row may not be read.
+  const bool can_lie = std::is_same_v<T, float> && K % kLanes == 0;
+  const Trial trial(Product::gradient, std::is_same_v<T, bf16>, M, N, K, kGradientCuts,
+                    can_lie ? kNumCuts + 1 : kNumCuts);
+  const bool lies = trial.cut().in_place;
   for (int64_t m = 0; m < M; m += kRun) {
     const int64_t run = std::min(kRun, M - m), words = words_of<T>(run);
     const bool adds = m || piece.adds;
-    pack_panels(Matrix<T>{b + m * b_stride, 1, b_stride}, K, run, kPanel, columns);
+    if (!lies) pack_panels(Matrix<T>{b + m * b_stride, 1, b_stride}, K, run, kPanel, columns);
     for (int64_t first = 0; first < N; first += kSlab) {
       const int64_t width = std::min(kSlab, N - first), left = (width + kPanel - 1) / kPanel;
-      pack_panels(Matrix<T>{a + m * a_stride + first, 1, a_stride}, width, run, kPanel, slab);
+      if (!lies)
+        pack_panels(Matrix<T>{a + m * a_stride + first, 1, a_stride}, width, run, kPanel, slab);
       const int64_t grain = kGrain / (words * kPanel * kPanel) + 1;
       parallel_for(0, left * right, grain, [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; ++i) {
@@ -553,11 +561,18 @@ void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_s
           float* const to_y = y + (first + n) * K + k;
           if constexpr (std::is_same_v<T, float>) {
             const Epilogue<T> before{nullptr, adds ? to_y : nullptr, K};
-            multiply_panel<T>(turned, 0, rows, panel, wide, words, to_y, K, before, trial.cut());
+            if (lies) {
+              const auto at = [](const T* p) { return reinterpret_cast<const word*>(p); };
+              multiply_panel<T>({at(a + m * a_stride + first + n), 1, a_stride}, 0, rows,
+                                at(b + m * b_stride + k), wide, words, to_y, K, before, trial.cut(),
+                                {}, {}, b_stride);
+            } else {
+              multiply_panel<T>(turned, 0, rows, panel, wide, words, to_y, K, before, trial.cut());
+            }
           } else {  // sums that are not rounded to T
             float* const sums = scratch(Use::sums, kPanel * kPanel);
-            multiply_panel<T>(turned, 0, rows, panel, wide, words, nullptr, 0, {}, trial.cut(), {},
-                              {nullptr, sums});
+            multiply_panel<T>(turned, 0, rows, panel, wide, words, reinterpret_cast<T*>(sums), kPanel,
+                              {}, trial.cut(), {}, {nullptr, sums});  // y is not written
             put_sums(sums, rows, wide, adds, to_y, K);
           }
         }

@@ -122,7 +122,7 @@ struct Stack {
 
 // y (N, K) = a (M, N) turned, by b (M, K), or that added to y: what a weight's gradient is, or those of
 // several weights over one input. Sums over M stay in float32, of bfloat16 too; their order is not
-// that of the rule above.
+// that of the rule above, but where pairs of bfloat16 are multiplied denormals are flushed as there.
 template <class T>
 void multiply_turned(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t M,
                      int64_t K, const Stack& y);

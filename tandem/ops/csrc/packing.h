@@ -185,6 +185,9 @@ TANDEM_INLINE v16 column_words(const Matrix<T>& m, int64_t first, int64_t count,
   };
   if constexpr (kPerWord<T> == 1) {
     return values(k);
+  } else if (count == kLanes && 2 * k + 1 < K) {
+    const T* p = m.data + 2 * k * m.column_stride + first * m.row_stride;
+    return from_bits(whole(load_halves(p)) | whole(load_halves(p + m.column_stride)) << 16);
   } else {
     const v16u low = bits(values(2 * k)) >> 16;
     const v16u high = 2 * k + 1 < K ? bits(values(2 * k + 1)) & 0xFFFF0000u : v16u{};

@@ -96,7 +96,8 @@ std::string choices() {
     } else {
       const Cut& cut = shape.cuts[shape.chosen];
       text += " " + std::to_string(cut.words) + " " + std::to_string(cut.columns) + " " +
-              std::to_string(cut.fetches_rows) + " " + std::to_string(cut.across) + "\n";
+              std::to_string(cut.fetches_rows) + " " + std::to_string(cut.across) + " " +
+              std::to_string(cut.in_place) + "\n";
     }
   }
   return text;

@@ -17,12 +17,16 @@ struct Cut {
   int64_t columns;  // of a tile: 64 (by 6 rows), 48 (by 8) or 32 (by 12)
   bool fetches_rows = false;  // whether a tile fetches the rows of the next one meanwhile
   bool across = false;        // lanes over the rows of x instead of the weight's (gemm.cpp)
+  bool in_place = false;      // of a weight's gradient: the factors are read where they lie
 };
 
 // What a processor with AVX-512 tries; the last one only for `multiply` with few rows.
 constexpr Cut kCuts[] = {{1024, 64}, {128, 64},        {1024, 32},
                          {256, 32},  {1024, 64, true}, {1024, 64, true, true}};
 constexpr int kNumCuts = 5, kNumCrossing = 6;
+// Of gradients; the last one only where `multiply_turned` can read float32 rows in whole vectors.
+constexpr Cut kGradientCuts[] = {{1024, 64}, {128, 64},        {1024, 32},
+                                 {256, 32},  {1024, 64, true}, {1024, 64, false, false, true}};
 constexpr int64_t kMostCrossing = 256;  // rows; beyond, packing a weight costs little
 
 enum class Product { forward, backward, packed, gradient };
@@ -49,7 +53,7 @@ class Trial {
 };
 
 // A line per shape: kind, type, most rows, N, K, then the cut (words, columns, fetches_rows,
-// across), or "measuring".
+// across, in_place), or "measuring".
 std::string choices();
 
 }  // namespace tandem
