@@ -52,7 +52,8 @@ class Modules:
             if module is None:
                 return False
             state = module.__dict__
-            # All children live, so an equal id is the same object: the tree is that of `modules()`.
+            # An equal id is the same object as long as that lives, which is seen at its own turn:
+            # so the tree is the one that `modules()` would walk.
             if _children(state) != children or state.get("forward") is not own_forward:
                 return False
             try:

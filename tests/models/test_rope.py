@@ -52,6 +52,15 @@ def test_it_does_not_decode_over_memory_and_says_why() -> None:
     assert not check_twin(model).trustworthy
 
 
+def test_the_border_follows_the_config() -> None:
+    model = longrope()
+    assert rope_border(model) == BORDER
+    model.config.rope_parameters["original_max_position_embeddings"] = BORDER - 4
+    assert rope_border(model) == BORDER - 4
+    model.config.rope_parameters["original_max_position_embeddings"] = BORDER
+    assert rope_border(model) == BORDER
+
+
 def test_one_that_never_turns_is_as_any_other() -> None:
     model = longrope(max_position_embeddings=BORDER)
     assert rope_border(model) is None

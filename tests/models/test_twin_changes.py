@@ -78,6 +78,50 @@ def test_an_epsilon_and_a_scale_of_one_layer() -> None:
     assert scaled(hidden_states(model, ragged_batch((9, 5))), own_states(model))
 
 
+def swapped(layers: nn.ModuleList) -> list[nn.Module]:
+    layers[0], layers[1] = layers[1], layers[0]
+    return list(layers)
+
+
+def in_two_places(layers: nn.ModuleList) -> list[nn.Module]:
+    old = list(layers)
+    layers[1].mlp = layers[0].mlp  # type: ignore[union-attr]
+    return old
+
+
+def replaced_and_kept(layers: nn.ModuleList) -> list[nn.Module]:
+    old: Any = layers[1]
+    kept = old.mlp.up_proj
+    old.mlp.up_proj = nn.Linear(kept.in_features, kept.out_features, bias=False)
+    return [kept]
+
+
+def replaced_and_freed(layers: nn.ModuleList) -> list[nn.Module]:
+    replaced_and_kept(layers)
+    return []
+
+
+def gone(layers: nn.ModuleList) -> list[nn.Module]:
+    old = list(layers)
+    del layers[1]
+    return old
+
+
+@pytest.mark.parametrize(
+    "change", [swapped, in_two_places, replaced_and_kept, replaced_and_freed, gone]
+)
+@torch.no_grad()
+def test_a_tree_that_is_changed(change: Any) -> None:
+    model: Any = tiny_model("llama").eval()
+    before = hidden_states(model, ragged_batch((9, 5)))
+    held = change(model.model.layers)  # the old modules live on, or do not
+    model.config.num_hidden_layers = len(model.model.layers)
+    now = hidden_states(model, ragged_batch((9, 5)))
+    assert not scaled(now, before, 1e-3)
+    assert scaled(now, own_states(model))
+    del held
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_twin_is_not_made_anew_for_nothing(family: str, tmp_path: Any) -> None:
     model = tiny_model(family)
