@@ -556,19 +556,15 @@ void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_s
         for (int64_t i = from; i < to; ++i) {
           const int64_t n = i / right * kPanel, k = i % right * kPanel;
           const int64_t rows = std::min(kPanel, width - n), wide = std::min(kPanel, K - k);
-          const Words turned{slab + n * words, 1, round_up(rows, kLanes)};
-          const word* const panel = reinterpret_cast<const word*>(columns + k * words);
+          const auto at = [](const auto* p) { return reinterpret_cast<const word*>(p); };
+          const Words turned = lies ? Words{at(a + m * a_stride + first + n), 1, a_stride}
+                                    : Words{at(slab + n * words), 1, round_up(rows, kLanes)};
+          const word* const panel = lies ? at(b + m * b_stride + k) : at(columns + k * words);
           float* const to_y = y + (first + n) * K + k;
           if constexpr (std::is_same_v<T, float>) {
-            const Epilogue<T> before{nullptr, adds ? to_y : nullptr, K};
-            if (lies) {
-              const auto at = [](const T* p) { return reinterpret_cast<const word*>(p); };
-              multiply_panel<T>({at(a + m * a_stride + first + n), 1, a_stride}, 0, rows,
-                                at(b + m * b_stride + k), wide, words, to_y, K, before, trial.cut(),
-                                {}, {}, b_stride);
-            } else {
-              multiply_panel<T>(turned, 0, rows, panel, wide, words, to_y, K, before, trial.cut());
-            }
+            multiply_panel<T>(turned, 0, rows, panel, wide, words, to_y, K,
+                              {nullptr, adds ? to_y : nullptr, K}, trial.cut(), {}, {},
+                              lies ? b_stride : 0);
           } else {  // sums that are not rounded to T
             float* const sums = scratch(Use::sums, kPanel * kPanel);
             multiply_panel<T>(turned, 0, rows, panel, wide, words, reinterpret_cast<T*>(sums), kPanel,
