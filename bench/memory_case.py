@@ -178,7 +178,8 @@ def _ppo(case: MemoryCase, models: Path, world: World, phases: Phases) -> Any:
     prompts = prompt_rows(random_ids([case.prompt] * case.prompts, vocabulary, seed=1))
 
     def step(number: int) -> None:
-        trainer.train_rlhf(trainer.generate_experience(prompts, step=number), step=number)
+        made = trainer.generate_experience(prompts, step=number, begins_update=True)
+        trainer.train_rlhf(made, step=number)
 
     return step
 

@@ -151,13 +151,19 @@ class TandemSide(Side):
             with learner.exact():  # float32 masters of weights in half precision
                 reset(learner.model, to)
 
-    def make(self, step: int = 1) -> Experience:
-        """Generate and score; the same answers whenever the weights are the same."""
-        return self.trainer.generate_experience(self.begin.prompts, step=step)
+    def make(self, step: int = 1, *, to_train: bool = False) -> Experience:
+        """Generate and score; the same answers whenever the weights are the same.
+
+        Args:
+            to_train: `train_rlhf` gets it next, as in `tandem train`.
+        """
+        return self.trainer.generate_experience(
+            self.begin.prompts, step=step, begins_update=to_train
+        )
 
     def run(self, number: int) -> Done:
         """One PPO step; `number` is not used, so that all rounds have the same answers."""
-        experience = self.make()
+        experience = self.make(to_train=True)
         return _done(experience.batch, self.trainer.train_rlhf(experience, step=1))
 
 
@@ -318,7 +324,7 @@ def agreement(work: Work) -> dict[str, float]:
     plain = PlainSide(work, begin, ())
     _move(tandem.engine.actor)
     _move(plain.loop.actor)
-    made = tandem.make()
+    made = tandem.make(to_train=True)
     scored = plain.loop.score(padded_left(made))
     mask, plain_mask = made.batch.response_mask, scored.sequences.response_mask
     if work.algorithm == "grpo" and work.dtype == "bf16":

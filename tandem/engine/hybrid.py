@@ -53,7 +53,7 @@ from tandem.types import PromptRow, Rollout, TokenBatch
 class PolicyNumbers:
     """What the scoring pass computes for a rollout; all (B, T) float32, 0 off the response.
 
-    ref_logprobs, values: None without a reference, or without a critic.
+    ref_logprobs, values: None without a reference; without a critic, or where not asked for.
     from_sampler: log-probs and entropy are those that the sampler kept.
     """
 
@@ -233,12 +233,13 @@ class RLHFEngine:
         mean, std = normalization(self.critic)
         return normalized_scores(raw, mean, std).masked_fill(~batch.response_mask, 0.0)
 
-    def policy_numbers(self, rollout: Rollout) -> PolicyNumbers:
+    def policy_numbers(self, rollout: Rollout, *, with_values: bool = True) -> PolicyNumbers:
         """The scoring pass: actor, reference and critic over a rollout, without gradient.
 
-        The actor's forward is skipped where the sampler's own numbers are the same.
+        The actor's forward is skipped where the sampler's own numbers are the same, the critic's
+        without `with_values`.
         """
-        from_sampler, critic = self.trusts_sampler, self.critic
+        from_sampler, critic = self.trusts_sampler, self.critic if with_values else None
 
         def forward(part: TokenBatch) -> tuple[Tensor, ...]:
             found = () if from_sampler else self.actor_logprobs(part, with_entropy=True)
@@ -259,6 +260,13 @@ class RLHFEngine:
         ref_logprobs = found.pop(0) if self.has_reference else None
         values = None if critic is None else found.pop(0)
         return PolicyNumbers(logprobs, entropy, ref_logprobs, values, from_sampler)
+
+    def all_values(self, batch: TokenBatch) -> Tensor:
+        """The critic's `values` of a whole batch, in micro-batches over the ranks; no gradient."""
+        assert self.critic is not None
+        with evaluating(self.critic):
+            tokens = self.settings.micro_batch_tokens
+            return scored(batch, tokens, lambda part: (self.values(part),), [self.critic])[0]
 
     @property
     def trusts_sampler(self) -> bool:

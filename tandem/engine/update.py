@@ -31,11 +31,13 @@ from tandem.types import TokenBatch
 @dataclass(frozen=True, slots=True)
 class MicroBatchLoss:
     """What one micro-batch adds: the loss (with gradient) and other metrics as sums over its units,
-    and `largest`, metrics of which the maximum over micro-batches counts."""
+    and `largest`, metrics of which the maximum over micro-batches counts. per_token: (M, T) numbers
+    of its rows, for a term that keeps them."""
 
     loss: Tensor
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     largest: Mapping[str, Tensor] = field(default_factory=dict)
+    per_token: Tensor | None = None
 
     def detached(self) -> MicroBatchLoss:
         """The numbers without their graph."""
@@ -56,6 +58,8 @@ class LossTerm:
     units: the count that sums are divided by, over all rows and ranks.
     loss: rows, by number, to their sums.
     batch: the rows themselves, where those of one prompt are to stay together.
+    keep: (B, T) float32, filled with what the micro-batches made `per_token`, the same on every
+        rank.
     """
 
     lengths: Sequence[int]
@@ -63,6 +67,48 @@ class LossTerm:
     loss: Callable[[Rows], MicroBatchLoss]
     coefficient: float = 1.0
     batch: TokenBatch | None = None
+    keep: Tensor | None = None
+
+
+@dataclass(slots=True)
+class BegunUpdate:
+    """The gradient that `begin_update` left in a learner, until it is used or dropped.
+
+    means: of each term, as `Update.learn` returns them; None once it was taken. steps_taken: the
+    learner's, when it was made.
+    """
+
+    learner: Learner
+    means: list[dict[str, float]] | None
+    steps_taken: int
+
+    def take(self) -> list[dict[str, float]] | None:
+        """The means, once, and whoever takes them steps; None, and no gradient, where the learner
+        has stepped since."""
+        if self.learner.steps_taken != self.steps_taken:
+            self.drop()
+        means, self.means = self.means, None
+        return means
+
+    def drop(self) -> None:
+        """Forget the gradient, unless it was taken."""
+        if self.means is not None:
+            self.means = None
+            self.learner.forget()
+
+
+def begin_update(
+    budget: MicroBatchBudget, learner: Learner, terms: Sequence[LossTerm]
+) -> BegunUpdate:
+    """Compute the gradient of the terms' sum, which a later `Update.learn` steps with.
+
+    Raises:
+        OutOfMemoryError: a micro-batch does not fit into memory.
+    """
+
+    means = budget.retry_on_oom(learner, lambda: _summed_up(learner, terms, budget.tokens))
+    learner.shards.reshard()
+    return BegunUpdate(learner, means, learner.steps_taken)
 
 
 class Update:
@@ -93,11 +139,14 @@ class Update:
         learner: Learner,
         terms: Sequence[LossTerm],
         check: Callable[[Mapping[str, float]], None] | None = None,
+        *,
+        begun: BegunUpdate | None = None,
     ) -> list[dict[str, float]]:
         """Compute the gradient of the terms' sum and step, now or at the end.
 
         Args:
             check: raises to refuse the first term's means, before anything has changed.
+            begun: `begin_update` of the same terms, if the gradient is there already.
         Returns:
             each term's means per unit by name, with `loss` and `rank_idle`; the same on every
             rank.
@@ -106,19 +155,21 @@ class Update:
                 weight has changed.
             OutOfMemoryError: a micro-batch does not fit into memory.
         """
-        return self._budget.retry_on_oom(learner, partial(self._learn, learner, terms, check))
+        work = partial(self._learn, learner, terms, check, begun)
+        return self._budget.retry_on_oom(learner, work)
 
     def _learn(
         self,
         learner: Learner,
         terms: Sequence[LossTerm],
         check: Callable[[Mapping[str, float]], None] | None,
+        begun: BegunUpdate | None,
     ) -> list[dict[str, float]]:
         try:
-            means = [
-                _accumulated(learner, term, self._budget.tokens, is_last=term is terms[-1])
-                for term in terms
-            ]
+            # A second try, after the step ran out of memory, finds nothing begun.
+            means = begun.take() if begun is not None else None
+            if means is None:
+                means = _summed_up(learner, terms, self._budget.tokens)
             for part in means:
                 _require_finite(learner, part)
             if check is not None:
@@ -185,6 +236,13 @@ def rehearse(budget: MicroBatchBudget, learner: Learner, loss: Callable[[int], T
     budget.retry_on_oom(learner, work)
 
 
+def _summed_up(
+    learner: Learner, terms: Sequence[LossTerm], max_tokens: int
+) -> list[dict[str, float]]:
+    """Add the gradient of the terms' sum; each term's means over all ranks."""
+    return [_accumulated(learner, term, max_tokens, is_last=term is terms[-1]) for term in terms]
+
+
 def _accumulated(
     learner: Learner, term: LossTerm, max_tokens: int, *, is_last: bool
 ) -> dict[str, float]:
@@ -195,13 +253,19 @@ def _accumulated(
     groups = []
     if term.batch is not None:
         groups = groups_of(term.batch, [cast(PreTrainedModel, learner.model)])
+    if term.keep is not None:
+        term.keep.zero_()
     parts = rank_micro_batches(term.lengths, max_tokens, world, groups)
     for rows, part in zip(rows_together([part.rows for part in parts]), parts, strict=True):
         found = term.loss(rows)
         loss = found.loss if term.coefficient == 1.0 else term.coefficient * found.loss
         learner.backward(loss, term.units, weight=part.weight, is_last=part.is_last and is_last)
         idle += part.idle * term.units
+        if term.keep is not None and found.per_token is not None and part.weight:
+            term.keep[rows.on(term.keep.device), : found.per_token.shape[1]] = found.per_token
         added.append((part.weight, found.detached()))
+    if term.keep is not None:
+        world.all_reduce_(term.keep)
     # Read after all are queued: a GPU that must answer in between runs out of work.
     totals: defaultdict[str, float] = defaultdict(float, rank_idle=idle)
     largest: dict[str, float] = {}

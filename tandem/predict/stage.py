@@ -181,8 +181,10 @@ def _phase_work(
         scored: list[PhaseWork] = []
         if has_reference(config, stage):
             scored.append(scoring(models.policy, frozen, work, pace))
-        scorers = num_reward_models(config, stage) + ("critic" in stage.trains)
-        scored += [scoring(models.value, replace(value, is_trained=False), work, pace)] * scorers
+        judge = replace(value, is_trained=False)
+        scored += [scoring(models.value, judge, work, pace)] * num_reward_models(config, stage)
+        if "critic" in stage.trains:
+            scored.append(scoring(models.value, judge, _beyond_first_update(work), pace))
         held += [models.value] * num_reward_models(config, stage)
         held += [models.policy] * (has_reference(config, stage) and not policy.lora_rank)
         if scored:
@@ -197,6 +199,17 @@ def _phase_work(
     policies = sum(FLOAT * shape.parameters for shape in held if not shape.is_scalar)
     return {"load": loading(size, policies, len(held), pace), **found,
             "save": saving(state, pace.machine)}  # fmt: skip
+
+
+def _beyond_first_update(work: Work) -> Work:
+    """Of the answers that are not in the step's first update, whose values come with it."""
+    left = 1.0 - work.passes / max(work.passes, work.updates)
+    return replace(
+        work,
+        tokens=left * work.tokens,
+        answered=left * work.answered,
+        sequences=left * work.sequences,
+    )
 
 
 def _with_memory(

@@ -6,7 +6,7 @@ PPO and the algorithms without a critic are values of one record, read by one tr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -189,14 +189,24 @@ def actor_loss(
 
 def critic_loss(engine: RLHFEngine, algorithm: Algorithm, part: Experience) -> MicroBatchLoss:
     """The critic's loss of some answers as a sum over response tokens."""
+    return _critic_loss(algorithm, part, engine.values(part.batch))
+
+
+def first_critic_loss(engine: RLHFEngine, algorithm: Algorithm, part: Experience) -> MicroBatchLoss:
+    """The same of answers that have no values yet, with their values `per_token`: before its update
+    the critic says what it said when the values were made, so one forward serves for both."""
+    values = engine.values(part.batch)
+    part = replace(part, values=values.detach())
+    part = replace(part, returns=algorithm.advantages(part)[1])
+    return replace(_critic_loss(algorithm, part, values), per_token=values.detach().float())
+
+
+def _critic_loss(algorithm: Algorithm, part: Experience, values: Tensor) -> MicroBatchLoss:
     assert part.values is not None
     assert part.returns is not None
     found = value_loss(
-        engine.values(part.batch),
-        part.values,
-        part.returns,
-        part.batch.response_mask,
+        values, part.values, part.returns, part.batch.response_mask,
         value_clip=algorithm.value_clip,
-    )
+    )  # fmt: skip
     sums = {"value_loss": found.loss, "value_clip_fraction": found.clipped}
     return MicroBatchLoss(found.loss, sums)

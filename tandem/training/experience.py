@@ -44,17 +44,38 @@ def make_experience(
 ) -> Experience:
     """Log-probs by actor and reference, values, rewards and advantages of a scored rollout.
 
+    Args: as `shaped_rewards`.
+        advantages_of: what is made of the rewards; None: the algorithm's.
+    Raises:
+        BadStepError: a number that comes out is not finite.
+        DataError: no answer could be scored.
+    """
+    shaped = shaped_rewards(rollout, scored, engine, algorithm, kl_coef=kl_coef, kept=kept)
+    return shaped.with_advantages(algorithm, advantages_of)
+
+
+def shaped_rewards(
+    rollout: Rollout,
+    scored: ScoredAnswers,
+    engine: RLHFEngine,
+    algorithm: Algorithm,
+    *,
+    kl_coef: float,
+    kept: Tensor | None = None,
+    with_values: bool = True,
+) -> Shaped:
+    """What an experience needs besides the advantages.
+
     Args:
         kl_coef: of the penalty, which needs a reference where it is not 0.
         kept: (B,) bool, the answers to learn from; None, or where none of them is scored: all. The
             others count in the metrics that speak of answers.
-        advantages_of: what is made of the rewards; None: the algorithm's.
+        with_values: the critic's values too, if there is one.
 
     Answers that nothing could score (a reward function's None, without a reward model) are counted
     in the metric `reward_unscored`, and left out unless `scoring.on_none` makes them 0.
 
     Raises:
-        BadStepError: a number that comes out is not finite.
         DataError: no answer could be scored.
     """
     if not bool(scored.is_scored.any()):
@@ -71,7 +92,7 @@ def make_experience(
         rows = kept.nonzero().flatten()
         rollout, scores = selected(rollout, rows), scores[rows]
     batch, mask = rollout.batch, rollout.batch.response_mask
-    numbers = engine.policy_numbers(rollout)
+    numbers = engine.policy_numbers(rollout, with_values=with_values)
     kl = torch.zeros_like(numbers.logprobs)
     if numbers.ref_logprobs is not None:
         kl = token_kl(numbers.logprobs, numbers.ref_logprobs, algorithm.reward_kl or "k1")
@@ -86,25 +107,52 @@ def make_experience(
         scores=scores,
         group=rollout.group,
         rollout=rollout,
-        metrics=metrics,
+        metrics=metrics | {"kl_coef": kl_coef},
     )
-    advantages, returns = (advantages_of or algorithm.advantages)(made)
-    metrics |= _policy_metrics(rollout, numbers, rewards, advantages)
-    if numbers.values is not None and returns is not None:
-        metrics |= _critic_metrics(numbers.values, returns, mask)
-    metrics["kl_coef"] = kl_coef
-    nothing = torch.zeros(())
-    _require_finite(
-        rewards=rewards,
-        values=nothing if numbers.values is None else numbers.values,
-        logprobs=numbers.logprobs,
-        kl=kl,
-        advantages=advantages,
-    )
-    if algorithm.whitens:
-        advantages = whiten(advantages, mask)
-    in_loss = rollout.finished if algorithm.overlong_filter else None
-    return replace(made, advantages=advantages, returns=returns, in_loss=in_loss)
+    return Shaped(made, numbers, kl)
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """An experience that lacks advantages, and perhaps values yet; what it was made of, and the KL
+    per token, (B, T)."""
+
+    experience: Experience
+    numbers: PolicyNumbers
+    kl: Tensor
+
+    def with_values(self, values: Tensor) -> Shaped:
+        """The same with the critic's values, (B, T)."""
+        return replace(self, experience=replace(self.experience, values=values))
+
+    def with_advantages(
+        self, algorithm: Algorithm, advantages_of: AdvantagesOf | None = None
+    ) -> Experience:
+        """The whole experience.
+
+        Raises:
+            BadStepError: a number that comes out is not finite.
+        """
+        made, numbers = self.experience, self.numbers
+        rollout, rewards, values = made.rollout, made.rewards, made.values
+        mask = made.batch.response_mask
+        advantages, returns = (advantages_of or algorithm.advantages)(made)
+        metrics = {**made.metrics, **_policy_metrics(rollout, numbers, rewards, advantages)}
+        if values is not None and returns is not None:
+            metrics |= _critic_metrics(values, returns, mask)
+        _require_finite(
+            rewards=rewards,
+            values=torch.zeros(()) if values is None else values,
+            logprobs=numbers.logprobs,
+            kl=self.kl,
+            advantages=advantages,
+        )
+        if algorithm.whitens:
+            advantages = whiten(advantages, mask)
+        in_loss = rollout.finished if algorithm.overlong_filter else None
+        return replace(
+            made, advantages=advantages, returns=returns, in_loss=in_loss, metrics=metrics
+        )
 
 
 _PER_ANSWER = (

@@ -50,12 +50,15 @@ def generation_flops(engine: RLHFEngine, rollout: Rollout) -> float:
 
 def scoring_flops(engine: RLHFEngine, rollout: Rollout, experience: Experience) -> float:
     """Of reference and critic, of the actor unless the sampler's log-probs serve, and of the reward
-    model over all answers. Where that has a tokenizer of its own, the actor's tokens count."""
+    model over all answers. Where that has a tokenizer of its own, the actor's tokens count.
+
+    The critic counts if the experience has values.
+    """
     # With adapters the reference is the actor without them.
     flops = 0.0
     if engine.has_reference:
         flops += batch_flops(engine.reference or engine.actor, experience.batch)
-    if engine.critic is not None:
+    if engine.critic is not None and experience.values is not None:
         flops += batch_flops(engine.critic, experience.batch)
     if not engine.trusts_sampler:
         flops += batch_flops(engine.actor, experience.batch)

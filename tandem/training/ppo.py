@@ -84,7 +84,7 @@ class PPOStage:
 
     def step(self, step: int, rows: Sequence[PromptRow], loop: StepLoop) -> dict[str, float]:
         """Answer the prompts and learn from the answers."""
-        experience = self.trainer.generate_experience(rows, step=step)
+        experience = self.trainer.generate_experience(rows, step=step, begins_update=True)
         loop.made(experience)
         values = self.trainer.train_rlhf(
             experience,

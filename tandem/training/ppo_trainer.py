@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,16 +22,31 @@ from tandem.engine.forward import Rows
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
-from tandem.engine.update import LossTerm, MicroBatchLoss, Update, training_mode
+from tandem.engine.update import (
+    BegunUpdate,
+    LossTerm,
+    MicroBatchLoss,
+    Update,
+    begin_update,
+    training_mode,
+)
 from tandem.errors import BadStepError, ConfigError, NumericsError
 from tandem.generation.sampler import sequence_key
 from tandem.metrics.timing import Phases
+from tandem.models.packed import drops_now
 from tandem.objectives.kl import adapted_kl_coef
 from tandem.objectives.policy import aggregation
-from tandem.training.algorithm import AdvantagesOf, Algorithm, actor_loss, algorithm_of, critic_loss
+from tandem.training.algorithm import (
+    AdvantagesOf,
+    Algorithm,
+    actor_loss,
+    algorithm_of,
+    critic_loss,
+    first_critic_loss,
+)
 from tandem.training.answering import Answering
 from tandem.training.dynamic_sampling import MorePrompts
-from tandem.training.experience import make_experience
+from tandem.training.experience import shaped_rewards
 from tandem.training.mixture import mixed_in, mixture_term
 from tandem.training.operations import (
     batch_flops,
@@ -115,6 +130,7 @@ class PPOTrainer:
         )
         self.budget = MicroBatchBudget(engine.settings, engine.world, print_line)
         self.kl_coef = rl.kl_coef
+        self._begun: _Begun | None = None
         if num_steps := num_steps or rl.steps:
             actor_steps = max(1, num_steps - algorithm.critic_warmup_steps)
             engine.actor_learner.schedule(num_updates(config, actor_steps))
@@ -127,29 +143,52 @@ class PPOTrainer:
         return self.rl.ratio_tolerance or RATIO_TOLERANCE[self.engine.dtype]
 
     def generate_experience(
-        self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
+        self,
+        prompts: Sequence[PromptRow],
+        *,
+        step: int,
+        numbers: Sequence[int] | None = None,
+        begins_update: bool = False,
     ) -> Experience:
         """Answer the prompts and score the answers.
 
         Args:
             step, numbers: with the seed they key the sampling (see `generate`).
+            begins_update: the experience goes to `train_rlhf` next. The critic's first gradient is
+                then made by the forward that its values come from, where nothing stands against
+                it (dropout, advantages of your own), and waits in its learner.
         """
+        self._drop_begun()
         kept = None
         if self.algorithm.sampling_rounds > 1:
             rollout, scored, kept = self.answering.with_signal(prompts, step, numbers)
         else:
             rollout, scored = self.answering.answered(prompts, step, numbers)
+        begins = begins_update and self._can_begin()
         with self.phases("score") as phase:
-            experience = make_experience(
+            shaped = shaped_rewards(
                 rollout,
                 scored,
                 self.engine,
                 self.algorithm,
                 kl_coef=self.kl_coef,
                 kept=kept,
-                advantages_of=self.advantages_of,
+                with_values=not begins,
             )
-            phase.flops = scoring_flops(self.engine, rollout, experience)
+            phase.flops = scoring_flops(self.engine, rollout, shaped.experience)
+        begun = None
+        if begins:
+            begun, values = self._begin_critic(shaped.experience, step)
+            shaped = shaped.with_values(values)
+        try:
+            with self.phases("score"):
+                experience = shaped.with_advantages(self.algorithm, self.advantages_of)
+        except BadStepError:
+            if begun is not None:
+                begun.drop()
+            raise
+        if begun is not None:
+            self._begun = _Begun.of(begun, experience, step)
         if kept is None:
             return experience
         rounds = (int(rollout.group.max()) + 1) / len(prompts)
@@ -158,7 +197,7 @@ class PPOTrainer:
     def train_rlhf(
         self, experience: Experience, *, step: int, skip: Skip | None = None
     ) -> dict[str, float]:
-        """Update actor and critic on an experience; returns the step's metrics.
+        """Update critic and actor on an experience; returns the step's metrics.
 
         Args:
             skip: hears of an update that was left out, and of the answers it was made on; without
@@ -170,17 +209,24 @@ class PPOTrainer:
         engine, log = self.engine, Means()
         trains_actor = step > self.algorithm.critic_warmup_steps
         epochs_done, stop = self.rl.epochs, False
+        begun = None
+        if self._begun is not None and self._begun.is_of(experience, step):
+            begun, self._begun = self._begun.update, None
+        self._drop_begun()
         # Only dropout draws from it, other numbers on every rank.
         torch.manual_seed(self.config.seed + step + (engine.world.rank << 40))
         with self.phases("train") as phase, training_mode(*engine.trained_models):
             for number, rows in self._minibatches(experience, step):
                 minibatch = experience.select(rows)
                 with _left_out(minibatch, skip), Update(self.budget) as update:
-                    if trains_actor:
-                        with _left_out(minibatch, skip):
-                            stop = self._update_actor(update, minibatch, log, step, number)
+                    # The critic first: its gradient may be there already.
                     if engine.critic_learner is not None:
-                        self._update_critic(update, engine.critic_learner, minibatch, log)
+                        with _left_out(minibatch, skip):
+                            self._update_critic(
+                                update, engine.critic_learner, minibatch, log, begun
+                            )
+                    if trains_actor:
+                        stop = self._update_actor(update, minibatch, log, step, number)
                 self._note_steps(update, log)
                 rows = self._with_gradient(minibatch)
                 if len(rows):
@@ -293,21 +339,67 @@ class PPOTrainer:
         return 0 < self.rl.early_stop_kl < means["policy_kl"]
 
     def _update_critic(
-        self, update: Update, learner: Learner, minibatch: Experience, log: Means
+        self,
+        update: Update,
+        learner: Learner,
+        minibatch: Experience,
+        log: Means,
+        begun: BegunUpdate | None,
     ) -> None:
-        """Train the critic."""
+        """Train the critic; what was begun is of the first minibatch."""
 
         def loss(rows: Rows) -> MicroBatchLoss:
             return critic_loss(self.engine, self.algorithm, self._part(minibatch, rows))
 
-        batch = minibatch.batch
-        lengths, count = batch.on_host().lengths().tolist(), batch.num_response_tokens
-        term = LossTerm(lengths, count, loss, batch=batch)
         learning_rate = learner.learning_rate
-        (means,) = update.learn(learner, [term])
+        (means,) = update.learn(learner, [_critic_term(minibatch, loss)], begun=begun)
         for name in ("value_loss", "value_clip_fraction", "rank_idle"):
             log.add(name, means[name])
         log.add("critic_learning_rate", learning_rate)
+
+    def _can_begin(self) -> bool:
+        """Whether the forward of the critic's first gradient makes its values too."""
+        critic = self.engine.critic
+        if critic is None or self.advantages_of is not None:
+            return False
+        with training_mode(critic):
+            return not drops_now(critic)
+
+    def _begin_critic(self, made: Experience, step: int) -> tuple[BegunUpdate, Tensor]:
+        """The critic's gradient over the step's first minibatch, and the values of all answers.
+
+        Only those of the first minibatch: the others' forward in training is by other weights.
+        """
+        engine, learner = self.engine, self.engine.critic_learner
+        assert engine.critic is not None
+        assert learner is not None
+        _, rows = next(self._minibatches(made, step))
+        values = torch.zeros_like(made.rewards)
+        others = torch.ones(len(made), dtype=torch.bool).index_fill(0, rows, value=False)
+        if bool(others.any()):
+            with self.phases("score") as phase:
+                place = others.nonzero().flatten()
+                batch = made.batch.select(place)
+                found = engine.all_values(batch)
+                values[place.to(values.device), : found.shape[1]] = found
+                phase.flops = batch_flops(engine.critic, batch)
+        minibatch = made.select(rows)
+        kept = torch.zeros_like(minibatch.rewards)
+
+        def loss(part: Rows) -> MicroBatchLoss:
+            return first_critic_loss(engine, self.algorithm, self._part(minibatch, part))
+
+        # The operations count where the update ends.
+        with self.phases("train"), training_mode(engine.critic):
+            term = replace(_critic_term(minibatch, loss), keep=kept)
+            begun = begin_update(self.budget, learner, [term])
+        values[rows.to(values.device), : kept.shape[1]] = kept
+        return begun, values
+
+    def _drop_begun(self) -> None:
+        if self._begun is not None:
+            self._begun.update.drop()
+            self._begun = None
 
     def _note_steps(self, update: Update, log: Means) -> None:
         """Log the steps that were taken; the average follows the actor's."""
@@ -361,6 +453,55 @@ class PPOTrainer:
                 horizon=rl.kl_horizon,
                 num_answers=len(experience),
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """The critic's first gradient of a step, and what it was made of."""
+
+    update: BegunUpdate
+    experience: Experience
+    step: int
+    versions: tuple[int, ...]
+
+    @staticmethod
+    def of(update: BegunUpdate, experience: Experience, step: int) -> _Begun:
+        versions = _versions(experience)
+        return _Begun(update, experience, step, versions)
+
+    def is_of(self, experience: Experience, step: int) -> bool:
+        """Whether that step's update of the experience begins with it: the same tensors, which
+        nobody has written to since."""
+        given = _learned_from(experience)
+        return (
+            step == self.step
+            and all(a is b for a, b in zip(given, _learned_from(self.experience), strict=True))
+            and _versions(experience) == self.versions
+        )
+
+
+def _learned_from(experience: Experience) -> list[Tensor | None]:
+    """What the critic's gradient and the choice of minibatches depend on."""
+    batch = experience.batch
+    return [
+        batch.token_ids,
+        batch.attention_mask,
+        batch.response_mask,
+        experience.values,
+        experience.returns,
+        experience.group,
+        experience.in_loss,
+    ]
+
+
+def _versions(experience: Experience) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in _learned_from(experience) if tensor is not None)
+
+
+def _critic_term(minibatch: Experience, loss: Callable[[Rows], MicroBatchLoss]) -> LossTerm:
+    batch = minibatch.batch
+    lengths = batch.on_host().lengths().tolist()
+    return LossTerm(lengths, batch.num_response_tokens, loss, batch=batch)
 
 
 def _require_roles(

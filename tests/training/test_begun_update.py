@@ -1,0 +1,254 @@
+"""The critic's first gradient, made by the forward that its values come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.data.render import Renderer
+from tandem.engine.hybrid import RLHFEngine
+from tandem.engine.learner import Learner
+from tandem.errors import BadStepError
+from tandem.models.load import load_tokenizer
+from tandem.parallel.world import World
+from tandem.training.algorithm import AdvantagesOf
+from tandem.training.make_engine import make_engine
+from tandem.training.ppo_trainer import PPOTrainer
+from tandem.types import Experience, Message, PromptRow
+from tests.ranks import on_ranks
+from tests.tiny import tiny_config
+
+WORDS = ("cat", "elephant", "sun", "green", "a", "house", "yes", "nineteen")
+ONE_UPDATE = {"ppo__minibatch_size": 8, "ppo__epochs": 1}
+
+
+def vowels(prompts: list[str], completions: list[str], **columns: object) -> list[float | None]:
+    return [sum(char in "aeiou" for char in text) / max(1, len(text)) for text in completions]
+
+
+def make(
+    model: str,
+    folder: Path,
+    *,
+    world: World | None = None,
+    advantages_of: AdvantagesOf | None = None,
+    reward: Callable[..., Any] = vowels,
+    **changes: object,
+) -> tuple[PPOTrainer, list[PromptRow]]:
+    torch.manual_seed(0)
+    config = tiny_config(folder, model, "unused", **changes)
+    engine = make_engine(actor=model, config=config, world=world)
+    renderer = Renderer(load_tokenizer(model))
+    prompts = [renderer.prompt([Message("user", f"Say the word {word}.")]) for word in WORDS]
+    trainer = PPOTrainer(
+        engine, config, num_steps=10, reward_function=reward, advantages_of=advantages_of
+    )
+    return trainer, prompts
+
+
+def after_steps(
+    trainer: PPOTrainer, prompts: Sequence[PromptRow], *, begins: bool, steps: int = 3
+) -> tuple[Tensor, list[dict[str, float]]]:
+    """All trained weights, and every step's metrics."""
+    metrics = []
+    for step in range(1, steps + 1):
+        made = trainer.generate_experience(prompts, step=step, begins_update=begins)
+        found = {**made.metrics, **trainer.train_rlhf(made, step=step)}
+        metrics.append({k: v for k, v in found.items() if "seconds" not in k})
+    weights = [p.detach().float().flatten() for m in trainer.engine.trained_models
+               for p in m.parameters()]  # fmt: skip
+    return torch.cat(weights), metrics
+
+
+@pytest.fixture
+def rows_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every forward of the critic."""
+    rows: list[int] = []
+    values = RLHFEngine.values
+
+    def counted(self: RLHFEngine, batch: Any) -> Tensor:
+        rows.append(len(batch))
+        return values(self, batch)
+
+    monkeypatch.setattr(RLHFEngine, "values", counted)
+    return rows
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": "bf16"},
+        {"dtype": "fp16"},
+        {"micro_batch_tokens": 64},
+        {"ppo__lam": 0.9, "ppo__gamma": 0.97, "ppo__kl_coef": 0.3},
+        {"sampling__samples_per_prompt": 2, "ppo__minibatch_size": 16},
+        {"lora__rank": 4},
+        {"ppo__critic_warmup_steps": 2},
+        {"gradient_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_one_update_of_all_answers_is_the_same_with_half_of_the_critics_forwards(
+    tiny_model: str, tmp_path: Path, rows_run: list[int], changes: dict[str, object]
+) -> None:
+    found, forwards = [], []
+    for begins in (False, True):
+        trainer, prompts = make(tiny_model, tmp_path, **{**ONE_UPDATE, **changes})
+        rows_run.clear()
+        found.append(after_steps(trainer, prompts, begins=begins))
+        forwards.append(sum(rows_run))
+    (plain, metrics), (begun, begun_metrics) = found
+    assert torch.equal(plain, begun)
+    assert metrics == begun_metrics
+    assert metrics[0]["value_loss"] > 0
+    assert forwards[0] == 2 * forwards[1]
+
+
+def test_of_several_updates_only_the_first_saves_its_forward(
+    tiny_model: str, tmp_path: Path, rows_run: list[int]
+) -> None:
+    found, forwards = [], []
+    for begins in (False, True):
+        trainer, prompts = make(tiny_model, tmp_path, ppo__minibatch_size=3, ppo__epochs=2)
+        rows_run.clear()
+        found.append(after_steps(trainer, prompts, begins=begins, steps=2))
+        forwards.append(sum(rows_run))
+    torch.testing.assert_close(found[0][0], found[1][0], atol=1e-6, rtol=1e-5)
+    assert forwards == [2 * (8 + 2 * 8), 2 * (8 - 3 + 2 * 8)]
+
+
+def _step_on_ranks(world: World, model: str, folder: Path, begins: bool, stage: int) -> Tensor:
+    trainer, prompts = make(
+        model,
+        folder,
+        world=world,
+        parallel__critic_zero_stage=stage,
+        micro_batch_tokens=1,
+        **ONE_UPDATE,
+    )
+    # The long row keeps one rank busy, which fills up with a short row of the other's, of weight 0.
+    prompts[0] = trainer.engine.renderer.prompt([Message("user", "Say the word " + "cat " * 20)])
+    weights = []
+    for step in (1, 2):
+        made = trainer.generate_experience(prompts[:3], step=step, begins_update=begins)
+        assert made.values is not None
+        weights.append(made.values.flatten())
+        trainer.train_rlhf(made, step=step)
+    critic = trainer.engine.critic
+    assert critic is not None
+    named = trainer.engine.learners["critic"].weights()
+    weights += [getattr(w, "full_tensor", lambda w=w: w)().flatten() for w in named.values()]
+    return torch.cat(weights)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_several_ranks_make_the_same_update(tiny_model: str, tmp_path: Path, stage: int) -> None:
+    alone = _step_on_ranks(World(), tiny_model, tmp_path, True, 0)
+    plain = on_ranks(2, _step_on_ranks, tiny_model, tmp_path, False, stage)
+    begun = on_ranks(2, _step_on_ranks, tiny_model, tmp_path, True, stage)
+    for rank in range(2):
+        torch.testing.assert_close(begun[rank], plain[rank], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(begun[rank], alone, atol=2e-5, rtol=1e-4)
+
+
+def _doubled(made: Experience) -> Experience:
+    assert made.returns is not None
+    return replace(made, returns=2 * made.returns)
+
+
+def _written_to(made: Experience) -> Experience:
+    assert made.returns is not None
+    made.returns.mul_(2)
+    return made
+
+
+@pytest.mark.parametrize("change", [_doubled, _written_to])
+def test_an_experience_that_was_changed_makes_its_own_gradient(
+    tiny_model: str, tmp_path: Path, change: Callable[[Experience], Experience]
+) -> None:
+    weights = []
+    for begins in (False, True):
+        trainer, prompts = make(tiny_model, tmp_path, **ONE_UPDATE)
+        made = trainer.generate_experience(prompts, step=1, begins_update=begins)
+        trainer.train_rlhf(change(made), step=1)
+        weights.append(after_steps(trainer, prompts, begins=False, steps=0)[0])
+    assert torch.equal(*weights)
+
+
+def test_what_was_begun_for_another_step_or_experience_is_dropped(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    weights = []
+    for begins in (False, True):
+        trainer, prompts = make(tiny_model, tmp_path, **ONE_UPDATE)
+        first = trainer.generate_experience(prompts, step=1, begins_update=begins)
+        trainer.generate_experience(prompts, step=2, begins_update=begins)
+        trainer.train_rlhf(first, step=1)
+        later = trainer.generate_experience(prompts, step=3, begins_update=begins)
+        trainer.train_rlhf(later, step=4)
+        weights.append(after_steps(trainer, prompts, begins=False, steps=0)[0])
+    assert torch.equal(*weights)
+
+
+def _own(made: Experience) -> tuple[Tensor, Tensor]:
+    advantages = made.rewards.flip(0) * made.batch.response_mask
+    return advantages, advantages
+
+
+@pytest.mark.parametrize("reason", ["dropout", "advantages"])
+def test_nothing_is_begun_where_the_forwards_differ(
+    tiny_model: str, tmp_path: Path, rows_run: list[int], reason: str
+) -> None:
+    changes: dict[str, Any] = {"dropout": 0.1} if reason == "dropout" else {"advantages_of": _own}
+    trainer, prompts = make(tiny_model, tmp_path, **{**ONE_UPDATE, **changes})
+    trainer.generate_experience(prompts, step=1, begins_update=True)
+    assert sum(rows_run) == 8
+    critic = trainer.engine.critic
+    assert critic is not None
+    assert all(p.grad is None for p in critic.parameters())
+
+
+def test_a_step_without_memory_makes_the_gradient_again(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Learner.step
+    failures = ["critic"]
+
+    def fails_once(self: Learner) -> float:
+        if self.name in failures:
+            failures.remove(self.name)
+            raise torch.OutOfMemoryError("out of memory")
+        return step(self)
+
+    monkeypatch.setattr(Learner, "step", fails_once)
+    weights = []
+    for begins in (False, True):
+        failures[:] = ["critic"]
+        trainer, prompts = make(
+            tiny_model, tmp_path, halve_micro_batches=True, micro_batch_tokens=512, **ONE_UPDATE
+        )
+        weights.append(after_steps(trainer, prompts, begins=begins, steps=1)[0])
+        assert not failures
+    assert torch.equal(*weights)
+
+
+def test_a_rollout_that_is_refused_leaves_no_gradient(tiny_model: str, tmp_path: Path) -> None:
+    def broken(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+        return [0.5] * len(completions)
+
+    trainer, prompts = make(tiny_model, tmp_path, reward=broken, **ONE_UPDATE)
+    critic = trainer.engine.critic
+    assert critic is not None
+    with torch.no_grad():
+        head = next(p for name, p in critic.named_parameters() if p.shape[0] == 1)
+        head.fill_(torch.nan)
+    with pytest.raises(BadStepError, match="values of the rollout must be finite"):
+        trainer.generate_experience(prompts, step=1, begins_update=True)
+    assert all(p.grad is None for p in critic.parameters())
