@@ -25,6 +25,7 @@ from tandem.models.load import load_causal_lm, load_weights, open_decoder
 from tandem.models.lora import SCALAR_HEAD, scalar_head
 from tandem.models.packed import last_states, predictor_states
 from tandem.models.source import Located
+from tandem.models.twin import twin_of
 from tandem.types import TokenBatch
 
 
@@ -139,8 +140,8 @@ def head_outputs_by_row(model: PreTrainedModel, hidden: Tensor, counts: Sequence
 
 
 def _head_outputs(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """(n, D) -> (n,) float32."""
-    head = _require_head(model)
+    """(n, D) -> (n,) float32, by the twin's head, whose rows do not depend on their number."""
+    head = _require_head(twin_of(model))
     # Some families (Mamba) keep residuals, and so hidden states, in float32 beside half weights.
     return head(hidden.to(head.weight.dtype)).squeeze(-1).float()
 

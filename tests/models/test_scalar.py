@@ -25,6 +25,7 @@ from tandem.models.scalar import (
     set_normalization,
     token_values,
 )
+from tandem.ops import native
 from tandem.types import TokenBatch
 
 from .families import (
@@ -61,6 +62,20 @@ def test_scores_and_values_against_hugging_faces_pooling(family: str) -> None:
         for t in range(1, n):  # the value before token t: what the class says of the row cut there
             prefix = model(batch.token_ids[row : row + 1, :t]).logits[0, 0]
             assert torch.isclose(values[row, t], prefix, atol=2e-5), (row, t)
+
+
+@pytest.mark.skipif(not native.available(), reason="rows depend on themselves alone in C++")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_scores_and_values_do_not_depend_on_the_other_rows(dtype: torch.dtype) -> None:
+    model = tiny_scalar("llama").to(dtype)
+    batch = ragged_batch((9, 5, 21, 2, 17, 30))
+    scores, values = sequence_scores(model, batch), token_values(model, batch)
+    for rows in ([3], [0, 2], [1, 4, 5], [5, 4, 3, 2, 1]):
+        part = batch.select(torch.tensor(rows))
+        width = part.token_ids.shape[1]
+        assert torch.equal(sequence_scores(model, part), scores[rows]), rows
+        assert torch.equal(token_values(model, part), values[rows, :width]), rows
 
 
 @torch.no_grad()
