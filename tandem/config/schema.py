@@ -308,6 +308,10 @@ class RunConfig:
     hybrid_engine: bool = knob(True, common=RL)
     """Generate with Tandem's engine on the training weights; off: with Hugging Face's `generate` on
     the same weights, slower, for comparison."""
+    kept_states: float = knob(0.1, ge=0, le=1)
+    """On a CPU, in a stage with one update per rollout: what generation computed in the actor's
+    layers is kept for the update, which then does not run them again, where it takes at most this
+    share of the free memory. 0: nothing is kept. No number changes."""
     generation_batch_size: int = knob(64, ge=1)
     """Most answers generated in parallel; fewer if their logits would exceed 64 MiB (512 MiB on a
     GPU). TRL's knob of this name is the rollout's size: here ppo.prompts_per_step *

@@ -29,6 +29,7 @@ from tandem.models.packed import (
     prompt_groups,
     response_tokens,
 )
+from tandem.models.replayed import KeptStates
 from tandem.models.tensor_parallel import sliced_twin
 from tandem.models.twin import decodes, standing_in, without_hooks
 from tandem.objectives.logprobs import scatter_to_tokens, token_logprobs
@@ -92,17 +93,20 @@ def response_logprobs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    kept: KeptStates | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each response token and the entropy it was chosen with, with gradient.
 
     Only response tokens go through the vocabulary head, in chunks.
 
+    Args:
+        kept: as of `predictor_states`.
     Returns:
         logprobs and entropy, (B, T) float32 nats, 0 off the response.
     """
 
     def forward() -> tuple[Tensor, Tensor]:
-        selected = predictor_states(model, batch)
+        selected = predictor_states(model, batch, kept)
         head = vocabulary_head(model)
         logprobs, entropy = token_logprobs(
             head,

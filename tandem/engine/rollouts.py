@@ -17,6 +17,7 @@ from tandem.config.schema import SamplingConfig
 from tandem.engine.forward import balanced, generation_weights
 from tandem.generation.following import Following
 from tandem.generation.generator import Stops, generate
+from tandem.generation.keeping import StateKeeper
 from tandem.models.modes import evaluating
 from tandem.models.twin import decodes
 from tandem.parallel.shard import shards_of
@@ -44,12 +45,13 @@ def rollout_of(
     step: int,
     numbers: Sequence[int] | None = None,
     following: Following | None = None,
+    keeper: StateKeeper | None = None,
 ) -> Rollout:
     """A placed policy's answers as a run is configured to sample them.
 
     Args:
         step, numbers: with the seed they key the sampling (see `generation.generate`).
-        following: as there; for one rank alone.
+        following, keeper: as there; for one rank alone.
     """
     group = tensor_group(shards_of(model).world, settings.parallel.inference_tp_size)
     with generating(model, group):
@@ -62,6 +64,7 @@ def rollout_of(
             numbers=numbers,
             group=group,
             following=following,
+            keeper=keeper,
         )
 
 
@@ -75,6 +78,7 @@ def shared_rollout(
     numbers: Sequence[int] | None = None,
     group: TensorGroup | None = None,
     following: Following | None = None,
+    keeper: StateKeeper | None = None,
 ) -> Rollout:
     """`rollout_of` inside `forward.generation_weights`; the texts do not depend on the ranks.
 
@@ -103,6 +107,7 @@ def shared_rollout(
             # A group's ranks must schedule alike.
             agreed_blocks=int if group is None else group.lowest,
             following=following,
+            keeper=keeper if world.size == 1 else None,
         )
 
     if world.size == 1:

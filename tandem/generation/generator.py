@@ -22,6 +22,8 @@ from tandem.generation import hf_generate
 from tandem.generation.blocks import affordable_blocks, blocks_for
 from tandem.generation.detokenizer import AnswerText
 from tandem.generation.following import Followed, Following
+from tandem.generation.keeping import StateKeeper
+from tandem.generation.native_runner import NativeRunner
 from tandem.generation.record import Record
 from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Draw, Sampler, sequence_key
@@ -68,6 +70,7 @@ def generate(
     agreed_blocks: Callable[[int], int] = int,
     by_hugging_face: bool = False,
     following: Following | None = None,
+    keeper: StateKeeper | None = None,
 ) -> Rollout:
     """Answer each prompt `sampling.samples_per_prompt` times.
 
@@ -89,10 +92,10 @@ def generate(
             the same answers and must let them in alike.
         by_hugging_face: through Hugging Face's `generate`, whatever the family: to compare.
         following: names prompts to answer after these, while answers end; their numbers count on.
-            Only for families that `decodes` knows.
+            Only for families that `decodes` knows, and without a `keeper` of tokens' states.
     Returns:
         P * samples rows, the samples of a prompt side by side, on the model's device; P counts
-        those that followed. None of the last eight arguments before `following` changes any of it
+        those that followed. None of the last nine arguments but `following` changes any of it
         (on a CPU with the C++ operations, to the last bit; through Hugging Face up to rounding).
     Raises:
         GenerationError: a prompt is empty, a prompt or a logit bias names tokens that the model
@@ -101,30 +104,29 @@ def generate(
         NumericsError: nothing could be drawn, because a logit was NaN or every token forbidden.
     """
     _check_prompts(model, prompts, sampling.max_new_tokens)
-    numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
     sampler = Sampler(sampling, stops.stop_token_ids, model.device, vocabulary_size(model))
     batch_size = rows_together(model, batch_size)
+    numbers = prompt_numbers or range(len(prompts))
     made = _RequestMaker(model, sampler, sampling, stops, seed, step, numbers)
     by_prompt = [made.requests(row, place) for place, row in enumerate(prompts)]
     requests = [request for group in by_prompt for request in group]
     if not decodes(model) or by_hugging_face:
         draws = _drawn_compatibly(model, requests, stops, batch_size)
         return _rollout(prompts, requests, draws, stops)
-    followed, longest = None, 0
+    followed, longest = None, 0 if following is None else following.longest
     if following is not None:
         followed = Followed(following, prompts, by_prompt, made.requests, made.answers)
-        longest = following.longest
     groups = by_prompt if share_prompts else [[request] for request in requests]
     if kv_blocks is None:
         kv_blocks = agreed_blocks(_kv_blocks(model, groups, batch_size, longest))
     draws = _drawn_side_by_side(
         model, groups, stops, followed, slots=batch_size, num_blocks=kv_blocks, refill=refill,
         prefill_tokens=prefill_tokens, chunk_tokens=chunk_tokens, share_prefixes=share_prompts,
+        keeper=None if followed else keeper,
     )  # fmt: skip
     if followed is not None:
-        prompts = followed.prompts
-        requests = [request for group in followed.groups for request in group]
-    return _rollout(prompts, requests, draws, stops)
+        prompts, requests = followed.prompts, [r for group in followed.groups for r in group]
+    return _rollout(prompts, requests, draws, stops, keeper)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +247,7 @@ def _drawn_side_by_side(
     followed: Followed | None,
     *,
     slots: int,
+    keeper: StateKeeper | None,
     **how: Any,
 ) -> Draw:
     """All draws, (requests, limit); the requests know their ends. `how`: as `Session` takes it."""
@@ -261,6 +264,10 @@ def _drawn_side_by_side(
         record=record,
         **how,
     )
+    if keeper is not None and isinstance(session.runner, NativeRunner):
+        tokens = sum(len(group[0].prompt) + samples * (limit - 1) for group in groups)
+        if states := keeper.begin(model, tokens, len(groups) * samples, limit):
+            session.keep(keeper, states)
     try:
         # The longest first: while the last answers end, what is left is short.
         for group in sorted(groups, key=lambda group: -len(group[0].prompt)):
@@ -310,7 +317,11 @@ def _drawn_compatibly(
 
 
 def _rollout(
-    prompts: Sequence[PromptRow], requests: list[Request], draws: Draw, stops: Stops
+    prompts: Sequence[PromptRow],
+    requests: list[Request],
+    draws: Draw,
+    stops: Stops,
+    keeper: StateKeeper | None = None,
 ) -> Rollout:
     device = draws.tokens.device
     samples = len(requests) // len(prompts)
@@ -325,6 +336,8 @@ def _rollout(
         for i, request in enumerate(requests)
     ]
     batch = TokenBatch.from_rows(rows, stops.pad_token_id).to(device)
+    if keeper is not None:
+        keeper.end(requests, batch.token_ids.shape[1])
     lengths = torch.tensor([request.length for request in requests], device=device)
     drawn = torch.arange(draws.tokens.shape[1], device=device) < lengths[:, None]
     broken = (draws.logprobs.isnan() | draws.sampled_logprobs.isnan()) & drawn

@@ -147,6 +147,10 @@ class NativeRunner(TwinRunner):
             base.norm._eps, attention.scaling,
         )  # fmt: skip
 
+    def keep(self, states: list[Tensor]) -> None:
+        """Keep the states of every token from now on (`LlamaDecoder::keep`)."""
+        self._decoder.keep(states)
+
     def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
         """As `Runner` says."""
         logits: Tensor = self._decoder.step(token_ids, positions, tables)

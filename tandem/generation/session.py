@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.generation.batch_state import Part, Rows
+from tandem.generation.keeping import StateKeeper
+from tandem.generation.native_runner import NativeRunner
 from tandem.generation.observed import observe, read_observed
 from tandem.generation.prefixes import PrefixPool
 from tandem.generation.record import Record
@@ -83,6 +85,7 @@ class Session:
         self.runner = self._make_runner()
         self.rows = Rows(slots, table_width, model.device)
         self._memory = memory
+        self._keeper: StateKeeper | None = None
         # On a CPU more in one forward are no faster, and their activations take memory.
         width = model.config.get_text_config().hidden_size
         self._prefill_tokens = prefill_tokens
@@ -128,6 +131,12 @@ class Session:
         self._scheduler.pool.forget_all()
         self.runner.close()
         self.runner = self._make_runner()
+
+    def keep(self, keeper: StateKeeper, states: list[Tensor]) -> None:
+        """Keep the states of every token from now on, where the native runner runs them."""
+        assert isinstance(self.runner, NativeRunner)
+        self.runner.keep(states)
+        self._keeper = keeper
 
     @property
     def num_free_blocks(self) -> int:
@@ -179,6 +188,8 @@ class Session:
             live = self.rows.live
             logits = self.runner.decode(live.token_ids, live.positions, live.tables)
             self._step += 1
+            if self._keeper is not None:
+                self._keeper.decoded(live.token_ids, live.places)
             self._draw(logits, live)
         return drawn + self._look()
 
@@ -214,6 +225,8 @@ class Session:
         for request in requests:
             request.begun = self._step
             self._limits.setdefault(self._step + request.limit - 1, []).append(request)
+        if self._keeper is not None:
+            self._keeper.entered(ready)
         self._draw(logits, part)
         return True
 
@@ -251,11 +264,13 @@ class Session:
         tables = [group.blocks + [0] * (width - len(group.blocks)) for group, _, _ in parts]
         tokens = [t for group, start, n in parts for t in group.prompt[start : start + n]]
         logits = self.runner.prefill(
-            gpu.sent(tokens, device),
+            token_ids := gpu.sent(tokens, device),
             [count for _, _, count in parts],
             gpu.sent(tables, device, torch.int32),
             [start for _, start, _ in parts],
         )
+        if self._keeper is not None:
+            self._keeper.ran_prompts(token_ids, parts)
         for (group, start, count), row in zip(parts, logits, strict=True):
             if start + count == len(group.prompt):
                 group.logits = row

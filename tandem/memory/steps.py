@@ -24,6 +24,7 @@ from tandem.memory.work import (
     generation_bytes,
     logits_bytes,
     narrows,
+    states_bytes,
 )
 
 
@@ -35,7 +36,8 @@ class PPOWork:
     micro-batch, of which `answered` are response tokens. packs: decoding reads a second, packed
     copy. slices: ranks that hold slices of the actor while it generates. num_reward_models:
     that score, 0 where only a function does. has_critic, has_reference: the step has those roles.
-    hosted: frozen models (`reference`, `reward`) in host memory.
+    hosted: frozen models (`reference`, `reward`) in host memory. states: tokens whose states are
+    kept from the rollout for the actor's update.
     """
 
     rows: int
@@ -49,6 +51,7 @@ class PPOWork:
     has_critic: bool = True
     has_reference: bool = True
     hosted: tuple[str, ...] = ()
+    states: int = 0
 
 
 def supervised_memory(
@@ -137,9 +140,14 @@ def ppo_memory(
             "weights in flight": _in_flight_of(scoring),
             "logits": logits_bytes(actor, answered, policy, backward=False),
         }
-    phases["train actor"] = _training(actor, policy, roles["actor"], tokens, answered)
+    training = _training(actor, policy, roles["actor"], tokens, answered)
     if work.has_critic:
         phases["train critic"] = _training(critic, value, roles["critic"], tokens, answered)
+    if work.states:  # from the second step on; in the first the actor runs
+        kept: Bytes = {"kept states": states_bytes(actor, work.states, policy)}
+        phases = {name: parts | kept for name, parts in phases.items()}
+        phases["train actor, kept states"] = kept | training | {"activations": 0.0}
+    phases["train actor"] = training
     return MemoryPlan(
         resting=_named(roles, "resting"),
         phases=phases,

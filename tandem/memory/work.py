@@ -97,6 +97,17 @@ def recomputed_share(shape: Shape, layout: Layout) -> float:
     return share if layout.recompute == "attention" else 1.0 - share
 
 
+def states_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
+    """What generation keeps of every token for the update (models/replayed.py)."""
+    around = shape.query_width + 2 * shape.kv_width + 2 * shape.width
+    return float(layout.compute_bytes * shape.layers * tokens * (around + 2 * shape.inner))
+
+
+def keeps_states(shape: Shape, layout: Layout) -> bool:
+    """Whether it can, of a model that decodes from packed weights."""
+    return _has_whole_blocks(shape, layout) and not layout.checkpointing
+
+
 def forward_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
     """Of a forward without gradient: a layer's input, output and inner tensors."""
     if _has_whole_blocks(shape, layout):

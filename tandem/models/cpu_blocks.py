@@ -6,6 +6,7 @@ and keys, a forward or hook of its own) runs module by module.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,28 +16,81 @@ from tandem.models.recompute import checkpointed, recomputing
 from tandem.models.twin_layers import TwinGatedMLP, TwinLinear, TwinRMSNorm, TwinRotaryAttention
 from tandem.ops import layer
 from tandem.ops.attention import attend
-from tandem.ops.attention_context import wanted_tokens
+from tandem.ops.attention_context import AttentionSpec, wanted_tokens
 
 _ATTENTION = {TwinRotaryAttention: False, recomputing(TwinRotaryAttention): True}
 _MLP = {TwinGatedMLP: False, recomputing(TwinGatedMLP): True}
 """Classes, and whether they recompute."""
 
 
-def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor | None:
-    """What a pre-norm block as Llama's makes of x (1, N, D), positions being cos and sin (1, N, R);
-    None where it must run module by module."""
-    if not x.numel() or not layer.takes(x):
-        return None
+@dataclass(frozen=True, slots=True)
+class PlainBlock:
+    """The parts of a pre-norm block as Llama's, all of them what their classes say.
+
+    linears: of queries, keys, values, out, gate, up, down. norms: before attention and after it.
+    """
+
+    linears: list[TwinLinear]
+    norms: list[Any]
+    attention: Any
+    mlp: Any
+
+    @property
+    def layer(self) -> int:
+        """The block's number."""
+        return int(self.attention.layer_idx)
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of one head."""
+        return int(self.attention.head_dim)
+
+    @property
+    def kind(self) -> AttentionSpec:
+        """How it attends."""
+        kind: AttentionSpec = self.attention.kind()
+        return kind
+
+    @property
+    def tanh(self) -> bool:
+        """Whether the gate is the tanh GELU, else SiLU."""
+        return bool(self.mlp._tanh)
+
+    @property
+    def first(self) -> tuple[float, bool]:
+        """Epsilon and unit offset of the norm before attention."""
+        return self.norms[0]._eps, self.norms[0]._unit_offset
+
+    @property
+    def second(self) -> tuple[float, bool]:
+        """The same of the norm after it."""
+        return self.norms[1]._eps, self.norms[1]._unit_offset
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether something is computed again in the backward pass."""
+        return _ATTENTION[type(self.attention)] or _MLP[type(self.mlp)]
+
+    def weights(self) -> list[Tensor | None]:
+        """Norm; q, k, v; their biases; out and its bias; the second norm; gate, up, down."""
+        q, k, v, out, gate, up, down = self.linears
+        first, second = self.norms
+        return [first.weight, q.weight, k.weight, v.weight, q.bias, k.bias, v.bias, out.weight,
+                out.bias, second.weight, gate.weight, up.weight, down.weight]  # fmt: skip
+
+
+def plain_block(block: Any, dtype: torch.dtype) -> PlainBlock | None:
+    """A block's parts, None where one has more in it; `dtype` is what it computes in."""
     parts = block._modules
-    attention, mlp = parts["self_attn"], parts["mlp"]
+    attention, mlp = parts.get("self_attn"), parts.get("mlp")
     if type(attention) not in _ATTENTION or type(mlp) not in _MLP:
         return None
+    assert attention is not None
+    assert mlp is not None
     own, inner = attention._modules, mlp._modules
     linears = [own["q_proj"], own["k_proj"], own["v_proj"], own["o_proj"]]
     linears += [inner["gate_proj"], inner["up_proj"], inner["down_proj"]]
     norms = [parts["input_layernorm"], parts["post_attention_layernorm"]]
-    cos, sin = positions
-    dtype = x.dtype
     if (
         "q_norm" in own
         or any(type(linear) is not TwinLinear for linear in linears)
@@ -46,10 +100,22 @@ def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Ten
         or any(linear.bias is not None for linear in linears[4:])
         or len({linear.bias is None for linear in linears[:3]}) > 1
         or len({id(linear.weight) for linear in linears}) < len(linears)
-        or not cos.dtype == sin.dtype == dtype
     ):
         return None
-    first, second = (layer.Norm(norm.weight, norm._eps, norm._unit_offset) for norm in norms)
+    return PlainBlock(linears, norms, attention, mlp)
+
+
+def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor | None:
+    """What a pre-norm block as Llama's makes of x (1, N, D), positions being cos and sin (1, N, R);
+    None where it must run module by module."""
+    if not x.numel() or not layer.takes(x):
+        return None
+    cos, sin = positions
+    plain = plain_block(block, x.dtype)
+    if plain is None or not cos.dtype == sin.dtype == x.dtype:
+        return None
+    attention, mlp, linears = plain.attention, plain.mlp, plain.linears
+    first, second = (layer.Norm(norm.weight, norm._eps, norm._unit_offset) for norm in plain.norms)
 
     def attended_of(x: Tensor) -> tuple[Tensor, Tensor]:
         weights = [linear.weight for linear in linears[:3]]

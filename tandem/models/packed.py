@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from tandem.errors import ShapeError
 from tandem.models.blocks import decoder_blocks
 from tandem.models.recompute import require_whole_layers
+from tandem.models.replayed import KeptStates, replayed_states
 from tandem.models.twin import base_forward, decodes, supports_packing, twin_of, why_unpacked
 from tandem.ops import gpu
 from tandem.ops.attention_context import Packed, Wanted, WholeSequences, attending
@@ -47,6 +48,7 @@ class PackedRows:
     step: the sequences that they are, and the tokens whose states are wanted.
     asked: (R,) int64, where among the wanted tokens (of all N if `step.wanted` is None) the states
         asked for stand, in the order of the question; None: they are those, in their order.
+    kept: (N,) int64, the rows of kept states that the tokens have; None: nothing was kept.
 
     Example: rows [p q a d] and [p q b c] of one prompt [p q], asked for the token before each
     response token, are the tokens p q a b at positions 0 1 2 2, of which 1, 2 and 3 are wanted and
@@ -57,6 +59,7 @@ class PackedRows:
     positions: Tensor
     step: Packed
     asked: Tensor | None
+    kept: Tensor | None = None
 
 
 def hidden_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
@@ -69,16 +72,27 @@ def hidden_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     return _states(model, packed_rows(batch, batch.on_host().attention_mask))
 
 
-def predictor_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+def predictor_states(
+    model: PreTrainedModel, batch: TokenBatch, kept: KeptStates | None = None
+) -> Tensor:
     """(R, D) for the R response tokens, in the order of the mask: the last hidden state of the
     token before each, with gradient. Rows may share their prompts (`shares_prompts`).
 
+    Args:
+        kept: states of the batch's tokens, from the weights that the model has now: where they are
+            all there, its layers do not run.
     Raises:
         ShapeError: the mask holds at index 0, which nothing precedes.
     """
     if not supports_packing(model):
         return _padded_states(model, batch)[_before_responses(batch)]
-    return _states(model, _rows_asked(model, batch, ends=False))
+    rows = _rows_asked(model, batch, ends=False, kept=kept)
+    if kept is None or rows.kept is None:
+        return _states(model, rows)
+    states = replayed_states(
+        twin_of(model), rows.token_ids, rows.positions, rows.step, kept, rows.kept
+    )
+    return states if rows.asked is None else states[rows.asked]
 
 
 def response_tokens(batch: TokenBatch, count: int) -> Tensor:
@@ -158,7 +172,12 @@ def prompt_groups(batch: TokenBatch) -> list[PromptGroup]:
 
 
 def packed_rows(
-    batch: TokenBatch, real: Tensor, asked: Tensor | None = None, *, shares: bool = False
+    batch: TokenBatch,
+    real: Tensor,
+    asked: Tensor | None = None,
+    *,
+    shares: bool = False,
+    kept: KeptStates | None = None,
 ) -> PackedRows:
     """The tokens of a batch side by side.
 
@@ -168,6 +187,7 @@ def packed_rows(
         real: (B, T) bool, on the host: the tokens to compute, each row's first ones.
         asked: (B, T) bool, on the host, a subset: the tokens whose states are asked for; None: all.
         shares: rows that begin with the same prompt run it once.
+        kept: states of the batch's tokens, if they are all there.
     """
     host = batch.on_host()
     row_lengths = real.sum(dim=1).tolist()
@@ -196,7 +216,11 @@ def packed_rows(
     step = Packed.of_lengths(
         lengths, torch.device("cpu"), prefixes, Wanted(wanted) if narrows else None
     )
-    made = PackedRows(token_ids, positions, step, order)
+    kept_rows = None
+    if kept is not None and bool((kept.rows[real] >= 0).all()):
+        kept_rows = torch.empty(total, dtype=torch.long)
+        kept_rows[where] = kept.rows[real]
+    made = PackedRows(token_ids, positions, step, order, kept_rows)
     device = batch.token_ids.device
     return made if device.type == "cpu" else _sent(made, device)
 
@@ -229,9 +253,11 @@ def _segments(
     return lengths, prefixes, (shared, starts, shifts)
 
 
-def _rows_asked(model: PreTrainedModel, batch: TokenBatch, *, ends: bool) -> PackedRows:
+def _rows_asked(
+    model: PreTrainedModel, batch: TokenBatch, *, ends: bool, kept: KeptStates | None = None
+) -> PackedRows:
     real, asked = computed_tokens(model, batch, ends=ends)
-    return packed_rows(batch, real, asked, shares=shares_prompts(model))
+    return packed_rows(batch, real, asked, shares=shares_prompts(model), kept=kept)
 
 
 def _places(batch: TokenBatch) -> Tensor:

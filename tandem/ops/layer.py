@@ -88,6 +88,60 @@ def after_attention(
     )
 
 
+def before_backward(
+    given: Sequence[Tensor | None],
+    x: Tensor,
+    norm: tuple[Tensor, float, bool],
+    weights: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    head_dim: int,
+    needed: int,
+    totals: Sequence[Tensor | None],
+    are_new: int,
+) -> list[Tensor | None]:
+    """Gradients of `before_attention`'s x, norm, weights and biases, in this order.
+
+    Args:
+        given: of its four results.
+        needed: a bit for each that is wanted.
+        totals: float32 sums that weights' gradients are added to, of which the bits of `are_new`
+            say which hold nothing yet; None where they are returned.
+    """
+    made: list[Tensor | None] = _op("before_attention_backward")(
+        *given, x, *norm, weights, cos, sin, head_dim, needed, totals, are_new
+    )
+    return made
+
+
+def after_backward(
+    given: Tensor,
+    attended: Tensor,
+    hidden: Tensor,
+    both: Tensor | None,
+    out: Tensor,
+    norm: tuple[Tensor, float, bool],
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    tanh: bool,
+    needed: int,
+    totals: Sequence[Tensor | None],
+    are_new: int,
+) -> list[Tensor | None]:
+    """Gradients of `after_attention`'s attended, residual, bias, norm, out, gate, up and down, in
+    this order.
+
+    Args:
+        hidden, both: the sum behind attention; gate and up side by side.
+        needed, totals, are_new: as of `before_backward`.
+    """
+    made: list[Tensor | None] = _op("after_attention_backward")(
+        given, attended, hidden, both, out, *norm, gate, up, down, tanh, needed, totals, are_new
+    )
+    return made
+
+
 class _Before(torch.autograd.Function):
     """`before_attention` where some weights' gradients go into float32 sums."""
 
@@ -112,8 +166,8 @@ class _Before(torch.autograd.Function):
         if all(one is None for one in given[:3]):
             return given[3], *[None] * 12
         with opened_sums(ctx.leaves, needed[2:5], summed.adds()) as (totals, are_new):
-            of_x, of_norm, *others = _op("before_attention_backward")(
-                *given, x, norm, eps, offset, weights, cos, sin, head_dim, _bits(needed), totals,
+            of_x, of_norm, *others = before_backward(
+                given, x, (norm, eps, offset), weights, cos, sin, head_dim, _bits(needed), totals,
                 are_new,
             )  # fmt: skip
         return of_x, of_norm, None, None, None, None, None, *others
@@ -143,8 +197,8 @@ class _After(torch.autograd.Function):
         eps, offset, tanh = ctx.rest
         needed = [*ctx.needs_input_grad[:4], *ctx.needs_input_grad[8:]]
         with opened_sums(ctx.leaves, needed[4:], summed.adds()) as (totals, are_new):
-            made = _op("after_attention_backward")(
-                given, attended, hidden, both, out, norm, eps, offset, gate, up, down, tanh,
+            made = after_backward(
+                given, attended, hidden, both, out, (norm, eps, offset), gate, up, down, tanh,
                 _bits(needed), totals, are_new,
             )  # fmt: skip
         return *made[:4], None, None, None, None, *made[4:]

@@ -34,6 +34,29 @@ def sums(weight: Tensor) -> bool:
     )
 
 
+def keeps(weight: Tensor) -> bool:
+    """The same in a backward pass."""
+    return weight.dtype == torch.bfloat16 and keeps_sum(weight) and not weight._backward_hooks
+
+
+def adds_to_grad(weight: Tensor) -> bool:
+    """In a backward pass that `adds`: whether a float32 weight has a gradient, and adding to that
+    means what returning another would."""
+    grad = weight.grad
+    return (
+        weight.dtype == torch.float32
+        and weight.is_leaf
+        and type(grad) is Tensor
+        and grad.is_cpu
+        and grad.dtype == torch.float32
+        and grad.layout == torch.strided
+        and grad.is_contiguous()
+        and not grad.requires_grad
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+    )
+
+
 def adds() -> bool:
     """In a backward pass: whether it is `backward()` for all leaves, or a part of one. Who asks for
     some gradients (`torch.autograd.grad`) gets them, and nothing is added to sums."""

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_of
 from tandem.engine.devices import resolve_device, resolve_dtype
+from tandem.generation.blocks import free_bytes
 from tandem.memory.model import MemoryPlan
 from tandem.memory.shape import shape_of
 from tandem.ops import native
@@ -48,7 +49,12 @@ def plan_memory(
         rows = Rows(tokens=config.micro_batch_tokens, answered=config.micro_batch_tokens,
                     longest=config.micro_batch_tokens)  # fmt: skip
     models = Models(shape_of(model), shape_of(critic or model, scalar=True), model.model_type)
-    place = Device(on_cpu=device.type == "cpu", half=half, packs=native.available())
+    place = Device(
+        on_cpu=device.type == "cpu",
+        half=half,
+        packs=native.available(),
+        memory=free_bytes(device) if device.type == "cpu" else 0.0,
+    )
     plan = stage_memory(config, stage, models, work_of(config, stage, ranks, rows), place, ranks)
     own = {name: parts for name, parts in plan.phases.items() if not _is_beside(name)}
     return MemoryPlan(plan.resting, own, plan.loading, plan.host)

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tandem.config.engine import engine_settings
-from tandem.config.schema import RLConfig, RunConfig
+from tandem.config.schema import RLConfig, RunConfig, rl_section
 from tandem.config.stages import Stage
 from tandem.memory.dimensions import Shape
 from tandem.memory.model import FLOAT, Bytes, Layout, MemoryPlan, layout_of, trained_parameters
 from tandem.memory.steps import PPOWork, ppo_memory, supervised_memory
+from tandem.memory.work import keeps_states, states_bytes
 from tandem.predict.work import Work, has_reference, num_reward_models
 
 PACKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -20,11 +21,12 @@ PACKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """What of a machine decides memory. on_cpu: the host computes. half: in two bytes. packs: there
-    are packed weights to decode from."""
+    are packed weights to decode from. memory: its bytes."""
 
     on_cpu: bool
     half: bool
     packs: bool = False
+    memory: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ def stage_memory(
         value = layout(parallel.critic_zero_stage)
         of_step = partial(ppo_memory, models.policy, models.value, policy, value)
         step = _ppo_work(config, stage, models, work, device)
+        if ranks == 1:
+            step = replace(step, states=kept_states(config, models, work, device, policy))
         plan = of_step(step)
         rehearsed = replace(step, tokens=work.rehearsed, answered=_answered(work, work.rehearsed))
         tried = of_step(rehearsed)
@@ -99,6 +103,25 @@ def decodes_packed(config: RunConfig, models: Models, device: Device) -> bool:
         and not (config.lora.rank or config.parallel.inference_tp_size > 1)
         and config.hybrid_engine
     )
+
+
+def kept_states(
+    config: RunConfig, models: Models, work: Work, device: Device, policy: Layout
+) -> int:
+    """Tokens whose states one rank keeps from generation for the actor's only update
+    (training/ppo_trainer.py); 0 where it keeps none."""
+    rl = rl_section(config)
+    if not (
+        work.updates == work.passes
+        and decodes_packed(config, models, device)
+        and keeps_states(models.policy, policy)
+        and rl.old_logprobs != "forward"
+        and config.dropout == 0
+    ):
+        return 0
+    tokens = round(work.prompts * work.prompt + work.rows * (work.new - 1))
+    fits = states_bytes(models.policy, tokens, policy) <= config.kept_states * device.memory
+    return tokens if fits else 0
 
 
 def _ppo_work(

@@ -84,8 +84,14 @@ def forward_flops(shape: Shape, tokens: float, length: float, answered: float) -
     return 2.0 * inside * tokens + attention * tokens + head
 
 
-def training(shape: Shape, layout: Layout, work: Work, pace: Pace) -> PhaseWork:
-    """Forwards, backwards and optimizer steps of one model in a step."""
+def training(
+    shape: Shape, layout: Layout, work: Work, pace: Pace, *, read: float = 0.0
+) -> PhaseWork:
+    """Forwards, backwards and optimizer steps of one model in a step.
+
+    Args:
+        read: tokens whose forward through the layers is read from kept states.
+    """
     passes = work.passes
     tokens, answered = work.tokens * passes, work.answered * passes
     tokens += work.ptx * work.updates
@@ -95,12 +101,13 @@ def training(shape: Shape, layout: Layout, work: Work, pace: Pace) -> PhaseWork:
     share = trained / max(1, shape.parameters) if layout.lora_rank else 1.0
     again = recomputed_share(shape, layout)
     runs = 2.0 + share + again
+    saved = forward_flops(shape, read, work.length, 0.0)
     kept = activation_bytes(shape, 1, _kept_whole(layout)) * tokens
     logits = 0.0 if shape.is_scalar else answered * shape.vocabulary * layout.compute_bytes
     own = trained / (layout.pieces if layout.is_split else 1)
     batches = work.micro_batches
     terms = {
-        "products": pace.products(forward * runs, shape.width),
+        "products": pace.products(forward * runs - saved, shape.width),
         "activations": pace.moving(3.0 * kept * (1.0 + 0.5 * again)),
         "logits": pace.moving(6.0 * logits),
         "accumulating": pace.moving(12.0 * batches * trained),
@@ -128,7 +135,7 @@ def training(shape: Shape, layout: Layout, work: Work, pace: Pace) -> PhaseWork:
             shape, layout, layout.compute_bytes
         ) / (PCIE_RATE * layout.pieces)
     moved = 3.0 * kept + 6.0 * logits + 28.0 * own * work.updates
-    return PhaseWork(terms, tokens, forward * runs, moved)
+    return PhaseWork(terms, tokens, forward * runs - saved, moved)
 
 
 def scoring(shape: Shape, layout: Layout, work: Work, pace: Pace) -> PhaseWork:

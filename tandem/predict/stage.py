@@ -14,7 +14,15 @@ from tandem.memory.model import FLOAT, Layout, MemoryPlan, layout_of, trained_pa
 from tandem.memory.work import logits_rows
 from tandem.predict.constants import constants
 from tandem.predict.hardware import Hardware
-from tandem.predict.memory import Device, Models, by_part, decodes_packed, saves, stage_memory
+from tandem.predict.memory import (
+    Device,
+    Models,
+    by_part,
+    decodes_packed,
+    kept_states,
+    saves,
+    stage_memory,
+)
 from tandem.predict.rows import Rows
 from tandem.predict.seconds import (
     Pace,
@@ -126,14 +134,15 @@ def predict_stage(
     dtype = compute_dtype(config, hardware)
     half = dtype != "fp32"
     work = work_of(config, stage, ranks, rows)
-    device = Device(on_cpu=hardware.on_cpu, half=half, packs=hardware.packs)
+    device = Device(on_cpu=hardware.on_cpu, half=half, packs=hardware.packs, memory=hardware.memory)
     memory = stage_memory(config, stage, models, work, device, ranks)
     layout = partial(layout_of, engine_settings(config), ranks, on_cpu=hardware.on_cpu, half=half)
     policy = layout(config.parallel.actor_zero_stage)
     value = layout(config.parallel.critic_zero_stage)
     pace = Pace(machine=hardware, dtype=dtype, threads=hardware.cores)
     packs = decodes_packed(config, models, device)
-    times = _phase_work(config, stage, models, work, pace, policy, value, packs=packs)
+    keeps = ranks == 1 and kept_states(config, models, work, device, policy) > 0
+    times = _phase_work(config, stage, models, work, pace, policy, value, packs=packs, keeps=keeps)
     if not saves(config, work):
         times.pop("save", None)
     phases = _with_memory(memory, times, hardware, ranks, rows.count)
@@ -170,6 +179,7 @@ def _phase_work(
     value: Layout,
     *,
     packs: bool,
+    keeps: bool,
 ) -> dict[str, PhaseWork]:
     trained = _trained(config, stage, models, policy, value)
     held = [shape for shape, _ in trained]
@@ -190,6 +200,8 @@ def _phase_work(
         if scored:
             found["score"] = sum(scored[1:], scored[0])
     passes = [training(shape, layout, work, pace) for shape, layout in trained]
+    if stage.family == "rl" and keeps:
+        passes[0] = training(*trained[0], work, pace, read=work.tokens)
     if stage.family != "rl" and has_reference(config, stage):
         passes.append(scoring(models.policy, replace(policy, is_trained=False), work, pace))
         held += [models.policy] * (not policy.lora_rank)

@@ -15,6 +15,7 @@ from tandem.config.schema import GRPOConfig, PPOConfig, RLConfig
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.update import MicroBatchLoss
 from tandem.errors import ConfigError
+from tandem.models.replayed import KeptStates
 from tandem.objectives.advantages import critic_free_advantages, generalized_advantages
 from tandem.objectives.kl import Estimator, KLLoss, kl_loss
 from tandem.objectives.losses import value_loss
@@ -149,16 +150,49 @@ def _by_rewards(grpo: GRPOConfig, made: Experience) -> tuple[Tensor, None]:
     return advantages, None
 
 
+def require_roles(
+    engine: RLHFEngine, algorithm: Algorithm, section: str, kl_coef: float, *, own_advantages: bool
+) -> None:
+    """Refuse an engine without a role that the algorithm needs, or with one that it would not
+    train.
+
+    Raises:
+        ConfigError: it has other roles.
+    """
+    if engine.critic is None and algorithm.has_critic and not own_advantages:
+        raise ConfigError(
+            "PPOTrainer must have a critic for its advantages; the engine has none. Pass "
+            "advantages_of=, or an engine with a critic."
+        )
+    if engine.critic is not None and not algorithm.has_critic:
+        raise ConfigError(
+            "PPOTrainer must get no critic, which this algorithm would not train; the engine "
+            "has one. Use RLHFEngine(has_critic=False)."
+        )
+    if not engine.has_reference and kl_coef > 0:
+        raise ConfigError(
+            f"{section}.kl_coef must be 0 without a reference; got "
+            f"{kl_coef:g}. Set it to 0, or use an engine with a reference."
+        )
+
+
 def actor_loss(
-    engine: RLHFEngine, algorithm: Algorithm, part: Experience, *, kl_coef: float
+    engine: RLHFEngine,
+    algorithm: Algorithm,
+    part: Experience,
+    *,
+    kl_coef: float,
+    kept: KeptStates | None = None,
 ) -> MicroBatchLoss:
     """The actor's loss of some answers, and what to watch, as sums over response tokens.
 
     The loss's denominator is `aggregation`'s over the whole optimizer step, that of the others
-    the tokens.
+    the tokens. `kept` as of `RLHFEngine.actor_logprobs`.
     """
     mask = part.batch.response_mask
-    logprobs, entropy = engine.actor_logprobs(part.batch, with_entropy=algorithm.entropy_coef > 0)
+    logprobs, entropy = engine.actor_logprobs(
+        part.batch, with_entropy=algorithm.entropy_coef > 0, kept=kept
+    )
     weights = aggregation_weights(mask, algorithm.normalization)
     found = algorithm.loss(
         logprobs, part.old_logprobs, part.advantages, mask, token_weights=weights

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.config.schema import RunConfig, rl_section
 from tandem.engine.hybrid import RLHFEngine
+from tandem.generation.keeping import StateKeeper
 from tandem.metrics.timing import Phases
 from tandem.rewards.scoring import RewardFunctions
 from tandem.training.algorithm import Algorithm
@@ -49,11 +50,19 @@ class Answering:
         self._phases = phases
 
     def answered(
-        self, prompts: Sequence[PromptRow], step: int, numbers: Sequence[int] | None = None
+        self,
+        prompts: Sequence[PromptRow],
+        step: int,
+        numbers: Sequence[int] | None = None,
+        keeper: StateKeeper | None = None,
     ) -> Answered:
-        """Answers to prompts, and their scores."""
+        """Answers to prompts, and their scores; `keeper` keeps the tokens' states if they are the
+        engine's own rollout."""
+        collect = self._source.collect
+        if keeper is not None and isinstance(self._source, SingleTurn):
+            collect = partial(self._source.collect, keeper=keeper)
         with self._phases("generate") as phase:
-            rollout = self._source.collect(prompts, step=step, numbers=numbers)
+            rollout = collect(prompts, step=step, numbers=numbers)
             phase.samples, phase.tokens = len(rollout), rollout.batch.num_response_tokens
             phase.flops = generation_flops(self._engine, rollout)
         with self._phases("score") as phase:

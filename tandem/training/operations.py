@@ -71,7 +71,14 @@ def scoring_flops(engine: RLHFEngine, rollout: Rollout, experience: Experience) 
     return flops
 
 
-def update_flops(engine: RLHFEngine, batch: TokenBatch, *, actor: bool) -> float:
-    """Of one update: forward and backward of the critic, if any, and of the actor if it learns."""
+def update_flops(
+    engine: RLHFEngine, batch: TokenBatch, *, actor: bool, replayed: bool = False
+) -> float:
+    """Of one update: forward and backward of the critic, if any, and of the actor if it learns;
+    without the forward of the actor's layers where it was `replayed`."""
     models = [m for m in engine.trained_models if actor or m is not engine.actor]
-    return sum(batch_flops(model, batch, backward=True) for model in models)
+    flops = sum(batch_flops(model, batch, backward=True) for model in models)
+    if replayed:
+        flops -= batch_flops(engine.actor, batch)
+        flops += sequence_flops(engine.actor, [], batch.num_response_tokens)
+    return flops

@@ -8,9 +8,8 @@ is a knob, and the ratio before the first update is measured and must be 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,26 +26,25 @@ from tandem.engine.update import (
     LossTerm,
     MicroBatchLoss,
     Update,
-    begin_update,
     training_mode,
 )
 from tandem.errors import BadStepError, ConfigError, NumericsError
-from tandem.generation.sampler import sequence_key
 from tandem.metrics.timing import Phases
-from tandem.models.packed import drops_now
+from tandem.models.replayed import KeptStates
 from tandem.objectives.kl import adapted_kl_coef
 from tandem.objectives.policy import aggregation
 from tandem.training.algorithm import (
     AdvantagesOf,
-    Algorithm,
     actor_loss,
     algorithm_of,
     critic_loss,
-    first_critic_loss,
+    require_roles,
 )
 from tandem.training.answering import Answering
 from tandem.training.dynamic_sampling import MorePrompts
 from tandem.training.experience import shaped_rewards
+from tandem.training.first_update import FirstUpdate, critic_term, part_of
+from tandem.training.minibatches import Skip, left_out, minibatches, updates_per_epoch
 from tandem.training.mixture import mixed_in, mixture_term
 from tandem.training.operations import (
     batch_flops,
@@ -58,8 +56,6 @@ from tandem.training.reward_function import GivenRewards, rewards_of
 from tandem.training.rollout_source import RolloutSource
 from tandem.training.step_metrics import Means
 from tandem.types import Experience, PromptRow, TokenBatch, TokenRow
-
-Skip = Callable[[BadStepError, Experience], None]
 
 RATIO_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Mean |log-ratio| that two forwards of one policy may differ by, in nats."""
@@ -111,7 +107,7 @@ class PPOTrainer:
             )
         section = rl_stage(config.stages).section
         own_advantages = advantages_of is not None
-        _require_roles(engine, algorithm, section, rl.kl_coef, own_advantages=own_advantages)
+        require_roles(engine, algorithm, section, rl.kl_coef, own_advantages=own_advantages)
         self.engine = engine
         self.config = config
         self.rl = rl
@@ -130,7 +126,7 @@ class PPOTrainer:
         )
         self.budget = MicroBatchBudget(engine.settings, engine.world, print_line)
         self.kl_coef = rl.kl_coef
-        self._begun: _Begun | None = None
+        self.first_update = FirstUpdate(engine, config, algorithm, self.budget, self.phases)
         if num_steps := num_steps or rl.steps:
             actor_steps = max(1, num_steps - algorithm.critic_warmup_steps)
             engine.actor_learner.schedule(num_updates(config, actor_steps))
@@ -156,15 +152,18 @@ class PPOTrainer:
             step, numbers: with the seed they key the sampling (see `generate`).
             begins_update: the experience goes to `train_rlhf` next. The critic's first gradient is
                 then made by the forward that its values come from, where nothing stands against
-                it (dropout, advantages of your own), and waits in its learner.
+                it (dropout, advantages of your own), and waits in its learner. With one update per
+                rollout the actor's states are kept for it, as `kept_states` says.
         """
-        self._drop_begun()
-        kept = None
+        first = self.first_update
+        first.drop()
+        kept = keeper = None
         if self.algorithm.sampling_rounds > 1:
             rollout, scored, kept = self.answering.with_signal(prompts, step, numbers)
         else:
-            rollout, scored = self.answering.answered(prompts, step, numbers)
-        begins = begins_update and self._can_begin()
+            keeper = first.keeper(step) if begins_update else None
+            rollout, scored = self.answering.answered(prompts, step, numbers, keeper)
+        begins = begins_update and self.advantages_of is None and first.can_begin()
         with self.phases("score") as phase:
             shaped = shaped_rewards(
                 rollout,
@@ -176,19 +175,17 @@ class PPOTrainer:
                 with_values=not begins,
             )
             phase.flops = scoring_flops(self.engine, rollout, shaped.experience)
-        begun = None
         if begins:
-            begun, values = self._begin_critic(shaped.experience, step)
-            shaped = shaped.with_values(values)
+            shaped = shaped.with_values(first.values(shaped.experience, step))
         try:
             with self.phases("score"):
                 experience = shaped.with_advantages(self.algorithm, self.advantages_of)
         except BadStepError:
-            if begun is not None:
-                begun.drop()
+            first.drop()
             raise
-        if begun is not None:
-            self._begun = _Begun.of(begun, experience, step)
+        is_whole = experience.batch is rollout.batch  # no answer was left out
+        states = keeper.states if keeper is not None and is_whole else None
+        first.belongs_to(experience, step, states)
         if kept is None:
             return experience
         rounds = (int(rollout.group.max()) + 1) / len(prompts)
@@ -209,36 +206,39 @@ class PPOTrainer:
         engine, log = self.engine, Means()
         trains_actor = step > self.algorithm.critic_warmup_steps
         epochs_done, stop = self.rl.epochs, False
-        begun = None
-        if self._begun is not None and self._begun.is_of(experience, step):
-            begun, self._begun = self._begun.update, None
-        self._drop_begun()
+        begun, states = self.first_update.take(experience, step)
         # Only dropout draws from it, other numbers on every rank.
         torch.manual_seed(self.config.seed + step + (engine.world.rank << 40))
         with self.phases("train") as phase, training_mode(*engine.trained_models):
-            for number, rows in self._minibatches(experience, step):
+            for number, rows in minibatches(self.config, experience, step):
                 minibatch = experience.select(rows)
-                with _left_out(minibatch, skip), Update(self.budget) as update:
+                with left_out(minibatch, skip), Update(self.budget) as update:
                     # The critic first: its gradient may be there already.
                     if engine.critic_learner is not None:
-                        with _left_out(minibatch, skip):
+                        with left_out(minibatch, skip):
                             self._update_critic(
                                 update, engine.critic_learner, minibatch, log, begun
                             )
                     if trains_actor:
-                        stop = self._update_actor(update, minibatch, log, step, number)
+                        kept = None if states is None else states.of(rows, states.rows.shape[1])
+                        stop = self._update_actor(update, minibatch, log, step, number, kept)
+                if states is not None:
+                    states.release()
                 self._note_steps(update, log)
                 rows = self._with_gradient(minibatch)
                 if len(rows):
                     learned = minibatch.batch.select(rows)
                     phase.samples += len(learned)
                     phase.tokens += int(learned.on_host().attention_mask.sum())
-                    phase.flops += update_flops(engine, learned, actor=trains_actor)
+                    phase.flops += update_flops(
+                        engine, learned, actor=trains_actor, replayed=states is not None
+                    )
+                states = None
                 if trains_actor and self._has_ptx:
                     texts = self._ptx_batch(step, number)
                     phase.flops += batch_flops(engine.actor, texts, backward=True)
                 if stop:
-                    epochs_done = number // self._updates_per_epoch
+                    epochs_done = number // updates_per_epoch(self.config)
                     break
         self._adapt_kl_coef(experience)
         return {**log.means(), "epochs_done": float(epochs_done)}
@@ -254,29 +254,6 @@ class PPOTrainer:
             self.engine, self.budget, minibatch_size(self.config), self.algorithm, prompts
         )
 
-    @property
-    def _updates_per_epoch(self) -> int:
-        return num_updates(self.config, 1) // self.rl.epochs
-
-    def _minibatches(self, experience: Experience, step: int) -> Iterator[tuple[int, Tensor]]:
-        """Every update's number within the step and its rows. Prompts are shuffled each epoch by
-        (seed, step, epoch); the answers to one stay together, so that they can share it."""
-        # On the host, where rows are dealt.
-        chosen, group = torch.arange(len(experience)), experience.group.cpu()
-        if experience.in_loss is not None:
-            in_loss = experience.in_loss.cpu()
-            chosen, group = chosen[in_loss], group[in_loss]
-        if len(chosen) == 0:
-            return
-        found, group = group.unique(return_inverse=True)
-        for epoch in range(self.rl.epochs):
-            key = sequence_key(self.config.seed, step, epoch, 0)
-            places = torch.randperm(len(found), generator=torch.Generator().manual_seed(key))
-            order = places.argsort()[group].argsort(stable=True)
-            minibatches = chosen[order].split(minibatch_size(self.config))
-            for number, rows in enumerate(minibatches):
-                yield epoch * self._updates_per_epoch + number, rows
-
     def _with_gradient(self, minibatch: Experience) -> Tensor:
         """The rows of a minibatch that its forward must read: not those that add exactly 0 to the
         gradient."""
@@ -286,14 +263,25 @@ class PPOTrainer:
         return every[(minibatch.advantages != 0).any(dim=1).cpu()]
 
     def _update_actor(
-        self, update: Update, minibatch: Experience, log: Means, step: int, number: int
+        self,
+        update: Update,
+        minibatch: Experience,
+        log: Means,
+        step: int,
+        number: int,
+        kept: KeptStates | None,
     ) -> bool:
         """Train the actor, unless no answer has a gradient: an optimizer step would then move the
-        weights by momentum alone. Returns whether to skip the rollout's other updates."""
+        weights by momentum alone. Returns whether to skip the rollout's other updates.
+
+        Args:
+            kept: the states of the minibatch's tokens.
+        """
         learner, algorithm = self.engine.actor_learner, self.algorithm
         mask = minibatch.batch.on_host().response_mask
         _, units = aggregation(mask, algorithm.normalization, max_tokens=algorithm.max_tokens)
-        learned = minibatch.select(self._with_gradient(minibatch))
+        chosen = self._with_gradient(minibatch)
+        learned = minibatch.select(chosen)
         log.add("answers_learned", len(learned) / len(minibatch))
         texts = []
         if self._has_ptx:
@@ -303,14 +291,15 @@ class PPOTrainer:
             for means in update.learn(learner, texts) if texts else ():
                 log.add("ptx_loss", means["loss"])
             return False
-        answers = LossTerm(
-            learned.batch.on_host().lengths().tolist(),
-            units,
-            lambda rows: actor_loss(
-                self.engine, algorithm, self._part(learned, rows), kl_coef=self.kl_coef
-            ),
-            batch=learned.batch,
-        )
+
+        def loss(rows: Rows) -> MicroBatchLoss:
+            part, states = part_of(learned, rows), None
+            if kept is not None:
+                states = kept.of(chosen[rows.host], part.batch.token_ids.shape[1])
+            return actor_loss(self.engine, algorithm, part, kl_coef=self.kl_coef, kept=states)
+
+        lengths = learned.batch.on_host().lengths().tolist()
+        answers = LossTerm(lengths, units, loss, batch=learned.batch)
         # The loss has its own denominator; metrics are means over the tokens of the forward.
         per_token = units / learned.batch.num_response_tokens
         learning_rate = learner.learning_rate
@@ -326,6 +315,7 @@ class PPOTrainer:
         means = {name: value * per_token for name, value in means.items()}
         gap = means.pop("ratio_gap")
         if is_first:
+            self.first_update.has_measured = True
             log.add("ratio_gap_before_update", gap)
             log.add("policy_kl_before_update", means["policy_kl"])
             if self.engine.trusts_sampler:
@@ -349,57 +339,13 @@ class PPOTrainer:
         """Train the critic; what was begun is of the first minibatch."""
 
         def loss(rows: Rows) -> MicroBatchLoss:
-            return critic_loss(self.engine, self.algorithm, self._part(minibatch, rows))
+            return critic_loss(self.engine, self.algorithm, part_of(minibatch, rows))
 
         learning_rate = learner.learning_rate
-        (means,) = update.learn(learner, [_critic_term(minibatch, loss)], begun=begun)
+        (means,) = update.learn(learner, [critic_term(minibatch, loss)], begun=begun)
         for name in ("value_loss", "value_clip_fraction", "rank_idle"):
             log.add(name, means[name])
         log.add("critic_learning_rate", learning_rate)
-
-    def _can_begin(self) -> bool:
-        """Whether the forward of the critic's first gradient makes its values too."""
-        critic = self.engine.critic
-        if critic is None or self.advantages_of is not None:
-            return False
-        with training_mode(critic):
-            return not drops_now(critic)
-
-    def _begin_critic(self, made: Experience, step: int) -> tuple[BegunUpdate, Tensor]:
-        """The critic's gradient over the step's first minibatch, and the values of all answers.
-
-        Only those of the first minibatch: the others' forward in training is by other weights.
-        """
-        engine, learner = self.engine, self.engine.critic_learner
-        assert engine.critic is not None
-        assert learner is not None
-        _, rows = next(self._minibatches(made, step))
-        values = torch.zeros_like(made.rewards)
-        others = torch.ones(len(made), dtype=torch.bool).index_fill(0, rows, value=False)
-        if bool(others.any()):
-            with self.phases("score") as phase:
-                place = others.nonzero().flatten()
-                batch = made.batch.select(place)
-                found = engine.all_values(batch)
-                values[place.to(values.device), : found.shape[1]] = found
-                phase.flops = batch_flops(engine.critic, batch)
-        minibatch = made.select(rows)
-        kept = torch.zeros_like(minibatch.rewards)
-
-        def loss(part: Rows) -> MicroBatchLoss:
-            return first_critic_loss(engine, self.algorithm, self._part(minibatch, part))
-
-        # The operations count where the update ends.
-        with self.phases("train"), training_mode(engine.critic):
-            term = replace(_critic_term(minibatch, loss), keep=kept)
-            begun = begin_update(self.budget, learner, [term])
-        values[rows.to(values.device), : kept.shape[1]] = kept
-        return begun, values
-
-    def _drop_begun(self) -> None:
-        if self._begun is not None:
-            self._begun.update.drop()
-            self._begun = None
 
     def _note_steps(self, update: Update, log: Means) -> None:
         """Log the steps that were taken; the average follows the actor's."""
@@ -411,9 +357,6 @@ class PPOTrainer:
             log.count("updates")
             if self.engine.ema is not None:
                 self.engine.ema.update()
-
-    def _part(self, minibatch: Experience, rows: Rows) -> Experience:
-        return minibatch.select(rows.host, rows.on(minibatch.batch.token_ids.device))
 
     @property
     def _has_ptx(self) -> bool:
@@ -453,85 +396,3 @@ class PPOTrainer:
                 horizon=rl.kl_horizon,
                 num_answers=len(experience),
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """The critic's first gradient of a step, and what it was made of."""
-
-    update: BegunUpdate
-    experience: Experience
-    step: int
-    versions: tuple[int, ...]
-
-    @staticmethod
-    def of(update: BegunUpdate, experience: Experience, step: int) -> _Begun:
-        versions = _versions(experience)
-        return _Begun(update, experience, step, versions)
-
-    def is_of(self, experience: Experience, step: int) -> bool:
-        """Whether that step's update of the experience begins with it: the same tensors, which
-        nobody has written to since."""
-        given = _learned_from(experience)
-        return (
-            step == self.step
-            and all(a is b for a, b in zip(given, _learned_from(self.experience), strict=True))
-            and _versions(experience) == self.versions
-        )
-
-
-def _learned_from(experience: Experience) -> list[Tensor | None]:
-    """What the critic's gradient and the choice of minibatches depend on."""
-    batch = experience.batch
-    return [
-        batch.token_ids,
-        batch.attention_mask,
-        batch.response_mask,
-        experience.values,
-        experience.returns,
-        experience.group,
-        experience.in_loss,
-    ]
-
-
-def _versions(experience: Experience) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in _learned_from(experience) if tensor is not None)
-
-
-def _critic_term(minibatch: Experience, loss: Callable[[Rows], MicroBatchLoss]) -> LossTerm:
-    batch = minibatch.batch
-    lengths = batch.on_host().lengths().tolist()
-    return LossTerm(lengths, batch.num_response_tokens, loss, batch=batch)
-
-
-def _require_roles(
-    engine: RLHFEngine, algorithm: Algorithm, section: str, kl_coef: float, *, own_advantages: bool
-) -> None:
-    """Refuse an engine without a role that the algorithm needs, or with one that it would not
-    train."""
-    if engine.critic is None and algorithm.has_critic and not own_advantages:
-        raise ConfigError(
-            "PPOTrainer must have a critic for its advantages; the engine has none. Pass "
-            "advantages_of=, or an engine with a critic."
-        )
-    if engine.critic is not None and not algorithm.has_critic:
-        raise ConfigError(
-            "PPOTrainer must get no critic, which this algorithm would not train; the engine "
-            "has one. Use RLHFEngine(has_critic=False)."
-        )
-    if not engine.has_reference and kl_coef > 0:
-        raise ConfigError(
-            f"{section}.kl_coef must be 0 without a reference; got "
-            f"{kl_coef:g}. Set it to 0, or use an engine with a reference."
-        )
-
-
-@contextmanager
-def _left_out(minibatch: Experience, skip: Skip | None) -> Iterator[None]:
-    """An update whose numbers are not sound changed nothing: `skip` hears of it."""
-    try:
-        yield
-    except BadStepError as bad:
-        if skip is None:
-            raise
-        skip(bad, minibatch)

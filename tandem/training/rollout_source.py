@@ -7,6 +7,7 @@ from typing import Protocol
 
 from tandem.engine.hybrid import RLHFEngine
 from tandem.generation.following import Following
+from tandem.generation.keeping import StateKeeper
 from tandem.types import PromptRow, Rollout
 
 
@@ -37,10 +38,15 @@ class SingleTurn:
         self._engine = engine
 
     def collect(
-        self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
+        self,
+        prompts: Sequence[PromptRow],
+        *,
+        step: int,
+        numbers: Sequence[int] | None = None,
+        keeper: StateKeeper | None = None,
     ) -> Rollout:
-        """The engine's own rollout."""
-        return self._engine.rollout(prompts, step=step, numbers=numbers)
+        """The engine's own rollout; `keeper` as it takes it."""
+        return self._engine.rollout(prompts, step=step, numbers=numbers, keeper=keeper)
 
     def collect_with(
         self,

@@ -1,4 +1,5 @@
-"""The critic's first gradient, made by the forward that its values come from."""
+"""What a step's first update takes from the rollout: the critic's gradient, from the forward that
+its values come from, and the actor's states, from generation."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from tandem.data.render import Renderer
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.learner import Learner
 from tandem.errors import BadStepError
+from tandem.models import packed
 from tandem.models.load import load_tokenizer
+from tandem.models.replayed import replayed_states
 from tandem.ops import native
 from tandem.parallel.world import World
 from tandem.training.algorithm import AdvantagesOf
@@ -125,6 +128,115 @@ def test_of_several_updates_only_the_first_saves_its_forward(
         assert torch.equal(found[0][0], found[1][0])
     torch.testing.assert_close(found[0][0], found[1][0], atol=1e-6, rtol=1e-5)
     assert forwards == [2 * (8 + 2 * 8), 2 * (8 - 3 + 2 * 8)]
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of every forward that was read from kept states."""
+    tokens: list[int] = []
+
+    def counted(twin: Any, token_ids: Tensor, *rest: Any) -> Tensor:
+        tokens.append(len(token_ids))
+        return replayed_states(twin, token_ids, *rest)
+
+    monkeypatch.setattr(packed, "replayed_states", counted)
+    return tokens
+
+
+GRPO = {
+    "stages": ["grpo"],
+    "grpo": {"prompts_per_step": 8, "minibatch_size": 16, "kl": "none"},
+    "sampling__samples_per_prompt": 2,
+}
+
+
+@pytest.mark.skipif(not native.available(), reason="states are kept by the C++ runner")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ONE_UPDATE,
+        {**ONE_UPDATE, "dtype": "bf16", "micro_batch_tokens": 64},
+        {**ONE_UPDATE, "ppo__epochs": 2, "ppo__kl_in": "loss", "ppo__entropy_coef": 0.1},
+        {**ONE_UPDATE, "generation_batch_size": 3, "generation_prefill_tokens": 16},
+        GRPO,
+        {**GRPO, "dtype": "bf16"},
+    ],
+    ids=str,
+)
+def test_the_actors_layers_run_once_for_rollout_and_update(
+    tiny_model: str, tmp_path: Path, replays: list[int], changes: dict[str, object]
+) -> None:
+    found = []
+    for share in (0.0, 0.1):
+        assert not replays
+        trainer, prompts = make(tiny_model, tmp_path, kept_states=share, **changes)
+        assert trainer.engine.agreement is not None
+        assert trainer.engine.agreement.bitwise
+        found.append(after_steps(trainer, prompts, begins=True))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    computed = len(replays)
+    assert computed >= 2  # in the second step and the third; the first measures the gap
+    answers = trainer.generate_experience(prompts, step=4, begins_update=True)
+    states = trainer.first_update._states
+    assert states is not None
+    replays.clear()
+    trainer.train_rlhf(answers, step=4)
+    mask = answers.batch.attention_mask & ~answers.batch.response_mask
+    prompts_once = int(mask.sum()) // trainer.config.sampling.samples_per_prompt
+    own = answers.batch.num_response_tokens - len(answers)
+    assert sum(replays) == prompts_once + own
+    assert states.layers == []
+
+
+@pytest.mark.skipif(not native.available(), reason="states are kept by the C++ runner")
+def test_states_of_other_weights_or_answers_are_not_read(
+    tiny_model: str, tmp_path: Path, replays: list[int]
+) -> None:
+    trainer, prompts = make(tiny_model, tmp_path, **ONE_UPDATE)
+    after_steps(trainer, prompts, begins=True, steps=1)
+
+    def made(step: int) -> Experience:
+        found = trainer.generate_experience(prompts, step=step, begins_update=True)
+        assert trainer.first_update._states is not None
+        return found
+
+    first = made(2)
+    made(3)
+    trainer.train_rlhf(first, step=2)
+    changed = made(4)
+    with torch.no_grad():
+        next(trainer.engine.actor.parameters()).mul_(1 + 1e-6)
+    trainer.train_rlhf(changed, step=4)
+    assert not replays
+    trainer.train_rlhf(made(5), step=5)
+    assert replays
+
+
+@pytest.mark.skipif(not native.available(), reason="states are kept by the C++ runner")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kept_states": 0.0},
+        {"kept_states": 1e-12},
+        {"ppo__minibatch_size": 4},
+        {"lora__rank": 4},
+        {"gradient_checkpointing": True},
+        {"ppo__old_logprobs": "forward"},
+        {"hybrid_engine": False},
+        {"ppo__critic_warmup_steps": 9},
+    ],
+    ids=str,
+)
+def test_nothing_is_kept_where_the_update_cannot_read_it(
+    tiny_model: str, tmp_path: Path, replays: list[int], changes: dict[str, object]
+) -> None:
+    trainer, prompts = make(tiny_model, tmp_path, **{**ONE_UPDATE, **changes})
+    after_steps(trainer, prompts, begins=True, steps=2)
+    made = trainer.generate_experience(prompts, step=3, begins_update=True)
+    assert trainer.first_update._states is None
+    trainer.train_rlhf(made, step=3)
+    assert not replays
 
 
 def _step_on_ranks(world: World, model: str, folder: Path, begins: bool, stage: int) -> Tensor:

@@ -2,7 +2,9 @@
 // operation by operation and in the same order, over buffers that are used again from layer to layer.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/index_copy.h>
 #include <ATen/ops/index_select.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
@@ -35,6 +37,9 @@ enum Part {
 };
 // After the layers: the last norm, the vocabulary head and its bias.
 enum Last { kLastNorm, kHead, kHeadBias, kLastParts };
+// What is kept of a layer for a backward pass, a row for each token that has been run: queries, keys
+// and values, turned; the sum behind attention; gate and up; what the layer gives.
+enum State { kStateQKV, kStateHidden, kStateInner, kStateOut, kStates };
 
 // body(row) on threads where rows of about `numbers` numbers are worth it.
 template <class Body>
@@ -78,6 +83,29 @@ class LlamaDecoder : public torch::CustomClassHolder {
                 "LlamaDecoder's cos and sin must be (positions, R), R even and at most ", D_,
                 "; got ", cos_.sizes(), " and ", sin_.sizes(), ".");
   }
+
+  // From now on every token's states are kept, in the order in which tokens are run: `states` are
+  // kStates matrices of each layer with room for all tokens to come; none: keeps nothing any more.
+  // Behind the last layer's attention only the rows of tokens whose logits are made are written.
+  void keep(Tensors states) {
+    const int64_t width = embedding_.size(1);
+    const int64_t widths[kStates] = {(Hq_ + 2 * Hkv_) * D_, width, 2 * I_, width};
+    TORCH_CHECK(states.empty() || states.size() == windows_.size() * kStates,
+                "keep must get ", static_cast<int>(kStates), " matrices for each of ",
+                windows_.size(), " layers, or none; got ", states.size(), ".");
+    for (size_t i = 0; i < states.size(); ++i)
+      TORCH_CHECK(states[i].dim() == 2 && states[i].size(0) == states[0].size(0) &&
+                      states[i].size(1) == widths[i % kStates] && states[i].is_contiguous() &&
+                      states[i].scalar_type() == embedding_.scalar_type() && states[i].is_cpu(),
+                  "keep must get contiguous matrices of the weights' type, as many rows each, and ",
+                  widths[i % kStates], " columns as number ", i, "; got ", states[i].sizes(), " ",
+                  states[i].scalar_type(), ".");
+    states_ = std::move(states);
+    num_kept_ = 0;
+  }
+
+  // How many tokens' states have been kept.
+  int64_t num_kept() const { return num_kept_; }
 
   // tokens and positions (n,) int64, tables (n, W) int32; logits (n, outputs) of what follows.
   Tensor step(const Tensor& tokens, const Tensor& positions, const Tensor& tables) {
@@ -159,36 +187,61 @@ class LlamaDecoder : public torch::CustomClassHolder {
     const int64_t width = embedding_.size(1), qkv_width = (Hq_ + 2 * Hkv_) * D_;
     const auto options = embedding_.options();
     Tensor h = at::empty({n, width}, options), normed = at::empty({n, width}, options);
-    Tensor qkv = at::empty({n, qkv_width}, options), inner;
-    T *state = h.mutable_data_ptr<T>(), *x = normed.mutable_data_ptr<T>();
+    Tensor inner, gated, qkv;
+    const bool keeps = !states_.empty();
+    if (!keeps) qkv = at::empty({n, qkv_width}, options);
+    const int64_t first = num_kept_;
+    TORCH_CHECK(!keeps || first + n <= states_[0].size(0), "states must be kept of at most ",
+                keeps ? states_[0].size(0) : 0, " tokens; got ", first + n, ".");
+    const auto kept = [&](size_t layer, State which) {
+      return states_[layer * kStates + which].narrow(0, first, n);
+    };
+    T* const x = normed.mutable_data_ptr<T>();
     const int64_t* ids = tokens.const_data_ptr<int64_t>();
     const T* table = embedding_.const_data_ptr<T>();
-    for (int64_t i = 0; i < n; ++i) std::copy_n(table + ids[i] * width, width, state + i * width);
+    T* const embedded = h.mutable_data_ptr<T>();
+    for (int64_t i = 0; i < n; ++i)
+      std::copy_n(table + ids[i] * width, width, embedded + i * width);
     for (size_t l = 0; l < windows_.size(); ++l) {
-      norm(state, l * kParts + kInputNorm, n, width, width, x);
+      norm(h.const_data_ptr<T>(), l * kParts + kInputNorm, n, width, width, x);
+      if (keeps) qkv = kept(l, kStateQKV);
       linear(x, width, n, width, l * kParts + kQKV, qkv_width, qkv.mutable_data_ptr<T>());
       turn(qkv.mutable_data_ptr<T>(), l, positions);
       Tensor mixed = attend(qkv, l, T{});
-      if (lasts && l + 1 == windows_.size()) {  // nothing reads the other tokens any more
+      const bool narrows = lasts && l + 1 == windows_.size(), writes = keeps && !narrows;
+      if (narrows) {  // nothing reads the other tokens any more
         mixed = mixed.index_select(0, *lasts);
         h = h.index_select(0, *lasts);
-        state = h.mutable_data_ptr<T>();
         n = h.size(0);
       }
-      linear(mixed.const_data_ptr<T>(), Hq_ * D_, n, Hq_ * D_, l * kParts + kOut, width, state,
-             state);
-      norm(state, l * kParts + kPostNorm, n, width, width, x);
-      if (!inner.defined()) inner = at::empty({n, 2 * I_}, options);
-      T* gate = inner.mutable_data_ptr<T>();
+      // What is not kept is added in place.
+      Tensor sum = writes ? kept(l, kStateHidden) : h;
+      linear(mixed.const_data_ptr<T>(), Hq_ * D_, n, Hq_ * D_, l * kParts + kOut, width,
+             sum.mutable_data_ptr<T>(), h.const_data_ptr<T>());
+      norm(sum.const_data_ptr<T>(), l * kParts + kPostNorm, n, width, width, x);
+      if (writes) inner = kept(l, kStateInner);
+      else if (keeps || !inner.defined()) inner = at::empty({n, 2 * I_}, options);
+      T* const gate = inner.mutable_data_ptr<T>();
       linear(x, width, n, width, l * kParts + kGateUp, 2 * I_, gate);
+      if (keeps && narrows) {
+        states_[l * kStates + kStateHidden].index_copy_(0, *lasts + first, sum);
+        states_[l * kStates + kStateInner].index_copy_(0, *lasts + first, inner);
+      }
+      if (keeps && !gated.defined()) gated = at::empty({n, I_}, options);
+      T* const product = keeps ? gated.mutable_data_ptr<T>() : gate;
+      const int64_t stride = keeps ? I_ : 2 * I_;
       for_each_row(n, 4 * I_, [&](int64_t i) {
-        T* row = gate + i * 2 * I_;
-        gated_row<Silu>(row, row + I_, row, I_);
+        const T* const row = gate + i * 2 * I_;
+        gated_row<Silu>(row, row + I_, product + i * stride, I_);
       });
-      linear(gate, 2 * I_, n, I_, l * kParts + kDown, width, state, state);
+      h = writes ? kept(l, kStateOut) : sum;
+      linear(product, stride, n, I_, l * kParts + kDown, width, h.mutable_data_ptr<T>(),
+             sum.const_data_ptr<T>());
+      if (keeps && narrows) states_[l * kStates + kStateOut].index_copy_(0, *lasts + first, h);
     }
+    if (keeps) num_kept_ = first + tokens.size(0);
     const size_t last = windows_.size() * kParts;
-    norm(state, last + kLastNorm, n, width, width, x);
+    norm(h.const_data_ptr<T>(), last + kLastNorm, n, width, width, x);
     Tensor logits = at::empty({n, outputs_}, options);
     linear(x, width, n, width, last + kHead, outputs_, logits.mutable_data_ptr<T>());
     return logits;
@@ -250,14 +303,16 @@ class LlamaDecoder : public torch::CustomClassHolder {
 
   // Heads of qkv (n, (Hq + 2 Hkv) D), as (n, count, D).
   Tensor heads(const Tensor& qkv, int64_t first, int64_t count) const {
-    return qkv.as_strided({qkv.size(0), count, D_}, {qkv.size(1), D_, 1}, first * D_);
+    return qkv.as_strided({qkv.size(0), count, D_}, {qkv.size(1), D_, 1},
+                          qkv.storage_offset() + first * D_);
   }
   Tensor queries(const Tensor& qkv) const { return heads(qkv, 0, Hq_); }
   Tensor keys(const Tensor& qkv) const { return heads(qkv, Hq_, Hkv_); }
   Tensor values(const Tensor& qkv) const { return heads(qkv, Hq_ + Hkv_, Hkv_); }
 
   Tensor embedding_, cos_, sin_;
-  Tensors weights_, keys_, values_;
+  Tensors weights_, keys_, values_, states_;
+  int64_t num_kept_ = 0;
   std::vector<int64_t> windows_;
   int64_t Hq_, Hkv_, D_, I_, outputs_;
   double scale_;
@@ -271,6 +326,8 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
       .def(torch::init<Tensor, Tensor, Tensor, Tensors, Tensors, Tensors, std::vector<int64_t>,
                        std::vector<int64_t>, double, double>())
       .def("step", &LlamaDecoder::step)
+      .def("keep", &LlamaDecoder::keep)
+      .def("num_kept", &LlamaDecoder::num_kept)
       .def("prefill", &LlamaDecoder::prefill);
 }
 
