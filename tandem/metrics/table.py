@@ -190,7 +190,9 @@ METRICS: tuple[Metric, ...] = (
         Metric("policy_kl_before_update", "nats per token", _RL, "lower",
             "`policy_kl` before the step's first update.", "0"),
         Metric("rollout_gap", "nats", _RL, "lower",
-            "Mean |generator's log-prob - training forward's log-prob| of the sampled tokens.",
+            "Mean |generator's log-prob - training forward's log-prob| of the sampled tokens; "
+            "where kept states are read, through the vocabulary head alone after a process's "
+            "first update.",
             "below 5e-3", source="verl rollout_probs_diff", chart="Log-prob gap before the update",
             line="generator and training"),
         Metric("rollout_gap_max", "nats", _RL, "lower",
