@@ -58,11 +58,12 @@ class Answering:
     ) -> Answered:
         """Answers to prompts, and their scores; `keeper` keeps the tokens' states if they are the
         engine's own rollout."""
-        collect = self._source.collect
-        if keeper is not None and isinstance(self._source, SingleTurn):
-            collect = partial(self._source.collect, keeper=keeper)
+        source = self._source
         with self._phases("generate") as phase:
-            rollout = collect(prompts, step=step, numbers=numbers)
+            if keeper is not None and type(source) is SingleTurn:  # none with a collect of its own
+                rollout = source.collect_kept(prompts, keeper, step=step, numbers=numbers)
+            else:
+                rollout = source.collect(prompts, step=step, numbers=numbers)
             phase.samples, phase.tokens = len(rollout), rollout.batch.num_response_tokens
             phase.flops = generation_flops(self._engine, rollout)
         with self._phases("score") as phase:

@@ -38,14 +38,20 @@ class SingleTurn:
         self._engine = engine
 
     def collect(
+        self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
+    ) -> Rollout:
+        """The engine's own rollout."""
+        return self._engine.rollout(prompts, step=step, numbers=numbers)
+
+    def collect_kept(
         self,
         prompts: Sequence[PromptRow],
+        keeper: StateKeeper,
         *,
         step: int,
         numbers: Sequence[int] | None = None,
-        keeper: StateKeeper | None = None,
     ) -> Rollout:
-        """The engine's own rollout; `keeper` as it takes it."""
+        """The same, with the states of its tokens kept where they can be."""
         return self._engine.rollout(prompts, step=step, numbers=numbers, keeper=keeper)
 
     def collect_with(

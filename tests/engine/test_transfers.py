@@ -84,7 +84,7 @@ def test_a_micro_batch_is_sent_in_one_transfer_and_read_in_none(
     whole = experience(grouped_batch(GROUPS[groups]))
     algorithm = algorithm_of(PPOConfig(), 8)
     engine: Any = SimpleNamespace(
-        actor_logprobs=lambda batch, with_entropy: response_logprobs(
+        actor_logprobs=lambda batch, with_entropy, kept: response_logprobs(
             model, batch, with_entropy=with_entropy
         ),
         values=lambda batch: token_values(model, batch),

@@ -24,7 +24,8 @@ from tandem.parallel.world import World
 from tandem.training.algorithm import AdvantagesOf
 from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
-from tandem.types import Experience, Message, PromptRow
+from tandem.training.rollout_source import SingleTurn
+from tandem.types import Experience, Message, PromptRow, Rollout
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
 
@@ -236,6 +237,30 @@ def test_nothing_is_kept_where_the_update_cannot_read_it(
     made = trainer.generate_experience(prompts, step=3, begins_update=True)
     assert trainer.first_update._states is None
     trainer.train_rlhf(made, step=3)
+    assert not replays
+
+
+class _OwnSource(SingleTurn):
+    """A source that changes what the engine would do."""
+
+    def collect(
+        self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
+    ) -> Rollout:
+        return super().collect(prompts[::-1], step=step, numbers=numbers)
+
+
+@pytest.mark.skipif(not native.available(), reason="states are kept by the C++ runner")
+def test_a_source_of_ones_own_collects_by_itself(
+    tiny_model: str, tmp_path: Path, replays: list[int]
+) -> None:
+    trainer, prompts = make(tiny_model, tmp_path, **ONE_UPDATE)
+    own = PPOTrainer(
+        trainer.engine, trainer.config, reward_function=vowels, source=_OwnSource(trainer.engine)
+    )
+    after_steps(own, prompts, begins=True, steps=2)
+    made = own.generate_experience(prompts, step=3, begins_update=True)
+    assert made.rollout.prompts[0] == prompts[-1]
+    own.train_rlhf(made, step=3)
     assert not replays
 
 

@@ -30,6 +30,7 @@ from tandem.plan.run import plan_memory
 from tandem.training.algorithm import Algorithm
 from tandem.training.answering import Answering
 from tandem.training.make_engine import make_engine
+from tandem.training.minibatches import minibatches
 from tandem.training.ppo import more_prompts
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.training.replay import replay
@@ -157,7 +158,7 @@ def test_cut_answers_leave_the_loss_and_stay_in_the_statistics(
     assert made.in_loss.tolist() == made.rollout.finished.tolist()
     everyone = replace(made, in_loss=torch.ones_like(made.in_loss))
     assert len(everyone) == 24
-    seen = [rows for _, rows in trainer._minibatches(made, step=1)]
+    seen = [rows for _, rows in minibatches(trainer.config, made, step=1)]
     kept = made.in_loss.nonzero().flatten().tolist()
     assert sorted(torch.cat(seen).tolist() if seen else []) == sorted(kept * 2)
     none = replace(made, in_loss=torch.zeros_like(made.in_loss))
@@ -429,7 +430,7 @@ def test_texts_may_move_the_policy_before_the_first_answers_do(
     texts = [TokenRow((5, 6, 7, 8), (False, True, True, True), Source("t", "t", 1))] * 4
     trainer, prompts = trainer_of(config, ptx_rows=texts)
     made = trainer.generate_experience(prompts[:6], step=1)
-    _, first = next(trainer._minibatches(made, step=1))
+    _, first = next(minibatches(trainer.config, made, step=1))
     advantages = made.batch.response_mask.float()
     advantages[first] = 0.0
     metrics = trainer.train_rlhf(replace(made, advantages=advantages), step=1)
