@@ -140,17 +140,18 @@ def _candidates(
     if ranks > 1 and not hardware.on_cpu:
         slices += [parts for parts in (2, 8) if ranks % parts == 0]
     again = [config.gradient_checkpointing, True]
+    states = [config.kept_states, *[0.0] * hardware.on_cpu]
     if few:
         budgets, again, zero = budgets[:2], again[:1], zero[-1:]
     combinations = product(
         zero, dict.fromkeys(adapters), dict.fromkeys(offload), budgets,
-        dict.fromkeys(slices), dict.fromkeys(again),
+        dict.fromkeys(slices), dict.fromkeys(again), dict.fromkeys(states),
     )  # fmt: skip
     for (actor, critic), (
         rank,
         frozen,
         shared,
-    ), moved, tokens, parts, checkpointing in combinations:
+    ), moved, tokens, parts, checkpointing, kept in combinations:
         if parts > 1 and (actor != 3 or frozen):
             continue
         yield {
@@ -163,6 +164,7 @@ def _candidates(
             "micro_batch_tokens": tokens,
             "parallel.inference_tp_size": parts,
             "gradient_checkpointing": checkpointing,
+            "kept_states": kept,
         }
 
 

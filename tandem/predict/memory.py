@@ -56,7 +56,8 @@ def stage_memory(
         if ranks == 1:
             step = replace(step, states=kept_states(config, models, work, device, policy))
         plan = of_step(step)
-        rehearsed = replace(step, tokens=work.rehearsed, answered=_answered(work, work.rehearsed))
+        answered = _answered(work, work.rehearsed)
+        rehearsed = replace(step, tokens=work.rehearsed, answered=answered, states=0)
         tried = of_step(rehearsed)
         layouts = [(models.policy, policy)] + [(models.value, value)] * step.has_critic
     else:
