@@ -327,8 +327,9 @@ def agreement(work: Work) -> dict[str, float]:
     made = tandem.make(to_train=True)
     scored = plain.loop.score(padded_left(made))
     mask, plain_mask = made.batch.response_mask, scored.sequences.response_mask
-    if work.algorithm == "grpo" and work.dtype == "bf16":
-        # Random models score a group's answers so much alike that rounding decides between them.
+    if work.dtype == "bf16":
+        # Random models score a group's answers so much alike that rounding decides between them,
+        # and a critic that starts as the reward model leaves as little of returns less values.
         scored.advantages[plain_mask] = made.advantages[mask]
     has_critic = work.algorithm == "ppo"
     names = ("old_logprobs", "advantages", "ref_logprobs", "values", "returns")
