@@ -84,6 +84,7 @@ class Learner:
         self.scaler = scaler
         self.spikes = SpikeGuard(spike_sigma, settings.max_grad_norm)
         self.steps_taken = 0
+        self.times_used = 0  # backwards, steps and forgotten gradients: who else was here
         self.shards.reshard()  # what is trained is the pieces
         # Offloaded weights are on the host already, and so is everything made from them.
         parallel = parallel or ParallelConfig()
@@ -143,6 +144,7 @@ class Learner:
             is_last: whether it is the step's last backward on every rank; gradients of split
                 weights may be reduced only then.
         """
+        self.times_used += 1
         self.shards.before_backward(last=is_last)
         factor = weight * (self.scaler.scale if self.scaler is not None else 1.0)
         (loss_sum * (factor / denominator) if factor != 1.0 else loss_sum / denominator).backward()
@@ -196,6 +198,7 @@ class Learner:
 
     def apply(self, gradients: list[Tensor], norm: float) -> None:
         """Clip `finished_gradients`, whose norm is sound, update, and forget them."""
+        self.times_used += 1
         # torch.nn.utils.clip_grad_norm_'s rule, on this rank's pieces.
         scale = min(1.0, self.settings.max_grad_norm / (norm + 1e-6))
         if isinstance(self.optimizer, MasterAdamW):
@@ -210,6 +213,7 @@ class Learner:
 
     def forget(self) -> None:
         """Drop the gradients and gathered weights."""
+        self.times_used += 1
         self.optimizer.zero_grad(set_to_none=True)
         self.shards.reshard()
 

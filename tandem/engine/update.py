@@ -74,18 +74,18 @@ class LossTerm:
 class BegunUpdate:
     """The gradient that `begin_update` left in a learner, until it is used or dropped.
 
-    means: of each term, as `Update.learn` returns them; None once it was taken. steps_taken: the
+    means: of each term, as `Update.learn` returns them; None once it was taken. times_used: the
     learner's, when it was made.
     """
 
     learner: Learner
     means: list[dict[str, float]] | None
-    steps_taken: int
+    times_used: int
 
     def take(self) -> list[dict[str, float]] | None:
-        """The means, once, and whoever takes them steps; None, and no gradient, where the learner
-        has stepped since."""
-        if self.learner.steps_taken != self.steps_taken:
+        """The means, once, and whoever takes them steps; None, and no gradient, where anybody has
+        used the learner since."""
+        if self.learner.times_used != self.times_used:
             self.drop()
         means, self.means = self.means, None
         return means
@@ -100,15 +100,21 @@ class BegunUpdate:
 def begin_update(
     budget: MicroBatchBudget, learner: Learner, terms: Sequence[LossTerm]
 ) -> BegunUpdate:
-    """Compute the gradient of the terms' sum, which a later `Update.learn` steps with.
+    """Compute the gradient of the terms' sum, in place of any other, which a later `Update.learn`
+    steps with.
 
     Raises:
         OutOfMemoryError: a micro-batch does not fit into memory.
     """
 
-    means = budget.retry_on_oom(learner, lambda: _summed_up(learner, terms, budget.tokens))
+    learner.forget()
+    try:
+        means = budget.retry_on_oom(learner, lambda: _summed_up(learner, terms, budget.tokens))
+    except BaseException:  # an interrupted half must not go into the next step
+        learner.forget()
+        raise
     learner.shards.reshard()
-    return BegunUpdate(learner, means, learner.steps_taken)
+    return BegunUpdate(learner, means, learner.times_used)
 
 
 class Update:

@@ -106,7 +106,7 @@ def generate(
     _check_prompts(model, prompts, sampling.max_new_tokens)
     sampler = Sampler(sampling, stops.stop_token_ids, model.device, vocabulary_size(model))
     batch_size = rows_together(model, batch_size)
-    numbers = prompt_numbers or range(len(prompts))
+    numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
     made = _RequestMaker(model, sampler, sampling, stops, seed, step, numbers)
     by_prompt = [made.requests(row, place) for place, row in enumerate(prompts)]
     requests = [request for group in by_prompt for request in group]

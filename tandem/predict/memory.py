@@ -110,7 +110,7 @@ def kept_states(
     config: RunConfig, models: Models, work: Work, device: Device, policy: Layout
 ) -> int:
     """Tokens whose states one rank keeps from generation for the actor's only update
-    (training/ppo_trainer.py); 0 where it keeps none."""
+    (training/first_update.py); 0 where it keeps none."""
     rl = rl_section(config)
     if not (
         work.updates == work.passes
@@ -118,6 +118,9 @@ def kept_states(
         and keeps_states(models.policy, policy)
         and rl.old_logprobs != "forward"
         and config.dropout == 0
+        and not policy.offload_params
+        and getattr(rl, "sampling_rounds", 1) <= 1
+        and "online-dpo" not in config.stages
     ):
         return 0
     tokens = round(work.prompts * work.prompt + work.rows * (work.new - 1))

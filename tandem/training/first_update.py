@@ -8,7 +8,8 @@ written to since; else they are dropped, and the update computes everything itse
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,8 +33,8 @@ from tandem.types import Experience
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """The experience and the step that something was begun for, and what their tensors and the
-    actor's weights were written to by then."""
+    """The experience and the step that something was begun for, and the versions of its tensors
+    and of the trained weights."""
 
     experience: Experience
     step: int
@@ -74,6 +75,7 @@ class FirstUpdate:
             or step <= self._algorithm.critic_warmup_steps
             or not self.has_measured
             or engine.world.size > 1
+            or engine.actor_learner.shards.is_split  # one rank's too, where weights are offloaded
             or engine.device.type != "cpu"
             or not engine.trusts_sampler
             or engine.agreement is None
@@ -129,10 +131,24 @@ class FirstUpdate:
         if self._critic is not None or states is not None:
             self._owner = _Owner(experience, step, self._versions(experience))
 
-    def take(
+    @contextmanager
+    def taken(
+        self, experience: Experience, step: int
+    ) -> Iterator[tuple[BegunUpdate | None, KeptStates | None]]:
+        """Within: the critic's gradient and the actor's states, if they are this experience's;
+        afterwards neither is left, whatever was raised."""
+        critic, states = self._take(experience, step)
+        try:
+            yield critic, states
+        finally:
+            if critic is not None:
+                critic.drop()
+            if states is not None:
+                states.release()
+
+    def _take(
         self, experience: Experience, step: int
     ) -> tuple[BegunUpdate | None, KeptStates | None]:
-        """The critic's gradient and the actor's states, if they are this experience's."""
         owner, critic, states = self._owner, self._critic, self._states
         if owner is None or not self._is(owner, experience, step):
             self.drop()
@@ -158,7 +174,11 @@ class FirstUpdate:
 
     def _versions(self, experience: Experience) -> list[int]:
         tensors = [tensor for tensor in _learned_from(experience) if tensor is not None]
-        return [tensor._version for tensor in (*tensors, *self._engine.actor.parameters())]
+        for model in self._engine.trained_models:
+            tensors += model.parameters()
+        # A fused optimizer writes without a new version.
+        steps = [learner.steps_taken for learner in self._engine.learners.values()]
+        return [*steps, *(tensor._version for tensor in tensors)]
 
 
 def _learned_from(experience: Experience) -> list[Tensor | None]:

@@ -206,14 +206,16 @@ class PPOTrainer:
         engine, log = self.engine, Means()
         trains_actor = step > self.algorithm.critic_warmup_steps
         epochs_done, stop = self.rl.epochs, False
-        begun, states = self.first_update.take(experience, step)
         # Only dropout draws from it, other numbers on every rank.
         torch.manual_seed(self.config.seed + step + (engine.world.rank << 40))
-        with self.phases("train") as phase, training_mode(*engine.trained_models):
+        with (
+            self.first_update.taken(experience, step) as (begun, states),
+            self.phases("train") as phase,
+            training_mode(*engine.trained_models),
+        ):
             for number, rows in minibatches(self.config, experience, step):
                 minibatch = experience.select(rows)
                 with left_out(minibatch, skip), Update(self.budget) as update:
-                    # The critic first: its gradient may be there already.
                     if engine.critic_learner is not None:
                         with left_out(minibatch, skip):
                             self._update_critic(

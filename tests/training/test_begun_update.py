@@ -20,6 +20,7 @@ from tandem.models import packed
 from tandem.models.load import load_tokenizer
 from tandem.models.replayed import replayed_states
 from tandem.ops import native
+from tandem.parallel.dtensor import whole
 from tandem.parallel.world import World
 from tandem.training.algorithm import AdvantagesOf
 from tandem.training.make_engine import make_engine
@@ -66,8 +67,11 @@ def after_steps(
         made = trainer.generate_experience(prompts, step=step, begins_update=begins)
         found = {**made.metrics, **trainer.train_rlhf(made, step=step)}
         metrics.append({k: v for k, v in found.items() if "seconds" not in k})
-    weights = [p.detach().float().flatten() for m in trainer.engine.trained_models
-               for p in m.parameters()]  # fmt: skip
+    weights = [
+        whole(p.detach()).float().flatten()
+        for model in trainer.engine.trained_models
+        for p in model.parameters()
+    ]
     return torch.cat(weights), metrics
 
 
@@ -225,6 +229,7 @@ def test_states_of_other_weights_or_answers_are_not_read(
         {"gradient_checkpointing": True},
         {"ppo__old_logprobs": "forward"},
         {"hybrid_engine": False},
+        {"parallel__offload": ["params"]},
         {"ppo__critic_warmup_steps": 9},
     ],
     ids=str,
@@ -353,6 +358,37 @@ def test_nothing_is_begun_where_the_forwards_differ(
     critic = trainer.engine.critic
     assert critic is not None
     assert all(p.grad is None for p in critic.parameters())
+
+
+@pytest.mark.parametrize("between", ["forget", "backward", "weights", "rehearse", "failure"])
+def test_a_gradient_that_somebody_touched_is_made_again(
+    tiny_model: str, tmp_path: Path, between: str
+) -> None:
+    weights = []
+    for begins in (False, True):
+        trainer, prompts = make(tiny_model, tmp_path, **ONE_UPDATE)
+        learner = trainer.engine.critic_learner
+        assert learner is not None
+        made = trainer.generate_experience(prompts, step=1, begins_update=begins)
+        if between == "forget":
+            learner.forget()
+        elif between == "backward":
+            learner.backward(trainer.engine.values(made.batch).sum(), 1.0)
+            learner.forget()
+        elif between == "weights":
+            with torch.no_grad():
+                for parameter in learner.parameters:
+                    parameter.mul_(1.1)
+        elif between == "rehearse":
+            trainer.rehearse(prompts)
+        else:
+            with pytest.raises(IndexError):
+                trainer.train_rlhf(replace(made, advantages=made.advantages[:4]), step=1)
+            made = trainer.generate_experience(prompts, step=1, begins_update=begins)
+        metrics = trainer.train_rlhf(made, step=1)
+        assert metrics["critic_grad_norm"] > 0
+        weights.append(after_steps(trainer, prompts, begins=False, steps=0)[0])
+    assert torch.equal(*weights)
 
 
 def test_a_step_without_memory_makes_the_gradient_again(
