@@ -176,12 +176,12 @@ def _layer_back(
     there = rows
     if wanted is not None:
         mixed, there = mixed.index_select(0, wanted), rows[wanted]
-    bits = _bits([True, True, needed[8], needed[9], needed[7], *needed[10:]])
     four = [leaves[7], *leaves[10:]]
     with _sums(four, [needed[7], *needed[10:]]) as (totals, are_new):
         of_mixed, of_sum, of_bias, of_second, *of_four = layer.after_backward(
             given, mixed, kept.hidden.index_select(0, there), kept.inner.index_select(0, there),
-            out, (second, *block.second), gate, up, down, block.tanh, bits, totals, are_new,
+            out, (second, *block.second), gate, up, down, block.tanh,
+            [True, True, needed[8], needed[9], needed[7], *needed[10:]], totals, are_new,
         )  # fmt: skip
     assert of_mixed is not None
     assert of_sum is not None
@@ -191,11 +191,10 @@ def _layer_back(
             for part in (of_mixed, of_sum)
         )
     of_turned = torch.autograd.grad(attended, (queries, keys, values), of_mixed.view_as(attended))
-    bits = _bits([True, *needed[:7]])
     with _sums(leaves[1:4], needed[1:4]) as (totals, are_new):
         of_x, of_norm, *of_three = layer.before_backward(
             [*of_turned, of_sum], x, (norm, *block.first), [q, k, v], plan.cos, plan.sin,
-            block.head_dim, bits, totals, are_new,
+            block.head_dim, [True, *needed[:7]], totals, are_new,
         )  # fmt: skip
     assert of_x is not None
     of_out, *of_rest = of_four
@@ -219,7 +218,3 @@ def _sums(
         for weight, need in zip(leaves, needed, strict=True)
     ]
     yield totals, 0
-
-
-def _bits(flags: Sequence[bool]) -> int:
-    return sum(1 << place for place, flag in enumerate(flags) if flag)

@@ -96,7 +96,7 @@ def before_backward(
     cos: Tensor,
     sin: Tensor,
     head_dim: int,
-    needed: int,
+    needed: Sequence[bool],
     totals: Sequence[Tensor | None],
     are_new: int,
 ) -> list[Tensor | None]:
@@ -104,12 +104,12 @@ def before_backward(
 
     Args:
         given: of its four results.
-        needed: a bit for each that is wanted.
+        needed: which of them are wanted.
         totals: float32 sums that weights' gradients are added to, of which the bits of `are_new`
             say which hold nothing yet; None where they are returned.
     """
     made: list[Tensor | None] = _op("before_attention_backward")(
-        *given, x, *norm, weights, cos, sin, head_dim, needed, totals, are_new
+        *given, x, *norm, weights, cos, sin, head_dim, _bits(needed), totals, are_new
     )
     return made
 
@@ -125,7 +125,7 @@ def after_backward(
     up: Tensor,
     down: Tensor,
     tanh: bool,
-    needed: int,
+    needed: Sequence[bool],
     totals: Sequence[Tensor | None],
     are_new: int,
 ) -> list[Tensor | None]:
@@ -137,7 +137,19 @@ def after_backward(
         needed, totals, are_new: as of `before_backward`.
     """
     made: list[Tensor | None] = _op("after_attention_backward")(
-        given, attended, hidden, both, out, *norm, gate, up, down, tanh, needed, totals, are_new
+        given,
+        attended,
+        hidden,
+        both,
+        out,
+        *norm,
+        gate,
+        up,
+        down,
+        tanh,
+        _bits(needed),
+        totals,
+        are_new,
     )
     return made
 
@@ -167,8 +179,7 @@ class _Before(torch.autograd.Function):
             return given[3], *[None] * 12
         with opened_sums(ctx.leaves, needed[2:5], summed.adds()) as (totals, are_new):
             of_x, of_norm, *others = before_backward(
-                given, x, (norm, eps, offset), weights, cos, sin, head_dim, _bits(needed), totals,
-                are_new,
+                given, x, (norm, eps, offset), weights, cos, sin, head_dim, needed, totals, are_new,
             )  # fmt: skip
         return of_x, of_norm, None, None, None, None, None, *others
 
@@ -199,7 +210,7 @@ class _After(torch.autograd.Function):
         with opened_sums(ctx.leaves, needed[4:], summed.adds()) as (totals, are_new):
             made = after_backward(
                 given, attended, hidden, both, out, (norm, eps, offset), gate, up, down, tanh,
-                _bits(needed), totals, are_new,
+                needed, totals, are_new,
             )  # fmt: skip
         return *made[:4], None, None, None, None, *made[4:]
 

@@ -23,19 +23,13 @@ _is_part = ContextVar("tandem_part_of_a_backward", default=False)
 
 
 def sums(weight: Tensor) -> bool:
-    """Whether a bfloat16 weight's gradients go into a float32 sum: not if a hook wants to see
-    them."""
-    return (
-        weight.dtype == torch.bfloat16
-        and weight.requires_grad
-        and torch.is_grad_enabled()
-        and keeps_sum(weight)
-        and not weight._backward_hooks
-    )
+    """In a forward pass that will be differentiated: whether a weight `keeps` its sum."""
+    return weight.requires_grad and torch.is_grad_enabled() and keeps(weight)
 
 
 def keeps(weight: Tensor) -> bool:
-    """The same in a backward pass."""
+    """Whether a bfloat16 weight's gradients go into a float32 sum: not if a hook wants to see
+    them."""
     return weight.dtype == torch.bfloat16 and keeps_sum(weight) and not weight._backward_hooks
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tandem.config.engine import engine_settings
-from tandem.config.schema import RLConfig, RunConfig, rl_section
+from tandem.config.schema import RLConfig, RunConfig
 from tandem.config.stages import Stage
 from tandem.memory.dimensions import Shape
 from tandem.memory.model import FLOAT, Bytes, Layout, MemoryPlan, layout_of, trained_parameters
@@ -53,8 +53,8 @@ def stage_memory(
         value = layout(parallel.critic_zero_stage)
         of_step = partial(ppo_memory, models.policy, models.value, policy, value)
         step = _ppo_work(config, stage, models, work, device)
-        if ranks == 1:
-            step = replace(step, states=kept_states(config, models, work, device, policy))
+        states = kept_states(config, stage, models, work, device, policy, ranks)
+        step = replace(step, states=states)
         plan = of_step(step)
         answered = _answered(work, work.rehearsed)
         rehearsed = replace(step, tokens=work.rehearsed, answered=answered, states=0)
@@ -107,20 +107,28 @@ def decodes_packed(config: RunConfig, models: Models, device: Device) -> bool:
 
 
 def kept_states(
-    config: RunConfig, models: Models, work: Work, device: Device, policy: Layout
+    config: RunConfig,
+    stage: Stage,
+    models: Models,
+    work: Work,
+    device: Device,
+    policy: Layout,
+    ranks: int,
 ) -> int:
     """Tokens whose states one rank keeps from generation for the actor's only update
     (training/first_update.py); 0 where it keeps none."""
-    rl = rl_section(config)
+    rl = getattr(config, stage.section)
     if not (
-        work.updates == work.passes
+        stage.family == "rl"
+        and stage.name != "online-dpo"
+        and ranks == 1
+        and work.updates == work.passes
         and decodes_packed(config, models, device)
         and keeps_states(models.policy, policy)
         and rl.old_logprobs != "forward"
         and config.dropout == 0
         and not policy.offload_params
         and getattr(rl, "sampling_rounds", 1) <= 1
-        and "online-dpo" not in config.stages
     ):
         return 0
     tokens = round(work.prompts * work.prompt + work.rows * (work.new - 1))

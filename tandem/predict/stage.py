@@ -141,7 +141,7 @@ def predict_stage(
     value = layout(config.parallel.critic_zero_stage)
     pace = Pace(machine=hardware, dtype=dtype, threads=hardware.cores)
     packs = decodes_packed(config, models, device)
-    keeps = ranks == 1 and kept_states(config, models, work, device, policy) > 0
+    keeps = kept_states(config, stage, models, work, device, policy, ranks) > 0
     times = _phase_work(config, stage, models, work, pace, policy, value, packs=packs, keeps=keeps)
     if not saves(config, work):
         times.pop("save", None)
@@ -200,7 +200,7 @@ def _phase_work(
         if scored:
             found["score"] = sum(scored[1:], scored[0])
     passes = [training(shape, layout, work, pace) for shape, layout in trained]
-    if stage.family == "rl" and keeps:
+    if keeps:
         passes[0] = training(*trained[0], work, pace, read=work.tokens)
     if stage.family != "rl" and has_reference(config, stage):
         passes.append(scoring(models.policy, replace(policy, is_trained=False), work, pace))

@@ -32,28 +32,6 @@ from tandem.training.rollout_rows import selected
 from tandem.types import Experience, Rollout
 
 
-def make_experience(
-    rollout: Rollout,
-    scored: ScoredAnswers,
-    engine: RLHFEngine,
-    algorithm: Algorithm,
-    *,
-    kl_coef: float,
-    kept: Tensor | None = None,
-    advantages_of: AdvantagesOf | None = None,
-) -> Experience:
-    """Log-probs by actor and reference, values, rewards and advantages of a scored rollout.
-
-    Args: as `shaped_rewards`.
-        advantages_of: what is made of the rewards; None: the algorithm's.
-    Raises:
-        BadStepError: a number that comes out is not finite.
-        DataError: no answer could be scored.
-    """
-    shaped = shaped_rewards(rollout, scored, engine, algorithm, kl_coef=kl_coef, kept=kept)
-    return shaped.with_advantages(algorithm, advantages_of)
-
-
 def shaped_rewards(
     rollout: Rollout,
     scored: ScoredAnswers,
@@ -130,6 +108,8 @@ class Shaped:
     ) -> Experience:
         """The whole experience.
 
+        Args:
+            advantages_of: what is made of the rewards; None: the algorithm's.
         Raises:
             BadStepError: a number that comes out is not finite.
         """

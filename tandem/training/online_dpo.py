@@ -41,7 +41,7 @@ from tandem.training.algorithm import algorithm_of
 from tandem.training.answer_records import AnswerKeeper
 from tandem.training.dpo import describe_loss, loss_of_pairs
 from tandem.training.evaluate import policy_metrics
-from tandem.training.experience import make_experience, score_answers
+from tandem.training.experience import score_answers, shaped_rewards
 from tandem.training.flight_recorder import rows_of
 from tandem.training.operations import generation_flops, scoring_flops, update_flops
 from tandem.training.ppo import first_answers, reward_source, save_engine
@@ -159,13 +159,12 @@ class OnlineDPO:
                 engine.world,
                 combine=config.scoring.combine,
             )
-            experience = make_experience(
-                rollout,
-                scored,
-                engine,
-                replace(algorithm_of(config.ppo, config.sampling.max_new_tokens), whitens=False),
-                kl_coef=0.0,
-                advantages_of=lambda made: (torch.zeros_like(made.rewards), None),
+            algorithm = algorithm_of(config.ppo, config.sampling.max_new_tokens)
+            experience = shaped_rewards(
+                rollout, scored, engine, algorithm, kl_coef=0.0
+            ).with_advantages(
+                replace(algorithm, whitens=False),
+                lambda made: (torch.zeros_like(made.rewards), None),
             )
             phase.samples = len(rollout)
             phase.tokens = int(rollout.batch.attention_mask.sum())

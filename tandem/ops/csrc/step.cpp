@@ -104,9 +104,6 @@ class LlamaDecoder : public torch::CustomClassHolder {
     num_kept_ = 0;
   }
 
-  // How many tokens' states have been kept.
-  int64_t num_kept() const { return num_kept_; }
-
   // tokens and positions (n,) int64, tables (n, W) int32; logits (n, outputs) of what follows.
   Tensor step(const Tensor& tokens, const Tensor& positions, const Tensor& tables) {
     const Tensor at = positions.contiguous();
@@ -327,7 +324,6 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
                        std::vector<int64_t>, double, double>())
       .def("step", &LlamaDecoder::step)
       .def("keep", &LlamaDecoder::keep)
-      .def("num_kept", &LlamaDecoder::num_kept)
       .def("prefill", &LlamaDecoder::prefill);
 }
 
