@@ -144,6 +144,45 @@ def test_several_ranks_are_larger_each_and_a_critic_costs() -> None:
     assert part(none, "train", "AdamW") < part(critic, "train", "AdamW")
 
 
+ONE_UPDATE = {"ppo__prompts_per_step": 16, "ppo__minibatch_size": 16}
+
+
+def test_kept_states_are_counted_where_one_update_reads_them() -> None:
+    none = predicted(on_cpu=True, **ONE_UPDATE, kept_states=0.0)
+    kept = predicted(on_cpu=True, **ONE_UPDATE)
+    shape, sampling = models_of().policy, config_with("ppo").sampling
+    numbers = shape.query_width + 2 * shape.kv_width + 2 * shape.width + 2 * shape.inner
+    tokens = 16 * (ROWS.tokens + sampling.max_new_tokens - 1)
+    for phase in ("generate", "score", "train"):
+        expected = 4.0 * shape.layers * numbers * tokens
+        assert part(kept, phase, "kept states") == pytest.approx(expected)
+    assert part(kept, "rehearse", "kept states") == 0
+    saved = none.phases["train"].flops - kept.phases["train"].flops
+    assert 0.1 < saved / none.phases["train"].flops < 1 / 6  # of actor and critic, a third of one
+
+
+@pytest.mark.parametrize(
+    ("stage", "knobs"),
+    [
+        ("ppo", {"ppo__prompts_per_step": 16}),
+        ("ppo", {**ONE_UPDATE, "gradient_checkpointing": True}),
+        ("ppo", {**ONE_UPDATE, "lora__rank": 8}),
+        ("ppo", {**ONE_UPDATE, "parallel__offload": ["params"]}),
+        ("ppo", {**ONE_UPDATE, "ppo__old_logprobs": "forward"}),
+        ("ppo", {**ONE_UPDATE, "kept_states": 1e-9}),
+        ("online-dpo", {"ppo__prompts_per_step": 16, "ppo__minibatch_size": 32}),
+        ("grpo", {"grpo__prompts_per_step": 8, "grpo__minibatch_size": 64,
+                  "grpo__algorithm": "dapo", "sampling__samples_per_prompt": 8}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_kept_states_are_not_counted_where_nothing_keeps_them(
+    stage: str, knobs: dict[str, Any]
+) -> None:
+    found = predicted(stage, on_cpu=True, **knobs)
+    assert all(part(found, phase, "kept states") == 0 for phase in found.phases)
+
+
 def test_hardware_is_named_counted_priced_or_a_file(tmp_path: Path) -> None:
     found = find_hardware("8xa100-80gb")
     assert (found.name, found.count, found.memory) == ("A100-80G", 8, 80e9)
