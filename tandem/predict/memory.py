@@ -120,7 +120,7 @@ def kept_states(
     rl = getattr(config, stage.section)
     if not (
         stage.family == "rl"
-        and stage.name != "online-dpo"
+        and not stage.compares_answers
         and ranks == 1
         and work.updates == work.passes
         and decodes_packed(config, models, device)
