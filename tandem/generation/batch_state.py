@@ -12,8 +12,10 @@ from tandem.generation.sampler import Draw, Sampler, TokenCounts
 from tandem.generation.scheduler import Request
 from tandem.ops import gpu
 
-_COUNTING = 2
-"""Of a row's five columns (key, token id, position, token number, place), the first that grows."""
+_COLUMNS = ("key", "limit", "token id", "position", "token number", "place")
+"""What is known of a row besides its blocks, as `LlamaDecoder::advance` reads it."""
+_COUNTING = 3
+"""The first of those that grow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Part:
     keys, token_numbers: (n,) int64, what the next draw is made of.
     places: (n,) int64, where the next draw is recorded.
     counting: (3, n), of these the ones that grow by one with each token.
+    columns: (6, n), all of these, and of each row the most tokens it may draw.
     tables: (n, W) int32, each row's blocks.
     """
 
@@ -35,6 +38,7 @@ class Part:
     token_numbers: Tensor
     places: Tensor
     counting: Tensor
+    columns: Tensor
     tables: Tensor
 
 
@@ -52,7 +56,7 @@ class Rows:
         self.device = device
         self._samplers: list[Sampler] = []
         self._counts: TokenCounts | None = None
-        self._columns = torch.zeros((5, slots), dtype=torch.long, device=device)
+        self._columns = torch.zeros((len(_COLUMNS), slots), dtype=torch.long, device=device)
         self._tables = torch.zeros((slots, table_width), dtype=torch.int32, device=device)
         self.live = self._part(0)
 
@@ -68,6 +72,7 @@ class Rows:
         part = self._part(first)
         columns = [
             [request.key for request in requests],
+            [request.limit for request in requests],
             [0] * len(requests),
             [len(request.prompt) - 1 for request in requests],
             [0] * len(requests),
@@ -83,8 +88,8 @@ class Rows:
 
     def draw(self, logits: Tensor, part: Part) -> Draw:
         """Draw for the rows of a part, each with its request's sampler; logits (n, V)."""
-        if len(self._samplers) == 1:
-            return self._drawn(self._samplers[0], logits, part, None)
+        if self.sampler is not None:
+            return self._drawn(self.sampler, logits, part, None)
         parts, order = [], []
         for sampler in self._samplers:
             chosen = [i for i, request in enumerate(part.requests) if request.sampler is sampler]
@@ -108,6 +113,21 @@ class Rows:
         part.token_ids.copy_(tokens)
         part.counting.add_(1)
         return places
+
+    @property
+    def sampler(self) -> Sampler | None:
+        """The one that draws for all live rows, if it is one."""
+        return self._samplers[0] if len(self._samplers) == 1 else None
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Of these rows alone, which are in front and in this order now, an answer goes on."""
+        before = self.requests
+        for request in before:
+            request.row = -1
+        self.requests = [before[row] for row in rows]
+        for row, request in enumerate(self.requests):
+            request.row = row
+        self._look()
 
     def leave(self, requests: Sequence[Request]) -> None:
         """The rows of these requests are free; live rows from the end move into them."""
@@ -169,7 +189,7 @@ class Rows:
     def _part(self, first: int) -> Part:
         rows = slice(first, len(self.requests))
         columns = self._columns[:, rows]
-        keys, token_ids, positions, token_numbers, places = columns.unbind()
+        keys, _, token_ids, positions, token_numbers, places = columns.unbind()
         return Part(
             rows=rows,
             requests=self.requests[rows],
@@ -179,5 +199,6 @@ class Rows:
             token_numbers=token_numbers,
             places=places,
             counting=columns[_COUNTING:],
+            columns=columns,
             tables=self._tables[rows],
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from tandem.generation.drawn import Drawn
 from tandem.generation.scheduler import Request
-from tandem.generation.session import Drawn
 from tandem.types import PromptRow, Rollout
 
 

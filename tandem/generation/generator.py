@@ -198,13 +198,12 @@ def rows_together(model: PreTrainedModel, wanted: int) -> int:
     return min(wanted, rows_at_once(vocabulary_size(model), torch.float32, model.device))
 
 
-def check_token_ids(model: PreTrainedModel, token_ids: Sequence[int], where: str) -> None:
-    """Refuse what no embedding is there for.
+def check_token_ids(size: int, token_ids: Sequence[int], where: str) -> None:
+    """Refuse what no embedding is there for, of a vocabulary of this size.
 
     Raises:
         GenerationError: an id that the model does not have; `where` names the prompt.
     """
-    size = vocabulary_size(model)
     for token in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token < size:
             raise GenerationError(
@@ -272,11 +271,11 @@ def _drawn_side_by_side(
         # The longest first: while the last answers end, what is left is short.
         for group in sorted(groups, key=lambda group: -len(group[0].prompt)):
             session.submit(group)
+        if followed is None:
+            session.run()
         while session.busy:
-            drawn = session.step()
-            if followed is None:
-                continue
-            for group in followed.after(drawn):
+            assert followed is not None
+            for group in followed.after(session.step()):
                 session.submit(group)
             if not session.busy:
                 for group in followed.at_end():
@@ -376,11 +375,11 @@ def _text(request: Request, token_ids: list[int], stops: Stops) -> str:
 def _check_prompts(model: PreTrainedModel, prompts: Sequence[PromptRow], new_tokens: int) -> None:
     if not prompts:
         raise GenerationError("generate must get at least one prompt; got none.")
-    limit = max_positions(model)
+    limit, size = max_positions(model), vocabulary_size(model)
     for row in prompts:
         if len(row) == 0:
             raise GenerationError(f"{row.source}: a prompt must have tokens; got none.")
-        check_token_ids(model, row.token_ids, str(row.source))
+        check_token_ids(size, row.token_ids, str(row.source))
         if limit is not None and len(row) + new_tokens > limit:
             raise GenerationError(
                 f"{row.source}: prompt and answer must fit the model's {limit} positions; got "

@@ -7,14 +7,16 @@ every other model, the modules run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.generation.runner import TwinRunner
+from tandem.generation.batch_state import Rows
+from tandem.generation.runner import Advanced, TwinRunner
+from tandem.generation.sampler import Draw
 from tandem.models.twin import twin_of
 from tandem.models.twin_layers import (
     TwinEmbedding,
@@ -155,6 +157,25 @@ class NativeRunner(TwinRunner):
         """As `Runner` says."""
         logits: Tensor = self._decoder.step(token_ids, positions, tables)
         return logits
+
+    def advance(
+        self, rows: Rows, stop_token_ids: Collection[int], most: int, until: int
+    ) -> Advanced | None:
+        """As `Runner` says: where one sampler draws for all rows, and draws from the logits as they
+        are."""
+        sampler, live = rows.sampler, rows.live
+        if sampler is None or not sampler.is_plain:
+            return None
+        steps, ids, numbers, ended, left = self._decoder.advance(
+            live.columns, live.tables, list(stop_token_ids), sampler.sampling.temperature,
+            most, until,
+        )  # fmt: skip
+        ran, places, tokens = ids.unbind()
+        logprobs, entropy = numbers.unbind()
+        return Advanced(
+            steps, ran, places, Draw(tokens, logprobs, logprobs, entropy),
+            [(row, step, bool(finished)) for row, step, finished in ended.tolist()], left.tolist(),
+        )  # fmt: skip
 
     def _prompts(self, token_ids: Tensor, positions: Tensor, lasts: Tensor, step: Packed) -> Tensor:
         before = step.before

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.generation.batch_state import Part
+from tandem.generation.batch_state import Part, Rows
 from tandem.generation.sampler import Draw
 from tandem.models.lm_head import vocabulary_logits
 from tandem.models.twin import base_forward, kv_shapes, twin_of
 from tandem.ops import gpu, native
 from tandem.ops.attention_context import Before, Decode, KVMemory, Packed, attending
+
+
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """Several steps of the live rows, one draw after the other.
+
+    steps: how many. ran, places, draw: the tokens that were run, where what each drew is recorded,
+    and the draws, (m,) each. ended: (row, step, finished) of rows whose answers ended, as they were
+    numbered before, with the step counted from 1 and whether a stop token did it. live: what the
+    rows that are left, in front and in this order now, were before.
+    """
+
+    steps: int
+    ran: Tensor
+    places: Tensor
+    draw: Draw
+    ended: list[tuple[int, int, bool]]
+    live: list[int]
 
 
 class Runner(Protocol):
@@ -48,6 +67,15 @@ class Runner(Protocol):
 
     def draw(self, logits: Tensor, part: Part) -> Draw | None:
         """Sample for the rows of a part as `Rows.draw` does, but faster; None if it cannot."""
+
+    def advance(
+        self, rows: Rows, stop_token_ids: Collection[int], most: int, until: int
+    ) -> Advanced | None:
+        """Run and draw for the live rows again and again; None if it cannot, and nothing is done.
+
+        Rows leave as their answers end. It stops after `most` steps, or when some answer has ended
+        and no more than `until` rows go on. `rows.keep` is the caller's to call.
+        """
 
     def close(self) -> None:
         """Free what the runner holds besides the KV memory."""
@@ -114,6 +142,12 @@ class TwinRunner:
         return Packed(plain.cu_seqlens, longest, self._memory, new, before=before)
 
     def draw(self, logits: Tensor, part: Part) -> Draw | None:
+        """As `Runner` says: it cannot."""
+        return None
+
+    def advance(
+        self, rows: Rows, stop_token_ids: Collection[int], most: int, until: int
+    ) -> Advanced | None:
         """As `Runner` says: it cannot."""
         return None
 

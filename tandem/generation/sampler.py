@@ -77,6 +77,7 @@ class Sampler:
 
     Attributes:
         rule: samplers of one model with equal rules sample alike.
+        is_plain: the logits are divided by the temperature, and nothing else is done to them.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Sampler:
         self._stop_ids = torch.tensor(known, dtype=torch.long, device=device)
         self.rule: Hashable = (sampling, tuple(known))
         self._edits = bool(biases) or self.penalizes or sampling.min_new_tokens > 0
+        self.is_plain = not self._edits and not self._truncates
 
     def draw(
         self,
@@ -132,7 +134,7 @@ class Sampler:
         temperature = self.sampling.temperature
         if gpu.fuses(logits):
             return self._draw_fused(logits, keys, token_numbers, counts)
-        if not self._edits and not self._truncates:
+        if self.is_plain:
             tokens, logprobs, entropy = dense.sample(logits, keys, token_numbers, temperature)
             return Draw(tokens, logprobs, logprobs, entropy)
         changed = self._edited(logits.float(), token_numbers, counts) if self._edits else logits

@@ -147,7 +147,7 @@ class Scheduler:
     def admit(self, num_live: int) -> Entering | None:
         """Take blocks for all that can come in now; None if nothing can."""
         room = self._slots - num_live
-        if not self._queue or (num_live and room < min(self._refill, self.num_waiting)):
+        if not self._queue or num_live > self.rows_that_let_in:
             return None
         entering = Entering([], [])
         num_tokens = 0
@@ -169,6 +169,11 @@ class Scheduler:
                 break
             self._queue.popleft()
         return entering if entering.entries else None
+
+    @property
+    def rows_that_let_in(self) -> int:
+        """How few rows may be live for others to come in beside them; 0 if none wait."""
+        return max(0, self._slots - min(self._refill, self.num_waiting)) if self._queue else 0
 
     def leave(self, request: Request, answer: Sequence[int] | None = None) -> None:
         """A request that was admitted gives its blocks back.

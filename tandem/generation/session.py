@@ -2,7 +2,8 @@
 
 One step lets in what fits, gives every live row a token, and sees which answers have ended. Where
 `chunk_tokens` says so, prompts run a part at a time between such steps, so that a long one does not
-hold the live rows up. On a GPU what was drawn is looked at one step late, so that the device never
+hold the live rows up. Where nobody looks at a token before the end, `run` takes many steps in one
+call of a runner that can. On a GPU what was drawn is looked at one step late, so that the device never
 waits for the host; the one token too many of an answer that had ended is thrown away.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.generation.batch_state import Part, Rows
+from tandem.generation.drawn import Drawn, Observed, Unread
 from tandem.generation.keeping import StateKeeper
 from tandem.generation.native_runner import NativeRunner
-from tandem.generation.observed import observe, read_observed
 from tandem.generation.prefixes import PrefixPool
 from tandem.generation.record import Record
 from tandem.generation.runner import new_memory
@@ -31,14 +31,8 @@ from tandem.ops.sizes import BLOCK_TOKENS, PREFILL_TOKENS
 
 _FAILED = -1
 """Stands for a token that was drawn of NaN."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Tokens that a step has drawn, as the host reads them: of `requests`, in their order."""
-
-    requests: list[Request]
-    token_ids: list[int]
+_STEPS_AT_ONCE = 16
+"""Most steps in one call: a signal waits for its end."""
 
 
 Piece = tuple[Group, int, int]
@@ -108,7 +102,7 @@ class Session:
         self._late = model.device.type == "cuda" if late is None else late
         self._step = 0
         self._limits: dict[int, list[Request]] = {}  # by the step that draws the last token
-        self._unread: deque[_Unread] = deque()
+        self._unread: deque[Unread] = deque()
         self._leaving: list[Request] = []
         self._watching = False  # for stop strings
         self._observing = False
@@ -192,6 +186,12 @@ class Session:
                 self._keeper.decoded(live.token_ids, live.places)
             self._draw(logits, live)
         return drawn + self._look()
+
+    def run(self) -> None:
+        """Draw all answers to their ends; nobody looks at a token before that."""
+        while self.busy:
+            self.step()
+            self._advance()
 
     def close(self) -> None:
         """Free the memory; the session is over."""
@@ -278,7 +278,7 @@ class Session:
     def _draw(self, logits: Tensor, part: Part) -> None:
         """Draw for these rows; those that have reached their limit leave before the next step."""
         draw = self.runner.draw(logits, part) or self.rows.draw(logits, part)
-        observed = _Observed.of(logits, draw.tokens, part.requests) if self._observing else None
+        observed = Observed.of(logits, draw.tokens, part.requests) if self._observing else None
         places = self.rows.advance(draw.tokens, part)
         if self._record is not None:
             self._record.keep(places, draw)
@@ -287,7 +287,31 @@ class Session:
         tokens = draw.tokens
         if self._record is None:
             tokens = tokens.masked_fill(draw.sampled_logprobs.isnan(), _FAILED)
-        self._unread.append(_Unread(self._step, part.requests, done, tokens, observed))
+        self._unread.append(Unread(self._step, part.requests, done, tokens, observed))
+
+    @torch.no_grad()
+    def _advance(self) -> None:
+        """Several steps in one call, where nobody has to look at what each draws."""
+        looked_at = self._late or self._watching or self._observing or self._keep_answers
+        if looked_at or self._record is None or self._entries or not self.rows.requests:
+            return
+        until = self._scheduler.rows_that_let_in
+        made = self.runner.advance(self.rows, self._stop_token_ids, _STEPS_AT_ONCE, until)
+        if made is None:
+            return
+        if self._keeper is not None:
+            self._keeper.decoded(made.ran, made.places)
+        self._record.keep(made.places, made.draw)
+        before = self.rows.requests
+        self.rows.keep(made.live)
+        for row, step, finished in made.ended:
+            self._end(before[row], self._step + step, finished=finished)
+        for _ in range(made.steps):
+            self._step += 1
+            self._limits.pop(self._step, None)  # they are among those that have ended
+        for request in self._leaving:
+            self._scheduler.leave(request)
+        self._leaving = []
 
     def _look(self) -> list[Drawn]:
         """Read the tokens that are due, end what they end, and let the ended rows go."""
@@ -300,7 +324,7 @@ class Session:
             self._leaving = []
         return drawn
 
-    def _read(self, unread: _Unread) -> Drawn:
+    def _read(self, unread: Unread) -> Drawn:
         requests, token_ids = unread.requests, unread.token_ids()
         if self._keep_answers:
             for request, token in zip(requests, token_ids, strict=True):
@@ -343,58 +367,3 @@ class Session:
             # The last token has been drawn, but not been run.
             answer = request.drawn[:-1] if self._keep_answers and not request.failed else None
             self._scheduler.leave(request, answer)
-
-
-class _Unread:
-    """Tokens of one draw on their way to the host."""
-
-    def __init__(
-        self,
-        step: int,
-        requests: list[Request],
-        at_limit: list[Request],
-        tokens: Tensor,
-        observed: _Observed | None,
-    ) -> None:
-        self.step, self.requests, self.at_limit = step, requests, at_limit
-        self.observed = observed
-        self._tokens, self._arrived = tokens, None
-        if tokens.is_cuda:
-            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._tokens.copy_(tokens, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def token_ids(self) -> list[int]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        ids: list[int] = self._tokens.tolist()
-        return ids
-
-
-@dataclass(frozen=True, slots=True)
-class _Observed:
-    """Log-probs of those rows of a draw that asked for them, still on the device."""
-
-    requests: list[Request]
-    tokens: Tensor
-    numbers: tuple[Tensor, Tensor, Tensor]
-
-    @staticmethod
-    def of(logits: Tensor, tokens: Tensor, requests: list[Request]) -> _Observed | None:
-        rows = [i for i, request in enumerate(requests) if request.top >= 0]
-        if not rows:
-            return None
-        asking = [requests[i] for i in rows]
-        index = torch.tensor(rows, device=logits.device)
-        chosen = tokens[index]
-        numbers = observe(logits[index], chosen, max(r.top for r in asking))
-        return _Observed(asking, chosen, numbers)
-
-    def deliver(self) -> None:
-        """Give the answers that go on what belongs to their newest token."""
-        counts = [request.top for request in self.requests]
-        found = read_observed(self.tokens.tolist(), self.numbers, counts)
-        for request, of_token in zip(self.requests, found, strict=True):
-            if not request.ended:
-                request.observed.append(of_token)

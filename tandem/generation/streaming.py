@@ -144,7 +144,7 @@ class Conversations:
         Raises:
             GenerationError: as `submit`.
         """
-        check_token_ids(self._model, prompt_ids, "the conversation")
+        check_token_ids(vocabulary_size(self._model), prompt_ids, "the conversation")
         self._forget_if_changed()
         limit = _budget(self._model, prompt_ids, sampling, self._max_tokens)
         sampler = self._sampler_of(sampling)

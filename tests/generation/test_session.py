@@ -16,6 +16,7 @@ from tandem.errors import GenerationError
 from tandem.generation import generator
 from tandem.generation.blocks import blocks_for
 from tandem.generation.generator import Stops, generate
+from tandem.generation.native_runner import NativeRunner
 from tandem.generation.record import Record
 from tandem.generation.runners import make_runner
 from tandem.generation.sampler import Sampler, sequence_key
@@ -223,6 +224,73 @@ def test_looking_one_step_late_changes_nothing() -> None:
     assert seen[0] == seen[1]
     assert {finished for _, finished, _ in seen[0]} == {True, False}
     assert all(length <= limit for (_, _, length), limit in zip(seen[0], LIMITS, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"refill": 3, "num_blocks": 40, "slots": 5},  # three rows leave before others come in
+        {"num_blocks": 6},  # memory for few of them at a time
+        {"chunk_tokens": 16},
+        {"late": True},
+    ],
+)
+def test_running_to_the_end_draws_what_single_steps_draw(
+    family: str, dtype: torch.dtype, how: dict[str, Any]
+) -> None:
+    model, lengths = wide(family, dtype), (5, 33, 16, 1, 48, 20, 7, 9)
+    seen = []
+    for at_once in (False, True):
+        session, requests, record = session_of(model, lengths, LIMITS, **how)
+        while session.busy:
+            if at_once:
+                session.run()
+            else:
+                session.step()
+        assert session.num_free_blocks == how.get("num_blocks", 16)
+        assert all(request.row == -1 and not request.blocks for request in requests)
+        draws = record.collected()
+        numbers = (draws.tokens, draws.logprobs, draws.sampled_logprobs, draws.entropy)
+        seen.append(
+            [
+                (r.finished, r.length, *(of[r.number, : r.length].tolist() for of in numbers))
+                for r in requests
+            ]
+        )
+    assert seen[0] == seen[1]
+    ends = [(one[0], one[1] == limit) for one, limit in zip(seen[0], LIMITS, strict=True)]
+    assert {(True, False), (False, True)} <= set(ends)
+
+
+@bitwise
+def test_most_steps_of_a_rollout_are_taken_several_in_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    singles = []
+    decode = NativeRunner.decode
+
+    def counted(self: NativeRunner, *args: Tensor) -> Tensor:
+        singles.append(1)
+        return decode(self, *args)
+
+    monkeypatch.setattr(NativeRunner, "decode", counted)
+    model, answers = wide(), len(LENGTHS) * 2
+    sampling = {"max_new_tokens": 60}
+    rollout = rollout_of(model, LENGTHS, sampling=sampling)
+    steps = int(rollout.batch.response_mask.sum(1).max()) - 1
+    assert steps > 40
+    assert len(singles) < steps / 4
+    singles.clear()  # one end at a time lets another in, and then they are as many as the answers
+    few = rollout_of(model, LENGTHS, sampling=sampling, batch_size=3, refill=1)
+    assert len(singles) <= answers + steps
+    assert_same(few, rollout)
+    for knobs in ({"top_k": 5}, {"min_new_tokens": 3}, {"stop_strings": ["zzz"]}):
+        singles.clear()
+        rollout_of(model, LENGTHS, sampling={**sampling, **knobs})
+        assert len(singles) > steps / 4  # these are drawn, or looked at, a token at a time
 
 
 @pytest.mark.parametrize("late", [False, True])

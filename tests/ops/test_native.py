@@ -20,7 +20,13 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not() 
 WIDTH, HEADS, INNER, VOCABULARY, POSITIONS = 8, 2, 12, 11, 6
 
 
-def decoder(*, parts: int = 12, shape: tuple[int, ...] | None = None) -> Any:
+def decoder(
+    *,
+    parts: int = 12,
+    shape: tuple[int, ...] | None = None,
+    blocks: int = 2,
+    positions: int = POSITIONS,
+) -> Any:
     """One layer of two heads of four, random weights; `parts` weights for it."""
     torch.manual_seed(0)
     none, ones = torch.empty(0), torch.ones(WIDTH)
@@ -30,14 +36,14 @@ def decoder(*, parts: int = 12, shape: tuple[int, ...] | None = None) -> Any:
 
     layer = [ones, packed(3 * WIDTH, WIDTH), none, none, none, packed(WIDTH, WIDTH), none, ones,
              packed(2 * INNER, WIDTH), none, packed(WIDTH, INNER), none]  # fmt: skip
-    angles = torch.rand(POSITIONS, WIDTH // HEADS)
+    angles = torch.rand(positions, WIDTH // HEADS)
     return torch.classes.tandem.LlamaDecoder(
         torch.randn(VOCABULARY, WIDTH),
         angles.cos(),
         angles.sin(),
         [*layer[:parts], ones, packed(VOCABULARY, WIDTH), none],
-        [torch.zeros(2, HEADS, WIDTH // HEADS, 16)],
-        [torch.zeros(2, HEADS, 16, WIDTH // HEADS)],
+        [torch.zeros(blocks, HEADS, WIDTH // HEADS, 16)],
+        [torch.zeros(blocks, HEADS, 16, WIDTH // HEADS)],
         list(shape or (HEADS, HEADS, WIDTH // HEADS, INNER, VOCABULARY)),
         [0],
         1e-5,
@@ -98,6 +104,88 @@ def test_memory_and_tables_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             decoder().step(one, first, torch.tensor(tables, dtype=torch.int32))
+
+
+COLUMNS = 6  # key, limit, token, position, number, place
+
+
+def rows_to_advance(limits: list[int]) -> tuple[Tensor, Tensor]:
+    n = len(limits)
+    columns = torch.zeros(COLUMNS, n + 2, dtype=torch.long)  # two slots stay free
+    columns[0, :n] = torch.arange(n) * 77 + 1
+    columns[1, :n] = torch.tensor(limits)
+    columns[2, :n] = torch.arange(n) % VOCABULARY
+    columns[4, :n] = 1
+    columns[5, :n] = torch.arange(n) * 100 + 1
+    return columns, torch.arange(n, dtype=torch.int32)[:, None].repeat(1, 2)
+
+
+def one_by_one(
+    made: Any, columns: Tensor, tables: Tensor, n: int, stops: list[int], most: int, until: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, int, bool]], list[int]]:
+    """What `advance` does, a row and a step at a time."""
+    rows = [(i, columns[:, i].clone(), tables[i : i + 1]) for i in range(n)]
+    draws: list[tuple[int, ...]] = []
+    ended: list[tuple[int, int, bool]] = []
+    for number in range(1, most + 1):
+        left = []
+        for row, numbers, table in rows:
+            key, limit, token, position, drawn_before, place = numbers.tolist()
+            logits = made.step(torch.tensor([token]), torch.tensor([position]), table)
+            drawn, logprob, entropy = dense.sample(
+                logits, torch.tensor([key]), torch.tensor([drawn_before]), 1.5
+            )
+            draws.append((token, place, int(drawn), float(logprob), float(entropy)))
+            numbers[2] = drawn
+            numbers[3:] += 1
+            stopped = int(drawn) in stops
+            if stopped or drawn_before + 1 >= limit:
+                ended.append((row, number, stopped))
+            else:
+                left.append((row, numbers, table))
+        some = len(left) < len(rows)
+        rows = left
+        if not rows or (some and len(rows) <= until):
+            break
+    return draws, ended, [row for row, _, _ in rows]
+
+
+@pytest.mark.parametrize("most", [1, 3, 50])
+@pytest.mark.parametrize("until", [0, 3, 9])
+@pytest.mark.parametrize("stops", [[], [3, 7]])
+def test_many_steps_are_single_steps_one_after_another(
+    most: int, until: int, stops: list[int]
+) -> None:
+    limits = [6, 2, 4, 6, 3, 6, 2, 5]
+    n = len(limits)
+    made = decoder(blocks=n, positions=8)
+    columns, tables = rows_to_advance(limits)
+    steps, ids, numbers, ended, live = made.advance(columns[:, :n], tables, stops, 1.5, most, until)
+    again = decoder(blocks=n, positions=8)
+    before, tables_before = rows_to_advance(limits)
+    draws, ends, left = one_by_one(again, before, tables_before, n, stops, most, until)
+    ours = list(zip(*ids.tolist(), *numbers.tolist(), strict=True))
+    assert sorted(ours) == sorted(draws)
+    assert sorted(map(tuple, ended.tolist())) == sorted(ends)
+    assert sorted(live.tolist()) == left
+    assert steps == max(place % 100 for _, place, *_ in draws)
+    for place, was in enumerate(live.tolist()):  # the rows that are left stand in front
+        assert columns[0, place] == before[0, was]
+        assert tables[place, 0] == was
+        assert columns[4, place] == 1 + steps
+    untouched = columns[:, n:]
+    assert not untouched.any()
+
+
+def test_advancing_refuses_columns_that_do_not_fit() -> None:
+    made = decoder()
+    columns, tables = rows_to_advance([3, 3])
+    for wrong in (columns[:5, :2], columns[:, :1], columns[:, :2].int()):
+        with pytest.raises(RuntimeError, match="advance must get 6 int64 numbers of each row"):
+            made.advance(wrong, tables, [], 1.0, 4, 0)
+    columns[2, 1] = VOCABULARY
+    with pytest.raises(RuntimeError, match="a token must be in"):
+        made.advance(columns[:, :2], tables, [], 1.0, 4, 0)
 
 
 @pytest.mark.parametrize("megabytes", [0, 1, 9])

@@ -10,8 +10,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "gemm.h"
@@ -132,6 +134,80 @@ class LlamaDecoder : public torch::CustomClassHolder {
                    n, threads);
       return mixed;
     });
+  }
+
+  // Columns of a row, of which token, position, number and place change as it draws.
+  enum Column { kKey, kLimit, kToken, kPosition, kNumber, kPlace, kColumns };
+
+  // Again and again a step, and a draw for each row from softmax(logits / temperature); rows whose
+  // answer ends, by one of `stops` or by its limit, leave, and the last take their places in
+  // `columns` (kColumns, n) int64 and `tables` (n, W) int32. It ends after `most` steps, or when an
+  // answer has ended and at most `until` rows go on. Returns the steps; of each draw the token that
+  // was run, the place and the token drawn (3, m) int64, its log-prob and the entropy (2, m)
+  // float32; of each end the row, the step from 1 and whether it was a stop (e, 3); and the rows
+  // that are left, as they were numbered before.
+  std::tuple<int64_t, Tensor, Tensor, Tensor, Tensor> advance(
+      const Tensor& columns, const Tensor& tables, std::vector<int64_t> stops, double temperature,
+      int64_t most, int64_t until) {
+    static const auto draw = op<std::tuple<Tensor, Tensor, Tensor>(
+        const Tensor&, const Tensor&, const Tensor&, double)>("tandem::sample");
+    check_tables(tables, "LlamaDecoder");
+    TORCH_CHECK(columns.dim() == 2 && columns.size(0) == kColumns && columns.stride(1) == 1 &&
+                    columns.scalar_type() == at::kLong && columns.is_cpu() &&
+                    columns.size(1) == tables.size(0),
+                "advance must get ", static_cast<int>(kColumns),
+                " int64 numbers of each row of tables, a column each; got ", columns.sizes(), " ",
+                columns.scalar_type(), " for ", tables.size(0), " rows.");
+    int64_t* const first = columns.mutable_data_ptr<int64_t>();
+    int32_t* const blocks = tables.mutable_data_ptr<int32_t>();
+    const auto column = [&](Column which) { return first + which * columns.stride(0); };
+    int64_t n = columns.size(1), steps = 0;
+    std::vector<int64_t> live(n), ids[3], ended;
+    std::vector<float> numbers[2];
+    std::iota(live.begin(), live.end(), 0);
+    for (bool enough = false; n > 0 && steps < most && !enough;) {
+      const Tensor now = columns.narrow(1, 0, n);
+      const Tensor logits = step(now[kToken], now[kPosition], tables.narrow(0, 0, n));
+      const auto [drawn, logprob, entropy] =
+          draw.call(logits, now[kKey], now[kNumber], temperature);
+      ++steps;
+      const auto append = [&](auto& to, const auto* from) { to.insert(to.end(), from, from + n); };
+      append(ids[0], column(kToken));
+      append(ids[1], column(kPlace));
+      append(ids[2], drawn.const_data_ptr<int64_t>());
+      append(numbers[0], logprob.const_data_ptr<float>());
+      append(numbers[1], entropy.const_data_ptr<float>());
+      std::copy_n(drawn.const_data_ptr<int64_t>(), n, column(kToken));
+      for (const Column counting : {kPosition, kNumber, kPlace})
+        for (int64_t i = 0; i < n; ++i) ++column(counting)[i];
+      for (int64_t i = 0; i < n;) {
+        const bool stopped =
+            std::find(stops.begin(), stops.end(), column(kToken)[i]) != stops.end();
+        if (!stopped && column(kNumber)[i] < column(kLimit)[i]) {
+          ++i;
+          continue;
+        }
+        ended.insert(ended.end(), {live[i], steps, stopped});
+        --n;
+        for (int c = 0; c < kColumns; ++c) {
+          int64_t* const of_all = column(static_cast<Column>(c));
+          of_all[i] = of_all[n];
+        }
+        std::copy_n(blocks + n * tables.stride(0), tables.size(1), blocks + i * tables.stride(0));
+        live[i] = live[n];
+        enough = n <= until;
+      }
+    }
+    live.resize(n);
+    const auto made = [](const auto* parts, int64_t count, at::ScalarType type) {
+      const int64_t m = static_cast<int64_t>(parts[0].size());
+      Tensor all = at::empty({count, m}, at::TensorOptions(type));
+      auto* to = static_cast<std::decay_t<decltype(parts[0][0])>*>(all.mutable_data_ptr());
+      for (int64_t i = 0; i < count; ++i) std::copy_n(parts[i].data(), m, to + i * m);
+      return all;
+    };
+    return {steps, made(ids, 3, at::kLong), made(numbers, 2, at::kFloat),
+            made(&ended, 1, at::kLong).view({-1, 3}), made(&live, 1, at::kLong).view({-1})};
   }
 
   // Prompts side by side, or parts of prompts: tokens and positions (n,) int64, cu_seqlens (G + 1,)
@@ -323,6 +399,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
       .def(torch::init<Tensor, Tensor, Tensor, Tensors, Tensors, Tensors, std::vector<int64_t>,
                        std::vector<int64_t>, double, double>())
       .def("step", &LlamaDecoder::step)
+      .def("advance", &LlamaDecoder::advance)
       .def("keep", &LlamaDecoder::keep)
       .def("prefill", &LlamaDecoder::prefill);
 }
