@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.errors import ShapeError
@@ -201,15 +202,15 @@ class TokenBatch:
         """Right-pad `rows` to the longest of them."""
         import torch
 
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.long)
         width = max((len(row) for row in rows), default=0)
-        token_ids = torch.full((len(rows), width), pad_token_id, dtype=torch.long)
-        attention_mask = torch.zeros((len(rows), width), dtype=torch.bool)
-        response_mask = torch.zeros((len(rows), width), dtype=torch.bool)
-        for i, row in enumerate(rows):
-            n = len(row)
-            token_ids[i, :n] = torch.tensor(row.token_ids, dtype=torch.long)
-            attention_mask[i, :n] = True
-            response_mask[i, :n] = torch.tensor(row.response_mask, dtype=torch.bool)
+        attention_mask = torch.arange(width) < lengths[:, None]
+        token_ids = torch.full(attention_mask.shape, pad_token_id, dtype=torch.long)
+        response_mask = torch.zeros(attention_mask.shape, dtype=torch.bool)
+        ids = chain.from_iterable(row.token_ids for row in rows)
+        chosen = chain.from_iterable(row.response_mask for row in rows)
+        token_ids[attention_mask] = torch.tensor(list(ids), dtype=torch.long)
+        response_mask[attention_mask] = torch.tensor(list(chosen), dtype=torch.bool)
         return TokenBatch(token_ids, attention_mask, response_mask)
 
     @property
