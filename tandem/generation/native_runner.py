@@ -161,19 +161,18 @@ class NativeRunner(TwinRunner):
     def advance(
         self, rows: Rows, stop_token_ids: Collection[int], most: int, until: int
     ) -> Advanced | None:
-        """As `Runner` says: where one sampler draws for all rows, and draws from the logits as they
-        are."""
+        """As `Runner` says: where one sampler draws for all rows, and `is_plain`."""
         sampler, live = rows.sampler, rows.live
         if sampler is None or not sampler.is_plain:
             return None
+        sampling = sampler.sampling
         steps, ids, numbers, ended, left = self._decoder.advance(
-            live.columns, live.tables, list(stop_token_ids), sampler.sampling.temperature,
-            most, until,
+            live.columns, live.tables, list(stop_token_ids), list(sampler.stop_token_ids),
+            sampling.min_new_tokens, sampling.temperature, most, until,
         )  # fmt: skip
         ran, places, tokens = ids.unbind()
-        logprobs, entropy = numbers.unbind()
         return Advanced(
-            steps, ran, places, Draw(tokens, logprobs, logprobs, entropy),
+            steps, ran, places, Draw(tokens, *numbers.unbind()),
             [(row, step, bool(finished)) for row, step, finished in ended.tolist()], left.tolist(),
         )  # fmt: skip
 

@@ -77,7 +77,9 @@ class Sampler:
 
     Attributes:
         rule: samplers of one model with equal rules sample alike.
-        is_plain: the logits are divided by the temperature, and nothing else is done to them.
+        is_plain: the logits are divided by the temperature, and nothing else is done to them but
+            that stop tokens wait for `min_new_tokens`.
+        stop_token_ids: those that the model has.
     """
 
     def __init__(
@@ -107,11 +109,11 @@ class Sampler:
         self._biased = torch.tensor(list(biases), dtype=torch.long, device=device)
         self._biases = torch.tensor(list(biases.values()), device=device)
         _check_biases(biases, vocabulary)
-        known = [token for token in stop_token_ids if 0 <= token < vocabulary]
-        self._stop_ids = torch.tensor(known, dtype=torch.long, device=device)
-        self.rule: Hashable = (sampling, tuple(known))
+        self.stop_token_ids = tuple(token for token in stop_token_ids if 0 <= token < vocabulary)
+        self._stop_ids = torch.tensor(self.stop_token_ids, dtype=torch.long, device=device)
+        self.rule: Hashable = (sampling, self.stop_token_ids)
         self._edits = bool(biases) or self.penalizes or sampling.min_new_tokens > 0
-        self.is_plain = not self._edits and not self._truncates
+        self.is_plain = not (biases or self.penalizes or self._truncates)
 
     def draw(
         self,
@@ -134,7 +136,7 @@ class Sampler:
         temperature = self.sampling.temperature
         if gpu.fuses(logits):
             return self._draw_fused(logits, keys, token_numbers, counts)
-        if self.is_plain:
+        if not self._edits and not self._truncates:
             tokens, logprobs, entropy = dense.sample(logits, keys, token_numbers, temperature)
             return Draw(tokens, logprobs, logprobs, entropy)
         changed = self._edited(logits.float(), token_numbers, counts) if self._edits else logits

@@ -3,8 +3,8 @@
 One step lets in what fits, gives every live row a token, and sees which answers have ended. Where
 `chunk_tokens` says so, prompts run a part at a time between such steps, so that a long one does not
 hold the live rows up. Where nobody looks at a token before the end, `run` takes many steps in one
-call of a runner that can. On a GPU what was drawn is looked at one step late, so that the device never
-waits for the host; the one token too many of an answer that had ended is thrown away.
+call of a runner that can. On a GPU what was drawn is looked at one step late, so that the device
+never waits for the host; the one token too many of an answer that had ended is thrown away.
 """
 
 from __future__ import annotations

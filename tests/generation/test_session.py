@@ -184,9 +184,14 @@ def test_first_tokens_follow_the_models_distribution() -> None:
 
 
 def session_of(
-    model: PreTrainedModel, lengths: Sequence[int], limits: Sequence[int], **how: Any
+    model: PreTrainedModel,
+    lengths: Sequence[int],
+    limits: Sequence[int],
+    min_new_tokens: int = 0,
+    **how: Any,
 ) -> tuple[Session, list[Request], Record]:
-    sampler = Sampler(SamplingConfig(), STOPS.stop_token_ids, CPU, 99)
+    sampling = SamplingConfig(min_new_tokens=min_new_tokens)
+    sampler = Sampler(sampling, STOPS.stop_token_ids, CPU, 99)
     requests = [
         Request(i, row.token_ids, sequence_key(1, 1, i, 0), sampler, limit)
         for i, (row, limit) in enumerate(zip(prompts(*lengths), limits, strict=True))
@@ -236,6 +241,7 @@ def test_looking_one_step_late_changes_nothing() -> None:
         {"num_blocks": 6},  # memory for few of them at a time
         {"chunk_tokens": 16},
         {"late": True},
+        {"min_new_tokens": 5, "refill": 2},
     ],
 )
 def test_running_to_the_end_draws_what_single_steps_draw(
@@ -262,7 +268,9 @@ def test_running_to_the_end_draws_what_single_steps_draw(
         )
     assert seen[0] == seen[1]
     ends = [(one[0], one[1] == limit) for one, limit in zip(seen[0], LIMITS, strict=True)]
-    assert {(True, False), (False, True)} <= set(ends)
+    least = how.get("min_new_tokens", 0)
+    assert all(one[1] >= min(least, limit) for one, limit in zip(seen[0], LIMITS, strict=True))
+    assert least or {(True, False), (False, True)} <= set(ends)
 
 
 @bitwise
@@ -287,7 +295,10 @@ def test_most_steps_of_a_rollout_are_taken_several_in_a_call(
     few = rollout_of(model, LENGTHS, sampling=sampling, batch_size=3, refill=1)
     assert len(singles) <= answers + steps
     assert_same(few, rollout)
-    for knobs in ({"top_k": 5}, {"min_new_tokens": 3}, {"stop_strings": ["zzz"]}):
+    singles.clear()
+    rollout_of(model, LENGTHS, sampling={**sampling, "min_new_tokens": 60})
+    assert len(singles) < 60 / 4
+    for knobs in ({"top_k": 5}, {"presence_penalty": 0.1}, {"stop_strings": ["zzz"]}):
         singles.clear()
         rollout_of(model, LENGTHS, sampling={**sampling, **knobs})
         assert len(singles) > steps / 4  # these are drawn, or looked at, a token at a time

@@ -121,7 +121,15 @@ def rows_to_advance(limits: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def one_by_one(
-    made: Any, columns: Tensor, tables: Tensor, n: int, stops: list[int], most: int, until: int
+    made: Any,
+    columns: Tensor,
+    tables: Tensor,
+    n: int,
+    stops: list[int],
+    banned: list[int],
+    least: int,
+    most: int,
+    until: int,
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, int, bool]], list[int]]:
     """What `advance` does, a row and a step at a time."""
     rows = [(i, columns[:, i].clone(), tables[i : i + 1]) for i in range(n)]
@@ -132,10 +140,14 @@ def one_by_one(
         for row, numbers, table in rows:
             key, limit, token, position, drawn_before, place = numbers.tolist()
             logits = made.step(torch.tensor([token]), torch.tensor([position]), table)
-            drawn, logprob, entropy = dense.sample(
-                logits, torch.tensor([key]), torch.tensor([drawn_before]), 1.5
+            allowed = logits.clone()
+            if drawn_before < least:
+                allowed[:, banned] = -torch.inf
+            drawn, sampled, _ = dense.sample(
+                allowed, torch.tensor([key]), torch.tensor([drawn_before]), 1.5
             )
-            draws.append((token, place, int(drawn), float(logprob), float(entropy)))
+            of_all = [float(number) for number in dense.token_logprobs(logits, drawn, 1.5)]
+            draws.append((token, place, int(drawn), of_all[0], float(sampled), of_all[1]))
             numbers[2] = drawn
             numbers[3:] += 1
             stopped = int(drawn) in stops
@@ -152,18 +164,22 @@ def one_by_one(
 
 @pytest.mark.parametrize("most", [1, 3, 50])
 @pytest.mark.parametrize("until", [0, 3, 9])
-@pytest.mark.parametrize("stops", [[], [3, 7]])
+@pytest.mark.parametrize(("stops", "banned", "least"), [([], [], 0), ([3, 7], [], 0),
+                                                       ([3, 7], [3, 7, 0], 4)])  # fmt: skip
 def test_many_steps_are_single_steps_one_after_another(
-    most: int, until: int, stops: list[int]
+    most: int, until: int, stops: list[int], banned: list[int], least: int
 ) -> None:
     limits = [6, 2, 4, 6, 3, 6, 2, 5]
     n = len(limits)
     made = decoder(blocks=n, positions=8)
     columns, tables = rows_to_advance(limits)
-    steps, ids, numbers, ended, live = made.advance(columns[:, :n], tables, stops, 1.5, most, until)
+    steps, ids, numbers, ended, live = made.advance(
+        columns[:, :n], tables, stops, banned, least, 1.5, most, until
+    )
     again = decoder(blocks=n, positions=8)
     before, tables_before = rows_to_advance(limits)
-    draws, ends, left = one_by_one(again, before, tables_before, n, stops, most, until)
+    single = one_by_one(again, before, tables_before, n, stops, banned, least, most, until)
+    draws, ends, left = single
     ours = list(zip(*ids.tolist(), *numbers.tolist(), strict=True))
     assert sorted(ours) == sorted(draws)
     assert sorted(map(tuple, ended.tolist())) == sorted(ends)
@@ -182,10 +198,12 @@ def test_advancing_refuses_columns_that_do_not_fit() -> None:
     columns, tables = rows_to_advance([3, 3])
     for wrong in (columns[:5, :2], columns[:, :1], columns[:, :2].int()):
         with pytest.raises(RuntimeError, match="advance must get 6 int64 numbers of each row"):
-            made.advance(wrong, tables, [], 1.0, 4, 0)
+            made.advance(wrong, tables, [], [], 0, 1.0, 4, 0)
+    with pytest.raises(RuntimeError, match=r"a banned token must be in \[0, 11\); got 11"):
+        made.advance(columns[:, :2], tables, [], [VOCABULARY], 2, 1.0, 4, 0)
     columns[2, 1] = VOCABULARY
     with pytest.raises(RuntimeError, match="a token must be in"):
-        made.advance(columns[:, :2], tables, [], 1.0, 4, 0)
+        made.advance(columns[:, :2], tables, [], [], 0, 1.0, 4, 0)
 
 
 @pytest.mark.parametrize("megabytes", [0, 1, 9])

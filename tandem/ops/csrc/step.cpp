@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -139,18 +140,22 @@ class LlamaDecoder : public torch::CustomClassHolder {
   // Columns of a row, of which token, position, number and place change as it draws.
   enum Column { kKey, kLimit, kToken, kPosition, kNumber, kPlace, kColumns };
 
-  // Again and again a step, and a draw for each row from softmax(logits / temperature); rows whose
-  // answer ends, by one of `stops` or by its limit, leave, and the last take their places in
-  // `columns` (kColumns, n) int64 and `tables` (n, W) int32. It ends after `most` steps, or when an
-  // answer has ended and at most `until` rows go on. Returns the steps; of each draw the token that
-  // was run, the place and the token drawn (3, m) int64, its log-prob and the entropy (2, m)
-  // float32; of each end the row, the step from 1 and whether it was a stop (e, 3); and the rows
-  // that are left, as they were numbered before.
+  // Again and again a step, and a draw for each row from softmax(logits / temperature), of `banned`
+  // none as an answer's first `least` tokens. Rows whose answer ends, by one of `stops` or by its
+  // limit, leave, and the last take their places in `columns` (kColumns, n) int64 and `tables`
+  // (n, W) int32. It ends after `most` steps, or when an answer has ended and at most `until` rows
+  // go on. Returns the steps; of each draw the token that was run, the place and the token drawn
+  // (3, m) int64, its log-prob, the same without what is banned, and the entropy (3, m) float32; of
+  // each end the row, the step from 1 and whether it was a stop (e, 3); and the rows that are left,
+  // as they were numbered before.
   std::tuple<int64_t, Tensor, Tensor, Tensor, Tensor> advance(
-      const Tensor& columns, const Tensor& tables, std::vector<int64_t> stops, double temperature,
-      int64_t most, int64_t until) {
+      const Tensor& columns, const Tensor& tables, std::vector<int64_t> stops,
+      std::vector<int64_t> banned, int64_t least, double temperature, int64_t most,
+      int64_t until) {
     static const auto draw = op<std::tuple<Tensor, Tensor, Tensor>(
         const Tensor&, const Tensor&, const Tensor&, double)>("tandem::sample");
+    static const auto read = op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, double,
+                                                           bool, bool)>("tandem::token_logprobs");
     check_tables(tables, "LlamaDecoder");
     TORCH_CHECK(columns.dim() == 2 && columns.size(0) == kColumns && columns.stride(1) == 1 &&
                     columns.scalar_type() == at::kLong && columns.is_cpu() &&
@@ -163,20 +168,25 @@ class LlamaDecoder : public torch::CustomClassHolder {
     const auto column = [&](Column which) { return first + which * columns.stride(0); };
     int64_t n = columns.size(1), steps = 0;
     std::vector<int64_t> live(n), ids[3], ended;
-    std::vector<float> numbers[2];
+    std::vector<float> numbers[3];
     std::iota(live.begin(), live.end(), 0);
     for (bool enough = false; n > 0 && steps < most && !enough;) {
       const Tensor now = columns.narrow(1, 0, n);
       const Tensor logits = step(now[kToken], now[kPosition], tables.narrow(0, 0, n));
-      const auto [drawn, logprob, entropy] =
-          draw.call(logits, now[kKey], now[kNumber], temperature);
+      const Tensor allowed = without(logits, banned, column(kNumber), least);
+      const auto [drawn, sampled, chance] =
+          draw.call(allowed, now[kKey], now[kNumber], temperature);
+      const auto [logprob, entropy] = allowed.is_same(logits)
+                                          ? std::tuple(sampled, chance)
+                                          : read.call(logits, drawn, temperature, true, true);
       ++steps;
       const auto append = [&](auto& to, const auto* from) { to.insert(to.end(), from, from + n); };
       append(ids[0], column(kToken));
       append(ids[1], column(kPlace));
       append(ids[2], drawn.const_data_ptr<int64_t>());
       append(numbers[0], logprob.const_data_ptr<float>());
-      append(numbers[1], entropy.const_data_ptr<float>());
+      append(numbers[1], sampled.const_data_ptr<float>());
+      append(numbers[2], entropy.const_data_ptr<float>());
       std::copy_n(drawn.const_data_ptr<int64_t>(), n, column(kToken));
       for (const Column counting : {kPosition, kNumber, kPlace})
         for (int64_t i = 0; i < n; ++i) ++column(counting)[i];
@@ -206,7 +216,7 @@ class LlamaDecoder : public torch::CustomClassHolder {
       for (int64_t i = 0; i < count; ++i) std::copy_n(parts[i].data(), m, to + i * m);
       return all;
     };
-    return {steps, made(ids, 3, at::kLong), made(numbers, 2, at::kFloat),
+    return {steps, made(ids, 3, at::kLong), made(numbers, 3, at::kFloat),
             made(&ended, 1, at::kLong).view({-1, 3}), made(&live, 1, at::kLong).view({-1})};
   }
 
@@ -318,6 +328,24 @@ class LlamaDecoder : public torch::CustomClassHolder {
     Tensor logits = at::empty({n, outputs_}, options);
     linear(x, width, n, width, last + kHead, outputs_, logits.mutable_data_ptr<T>());
     return logits;
+  }
+
+  // The logits, without `banned` for rows that have drawn fewer than `least` tokens.
+  Tensor without(const Tensor& logits, const std::vector<int64_t>& banned, const int64_t* drawn,
+                 int64_t least) const {
+    const int64_t n = logits.size(0);
+    if (std::all_of(drawn, drawn + n, [&](int64_t count) { return count >= least; }))
+      return logits;
+    Tensor left = at::empty(logits.sizes(), logits.options().dtype(at::kFloat));
+    left.copy_(logits);
+    float* const row = left.mutable_data_ptr<float>();
+    for (int64_t i = 0; i < n; ++i)
+      for (const int64_t token : banned) {
+        TORCH_CHECK(token >= 0 && token < outputs_, "a banned token must be in [0, ", outputs_,
+                    "); got ", token, ".");
+        if (drawn[i] < least) row[i * outputs_ + token] = -std::numeric_limits<float>::infinity();
+      }
+    return left;
   }
 
   void check_rows(const Tensor& tokens, const Tensor& positions) const {
