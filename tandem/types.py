@@ -199,9 +199,19 @@ class TokenBatch:
 
     @staticmethod
     def from_rows(rows: Sequence[TokenRow], pad_token_id: int) -> TokenBatch:
-        """Right-pad `rows` to the longest of them."""
+        """Right-pad `rows` to the longest of them.
+
+        Raises:
+            ShapeError: a row has not as many marks as ids.
+        """
         import torch
 
+        for row in rows:
+            if len(row.response_mask) != len(row):
+                raise ShapeError(
+                    f"{row.source}: response_mask must have a mark for each of {len(row)} ids; "
+                    f"got {len(row.response_mask)}. Render the row again."
+                )
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.long)
         width = max((len(row) for row in rows), default=0)
         attention_mask = torch.arange(width) < lengths[:, None]
