@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,27 +42,23 @@ def generalized_advantages(
         return made
     if rewards.device.type != "cpu":
         return _scanned_advantages(rewards, values, response_mask, gamma=gamma, lam=lam)
-    advantages = torch.from_numpy(
-        _looped_advantages(rewards.numpy(), values.numpy(), response_mask.numpy(), gamma, lam)
+    # Columns as rows of their own, and masks at the end: a few numbers cost the calls.
+    columns = zip(
+        *(x.T.contiguous().unbind() for x in (rewards, values, response_mask)), strict=True
     )
+    next_advantage = next_value = rewards.new_zeros(len(rewards))
+    found = []
+    for reward, value, chosen in reversed(list(columns)):
+        delta = reward + gamma * next_value - value
+        advantage = delta + gamma * lam * next_advantage
+        next_advantage = torch.where(chosen, advantage, next_advantage)
+        next_value = torch.where(chosen, value, next_value)
+        found.append(next_advantage)
+    if not found:
+        return torch.zeros_like(rewards), torch.zeros_like(rewards)
+    advantages = torch.stack(found[::-1], dim=1).masked_fill(~response_mask, 0.0)
     returns = (advantages + values).masked_fill(~response_mask, 0.0)
     return advantages, returns
-
-
-def _looped_advantages(
-    rewards: np.ndarray, values: np.ndarray, chosen: np.ndarray, gamma: float, lam: float
-) -> np.ndarray:
-    """(B, T) from the last token to the first; numpy takes a fifth of torch's time for a column."""
-    deltas, values, chosen = rewards.T - values.T, values.T.copy(), chosen.T.copy()
-    advantages = np.zeros_like(deltas)
-    following = np.zeros((2, len(rewards)), deltas.dtype)  # the next one's advantage and value
-    factors = np.array([[gamma * lam], [gamma]], deltas.dtype)
-    for t in reversed(range(len(deltas))):
-        of_next = factors * following
-        np.copyto(advantages[t], deltas[t] + of_next[1] + of_next[0], where=chosen[t])
-        np.copyto(following[0], advantages[t], where=chosen[t])
-        np.copyto(following[1], values[t], where=chosen[t])
-    return advantages.T.copy()
 
 
 def _scanned_advantages(

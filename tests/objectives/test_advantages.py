@@ -103,6 +103,18 @@ def test_what_stands_off_the_response_changes_nothing() -> None:
     torch.testing.assert_close(before, after)
 
 
+def test_no_tokens_have_no_advantages_and_rewards_may_have_a_gradient() -> None:
+    nothing = torch.zeros(3, 0)
+    advantages, returns = generalized_advantages(nothing, nothing, nothing.bool(), gamma=1, lam=1)
+    assert advantages.shape == returns.shape == (3, 0)
+    rewards = torch.randn(2, 4, requires_grad=True)
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    advantages, _ = generalized_advantages(rewards, torch.randn(2, 4), mask, gamma=1, lam=1)
+    advantages[:, 1].sum().backward()
+    assert rewards.grad is not None
+    assert rewards.grad.tolist() == [[0.0, 1.0, 1.0, 1.0]] * 2
+
+
 def test_refuses_shapes_that_disagree() -> None:
     with pytest.raises(ShapeError, match=r"must share one shape; got rewards \(1, 2\)"):
         generalized_advantages(
