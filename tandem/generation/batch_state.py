@@ -120,7 +120,8 @@ class Rows:
         return self._samplers[0] if len(self._samplers) == 1 else None
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Of these rows alone, which are in front and in this order now, an answer goes on."""
+        """Of these rows alone, which are in front and in this order now, an answer goes on; none of
+        them has counts."""
         before = self.requests
         for request in before:
             request.row = -1

@@ -68,13 +68,12 @@ class Runner(Protocol):
     def draw(self, logits: Tensor, part: Part) -> Draw | None:
         """Sample for the rows of a part as `Rows.draw` does, but faster; None if it cannot."""
 
-    def advance(
-        self, rows: Rows, stop_token_ids: Collection[int], most: int, until: int
-    ) -> Advanced | None:
+    def advance(self, rows: Rows, stop_token_ids: Collection[int], until: int) -> Advanced | None:
         """Run and draw for the live rows again and again; None if it cannot, and nothing is done.
 
-        Rows leave as their answers end. It stops after `most` steps, or when some answer has ended
-        and no more than `until` rows go on. `rows.keep` is the caller's to call.
+        Rows leave as their answers end. It stops after a moment, for signals wait for its end, or
+        when some answer has ended and no more than `until` rows go on. `rows.keep` is the caller's
+        to call.
         """
 
     def close(self) -> None:
@@ -145,9 +144,7 @@ class TwinRunner:
         """As `Runner` says: it cannot."""
         return None
 
-    def advance(
-        self, rows: Rows, stop_token_ids: Collection[int], most: int, until: int
-    ) -> Advanced | None:
+    def advance(self, rows: Rows, stop_token_ids: Collection[int], until: int) -> Advanced | None:
         """As `Runner` says: it cannot."""
         return None
 

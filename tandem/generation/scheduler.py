@@ -125,6 +125,7 @@ class Scheduler:
         self._shares_prefixes = shares_prefixes
         self._slots, self._prefill_tokens, self._refill = slots, prefill_tokens, refill
         self._queue: deque[Group] = deque()
+        self._is_stuck = False  # nothing can come in before somebody leaves or asks anew
         self.num_waiting = 0
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -142,6 +143,7 @@ class Scheduler:
                 "sampling.max_new_tokens or dataset.max_prompt_tokens."
             )
         self._queue.append(Group(prompt, deque(requests)))
+        self._is_stuck = False
         self.num_waiting += len(requests)
 
     def admit(self, num_live: int) -> Entering | None:
@@ -151,12 +153,14 @@ class Scheduler:
             return None
         entering = Entering([], [])
         num_tokens = 0
+        self._is_stuck = True
         while self._queue and room:
             group = self._queue[0]
             if not group.blocks:
                 found = self.pool.find(group.prompt) if self._shares_prefixes else []
                 num_tokens += len(group.prompt) - len(found) * BLOCK_TOKENS
                 if num_tokens > self._prefill_tokens and entering.prompts:
+                    self._is_stuck = False  # it may come in next time
                     break
                 if not self._fits_with_prompt(group, found):
                     break
@@ -175,6 +179,10 @@ class Scheduler:
         """How few rows may be live for others to come in beside them; 0 if none wait."""
         return max(0, self._slots - min(self._refill, self.num_waiting)) if self._queue else 0
 
+    def may_admit(self, num_live: int) -> bool:
+        """Whether `admit` is worth asking: false if it was, and nobody has left since."""
+        return bool(self._queue) and not self._is_stuck and num_live <= self.rows_that_let_in
+
     def leave(self, request: Request, answer: Sequence[int] | None = None) -> None:
         """A request that was admitted gives its blocks back.
 
@@ -186,6 +194,7 @@ class Scheduler:
             self.pool.keep((*request.prompt, *answer), request.blocks)
         self.pool.release(request.blocks)
         request.blocks = []
+        self._is_stuck = False
 
     def drop(self, entry: Entry) -> bool:
         """Forget a request whose prompt is being run, unless others need what its prompt computes;
@@ -199,6 +208,7 @@ class Scheduler:
 
     def withdraw(self, request: Request) -> None:
         """Forget a request that waits."""
+        self._is_stuck = False
         for group in self._queue:
             if request in group.waiting:
                 group.waiting.remove(request)

@@ -31,8 +31,6 @@ from tandem.ops.sizes import BLOCK_TOKENS, PREFILL_TOKENS
 
 _FAILED = -1
 """Stands for a token that was drawn of NaN."""
-_STEPS_AT_ONCE = 16
-"""Most steps in one call: a signal waits for its end."""
 
 
 Piece = tuple[Group, int, int]
@@ -191,7 +189,8 @@ class Session:
         """Draw all answers to their ends; nobody looks at a token before that."""
         while self.busy:
             self.step()
-            self._advance()
+            if not self._scheduler.may_admit(len(self.rows)):
+                self._advance()
 
     def close(self) -> None:
         """Free the memory; the session is over."""
@@ -296,7 +295,7 @@ class Session:
         if looked_at or self._record is None or self._entries or not self.rows.requests:
             return
         until = self._scheduler.rows_that_let_in
-        made = self.runner.advance(self.rows, self._stop_token_ids, _STEPS_AT_ONCE, until)
+        made = self.runner.advance(self.rows, self._stop_token_ids, until)
         if made is None:
             return
         if self._keeper is not None:

@@ -242,6 +242,7 @@ def test_looking_one_step_late_changes_nothing() -> None:
         {"chunk_tokens": 16},
         {"late": True},
         {"min_new_tokens": 5, "refill": 2},
+        {"prefill_tokens": 40, "slots": 8, "num_blocks": 60},  # prompts of a few rows at a time
     ],
 )
 def test_running_to_the_end_draws_what_single_steps_draw(
@@ -262,7 +263,10 @@ def test_running_to_the_end_draws_what_single_steps_draw(
         numbers = (draws.tokens, draws.logprobs, draws.sampled_logprobs, draws.entropy)
         seen.append(
             [
-                (r.finished, r.length, *(of[r.number, : r.length].tolist() for of in numbers))
+                (
+                    *(r.finished, r.length, r.begun),  # others come in at the same steps
+                    *(of[r.number, : r.length].tolist() for of in numbers),
+                )
                 for r in requests
             ]
         )
