@@ -273,8 +273,7 @@ def _drawn_side_by_side(
             session.submit(group)
         if followed is None:
             session.run()
-        while session.busy:
-            assert followed is not None
+        while followed is not None and session.busy:
             for group in followed.after(session.step()):
                 session.submit(group)
             if not session.busy:
