@@ -123,10 +123,11 @@ void tile(const TileWork<T>& work) {
   const word* row = work.rows;
   const word* panel = work.panel;
   const int64_t stride = work.row_stride, step = work.row_step, panel_step = work.panel_step;
+  const int64_t three_rows = 3 * stride;
   const word* ahead = work.ahead.data ? work.ahead.data : panel;
   const int64_t ahead_step = work.ahead.step;
   const bool two = work.ahead.lines > 1, four = work.ahead.lines > 2;
-  for (int64_t k = 0; k < work.words; ++k, row += step, panel += panel_step) {
+  for (int64_t left = work.words; left > 0; --left, row += step, panel += panel_step) {
     __builtin_prefetch(ahead, 0, 2);
     if (two) __builtin_prefetch(ahead + kLanes, 0, 2);
     if (four) {
@@ -137,9 +138,15 @@ void tile(const TileWork<T>& work) {
     wide b[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) b[c] = load_wide(panel + c * kWide);
+    // Three rows from one pointer: an offset for each would take more registers than there are.
+    const word* three = row;
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      const wide a = splat_wide(row[r * stride]);
+      const wide a = splat_wide(three[r % 3 * stride]);
+      if (r % 3 == 2) {
+        three += three_rows;
+        in_register(three);
+      }
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sums[r][c] = multiply_add<T>(a, b[c], sums[r][c]);
     }

@@ -170,6 +170,12 @@ TANDEM_INLINE void in_register(v16& x) {
 #endif
 }
 
+// The same of a pointer, which the compiler would otherwise compute from another.
+template <class T>
+TANDEM_INLINE void in_register(const T*& p) {
+  asm("" : "+r"(p));
+}
+
 // ---- across and inside lanes ----
 
 // b in a lane where a or b is NaN.
