@@ -660,6 +660,50 @@ std::vector<Piece> pieces_of(const std::vector<Segment>& segments, const Segment
   return pieces;
 }
 
+// The piece that whoever computes piece `i` will probably take next; null: none.
+const Piece* piece_after(const std::vector<Piece>& pieces, int64_t i) {
+  const size_t next = i + num_threads();
+  return next < pieces.size() ? &pieces[next] : nullptr;
+}
+
+// What the piece that comes next will read, fetched to the second cache while this one is computed.
+// A piece reads a head's share of every token's row, which no processor sees coming, and works too
+// long on a few rows to have asked for the next ones.
+template <class T>
+class Upcoming {
+ public:
+  explicit Upcoming(const Piece* piece) {
+    if (piece) row_ = piece->from->start, end_ = piece->to[-1].start + piece->to[-1].count;
+  }
+
+  // `count` heads of width `width`, from `head` on, that the piece reads of `rows`.
+  void add(const Rows<const T>& rows, int64_t head, int64_t count, int64_t width) {
+    parts_[size_++] = {rows, head, count, width};
+  }
+
+  // The next `count` tokens.
+  void fetch(int64_t count) {
+    for (const int64_t end = std::min(end_, row_ + count); row_ < end; ++row_)
+      for (int i = 0; i < size_; ++i)
+        for (int64_t h = 0; h < parts_[i].count; ++h) fetch(parts_[i], parts_[i].head + h);
+  }
+
+ private:
+  struct Part {
+    Rows<const T> rows;
+    int64_t head, count, width;
+  };
+
+  void fetch(const Part& part, int64_t head) const {
+    const T* const row = part.rows.at(row_, head);
+    for (int64_t d = 0; d < part.width; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
+  }
+
+  Part parts_[5];
+  int size_ = 0;
+  int64_t row_ = 0, end_ = 0;
+};
+
 // Blocks of transposed rows, floats (width, 16): those of a sequence's beginning, and behind them
 // those of one continuation after the other. Positions count from block `skipped` on.
 template <class T>
@@ -747,7 +791,7 @@ int64_t tile_of(int64_t t, int64_t end, int64_t most) { return std::min(most - t
 
 template <class T, class Keys, class Values>
 void forward_segment(const Packed<T>& in, const Piece& piece, const Segment& segment,
-                     const Keys& keys, const Values& values) {
+                     const Keys& keys, const Values& values, Upcoming<T>& next) {
   const Sizes& size = in.sizes;
   const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
   Scratch& mine = scratch();
@@ -768,6 +812,7 @@ void forward_segment(const Packed<T>& in, const Piece& piece, const Segment& seg
       const Tile<float> tile{queries, key_width, keys.from(first), values.from(first), value_width,
                              t / kBlock - first + 1, first, t, head, size.key_width,
                              size.value_width};
+      if (g == 0) next.fetch(count);
       attend(tile, count, in.kind, out, norms);
       for (int64_t r = 0; r < count; ++r) {
         const int64_t at = (row + r) * size.query_heads + head;
@@ -780,9 +825,22 @@ void forward_segment(const Packed<T>& in, const Piece& piece, const Segment& seg
 }
 
 template <class T>
-void forward_piece(const Packed<T>& in, const Piece& piece) {
+Upcoming<T> upcoming(const Packed<T>& in, const Piece* piece) {
+  Upcoming<T> next(piece);
+  if (!piece) return next;
+  const Sizes& size = in.sizes;
+  next.add(in.q, piece->head * size.groups, size.groups, size.key_width);
+  next.add(in.k, piece->head, 1, size.key_width);
+  next.add(in.v, piece->head, 1, size.value_width);
+  return next;
+}
+
+// `after`: the piece that comes next, or null.
+template <class T>
+void forward_piece(const Packed<T>& in, const Piece& piece, const Piece* after) {
   const Sizes& size = in.sizes;
   Scratch& mine = scratch();
+  Upcoming<T> next = upcoming(in, after);
   const int64_t longest = piece.longest();
   const int64_t skipped =
       in.kind.first_key(std::max(piece.begin, piece.from->first)) / kBlock;
@@ -797,7 +855,7 @@ void forward_piece(const Packed<T>& in, const Piece& piece) {
   if (piece.root != piece.from) put(*piece.root);
   for (const Segment* segment = piece.from; segment < piece.to; ++segment) {
     put(*segment);
-    forward_segment(in, piece, *segment, keys, values);
+    forward_segment(in, piece, *segment, keys, values, next);
   }
 }
 
@@ -849,7 +907,8 @@ void continued_piece(const Continued<T>& in, const Packed<T>& packed, const Piec
     for (int64_t j = 0; j < count; ++j) copy_row(value + j * width, width, 1.0f, value_to + j * wide);
     value_to += kBlock * wide;
   }
-  forward_segment(packed, piece, segment, keys, values);
+  Upcoming<T> nothing(nullptr);
+  forward_segment(packed, piece, segment, keys, values, nothing);
 }
 
 // ---- packed sequences, backward ----
@@ -975,10 +1034,12 @@ void backward_rows(const BackTile& tile, int64_t r, const Sizes& size, const Kin
               size.key_width);
 }
 
-void backward_tile(const BackTile& tile, const Sizes& size, const Kind& kind,
-                   float* grad_queries) {
+template <class T>
+void backward_tile(const BackTile& tile, const Sizes& size, const Kind& kind, float* grad_queries,
+                   Upcoming<T>* next) {
   const int64_t key_width = row_width(size.key_width);
   for (int64_t r = 0; r < tile.count; r += kTile) {
+    if (next) next->fetch(kTile);
     float* to = grad_queries + r * key_width;
     switch (std::min(kTile, tile.count - r)) {
       case 1: backward_rows<1>(tile, r, size, kind, to); break;
@@ -1054,7 +1115,7 @@ void load_tile(const Gradients<T>& work, int64_t row, int64_t count, int64_t hea
 template <class T>
 void backward_segment(const Gradients<T>& work, const Piece& piece, const Segment& segment,
                       const Columns<T>& keys, const Columns<T>& values, const Copies<T>& rows,
-                      Sums& grad_keys, Sums& grad_values) {
+                      Sums& grad_keys, Sums& grad_values, Upcoming<T>& next) {
   const Packed<T>& in = work.in;
   const Sizes& size = in.sizes;
   const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
@@ -1074,7 +1135,7 @@ void backward_segment(const Gradients<T>& work, const Piece& piece, const Segmen
                           keys.from(first), values.from(first), rows.from(first),
                           mine.scores.take(kBackTile * blocks * kLanes),
                           mine.grad_scores.take(kBackTile * blocks * kLanes)};
-      backward_tile(tile, size, in.kind, grad_queries);
+      backward_tile(tile, size, in.kind, grad_queries, g == 0 ? &next : nullptr);
       for (int64_t r = 0; r < count; ++r) {
         write_row(grad_queries + r * key_width, size.key_width, in.kind.scale,
                   work.q + ((row + r) * size.query_heads + head) * size.key_width);
@@ -1089,9 +1150,15 @@ void backward_segment(const Gradients<T>& work, const Piece& piece, const Segmen
 }
 
 template <class T>
-void backward_piece(const Gradients<T>& work, const Piece& piece) {
+void backward_piece(const Gradients<T>& work, const Piece& piece, const Piece* after) {
   const Packed<T>& in = work.in;
   const Sizes& size = in.sizes;
+  Upcoming<T> next = upcoming(in, after);
+  if (after) {
+    const int64_t head = after->head * size.groups, width = size.value_width;
+    next.add(work.output, head, size.groups, width);
+    next.add({in.out, size.query_heads * width, width}, head, size.groups, width);
+  }
   const int64_t longest = piece.longest();
   Scratch& mine = scratch();
   Columns<T> keys(in.k, piece.head, size.key_width, 0, longest, mine.keys, mine.key_blocks);
@@ -1111,7 +1178,7 @@ void backward_piece(const Gradients<T>& work, const Piece& piece) {
     rows.put(*piece.root, *segment, piece.end);
     grad_keys.clear(segment->first, segment->end());
     grad_values.clear(segment->first, segment->end());
-    backward_segment(work, piece, *segment, keys, values, rows, grad_keys, grad_values);
+    backward_segment(work, piece, *segment, keys, values, rows, grad_keys, grad_values, next);
     if (segment != piece.root) write(*segment);
   }
   write(*piece.root);  // what its continuations add is in it now
@@ -1426,7 +1493,8 @@ template <class T>
 void attend_packed(const Packed<T>& in, const Segments& of) {
   const auto segments = segments_of(of);
   const auto pieces = pieces_of(segments, of, in.sizes.heads, true);
-  share_out(pieces.size(), num_threads(), [&](int64_t i) { forward_piece(in, pieces[i]); });
+  share_out(pieces.size(), num_threads(),
+            [&](int64_t i) { forward_piece(in, pieces[i], piece_after(pieces, i)); });
 }
 
 template <class T>
@@ -1446,7 +1514,7 @@ void attend_packed_backward(const Gradients<T>& work, const Segments& of) {
   const auto segments = segments_of(of);
   const auto pieces = pieces_of(segments, of, work.in.sizes.heads, false);
   share_out(pieces.size(), num_threads(),
-            [&](int64_t i) { backward_piece(work, pieces[i]); });
+            [&](int64_t i) { backward_piece(work, pieces[i], piece_after(pieces, i)); });
 }
 
 template <class T>
