@@ -107,10 +107,10 @@ TANDEM_INLINE void store_wide(word* p, wide x) { *reinterpret_cast<wide_word*>(p
 template <class T, int R, int vectors>
 void tile(const TileWork<T>& work) {
   constexpr int C = vectors * kLanes / kWide;
-  if (!work.raw) {  // fetched for writing while the sums are made
+  if (!work.raw) {  // fetched while the sums are made; to be written, but PREFETCHW is slow on Zen 4
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < vectors; ++c)
-        __builtin_prefetch(work.y + r * work.y_stride + c * kLanes, 1, 3);
+        __builtin_prefetch(work.y + r * work.y_stride + c * kLanes, 0, 2);
   }
   wide sums[R][C];
   if (work.before) {
@@ -574,6 +574,8 @@ void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_s
                               lies ? b_stride : 0);
           } else {  // sums that are not rounded to T
             float* const sums = scratch(Use::sums, kPanel * kPanel);
+            for (int64_t r = 0; r < rows; ++r)  // fetched while the sums are made
+              for (int64_t c = 0; c < wide; c += kLanes) __builtin_prefetch(to_y + r * K + c, 0, 2);
             multiply_panel<T>(turned, 0, rows, panel, wide, words, reinterpret_cast<T*>(sums), kPanel,
                               {}, trial.cut(), {}, {nullptr, sums});  // y is not written
             put_sums(sums, rows, wide, adds, to_y, K);

@@ -200,12 +200,12 @@ template <class T>
 void pack_panel(const Matrix<T>& m, int64_t first, int64_t width, int64_t K, float* out) {
   const int64_t words = words_of<T>(K), lanes = round_up(width, kLanes);
   if (m.column_stride != 1) {
-    // What follows in memory is read together; the next columns are far, so they are fetched ahead:
-    // to the second cache, whose lines can be on their way in greater number than the first's.
-    constexpr int64_t kColumns = 32;
+    // What follows in memory is read together; the next words are far, so they are fetched ahead: to
+    // the second cache, whose lines can be on their way in greater number than the first's.
+    constexpr int64_t kSoon = 32;
     for (int64_t k = 0; k < words; ++k) {
       const T* soon =
-          m.data + first * m.row_stride + (k + kColumns) * kPerWord<T> * m.column_stride;
+          m.data + first * m.row_stride + (k + kSoon) * kPerWord<T> * m.column_stride;
       for (int64_t n = 0; n < width; n += kLanes) {
         __builtin_prefetch(soon + n, 0, 2);
         if constexpr (kPerWord<T> == 2) __builtin_prefetch(soon + n + m.column_stride, 0, 2);
