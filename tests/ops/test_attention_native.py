@@ -271,6 +271,33 @@ def test_a_sequence_alone_is_the_same_as_in_a_batch(name: str, dtype: torch.dtyp
         assert torch.equal(paged.decode(x, case, [b], [end - begin - 1])[0], whole[end - 1])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("name", "dtype"), [("32", torch.float32), ("128", torch.bfloat16)])
+def test_many_sequences_have_the_gradients_of_each_alone(
+    name: str, dtype: torch.dtype, threads: int
+) -> None:
+    # Together they are more than the second cache holds, so rows are fetched ahead; not alone.
+    case, lengths = CASES[name], (300, 5, 0, 1, 200)
+    x = inputs(case, lengths, dtype)
+    assert 300 * 2304 < 2**20 < sum(lengths) * x.q.stride(0) * dtype.itemsize == 506 * 2304
+
+    def run(begin: int, end: int, bounds: Tensor) -> list[Tensor]:
+        leaves = [t[begin:end].detach().requires_grad_() for t in (x.q, x.k, x.v)]
+        out = varlen(Inputs(*leaves, bounds, None), case)
+        return [out.detach(), *torch.autograd.grad(out, leaves, out.detach())]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = run(0, sum(lengths), x.cu_seqlens)
+        for begin, end in pairwise(x.cu_seqlens.tolist()):
+            alone = run(begin, end, torch.tensor([0, end - begin], dtype=torch.int32))
+            for one, all_ in zip(alone, whole, strict=True):
+                assert torch.equal(one, all_[begin:end])
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("name", ["narrow", "sinks", "128", "window of blocks"])
 def test_threads_do_not_change_a_bit(name: str) -> None:
     case = CASES[name]

@@ -666,14 +666,34 @@ const Piece* piece_after(const std::vector<Piece>& pieces, int64_t i) {
   return next < pieces.size() ? &pieces[next] : nullptr;
 }
 
-// What the piece that comes next will read, fetched to the second cache while this one is computed.
-// A piece reads a head's share of every token's row, which no processor sees coming, and works too
-// long on a few rows to have asked for the next ones.
+// Whether to fetch what the next piece reads: rows of narrow heads share lines, and tokens that the
+// second cache holds are there anyway.
+template <class T>
+bool fetches_ahead(const Packed<T>& in, const Segments& of) {
+  constexpr int64_t kLeastRow = 128, kSecondCache = 1 << 20;  // bytes
+  const Sizes& size = in.sizes;
+  const int64_t token =
+      size.query_heads * size.key_width + size.heads * (size.key_width + size.value_width);
+  return size.key_width * int64_t{sizeof(T)} >= kLeastRow &&
+         of.bounds[of.count] * token * int64_t{sizeof(T)} > kSecondCache;
+}
+
+// What the piece that comes next will probably read, fetched to the second cache while this one is
+// computed. A piece reads a head's share of every token's row, which no processor sees coming, and
+// works too long on a few rows to have asked for the next ones.
 template <class T>
 class Upcoming {
  public:
-  explicit Upcoming(const Piece* piece) {
-    if (piece) row_ = piece->from->start, end_ = piece->to[-1].start + piece->to[-1].count;
+  Upcoming() = default;
+
+  // `piece`: null where none comes.
+  Upcoming(const Packed<T>& in, const Piece* piece) {
+    if (!piece) return;
+    row_ = piece->from->start, end_ = piece->to[-1].start + piece->to[-1].count;
+    const Sizes& size = in.sizes;
+    add(in.q, piece->head * size.groups, size.groups, size.key_width);
+    add(in.k, piece->head, 1, size.key_width);
+    add(in.v, piece->head, 1, size.value_width);
   }
 
   // `count` heads of width `width`, from `head` on, that the piece reads of `rows`.
@@ -824,23 +844,12 @@ void forward_segment(const Packed<T>& in, const Piece& piece, const Segment& seg
   }
 }
 
-template <class T>
-Upcoming<T> upcoming(const Packed<T>& in, const Piece* piece) {
-  Upcoming<T> next(piece);
-  if (!piece) return next;
-  const Sizes& size = in.sizes;
-  next.add(in.q, piece->head * size.groups, size.groups, size.key_width);
-  next.add(in.k, piece->head, 1, size.key_width);
-  next.add(in.v, piece->head, 1, size.value_width);
-  return next;
-}
-
 // `after`: the piece that comes next, or null.
 template <class T>
 void forward_piece(const Packed<T>& in, const Piece& piece, const Piece* after) {
   const Sizes& size = in.sizes;
   Scratch& mine = scratch();
-  Upcoming<T> next = upcoming(in, after);
+  Upcoming<T> next(in, after);
   const int64_t longest = piece.longest();
   const int64_t skipped =
       in.kind.first_key(std::max(piece.begin, piece.from->first)) / kBlock;
@@ -907,7 +916,7 @@ void continued_piece(const Continued<T>& in, const Packed<T>& packed, const Piec
     for (int64_t j = 0; j < count; ++j) copy_row(value + j * width, width, 1.0f, value_to + j * wide);
     value_to += kBlock * wide;
   }
-  Upcoming<T> nothing(nullptr);
+  Upcoming<T> nothing;
   forward_segment(packed, piece, segment, keys, values, nothing);
 }
 
@@ -1153,7 +1162,7 @@ template <class T>
 void backward_piece(const Gradients<T>& work, const Piece& piece, const Piece* after) {
   const Packed<T>& in = work.in;
   const Sizes& size = in.sizes;
-  Upcoming<T> next = upcoming(in, after);
+  Upcoming<T> next(in, after);
   if (after) {
     const int64_t head = after->head * size.groups, width = size.value_width;
     next.add(work.output, head, size.groups, width);
@@ -1493,8 +1502,10 @@ template <class T>
 void attend_packed(const Packed<T>& in, const Segments& of) {
   const auto segments = segments_of(of);
   const auto pieces = pieces_of(segments, of, in.sizes.heads, true);
-  share_out(pieces.size(), num_threads(),
-            [&](int64_t i) { forward_piece(in, pieces[i], piece_after(pieces, i)); });
+  const bool fetches = fetches_ahead(in, of);
+  share_out(pieces.size(), num_threads(), [&](int64_t i) {
+    forward_piece(in, pieces[i], fetches ? piece_after(pieces, i) : nullptr);
+  });
 }
 
 template <class T>
@@ -1513,8 +1524,10 @@ template <class T>
 void attend_packed_backward(const Gradients<T>& work, const Segments& of) {
   const auto segments = segments_of(of);
   const auto pieces = pieces_of(segments, of, work.in.sizes.heads, false);
-  share_out(pieces.size(), num_threads(),
-            [&](int64_t i) { backward_piece(work, pieces[i], piece_after(pieces, i)); });
+  const bool fetches = fetches_ahead(work.in, of);
+  share_out(pieces.size(), num_threads(), [&](int64_t i) {
+    backward_piece(work, pieces[i], fetches ? piece_after(pieces, i) : nullptr);
+  });
 }
 
 template <class T>
