@@ -23,6 +23,21 @@ constexpr int64_t kAhead = 8;       // blocks that decode fetches before their t
 constexpr int64_t kRowsAhead = 8;   // rows whose new key's place it fetches before their turn
 constexpr float kHidden = -1e30f;   // the score of a key out of sight: its exp is 0
 
+// How much is computed at once of Q queries, so that all sums stay in the processor's registers: blocks
+// of keys at most, and where there are more; columns of values; and vectors of sums in all, which
+// several chains share.
+#if defined(__AVX512F__)
+constexpr int kMostBlocks[] = {0, 8, 8, 6, 6}, kBlocks[] = {0, 8, 8, 4, 4};
+constexpr int kColumns[] = {0, 8, 4, 4, 4}, kOuter = 4, kNarrow = 8;
+constexpr int kSums = 16;
+constexpr bool kSoftenTogether = true;
+#else
+constexpr int kMostBlocks[] = {0, 6, 3, 2, 1}, kBlocks[] = {0, 4, 2, 2, 1};
+constexpr int kColumns[] = {0, 4, 2, 2, 1}, kOuter = 1, kNarrow = 4;
+constexpr int kSums = 6;
+constexpr bool kSoftenTogether = false;
+#endif
+
 // Memory that grows and stays, aligned to a cache line.
 template <class T>
 class Buffer {
@@ -114,30 +129,6 @@ TANDEM_INLINE void write_row(const float* from, int64_t width, float factor, T* 
   store(to + d, load(from + d, rest) * factor, rest);
 }
 
-// One step of a transposition: x[i] and x[i + S] exchange their off-diagonal S-blocks.
-template <int S>
-TANDEM_INLINE void exchange(v16& a, v16& b) {
-#define TANDEM_LOW(l) ((l) & S ? 16 + (l)-S : (l))
-#define TANDEM_HIGH(l) ((l) & S ? 16 + (l) : (l) + S)
-#define TANDEM_LANES(f)                                                                         \
-  f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), \
-      f(15)
-  const v16 low = __builtin_shufflevector(a, b, TANDEM_LANES(TANDEM_LOW));
-  b = __builtin_shufflevector(a, b, TANDEM_LANES(TANDEM_HIGH));
-  a = low;
-#undef TANDEM_LOW
-#undef TANDEM_HIGH
-#undef TANDEM_LANES
-}
-
-template <int S, int Count>
-TANDEM_INLINE void exchange_all(v16 (&x)[Count]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < Count; ++i) {
-    if (!(i & S)) exchange<S>(x[i], x[i + S]);
-  }
-}
-
 template <class T>
 TANDEM_INLINE v16 load_some(const T* p, int64_t count) {
   return count >= kLanes ? load(p) : load(p, static_cast<int>(count));
@@ -152,10 +143,7 @@ void transpose_block(const T* rows, int64_t stride, int64_t count, int64_t width
     v16 x[16];
 #pragma GCC unroll 16
     for (int j = 0; j < 16; ++j) x[j] = j < count ? load_some(rows + j * stride + d, some) : v16{};
-    exchange_all<8>(x);
-    exchange_all<4>(x);
-    exchange_all<2>(x);
-    exchange_all<1>(x);
+    transpose(x);
 #pragma GCC unroll 16
     for (int j = 0; j < 16; ++j) {
       if (j < some) store_exact(to + (d + j) * kLanes, x[j]);
@@ -168,11 +156,9 @@ void transpose_block(const T* rows, int64_t stride, int64_t count, int64_t width
   for (int j = 0; j < 8; ++j) {
     const v16 a = j < count ? load(rows + j * stride + d, rest) : v16{};
     const v16 b = j + 8 < count ? load(rows + (j + 8) * stride + d, rest) : v16{};
-    x[j] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    x[j] = joined(lower(a), lower(b));
   }
-  exchange_all<4>(x);
-  exchange_all<2>(x);
-  exchange_all<1>(x);
+  transpose_eights(x);
 #pragma GCC unroll 8
   for (int j = 0; j < 8; ++j) {
     if (j < rest) store_exact(to + (d + j) * kLanes, x[j]);
@@ -223,26 +209,21 @@ TANDEM_INLINE void score_blocks(const float* q, int64_t q_stride, const T* const
   }
 }
 
+template <int Q, bool Fetches, int NB = 1, class T>
+TANDEM_INLINE void score_last(const float* q, int64_t q_stride, const T* const* keys,
+                              int64_t blocks, int64_t width, float* s, int64_t stride) {
+  if (blocks == NB) return score_blocks<Q, NB, Fetches>(q, q_stride, keys, width, s, stride);
+  if constexpr (NB < kMostBlocks[Q])
+    score_last<Q, Fetches, NB + 1>(q, q_stride, keys, blocks, width, s, stride);
+}
+
 template <int Q, bool Fetches = false, class T>
 void score_keys(const float* q, int64_t q_stride, const T* const* keys, int64_t blocks,
                 int64_t width, float* s, int64_t stride) {
-  constexpr int most = Q <= 2 ? 8 : 6, few = Q <= 2 ? 8 : 4;
-  for (; blocks > most; blocks -= few, keys += few, s += few * kLanes) {
-    score_blocks<Q, few, Fetches>(q, q_stride, keys, width, s, stride);
-  }
-  switch (blocks) {
-    case 1: return score_blocks<Q, 1, Fetches>(q, q_stride, keys, width, s, stride);
-    case 2: return score_blocks<Q, 2, Fetches>(q, q_stride, keys, width, s, stride);
-    case 3: return score_blocks<Q, 3, Fetches>(q, q_stride, keys, width, s, stride);
-    case 4: return score_blocks<Q, 4, Fetches>(q, q_stride, keys, width, s, stride);
-    case 5: return score_blocks<Q, 5, Fetches>(q, q_stride, keys, width, s, stride);
-    case 6: return score_blocks<Q, 6, Fetches>(q, q_stride, keys, width, s, stride);
-    case 7:
-      if constexpr (Q <= 2) score_blocks<Q, 7, Fetches>(q, q_stride, keys, width, s, stride);
-      return;
-    default:
-      if constexpr (Q <= 2) score_blocks<Q, 8, Fetches>(q, q_stride, keys, width, s, stride);
-  }
+  constexpr int some = kBlocks[Q];
+  for (; blocks > kMostBlocks[Q]; blocks -= some, keys += some, s += some * kLanes)
+    score_blocks<Q, some, Fetches>(q, q_stride, keys, width, s, stride);
+  score_last<Q, Fetches>(q, q_stride, keys, blocks, width, s, stride);
 }
 
 // ---- softmax of one row ----
@@ -298,13 +279,17 @@ TANDEM_INLINE void soften(float* s, int64_t stride, int64_t blocks, int64_t firs
   if (sinks) {
     for (int r = 0; r < Q; ++r) largest[r] = std::max(largest[r], sinks[r * sink_step]);
   }
-  for (int64_t b = 0; b < blocks; ++b) {
+  constexpr int together = kSoftenTogether ? Q : 1;
 #pragma GCC unroll 4
-    for (int r = 0; r < Q; ++r) {
-      float* at = s + r * stride + b * kLanes;
-      const v16 weight = exp_below(load(at) - largest[r]);
-      store(at, weight);
-      totals[r] = totals[r] + weight;
+  for (int from = 0; from < Q; from += together) {
+    for (int64_t b = 0; b < blocks; ++b) {
+#pragma GCC unroll 4
+      for (int r = from; r < from + together; ++r) {
+        float* at = s + r * stride + b * kLanes;
+        const v16 weight = exp_below(load(at) - largest[r]);
+        store(at, weight);
+        totals[r] = totals[r] + weight;
+      }
     }
   }
 #pragma GCC unroll 4
@@ -337,14 +322,6 @@ struct Sum {
     return chains + row * chains_stride + chain * wide + column;
   }
 };
-
-// The inverse of `interleave`.
-TANDEM_INLINE void separate(v16& a, v16& b) {
-  const v16 even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26,
-                                           28, 30);
-  b = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-  a = even;
-}
 
 // NC vectors from column d on; NP chains of `chains` at a time. Vectors of bfloat16 are widened two
 // by two, which leaves the even and the odd columns apart until the end.
@@ -448,20 +425,17 @@ TANDEM_INLINE void add_columns(const Sum<T>& work, int64_t d, int64_t chains) {
   }
 }
 
-// One vector is a whole row, of 8 chains; two are one of 4, or part of a longer row, of 2 or 1.
-template <int Q, int NC, bool Fetches, class T>
+// As many chains at a time as there are and the registers hold: 8 of one vector, 4 of two, 2 of more.
+template <int Q, int NC, bool Fetches, int NP = NC == 1 ? 8 : NC == 2 ? 4 : 2, class T>
 void add_vectors(const Sum<T>& work, int64_t d, int64_t chains) {
-  constexpr int room = 16 / (Q * NC);
-  if constexpr (NC == 1) {
-    return add_columns<Q, NC, room >= 8 ? 8 : 4, Fetches>(work, d, chains);
+  if constexpr (NP == 1) {
+    add_columns<Q, NC, 1, Fetches>(work, d, chains);
+  } else if constexpr (Q * NC * NP > kSums) {
+    add_vectors<Q, NC, Fetches, NP / 2>(work, d, chains);
+  } else {
+    if (chains >= NP) return add_columns<Q, NC, NP, Fetches>(work, d, chains);
+    add_vectors<Q, NC, Fetches, NP / 2>(work, d, chains);
   }
-  if constexpr (NC == 2 && room >= 4) {
-    if (chains == 4) return add_columns<Q, NC, 4, Fetches>(work, d, chains);
-  }
-  if constexpr (room >= 2) {
-    if (chains >= 2) return add_columns<Q, NC, 2, Fetches>(work, d, chains);
-  }
-  return add_columns<Q, NC, 1, Fetches>(work, d, chains);
 }
 
 // Rows of 8 numbers, two to a vector: 8 chains in 4 vectors.
@@ -475,14 +449,13 @@ void add_pairs(const Sum<T>& work) {
       for (int i = 0; i < 4; ++i) sums[r][i] = load(work.chain(r, 0, i * kLanes, 0));
     }
   }
-  const auto add = [&](const T* row, const v16 (&weights)[Q], auto pair, bool both)
+  const auto add = [&](const T* row, const float* weights, auto pair, bool both)
                        __attribute__((always_inline)) {
-    constexpr int i = decltype(pair)::value, a = 2 * i, b = 2 * i + 1;
+    constexpr int i = decltype(pair)::value;
     const v16 value = both ? load(row + i * kLanes) : load(row + i * kLanes, 8);
 #pragma GCC unroll 4
     for (int r = 0; r < Q; ++r) {
-      const v16 x = __builtin_shufflevector(weights[r], weights[r], a, a, a, a, a, a, a, a, b, b,
-                                            b, b, b, b, b, b);
+      const v16 x = splat_two<2 * i>(weights + r * work.stride);
       sums[r][i % 4] = x * value + sums[r][i % 4];
     }
   };
@@ -494,16 +467,13 @@ void add_pairs(const Sum<T>& work) {
   const float* weight = work.weights;
   for (int64_t b = 0; b < work.blocks; ++b, weight += kLanes) {
     const T* row = work.rows[b];
-    v16 weights[Q];
-#pragma GCC unroll 4
-    for (int r = 0; r < Q; ++r) weights[r] = load(weight + r * work.stride);
     const int64_t count = b + 1 == work.blocks ? work.last_count : kBlock;
     if (count == kBlock) {
-      each([&](auto pair) __attribute__((always_inline)) { add(row, weights, pair, true); });
+      each([&](auto pair) __attribute__((always_inline)) { add(row, weight, pair, true); });
     } else {
       each([&](auto pair) __attribute__((always_inline)) {
         constexpr int first = 2 * decltype(pair)::value;
-        if (first < count) add(row, weights, pair, first + 1 < count);
+        if (first < count) add(row, weight, pair, first + 1 < count);
       });
     }
   }
@@ -522,26 +492,19 @@ void add_pairs(const Sum<T>& work) {
   }
 }
 
+template <int Q, bool Fetches, int NC = 1, class T>
+TANDEM_INLINE void add_some(const Sum<T>& work, int64_t d, int64_t vectors, int64_t chains) {
+  if (vectors == NC) return add_vectors<Q, NC, Fetches>(work, d, chains);
+  if constexpr (NC < kColumns[Q]) add_some<Q, Fetches, NC + 1>(work, d, vectors, chains);
+}
+
 template <int Q, bool Fetches = false, class T>
 void add_rows(const Sum<T>& work, int64_t width) {
   if (width == 8) return add_pairs<Q>(work);
   const int64_t chains = value_chains(width), vectors = (width + kLanes - 1) / kLanes;
   for (int64_t done = 0, now; done < vectors; done += now) {
-    now = share(vectors - done, Q == 1 ? 8 : 4);
-    const int64_t d = done * kLanes;
-    switch (now) {
-      case 1: add_vectors<Q, 1, Fetches>(work, d, chains); break;
-      case 2: add_vectors<Q, 2, Fetches>(work, d, chains); break;
-      case 3: add_vectors<Q, 3, Fetches>(work, d, chains); break;
-      case 4: add_vectors<Q, 4, Fetches>(work, d, chains); break;
-      default:
-        if constexpr (Q == 1) {
-          if (now == 5) add_vectors<Q, 5, Fetches>(work, d, chains);
-          if (now == 6) add_vectors<Q, 6, Fetches>(work, d, chains);
-          if (now == 7) add_vectors<Q, 7, Fetches>(work, d, chains);
-          if (now == 8) add_vectors<Q, 8, Fetches>(work, d, chains);
-        }
-    }
+    now = share(vectors - done, kColumns[Q]);
+    add_some<Q, Fetches>(work, done * kLanes, now, chains);
   }
 }
 
@@ -957,18 +920,29 @@ TANDEM_INLINE void add_outer(const float* weights, int64_t stride, const float* 
 // The same for rows of 8 numbers, with `to` in transposed blocks: lanes along the keys.
 void add_outer_narrow(const float* weights, int64_t stride, const float* rows, int64_t count,
                       int64_t keys, float* to) {
-  for (int64_t j = 0; j < keys; j += kBlock, to += 8 * kLanes) {
-    v16 sums[8];
+  for (int64_t j = 0; j < keys; j += kBlock) {
+    for (int64_t first = 0; first < 8; first += kNarrow, to += kNarrow * kLanes) {
+      v16 sums[kNarrow];
 #pragma GCC unroll 8
-    for (int d = 0; d < 8; ++d) sums[d] = load(to + d * kLanes);
-    for (int64_t r = 0; r < count; ++r) {
-      const v16 x = load(weights + r * stride + j);
+      for (int d = 0; d < kNarrow; ++d) sums[d] = load(to + d * kLanes);
+      for (int64_t r = 0; r < count; ++r) {
+        const v16 x = load(weights + r * stride + j);
 #pragma GCC unroll 8
-      for (int d = 0; d < 8; ++d) sums[d] = x * rows[r * 8 + d] + sums[d];
+        for (int d = 0; d < kNarrow; ++d) sums[d] = x * rows[r * 8 + first + d] + sums[d];
+      }
+#pragma GCC unroll 8
+      for (int d = 0; d < kNarrow; ++d) store(to + d * kLanes, sums[d]);
     }
-#pragma GCC unroll 8
-    for (int d = 0; d < 8; ++d) store(to + d * kLanes, sums[d]);
   }
+}
+
+template <int NC = 1>
+TANDEM_INLINE void add_outer_some(int64_t vectors, const float* weights, int64_t stride,
+                                  const float* rows, int64_t width, int64_t count, int64_t keys,
+                                  int64_t diagonal, float* to) {
+  if (vectors == NC) return add_outer<NC>(weights, stride, rows, width, count, keys, diagonal, to);
+  if constexpr (NC < kOuter)
+    add_outer_some<NC + 1>(vectors, weights, stride, rows, width, count, keys, diagonal, to);
 }
 
 void add_outer(const float* weights, int64_t stride, const float* rows, int64_t width,
@@ -976,14 +950,9 @@ void add_outer(const float* weights, int64_t stride, const float* rows, int64_t 
   if (width == 8) return add_outer_narrow(weights, stride, rows, count, keys, to);
   const int64_t vectors = width / kLanes;
   for (int64_t done = 0, now; done < vectors; done += now) {
-    now = share(vectors - done, 4);
+    now = share(vectors - done, kOuter);
     const int64_t d = done * kLanes;
-    switch (now) {
-      case 1: add_outer<1>(weights, stride, rows + d, width, count, keys, diagonal, to + d); break;
-      case 2: add_outer<2>(weights, stride, rows + d, width, count, keys, diagonal, to + d); break;
-      case 3: add_outer<3>(weights, stride, rows + d, width, count, keys, diagonal, to + d); break;
-      default: add_outer<4>(weights, stride, rows + d, width, count, keys, diagonal, to + d);
-    }
+    add_outer_some(now, weights, stride, rows + d, width, count, keys, diagonal, to + d);
   }
 }
 

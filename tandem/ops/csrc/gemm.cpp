@@ -25,19 +25,13 @@
 namespace tandem {
 namespace {
 
-// A vector that the processor has, and the tiles of sums that its registers hold: how many rows
-// beside 16, 32, 48 and 64 columns.
+// The tiles of sums that the processor's registers hold: how many rows beside 16, 32, 48 and 64
+// columns.
 #if defined(__AVX512F__)
-typedef v16 wide;
 constexpr int kMostRows[] = {0, 12, 12, 8, 6};
-#elif defined(__AVX__)
-typedef v8 wide;
-constexpr int kMostRows[] = {0, 6, 0, 0, 0};
 #else
-typedef v4 wide;
 constexpr int kMostRows[] = {0, 6, 0, 0, 0};
 #endif
-constexpr int kWide = sizeof(wide) / sizeof(float);
 
 // Memory that will soon be read, shared among `tiles` tiles: each fetches, per k, `lines` cache
 // lines that follow one another, `step` words after those of the last k.
@@ -79,13 +73,9 @@ TANDEM_INLINE V multiply_add(V a, V b, V sum) {
 }
 
 TANDEM_INLINE wide splat_wide(float x) {
-#if defined(__AVX512F__)
-  return splat(x);
-#elif defined(__AVX__)
-  return wide{x, x, x, x, x, x, x, x};
-#else
-  return wide{x, x, x, x};
-#endif
+  wide v;
+  fill(v, x);
+  return v;
 }
 
 // body(r, c) for every vector of sums of a tile, written out: were their address taken, they would

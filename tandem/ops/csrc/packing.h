@@ -57,57 +57,19 @@ TANDEM_INLINE void finish(T* y, v16 sums, const T* bias, const T* residual, int 
 
 // ---- 16 rows of words become columns ----
 
-template <int... I>
-TANDEM_INLINE v16 pick(v16 a, v16 b) {
-  return __builtin_shufflevector(a, b, I...);
-}
-
-// In place: row i, lane j becomes row j, lane i.
-TANDEM_INLINE void transpose(v16 (&x)[16]) {
-#if !defined(__AVX512F__)
-  float from[256], to[256];
-  __builtin_memcpy(from, x, sizeof from);
-  for (int j = 0; j < 16; ++j)
-    for (int i = 0; i < 16; ++i) to[16 * j + i] = from[16 * i + j];
-  __builtin_memcpy(x, to, sizeof to);
-#else
-  v16 y[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    y[i] = pick<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(x[i], x[i + 1]);
-    y[i + 1] = pick<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(x[i], x[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4)
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; ++j) {
-      const v16 a = y[i + j], b = y[i + j + 2];
-      x[i + 2 * j] = pick<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a, b);
-      x[i + 2 * j + 1] = pick<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(a, b);
-    }
-  // x[4 g + j] now holds, in each quarter q, column 4 q + j of rows 4 g to 4 g + 3.
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    const v16 a = x[j], b = x[4 + j], c = x[8 + j], d = x[12 + j];
-    const v16 ab = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(a, b);
-    const v16 AB = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(a, b);
-    const v16 cd = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(c, d);
-    const v16 CD = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(c, d);
-    y[j] = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(ab, cd);
-    y[8 + j] = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(ab, cd);
-    y[4 + j] = pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(AB, CD);
-    y[12 + j] = pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(AB, CD);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) x[i] = y[i];
-#endif
-}
-
 // Four columns of 16 rows, `step` floats apart: x[i] is column i of all.
 TANDEM_INLINE void load_four_turned(const float* rows, int64_t step, v16 (&x)[4]) {
 #if !defined(__AVX512F__)
+  v4 y[4][4];  // of four rows each, turned
+#pragma GCC unroll 4
+  for (int g = 0; g < 4; ++g) {
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) y[g][r] = load_four(rows + (4 * g + r) * step);
+    transpose(y[g]);
+  }
+#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i)
-    for (int r = 0; r < 16; ++r) x[i][r] = rows[r * step + i];
+    x[i] = joined(joined(y[0][i], y[1][i]), joined(y[2][i], y[3][i]));
 #else
   v16 y[4];
 #pragma GCC unroll 4

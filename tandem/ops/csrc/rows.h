@@ -81,11 +81,7 @@ TANDEM_INLINE void rms_row_backward(const Y* grad_y, const T* x, const W* weight
 template <class T>
 TANDEM_INLINE v16 rounded_product(v16 a, v16 b) {
   v16 product = a * b;
-#if defined(__AVX512F__)
-  asm("" : "+v"(product));
-#else
-  asm("" : "+m"(product));
-#endif
+  in_register(product);
   return rounded<T>(product);
 }
 
@@ -112,10 +108,10 @@ TANDEM_INLINE void rope_row(const T* x, const T* cos, const T* sin, T* y, int64_
 template <int width>
 TANDEM_INLINE v16 halves_swapped(v16 x) {
   if constexpr (width == 16) {
-    return __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    return joined(upper(x), lower(x));
   } else {
     static_assert(width == 8);
-    return __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    return fours_swapped(x);
   }
 }
 
@@ -126,7 +122,7 @@ TANDEM_INLINE int64_t rope_narrow(const T* x, const T* cos, const T* sin, T* y, 
   const auto each = [](const T* p) {
     const v16 once = load_lanes(p, width);
     if constexpr (width == 16) return once;
-    else return __builtin_shufflevector(once, once, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
+    else return joined(lower(once), lower(once));
   };
   const v16 c = each(cos), s = each(sin);
   const v16 signed_s = select((lane_index() & (width / 2)) == 0, -s, s);

@@ -10,11 +10,7 @@
 
 namespace tandem {
 
-typedef double d8 __attribute__((vector_size(64), aligned(8)));
-
 constexpr int64_t kSumBlock = 256;  // logits whose probabilities are summed before blocks are
-
-TANDEM_INLINE d8 as_double(v8 x) { return __builtin_convertvector(x, d8); }
 
 TANDEM_INLINE double sum(d8 x) {
   return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));

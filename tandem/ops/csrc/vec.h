@@ -1,8 +1,8 @@
 // Vectors of 16 floats: loads and stores of float and bfloat16, exp, tanh, horizontal sum and max.
 //
-// The compiler's own vector types, so the same source runs on any processor; what a processor does
-// better by an instruction of its own stands behind #ifdef beside the portable way. Every function
-// treats each lane alone or in a fixed order, so results do not depend on the caller.
+// The same source runs on any processor; what a processor does better by an instruction of its own
+// stands behind #ifdef beside the portable way. Every function treats each lane alone or in a fixed
+// order, so results do not depend on the caller.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -10,63 +10,111 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "wide.h"
 
 namespace tandem {
 
 using bf16 = c10::BFloat16;
 
-constexpr int kLanes = 16;
-
-typedef float v16 __attribute__((vector_size(64), aligned(4)));
-typedef float v8 __attribute__((vector_size(32), aligned(4)));
-typedef float v4 __attribute__((vector_size(16), aligned(4)));
-typedef int32_t v16i __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t v16u __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t v16h __attribute__((vector_size(32), aligned(2)));
-
-#define TANDEM_INLINED __attribute__((always_inline))  // behind a lambda's parameters
-#define TANDEM_INLINE inline TANDEM_INLINED
-
-TANDEM_INLINE v16 splat(float x) { return v16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-
-TANDEM_INLINE v16i lane_index() {
-  return v16i{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-}
-
-// a where mask is -1, b where it is 0; a NaN in the lane not taken does no harm.
-TANDEM_INLINE v16 select(v16i mask, v16 a, v16 b) { return mask ? a : b; }
-
 // Whole vectors as they lie in memory. memcpy would carry them through the stack in halves where the
 // compiler moves memory in smaller pieces than it computes (GCC's tuning for Intel): each such load
 // waits for its own stores, which doubles the time of a training step.
-typedef float v16_there __attribute__((vector_size(64), aligned(2), may_alias));
-typedef uint32_t v16u_there __attribute__((vector_size(64), aligned(2), may_alias));
-typedef uint16_t v16h_there __attribute__((vector_size(32), aligned(2), may_alias));
-typedef float v8_there __attribute__((vector_size(32), aligned(2), may_alias));
+template <class V>
+struct There {  // a register or less
+  typedef V type __attribute__((aligned(2), may_alias));
+  static TANDEM_INLINE V load(const void* p) { return *static_cast<const type*>(p); }
+  static TANDEM_INLINE void store(void* p, V x) { *static_cast<type*>(p) = x; }
+};
+template <class V>
+struct There<Halves<V>> {
+  static TANDEM_INLINE Halves<V> load(const void* p) {
+    return {There<V>::load(p), There<V>::load(static_cast<const V*>(p) + 1)};
+  }
+  static TANDEM_INLINE void store(void* p, Halves<V> x) {
+    There<V>::store(p, x.lo);
+    There<V>::store(static_cast<V*>(p) + 1, x.hi);
+  }
+};
 
-TANDEM_INLINE v16 load_whole(const void* p) { return *static_cast<const v16_there*>(p); }
-TANDEM_INLINE v16h load_halves(const void* p) { return *static_cast<const v16h_there*>(p); }
-TANDEM_INLINE void store_halves(void* p, v16h h) { *static_cast<v16h_there*>(p) = h; }
+TANDEM_INLINE v16 load_whole(const void* p) { return There<v16>::load(p); }
+TANDEM_INLINE v16h load_halves(const void* p) { return There<v16h>::load(p); }
+TANDEM_INLINE void store_halves(void* p, v16h h) { There<v16h>::store(p, h); }
 
+#if defined(__AVX512F__)
 TANDEM_INLINE v16u bits(v16 x) { return reinterpret_cast<v16u>(x); }
 TANDEM_INLINE v16 from_bits(v16u x) { return reinterpret_cast<v16>(x); }
+#else
+TANDEM_INLINE v4u bits(v4 x) { return reinterpret_cast<v4u>(x); }
+TANDEM_INLINE v4 from_bits(v4u x) { return reinterpret_cast<v4>(x); }
+#if defined(__AVX__)
+TANDEM_INLINE v8u bits(v8 x) { return reinterpret_cast<v8u>(x); }
+TANDEM_INLINE v8 from_bits(v8u x) { return reinterpret_cast<v8>(x); }
+#else
+TANDEM_INLINE v8u bits(v8 x) { return {bits(x.lo), bits(x.hi)}; }
+TANDEM_INLINE v8 from_bits(v8u x) { return {from_bits(x.lo), from_bits(x.hi)}; }
+#endif
+TANDEM_INLINE v16u bits(v16 x) { return {bits(x.lo), bits(x.hi)}; }
+TANDEM_INLINE v16 from_bits(v16u x) { return {from_bits(x.lo), from_bits(x.hi)}; }
+#endif
 
 // ---- float ----
 
 TANDEM_INLINE v16 load(const float* p) { return load_whole(p); }
-TANDEM_INLINE void store(float* p, v16 x) { *reinterpret_cast<v16_there*>(p) = x; }
-TANDEM_INLINE void store(float* p, v8 x) { *reinterpret_cast<v8_there*>(p) = x; }
+TANDEM_INLINE v4 load_four(const float* p) { return There<v4>::load(p); }
+TANDEM_INLINE void store(float* p, v16 x) { There<v16>::store(p, x); }
+TANDEM_INLINE void store(float* p, v8 x) { There<v8>::store(p, x); }
 
-// The first n lanes, 0 < n < 16; the others are 0 and their memory is not touched.
+// The first n lanes; the others are 0 and their memory is not touched. Of a vector of N numbers
+// 0 < n < N: of one of 16, often 8.
+#if !defined(__AVX512F__)
+TANDEM_INLINE void load_first(const float* p, v4& x, int n) {
+  x = n == 1 ? v4{p[0]} : n == 2 ? v4{p[0], p[1]} : v4{p[0], p[1], p[2]};
+}
+#if defined(__AVX__)
+TANDEM_INLINE void load_first(const float* p, v8& x, int n) {
+  alignas(32) static constexpr int32_t kMasks[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+  x = _mm256_maskload_ps(p, There<__m256i>::load(kMasks + 8 - n));
+}
+#endif
+template <class V>
+TANDEM_INLINE void load_first(const float* p, Halves<V>& x, int n) {
+  constexpr int half = sizeof(V) / sizeof(float);
+  x = Halves<V>{};
+  if (n < half) {
+    load_first(p, x.lo, n);
+  } else {
+    x.lo = There<V>::load(p);
+    if (n > half) load_first(p + half, x.hi, n - half);
+  }
+}
+
+TANDEM_INLINE void store_first(float* p, v4 x, int n) {
+  p[0] = x[0];
+  if (n > 1) p[1] = x[1];
+  if (n > 2) p[2] = x[2];
+}
+#if defined(__AVX__)
+TANDEM_INLINE void store_first(float* p, v8 x, int n) {  // masks of stores are slow on AMD's processors
+  if (n < 4) return store_first(p, lower(x), n);
+  There<v4>::store(p, lower(x));
+  if (n > 4) store_first(p + 4, upper(x), n - 4);
+}
+#endif
+template <class V>
+TANDEM_INLINE void store_first(float* p, Halves<V> x, int n) {
+  constexpr int half = sizeof(V) / sizeof(float);
+  if (n < half) return store_first(p, x.lo, n);
+  There<V>::store(p, x.lo);
+  if (n > half) store_first(p + half, x.hi, n - half);
+}
+#endif
+
 TANDEM_INLINE v16 load(const float* p, int n) {
 #if defined(__AVX512F__)
   return reinterpret_cast<v16>(_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p));
 #else
-  v16 x = {};
-  __builtin_memcpy(&x, p, sizeof(float) * n);
+  v16 x;
+  load_first(p, x, n);
   return x;
 #endif
 }
@@ -75,28 +123,52 @@ TANDEM_INLINE void store(float* p, v16 x, int n) {
 #if defined(__AVX512F__)
   _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), reinterpret_cast<__m512>(x));
 #else
-  __builtin_memcpy(p, &x, sizeof(float) * n);
+  store_first(p, x, n);
+#endif
+}
+
+// Eight times number i of 16, and eight times the next one.
+template <int i>
+TANDEM_INLINE v16 splat_two(const float* p) {
+#if defined(__AVX512F__)
+  const v16 x = load(p);
+  constexpr int j = i + 1;
+  return pick<i, i, i, i, i, i, i, i, j, j, j, j, j, j, j, j>(x, x);
+#else
+  v16 x;
+  fill(x.lo, p[i]);
+  fill(x.hi, p[i + 1]);
+  return x;
 #endif
 }
 
 // ---- bfloat16: the upper half of a float ----
 
-// Written out where the compiler would take the conversion apart.
+// Written out where the compiler would take the conversion apart. `half` is of words below 2^16.
+#if defined(__AVX512F__)
 TANDEM_INLINE v16u whole(v16h h) {
-#if defined(__AVX512F__)
   return reinterpret_cast<v16u>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(h)));
-#else
-  return __builtin_convertvector(h, v16u);
-#endif
 }
-
 TANDEM_INLINE v16h half(v16u u) {
-#if defined(__AVX512F__)
   return reinterpret_cast<v16h>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(u)));
-#else
-  return __builtin_convertvector(u, v16h);
-#endif
 }
+#else
+#if defined(__AVX2__)
+TANDEM_INLINE v8u whole(v8h h) {
+  return reinterpret_cast<v8u>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(h)));
+}
+TANDEM_INLINE v8h half(v8u u) {
+  const __m256i all = reinterpret_cast<__m256i>(u);
+  return reinterpret_cast<v8h>(
+      _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
+}
+#else
+TANDEM_INLINE v8u whole(v8h h) { return __builtin_convertvector(h, v8u); }
+TANDEM_INLINE v8h half(v8u u) { return __builtin_convertvector(u, v8h); }
+#endif
+TANDEM_INLINE v16u whole(v16h h) { return {whole(h.lo), whole(h.hi)}; }
+TANDEM_INLINE v16h half(v16u u) { return {half(u.lo), half(u.hi)}; }
+#endif
 
 TANDEM_INLINE v16 widen(v16h h) { return from_bits(whole(h) << 16); }
 
@@ -108,108 +180,81 @@ TANDEM_INLINE v16h narrow(v16 x) {
   const v16u u = bits(x);
   const v16u rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
   const v16u nan = (u >> 16) | 0x40u;
-  return half(x == x ? rounded : nan);
+  return half(select(x == x, rounded, nan));
 #endif
 }
 
 // 32 numbers of which the even ones are the lower halves of words, and the odd ones the upper.
 TANDEM_INLINE void load_pairs(const bf16* p, v16& even, v16& odd) {
-  const v16u u = *reinterpret_cast<const v16u_there*>(p);
+  const v16u u = There<v16u>::load(p);
   even = from_bits(u << 16);
   odd = from_bits(u & 0xFFFF0000u);
-}
-
-// a0 b0 a1 b1 ... in place: the first 16 in a, the others in b.
-TANDEM_INLINE void interleave(v16& a, v16& b) {
-  const v16 low = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7,
-                                          23);
-  b = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  a = low;
 }
 
 TANDEM_INLINE v16 load(const bf16* p) { return widen(load_halves(p)); }
 TANDEM_INLINE void store(bf16* p, v16 x) { store_halves(p, narrow(x)); }
 
-TANDEM_INLINE v16 load(const bf16* p, int n) {
-  v16h h = {};
+// The first n lanes, 0 < n < 16, often 8.
+TANDEM_INLINE v16h load_halves(const bf16* p, int n) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-  h = reinterpret_cast<v16h>(_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p));
+  return reinterpret_cast<v16h>(_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p));
 #else
-  __builtin_memcpy(&h, p, sizeof(bf16) * n);
+  v16h h = {};
+  if (n == 8) {
+    __builtin_memcpy(&h, p, sizeof(bf16) * 8);
+  } else {
+    __builtin_memcpy(&h, p, sizeof(bf16) * n);
+  }
+  return h;
 #endif
-  return widen(h);
 }
-
-TANDEM_INLINE void store(bf16* p, v16 x, int n) {
-  const v16h h = narrow(x);
+TANDEM_INLINE void store_halves(bf16* p, v16h h, int n) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << n) - 1), reinterpret_cast<__m256i>(h));
 #else
-  __builtin_memcpy(p, &h, sizeof(bf16) * n);
+  if (n == 8) {
+    __builtin_memcpy(p, &h, sizeof(bf16) * 8);
+  } else {
+    __builtin_memcpy(p, &h, sizeof(bf16) * n);
+  }
 #endif
 }
+
+TANDEM_INLINE v16 load(const bf16* p, int n) { return widen(load_halves(p, n)); }
+TANDEM_INLINE void store(bf16* p, v16 x, int n) { store_halves(p, narrow(x), n); }
 
 // The float is one of bfloat16's own values: no rounding, every bit pattern comes back.
 TANDEM_INLINE void store_exact(bf16* p, v16 x) { store_halves(p, half(bits(x) >> 16)); }
 TANDEM_INLINE void store_exact(float* p, v16 x) { store(p, x); }
-
-TANDEM_INLINE void store_exact(bf16* p, v16 x, int n) {
-  const v16h h = half(bits(x) >> 16);
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-  _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << n) - 1), reinterpret_cast<__m256i>(h));
-#else
-  __builtin_memcpy(p, &h, sizeof(bf16) * n);
-#endif
-}
+TANDEM_INLINE void store_exact(bf16* p, v16 x, int n) { store_halves(p, half(bits(x) >> 16), n); }
 TANDEM_INLINE void store_exact(float* p, v16 x, int n) { store(p, x, n); }
-
-// Keeps x in a register where several products use it: the compiler would load it for each anew.
-TANDEM_INLINE void in_register(v16& x) {
-#if defined(__AVX512F__)
-  asm("" : "+v"(x));
-#endif
-}
-
-// The same of a pointer, which the compiler would otherwise compute from another.
-template <class T>
-TANDEM_INLINE void in_register(const T*& p) {
-  asm("" : "+r"(p));
-}
 
 // ---- across and inside lanes ----
 
-// b in a lane where a or b is NaN.
-TANDEM_INLINE v16 max(v16 a, v16 b) {
 #if defined(__AVX512F__)
-  return reinterpret_cast<v16>(
-      _mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+TANDEM_INLINE d8 as_double(v8 x) { return __builtin_convertvector(x, d8); }
+#elif defined(__AVX__)
+TANDEM_INLINE d4 as_double(v4 x) { return __builtin_convertvector(x, d4); }
+TANDEM_INLINE d8 as_double(v8 x) { return {as_double(lower(x)), as_double(upper(x))}; }
 #else
-  return a > b ? a : b;
+TANDEM_INLINE d4 as_double(v4 x) {
+  return {d2{x[0], x[1]}, d2{x[2], x[3]}};
+}
+TANDEM_INLINE d8 as_double(v8 x) { return {as_double(lower(x)), as_double(upper(x))}; }
 #endif
-}
-
-TANDEM_INLINE v8 lower(v16 x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7); }
-TANDEM_INLINE v8 upper(v16 x) {
-  return __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
-}
-TANDEM_INLINE v4 lower(v8 x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3); }
-TANDEM_INLINE v4 upper(v8 x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7); }
 
 // Lane i + lane i + 8, then + 4, + 2, + 1: always in this order.
 TANDEM_INLINE float sum(v16 x) {
   const v8 a = lower(x) + upper(x);
   v4 b = lower(a) + upper(a);
-  b = b + __builtin_shufflevector(b, b, 2, 3, 2, 3);
+  b = b + pick<2, 3, 2, 3>(b, b);
   return b[0] + b[1];
 }
 
 TANDEM_INLINE float max(v16 x) {
-  const v8 lo = lower(x), hi = upper(x);
-  const v8 a = lo > hi ? lo : hi;
-  const v4 c = lower(a), d = upper(a);
-  v4 b = c > d ? c : d;
-  const v4 e = __builtin_shufflevector(b, b, 2, 3, 2, 3);
-  b = b > e ? b : e;
+  const v8 a = max(lower(x), upper(x));
+  v4 b = max(lower(a), upper(a));
+  b = max(b, pick<2, 3, 2, 3>(b, b));
   return b[0] > b[1] ? b[0] : b[1];
 }
 
@@ -231,14 +276,7 @@ TANDEM_INLINE v16 exp_below(v16 x) {
 }
 
 // The same for every x: held at e^88.3 above.
-TANDEM_INLINE v16 exp(v16 x) {
-#if defined(__AVX512F__)
-  return exp_below(reinterpret_cast<v16>(
-      _mm512_min_ps(_mm512_set1_ps(88.3f), reinterpret_cast<__m512>(x))));
-#else
-  return exp_below(x > 88.3f ? splat(88.3f) : x);
-#endif
-}
+TANDEM_INLINE v16 exp(v16 x) { return exp_below(min(splat(88.3f), x)); }
 
 // tanh to 3 ulp (a polynomial near 0, where 1 - e^-2x would cancel).
 TANDEM_INLINE v16 tanh(v16 x) {
