@@ -168,6 +168,6 @@ def _described(cut: Sequence[str]) -> str:
     if cut == ["measuring"]:
         return "still measuring"
     words, columns, fetches, across, _ = (int(word) for word in cut)
-    height = {64: 6, 48: 8, 32: 12}[columns]
+    height = {64: 6, 48: 8, 32: 12, 16: 6}[columns]
     extra = ", across" if across else ", ahead" if fetches else ""
     return f"{height}x{columns}, {words}{extra}"

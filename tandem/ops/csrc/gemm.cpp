@@ -33,6 +33,9 @@ constexpr int kMostRows[] = {0, 12, 12, 8, 6};
 constexpr int kMostRows[] = {0, 6, 0, 0, 0};
 #endif
 
+// Rows of a product that a panel passes at a time.
+constexpr int64_t kGroup = 48;
+
 // Memory that will soon be read, shared among `tiles` tiles: each fetches, per k, `lines` cache
 // lines that follow one another, `step` words after those of the last k.
 struct Ahead {
@@ -67,6 +70,15 @@ TANDEM_INLINE V multiply_add(V a, V b, V sum) {
     return reinterpret_cast<V>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum),
                                                 reinterpret_cast<__m512bh>(a),
                                                 reinterpret_cast<__m512bh>(b)));
+  }
+#endif
+#if defined(__FMA__) && !defined(__AVX512F__)
+  if constexpr (std::is_same_v<V, wide>) {
+    // GCC would read b from memory for every row, or move sums there and back.
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+  } else {
+    return {multiply_add<T>(a.lo, b.lo, sum.lo), multiply_add<T>(a.hi, b.hi, sum.hi)};
   }
 #endif
   return a * b + sum;
@@ -110,49 +122,88 @@ void tile(const TileWork<T>& work) {
   } else {
     for_sums<R, C>([&](int r, int c) { sums[r][c] = wide{}; });
   }
-  const word* row = work.rows;
-  const word* panel = work.panel;
-  const int64_t stride = work.row_stride, step = work.row_step, panel_step = work.panel_step;
-  const int64_t three_rows = 3 * stride;
-  const word* ahead = work.ahead.data ? work.ahead.data : panel;
-  const int64_t ahead_step = work.ahead.step;
-  const bool two = work.ahead.lines > 1, four = work.ahead.lines > 2;
-  for (int64_t left = work.words; left > 0; --left, row += step, panel += panel_step) {
-    __builtin_prefetch(ahead, 0, 2);
-    if (two) __builtin_prefetch(ahead + kLanes, 0, 2);
-    if (four) {
-      __builtin_prefetch(ahead + 2 * kLanes, 0, 2);
-      __builtin_prefetch(ahead + 3 * kLanes, 0, 2);
-    }
-    ahead += ahead_step;
+  const auto add = [&](const word* row, const word* panel, auto stride) TANDEM_INLINED {
     wide b[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) b[c] = load_wide(panel + c * kWide);
-    // Three rows from one pointer: an offset for each would take more registers than there are.
-    const word* three = row;
+    // Three rows from one pointer: an offset for each would take more registers than there are, where
+    // the compiler does not know it.
+    constexpr int together = std::is_same_v<decltype(stride), int64_t> ? 3 : R;
+    const word* some = row;
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      const wide a = splat_wide(three[r % 3 * stride]);
-      if (r % 3 == 2) {
-        three += three_rows;
-        in_register(three);
+      const wide a = splat_wide(some[r % together * stride]);
+      if (r % together == together - 1) {
+        some += together * stride;
+        in_register(some);
       }
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sums[r][c] = multiply_add<T>(a, b[c], sums[r][c]);
     }
-  }
-  const Epilogue<T>& epilogue = work.epilogue;
-  if constexpr (std::is_same_v<wide, v16>) {
-    if (!work.raw && work.width == kLanes * C && !epilogue.bias && !epilogue.residual) {
-      for_sums<R, C>(
-          [&](int r, int c) { store(work.y + r * work.y_stride + c * kLanes, sums[r][c]); });
-      return;
+  };
+  const word* row = work.rows;
+  const word* panel = work.panel;
+  const int64_t stride = work.row_stride, step = work.row_step, panel_step = work.panel_step;
+  const word* ahead = work.ahead.data ? work.ahead.data : panel;
+  const int64_t ahead_step = work.ahead.step;
+  int64_t left = work.words;
+  if constexpr (kWide < kLanes) {
+    // Narrow registers need more instructions for the same work, so what is no multiply-add counts,
+    // most where another process takes turns on the core: four words at a time, at fixed distances.
+    constexpr int64_t kFour = 4, wide_step = vectors * kLanes;
+    const bool spread = ahead_step > kLanes / kFour;
+    const auto four = [&](auto stride, auto row_step) TANDEM_INLINED {
+      for (; left >= kFour; left -= kFour, row += kFour * row_step, panel += kFour * wide_step) {
+        __builtin_prefetch(ahead, 0, 2);
+        if (spread)
+          for (int i = 1; i < kFour; ++i) __builtin_prefetch(ahead + i * ahead_step, 0, 2);
+        ahead += kFour * ahead_step;
+#pragma GCC unroll 4
+        for (int i = 0; i < kFour; ++i)
+          add(row + i * row_step, panel + i * wide_step, stride);
+      }
+    };
+    constexpr std::integral_constant<int64_t, 1> one{};
+    if (panel_step == wide_step && step == 1) {  // rows as they lie
+      four(stride, one);
+    } else if (panel_step == wide_step && stride == 1) {  // turned ones
+      four(one, step);
     }
   }
+  const bool two = work.ahead.lines > 1, more = work.ahead.lines > 2;
+  for (; left > 0; --left, row += step, panel += panel_step) {
+    __builtin_prefetch(ahead, 0, 2);
+    if (two) __builtin_prefetch(ahead + kLanes, 0, 2);
+    if (more) {
+      __builtin_prefetch(ahead + 2 * kLanes, 0, 2);
+      __builtin_prefetch(ahead + 3 * kLanes, 0, 2);
+    }
+    ahead += ahead_step;
+    add(row, panel, stride);
+  }
+  if (work.raw) {
+    for_sums<R, C>([&](int r, int c) { store_wide(work.raw + r * kPanel + c * kWide, sums[r][c]); });
+    return;
+  }
+  const Epilogue<T>& epilogue = work.epilogue;
+  if (work.width == kLanes * vectors) {
+    const auto each = [&](auto finished) TANDEM_INLINED {
+      for_sums<R, vectors>([&](int r, int c) {
+        finished(r, c * kLanes, sixteen(sums[r] + c * (kLanes / kWide)));
+      });
+    };
+    if (!epilogue.bias && !epilogue.residual) {
+      each([&](int r, int n, v16 sum) TANDEM_INLINED { store(work.y + r * work.y_stride + n, sum); });
+    } else {
+      each([&](int r, int n, v16 sum) TANDEM_INLINED {
+        const Epilogue<T> e = epilogue.at(r, n);
+        finish(work.y + r * work.y_stride + n, sum, e.bias, e.residual, kLanes);
+      });
+    }
+    return;
+  }
   float kept[R * kPanel];
-  float* out = work.raw ? work.raw : kept;
-  for_sums<R, C>([&](int r, int c) { store_wide(out + r * kPanel + c * kWide, sums[r][c]); });
-  if (work.raw) return;
+  for_sums<R, C>([&](int r, int c) { store_wide(kept + r * kPanel + c * kWide, sums[r][c]); });
   for (int r = 0; r < R; ++r) {
     const Epilogue<T> e = epilogue.at(r, 0);
     for_columns(work.width, [&](int64_t n, int lanes) {
@@ -188,8 +239,6 @@ TileFunction<T> tile_for(int C, int R) {
 // `count` rows (at most kGroup) by one panel of `lanes` columns in memory: tiles of nearly equal
 // heights, cut as `cut` says. Sums start at `before` (count, kPanel) if given, and go to `raw`
 // (count, kPanel) if given, else finished into y. `earlier`: tiles of the groups before it.
-constexpr int64_t kGroup = 48;
-
 // The tiles of a group beside `lanes` columns, for each part of k.
 int64_t tiles_of_group(int64_t count, int64_t lanes, const Cut& cut) {
   const int64_t piece = std::min<int64_t>(cut.columns, kPanel);
@@ -531,10 +580,13 @@ void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_s
   const int64_t N = piece.rows;
   float* const y = piece.y;
   constexpr int64_t kRun = 512 * kPerWord<T>;  // rows of a run
-  constexpr int64_t kSlab = 4 * kPanel;        // columns of a that are packed at a time
   const int64_t right = (K + kPanel - 1) / kPanel, longest = std::min(M, kRun);
+  // Columns of a that become rows together: whole tiles of them, or where they are long as many as
+  // leave room in the first cache; and those that are packed at a time.
+  const int64_t together = kPanel > kLanes || longest > 128 * kPerWord<T> ? kPanel : kGroup;
+  const int64_t slab_width = together * (together == kPanel ? 4 : 2);
   float* columns = scratch(Use::weights, packed_size<T>(K, longest));
-  float* slab = scratch(Use::rows, packed_size<T>(std::min(N, kSlab), longest));
+  float* slab = scratch(Use::rows, packed_size<T>(std::min(N, slab_width), longest));
   // Pairs of bfloat16 have to be put together; vectors past the end of the last row may not be read.
   const bool can_lie = std::is_same_v<T, float> && K % kLanes == 0;
   const Trial trial(Product::gradient, std::is_same_v<T, bf16>, M, N, K, kGradientCuts,
@@ -544,26 +596,26 @@ void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_s
     const int64_t run = std::min(kRun, M - m), words = words_of<T>(run);
     const bool adds = m || piece.adds;
     if (!lies) pack_panels(Matrix<T>{b + m * b_stride, 1, b_stride}, K, run, kPanel, columns);
-    for (int64_t first = 0; first < N; first += kSlab) {
-      const int64_t width = std::min(kSlab, N - first), left = (width + kPanel - 1) / kPanel;
+    for (int64_t first = 0; first < N; first += slab_width) {
+      const int64_t width = std::min(slab_width, N - first), left = (width + together - 1) / together;
       if (!lies)
-        pack_panels(Matrix<T>{a + m * a_stride + first, 1, a_stride}, width, run, kPanel, slab);
-      const int64_t grain = kGrain / (words * kPanel * kPanel) + 1;
+        pack_panels(Matrix<T>{a + m * a_stride + first, 1, a_stride}, width, run, together, slab);
+      const int64_t grain = kGrain / (words * together * kPanel) + 1;
       parallel_for(0, left * right, grain, [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; ++i) {
-          const int64_t n = i / right * kPanel, k = i % right * kPanel;
-          const int64_t rows = std::min(kPanel, width - n), wide = std::min(kPanel, K - k);
+          const int64_t n = i / right * together, k = i % right * kPanel;
+          const int64_t rows = std::min(together, width - n), wide = std::min(kPanel, K - k);
           const auto at = [](const auto* p) { return reinterpret_cast<const word*>(p); };
           const Words turned = lies ? Words{at(a + m * a_stride + first + n), 1, a_stride}
                                     : Words{at(slab + n * words), 1, round_up(rows, kLanes)};
           const word* const panel = lies ? at(b + m * b_stride + k) : at(columns + k * words);
           float* const to_y = y + (first + n) * K + k;
-          if constexpr (std::is_same_v<T, float>) {
-            multiply_panel<T>(turned, 0, rows, panel, wide, words, to_y, K,
-                              {nullptr, adds ? to_y : nullptr, K}, trial.cut(), {}, {},
-                              lies ? b_stride : 0);
+          if constexpr (kPerWord<T> == 1) {  // words are floats
+            multiply_panel<float>(turned, 0, rows, panel, wide, words, to_y, K,
+                                  {nullptr, adds ? to_y : nullptr, K}, trial.cut(), {}, {},
+                                  lies ? b_stride : 0);
           } else {  // sums that are not rounded to T
-            float* const sums = scratch(Use::sums, kPanel * kPanel);
+            float* const sums = scratch(Use::sums, together * kPanel);
             for (int64_t r = 0; r < rows; ++r)  // fetched while the sums are made
               for (int64_t c = 0; c < wide; c += kLanes) __builtin_prefetch(to_y + r * K + c, 0, 2);
             multiply_panel<T>(turned, 0, rows, panel, wide, words, reinterpret_cast<T*>(sums), kPanel,

@@ -52,7 +52,6 @@ Table& table() {
 
 Trial::Trial(Product product, bool half, int64_t M, int64_t N, int64_t K, const Cut* cuts, int count)
     : cut_(cuts), rows_(M) {
-#if defined(__AVX512F__)
   if (M * N * K < kLeast) return;
   Table& all = table();
   const std::lock_guard lock(all.mutex);
@@ -66,7 +65,6 @@ Trial::Trial(Product product, bool half, int64_t M, int64_t N, int64_t K, const 
   cut_ = &cuts[index_];
   shape_ = &shape;
   began_ = std::chrono::steady_clock::now();
-#endif
 }
 
 Trial::~Trial() {

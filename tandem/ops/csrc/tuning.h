@@ -14,19 +14,27 @@ namespace tandem {
 
 struct Cut {
   int64_t words;    // of k at a time: whether a panel's part stays in the first cache
-  int64_t columns;  // of a tile: 64 (by 6 rows), 48 (by 8) or 32 (by 12)
+  int64_t columns;  // of a tile: 64 (by 6 rows), 48 (by 8), 32 (by 12); 16 (by 6) below AVX-512
   bool fetches_rows = false;  // whether a tile fetches the rows of the next one meanwhile
   bool across = false;        // lanes over the rows of x instead of the weight's (gemm.cpp)
   bool in_place = false;      // of a weight's gradient: the factors are read where they lie
 };
 
-// What a processor with AVX-512 tries; the last one only for `multiply` with few rows.
+// What is tried: by `kNumCuts` of the first list anything, by the next one `multiply` with few rows; by
+// as many of the second gradients, by the next one those whose float32 rows `multiply_turned` can
+// read in whole vectors.
+#if defined(__AVX512F__)
 constexpr Cut kCuts[] = {{1024, 64}, {128, 64},        {1024, 32},
                          {256, 32},  {1024, 64, true}, {1024, 64, true, true}};
-constexpr int kNumCuts = 5, kNumCrossing = 6;
-// Of gradients; the last one only where `multiply_turned` can read float32 rows in whole vectors.
 constexpr Cut kGradientCuts[] = {{1024, 64}, {128, 64},        {1024, 32},
                                  {256, 32},  {1024, 64, true}, {1024, 64, false, false, true}};
+constexpr int kNumCuts = 5;
+#else
+constexpr Cut kCuts[] = {{1024, 16}, {256, 16}, {1024, 16, true}, {1024, 16, true, true}};
+constexpr Cut kGradientCuts[] = {{1024, 16}, {256, 16}, {1024, 16, true}, {1024, 16, false, false, true}};
+constexpr int kNumCuts = 3;
+#endif
+constexpr int kNumCrossing = kNumCuts + 1;
 constexpr int64_t kMostCrossing = 256;  // rows; beyond, packing a weight costs little
 
 enum class Product { forward, backward, packed, gradient };

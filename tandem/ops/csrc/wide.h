@@ -166,6 +166,15 @@ TANDEM_INLINE v8 joined(v4 a, v4 b) { return {a, b}; }
 TANDEM_INLINE v16 joined(v8 a, v8 b) { return {a, b}; }
 #endif
 
+// Registers one after another, of which the first 16 numbers are taken.
+#if defined(__AVX512F__)
+TANDEM_INLINE v16 sixteen(const wide* x) { return x[0]; }
+#elif defined(__AVX__)
+TANDEM_INLINE v16 sixteen(const wide* x) { return joined(x[0], x[1]); }
+#else
+TANDEM_INLINE v16 sixteen(const wide* x) { return joined(joined(x[0], x[1]), joined(x[2], x[3])); }
+#endif
+
 template <class V>
 TANDEM_INLINE V lower(Halves<V> x) {
   return x.lo;
