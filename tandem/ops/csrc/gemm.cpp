@@ -194,13 +194,15 @@ void tile(const TileWork<T>& work) {
     };
     if (!epilogue.bias && !epilogue.residual) {
       each([&](int r, int n, v16 sum) TANDEM_INLINED { store(work.y + r * work.y_stride + n, sum); });
-    } else {
+      return;
+    }
+    if constexpr (kWide < kLanes) {
       each([&](int r, int n, v16 sum) TANDEM_INLINED {
         const Epilogue<T> e = epilogue.at(r, n);
         finish(work.y + r * work.y_stride + n, sum, e.bias, e.residual, kLanes);
       });
+      return;
     }
-    return;
   }
   float kept[R * kPanel];
   for_sums<R, C>([&](int r, int c) { store_wide(kept + r * kPanel + c * kWide, sums[r][c]); });
