@@ -19,7 +19,6 @@ from torch import Tensor
 from tandem.ops import native
 
 ROOT = Path(__file__).resolve().parents[2]
-HARNESS = Path(__file__).with_name("products.cpp")
 LEVELS = {
     "x86-64-v2": {"sse4_2", "popcnt"},
     "x86-64-v3": {"avx2", "fma", "bmi2", "f16c"},
@@ -76,25 +75,24 @@ def compile_with(march: str, *arguments: str) -> None:
 
 
 @cache
-def products(march: str) -> ctypes.CDLL:
-    """The products built for a processor, kept beside the C++ operations."""
-    text = "".join(p.read_text() for p in (HARNESS, *sorted(native.SOURCES.iterdir()))
+def built(march: str, harness: str, sources: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """A file of this folder and `sources`, for a processor, kept beside the C++ operations."""
+    path = Path(__file__).with_name(harness)
+    text = "".join(p.read_text() for p in (path, *sorted(native.SOURCES.iterdir()))
                    if p.suffix in (".h", ".cpp"))  # fmt: skip
     key = hashlib.sha256(f"{flags_for(march)}{native._processor()}{text}".encode()).hexdigest()
-    library = native.cache_folder() / f"products-{key[:16]}.so"
+    library = native.cache_folder() / f"{path.stem}-{key[:16]}.so"
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
         made = library.with_suffix(f".{os.getpid()}")
-        sources = [
-            str(HARNESS),
-            *(
-                str(native.SOURCES / f"{name}.cpp")
-                for name in ("gemm", "products_amx", "tuning", "threads")
-            ),
-        ]
-        compile_with(march, *sources, "-shared", "-o", str(made), *native._link_flags())
+        files = [str(path), *(str(native.SOURCES / f"{name}.cpp") for name in sources)]
+        compile_with(march, *files, "-shared", "-o", str(made), *native._link_flags())
         os.replace(made, library)
     return ctypes.CDLL(str(library))
+
+
+def products(march: str) -> ctypes.CDLL:
+    return built(march, "products.cpp", ("gemm", "products_amx", "tuning", "threads"))
 
 
 def product(
@@ -418,7 +416,9 @@ def test_the_rule_of_summation_is_the_one_that_is_stated(march: str) -> None:
 def test_processors_with_amx_share_the_layout_of_packed_weights() -> None:
     if "avx2" not in native._processor().split():
         pytest.skip("not an x86 processor")
-    compile_with("sapphirerapids", "-DEXPECT_AMX", "-fsyntax-only", str(HARNESS))
+    compile_with(
+        "sapphirerapids", "-DEXPECT_AMX", "-fsyntax-only", str(ROOT / "tests/ops/products.cpp")
+    )
     for name in ("gemm.cpp", "products_amx.cpp"):
         compile_with("sapphirerapids", "-c", str(native.SOURCES / name), "-o", os.devnull)
 

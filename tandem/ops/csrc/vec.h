@@ -162,9 +162,23 @@ TANDEM_INLINE v8h half(v8u u) {
   return reinterpret_cast<v8h>(
       _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
 }
-#else
+#elif defined(__AVX__)
 TANDEM_INLINE v8u whole(v8h h) { return __builtin_convertvector(h, v8u); }
 TANDEM_INLINE v8h half(v8u u) { return __builtin_convertvector(u, v8h); }
+#else
+TANDEM_INLINE v8u whole(v8h h) {
+  return {__builtin_convertvector(__builtin_shufflevector(h, h, 0, 1, 2, 3), v4u),
+          __builtin_convertvector(__builtin_shufflevector(h, h, 4, 5, 6, 7), v4u)};
+}
+TANDEM_INLINE v8h half(v8u u) {
+#if defined(__SSE4_1__)
+  return reinterpret_cast<v8h>(
+      _mm_packus_epi32(reinterpret_cast<__m128i>(u.lo), reinterpret_cast<__m128i>(u.hi)));
+#else
+  return __builtin_shufflevector(__builtin_convertvector(u.lo, v4h),
+                                 __builtin_convertvector(u.hi, v4h), 0, 1, 2, 3, 4, 5, 6, 7);
+#endif
+}
 #endif
 TANDEM_INLINE v16u whole(v16h h) { return {whole(h.lo), whole(h.hi)}; }
 TANDEM_INLINE v16h half(v16u u) { return {half(u.lo), half(u.hi)}; }

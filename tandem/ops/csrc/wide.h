@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#if defined(__AVX__)
+#if defined(__SSE__)
 #include <immintrin.h>
 #endif
 
