@@ -238,9 +238,6 @@ TileFunction<T> tile_for(int C, int R) {
   }
 }
 
-// `count` rows (at most kGroup) by one panel of `lanes` columns in memory: tiles of nearly equal
-// heights, cut as `cut` says. Sums start at `before` (count, kPanel) if given, and go to `raw`
-// (count, kPanel) if given, else finished into y. `earlier`: tiles of the groups before it.
 // The tiles of a group beside `lanes` columns, for each part of k.
 int64_t tiles_of_group(int64_t count, int64_t lanes, const Cut& cut) {
   const int64_t piece = std::min<int64_t>(cut.columns, kPanel);
@@ -252,6 +249,9 @@ int64_t tiles_of_group(int64_t count, int64_t lanes, const Cut& cut) {
   return tiles;
 }
 
+// `count` rows (at most kGroup) by one panel of `lanes` columns in memory: tiles of nearly equal
+// heights, cut as `cut` says. Sums start at `before` (count, kPanel) if given, and go to `raw`
+// (count, kPanel) if given, else finished into y. `earlier`: tiles of the groups before it.
 template <class T>
 void multiply_group(const TileWork<T>& work, int64_t count, int64_t lanes, const float* before,
                     float* raw, const Cut& cut, int64_t earlier = 0) {

@@ -20,9 +20,8 @@ struct Cut {
   bool in_place = false;      // of a weight's gradient: the factors are read where they lie
 };
 
-// What is tried: by `kNumCuts` of the first list anything, by the next one `multiply` with few rows; by
-// as many of the second gradients, by the next one those whose float32 rows `multiply_turned` can
-// read in whole vectors.
+// What is tried. The last of each list is for some products alone: of kCuts for `multiply` with few
+// rows, of kGradientCuts where `multiply_turned` can read float32 rows in whole vectors.
 #if defined(__AVX512F__)
 constexpr Cut kCuts[] = {{1024, 64}, {128, 64},        {1024, 32},
                          {256, 32},  {1024, 64, true}, {1024, 64, true, true}};

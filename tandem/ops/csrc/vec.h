@@ -64,8 +64,8 @@ TANDEM_INLINE v4 load_four(const float* p) { return There<v4>::load(p); }
 TANDEM_INLINE void store(float* p, v16 x) { There<v16>::store(p, x); }
 TANDEM_INLINE void store(float* p, v8 x) { There<v8>::store(p, x); }
 
-// The first n lanes; the others are 0 and their memory is not touched. Of a vector of N numbers
-// 0 < n < N: of one of 16, often 8.
+// The first n lanes of a vector of N, 0 < n < N; memory of the others is not touched, and loads make
+// them 0. Of 16 it is mostly 8 that are wanted: one half.
 #if !defined(__AVX512F__)
 TANDEM_INLINE void load_first(const float* p, v4& x, int n) {
   x = n == 1 ? v4{p[0]} : n == 2 ? v4{p[0], p[1]} : v4{p[0], p[1], p[2]};

@@ -264,7 +264,7 @@ TANDEM_INLINE V pick(V a, V b) {
   return __builtin_shufflevector(a, b, I...);
 }
 
-// a0 b0 a1 b1 ... in place: the first 16 in a, the others in b.
+// a0 b0 a1 b1 ... in place: the first half in a, the other in b.
 TANDEM_INLINE void interleave(v4& a, v4& b) {
   const v4 low = pick<0, 4, 1, 5>(a, b);
   b = pick<2, 6, 3, 7>(a, b);
