@@ -436,7 +436,7 @@ BITWISE = (
 @pytest.mark.parametrize("march", runs_here()[1:])
 def test_the_bitwise_tests_hold_on_every_instruction_set(march: str) -> None:
     environment = dict(os.environ, TANDEM_MARCH=march, TANDEM_NATIVE="on")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *BITWISE]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *BITWISE]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
