@@ -49,10 +49,10 @@ def variants() -> list[ParameterSet]:
             for march in runs_here()]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _has_compiler() -> None:
-    if native._compiler() is None or sys.platform == "win32":
-        pytest.skip("no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    native._compiler() is None or sys.platform == "win32", reason="no C++ compiler"
+)
+pytestmark = needs_compiler
 
 
 def flags_for(march: str) -> list[str]:

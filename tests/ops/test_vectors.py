@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 
 import pytest
 import torch
 from torch import Tensor
 
-from tandem.ops import native
-from tests.ops.test_variants import built, runs_here
+from tests.ops.test_variants import built, needs_compiler, runs_here
 
 # This machine's own registers, of 4 numbers, of 8 and of 16.
 MARCHES = sorted({"native", "x86-64-v2", "x86-64-v3", "x86-64-v4"} & set(runs_here()))
 
 
-@pytest.fixture(autouse=True)
-def _has_compiler() -> None:
-    if native._compiler() is None or sys.platform == "win32":
-        pytest.skip("no C++ compiler")
+pytestmark = needs_compiler
 
 
 def at(tensor: Tensor) -> ctypes.c_void_p:

@@ -208,7 +208,7 @@ TANDEM_INLINE void load_pairs(const bf16* p, v16& even, v16& odd) {
 TANDEM_INLINE v16 load(const bf16* p) { return widen(load_halves(p)); }
 TANDEM_INLINE void store(bf16* p, v16 x) { store_halves(p, narrow(x)); }
 
-// The first n lanes, 0 < n < 16, often 8.
+// The first n lanes, 0 < n < 16; often 8, which as a constant needs no call.
 TANDEM_INLINE v16h load_halves(const bf16* p, int n) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   return reinterpret_cast<v16h>(_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p));
