@@ -40,35 +40,9 @@ def generalized_advantages(
 
         made: tuple[Tensor, Tensor] = advantages_gpu(rewards, values, response_mask, gamma, lam)
         return made
-    if rewards.device.type != "cpu":
-        return _scanned_advantages(rewards, values, response_mask, gamma=gamma, lam=lam)
-    # Columns as rows of their own, and masks at the end: a few numbers cost the calls.
-    columns = zip(
-        *(x.T.contiguous().unbind() for x in (rewards, values, response_mask)), strict=True
-    )
-    next_advantage = next_value = rewards.new_zeros(len(rewards))
-    found = []
-    for reward, value, chosen in reversed(list(columns)):
-        delta = reward + gamma * next_value - value
-        advantage = delta + gamma * lam * next_advantage
-        next_advantage = torch.where(chosen, advantage, next_advantage)
-        next_value = torch.where(chosen, value, next_value)
-        found.append(next_advantage)
-    if not found:
-        return torch.zeros_like(rewards), torch.zeros_like(rewards)
-    advantages = torch.stack(found[::-1], dim=1).masked_fill(~response_mask, 0.0)
-    returns = (advantages + values).masked_fill(~response_mask, 0.0)
-    return advantages, returns
-
-
-def _scanned_advantages(
-    rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
-    """`generalized_advantages` in log2(T) steps of a few kernels, on a GPU without our own.
-
-    A_t = d_t + c_t A_{t+1} with d = delta and c = gamma lam on the response, and 0 and 1 off it.
-    After a step of s, A_t = d_t + c_t A_{t+2s}, which is d_t once 2 s reaches T.
-    """
+    # A_t = d_t + c_t A_{t+1} with d = delta and c = gamma lam on the response, and 0 and 1 off it.
+    # After a step of s, A_t = d_t + c_t A_{t+2s}, which is d_t once 2 s reaches T: log2(T) steps of
+    # a few operations. A loop over T columns of a few numbers each would cost the calls.
     batch, length = rewards.shape
     places = torch.arange(length, device=rewards.device).expand(batch, length)
     # The next response token's place, T where there is none.
