@@ -31,7 +31,7 @@ from tandem.models.packed import (
 )
 from tandem.models.replayed import KeptStates
 from tandem.models.tensor_parallel import sliced_twin
-from tandem.models.twin import decodes, standing_in, without_hooks
+from tandem.models.twin import compares_once, decodes, standing_in, without_hooks
 from tandem.objectives.logprobs import scatter_to_tokens, token_logprobs
 from tandem.ops import gpu
 from tandem.parallel.dtensor import whole
@@ -105,7 +105,8 @@ def response_logprobs(
         logprobs and entropy, (B, T) float32 nats, 0 off the response.
     """
 
-    def forward() -> tuple[Tensor, Tensor]:
+    @compares_once
+    def forward(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
         selected = predictor_states(model, batch, kept)
         head = vocabulary_head(model)
         logprobs, entropy = token_logprobs(
@@ -121,7 +122,7 @@ def response_logprobs(
         mask = batch.response_mask
         return scatter_to_tokens(logprobs, mask), scatter_to_tokens(entropy, mask)
 
-    return shards_of(model).forward(forward)
+    return shards_of(model).forward(lambda: forward(model))
 
 
 def token_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:

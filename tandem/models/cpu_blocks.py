@@ -88,19 +88,21 @@ def plain_block(block: Any, dtype: torch.dtype) -> PlainBlock | None:
     assert attention is not None
     assert mlp is not None
     own, inner = attention._modules, mlp._modules
-    linears = [own["q_proj"], own["k_proj"], own["v_proj"], own["o_proj"]]
+    linears: list[Any] = [own["q_proj"], own["k_proj"], own["v_proj"], own["o_proj"]]
     linears += [inner["gate_proj"], inner["up_proj"], inner["down_proj"]]
     norms = [parts["input_layernorm"], parts["post_attention_layernorm"]]
     if (
         "q_norm" in own
-        or any(type(linear) is not TwinLinear for linear in linears)
-        or any(type(norm) is not TwinRMSNorm for norm in norms)
-        or any(map(_has_its_own, (attention, mlp, *linears, *norms)))
-        or any(part.weight.dtype != dtype for part in (*linears, *norms))
-        or any(linear.bias is not None for linear in linears[4:])
-        or len({linear.bias is None for linear in linears[:3]}) > 1
-        or len({id(linear.weight) for linear in linears}) < len(linears)
+        or _has_its_own(attention)
+        or _has_its_own(mlp)
+        or not all(_is_plain(linear, TwinLinear, dtype) for linear in linears)
+        or not all(_is_plain(norm, TwinRMSNorm, dtype) for norm in norms)
     ):
+        return None
+    biased = [linear._parameters["bias"] is not None for linear in linears]
+    if biased[0] != biased[1] or biased[0] != biased[2] or True in biased[4:]:
+        return None
+    if len({id(linear._parameters["weight"]) for linear in linears}) < len(linears):
         return None
     return PlainBlock(linears, norms, attention, mlp)
 
@@ -139,6 +141,14 @@ def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Ten
         attended, residual, (out.weight, out.bias), second, gate, up, down, bool(mlp._tanh),
         recomputes=trains and mlp.training and _MLP[type(mlp)],
     )  # fmt: skip
+
+
+def _is_plain(module: Any, kind: Any, dtype: torch.dtype) -> bool:
+    """Whether a module is of a kind, with a weight of a type, and computes what its class says."""
+    if type(module) is not kind or _has_its_own(module):
+        return False
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dtype == dtype
 
 
 def _has_its_own(module: Any) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
@@ -22,7 +22,15 @@ from tandem.errors import ShapeError
 from tandem.models.blocks import decoder_blocks
 from tandem.models.recompute import require_whole_layers
 from tandem.models.replayed import KeptStates, replayed_states
-from tandem.models.twin import base_forward, decodes, supports_packing, twin_of, why_unpacked
+from tandem.models.twin import (
+    base_forward,
+    compares_once,
+    decodes,
+    has_dropout,
+    supports_packing,
+    twin_of,
+    why_unpacked,
+)
 from tandem.ops import gpu
 from tandem.ops.attention_context import Packed, Wanted, WholeSequences, attending
 from tandem.types import TokenBatch
@@ -62,6 +70,7 @@ class PackedRows:
     kept: Tensor | None = None
 
 
+@compares_once
 def hidden_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Last hidden states (N, D) of all real tokens of a batch, row by row, with gradient.
 
@@ -72,6 +81,7 @@ def hidden_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     return _states(model, packed_rows(batch, batch.on_host().attention_mask))
 
 
+@compares_once
 def predictor_states(
     model: PreTrainedModel, batch: TokenBatch, kept: KeptStates | None = None
 ) -> Tensor:
@@ -110,6 +120,7 @@ def response_tokens(batch: TokenBatch, count: int) -> Tensor:
     return made.scatter_(0, places, batch.token_ids.flatten())[:count]
 
 
+@compares_once
 def last_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """(B, D): the last hidden state of each row's last real token, with gradient. Rows may share
     their prompts (`shares_prompts`)."""
@@ -119,6 +130,7 @@ def last_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     return _states(model, _rows_asked(model, batch, ends=True))
 
 
+@compares_once
 def computed_tokens(
     model: PreTrainedModel, batch: TokenBatch, *, ends: bool
 ) -> tuple[Tensor, Tensor]:
@@ -139,6 +151,7 @@ def computed_tokens(
     return (real & _up_to_the_last(asked) if decodes(model) else real), asked
 
 
+@compares_once
 def narrows(model: PreTrainedModel) -> bool:
     """Whether the last block goes on behind attention with the tokens asked for alone."""
     if not supports_packing(model):
@@ -190,39 +203,39 @@ def packed_rows(
         kept: states of the batch's tokens, if they are all there.
     """
     host = batch.on_host()
-    row_lengths = real.sum(dim=1).tolist()
+    lengths = real.sum(dim=1).tolist()
     groups = prompt_groups(host) if shares else []
-    is_shared = any(len(group.rows) > 1 for group in groups)
-    if not is_shared:
+    columns = [host.token_ids, _places(host)]
+    if kept is not None and bool((kept.rows[real] >= 0).all()):
+        columns.append(kept.rows)
+    if not any(len(group.rows) > 1 for group in groups):
+        # Every token stands once, in the order of the question.
+        prefixes, order = None, None
+        made = [column[real] for column in columns]
         index = (real.flatten().cumsum(0) - 1).view(real.shape)
-        lengths, prefixes = row_lengths, None
+        wanted = index[real if asked is None else asked]
     else:
-        lengths, prefixes, columns = _segments(groups, row_lengths)
-        shared, starts, shifts = torch.tensor(columns, device="cpu")[:, :, None]
+        lengths, prefixes, shifts = _segments(groups, lengths)
+        shared, starts, others = torch.tensor(shifts, device="cpu")[:, :, None]
         places = _places(host)
-        index = places + torch.where(places < shared, starts, shifts)
-    where = index[real]
-    rows = where if asked is None else index[asked]
-    # Without shared prompts each stands once, in the order of the question.
-    wanted, order = rows.unique(return_inverse=True) if is_shared else (rows, None)
+        index = places + torch.where(places < shared, starts, others)
+        # A token that several rows share is written by each of them, with one value.
+        made = [
+            torch.empty(sum(lengths), dtype=torch.long, device="cpu").index_copy_(
+                0, index[real], column[real]
+            )
+            for column in columns
+        ]
+        wanted, order = index[real if asked is None else asked].unique(return_inverse=True)
     if not len(wanted):  # the forward must run all the same, for other ranks
         order = wanted
-    total = sum(lengths)
-    # A token that several rows share is written by each of them, with one value.
-    token_ids, positions = (torch.empty(total, dtype=torch.long, device="cpu") for _ in range(2))
-    token_ids[where] = host.token_ids[real]
-    positions[where] = _places(host)[real]
-    narrows = 0 < len(wanted) < total
+    narrows = 0 < len(wanted) < sum(lengths)
     step = Packed.of_lengths(
         lengths, torch.device("cpu"), prefixes, Wanted(wanted) if narrows else None
     )
-    kept_rows = None
-    if kept is not None and bool((kept.rows[real] >= 0).all()):
-        kept_rows = torch.empty(total, dtype=torch.long)
-        kept_rows[where] = kept.rows[real]
-    made = PackedRows(token_ids, positions, step, order, kept_rows)
+    rows = PackedRows(made[0], made[1], step, order, made[2] if len(made) > 2 else None)
     device = batch.token_ids.device
-    return made if device.type == "cpu" else _sent(made, device)
+    return rows if device.type == "cpu" else _sent(rows, device)
 
 
 def _segments(
@@ -320,16 +333,8 @@ def _padded_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
 
 
 def drops_now(model: PreTrainedModel) -> bool:
-    """Whether forwards draw dropout masks: in train mode, with some rate above 0, of the config or,
-    as an adapter's, of a module."""
-    if not model.training:
-        return False
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
-        return True
-    settings = vars(model.config.get_text_config())
-    return any(
-        "drop" in name and isinstance(rate, float) and rate > 0 for name, rate in settings.items()
-    )
+    """Whether forwards draw dropout masks: in train mode, with some rate above 0."""
+    return model.training and has_dropout(model)
 
 
 def _before_responses(batch: TokenBatch) -> Tensor:

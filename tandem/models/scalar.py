@@ -25,7 +25,7 @@ from tandem.models.load import load_causal_lm, load_weights, open_decoder
 from tandem.models.lora import SCALAR_HEAD, scalar_head
 from tandem.models.packed import last_states, predictor_states
 from tandem.models.source import Located
-from tandem.models.twin import twin_of
+from tandem.models.twin import compares_once, twin_of
 from tandem.types import TokenBatch
 
 
@@ -111,6 +111,7 @@ def has_scalar_head(source: Located, config: PreTrainedConfig) -> bool:
     return any(tensor.name == f"{SCALAR_HEAD}.weight" for tensor in tensors)
 
 
+@compares_once
 def token_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Values (B, T) float32: at t, of the state before token t; 0 off the response.
 
@@ -121,6 +122,7 @@ def token_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     return placed.masked_scatter(batch.response_mask, values)
 
 
+@compares_once
 def sequence_scores(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Scores (B,) float32, raw: the head's output at each row's last real token, EOS included.
 

@@ -83,12 +83,20 @@ def sequence_flops(
 
 def _sizes(part: Any, outside: Collection[int] = ()) -> tuple[int, int]:
     """Parameters of a module, all and the trained ones, without those of the ids `outside`."""
-    packed = [m for m in part.modules() if isinstance(m, PackedWeight)]
-    left_out = {*outside, *(id(p) for weight in packed for p in weight.parameters())}
-    inside = [p for p in part.parameters() if id(p) not in left_out]
-    weights = sum(p.numel() for p in inside)
-    weights += sum(weight.numel() for weight in packed if id(weight) not in outside)
-    return weights, sum(p.numel() for p in inside if p.requires_grad)
+    weights = trained = 0
+    seen = set(outside)
+    for module in part.modules():
+        if isinstance(module, PackedWeight):  # its own parameters are what it is kept as
+            weights += 0 if id(module) in seen else module.numel()
+            seen |= {id(module), *map(id, module.parameters())}
+            continue
+        for parameter in module._parameters.values():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            weights += parameter.numel()
+            trained += parameter.numel() if parameter.requires_grad else 0
+    return weights, trained
 
 
 def _reaches(model: PreTrainedModel, length: int) -> list[int]:

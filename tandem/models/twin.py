@@ -21,10 +21,12 @@ start of a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,6 +51,7 @@ class _Twin:
     shapes: tuple[LayerShape, ...] | None = None
     why_unpacked: str = ""
     borders: tuple[int, ...] | None = None
+    drops: bool | None = None
 
     def layer_shapes(self) -> tuple[LayerShape, ...]:
         """Found out when first asked for."""
@@ -63,9 +66,54 @@ class _Twin:
             self.borders = tuple(border for border in borders if border is not None)
         return min(self.borders, default=None)
 
+    def has_dropout(self, model: PreTrainedModel) -> bool:
+        """Likewise: rates are among what is compared (`config_snapshot`)."""
+        if self.drops is None:
+            rates = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
+            for owner in (model.config.get_text_config(), *model.modules()):
+                rates += [
+                    rate
+                    for name, rate in vars(owner).items()
+                    if "drop" in name and type(rate) is float
+                ]
+            self.drops = any(rate > 0 for rate in rates)
+        return self.drops
+
 
 _twins: WeakKeyDictionary[PreTrainedModel, _Twin] = WeakKeyDictionary()
 _stand_ins: WeakKeyDictionary[PreTrainedModel, _Twin] = WeakKeyDictionary()
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Compared(threading.local):
+    """Twins that calls of this thread have compared with their models (`compares_once`)."""
+
+    def __init__(self) -> None:
+        self.twins: dict[PreTrainedModel, _Twin] = {}
+
+
+_compared = _Compared()
+
+
+def compares_once(
+    function: Callable[Concatenate[PreTrainedModel, P], R],
+) -> Callable[Concatenate[PreTrainedModel, P], R]:
+    """For a function whose first argument is a model, which nobody changes while it runs: the model
+    is compared with its twin when it begins, and not again by what it calls."""
+
+    @wraps(function)
+    def compared(model: PreTrainedModel, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if model in _compared.twins:
+            return function(model, *args, **kwargs)
+        _compared.twins[model] = _current(model)
+        try:
+            return function(model, *args, **kwargs)
+        finally:
+            del _compared.twins[model]
+
+    return compared
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -114,6 +162,12 @@ def decodes(model: PreTrainedModel) -> bool:
     return bool(entry.layer_shapes()) and entry.rope_border(model) is None
 
 
+def has_dropout(model: PreTrainedModel) -> bool:
+    """Whether forwards in training draw dropout masks: some rate is above 0, of the config or of a
+    module, as an adapter's."""
+    return _current(model).has_dropout(model)
+
+
 def why_unpacked(model: PreTrainedModel) -> str:
     """Why `supports_packing` or `decodes` is false; empty if both are true."""
     border = rope_border(model)
@@ -149,6 +203,8 @@ def standing_in(model: PreTrainedModel, twin: PreTrainedModel) -> Iterator[None]
 def _current(model: PreTrainedModel) -> _Twin:
     if model in _stand_ins:
         return _stand_ins[model]
+    if model in _compared.twins:
+        return _compared.twins[model]
     entry = _twins.get(model)
     if entry is not None and entry.modules is not None and entry.modules.update(model):
         if steers_as(model, entry.config):

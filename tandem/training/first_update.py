@@ -23,8 +23,8 @@ from tandem.engine.update import BegunUpdate, LossTerm, MicroBatchLoss, begin_up
 from tandem.generation.blocks import free_bytes
 from tandem.generation.keeping import StateKeeper
 from tandem.metrics.timing import Phases
-from tandem.models.packed import drops_now
 from tandem.models.replayed import KeptStates
+from tandem.models.twin import has_dropout
 from tandem.training.algorithm import Algorithm, first_critic_loss
 from tandem.training.minibatches import minibatches, updates_per_epoch
 from tandem.training.operations import batch_flops
@@ -83,18 +83,14 @@ class FirstUpdate:
             or config.gradient_checkpointing
         ):
             return None
-        with training_mode(engine.actor):
-            if drops_now(engine.actor):
-                return None
+        if has_dropout(engine.actor):
+            return None
         return StateKeeper(int(config.kept_states * free_bytes(engine.device)))
 
     def can_begin(self) -> bool:
         """Whether the forward of the critic's first gradient makes its values too."""
         critic = self._engine.critic
-        if critic is None:
-            return False
-        with training_mode(critic):
-            return not drops_now(critic)
+        return critic is not None and not has_dropout(critic)
 
     def values(self, made: Experience, step: int) -> Tensor:
         """The critic's values of all answers, (B, T), and its gradient over the step's first

@@ -31,7 +31,7 @@ def batch_flops(
         backward=backward,
         unread=sum(lengths) - sum(again) - wanted if leaves_out else 0,
     )
-    return flops - sequence_flops(model, again, 0, backward=backward)
+    return flops - sequence_flops(model, again, 0, backward=backward) if again else flops
 
 
 def generation_flops(engine: RLHFEngine, rollout: Rollout) -> float:

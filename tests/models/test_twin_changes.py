@@ -11,11 +11,12 @@ from transformers import PreTrainedModel
 
 from tandem.errors import ModelError
 from tandem.models import twin as twins
-from tandem.models.packed import hidden_states
+from tandem.models.packed import drops_now, hidden_states
+from tandem.models.scalar import sequence_scores, token_values
 from tandem.models.selfcheck import check_twin
-from tandem.models.twin import kv_shapes, twin_of
+from tandem.models.twin import compares_once, kv_shapes, twin_of
 
-from .families import FAMILIES, ragged_batch, scaled, tiny_model
+from .families import FAMILIES, ragged_batch, scaled, tiny_model, tiny_scalar
 
 
 def own_states(model: PreTrainedModel, lengths: tuple[int, ...] = (9, 5)) -> Tensor:
@@ -51,10 +52,42 @@ def test_dropout_that_is_switched(family: str) -> None:
     model = tiny_model(family).train()
     batch = ragged_batch()
     without = hidden_states(model, batch)
+    assert not drops_now(model)
     set_dropout(model, 0.3)
+    assert drops_now(model)
+    assert not drops_now(model.eval())
+    model.train()
     assert not torch.equal(hidden_states(model, batch), hidden_states(model, batch))
     set_dropout(model, 0.0)
+    assert not drops_now(model)
     assert torch.equal(hidden_states(model, batch), without)
+
+
+def test_a_call_compares_once_and_the_next_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_scalar("llama")
+    twin, batch = twin_of(model), ragged_batch()
+    compared: list[PreTrainedModel] = []
+    update = twins.Modules.update
+
+    def counted(self: Any, model: PreTrainedModel) -> bool:
+        compared.append(model)
+        return update(self, model)
+
+    monkeypatch.setattr(twins.Modules, "update", counted)
+    for forward in (token_values, sequence_scores, hidden_states):
+        compared.clear()
+        forward(model, batch)
+        assert compared == [model]
+
+    @compares_once
+    def fails(model: PreTrainedModel) -> None:
+        assert twin_of(model) is twin
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fails(model)
+    model.model.norm.variance_epsilon = 0.5  # type: ignore[union-attr]
+    assert twin_of(model) is not twin
 
 
 @torch.no_grad()

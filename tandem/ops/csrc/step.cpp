@@ -390,9 +390,9 @@ class LlamaDecoder : public torch::CustomClassHolder {
     const Tensor &q_norm = weights_[layer * kParts + kQNorm],
                  &k_norm = weights_[layer * kParts + kKNorm];
     const bool norms = q_norm.numel();
+    const T *const cos = cos_.const_data_ptr<T>(), *const sin = sin_.const_data_ptr<T>();
     for_each_row(positions.size(0), stride, [&](int64_t i) {
-      const T* cosines = cos_.const_data_ptr<T>() + at[i] * R;
-      const T* sines = sin_.const_data_ptr<T>() + at[i] * R;
+      const T *const cosines = cos + at[i] * R, *const sines = sin + at[i] * R;
       T* const row = qkv + i * stride;
       for (int64_t j = 0; norms && j < Hq_ + Hkv_; ++j) {
         const T* w = (j < Hq_ ? q_norm : k_norm).const_data_ptr<T>();
