@@ -95,6 +95,6 @@ def _reader(state: dict[str, Any]) -> _Read:
     names = [
         name
         for name, value in state.items()
-        if type(value) in _PLAIN and not name.startswith("_") and name not in _NOT_COMPARED
+        if isinstance(value, _PLAIN) and not name.startswith("_") and name not in _NOT_COMPARED
     ]
     return itemgetter(*names) if names else lambda state: None

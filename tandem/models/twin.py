@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -74,7 +74,7 @@ class _Twin:
                 rates += [
                     rate
                     for name, rate in vars(owner).items()
-                    if "drop" in name and type(rate) is float
+                    if "drop" in name and isinstance(rate, int | float)
                 ]
             self.drops = any(rate > 0 for rate in rates)
         return self.drops
@@ -83,8 +83,7 @@ class _Twin:
 _twins: WeakKeyDictionary[PreTrainedModel, _Twin] = WeakKeyDictionary()
 _stand_ins: WeakKeyDictionary[PreTrainedModel, _Twin] = WeakKeyDictionary()
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Compared(threading.local):
@@ -97,14 +96,12 @@ class _Compared(threading.local):
 _compared = _Compared()
 
 
-def compares_once(
-    function: Callable[Concatenate[PreTrainedModel, P], R],
-) -> Callable[Concatenate[PreTrainedModel, P], R]:
+def compares_once(function: F) -> F:
     """For a function whose first argument is a model, which nobody changes while it runs: the model
     is compared with its twin when it begins, and not again by what it calls."""
 
     @wraps(function)
-    def compared(model: PreTrainedModel, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def compared(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if model in _compared.twins:
             return function(model, *args, **kwargs)
         _compared.twins[model] = _current(model)
@@ -113,7 +110,7 @@ def compares_once(
         finally:
             del _compared.twins[model]
 
-    return compared
+    return cast(F, compared)
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -10,6 +10,8 @@ from torch import Tensor
 from tandem.objectives.masked import require_same_shape, whiten
 from tandem.ops import gpu
 
+_CPU_NUMBERS = 1 << 16
+
 
 def generalized_advantages(
     rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float
@@ -40,9 +42,23 @@ def generalized_advantages(
 
         made: tuple[Tensor, Tensor] = advantages_gpu(rewards, values, response_mask, gamma, lam)
         return made
-    # A_t = d_t + c_t A_{t+1} with d = delta and c = gamma lam on the response, and 0 and 1 off it.
-    # After a step of s, A_t = d_t + c_t A_{t+2s}, which is d_t once 2 s reaches T: log2(T) steps of
-    # a few operations. A loop over T columns of a few numbers each would cost the calls.
+    together = max(1, len(rewards))
+    if rewards.device.type == "cpu":  # as many rows, which are independent, as its caches hold
+        together = max(1, _CPU_NUMBERS // max(1, rewards.shape[1]))
+    parts = (x.split(together) for x in (rewards, values, response_mask))
+    advantages = torch.cat([_scanned(r, v, m, gamma, lam) for r, v, m in zip(*parts, strict=True)])
+    return advantages, (advantages + values).masked_fill(~response_mask, 0.0)
+
+
+def _scanned(
+    rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+) -> Tensor:
+    """Advantages in log2(T) steps of a few operations: a loop over T columns of a few numbers each
+    would cost the calls.
+
+    A_t = d_t + c_t A_{t+1} with d = delta and c = gamma lam on the response, and 0 and 1 off it.
+    After a step of s, A_t = d_t + c_t A_{t+2s}, which is d_t once 2 s reaches T.
+    """
     batch, length = rewards.shape
     places = torch.arange(length, device=rewards.device).expand(batch, length)
     # The next response token's place, T where there is none.
@@ -51,15 +67,14 @@ def generalized_advantages(
     next_value = torch.nn.functional.pad(values, (0, 1)).gather(1, following)
     delta = rewards + gamma * next_value - values
     sums = torch.where(response_mask, delta, 0.0)
-    factors = torch.where(response_mask, gamma * lam, 1.0)
+    factors = torch.full_like(sums, gamma * lam).masked_fill(~response_mask, 1.0)
     step = 1
     while step < length:
         ahead = torch.nn.functional.pad(sums[:, step:], (0, step))
         sums = sums + factors * ahead
         factors = factors * torch.nn.functional.pad(factors[:, step:], (0, step))
         step *= 2
-    advantages = sums.masked_fill(~response_mask, 0.0)
-    return advantages, (advantages + values).masked_fill(~response_mask, 0.0)
+    return sums.masked_fill(~response_mask, 0.0)
 
 
 def group_normalized(

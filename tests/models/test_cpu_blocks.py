@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from transformers import PreTrainedModel
 
 from tandem.config.parallel import Recompute
@@ -163,3 +164,19 @@ def test_recomputed_layers_run_as_three_operations_twice(
     assert torch.equal(ours, plain)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", ["buffer", "pruned"])
+def test_a_bias_that_is_no_parameter_is_added(calls: list[int], kept: str) -> None:
+    model = tiny_model("llama", attention_bias=True).eval()
+    linear: Any = model.get_submodule("model.layers.0.self_attn.o_proj")
+    if kept == "buffer":
+        bias = linear.bias.detach().clone()
+        del linear.bias
+        linear.register_buffer("bias", bias)
+    else:
+        prune.identity(linear, "bias")
+    found = hidden_of(model)
+    assert len(calls) == model.config.num_hidden_layers - 1
+    assert torch.equal(found, hidden_of(tiny_model("llama", attention_bias=True).eval()))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tandem.config.schema import LoraConfig
+from tandem.engine.forward import response_logprobs
 from tandem.errors import ModelError
 from tandem.models import twin as twins
-from tandem.models.packed import drops_now, hidden_states
+from tandem.models.lora import add_lora
+from tandem.models.packed import drops_now, hidden_states, shares_prompts
 from tandem.models.scalar import sequence_scores, token_values
 from tandem.models.selfcheck import check_twin
 from tandem.models.twin import compares_once, kv_shapes, twin_of
@@ -63,6 +67,29 @@ def test_dropout_that_is_switched(family: str) -> None:
     assert torch.equal(hidden_states(model, batch), without)
 
 
+@pytest.mark.parametrize("rate", [1, 0.3, np.float64(0.3)])
+def test_dropout_is_seen_whatever_its_rate_is_kept_as(rate: Any) -> None:
+    model = tiny_model("llama").train()
+    assert shares_prompts(model)
+    attention: Any = model.get_submodule("model.layers.1.self_attn")
+    attention.attention_dropout = rate
+    assert not shares_prompts(model)
+    attention.attention_dropout = 0.0
+    assert shares_prompts(model)
+    model.config.attention_dropout = rate
+    assert not shares_prompts(model)
+
+
+def test_dropout_of_adapters_is_seen() -> None:
+    model = tiny_model("llama").train()
+    add_lora(model, LoraConfig(rank=2, dropout=0.1), seed=1)
+    assert drops_now(model)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    assert not drops_now(model)
+
+
 def test_a_call_compares_once_and_the_next_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_scalar("llama")
     twin, batch = twin_of(model), ragged_batch()
@@ -76,8 +103,13 @@ def test_a_call_compares_once_and_the_next_one_again(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(twins.Modules, "update", counted)
     for forward in (token_values, sequence_scores, hidden_states):
         compared.clear()
-        forward(model, batch)
+        forward(model=model, batch=batch)
         assert compared == [model]
+    policy = tiny_model("llama")
+    twin_of(policy)
+    compared.clear()
+    response_logprobs(policy, batch)
+    assert compared == [policy]
 
     @compares_once
     def fails(model: PreTrainedModel) -> None:
@@ -86,6 +118,7 @@ def test_a_call_compares_once_and_the_next_one_again(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(KeyError):
         fails(model)
+    assert not twins._compared.twins
     model.model.norm.variance_epsilon = 0.5  # type: ignore[union-attr]
     assert twin_of(model) is not twin
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem.errors import ShapeError
+from tandem.objectives import advantages as module
 from tandem.objectives.advantages import (
     generalized_advantages,
     group_normalized,
@@ -89,6 +90,31 @@ def test_equals_the_recursion_at_any_length(length: int) -> None:
     torch.testing.assert_close(advantages, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    rewards, values = torch.randn(4, 30), torch.randn(4, 30)
+    mask = torch.rand(4, 30) < 0.7
+    before = generalized_advantages(rewards, values, mask, gamma=0.97, lam=0.9)
+    torch.set_default_dtype(dtype)
+    try:
+        after = generalized_advantages(rewards, values, mask, gamma=0.97, lam=0.9)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(before, after, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other)
+
+
+def test_rows_are_scanned_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards, values = torch.randn(7, 9), torch.randn(7, 9)
+    mask = torch.rand(7, 9) < 0.7
+    whole = generalized_advantages(rewards, values, mask, gamma=0.97, lam=0.9)
+    for most in (1, 20):
+        monkeypatch.setattr(module, "_CPU_NUMBERS", most)
+        parts = generalized_advantages(rewards, values, mask, gamma=0.97, lam=0.9)
+        assert all(map(torch.equal, whole, parts))
+
+
 def test_a_row_does_not_depend_on_its_neighbors_or_on_padding() -> None:
     rewards, values = torch.randn(4, 40), torch.randn(4, 40)
     mask = torch.zeros(4, 40, dtype=torch.bool)
@@ -99,6 +125,9 @@ def test_a_row_does_not_depend_on_its_neighbors_or_on_padding() -> None:
         rewards[:1, :21], values[:1, :21], mask[:1, :21], gamma=0.97, lam=0.9
     )
     assert torch.equal(whole[:1, :21], alone)
+    later = [torch.nn.functional.pad(x[:1, :21], (3, 0)) for x in (rewards, values, mask)]
+    shifted, _ = generalized_advantages(*later, gamma=0.97, lam=0.9)
+    assert torch.equal(shifted[:, 3:], alone)
 
 
 def test_advantages_are_one_launch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
