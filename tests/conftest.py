@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 # A GPU would change devices and types of every test: only tests/gpu sees one, by `make test-gpu`.
 # torch must not be imported before.
@@ -15,6 +17,8 @@ if os.environ.get("TANDEM_TEST_GPU") != "on":
 import pytest
 import torch
 import torch.distributed as dist
+
+from tandem import garbage
 
 # A shell starts what it puts into the background with Ctrl-C ignored, and a run keeps to that: the
 # tests, and the processes that they start, are to hear it all the same.
@@ -45,6 +49,22 @@ def _no_process_group_stays() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries_are_no_garbage() -> Iterator[None]:
+    """Keep the collector away from what lives as long as the tests: libraries and pytest's items.
+
+    Every stage of every run begins with a full collection, a quarter of a tiny run's time where it
+    visits all of these. A run's own freeze and its end would let them in again.
+    """
+    gc.collect()
+    gc.freeze()
+    collector = SimpleNamespace(**vars(gc))
+    collector.freeze = collector.unfreeze = lambda: None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(garbage, "gc", collector)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,12 @@ import pytest
 from tandem.garbage import collected_seldom, no_collection_of_old_objects
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _libraries_are_no_garbage() -> None:
+    """In place of what spares the other tests this: here nothing is frozen before."""
+    gc.unfreeze()
+
+
 class Node:
     me: Node
 
