@@ -28,6 +28,11 @@ from tandem.training.stage_data import prepare_rows
 from tandem.types import Message
 from tests.tiny import tiny_config, write_preferences
 
+BRIEF: dict[str, object] = {
+    "sft__max_steps": 1, "reward__max_steps": 1, "dpo__max_steps": 1, "ppo__steps": 1,
+}  # fmt: skip
+"""Where a test looks at what a run does with models, not at its steps."""
+
 
 def save_with_another_template(model: str, folder: Path) -> str:
     """The same model, whose conversations are written in other tokens."""
@@ -235,7 +240,7 @@ def test_dpo_pairs_are_in_the_policys_tokens_beside_a_reward_model_with_others(
     other = save_with_another_template(tiny_model, tmp_path / "other")
     config = tiny_config(
         tmp_path / "run", tiny_model, preferences, reward_model=other,
-        stages=["sft", "reward", "dpo"],
+        stages=["sft", "reward", "dpo"], **BRIEF,
     )  # fmt: skip
     rows = prepare_rows(config, tiny_model, other)
     assert [len(p.chosen) for p in rows.pairs] != [len(p.chosen) for p in rows.dpo_pairs]
@@ -315,24 +320,21 @@ def test_a_comparison_that_is_whole_is_not_made_again(
     quiet(config)
 
 
-@pytest.mark.parametrize(("stage", "step"), [("sft", 3), ("reward", 3), ("ppo", 3), ("ppo", 1)])
 def test_a_stopped_run_continues_to_the_same_bits(
-    finished: tuple[Path, RunConfig],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stage: str,
-    step: int,
+    finished: tuple[Path, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One run, stopped in each of its stages, twice at one step, and before the first save."""
     whole, config = finished
     config = replace(config, output_dir=str(tmp_path / "run"))
-    with monkeypatch.context() as patch:
-        stop_at(patch, stage, step)
-        with pytest.raises(StopError):
-            quiet(config)
     lines: list[str] = []
+    for stage, step in (("sft", 3), ("sft", 3), ("reward", 3), ("ppo", 1), ("ppo", 3)):
+        with monkeypatch.context() as patch:
+            stop_at(patch, stage, step)
+            with pytest.raises(StopError):
+                quiet(config, lines)
     run = quiet(config, lines)
-    if step == 3:
-        assert f"{stage}: continuing after step 2 (checkpoint verified)" in lines
+    for stage, times in (("sft", 2), ("reward", 1), ("ppo", 1)):
+        assert lines.count(f"{stage}: continuing after step 2 (checkpoint verified)") == times
     for name in ("sft", "reward", "ppo/actor", "ppo/critic", "ppo/ema"):
         ours = load_file(run / name / "model.safetensors")
         theirs = load_file(whole / name / "model.safetensors")
@@ -342,6 +344,7 @@ def test_a_stopped_run_continues_to_the_same_bits(
     ]
 
 
+@pytest.mark.slow  # test_same has it too
 def test_two_runs_with_one_seed_are_one_and_another_seed_is_another(
     finished: tuple[Path, RunConfig], tmp_path: Path
 ) -> None:
@@ -357,7 +360,7 @@ def test_lora_through_all_steps_with_gradient_checkpointing(
 ) -> None:
     config = tiny_config(
         tmp_path / "run", tiny_model, preferences, lora__rank=4, gradient_checkpointing=True,
-        ppo__ema=True,
+        ppo__ema=True, **BRIEF,
     )  # fmt: skip
     run = quiet(config)
     for name in ("sft", "ppo/actor", "ppo/ema"):
@@ -400,7 +403,7 @@ def test_reward_model_with_another_tokenizer_is_scored_through_text(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
     other = save_with_another_template(tiny_model, tmp_path / "other")
-    config = tiny_config(tmp_path / "run", tiny_model, preferences, reward_model=other)
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, reward_model=other, **BRIEF)
     run = quiet(config)
     assert read_metrics(run)[-1].values["heldout_reward"] != 0
 
@@ -550,7 +553,7 @@ def test_hugging_faces_generate_is_taken_for_every_answer_where_that_is_asked(
         return generate(*arguments, **options)
 
     monkeypatch.setattr(rollouts, "generate", spied)
-    config = tiny_config(tmp_path / "run", tiny_model, preferences, ppo__steps=1)
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, **BRIEF)
     quiet(replace(config, hybrid_engine=False))
     # Normalization, PPO's two evaluations and one step, and three models compared.
     assert asked == [True] * 7

@@ -20,10 +20,9 @@ def first(tmp_path_factory: pytest.TempPathFactory, tiny_model: str, preferences
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"save_every": 1},
-        {"save_every": 2, "keep_checkpoints": 5, "save_async": False},
-        {"log__tensorboard": True, "log__print_samples_every": 1},
+        pytest.param({}, marks=pytest.mark.slow),  # the others say it as well
+        {"save_every": 1, "save_async": False},
+        {"keep_checkpoints": 5, "log__tensorboard": True, "log__print_samples_every": 1},
     ],
 )
 def test_the_same_seed_is_the_same_run(

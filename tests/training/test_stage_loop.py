@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,8 +55,9 @@ def quietly(config: RunConfig, world: World | None = None) -> list[str]:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     found = {}
     for part in ("sft", "reward", "ppo/actor", "ppo/critic"):
-        for name, tensor in load_file(folder / part / "model.safetensors").items():
-            found[f"{part}/{name}"] = tensor
+        if (folder / part).is_dir():
+            for name, tensor in load_file(folder / part / "model.safetensors").items():
+                found[f"{part}/{name}"] = tensor
     return found
 
 
@@ -73,38 +75,49 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: str, prefere
     return folder
 
 
-@pytest.mark.parametrize(
-    ("stage", "at", "number"),
-    [("sft", 1, signal.SIGTERM), ("reward", 3, signal.SIGINT), ("ppo", 2, signal.SIGTERM)],
-)
-def test_a_signal_saves_the_running_step_and_the_same_command_continues(
+def begun(whole_run: Path, folder: Path, stage: str) -> None:
+    """Make a folder that of a run which has come to a stage: what comes before is done."""
+    shutil.copytree(whole_run, folder, dirs_exist_ok=True)
+    (folder / "evaluation.json").unlink()
+    order = ["sft", "reward", "ppo"]
+    for later in order[order.index(stage) :]:
+        shutil.rmtree(folder / later)
+
+
+def test_signals_save_the_running_step_and_the_same_command_continues(
     tmp_path: Path,
     tiny_model: str,
     preferences: str,
     whole_run: Path,
     monkeypatch: pytest.MonkeyPatch,
-    stage: str,
-    at: int,
-    number: signal.Signals,
 ) -> None:
+    """One run, stopped in each of its stages."""
     config = config_of(tmp_path, tiny_model, preferences)
-    before = signal.getsignal(number)
     begin = StepLoop.begin
+    lines: list[str] = []
+    for stage, at, number in (
+        ("sft", 1, signal.SIGTERM), ("reward", 3, signal.SIGINT), ("ppo", 2, signal.SIGTERM),
+    ):  # fmt: skip
+        before = signal.getsignal(number)
 
-    def interrupted(self: StepLoop, step: int, rows: Any) -> None:
-        begin(self, step, rows)
-        if (self.stage, step) == (stage, at):
-            os.kill(os.getpid(), number)
+        def interrupted(
+            self: StepLoop, step: int, rows: Any, here: Any = (stage, at), number: int = number
+        ) -> None:
+            begin(self, step, rows)
+            if (self.stage, step) == here:
+                os.kill(os.getpid(), number)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(StepLoop, "begin", interrupted)
-        with pytest.raises(Stopped, match=f"{number.name} after {stage} step {at}") as stopped:
-            quietly(config)
-    assert stopped.value.exit_code == 128 + number
-    assert signal.getsignal(number) == before
-    assert (tmp_path / "checkpoints" / stage).is_dir() or list(tmp_path.rglob(f"step-{at:06d}"))
-    lines = quietly(config)
-    assert f"{stage}: continuing after step {at} (checkpoint verified)" in lines
+        with monkeypatch.context() as patched:
+            patched.setattr(StepLoop, "begin", interrupted)
+            with pytest.raises(Stopped, match=f"{number.name} after {stage} step {at}") as stopped:
+                train(config, command="test", print_line=lines.append)
+        assert stopped.value.exit_code == 128 + number
+        assert signal.getsignal(number) == before
+        saved = (tmp_path / "checkpoints" / stage).is_dir()
+        assert saved or list(tmp_path.rglob(f"step-{at:06d}"))
+    lines += quietly(config)
+    for stage, at in (("sft", 1), ("reward", 3), ("ppo", 2)):
+        assert f"{stage}: continuing after step {at} (checkpoint verified)" in lines
     assert_same_weights(tmp_path, whole_run)
     steps = [(r["stage"], r["step"]) for r in records(tmp_path)]
     assert steps == [(r["stage"], r["step"]) for r in records(whole_run)]
@@ -193,8 +206,9 @@ def stopped_on_one_rank(world: World, config: RunConfig) -> str:
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(
-    tmp_path: Path, tiny_model: str, preferences: str
+    tmp_path: Path, tiny_model: str, preferences: str, whole_run: Path
 ) -> None:
+    begun(whole_run, tmp_path, "ppo")
     config = config_of(tmp_path, tiny_model, preferences)
     said = on_ranks(2, stopped_on_one_rank, config)
     assert said == ["stopped by SIGTERM after ppo step 1, which is saved"] * 2
@@ -241,7 +255,7 @@ def test_the_command_ends_with_the_signals_code_and_one_line(
 def test_a_second_signal_ends_the_command_at_once(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
-    config = config_of(tmp_path / "run", tiny_model, preferences)
+    config = config_of(tmp_path / "run", tiny_model, preferences, stages=("sft",))
     script = tmp_path / "slow.py"
     # A step that does not end within the test.
     script.write_text(
@@ -284,7 +298,8 @@ def test_a_second_signal_ends_the_command_at_once(
 def test_a_file_asks_for_a_checkpoint(
     tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = replace(config_of(tmp_path, tiny_model, preferences), save_every=0)
+    config = config_of(tmp_path, tiny_model, preferences, stages=("sft",))
+    config = replace(config, save_every=0)
     begin = StepLoop.begin
     found: list[str] = []
 
@@ -348,12 +363,15 @@ def test_a_bad_update_is_left_out_written_down_and_counted(
     tmp_path: Path,
     tiny_model: str,
     preferences: str,
+    whole_run: Path,
     monkeypatch: pytest.MonkeyPatch,
     poison: Callable[..., None],
     name: str,
 ) -> None:
     stage = name if name in ("sft", "reward") else "ppo"
-    config = config_of(tmp_path, tiny_model, preferences)
+    begun(whole_run, tmp_path, stage)
+    stages = ("sft", "reward", "ppo")
+    config = config_of(tmp_path, tiny_model, preferences, stages=stages[: stages.index(stage) + 1])
     now: list[tuple[str, int]] = [("", 0)]
     kept: list[dict[str, torch.Tensor]] = []
     begin, end = StepLoop.begin, StepLoop.end
@@ -399,9 +417,11 @@ def test_bad_experience_is_left_out_before_any_update(
     tmp_path: Path,
     tiny_model: str,
     preferences: str,
+    whole_run: Path,
     monkeypatch: pytest.MonkeyPatch,
     quantity: str,
 ) -> None:
+    begun(whole_run, tmp_path, "ppo")
     config = config_of(tmp_path, tiny_model, preferences)
     require, calls = experiences._require_finite, [0]
 
