@@ -38,7 +38,10 @@ def plain_run(
 
     def plain(lora: int) -> RunConfig:
         if lora not in made:
-            config = tiny_config(tmp_path_factory.mktemp("plain") / "run", tiny_model, preferences)
+            config = tiny_config(
+                tmp_path_factory.mktemp("plain") / "run", tiny_model, preferences,
+                sft__max_steps=2, reward__max_steps=2, ppo__steps=2,
+            )  # fmt: skip
             config = replace(
                 config,
                 lora=LoraConfig(rank=lora),

@@ -34,8 +34,9 @@ LOSSES = ("loss", "policy_loss", "value_loss", "heldout_loss", "entropy", "rewar
 
 def configured(folder: Path, model: str, data: str, kind: str, **changes: object) -> RunConfig:
     config = tiny_config(
-        folder, model, data, lora__rank=2, ppo__ema=True, parallel__frozen_weights=kind, **changes
-    )
+        folder, model, data, lora__rank=2, ppo__ema=True, parallel__frozen_weights=kind,
+        sft__max_steps=1, reward__max_steps=1, dpo__max_steps=1, **changes,
+    )  # fmt: skip
     return replace(config, log=LogConfig(tensorboard=False, print_samples_every=1))
 
 

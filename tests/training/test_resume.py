@@ -17,38 +17,48 @@ from tests.tiny import save_tiny_model, tiny_config
 from tests.training.runs import StopError, assert_equal_runs, ran, ran_with_stops, records, stop_at
 
 STOPS = [("sft", 3), ("sft", 3), ("reward", 3), ("ppo", 1), ("ppo", 3)]
+ONCE = [("sft", 3), ("reward", 3), ("ppo", 3)]
+"""Twice at one step and before the first save: see test_run_stages, in fp32."""
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "stops"),
     [
-        pytest.param({"dtype": "bf16"}, id="bf16"),
+        pytest.param({"dtype": "bf16"}, ONCE, id="bf16"),
         pytest.param(
             {"parallel__offload": ["optimizer"], "dtype": "bf16", "lora__rank": 2},
+            ONCE,
             id="bf16, offloaded, adapters",
         ),
         pytest.param(
             {"parallel__offload": ["optimizer"], "dtype": "bf16"},
+            STOPS,
             id="bf16, offloaded",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             {"lora__rank": 2, "lora__dropout": 0.1, "ppo__ratio_tolerance": 9.0},
+            STOPS,
             id="adapters, dropout",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             {"parallel__offload": ["optimizer", "params"], "save_async": False},
+            STOPS,
             id="everything offloaded, saved at once",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"dtype": "fp16", "ppo__prompts_per_step": 2}, id="fp16", marks=pytest.mark.slow
+            {"dtype": "fp16", "ppo__prompts_per_step": 2}, STOPS, id="fp16", marks=pytest.mark.slow
         ),
     ],
 )
 def test_every_step_continues_to_the_same_bits(
-    tmp_path: Path, tiny_model: str, preferences: str, changes: dict[str, object]
+    tmp_path: Path,
+    tiny_model: str,
+    preferences: str,
+    changes: dict[str, object],
+    stops: list[tuple[str, int]],
 ) -> None:
     config = tiny_config(
         tmp_path / "whole", tiny_model, preferences,
@@ -56,7 +66,7 @@ def test_every_step_continues_to_the_same_bits(
         ppo__critic_warmup_steps=1, **changes,
     )  # fmt: skip
     ran(config)
-    lines = ran_with_stops(config, tmp_path / "stopped", STOPS)
+    lines = ran_with_stops(config, tmp_path / "stopped", stops)
     assert_equal_runs(tmp_path / "stopped", tmp_path / "whole")
     for stage in ("sft", "reward", "ppo"):
         assert f"{stage}: continuing after step 2 (checkpoint verified)" in lines
@@ -107,7 +117,7 @@ def test_a_stop_after_the_last_save_measures_nothing_twice(
 ) -> None:
     config = tiny_config(
         tmp_path / "whole", tiny_model, preferences, save_every=1, dtype="bf16",
-        parallel__offload=["optimizer"],
+        parallel__offload=["optimizer"], sft__max_steps=2, reward__max_steps=2, ppo__steps=2,
     )  # fmt: skip
     ran(config)
     config = replace(config, output_dir=str(tmp_path / "stopped"))
@@ -134,6 +144,7 @@ def stopping_at(stage: str) -> object:
     return stop
 
 
+@pytest.mark.slow  # test_same has them too
 def test_other_intervals_change_nothing(tmp_path: Path, tiny_model: str, preferences: str) -> None:
     config = tiny_config(tmp_path / "a", tiny_model, preferences)
     ran(config)

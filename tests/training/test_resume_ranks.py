@@ -67,12 +67,15 @@ def stopping_after(lines: int) -> object:
 def test_a_run_moves_between_numbers_of_ranks_and_stages(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
-    config = tiny_config(tmp_path / "alone", tiny_model, preferences, ppo__ema=True)
+    config = tiny_config(
+        tmp_path / "alone", tiny_model, preferences, ppo__ema=True, save_every=1,
+        sft__max_steps=2, reward__max_steps=2, ppo__steps=2,
+    )  # fmt: skip
     ran(config)
     config = replace(config, output_dir=str(tmp_path / "moved"))
-    on_ranks(2, ran_until, replace(config, parallel=stages(3, 1)), "sft", 3, 3)
-    on_ranks(3, ran_until, replace(config, parallel=stages(2, 3)), "reward", 3, 4)
-    on_ranks(2, ran_until, replace(config, parallel=stages(0, 3)), "ppo", 3, 4)
+    on_ranks(2, ran_until, replace(config, parallel=stages(3, 1)), "sft", 2, 2)
+    on_ranks(3, ran_until, replace(config, parallel=stages(2, 3)), "reward", 2, 3)
+    on_ranks(2, ran_until, replace(config, parallel=stages(0, 3)), "ppo", 2, 3)
     ran(config)
     # Shares of tokens beyond a border jump where a sum is rounded otherwise.
     assert_same_run(tmp_path / "moved", tmp_path / "alone", ("value_clip", "clip_fraction"))

@@ -47,7 +47,10 @@ def test_a_run_says_once_what_is_switched_off(
 def test_all_steps_run_under_all_of_it(
     tmp_path: Path, tiny_model: str, preferences: str, bits: int
 ) -> None:
-    config = tiny_config(tmp_path / "run", tiny_model, preferences)
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences,
+        sft__max_steps=1, reward__max_steps=1, ppo__steps=1,
+    )  # fmt: skip
     parallel = replace(ALL, zero_gradient_bits=bits)
     ppo = replace(config.ppo, ema=True, ptx_data=(preferences,))
     config = replace(config, parallel=parallel, ppo=ppo)
