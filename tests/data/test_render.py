@@ -276,7 +276,7 @@ def contents(renderer_texts: list[str], system: bool) -> list[Message]:
     return [Message(r, t) for r, t in zip(roles, renderer_texts, strict=False)]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(data=st.lists(texts, min_size=6, max_size=6))
 def test_text_never_becomes_a_control_token(
     injected: tuple[str, PreTrainedTokenizerBase, Renderer], data: list[str]

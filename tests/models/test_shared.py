@@ -61,13 +61,13 @@ def separate_roles(family: str, kind: str | None) -> Roles:
 
 
 def a_step(roles: Roles) -> list[Tensor]:
-    """Every role's numbers over a rollout, before and after two updates of actor and critic."""
+    """Every role's numbers over a rollout, before and after an update of actor and critic."""
     found = []
     actor, critic = roles["actor"], roles["critic"]
     parts = [p for model in (actor, critic) for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parts, lr=1e-2)
-    for step in range(3):
-        made = generate(actor, ROWS, SamplingConfig(max_new_tokens=8), STOPS, seed=1, step=step)
+    for step in range(2):
+        made = generate(actor, ROWS, SamplingConfig(max_new_tokens=4), STOPS, seed=1, step=step)
         batch = made.batch
         with torch.no_grad(), adapters_off(actor):
             found.append(response_logprobs(actor, batch)[0])

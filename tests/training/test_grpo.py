@@ -257,7 +257,7 @@ def test_lora_leaves_the_base_as_it_is_and_samples_from_the_adapter(
     start = weights_of(trainer)
     base = {name for name in start if "lora_" not in name}
     assert base != start.keys()
-    for step in range(1, 101):
+    for step in range(1, 26):
         made = trainer.generate_experience(prompts[:2], step=step)
         forward = forward_logprobs(trainer, made)
         if native.available():

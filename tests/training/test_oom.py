@@ -54,6 +54,14 @@ def too_small_for(tokens: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(learner.Learner, "backward", failing)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model: str, preferences: str) -> RunConfig:
+    """A run that found memory enough."""
+    config = config_of(tmp_path_factory.mktemp("plain") / "run", tiny_model, preferences)
+    train(config, command="x", print_line=lambda line: None)
+    return config
+
+
 def test_what_does_not_fit_is_refused_before_the_first_step(
     tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,10 +89,9 @@ def test_what_does_not_fit_is_refused_before_the_first_step(
 
 
 def test_halved_micro_batches_are_the_same_run(
-    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, plain: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = config_of(tmp_path / "plain", tiny_model, preferences)
-    train(plain, command="x", print_line=lambda line: None)
+    whole = Path(plain.output_dir)
     lines: list[str] = []
     with monkeypatch.context() as patch:
         too_small_for(200, patch)
@@ -100,29 +107,27 @@ def test_halved_micro_batches_are_the_same_run(
         "actor",
     ]
     assert "micro-batches of 128 tokens from here on" in said[1]
-    for left, right in zip(records(tmp_path / "halved"), records(tmp_path / "plain"), strict=True):
+    for left, right in zip(records(tmp_path / "halved"), records(whole), strict=True):
         for name in ("loss", "policy_loss", "value_loss", "actor_grad_norm", "grad_norm"):
             if name in right["values"]:
                 expected = pytest.approx(right["values"][name], rel=1e-4, abs=1e-6)
                 assert left["values"][name] == expected
     for part in ("sft", "ppo/actor", "ppo/critic"):
         ours = load_file(tmp_path / "halved" / part / "model.safetensors")
-        for name, weight in load_file(tmp_path / "plain" / part / "model.safetensors").items():
+        for name, weight in load_file(whole / part / "model.safetensors").items():
             assert float((ours[name] - weight).abs().mean()) < 1e-5
 
 
 def test_a_rehearsal_leaves_no_trace(
-    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, plain: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = config_of(tmp_path / "plain", tiny_model, preferences)
-    train(plain, command="x", print_line=lambda line: None)
     with monkeypatch.context() as patch:
         patch.setattr("tandem.training.supervised.SupervisedTrainer.rehearse", lambda *args: None)
         patch.setattr("tandem.training.ppo_trainer.PPOTrainer.rehearse", lambda *args: None)
         other = replace(plain, output_dir=str(tmp_path / "other"))
         train(other, command="x", print_line=lambda line: None)
     for part in ("sft", "reward", "ppo/actor", "ppo/critic"):
-        ours = load_file(tmp_path / "plain" / part / "model.safetensors")
+        ours = load_file(Path(plain.output_dir) / part / "model.safetensors")
         for name, weight in load_file(tmp_path / "other" / part / "model.safetensors").items():
             assert torch.equal(ours[name], weight)
 

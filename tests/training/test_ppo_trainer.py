@@ -235,7 +235,7 @@ def test_lora_reference_is_the_base_and_costs_no_copy(tiny_model: str, tmp_path:
     assert made.metrics["kl"] != 0
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
 def test_a_small_policy_learns_a_simple_rule(tiny_model: str, tmp_path: Path, seed: int) -> None:
     """Share of letters a to m in the answer, from a random policy, within 25 rollouts."""
     trainer, prompts = make_learner(tiny_model, tmp_path, seed)
