@@ -131,10 +131,10 @@ PPO, GRPO, KTO = ("sft", "reward", "ppo"), ("grpo",), ("kto",)
 @pytest.mark.parametrize(
     ("stages", "dtype", "kills"),
     [
-        (PPO, "fp32", 3),
         (PPO, "bf16", 3),
         (GRPO, "fp32", 2),
         (KTO, "fp32", 2),
+        pytest.param(PPO, "fp32", 3, marks=pytest.mark.slow),
         pytest.param(PPO, "fp32", 100, marks=pytest.mark.slow),
         pytest.param(PPO, "bf16", 100, marks=pytest.mark.slow),
         pytest.param(GRPO, "fp32", 50, marks=pytest.mark.slow),

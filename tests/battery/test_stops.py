@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -31,23 +33,32 @@ _IN_STEP = r"^sft +[1-9]/24 "
 before its first step has begun has nothing to save."""
 
 
-def config_of(folder: Path) -> RunConfig:
+def config_of(folder: Path, stages: Sequence[str]) -> RunConfig:
     """Steps enough that a signal sent in one comes in one, on a busy machine too; nothing is saved
     but where a signal asks for it."""
     model = save_tiny_model(folder / "model")
     data = write_preferences(folder / "prefs.jsonl", 60)
     return tiny_config(
         folder / "whole", model, data, save_every=0, log__tensorboard=False,
-        sft__max_steps=24, sft__epochs=100,
+        stages=list(stages), sft__max_steps=24, sft__epochs=100,
     )  # fmt: skip
 
 
+Undisturbed = Callable[[Sequence[str]], RunConfig]
+"""Stages to a run of them on two ranks that nothing stopped."""
+SFT, ALL = ("sft",), ("sft", "reward", "ppo")
+"""One stop and one lost rank come in the first stage: the others would only cost time."""
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """A run on two ranks that nothing stopped."""
-    config = config_of(tmp_path_factory.mktemp("stops"))
-    on_ranks(2, run_on, config)
-    return config
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    @functools.cache
+    def made(stages: Sequence[str]) -> RunConfig:
+        config = config_of(tmp_path_factory.mktemp("stops"), stages)
+        on_ranks(2, run_on, config)
+        return config
+
+    return made
 
 
 def run_on(world: World, config: RunConfig) -> str:
@@ -109,15 +120,16 @@ def require_saved(said: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "stops", [1, pytest.param(50, marks=pytest.mark.slow)]
-)  # fmt: skip
+    ("stops", "stages"), [(1, SFT), pytest.param(50, ALL, marks=pytest.mark.slow)]
+)
 def test_a_stopped_run_is_the_run_that_was_not(
-    tmp_path: Path, undisturbed: RunConfig, stops: int
+    tmp_path: Path, undisturbed: Undisturbed, stops: int, stages: Sequence[str]
 ) -> None:
+    whole = undisturbed(stages)
     random = Random(SEED)
     done = runs = saved = in_steps = between = 0
     while done < stops:
-        ours = replace(undisturbed, output_dir=str(tmp_path / f"run-{runs}"))
+        ours = replace(whole, output_dir=str(tmp_path / f"run-{runs}"))
         newest: list[str] = []
         while done < stops:
             process = started(ours, 2)
@@ -143,7 +155,7 @@ def test_a_stopped_run_is_the_run_that_was_not(
             newest = kept or newest
         finishing = finish(ours, 2, by_command=stops > 1)
         assert all(line in finishing for line in newest), finishing
-        assert_equal_runs(Path(ours.output_dir), Path(undisturbed.output_dir))
+        assert_equal_runs(Path(ours.output_dir), Path(whole.output_dir))
         runs += 1
     assert saved + between >= max(1, in_steps)
     record("stopping signals", ranks=2, stops=done, saved=saved, runs=runs, seed=SEED,
@@ -168,19 +180,24 @@ def rank_process(launcher: int, rank: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("number", "trials"),
+    ("number", "trials", "stages"),
     [
-        (signal.SIGKILL, 1),
-        pytest.param(signal.SIGKILL, 10, marks=pytest.mark.slow),
-        pytest.param(signal.SIGSTOP, 10, marks=pytest.mark.slow),
+        (signal.SIGKILL, 1, SFT),
+        pytest.param(signal.SIGKILL, 10, ALL, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, 10, ALL, marks=pytest.mark.slow),
     ],
 )
 def test_a_lost_rank_is_named_and_the_run_is_the_run_that_was_not(
-    tmp_path: Path, undisturbed: RunConfig, number: signal.Signals, trials: int
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    number: signal.Signals,
+    trials: int,
+    stages: Sequence[str],
 ) -> None:
+    whole = undisturbed(stages)
     random = Random(SEED)
     for trial in range(trials):
-        ours = replace(undisturbed, output_dir=str(tmp_path / f"run-{trial}"), save_every=2)
+        ours = replace(whole, output_dir=str(tmp_path / f"run-{trial}"), save_every=2)
         process = started(ours, 2)
         victim = rank_process(process.pid, 1)
         while not list(Path(ours.output_dir).glob("checkpoints/*/step-*")):
@@ -195,6 +212,6 @@ def test_a_lost_rank_is_named_and_the_run_is_the_run_that_was_not(
         assert not Path(f"/proc/{victim}").exists()
         finishing = finish(ours, 2, by_command=trials > 1)
         assert re.search(r"continuing after step \d+ \(checkpoint|finished before", finishing)
-        assert_equal_runs(Path(ours.output_dir), Path(undisturbed.output_dir))
+        assert_equal_runs(Path(ours.output_dir), Path(whole.output_dir))
     record(f"one rank of two gets {number.name}", trials=trials, seed=SEED, named=trials,
            equal=trials, hangs=0)  # fmt: skip

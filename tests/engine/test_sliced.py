@@ -75,10 +75,10 @@ def test_slices_are_made_of_a_replica() -> None:
 @pytest.mark.parametrize(
     ("family", "stage", "rank"),
     [
-        ("llama", 3, 0),
+        pytest.param("llama", 3, 0, marks=pytest.mark.slow),  # test_two_groups_of_two
         ("llama", 2, 2),
         ("llama", 0, 0),
-        ("opt", 3, 0),
+        pytest.param("opt", 3, 0, marks=pytest.mark.slow),
         ("opt", 3, 2),
         ("gpt_neox", 2, 0),
         ("qwen2", 3, 0),

@@ -102,9 +102,19 @@ def counted(config: PreTrainedConfig, *, again: bool, lora: int) -> tuple[float,
     return kept / TOKENS, alive.peak / TOKENS
 
 
-@pytest.mark.parametrize("lora", [0, 8])
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "again", "lora"),
+    [
+        pytest.param(
+            name, again, lora,
+            # All four for one family; of the others each value once.
+            marks=() if number == 0 or again == bool(lora) else pytest.mark.slow,
+        )
+        for number, name in enumerate(CONFIGS)
+        for again in (False, True)
+        for lora in (0, 8)
+    ],
+)  # fmt: skip
 def test_a_gpu_keeps_what_the_formula_says(
     name: str, again: bool, lora: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
