@@ -59,7 +59,7 @@ def make(
 
 
 def after_steps(
-    trainer: PPOTrainer, prompts: Sequence[PromptRow], *, begins: bool, steps: int = 3
+    trainer: PPOTrainer, prompts: Sequence[PromptRow], *, begins: bool, steps: int = 2
 ) -> tuple[Tensor, list[dict[str, float]]]:
     """All trained weights, and every step's metrics."""
     metrics = []
@@ -99,7 +99,7 @@ def rows_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         {"ppo__lam": 0.9, "ppo__gamma": 0.97, "ppo__kl_coef": 0.3},
         {"sampling__samples_per_prompt": 2, "ppo__minibatch_size": 16},
         {"lora__rank": 4},
-        {"ppo__critic_warmup_steps": 2},
+        {"ppo__critic_warmup_steps": 1},
         {"gradient_checkpointing": True},
     ],
     ids=str,
@@ -177,7 +177,7 @@ def test_the_actors_layers_run_once_for_rollout_and_update(
         trainer, prompts = make(tiny_model, tmp_path, kept_states=share, **changes)
         assert trainer.engine.agreement is not None
         assert trainer.engine.agreement.bitwise
-        found.append(after_steps(trainer, prompts, begins=True))
+        found.append(after_steps(trainer, prompts, begins=True, steps=3))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
     computed = len(replays)
