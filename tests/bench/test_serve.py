@@ -73,7 +73,7 @@ def test_the_cpu_clock_counts_another_process_and_this_one() -> None:
 
 
 @pytest.mark.skipif(find_spec("starlette") is None, reason="needs the extra serve")
-@pytest.mark.parametrize("clock", ["wall", "cpu"])
+@pytest.mark.parametrize("clock", [pytest.param("wall", marks=pytest.mark.slow), "cpu"])
 def test_the_command_measures_pauses(tmp_path: Path, clock: str) -> None:
     file = tmp_path / "made.json"
     flags = ["--tiny", "--rounds", "1", "--pauses", "1", "--clock", clock, "--json", str(file)]
