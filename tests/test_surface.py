@@ -65,7 +65,9 @@ IMPORTS = (
     "from tandem import *",
 )
 _IN_FORKS = """
-import os, sys, transformers  # the packages that take long, once
+import os, sys  # and the packages that take long, once
+import torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor
+import rich.progress, transformers.generation.utils
 for imports in {imports!r}:
     child = os.fork()
     if child == 0:

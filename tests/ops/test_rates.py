@@ -23,7 +23,7 @@ def test_a_product_has_four_rates_and_a_cut(dtype: torch.dtype) -> None:
 
 
 def test_a_product_too_small_to_choose_has_no_cut() -> None:
-    assert product_rate(4, 8, 8, torch.float32, seconds=0.001).cut == ""
+    assert product_rate(64, 64, 64, torch.float32, seconds=0.001).cut == ""
 
 
 def test_calls_go_through_as_many_bytes_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,11 +35,11 @@ def test_calls_go_through_as_many_bytes_as_are_asked_for(monkeypatch: pytest.Mon
         return linear(x, weight)
 
     monkeypatch.setattr(dense, "linear", counted)
-    one = 4 * (4 * 8 + 8 * 8)
-    product_rate(4, 8, 8, torch.float32, seconds=0.001)
+    one = 4 * (64 * 64 + 64 * 64)  # a smaller product is repeated more often for the clock
+    product_rate(64, 64, 64, torch.float32, seconds=0.001)
     same = len(seen)
     seen.clear()
-    product_rate(4, 8, 8, torch.float32, seconds=0.001, from_memory=5 * one - 1)
+    product_rate(64, 64, 64, torch.float32, seconds=0.001, from_memory=5 * one - 1)
     assert same == 2, "forward and training"
     assert len(seen) == 2 * 5
 
