@@ -111,6 +111,7 @@ def test_a_child_answers_and_its_peak_is_its_own() -> None:
     assert 2**20 < there < here - 100 * 2**20
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_child_that_dies_is_an_error() -> None:
     with pytest.raises(
         RuntimeError, match=r"exit must answer from every process; got exit codes \[3\]"

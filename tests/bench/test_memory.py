@@ -42,6 +42,7 @@ def test_ranks_that_share_weights_hold_less(tmp_path: Path) -> None:
         assert abs(measured - expected) < 0.1 * expected + 30 * _MIB, phase
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_fails_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="a_rank must answer from every process; got exit codes"):
         measure(MemoryCase(shape=memory.MODELS["tiny"], step="sft"), tmp_path / "nothing")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench import memory_stages
 from bench.memory_stages import main
+from tandem import cli
 from tests.tiny import save_tiny_model
 
 
@@ -23,6 +27,12 @@ def test_a_stage_is_trained_and_its_peak_read(tmp_path: Path) -> None:
     assert "commit" in written
 
 
-def test_a_run_that_fails_is_an_error(tmp_path: Path) -> None:
+def test_a_run_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: one of its own is in the test before."""
+
+    def ran(command: list[str], **how: Any) -> Any:
+        return subprocess.CompletedProcess(command, cli.main(command[3:]), "", "")
+
+    monkeypatch.setattr(memory_stages.subprocess, "run", ran)
     with pytest.raises(RuntimeError, match=r"sft must train; got exit code \d"):
         main([str(tmp_path / "nothing"), "--stages", "sft"])
