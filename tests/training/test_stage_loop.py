@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from tandem.cli import main
 from tandem.config.guards import GuardConfig
 from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
@@ -227,7 +229,37 @@ def started(config: RunConfig, folder: Path, *python: str) -> subprocess.Popen[s
     )
 
 
-def said_by(process: subprocess.Popen[str], phrase: str, lines: list[str]) -> None:
+class Forked:
+    """`tandem.cli.main` in a fork of this process, which need not import anything; what it says."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        path = folder / "given.yaml"
+        path.write_text(dump_config(config), encoding="utf-8")
+        reads, writes = os.pipe()
+        context = multiprocessing.get_context("fork")
+        self.process = context.Process(target=self._run, args=(path, writes))
+        self.process.start()
+        os.close(writes)
+        self.stdout = os.fdopen(reads, encoding="utf-8")
+
+    @staticmethod
+    def _run(path: Path, writes: int) -> None:
+        sys.stdout = sys.stderr = os.fdopen(writes, "w", buffering=1, encoding="utf-8")
+        sys.exit(main(["train", "--config", str(path)]))
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def ended(self) -> str:
+        """What it said until its end."""
+        rest = self.stdout.read()
+        self.stdout.close()
+        self.process.join(timeout=240)
+        return rest
+
+
+def said_by(process: subprocess.Popen[str] | Forked, phrase: str, lines: list[str]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         lines.append(line)
@@ -241,11 +273,11 @@ def test_the_command_ends_with_the_signals_code_and_one_line(
 ) -> None:
     config = config_of(tmp_path / "run", tiny_model, preferences)
     config = replace(config, sft=replace(config.sft, max_steps=3000, epochs=1000))
-    process, lines = started(config, tmp_path), list[str]()
-    said_by(process, " 2/3000 ", lines)
-    process.send_signal(signal.SIGTERM)
-    rest = process.communicate(timeout=240)[0]
-    assert process.returncode == 128 + signal.SIGTERM
+    forked, lines = Forked(config, tmp_path), list[str]()
+    said_by(forked, " 2/3000 ", lines)
+    forked.send_signal(signal.SIGTERM)
+    rest = forked.ended()
+    assert forked.process.exitcode == 128 + signal.SIGTERM
     last = rest.strip().splitlines()[-1]
     assert last.startswith("tandem: stopped by SIGTERM after sft step ")
     assert last.endswith("which is saved. The same command continues; finished stages are kept.")
@@ -253,34 +285,22 @@ def test_the_command_ends_with_the_signals_code_and_one_line(
 
 
 def test_a_second_signal_ends_the_command_at_once(
-    tmp_path: Path, tiny_model: str, preferences: str
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path / "run", tiny_model, preferences, stages=("sft",))
-    script = tmp_path / "slow.py"
-    # A step that does not end within the test.
-    script.write_text(
-        "import sys, time, torch\n"
-        "from tandem.training.stage_loop import StepLoop\n"
-        "begin = StepLoop.begin\n"
-        "def slow(self, step, rows):\n"
-        "    begin(self, step, rows)\n"
-        "    if step == 3:\n"
-        "        print('in a long step', flush=True)\n"
-        "        for _ in range(600): time.sleep(0.1)\n"
-        "StepLoop.begin = slow\n"
-        "from tandem.cli import main\n"
-        "sys.exit(main(['train', '--config', sys.argv[1]]))\n",
-        encoding="utf-8",
-    )
-    path = tmp_path / "given.yaml"
-    path.write_text(dump_config(config), encoding="utf-8")
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    lines: list[str] = []
+    begin = StepLoop.begin
+
+    def slow(self: StepLoop, step: int, rows: Any) -> None:
+        """A step that does not end within the test."""
+        begin(self, step, rows)
+        if step == 3:
+            print("in a long step", flush=True)
+            for _ in range(600):
+                time.sleep(0.1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StepLoop, "begin", slow)
+        process, lines = Forked(config, tmp_path), list[str]()
     said_by(process, "in a long step", lines)
     while not list(tmp_path.rglob("step-000002/MANIFEST.json")):  # written beside the training
         time.sleep(0.05)
@@ -288,8 +308,8 @@ def test_a_second_signal_ends_the_command_at_once(
     said_by(process, "A second signal stops it at once", lines)
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=240)
-    assert process.returncode == -signal.SIGINT
+    process.ended()
+    assert process.process.exitcode == -signal.SIGINT
     assert time.monotonic() - start < 50  # the step itself takes 60 s
     again = quietly(config)
     assert "sft: continuing after step 2 (checkpoint verified)" in again
