@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -110,13 +112,24 @@ def a_step(world: World, starts: Starts, config: RunConfig) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("size", "stage", "kind"), [(2, 1, "int8"), (2, 3, "nf4"), (4, 2, "int8")])
-def test_ranks_have_the_numbers_of_one(starts: Starts, kind: str, size: int, stage: int) -> None:
-    alone = a_step(World(), starts, configured(kind))
+Alone = Callable[[str, str], list[Tensor]]
+
+
+@pytest.fixture(scope="module")
+def alone(starts: Starts) -> Alone:
+    """The step of one process by kind and dtype, each made once."""
+    return cache(lambda kind, dtype: a_step(World(), starts, configured(kind, dtype=dtype)))
+
+
+@pytest.mark.parametrize(("size", "stage", "kind"), [(2, 1, "int8"), (2, 3, "nf4"), (3, 2, "int8")])
+def test_ranks_have_the_numbers_of_one(
+    starts: Starts, alone: Alone, kind: str, size: int, stage: int
+) -> None:
+    one = alone(kind, "fp32")
     for found in on_ranks(size, a_step, starts, configured(kind, stage=stage)):
-        assert torch.equal(found[0], alone[0]), "the same texts"
-        assert all(torch.equal(a, b) for a, b in zip(found[1:3], alone[1:3], strict=True))
-        for ours, theirs in zip(found[3:], alone[3:], strict=True):
+        assert torch.equal(found[0], one[0]), "the same texts"
+        assert all(torch.equal(a, b) for a, b in zip(found[1:3], one[1:3], strict=True))
+        for ours, theirs in zip(found[3:], one[3:], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -125,9 +138,9 @@ def test_ranks_have_the_numbers_of_one(starts: Starts, kind: str, size: int, sta
     [("", "fp32"), ("int8", "fp32"), ("nf4", "fp32"), ("", "bf16"), ("nf4", "bf16")],
 )
 def test_a_shared_base_has_the_numbers_of_separate_ones(
-    starts: Starts, kind: str, dtype: str
+    starts: Starts, alone: Alone, kind: str, dtype: str
 ) -> None:
-    separate = a_step(World(), starts, configured(kind, dtype=dtype))
+    separate = alone(kind, dtype)
     shared = a_step(World(), starts, configured(kind, shared=True, dtype=dtype))
     assert all(torch.equal(a, b) for a, b in zip(shared, separate, strict=True))
 
@@ -246,8 +259,8 @@ def test_every_rank_stops_at_a_weight_that_is_not_finite(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["params", "optimizer"])
-def test_offloaded(starts: Starts, name: str) -> None:
-    plain = a_step(World(), starts, configured("int8"))
+def test_offloaded(starts: Starts, alone: Alone, name: str) -> None:
+    plain = alone("int8", "fp32")
     config = configured("int8")
     parallel = replace(config.parallel, offload=(name,))  # type: ignore[arg-type]
     offloaded = a_step(World(), starts, replace(config, parallel=parallel))
@@ -255,10 +268,10 @@ def test_offloaded(starts: Starts, name: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_frozen_roles_in_host_memory(starts: Starts) -> None:
+def test_frozen_roles_in_host_memory(starts: Starts, alone: Alone) -> None:
     config = configured("nf4")
     parallel = replace(config.parallel, offload=("reward",))
-    plain = a_step(World(), starts, config)
+    plain = alone("nf4", "fp32")
     offloaded = a_step(World(), starts, replace(config, parallel=parallel))
     assert all(torch.equal(a, b) for a, b in zip(offloaded, plain, strict=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,18 @@ def trained(
     return gap, losses, {n: whole(w).float().clone() for n, w in learner.weights().items()}
 
 
+@cache
+def trained_alone(dtype: str) -> tuple[Any, ...]:
+    """By one process with whole weights, which every layout is compared with; made once."""
+    return trained(World(), dtype, 0, ())
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("ranks", "stage", "offload"), LAYOUTS)
 def test_every_layout_starts_alike_and_trains_alike(
     dtype: str, ranks: int, stage: int, offload: tuple[str, ...]
 ) -> None:
-    _, expected, masters = trained(World(), dtype, 0, ())
+    _, expected, masters = trained_alone(dtype)
     if ranks == 1:
         found = [trained(World(), dtype, stage, offload)]
     else:
@@ -130,7 +137,9 @@ def test_every_layout_starts_alike_and_trains_alike(
             assert float((weights[name] - master).abs().mean()) < 3e-4, name
 
 
-@pytest.mark.parametrize("vocabulary", [50_257, 128_256, 151_936])
+@pytest.mark.parametrize(
+    "vocabulary", [50_257, 128_256, pytest.param(151_936, marks=pytest.mark.slow)]
+)
 def test_real_vocabularies_start_alike_and_train_alike(
     vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

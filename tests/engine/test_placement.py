@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -89,9 +90,18 @@ def trained(
     return losses, norms, weights, shadow
 
 
+Trained = tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]
+
+
+@cache
+def trained_alone(family: str, adapters: int = 0, role: str = "actor") -> Trained:
+    """By one process with whole weights, which every stage is compared with; made once."""
+    return trained(World(), family, 0, adapters, 1000, role)
+
+
 def assert_same(
-    theirs: tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]],
-    alone: tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]],
+    theirs: Trained,
+    alone: Trained,
 ) -> None:
     assert theirs[0] == pytest.approx(alone[0], rel=1e-5)
     assert theirs[1] == pytest.approx(alone[1], rel=1e-5)
@@ -109,21 +119,21 @@ def assert_same(
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("adapters", [0, 2])
 def test_two_ranks_train_as_one(stage: int, adapters: int) -> None:
-    alone = trained(World(), "llama", stage, adapters, 1000)
+    alone = trained_alone("llama", adapters)
     for result in on_ranks(2, trained, "llama", stage, adapters, 20):
         assert_same(result, alone)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_four_ranks_train_a_critic_as_one(stage: int) -> None:
-    alone = trained(World(), "llama", stage, 0, 1000, "critic")
+    alone = trained_alone("llama", role="critic")
     for result in on_ranks(4, trained, "llama", stage, 0, 15, "critic"):
         assert_same(result, alone)
 
 
 @pytest.mark.parametrize(("stage", "adapters"), [(1, 0), (2, 0), (3, 0), (3, 2)])
 def test_four_ranks_in_two_replicas_train_as_one(stage: int, adapters: int) -> None:
-    alone = trained(World(), "llama", stage, adapters, 1000)
+    alone = trained_alone("llama", adapters)
     found = on_ranks(4, trained, "llama", stage, adapters, 15, "actor", 2, ranks_per_node=2)
     for result in found:
         assert_same(result, alone)
@@ -134,7 +144,7 @@ def test_four_ranks_in_two_replicas_train_as_one(stage: int, adapters: int) -> N
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "gemma2", "gpt_neox"])
 def test_every_family_is_split_alike(family: str) -> None:
-    alone = trained(World(), family, 3, 0, 1000)
+    alone = trained_alone(family)
     for result in on_ranks(3, trained, family, 3, 0, 20):
         assert_same(result, alone)
 

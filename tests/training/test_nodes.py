@@ -51,10 +51,40 @@ def nodes(tmp_path: Path) -> list[Path]:
     return folders
 
 
-@pytest.fixture
-def config(tmp_path: Path, tiny_model: str, preferences: str) -> RunConfig:
-    config = tiny_config(tmp_path / "alone", tiny_model, preferences, stages=["sft", "dpo"])
+@pytest.fixture(scope="module")
+def config(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: str, preferences: str
+) -> RunConfig:
+    config = tiny_config(
+        tmp_path_factory.mktemp("alone") / "run", tiny_model, preferences, stages=["sft", "dpo"],
+        save_every=1, sft__max_steps=2, dpo__max_steps=2, ppo__eval_prompts=2,
+    )  # fmt: skip
     return replace(config, parallel=stages(3, 3))
+
+
+@pytest.fixture(scope="module")
+def alone(config: RunConfig) -> Path:
+    """The run by one process."""
+    return ran(config)
+
+
+@pytest.fixture(scope="module")
+def once_stopped(tmp_path_factory: pytest.TempPathFactory, config: RunConfig) -> Path:
+    """Two nodes' disks after a run that was stopped in the second step of its first stage."""
+    folder = tmp_path_factory.mktemp("stopped")
+    folders = [folder / "a", folder / "b"]
+    for node in folders:
+        node.mkdir()
+    on_ranks(2, stopped_on, config, folders, "sft", 2, 2)
+    return folder
+
+
+@pytest.fixture
+def stopped(nodes: list[Path], once_stopped: Path) -> list[Path]:
+    """Those disks, for one test."""
+    for node in nodes:
+        shutil.copytree(once_stopped / node.name, node, dirs_exist_ok=True)
+    return nodes
 
 
 def assert_same_weights(ours: Path, expected: Path) -> None:
@@ -65,14 +95,12 @@ def assert_same_weights(ours: Path, expected: Path) -> None:
 
 
 def test_a_run_without_a_shared_file_system_stops_moves_and_ends_as_one_process_does(
-    tmp_path: Path, nodes: list[Path], config: RunConfig
+    stopped: list[Path], config: RunConfig, alone: Path
 ) -> None:
-    ran(config)
-    a, b = nodes
-    on_ranks(2, stopped_on, config, nodes, "sft", 3, 3)
+    nodes = a, b = stopped
     for number, node in enumerate(nodes, start=1):
         found = sorted(path.name for path in (node / "run/checkpoints/sft").iterdir())
-        assert found == ["latest", f"step-000002-part-{number}-of-2"]
+        assert found == ["latest", f"step-000001-part-{number}-of-2"]
         pieces = node / "run/checkpoints/sft" / found[1]
         assert {path.name for path in pieces.iterdir()} == {
             MANIFEST,
@@ -81,53 +109,50 @@ def test_a_run_without_a_shared_file_system_stops_moves_and_ends_as_one_process_
             f"model_optimizer-0000{number}-of-00002.safetensors",
         }
     # The nodes come in another order, so that every piece lies on the other one.
-    on_ranks(2, stopped_on, replace(config, parallel=stages(1, 1)), [b, a], "dpo", 3, 4)
+    on_ranks(2, stopped_on, replace(config, parallel=stages(1, 1)), [b, a], "dpo", 2, 3)
     assert (a / "run/sft" / MANIFEST).read_bytes() == (b / "run/sft" / MANIFEST).read_bytes()
     replicas = replace(config.parallel, replicas=2)
     said = on_ranks(4, ran_on, replace(config, parallel=replicas), nodes)[0]
     assert "no file system is shared" in said
     assert "is 2 folders (ranks 0-1 on " in said
-    assert "dpo: continuing after step 2 (checkpoint verified)" in said
+    assert "dpo: continuing after step 1 (checkpoint verified)" in said
     for node in nodes:
         for step in ("sft", "dpo"):
             name = f"{step}/model.safetensors"
-            assert_same_weights(node / "run" / name, tmp_path / "alone" / name)
+            assert_same_weights(node / "run" / name, alone / name)
         assert not (node / "run/checkpoints/dpo").exists()
         assert not list(node.rglob(".tandem-*"))
 
 
 def test_parts_go_on_once_they_are_together_and_are_named_where_one_is_missing(
-    tmp_path: Path, nodes: list[Path], config: RunConfig
+    stopped: list[Path], config: RunConfig, alone: Path
 ) -> None:
     config = replace(config, stages=("sft",))
-    ran(config)
-    a, b = nodes
-    on_ranks(2, stopped_on, config, nodes, "sft", 3, 3)
-    step = "run/checkpoints/sft/step-000002"
+    a, b = stopped
+    step = "run/checkpoints/sft/step-000001"
     for said in on_ranks(2, ran_on, config, [a]):
         assert (
-            "step-000002 must have all 2 parts, one of each node that wrote it; got none of" in said
+            "step-000001 must have all 2 parts, one of each node that wrote it; got none of" in said
         )
         assert "part 2 of " in said
         assert "(ranks 1: model-00002-of-00002.safetensors, model_optimizer-00002-of" in said
-        assert "step-000002-part-2-of-2 to the same place on one of these." in said
+        assert "step-000001-part-2-of-2 to the same place on one of these." in said
     assert (a / f"{step}-part-1-of-2").is_dir()  # not taken for damaged
     shutil.copytree(b / f"{step}-part-2-of-2", a / f"{step}-part-2-of-2")
-    assert "sft: continuing after step 2" in on_ranks(3, ran_on, config, [a])[0]
-    assert_same_weights(a / "run/sft/model.safetensors", tmp_path / "alone/sft/model.safetensors")
+    assert "sft: continuing after step 1" in on_ranks(3, ran_on, config, [a])[0]
+    assert_same_weights(a / "run/sft/model.safetensors", alone / "sft/model.safetensors")
 
 
-def test_a_damaged_part_is_not_read(nodes: list[Path], config: RunConfig) -> None:
+def test_a_damaged_part_is_not_read(stopped: list[Path], config: RunConfig) -> None:
     config = replace(config, stages=("sft",))
-    a, b = nodes
-    on_ranks(2, stopped_on, config, nodes, "sft", 3, 3)
-    part = "run/checkpoints/sft/step-000002-part-2-of-2"
+    a, b = stopped
+    part = "run/checkpoints/sft/step-000001-part-2-of-2"
     shutil.copytree(b / part, a / part)
     file = a / part / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    said = on_ranks(2, ran_on, config, nodes)[0]
+    said = on_ranks(2, ran_on, config, stopped)[0]
     assert "got another: it changed after it was written. Another node has it whole." in said
-    assert "sft: continuing after step 2" in said
+    assert "sft: continuing after step 1" in said
 
 
 def test_nodes_must_have_the_same_rows_and_models(
