@@ -79,7 +79,18 @@ def left_running(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", _HOSTILE)
+_LIKE_OTHERS = {
+    "an endless loop": "a loop that catches all",
+    "a long sleep": "a loop that catches all",
+    "printing for ever": "descriptors flooded",
+}
+"""What waits for its deadline as another does, which comes in every run; the batch has all."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in _LIKE_OTHERS else []) for n in _HOSTILE],
+)
 def test_one_hostile_answer_among_good_ones(
     name: str, rewards: RewardFunctions, tmp_path: Path
 ) -> None:

@@ -26,7 +26,10 @@ from .runs import ran
 def lora_run(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: str, preferences: str
 ) -> RunConfig:
-    config = tiny_config(tmp_path_factory.mktemp("cards") / "run", tiny_model, preferences)
+    config = tiny_config(
+        tmp_path_factory.mktemp("cards") / "run", tiny_model, preferences,
+        sft__max_steps=1, reward__max_steps=2, ppo__steps=1, ppo__eval_prompts=2,
+    )  # fmt: skip
     config = replace(config, lora=LoraConfig(rank=2), ppo=replace(config.ppo, ema=True))
     ran(config)
     return config
@@ -67,10 +70,11 @@ def test_a_folder_never_passes_for_a_hub_name(
     (tmp_path / "models").mkdir()
     (tmp_path / "models/tiny").symlink_to(tiny_model)
     monkeypatch.chdir(tmp_path)
-    ran(replace(tiny_config(tmp_path / "first", "models/tiny", preferences), stages=("sft",)))
+    one: dict[str, object] = {"stages": ["sft"], "sft__max_steps": 1}
+    ran(tiny_config(tmp_path / "first", "models/tiny", preferences, **one))
     monkeypatch.chdir(tmp_path / "models")
     start = str(tmp_path / "first/sft")
-    ran(replace(tiny_config(tmp_path / "second", start, preferences), stages=("sft",)))
+    ran(tiny_config(tmp_path / "second", start, preferences, **one))
     text = card(tmp_path / "second/sft")
     assert f"A policy, trained from `{tmp_path}/models/tiny` by" in text
     assert "base_model" not in text
@@ -101,7 +105,7 @@ def test_a_card_names_the_data_of_earlier_runs(
     before = Path(lora_run.output_dir)
     config = tiny_config(
         tmp_path / "later", str(before / "sft"), preferences, stages=["ppo"],
-        reward_model=str(before / "reward"), ppo__steps=1,
+        reward_model=str(before / "reward"), ppo__steps=1, ppo__eval_prompts=2,
     )  # fmt: skip
     run = ran(config)
     text = card(run / "ppo/actor")
@@ -192,7 +196,9 @@ def test_a_run_with_a_module_says_that_it_needs_it(
         def forward(self, token_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             return attention_mask.sum(1).float() + token_ids[:, -1] % 7
 
-    config = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["ppo"], ppo__steps=1)
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, stages=["ppo"], ppo__steps=1, ppo__eval_prompts=2
+    )
     run = train(config, reward_model=Length(), print_line=str)
     text = card(run.path / "ppo/actor")
     assert "rewarded by the torch module Length" in text
