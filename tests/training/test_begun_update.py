@@ -238,10 +238,10 @@ def test_nothing_is_kept_where_the_update_cannot_read_it(
     tiny_model: str, tmp_path: Path, replays: list[int], changes: dict[str, object]
 ) -> None:
     trainer, prompts = make(tiny_model, tmp_path, **{**ONE_UPDATE, **changes})
-    after_steps(trainer, prompts, begins=True, steps=2)
-    made = trainer.generate_experience(prompts, step=3, begins_update=True)
+    after_steps(trainer, prompts, begins=True, steps=1)  # from the second on they are kept
+    made = trainer.generate_experience(prompts, step=2, begins_update=True)
     assert trainer.first_update._states is None
-    trainer.train_rlhf(made, step=3)
+    trainer.train_rlhf(made, step=2)
     assert not replays
 
 
@@ -262,10 +262,10 @@ def test_a_source_of_ones_own_collects_by_itself(
     own = PPOTrainer(
         trainer.engine, trainer.config, reward_function=vowels, source=_OwnSource(trainer.engine)
     )
-    after_steps(own, prompts, begins=True, steps=2)
-    made = own.generate_experience(prompts, step=3, begins_update=True)
+    after_steps(own, prompts, begins=True, steps=1)
+    made = own.generate_experience(prompts, step=2, begins_update=True)
     assert made.rollout.prompts[0] == prompts[-1]
-    own.train_rlhf(made, step=3)
+    own.train_rlhf(made, step=2)
     assert not replays
 
 
@@ -293,14 +293,21 @@ def _step_on_ranks(world: World, model: str, folder: Path, begins: bool, stage: 
     return torch.cat(weights)
 
 
+@pytest.fixture(scope="module")
+def step_alone(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Tensor:
+    """By one process."""
+    return _step_on_ranks(World(), tiny_model, tmp_path_factory.mktemp("alone"), True, 0)
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_several_ranks_make_the_same_update(tiny_model: str, tmp_path: Path, stage: int) -> None:
-    alone = _step_on_ranks(World(), tiny_model, tmp_path, True, 0)
+def test_several_ranks_make_the_same_update(
+    tiny_model: str, tmp_path: Path, step_alone: Tensor, stage: int
+) -> None:
     plain = on_ranks(2, _step_on_ranks, tiny_model, tmp_path, False, stage)
     begun = on_ranks(2, _step_on_ranks, tiny_model, tmp_path, True, stage)
     for rank in range(2):
         torch.testing.assert_close(begun[rank], plain[rank], atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(begun[rank], alone, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(begun[rank], step_alone, atol=2e-5, rtol=1e-4)
 
 
 def _doubled(made: Experience) -> Experience:
