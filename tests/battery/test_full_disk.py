@@ -198,7 +198,7 @@ def test_a_run_whose_disk_is_full_goes_on_with_more_room(
     data = write_preferences(tmp_path / "prefs.jsonl", 60)
     whole = tiny_config(
         tmp_path / "whole", model, data, save_every=1, log__tensorboard=True,
-        sft__max_steps=2, reward__max_steps=2, ppo__steps=2, ppo__eval_prompts=2,
+        sft__max_steps=2, reward__max_steps=2, ppo__eval_prompts=2,
     )  # fmt: skip
     ran(whole)
     needed = sum(path.stat().st_size for path in (tmp_path / "whole").rglob("*") if path.is_file())
