@@ -74,7 +74,7 @@ class _Twin:
                 rates += [
                     rate
                     for name, rate in vars(owner).items()
-                    if "drop" in name and isinstance(rate, int | float)
+                    if "drop" in name and isinstance(rate, int | float) and rate is not True
                 ]
             self.drops = any(rate > 0 for rate in rates)
         return self.drops

@@ -24,6 +24,7 @@ def test_online_dpo_learns_from_votes_and_finds_them_again(
         sampling__max_new_tokens=6,
         ppo__reward_function=f"tandem:votes?file={file}",
         ppo__missing_eos_penalty=0.0,
+        ppo__eval_prompts=2,
         ppo__steps=2,
         save_every=1,
     )
