@@ -97,12 +97,10 @@ def plain_block(block: Any, dtype: torch.dtype) -> PlainBlock | None:
         or _has_its_own(mlp)
         or not all(_is_plain(linear, TwinLinear, dtype) for linear in linears)
         or not all(_is_plain(norm, TwinRMSNorm, dtype) for norm in norms)
+        or any("bias" not in linear._parameters for linear in linears)  # but a buffer, say
     ):
         return None
-    biases = [linear._parameters.get("bias", linear) for linear in linears]
-    if any(bias is linear for bias, linear in zip(biases, linears, strict=True)):
-        return None  # kept as something else: a buffer, say
-    biased = [bias is not None for bias in biases]
+    biased = [linear._parameters["bias"] is not None for linear in linears]
     if biased[0] != biased[1] or biased[0] != biased[2] or True in biased[4:]:
         return None
     if len({id(linear._parameters["weight"]) for linear in linears}) < len(linears):

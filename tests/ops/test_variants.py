@@ -74,19 +74,14 @@ def compile_with(march: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def kept(march: str, path: Path, suffix: str) -> Path:
-    """Where what is made of a file, for a processor, is kept beside the C++ operations."""
-    text = "".join(p.read_text() for p in (path, *sorted(native.SOURCES.iterdir()))
-                   if p.suffix in (".h", ".cpp"))  # fmt: skip
-    key = hashlib.sha256(f"{flags_for(march)}{native._processor()}{text}".encode()).hexdigest()
-    return native.cache_folder() / f"{path.stem}-{key[:16]}{suffix}"
-
-
 @cache
 def built(march: str, harness: str, sources: tuple[str, ...] = ()) -> ctypes.CDLL:
     """A file of this folder and `sources`, for a processor, kept beside the C++ operations."""
     path = Path(__file__).with_name(harness)
-    library = kept(march, path, ".so")
+    text = "".join(p.read_text() for p in (path, *sorted(native.SOURCES.iterdir()))
+                   if p.suffix in (".h", ".cpp"))  # fmt: skip
+    key = hashlib.sha256(f"{flags_for(march)}{native._processor()}{text}".encode()).hexdigest()
+    library = native.cache_folder() / f"{path.stem}-{key[:16]}.so"
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
         made = library.with_suffix(f".{os.getpid()}")
@@ -421,16 +416,11 @@ def test_the_rule_of_summation_is_the_one_that_is_stated(march: str) -> None:
 def test_processors_with_amx_share_the_layout_of_packed_weights() -> None:
     if "avx2" not in native._processor().split():
         pytest.skip("not an x86 processor")
-    march, path = "sapphirerapids", ROOT / "tests/ops/products.cpp"
-    compiled = kept(march, path, ".compiled")
-    if compiled.is_file():
-        return  # the same sources by the same flags
-    compile_with(march, "-DEXPECT_AMX", "-fsyntax-only", str(path))
+    march = "sapphirerapids"
+    compile_with(march, "-DEXPECT_AMX", "-fsyntax-only", str(ROOT / "tests/ops/products.cpp"))
     for name in ("gemm.cpp", "products_amx.cpp"):
         # Nothing runs here, and -O0 finds what does not compile.
         compile_with(march, "-O0", "-c", str(native.SOURCES / name), "-o", os.devnull)
-    compiled.parent.mkdir(parents=True, exist_ok=True)
-    compiled.touch()
 
 
 BITWISE = (
