@@ -20,6 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tandem import processor
 from tandem.engine.allocator import keep_freed_memory
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,7 +180,7 @@ def facts() -> dict[str, Any]:
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain")),
         "machine": {
-            "cpu": _cpu_name(),
+            "cpu": processor.name(),
             "cores": os.cpu_count(),
             "cores_allowed": len(os.sched_getaffinity(0)) if sys.platform == "linux" else None,
             "gpu": torch.cuda.get_device_name() if cuda else None,
@@ -198,15 +199,6 @@ def facts() -> dict[str, Any]:
             if name == "LD_PRELOAD" or name.startswith(("MALLOC_", "GLIBC_TUNABLES"))
         },
     }
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text("utf-8", "replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def _git(*arguments: str) -> str:

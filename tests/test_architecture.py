@@ -21,7 +21,7 @@ PACKAGE = ROOT / "tandem"
 LAYERS = (
     ("errors",),
     ("types", "text"),
-    ("config", "files", "garbage", "stopping"),
+    ("config", "files", "garbage", "processor", "stopping"),
     ("ops", "tensor_files"),
     ("data", "models", "parallel", "objectives", "metrics"),
     ("generation", "checkpoint", "rewards"),

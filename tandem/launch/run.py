@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tandem.errors import ConfigError
 from tandem.launch.flags import LaunchOptions
+from tandem.processor import num_cores
 from tandem.stopping import handling
 from tandem.text import named_line
 
@@ -60,8 +61,7 @@ def launch(
     # Restarted ranks must not read the last attempt's addresses.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     num_ranks, on_gpus = _ranks_here(options, device)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (cores or 1) // num_ranks)))
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
     where = "one per GPU" if on_gpus else "on the CPU with gloo"
     print_line(
         f"{num_ranks} rank{'s' if num_ranks > 1 else ''} here, {where}, OMP_NUM_THREADS {threads}; "

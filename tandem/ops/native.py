@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 
+from tandem import processor
 from tandem.text import first_line
 
 if sys.platform != "win32":
@@ -118,18 +119,9 @@ def compiler() -> str | None:
     return _compiler()
 
 
-def processor_name() -> str:
-    """The processor's own name, or the kind of machine where the system tells no name."""
-    for line in _processor().splitlines():
-        if line.lower().startswith("model name"):
-            return line.partition(":")[2].strip()
-    return _processor() if "\n" not in _processor() else platform.machine()
-
-
 def instruction_sets() -> list[str]:
     """Which of the instruction sets that matter to the operations this processor has."""
-    found = set(_processor().split())
-    return [name for name in INSTRUCTION_SETS if name in found]
+    return [name for name in INSTRUCTION_SETS if name in processor.features()]
 
 
 def _compiler() -> str | None:
@@ -180,8 +172,7 @@ def _built(compiler: str) -> Path:
 def _compiled(compiler: str, name: str, folder: Path, log: Path) -> Path:
     """The library, made in `folder` and moved beside `log`."""
     began = time.monotonic()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-    about = _CPU_SECONDS // min(cores, 2)
+    about = _CPU_SECONDS // min(processor.num_cores(), 2)
     print_line(f"building the C++ operations, once for this machine, about {about} s ...")
     linked, objects = folder / "linked.so", [folder / f"{unit}.o" for unit in UNITS]
     try:
@@ -301,7 +292,7 @@ def _key() -> str:
     flags = _flags()
     parts = [shlex.join(flags), torch.__version__]
     if any(flag.endswith("=native") for flag in flags):
-        parts.append(_processor())
+        parts.append(processor.description())
     for file in sorted(SOURCES.iterdir()):
         if file.suffix in (".cpp", ".h"):
             parts += [file.name, file.read_text(encoding="utf-8")]
@@ -310,15 +301,6 @@ def _key() -> str:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        lines = cpuinfo.read_text("utf-8", "replace").splitlines()
-        chosen = [s for s in lines if s.lower().startswith(("model name", "flags", "features"))]
-        return "\n".join(sorted(set(chosen)))
-    return f"{platform.machine()} {platform.processor()}"
 
 
 def _failure(output: str, log: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tandem import processor
 from tandem.config.pages import Parser
 from tandem.generation.blocks import free_bytes
 from tandem.ops import native
@@ -59,8 +59,8 @@ def examine(*, speed: bool) -> dict[str, Any]:
     cache = native.cache_folder()
     rates = [product_rate(*shape, dtype) for dtype in _DTYPES for shape in _SHAPES] if speed else []
     return {
-        "processor": native.processor_name(),
-        "cores": _cores(),
+        "processor": processor.name(),
+        "cores": processor.num_cores(),
         "threads": torch.get_num_threads(),
         "instruction_sets": native.instruction_sets(),
         "python": platform.python_version(),
@@ -115,12 +115,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _existing(path: Path) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import socket
 import tempfile
 import threading
@@ -20,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tandem import processor
 from tandem.errors import ConfigError
 from tandem.files import replace as replace_file
 from tandem.predict.hardware import Hardware, as_values, hardware_of, read_hardware
@@ -96,7 +96,7 @@ def measure_machine() -> tuple[Hardware, float]:
     finally:
         torch.set_num_threads(threads)
     found = Hardware(
-        name=f"this machine ({processor()})",
+        name=f"this machine ({processor.name()})",
         kind="cpu",
         memory=_memory_bytes(),
         flops={"fp32": products[str(WIDTHS[-1])], "bf16": half, "fp16": half},
@@ -275,23 +275,13 @@ def _memory_bytes() -> float:
     return min(limits)
 
 
-def processor() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("ascii", "replace").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
-
-
 def _kept_at() -> Path:
     """The file of this machine's measurement: by processor, cores and threads."""
     chosen = os.environ.get("TANDEM_CACHE")
     root = Path(chosen) if chosen else _user_cache()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    key = f"1 {processor()} {cores} {threads} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    key = f"1 {processor.name()} {processor.num_cores()} {threads} {gpus}"
     return root / f"machine-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
 
 

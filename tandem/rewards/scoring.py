@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 from tandem.config.scoring import ScoringConfig
 from tandem.errors import DataError
+from tandem.processor import num_cores
 from tandem.rewards.calling import Call, Outcome, RewardFunction, outcomes_of
 from tandem.rewards.loading import columns_problem, load_reward_function
 from tandem.rewards.pool import PoolLimits, WorkerPool
@@ -301,13 +301,6 @@ def text_of(spec: RewardSpec) -> str:
     from urllib.parse import urlencode
 
     return f"{spec.name}?{urlencode(spec.options)}" if spec.options else spec.name
-
-
-def num_cores() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cannot_fork() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
+from tandem import processor
 from tandem.config.schema import RLConfig
 from tandem.config.stages import stage_of
 from tandem.errors import ModelError
@@ -15,7 +16,7 @@ from tandem.metrics.timing import Phases, Whole, peak_bytes, reset_peak
 from tandem.ops import native
 from tandem.predict.constants import constants
 from tandem.predict.hardware import Hardware
-from tandem.predict.machine import known_machine, processor, resident_bytes
+from tandem.predict.machine import known_machine, resident_bytes
 from tandem.predict.memory import Models
 from tandem.predict.models import config_of, shape_for
 from tandem.predict.record import WHOLE, Outcome, add_outcomes
@@ -53,7 +54,7 @@ class Forecast:
         known = known_machine()
         self._is_known = known is not None
         models, self._rows = _models(run, stage), measured_rows(run, stage, rows)
-        name = known.name if known else processor()
+        name = known.name if known else processor.name()
         slack = constants("cpu", name)  # which the prediction adds
         without = self._process - slack.imports - slack.row * self._rows.count
         hardware = known or _unmeasured(run, without)
@@ -184,7 +185,7 @@ def measured_rows(run: Run, stage: str, rows: StepRows) -> Rows:
 def _unmeasured(run: Run, process: float) -> Hardware:
     """This machine where its speed is not known: for memory alone. process: resident bytes."""
     return Hardware(
-        name=f"{_UNMEASURED} ({processor()})",
+        name=f"{_UNMEASURED} ({processor.name()})",
         kind="cpu" if run.device.type == "cpu" else "gpu",
         flops={"fp32": 1.0},
         bandwidth=1.0,

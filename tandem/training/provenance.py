@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 
+from tandem import processor
 from tandem.checkpoint.folder import MANIFEST, read_manifest
 from tandem.config.load import config_knobs, dump_config
 from tandem.config.schema import RunConfig, rl_section
@@ -235,7 +236,7 @@ def environment() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "system": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor.name(),
         "gpu": gpu,
         "threads": str(torch.get_num_threads()),
     }

@@ -16,6 +16,7 @@ import torch
 from _pytest.mark.structures import ParameterSet
 from torch import Tensor
 
+from tandem import processor
 from tandem.ops import native
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +32,7 @@ LEVELS = {
 
 def runs_here() -> list[str]:
     """Values of TANDEM_MARCH whose code this machine can run."""
-    words = set(native._processor().split())
+    words = processor.features()
     return ["native", *(march for march, needed in LEVELS.items() if needed <= words)]
 
 
@@ -80,7 +81,8 @@ def built(march: str, harness: str, sources: tuple[str, ...] = ()) -> ctypes.CDL
     path = Path(__file__).with_name(harness)
     text = "".join(p.read_text() for p in (path, *sorted(native.SOURCES.iterdir()))
                    if p.suffix in (".h", ".cpp"))  # fmt: skip
-    key = hashlib.sha256(f"{flags_for(march)}{native._processor()}{text}".encode()).hexdigest()
+    made_from = f"{flags_for(march)}{processor.description()}{text}"
+    key = hashlib.sha256(made_from.encode()).hexdigest()
     library = native.cache_folder() / f"{path.stem}-{key[:16]}.so"
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -334,7 +336,7 @@ def test_sums_in_several_places_are_those_of_each(
 
 
 def test_without_a_matrix_unit_products_do_not_use_one() -> None:
-    if "amx_bf16" in native._processor().split():
+    if "amx_bf16" in processor.features():
         pytest.skip("this processor has one")
     assert not uses_amx("native", torch.bfloat16)
     assert not uses_amx("native", torch.float32)
@@ -347,7 +349,7 @@ def uses_amx(march: str, dtype: torch.dtype) -> bool:
 
 
 def needs_pairs() -> None:
-    if "avx512_bf16" not in native._processor().split():
+    if "avx512_bf16" not in processor.features():
         pytest.skip("no AVX512_BF16, whose layout of pairs the unit reads")
 
 
@@ -414,7 +416,7 @@ def test_the_rule_of_summation_is_the_one_that_is_stated(march: str) -> None:
 
 
 def test_processors_with_amx_share_the_layout_of_packed_weights() -> None:
-    if "avx2" not in native._processor().split():
+    if "avx2" not in processor.features():
         pytest.skip("not an x86 processor")
     march = "sapphirerapids"
     compile_with(march, "-DEXPECT_AMX", "-fsyntax-only", str(ROOT / "tests/ops/products.cpp"))

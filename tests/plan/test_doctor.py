@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem import processor
 from tandem.cli import main
 from tandem.errors import ConfigError
 from tandem.ops import native
@@ -28,7 +29,7 @@ def test_the_screen_names_processor_packages_and_speed(
     monkeypatch.setattr(doctor, "memory_rate", lambda: 2e10)
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    for part in (native.processor_name(), "torch ", "20.0 GB/s", "768x128x352", "6x64, 1024"):
+    for part in (processor.name(), "torch ", "20.0 GB/s", "768x128x352", "6x64, 1024"):
         assert part in shown
     assert len(shown.splitlines()) <= 40
 
