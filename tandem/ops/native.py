@@ -269,8 +269,6 @@ def _flags() -> list[str]:
     ]
     is_arm = platform.machine() in ("arm64", "aarch64")  # where -march says nothing of the model
     flags += [f"-m{'cpu' if is_arm and march[0] == 'native' else 'arch'}={march[0]}", *march[1:]]
-    if sys.platform == "linux":
-        flags.append("-fopenmp")
     flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
     return [*flags, *(f"-I{folder}" for folder in includes)]
 
@@ -278,10 +276,8 @@ def _flags() -> list[str]:
 def _link_flags() -> list[str]:
     folder = Path(torch.__file__).parent / "lib"
     flags = [f"-L{folder}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{folder}"]
-    if sys.platform == "darwin":
-        return [*flags, "-undefined", "dynamic_lookup"]
-    # torch has brought its OpenMP threads into the process; a second runtime would fight them.
-    return [*flags, "-fopenmp"]
+    # The calls of torch's OpenMP runtime are found when the library is loaded: macOS must be told.
+    return [*flags, "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else flags
 
 
 def _key() -> str:
