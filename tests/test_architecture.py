@@ -21,7 +21,7 @@ PACKAGE = ROOT / "tandem"
 LAYERS = (
     ("errors",),
     ("types", "text"),
-    ("config", "files", "garbage", "processor", "stopping"),
+    ("config", "files", "garbage", "process", "processor", "stopping"),
     ("ops", "tensor_files"),
     ("data", "models", "parallel", "objectives", "metrics"),
     ("generation", "checkpoint", "rewards"),

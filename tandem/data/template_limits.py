@@ -2,7 +2,8 @@
 
 Its sandbox keeps it away from files and code, but not from running forever or making a string of
 gigabytes, which one operation can do and no timer can interrupt. So a template first renders a few
-conversations in a separate process with system limits; after that every rendering has a deadline.
+conversations in a separate process with system limits, the one on memory where the system has one
+(macOS does not); after that every rendering has a deadline.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from tandem.errors import ModelError
+from tandem.process import lower_limit
 
 _CPU_SECONDS = 10
 _MEMORY_BYTES = 2**30
@@ -88,9 +90,9 @@ def try_template(cpu_seconds: int, memory_bytes: int) -> None:
         raise TemplateError(message)
 
     source = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
+    lower_limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_AS, memory_bytes)
+    lower_limit(resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1)
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )

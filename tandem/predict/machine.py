@@ -23,6 +23,7 @@ from tandem import processor
 from tandem.errors import ConfigError
 from tandem.files import replace as replace_file
 from tandem.predict.hardware import Hardware, as_values, hardware_of, read_hardware
+from tandem.process import resident_bytes
 
 MACHINE_FILE = "TANDEM_MACHINE"
 """The environment variable that names a file to use in place of a measurement."""
@@ -252,16 +253,7 @@ def _process_bytes() -> float:
     import tandem.generation.generator
     import tandem.models.save  # noqa: F401
 
-    return resident_bytes()
-
-
-def resident_bytes() -> float:
-    """Resident bytes of this process now; 0 where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0.0
-    return float(pages * os.sysconf("SC_PAGE_SIZE"))
+    return float(resident_bytes())
 
 
 def _memory_bytes() -> float:

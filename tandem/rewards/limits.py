@@ -13,6 +13,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from tandem.process import lower_limit
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -72,7 +74,7 @@ def can_isolate() -> bool:
 def limit_memory(num_bytes: int) -> None:
     """Let this process map `num_bytes` more than it has mapped now; 0 sets no limit."""
     if num_bytes:
-        _lower(resource.RLIMIT_AS, _mapped_bytes() + num_bytes)
+        lower_limit(resource.RLIMIT_AS, _mapped_bytes() + num_bytes)
 
 
 def limit_cpu(seconds: float) -> None:
@@ -89,17 +91,17 @@ def limit_program(*, memory_bytes: int, seconds: float, file_bytes: int, process
     Args:
         processes: of this user, where the user is not root (root is exempt in the kernel).
     """
-    _lower(resource.RLIMIT_AS, memory_bytes)
-    _lower(resource.RLIMIT_CPU, int(seconds) + 1)
-    _lower(resource.RLIMIT_FSIZE, file_bytes)
-    _lower(resource.RLIMIT_NOFILE, 64)
-    _lower(resource.RLIMIT_CORE, 0)
-    _lower(resource.RLIMIT_NPROC, processes)
+    lower_limit(resource.RLIMIT_AS, memory_bytes)
+    lower_limit(resource.RLIMIT_CPU, int(seconds) + 1)
+    lower_limit(resource.RLIMIT_FSIZE, file_bytes)
+    lower_limit(resource.RLIMIT_NOFILE, 64)
+    lower_limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_NPROC, processes)
 
 
 def limit_processes(most: int) -> None:
     """Let this user start `most` more processes; the kernel does not hold root to it."""
-    _lower(resource.RLIMIT_NPROC, num_running() + most)
+    lower_limit(resource.RLIMIT_NPROC, num_running() + most)
 
 
 def set_niceness(value: int) -> int:
@@ -120,7 +122,7 @@ def num_running() -> int:
 
 def no_core_file() -> None:
     """Leave no core file when this process crashes."""
-    _lower(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_CORE, 0)
 
 
 def children_of(pid: int) -> list[int]:
@@ -150,14 +152,6 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
-
-
-def _lower(kind: int, value: int) -> None:
-    hard = resource.getrlimit(kind)[1]
-    if hard != resource.RLIM_INFINITY:
-        value = min(value, hard)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(kind, (value, value))
 
 
 def _mapped_bytes() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -251,9 +250,3 @@ def _placed(model: PreTrainedModel, settings: LoadSettings) -> None:
     model.eval().requires_grad_(False)
     module: torch.nn.Module = model  # whose annotation of `to` is right
     module.to(device=settings.device, dtype=settings.dtype)
-
-
-def resident_bytes() -> int:
-    """Bytes of memory that this process holds."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from tandem.errors import DataError
+from tandem.process import resident_bytes
 from tandem.serve import fields
 from tandem.serve.answering import (
     Answering,
@@ -24,7 +25,7 @@ from tandem.serve.api_errors import ApiError, json_response
 from tandem.serve.bodies import Wanted, read_chat, read_completion, read_extras, read_messages
 from tandem.serve.connection import ClientGoneError, EventStream, read_body, unless_gone
 from tandem.serve.judging import Answered, Judging, finite, judge, sequence_logprobs
-from tandem.serve.loading import Loaded, resident_bytes
+from tandem.serve.loading import Loaded
 from tandem.serve.openapi import document
 from tandem.serve.service import Service
 from tandem.serve.shapes import ChatShape, CompletionShape, Shape

@@ -16,12 +16,13 @@ from tandem.metrics.timing import Phases, Whole, peak_bytes, reset_peak
 from tandem.ops import native
 from tandem.predict.constants import constants
 from tandem.predict.hardware import Hardware
-from tandem.predict.machine import known_machine, resident_bytes
+from tandem.predict.machine import known_machine
 from tandem.predict.memory import Models
 from tandem.predict.models import config_of, shape_for
 from tandem.predict.record import WHOLE, Outcome, add_outcomes
 from tandem.predict.rows import Rows, rows_of
 from tandem.predict.stage import Phase, StagePrediction, predict_stage
+from tandem.process import resident_bytes
 from tandem.text import named_line
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,19 @@ from tandem.types import Message
 from tests.data.built_tokenizers import CHATML, LLAMA2, PLAIN, THINKING, byte_level
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+NO_LIMIT_ON_MEMORY = """
+import resource
+
+take = resource.setrlimit
+
+def setrlimit(kind, limits):
+    if kind == resource.RLIMIT_AS:
+        raise ValueError("current limit exceeds maximum limit")
+    take(kind, limits)
+
+resource.setrlimit = setrlimit
+"""
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA2, PLAIN, THINKING, "{{ 1 / 0 }}", "{% oops"])
@@ -40,6 +54,18 @@ def test_a_template_without_bounds_is_refused(
     monkeypatch.setattr(template_limits, "_CPU_SECONDS", 1)
     with pytest.raises(ModelError, match=f"must render a short conversation .* got {found}"):
         Renderer(byte_level(template + CHATML))
+
+
+def test_without_a_limit_on_memory_templates_are_used_and_time_is_limited(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on macOS: without this every template was refused there."""
+    (tmp_path / "sitecustomize.py").write_text(NO_LIMIT_ON_MEMORY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(template_limits, "_CPU_SECONDS", 1)
+    require_bounded(CHATML + "{# here #}", "template")
+    with pytest.raises(ModelError, match="got no end"):
+        require_bounded(LOOP + "{# here #}", "template")
 
 
 def test_a_template_without_end_on_one_row_fails_for_that_row(

@@ -1,0 +1,62 @@
+"""A process's memory as systems tell it; limits, which not every system takes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem import process
+
+Limits = dict[int, tuple[int, int]]
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Limits:
+    """The limits that a process has; it takes others as long as they are within them."""
+    now = {resource.RLIMIT_CPU: (resource.RLIM_INFINITY,) * 2, resource.RLIMIT_CORE: (50, 100)}
+
+    def setrlimit(kind: int, wanted: tuple[int, int]) -> None:
+        soft, hard = wanted
+        if kind not in now or soft > hard or hard > now[kind][1] >= 0:
+            raise ValueError("current limit exceeds maximum limit")
+        now[kind] = wanted
+
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: now.get(kind, (-1, -1)))
+    return now
+
+
+def test_a_limit_is_lowered_and_never_past_what_is_allowed(held: Limits) -> None:
+    process.lower_limit(resource.RLIMIT_CPU, 10, 11)
+    process.lower_limit(resource.RLIMIT_CORE, 400)
+    assert held == {resource.RLIMIT_CPU: (10, 11), resource.RLIMIT_CORE: (100, 100)}
+    process.lower_limit(resource.RLIMIT_CORE, 0)
+    assert held[resource.RLIMIT_CORE] == (0, 0)
+
+
+def test_a_system_that_takes_no_limit_on_memory_is_left_alone(held: Limits) -> None:
+    process.lower_limit(resource.RLIMIT_AS, 2**30)
+    assert resource.RLIMIT_AS not in held
+
+
+def test_where_linux_tells_no_memory_ps_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout=answers.pop(0))
+
+    answers = ["  2048\n", "", "not a number"]
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(process, "_STATM", tmp_path / "statm")
+    assert [process.resident_bytes() for _ in range(3)] == [2 * 2**20, 0, 0]
+    assert asked[0] == ["ps", "-o", "rss=", "-p", str(os.getpid())]
+    (tmp_path / "statm").write_text("900 300 100 0 0 0 0")
+    assert process.resident_bytes() == 300 * os.sysconf("SC_PAGE_SIZE")
