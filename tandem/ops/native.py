@@ -269,6 +269,10 @@ def _flags() -> list[str]:
     ]
     is_arm = platform.machine() in ("arm64", "aarch64")  # where -march says nothing of the model
     flags += [f"-m{'cpu' if is_arm and march[0] == 'native' else 'arch'}={march[0]}", *march[1:]]
+    if is_arm:
+        # GCC reads operands early there, which takes more registers than there are. clang has no
+        # such step and ignores this.
+        flags.append("-fno-schedule-insns")
     flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
     return [*flags, *(f"-I{folder}" for folder in includes)]
 
