@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +18,7 @@ from tandem.data.ledger import Ledger
 from tandem.data.length import Fitted, fit, fit_labelled, fit_pair, fit_prompt, fit_ranked
 from tandem.data.loader import permutation
 from tandem.data.render import Renderer
+from tandem.data.side_by_side import RendersRows, side_by_side
 from tandem.errors import DataError
 from tandem.garbage import collected_seldom
 from tandem.models.eos import load_stop_ids
@@ -148,11 +149,27 @@ def shuffled(rows: list[Row], seed: int) -> list[Row]:
     return [rows[i] for i in permutation(len(rows), seed, _SHUFFLE)] if rows else rows
 
 
-def _answers(renderer: Renderer, sample: Sample, answers: Sequence[str]) -> tuple[TokenRow, ...]:
+def _answers(renderer: RendersRows, sample: Sample, answers: Sequence[str]) -> tuple[TokenRow, ...]:
     """Answers to a sample's prompt, their masks on the answer alone."""
     return tuple(
         renderer.conversation(sample.prompt, answer, sample.source, True) for answer in answers
     )
+
+
+@dataclass(frozen=True)
+class _Form(Generic[Row]):
+    """What a sample becomes: how it is rendered, and made to fit its stage."""
+
+    render: Callable[[Sample, RendersRows], Row]
+    fit: Callable[[Row], Fitted[Row]]
+
+
+_Work = tuple[Sample, _Form[Any]]
+
+
+def _render(work: _Work, renderer: RendersRows) -> Any:
+    sample, form = work
+    return form.render(sample, renderer)
 
 
 class _Rendering:
@@ -174,20 +191,20 @@ class _Rendering:
     ) -> list[TokenRow]:
         """Whole conversations and documents, with the loss on what `sft.loss_on` says."""
 
-        def render(sample: Sample) -> TokenRow:
+        def render(sample: Sample, renderer: RendersRows) -> TokenRow:
             if sample.text is not None:
-                row = renderer.document(sample.text, sample.source)
-            else:
-                row = renderer.conversation(sample.prompt, sample.chosen or "", sample.source)
-                if self.config.sft.loss_on == "all":
-                    row = replace(row, response_mask=(False, *[True] * (len(row) - 1)))
+                return renderer.document(sample.text, sample.source)
+            row = renderer.conversation(sample.prompt, sample.chosen or "", sample.source)
+            if self.config.sft.loss_on == "all":
+                row = replace(row, response_mask=(False, *[True] * (len(row) - 1)))
             return row
 
         def shorten(row: TokenRow) -> Fitted[TokenRow]:
             return fit(row, self.dataset.max_tokens, self.dataset.on_long_row)
 
-        able = [s for s in samples if s.text is not None or s.chosen is not None]
-        return self._render(able, use, render, shorten, room)
+        form = _Form(render, shorten)
+        work = [(s, form) for s in samples if s.text is not None or s.chosen is not None]
+        return self._rows(work, renderer, use, room)
 
     def pairs(
         self,
@@ -197,36 +214,27 @@ class _Rendering:
         room: int | None = None,
     ) -> list[PairRow]:
         """Preferred and rejected answers, with the mask on the last answer only."""
-
-        def render(sample: Sample) -> PairRow:
-            chosen, rejected = _answers(
-                renderer, sample, [sample.chosen or "", sample.rejected or ""]
-            )
-            return PairRow(chosen, rejected, sample.margin)
-
-        def shorten(pair: PairRow) -> Fitted[PairRow]:
-            return fit_pair(pair, self.dataset.max_tokens, self.dataset.on_long_row)
-
-        able = [s for s in samples if s.chosen is not None and s.rejected is not None]
-        return self._render(able, use, render, shorten, room)
+        form = self._pair()
+        return self._rows([(s, form) for s in samples if _is_pair(s)], renderer, use, room)
 
     def comparisons(self, samples: Sequence[Sample], renderer: Renderer) -> list[Comparison]:
         """Pairs, and rankings whole, in the samples' order; to train on."""
 
-        def render(sample: Sample) -> RankedRow:
+        def render(sample: Sample, renderer: RendersRows) -> RankedRow:
             answers = _answers(renderer, sample, [answer for _, answer in sample.ranking])
             return RankedRow(answers, tuple(rank for rank, _ in sample.ranking))
 
         def shorten(row: RankedRow) -> Fitted[RankedRow]:
             return fit_ranked(row, self.dataset.max_tokens, self.dataset.on_long_row)
 
-        found: list[Comparison] = []
+        ranking, pair = _Form(render, shorten), self._pair()
+        work: list[_Work] = []
         for sample in samples:
             if len(sample.ranking) > 2:
-                found += self._render([sample], "pairs", render, shorten, None)
-            else:
-                found += self.pairs([sample], renderer, "pairs")
-        return found
+                work.append((sample, ranking))
+            elif _is_pair(sample):
+                work.append((sample, pair))
+        return self._rows(work, renderer, "pairs", None)
 
     def labelled(
         self,
@@ -237,19 +245,26 @@ class _Rendering:
     ) -> list[LabelledRow]:
         """Answers that are called good or bad, and pairs as one of each."""
 
-        def render(sample: Sample) -> LabelledRow:
+        def render(sample: Sample, renderer: RendersRows) -> LabelledRow:
             answer = sample.chosen if sample.label else sample.rejected
             return LabelledRow(_answers(renderer, sample, [answer or ""])[0], bool(sample.label))
 
         def shorten(row: LabelledRow) -> Fitted[LabelledRow]:
             return fit_labelled(row, self.dataset.max_tokens, self.dataset.on_long_row)
 
-        found: list[LabelledRow] = []
+        label, pair = _Form(render, shorten), self._pair()
+        work: list[_Work] = []
         for sample in samples:
             if sample.label is not None:
-                found += self._render([sample], use, render, shorten, room)
-            for pair in self.pairs([sample], renderer, use, room):
-                found += [LabelledRow(pair.chosen, True), LabelledRow(pair.rejected, False)]
+                work.append((sample, label))
+            if _is_pair(sample):
+                work.append((sample, pair))
+        found: list[LabelledRow] = []
+        for row in self._rows(work, renderer, use, room):
+            if isinstance(row, PairRow):
+                found += [LabelledRow(row.chosen, True), LabelledRow(row.rejected, False)]
+            else:
+                found.append(row)
         return found
 
     def prompts(
@@ -261,7 +276,7 @@ class _Rendering:
     ) -> list[PromptRow]:
         """Prompts to answer."""
 
-        def render(sample: Sample) -> PromptRow:
+        def render(sample: Sample, renderer: RendersRows) -> PromptRow:
             return renderer.prompt(sample.prompt, sample.columns, sample.source)
 
         def shorten(row: PromptRow) -> Fitted[PromptRow]:
@@ -269,36 +284,46 @@ class _Rendering:
                 row, self.dataset.max_prompt_tokens, self.dataset.on_long_row, renderer
             )
 
-        return self._render([s for s in samples if s.prompt], use, render, shorten, room)
+        form = _Form(render, shorten)
+        return self._rows([(s, form) for s in samples if s.prompt], renderer, use, room)
 
-    def _render(
-        self,
-        samples: Sequence[Sample],
-        use: str | None,
-        render: Callable[[Sample], Row],
-        shorten: Callable[[Row], Fitted[Row]],
-        room: int | None,
-    ) -> list[Row]:
+    def _pair(self) -> _Form[PairRow]:
+        def render(sample: Sample, renderer: RendersRows) -> PairRow:
+            chosen, rejected = _answers(
+                renderer, sample, [sample.chosen or "", sample.rejected or ""]
+            )
+            return PairRow(chosen, rejected, sample.margin)
+
+        def shorten(pair: PairRow) -> Fitted[PairRow]:
+            return fit_pair(pair, self.dataset.max_tokens, self.dataset.on_long_row)
+
+        return _Form(render, shorten)
+
+    def _rows(
+        self, work: Sequence[_Work], renderer: Renderer, use: str | None, room: int | None
+    ) -> list[Any]:
         rows = []
-        for sample in samples:
-            fitted: Fitted[Row]
-            try:
-                rendered = render(sample)
-            except DataError:
-                # A row that tokenizer or template reject is a bad row like any other.
-                if self.dataset.on_bad_row == "error":
-                    raise
-                fitted = Fitted(None, "dropped", "the tokenizer or its template cannot take it")
-            else:
-                fitted = shorten(rendered)
-                if fitted.row is not None and room is not None and len(fitted.row) > room:
-                    fitted = Fitted(None, "dropped", "longer than the model's positions")
-            self._note(sample, use, fitted)
-            if fitted.row is not None:
-                rows.append(fitted.row)
+        with side_by_side(renderer, work, _render) as renderers:
+            for (sample, form), its_renderer in zip(work, renderers, strict=True):
+                fitted: Fitted[Any]
+                try:
+                    rendered = form.render(sample, its_renderer)
+                except DataError:
+                    # A row that tokenizer or template reject is a bad row like any other.
+                    if self.dataset.on_bad_row == "error":
+                        raise
+                    reason = "the tokenizer or its template cannot take it"
+                    fitted = Fitted(None, "dropped", reason)
+                else:
+                    fitted = form.fit(rendered)
+                    if fitted.row is not None and room is not None and len(fitted.row) > room:
+                        fitted = Fitted(None, "dropped", "longer than the model's positions")
+                self._note(sample, use, fitted)
+                if fitted.row is not None:
+                    rows.append(fitted.row)
         return rows
 
-    def _note(self, sample: Sample, use: str | None, fitted: Fitted[Row]) -> None:
+    def _note(self, sample: Sample, use: str | None, fitted: Fitted[Any]) -> None:
         if fitted.outcome == "kept":
             return
         if use is not None and fitted.outcome == "dropped":
@@ -306,3 +331,7 @@ class _Rendering:
         else:
             note = f"{fitted.reason} ({use or 'measuring'})"
             self.ledger.datasets[sample.source.dataset].notes[note] += 1
+
+
+def _is_pair(sample: Sample) -> bool:
+    return sample.chosen is not None and sample.rejected is not None

@@ -1,0 +1,153 @@
+"""Rows rendered by several processes are those of one, whatever fails there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tandem.data import side_by_side as module
+from tandem.data.render import Renderer
+from tandem.data.side_by_side import RendersRows, num_processes, side_by_side
+from tandem.errors import DataError
+from tandem.types import Message, Source
+from tests.data.built_tokenizers import byte_level
+
+COUNT = 150
+Use = Callable[[int, RendersRows], Any]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="rows are rendered here elsewhere")
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return Renderer(byte_level())
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BLOCK", 4)
+
+
+def use(item: int, renderer: RendersRows) -> Any:
+    """Rows of every kind; every 13th item has a turn of half a surrogate pair at its end."""
+    source = Source(dataset="d", path="file", line=item)
+    turns = [Message("user", f"number {item} " * (item % 5 + 1))]
+    rows: list[Any] = [
+        renderer.prompt(turns, {"item": item}, source),
+        renderer.conversation(turns, f"the answer {item}", source),
+        renderer.conversation(turns, "<|im_end|> is text", source, True),
+        renderer.document(f"text {item}", source),
+    ]
+    if item % 13 == 12:
+        rows.append(renderer.conversation(turns, "\ud800", source))
+    return rows
+
+
+def rows_of(renderer: Renderer, processes: int, use: Use = use, count: int = COUNT) -> list[Any]:
+    """What `use` gives for each item, or the text of its error."""
+    found = []
+    items = range(count)
+    with side_by_side(renderer, items, use, processes) as renderers:
+        for item, its_renderer in zip(items, renderers, strict=True):
+            try:
+                found.append(use(item, its_renderer))
+            except DataError as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("processes", [2, 3, 7])
+@pytest.mark.parametrize("count", [0, 1, 2, 9, COUNT])
+def test_rows_and_errors_are_those_of_one_process(
+    renderer: Renderer, processes: int, count: int
+) -> None:
+    alone = rows_of(renderer, 1, count=count)
+    assert rows_of(renderer, processes, count=count) == alone
+    assert sum(isinstance(row, str) for row in alone) == count // 13
+
+
+def test_the_work_is_done_elsewhere(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = os.getpid()
+    made: list[str] = []
+    conversation = Renderer.conversation
+
+    def noted(self: Renderer, *arguments: Any) -> Any:
+        if os.getpid() == here:
+            made.append(arguments[1])
+        return conversation(self, *arguments)
+
+    monkeypatch.setattr(Renderer, "conversation", noted)
+    rows_of(renderer, 2)
+    assert made == ["\ud800"] * (COUNT // 13), "only what failed there is asked for here"
+    rows_of(renderer, 1)
+    assert len(made) == 2 * (COUNT // 13) + 2 * COUNT
+
+
+@pytest.mark.parametrize("at", [0, 5, COUNT - 1])
+def test_a_process_that_dies_loses_nothing(renderer: Renderer, at: int) -> None:
+    here = os.getpid()
+
+    def dies(item: int, renderer: RendersRows) -> Any:
+        if item == at and os.getpid() != here:
+            os._exit(1)
+        return use(item, renderer)
+
+    assert rows_of(renderer, 3, dies) == rows_of(renderer, 1)
+
+
+def test_an_error_that_is_not_of_the_data_is_raised_here(renderer: Renderer) -> None:
+    def fails(item: int, renderer: RendersRows) -> Any:
+        if item == 30:
+            raise RuntimeError("item 30")
+        return use(item, renderer)
+
+    with pytest.raises(RuntimeError, match="item 30"):
+        rows_of(renderer, 2, fails)
+
+
+def test_processes_end_with_the_block(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    fork = os.fork
+
+    def noted() -> int:
+        begun.append(fork())
+        return begun[-1]
+
+    monkeypatch.setattr(os, "fork", noted)
+    parallelism = os.environ.get("TOKENIZERS_PARALLELISM")
+
+    def is_stopped() -> None:
+        with side_by_side(renderer, range(10**6), use, 3) as renderers:
+            use(0, next(renderers))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        is_stopped()
+    assert len(begun) == 3
+    for process in begun:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(process, 0)
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == parallelism
+
+
+def test_few_rows_are_rendered_here(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "num_processes", lambda: 4)
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("not worth a process"))
+    with side_by_side(renderer, range(2 * module._WORTH - 1), use) as renderers:
+        assert next(renderers) is renderer
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "num_cores", lambda: 12)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert num_processes() == 12
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert num_processes() == 1
+    monkeypatch.setattr(module, "num_cores", lambda: 256)
+    assert num_processes() == 16
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert num_processes() == 1

@@ -1,0 +1,107 @@
+"""Rows of every kind, the same from one process and from several, and errors with them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config.schema import RunConfig
+from tandem.data import side_by_side
+from tandem.data.render import Renderer
+from tandem.errors import DataError
+from tandem.training.stage_data import StepRows, prepare_rows
+from tandem.types import Message, RankedRow, Source, TokenRow
+from tests.tiny import tiny_config
+
+COMPARED = [
+    field.name
+    for field in fields(StepRows)
+    if "renderer" not in field.name and "tokenizer" not in field.name
+]
+
+
+def write(path: Path) -> str:
+    rows: list[dict[str, Any]] = []
+    for number in range(30):
+        prompt = f"What is {number} and {number + 1}?"
+        rows.append({"prompt": prompt, "chosen": f"It is {number}.", "rejected": "I forget."})
+        rows.append({"prompt": f"Tell {prompt}", "completion": "Yes.", "label": number % 2 == 0})
+        answers = [f"first {number}", "second", "third"]
+        rows.append({"prompt": f"Rank {prompt}", "answers": answers, "ranks": [1, 2, 3]})
+        rows.append({"text": f"A text of {number} words. " * (number % 7 + 1)})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def prepared(config: RunConfig, processes: int, monkeypatch: pytest.MonkeyPatch) -> StepRows:
+    monkeypatch.setattr(side_by_side, "num_processes", lambda: processes)
+    monkeypatch.setattr(side_by_side, "_WORTH", 1)
+    monkeypatch.setattr(side_by_side, "_BLOCK", 4)
+    return prepare_rows(config, config.actor_model, config.actor_model)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="rows are rendered here elsewhere")
+@pytest.mark.parametrize(
+    ("stages", "kinds"),
+    [
+        (["sft", "reward", "ppo"], {"sft": 20, "pairs": 20, "prompts": 10}),
+        (["kto"], {"labelled": 90}),
+        (["dpo"], {"dpo_pairs": 30}),
+    ],
+)
+def test_several_processes_give_the_rows_of_one(
+    stages: list[str],
+    kinds: dict[str, int],
+    tmp_path: Path,
+    tiny_model: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, write(tmp_path / "rows.jsonl"),
+        dataset__split=[], dataset__max_tokens=40, stages=stages,
+    )  # fmt: skip
+    alone, together = (prepared(config, processes, monkeypatch) for processes in (1, 3))
+    for name in COMPARED:
+        assert getattr(together, name) == getattr(alone, name), name
+    for name, least in kinds.items():
+        assert len(getattr(alone, name)) >= least, name
+    (account,) = alone.ledger.datasets.values()
+    if "sft" in stages:
+        assert account.num_dropped, "rows that are too long are counted"
+        assert any(isinstance(row, RankedRow) for row in alone.pairs)
+
+
+def test_a_row_that_cannot_be_rendered_is_named(
+    tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = Renderer.conversation
+
+    def refuses(
+        self: Renderer, messages: Sequence[Message], answer: str, source: Source, *more: Any
+    ) -> TokenRow:
+        if source.line == 121:
+            raise DataError(f"{source}: the template refuses it")
+        return conversation(self, messages, answer, source, *more)
+
+    monkeypatch.setattr(Renderer, "conversation", refuses)
+    path = tmp_path / "rows.jsonl"
+    write(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"prompt": "Who are you?", "completion": "Nobody."}) + "\n")
+    config = tiny_config(
+        tmp_path / "run", tiny_model, str(path),
+        dataset__split=[], dataset__heldout=0, stages=["sft"],
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"rows\.jsonl:121: the template refuses it"):
+        prepared(config, 3, monkeypatch)
+    dropping = replace(config, dataset=replace(config.dataset, on_bad_row="drop"))
+    rows = prepared(dropping, 3, monkeypatch)
+    (account,) = rows.ledger.datasets.values()
+    assert account.num_dropped == 1
+    assert {row.source.line for row in rows.sft}.isdisjoint({121})
