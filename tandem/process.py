@@ -1,16 +1,19 @@
-"""This process: its memory, and the limits that the system holds it to.
+"""This process: its memory, the limits that the system holds it to, and whom it ends with.
 
 Linux tells a process's memory in a file, macOS a command; macOS takes no limit on memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
+import signal
 import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 _STATM = Path("/proc/self/statm")
 
 
@@ -34,11 +37,29 @@ def _told_by_ps() -> int:
 def lower_limit(kind: int, soft: int, hard: int | None = None) -> None:
     """Lower one of `resource`'s limits, never past what is allowed; `hard` is `soft` if None.
 
-    A system that does not take the limit leaves the process without it.
+    Where less is allowed, the soft limit stays as far below the hard one. A system that does not
+    take the limit leaves the process without it.
     """
-    allowed = resource.getrlimit(kind)[1]
-    wanted = [soft, soft if hard is None else hard]
+    margin = 0 if hard is None else hard - soft
+    now, allowed = resource.getrlimit(kind)
+    limit = soft + margin
     if allowed != resource.RLIM_INFINITY:
-        wanted = [min(limit, allowed) for limit in wanted]
+        limit = min(limit, allowed)
+    soft = max(0, limit - margin)
+    if now != resource.RLIM_INFINITY:
+        soft = min(soft, now)
     with suppress(ValueError, OSError):
-        resource.setrlimit(kind, (wanted[0], wanted[1]))
+        resource.setrlimit(kind, (soft, limit))
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends; Linux alone.
+
+    Args:
+        parent: that process's id; if it is gone already, this one ends here.
+    """
+    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

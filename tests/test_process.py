@@ -34,9 +34,18 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Limits:
 def test_a_limit_is_lowered_and_never_past_what_is_allowed(held: Limits) -> None:
     process.lower_limit(resource.RLIMIT_CPU, 10, 11)
     process.lower_limit(resource.RLIMIT_CORE, 400)
-    assert held == {resource.RLIMIT_CPU: (10, 11), resource.RLIMIT_CORE: (100, 100)}
+    assert held == {resource.RLIMIT_CPU: (10, 11), resource.RLIMIT_CORE: (50, 100)}
     process.lower_limit(resource.RLIMIT_CORE, 0)
     assert held[resource.RLIMIT_CORE] == (0, 0)
+
+
+def test_a_soft_limit_stays_below_the_hard_one_and_is_never_raised(held: Limits) -> None:
+    held[resource.RLIMIT_CPU] = (-1, 8)
+    process.lower_limit(resource.RLIMIT_CPU, 10, 11)
+    assert held[resource.RLIMIT_CPU] == (7, 8), "the soft one tells what ended the process"
+    held[resource.RLIMIT_CPU] = (3, -1)
+    process.lower_limit(resource.RLIMIT_CPU, 10, 11)
+    assert held[resource.RLIMIT_CPU] == (3, 11)
 
 
 def test_a_system_that_takes_no_limit_on_memory_is_left_alone(held: Limits) -> None:

@@ -11,17 +11,23 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import select
 import signal
 import sys
+import threading
+import time
 import warnings
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.data.render import IN_MEMORY, Renderer
+from tandem.errors import DataError
+from tandem.process import die_with_parent
 from tandem.processor import num_cores
 from tandem.stopping import STOPPING, holding_back, let_through
 from tandem.types import Message, PromptRow, Source, TokenRow
@@ -29,13 +35,20 @@ from tandem.types import Message, PromptRow, Source, TokenRow
 Item = TypeVar("Item")
 Made = tuple[bytes, bytes]
 """A row's ids as 8 bytes each, and its mask."""
+Done = tuple[list[Made], str | None]
+"""The rows that an item asked for, and what the data's error said that ended it, if one did."""
 
 _BLOCK = 64
 """Items that a process does before it turns to its next ones."""
+_SECONDS, _BYTES = 0.2, 2**20
+"""What is done is sent after this time or size, and at once where an item failed."""
 _WORTH = 250
 """Items that are worth a process: it takes 30 ms to begin and to end one."""
 _MOST = 16
+_PATIENCE = 300.0
+"""Seconds without a word after which a process counts as lost: a rendering may take 30."""
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
+_forking = threading.Lock()
 
 
 class RendersRows(Protocol):
@@ -66,7 +79,8 @@ def num_processes() -> int:
     """Processes for the rows of one rank: the cores that are there, shared by the node's ranks."""
     if sys.platform != "linux":  # macOS ends a forked process that touches its frameworks
         return 1
-    return max(1, min(_MOST, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
+    return max(1, min(_MOST, num_cores() // max(1, int(ranks) if ranks.isdecimal() else 1)))
 
 
 @contextmanager
@@ -82,26 +96,36 @@ def side_by_side(
         use: asks for rows, for the same ones whenever it is called with an item.
         processes: as many as are worth it if None; one renders here.
     """
-    wanted = num_processes() if processes is None else processes
-    number = min(wanted, len(items) // (_WORTH if processes is None else 1))
+    number = min(len(items), processes or 1)
+    if processes is None:
+        number = len(items) // _WORTH
+        number = min(number, num_processes()) if number > 1 else 1
     if number < 2:
         yield repeat(renderer, len(items))
         return
     with ExitStack() as ending:
-        sending: list[BinaryIO] = []
-        for first in range(number):
-            process, pipe = _forked(renderer, items, use, first, number, sending)
-            sending.append(pipe)
-            ending.callback(_end, process, pipe)
-        yield _handed_out(renderer, len(items), sending)
+        task = _Task(renderer, items, use, number)
+        others: list[_Other] = []
+        for turn in range(number):
+            with suppress(OSError):  # no more processes or files: what it would do is done here
+                others.append(_fork(task, turn, others, ending))
+        by_turn = {other.turn: other for other in others}
+        yield _handed_out(renderer, len(items), number, by_turn)
 
 
 @dataclass
 class _HandsOut:
-    """Rows that were made ahead, in the order in which they are asked for."""
+    """Rows that were made ahead, in the order in which they are asked for; then the error."""
 
     renderer: Renderer
     made: Iterator[Made]
+    error: str | None
+
+    def _next(self) -> Made | None:
+        made = next(self.made, None)
+        if made is None and self.error is not None:
+            raise DataError(self.error)
+        return made
 
     def prompt(
         self,
@@ -109,7 +133,7 @@ class _HandsOut:
         columns: Mapping[str, Any] | None = None,
         source: Source = IN_MEMORY,
     ) -> PromptRow:
-        made = next(self.made, None)
+        made = self._next()
         if made is None:
             return self.renderer.prompt(messages, columns, source)
         return PromptRow(_ids(made[0]), tuple(messages), dict(columns or {}), source)
@@ -121,13 +145,13 @@ class _HandsOut:
         source: Source,
         last_turn_only: bool = False,
     ) -> TokenRow:
-        made = next(self.made, None)
+        made = self._next()
         if made is None:
             return self.renderer.conversation(messages, answer, source, last_turn_only)
         return _row(made, source)
 
     def document(self, text: str, source: Source) -> TokenRow:
-        made = next(self.made, None)
+        made = self._next()
         return self.renderer.document(text, source) if made is None else _row(made, source)
 
 
@@ -173,75 +197,146 @@ def _row(made: Made, source: Source) -> TokenRow:
     return TokenRow(_ids(made[0]), tuple(map(bool, made[1])), source)
 
 
+@dataclass
+class _Other:
+    """Another process, as this one sees it."""
+
+    turn: int
+    process: int
+    pipe: int
+    done: deque[Done] = field(default_factory=deque)
+
+    def next(self) -> Done | None:
+        """What came of its next item; None if it is lost."""
+        try:
+            if not self.done:
+                size = int.from_bytes(self._read(8), "little")
+                self.done.extend(pickle.loads(self._read(size)))
+            return self.done.popleft()
+        except OSError:
+            return None
+
+    def _read(self, size: int) -> bytes:
+        """
+        Raises:
+            OSError: it has ended, or says nothing more.
+        """
+        content = bytearray()
+        waiting = select.poll()  # not `select`, which takes no descriptor above 1023
+        waiting.register(self.pipe, select.POLLIN)
+        while len(content) < size:
+            if not waiting.poll(_PATIENCE * 1000):
+                raise TimeoutError
+            got = os.read(self.pipe, min(size - len(content), 2**20))
+            if not got:
+                raise ConnectionError
+            content += got
+        return bytes(content)
+
+    def end(self) -> None:
+        """Kill it, if it has not ended."""
+        os.close(self.pipe)
+        with suppress(ProcessLookupError):
+            os.kill(self.process, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.process, 0)
+
+
 def _handed_out(
-    renderer: Renderer, num_items: int, sending: Sequence[BinaryIO]
+    renderer: Renderer, num_items: int, turns: int, others: dict[int, _Other]
 ) -> Iterator[RendersRows]:
-    lost: set[int] = set()
-    for number, start in enumerate(range(0, num_items, _BLOCK)):
-        turn, count = number % len(sending), min(_BLOCK, num_items - start)
-        block: list[list[Made]] = []
-        if turn not in lost:
-            try:
-                block = pickle.load(sending[turn])
-            except (EOFError, OSError, pickle.UnpicklingError):
-                lost.add(turn)
-        for index in range(count):
-            yield _HandsOut(renderer, iter(block[index])) if block else renderer
+    for index in range(num_items):
+        turn = index // _BLOCK % turns
+        done = others[turn].next() if turn in others else None
+        if done is None:
+            others.pop(turn, None)
+            yield renderer
+        else:
+            yield _HandsOut(renderer, iter(done[0]), done[1])
 
 
-def _forked(
-    renderer: Renderer,
-    items: Sequence[Item],
-    use: Callable[[Item, RendersRows], object],
-    first: int,
-    step: int,
-    others: Sequence[BinaryIO],
-) -> tuple[int, BinaryIO]:
-    """A process that does every `step`-th block from `first` on, and where it sends them."""
+@dataclass(frozen=True)
+class _Task(Generic[Item]):
+    """What the processes share: of `turns` of them each does every `turns`-th block."""
+
+    renderer: Renderer
+    items: Sequence[Item]
+    use: Callable[[Item, RendersRows], object]
+    turns: int
+
+
+def _fork(task: _Task[Item], turn: int, others: Sequence[_Other], ending: ExitStack) -> _Other:
+    """A process that does the blocks of a turn; it ends with `ending`, or with this one.
+
+    Raises:
+        OSError: the system gives none.
+    """
     reading, writing = os.pipe()
-    parent, before = os.getpid(), os.environ.get(_PARALLELISM)
-    os.environ[_PARALLELISM] = "false"  # or the library warns of the fork
-    try:
-        with holding_back(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+    parent, unused = os.getpid(), [reading, *(other.pipe for other in others)]
+    # Signals wait until the process is sure to be ended.
+    with _forking, holding_back(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        before = os.environ.get(_PARALLELISM)
+        os.environ[_PARALLELISM] = "false"  # or the library warns of the fork
+        try:
             process = os.fork()
             if process == 0:
-                for number in STOPPING:  # this process ends with the one that reads
-                    signal.signal(number, signal.SIG_IGN)
-                let_through()
-    finally:
-        if os.getpid() == parent:
+                _be_other(task, turn, parent, writing, unused)
+            other = _Other(turn, process, reading)
+            ending.callback(other.end)
+        except OSError:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
             if before is None:
-                del os.environ[_PARALLELISM]
+                os.environ.pop(_PARALLELISM, None)
             else:
                 os.environ[_PARALLELISM] = before
-    if process:
-        os.close(writing)
-        return process, os.fdopen(reading, "rb")
+    return other
+
+
+def _be_other(
+    task: _Task[Item], turn: int, parent: int, writing: int, unused: Sequence[int]
+) -> None:
+    """All that the other process does; it does not return."""
     try:
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_DFL)
+        let_through()
+        die_with_parent(parent)
         gc.disable()
-        for other in (reading, *(pipe.fileno() for pipe in others)):
-            os.close(other)
-        with os.fdopen(writing, "wb") as sent:
-            for start in range(first * _BLOCK, len(items), step * _BLOCK):
-                block = [_made(renderer, item, use) for item in items[start : start + _BLOCK]]
-                pickle.dump(block, sent, protocol=5)
-                sent.flush()
+        for descriptor in unused:
+            os.close(descriptor)
+        mine = [i for i in range(len(task.items)) if i // _BLOCK % task.turns == turn]
+        sending: list[Done] = []
+        size, since = 0, time.monotonic()
+        for index in mine:
+            done = _done(task.renderer, task.items[index], task.use)
+            sending.append(done)
+            size += sum(len(ids) + len(mask) for ids, mask in done[0])
+            late = time.monotonic() - since > _SECONDS
+            if late or size > _BYTES or done[1] is not None or index == mine[-1]:
+                _send(writing, sending)
+                sending, size, since = [], 0, time.monotonic()
     finally:
         os._exit(0)
 
 
-def _made(renderer: Renderer, item: Item, use: Callable[[Item, RendersRows], object]) -> list[Made]:
+def _done(renderer: Renderer, item: Item, use: Callable[[Item, RendersRows], object]) -> Done:
     """The rows that `use` asks for, up to a call that fails."""
     listening = _Listens(renderer, [])
-    with suppress(Exception):
+    try:
         use(item, listening)
-    return listening.made
+    except DataError as error:
+        return listening.made, str(error)
+    except Exception:  # is met again, and raised, where the rows are asked for
+        return listening.made, None
+    return listening.made, None
 
 
-def _end(process: int, pipe: BinaryIO) -> None:
-    pipe.close()
-    with suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)
-    with suppress(ChildProcessError):
-        os.waitpid(process, 0)
+def _send(pipe: int, done: Sequence[Done]) -> None:
+    content = pickle.dumps(done, protocol=5)
+    left = memoryview(len(content).to_bytes(8, "little") + content)
+    while left:
+        left = left[os.write(pipe, left) :]

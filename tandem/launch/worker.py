@@ -5,24 +5,21 @@ It is killed with its launcher, reports failures, and otherwise is the program t
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import runpy
-import signal
 import sys
 
 from tandem.errors import Stopped
 from tandem.launch.failure import LAUNCHER, LOG_FILE, complain, leaving_at_signals
+from tandem.process import die_with_parent
 from tandem.stopping import let_through
 from tandem.text import named_line
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
     """Run the program; returns its exit code."""
-    die_with_launcher(int(os.environ[LAUNCHER]))
+    die_with_parent(int(os.environ[LAUNCHER]))
     with leaving_at_signals():
         let_through()
         # A crash in C++ leaves at least the Python calls that led there.
@@ -43,15 +40,6 @@ def main() -> int:
     except KeyboardInterrupt as error:
         return complain("stopped", 130, error)
     return 0
-
-
-def die_with_launcher(pid: int) -> None:
-    """Have the kernel kill this process when its launcher ends, however it ends; Linux alone."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != pid:  # it ended before that
-        os._exit(1)
 
 
 if __name__ == "__main__":

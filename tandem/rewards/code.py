@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tandem.process import die_with_parent
 from tandem.rewards import limits
 
 _FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -90,7 +91,7 @@ def passes(code: str, tests: str, *, seconds: float, memory_mb: int) -> bool:
     parent = os.getpid()
 
     def restrict() -> None:
-        limits.die_with_parent(parent)
+        die_with_parent(parent)
         limits.limit_program(
             memory_bytes=memory_mb * 2**20,
             seconds=seconds,
@@ -145,7 +146,7 @@ def _become_init() -> None:
     waits and ends as the child does."""
     child = os.fork()
     if child == 0:
-        limits.die_with_parent(0)  # the parent is in another namespace, where it has no number here
+        die_with_parent(0)  # the parent is in another namespace, where it has no number here
         return
     os.closerange(0, 1024)  # the pipe too that tells subprocess that the program has started
     status = os.waitpid(child, 0)[1]

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from tandem.process import lower_limit
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 
@@ -31,17 +30,6 @@ def _libc() -> ctypes.CDLL | None:
 def _call(name: str, *arguments: int) -> bool:
     function = getattr(_libc(), name, None)
     return function is not None and function(*arguments) == 0
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends.
-
-    Args:
-        parent: that process's id; if it is gone already, this one ends here.
-    """
-    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def adopt_orphans() -> None:

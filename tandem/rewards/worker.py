@@ -29,6 +29,7 @@ import zlib
 from contextlib import suppress
 from typing import Any
 
+from tandem.process import die_with_parent
 from tandem.rewards import limits
 from tandem.rewards.calling import Call, Outcome, RewardFunction, outcomes_of
 from tandem.stopping import STOPPING, let_through
@@ -82,7 +83,7 @@ def main(control: int, parent: int) -> None:
     os.setsid()
     let_through()
     if order["follows"]:
-        limits.die_with_parent(parent)
+        die_with_parent(parent)
     from tandem.rewards.loading import load_reward_function
 
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
@@ -118,7 +119,7 @@ def fork_host(
     try:
         os.setsid()
         if follows:
-            limits.die_with_parent(parent)
+            die_with_parent(parent)
         for number in STOPPING:
             signal.signal(number, signal.SIG_DFL)
         let_through()
@@ -198,7 +199,7 @@ class _Host:
                 self._connection.close()
                 limits.set_niceness(self._niceness)
                 limits.limit_processes(MOST_PROCESSES)
-                limits.die_with_parent(host)
+                die_with_parent(host)
                 limits.limit_memory(self._memory_bytes)
                 _Worker(connection, self._function).serve()
             finally:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +23,7 @@ from tandem.types import Message, Source
 from tests.data.built_tokenizers import byte_level
 
 COUNT = 150
+ROOT = Path(__file__).resolve().parents[2]
 Use = Callable[[int, RendersRows], Any]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="rows are rendered here elsewhere")
@@ -70,7 +77,9 @@ def test_rows_and_errors_are_those_of_one_process(
     assert sum(isinstance(row, str) for row in alone) == count // 13
 
 
-def test_the_work_is_done_elsewhere(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_and_its_errors_come_from_elsewhere(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = os.getpid()
     made: list[str] = []
     conversation = Renderer.conversation
@@ -82,9 +91,9 @@ def test_the_work_is_done_elsewhere(renderer: Renderer, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Renderer, "conversation", noted)
     rows_of(renderer, 2)
-    assert made == ["\ud800"] * (COUNT // 13), "only what failed there is asked for here"
+    assert not made
     rows_of(renderer, 1)
-    assert len(made) == 2 * (COUNT // 13) + 2 * COUNT
+    assert len(made) == COUNT // 13 + 2 * COUNT
 
 
 @pytest.mark.parametrize("at", [0, 5, COUNT - 1])
@@ -107,6 +116,88 @@ def test_an_error_that_is_not_of_the_data_is_raised_here(renderer: Renderer) -> 
 
     with pytest.raises(RuntimeError, match="item 30"):
         rows_of(renderer, 2, fails)
+
+
+def test_an_error_is_known_at_once(renderer: Renderer) -> None:
+    """What comes after it may take long: each rendering half a minute."""
+    here = os.getpid()
+
+    def waits(item: int, renderer: RendersRows) -> Any:
+        if item == 1 and os.getpid() != here:
+            time.sleep(600)
+        raise DataError(f"item {item}")
+
+    with (
+        side_by_side(renderer, range(100), waits, 2) as renderers,
+        pytest.raises(DataError, match="item 0"),
+    ):
+        waits(0, next(renderers))
+
+
+def test_a_process_that_says_nothing_counts_as_lost(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = os.getpid()
+
+    def stops(item: int, renderer: RendersRows) -> Any:
+        if item == 6 and os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return use(item, renderer)
+
+    monkeypatch.setattr(module, "_PATIENCE", 1.0)
+    assert rows_of(renderer, 2, stops) == rows_of(renderer, 1)
+
+
+@pytest.mark.parametrize("given", [0, 1, 2])
+@pytest.mark.parametrize("what", ["fork", "pipe"])
+def test_where_the_system_gives_fewer_processes_the_rest_is_done_here(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch, what: str, given: int
+) -> None:
+    alone, make, asked = rows_of(renderer, 1), getattr(os, what), []
+
+    def limited() -> Any:
+        asked.append(what)
+        if len(asked) > given:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return make()
+
+    monkeypatch.setattr(os, what, limited)
+    before = set(os.listdir("/proc/self/fd"))
+    assert rows_of(renderer, 3) == alone
+    assert len(asked) == 3
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_they_end_with_the_process_that_began_them() -> None:
+    """Though it is killed, while each does something long."""
+    command = [sys.executable, "-c", f"from {__name__} import wait_beside; wait_beside()"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as parent:
+        assert parent.stdout is not None
+        assert len(parent.stdout.readline().split()) == 2
+        parent.kill()
+        # They hold the other end of its output.
+        assert parent.stdout.read() == b""
+
+
+def wait_beside() -> None:
+    def waits(item: int, renderer: RendersRows) -> Any:
+        time.sleep(600)
+
+    with side_by_side(Renderer(byte_level()), range(100), waits, 2) as renderers:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        print(children, flush=True)
+        next(renderers)
+
+
+def test_callers_in_threads_leave_the_environment_as_it_was(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    alone = rows_of(renderer, 1)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: rows_of(renderer, 2), range(8)))
+    assert found == [alone] * 8
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
 
 
 def test_processes_end_with_the_block(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,10 +234,20 @@ def test_few_rows_are_rendered_here(renderer: Renderer, monkeypatch: pytest.Monk
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "num_cores", lambda: 12)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for variable in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
     assert num_processes() == 12
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
+    assert num_processes() == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "24")
     assert num_processes() == 1
+    for odd in ("0", "", "-3", "two", "2.0"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", odd)
+        assert num_processes() == 12
+    monkeypatch.setenv("WORLD_SIZE", "6")  # where nobody says how many of them are here
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert num_processes() == 2
+    monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setattr(module, "num_cores", lambda: 256)
     assert num_processes() == 16
     monkeypatch.setattr(sys, "platform", "darwin")
