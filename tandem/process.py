@@ -58,8 +58,7 @@ def die_with_parent(parent: int) -> None:
     Args:
         parent: that process's id; if it is gone already, this one ends here.
     """
-    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with suppress(OSError, AttributeError):  # a system without the call
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
