@@ -115,9 +115,17 @@ class WorkerPool:
         self._printed = printed
         self._host: _Host | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
+        self._starting = threading.Lock()
+        self._is_stopped = False
 
     def close(self) -> None:
-        """End the processes; they start again when they are needed."""
+        """End the processes, and with them a `run` in another thread; they start again when they
+        are needed."""
+        with self._starting:
+            self._is_stopped = True  # or what still waits for a worker would start them again
+            self._end()
+
+    def _end(self) -> None:
         if self._finalizer is not None:
             self._finalizer()
         self._host = self._finalizer = None
@@ -127,7 +135,9 @@ class WorkerPool:
 
         Raises:
             ConfigError: the workers cannot import the function.
+            RuntimeError: the pool was closed meanwhile.
         """
+        self._is_stopped = False
         found: list[list[Outcome]] = [[] for _ in calls]
         waiting = deque(range(len(calls)))
         busy: dict[int, _Busy] = {}  # by descriptor
@@ -160,7 +170,7 @@ class WorkerPool:
         except BaseException:
             for worker in busy.values():
                 worker.connection.close()
-            self.close()  # a signal came: nothing goes on in the background
+            self._end()  # a signal came: nothing goes on in the background
             raise
         return found
 
@@ -171,16 +181,18 @@ class WorkerPool:
         try:
             self._started().ask({"do": "watch", "on": on})
         except ConnectionError:  # its host was killed meanwhile, and its workers with it
-            self.close()
+            self._end()
             if on:
                 self._started().ask({"do": "watch", "on": on})
 
     def _started(self) -> _Host:
-        if self._host is None:
-            with holding_back():
+        with holding_back(), self._starting:
+            if self._host is None:
+                if self._is_stopped:
+                    raise RuntimeError("the reward workers were ended while they ran")
                 self._host = self._start()
                 self._finalizer = weakref.finalize(self, self._host.close)
-        return self._host
+            return self._host
 
     def _start(self) -> _Host:
         ours, theirs = socket.socketpair()
@@ -235,7 +247,7 @@ class WorkerPool:
                 if worker is not None:
                     self._kill(worker)
                 else:
-                    self.close()
+                    self._end()
         return None
 
     def _spawn(self, host: _Host) -> _Busy:
@@ -254,7 +266,7 @@ class WorkerPool:
         try:
             reply = self._started().ask({"do": "kill", "pid": worker.pid})
         except ConnectionError:
-            self.close()
+            self._end()
             return 0, ""
         return reply["status"], reply["why"]
 

@@ -28,6 +28,9 @@ calls for one prompt must give what one call for two gives."""
 
 Answered = tuple[Rollout, ScoredAnswers]
 
+_LOOK_SECONDS = 0.2
+"""A wait without end would miss a Ctrl-C that comes just before it begins."""
+
 
 class Refill:
     """Scores groups while others are being answered, and replaces those without a signal: the
@@ -96,7 +99,7 @@ class Refill:
             prompts = self._more(wanted) if wanted else ()
             if prompts or not wait or not self._running:
                 break
-            futures.wait(self._running, return_when=futures.FIRST_COMPLETED)
+            futures.wait(self._running, _LOOK_SECONDS, futures.FIRST_COMPLETED)
         self._asked += len(prompts)
         if too_long := [prompt for prompt in prompts if len(prompt) > self.longest]:
             raise GenerationError(

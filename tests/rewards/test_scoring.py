@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from tandem.config.scoring import ScoringConfig
 from tandem.errors import ConfigError
 from tandem.rewards import scoring
+from tandem.rewards.calling import Call
 from tandem.rewards.pool import PoolLimits, WorkerPool
 from tandem.rewards.scoring import RewardFunctions
 from tests.rewards.answers import answers_of
@@ -222,3 +225,34 @@ def test_workers_die_with_the_trainer(file: str, tmp_path: Path, forked: bool) -
         time.sleep(0.02)
     assert not is_running(worker)
     assert not is_running(host)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_waits_for_a_worker_is_not_begun_once_they_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """However far another thread has come with ending them when the lost worker is noticed."""
+    begun = tmp_path / "begun"
+
+    def sleeping(prompts: list[str], completions: list[str]) -> list[float]:
+        begun.write_text(begun.read_text() + "x" if begun.exists() else "x")
+        time.sleep(600)
+        return [0.0]
+
+    pool = WorkerPool(sleeping, PoolLimits(seconds=1000.0, workers=1))
+    if late:
+        answer, closed = pool._answer, threading.Event()
+        monkeypatch.setattr(pool, "_answer", lambda *given: closed.wait(60) and answer(*given))
+    with futures.ThreadPoolExecutor(1) as thread:
+        calls = [Call(["p"], ["a"], {}) for _ in range(3)]
+        running = thread.submit(pool.run, calls)
+        while not begun.exists():
+            time.sleep(0.01)
+        pool.close()
+        if late:
+            closed.set()
+        with pytest.raises((RuntimeError, OSError)):
+            running.result()
+    assert begun.read_text() == "x"
+    assert pool.run([]) == []
+    pool.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -466,7 +468,11 @@ def test_where_no_group_has_a_signal_the_scored_answers_are_left(
     assert "updates" not in trainer.train_rlhf(made, step=1)
 
 
-def test_an_interruption_does_not_wait_for_scores(tiny_model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wakes", [True, False])
+def test_an_interruption_does_not_wait_for_scores(
+    tiny_model: str, tmp_path: Path, wakes: bool
+) -> None:
+    """Nor if it comes just before a wait begins, and wakes nobody."""
     begun = tmp_path / "begun"
 
     def sleeping(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
@@ -483,12 +489,13 @@ def test_an_interruption_does_not_wait_for_scores(tiny_model: str, tmp_path: Pat
     done = threading.Event()
     main = threading.main_thread().ident
     assert main is not None
+    interrupt_main = partial(signal.pthread_kill, main) if wakes else _thread.interrupt_main
 
     def interrupt() -> None:
         while not (done.wait(0.02) or begun.exists()):
             pass
         if not done.is_set():
-            signal.pthread_kill(main, signal.SIGINT)
+            interrupt_main(signal.SIGINT)
 
     watch = threading.Thread(target=interrupt)
     watch.start()
