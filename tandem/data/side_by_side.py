@@ -1,9 +1,9 @@
 """Conversations rendered by several processes at once, so that large data sets are ready soon.
 
 Rendering one takes 0.3 to 1 ms of Python and of the tokenizer. Forked processes do it ahead and
-send ids and masks; here they are handed out call by call, as if the renderer had been asked. What
-was not done ahead, because a call failed or its process was lost, the renderer is asked for: errors
-are raised here, and nothing is missing.
+send ids and masks; here they are handed out call by call, as if the renderer had been asked, and so
+are the data's errors. What was not done ahead, because a call failed otherwise or its process was
+lost, the renderer is asked for: nothing is missing.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import sys
 import threading
 import time
 import warnings
+from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -114,18 +116,14 @@ def side_by_side(
 
 
 @dataclass
-class _HandsOut:
-    """Rows that were made ahead, in the order in which they are asked for; then the error."""
+class _Between(ABC):
+    """Stands between those who ask for rows and the renderer."""
 
     renderer: Renderer
-    made: Iterator[Made]
-    error: str | None
 
-    def _next(self) -> Made | None:
-        made = next(self.made, None)
-        if made is None and self.error is not None:
-            raise DataError(self.error)
-        return made
+    @abstractmethod
+    def _made(self, ask: Callable[[], PromptRow | TokenRow]) -> Made:
+        """The row that `ask` would get from the renderer."""
 
     def prompt(
         self,
@@ -133,10 +131,8 @@ class _HandsOut:
         columns: Mapping[str, Any] | None = None,
         source: Source = IN_MEMORY,
     ) -> PromptRow:
-        made = self._next()
-        if made is None:
-            return self.renderer.prompt(messages, columns, source)
-        return PromptRow(_ids(made[0]), tuple(messages), dict(columns or {}), source)
+        made = self._made(lambda: self.renderer.prompt(messages, columns, source))
+        return PromptRow(_ids(made), tuple(messages), dict(columns or {}), source)
 
     def conversation(
         self,
@@ -145,56 +141,49 @@ class _HandsOut:
         source: Source,
         last_turn_only: bool = False,
     ) -> TokenRow:
-        made = self._next()
-        if made is None:
-            return self.renderer.conversation(messages, answer, source, last_turn_only)
-        return _row(made, source)
+        ask = partial(self.renderer.conversation, messages, answer, source, last_turn_only)
+        return self._row(ask, source)
 
     def document(self, text: str, source: Source) -> TokenRow:
-        made = self._next()
-        return self.renderer.document(text, source) if made is None else _row(made, source)
+        return self._row(partial(self.renderer.document, text, source), source)
+
+    def _row(self, ask: Callable[[], TokenRow], source: Source) -> TokenRow:
+        made = self._made(ask)
+        return TokenRow(_ids(made), tuple(map(bool, made[1])), source)
 
 
 @dataclass
-class _Listens:
+class _HandsOut(_Between):
+    """Rows that were made ahead, in the order in which they are asked for; then the error."""
+
+    ahead: Iterator[Made]
+    error: str | None
+
+    def _made(self, ask: Callable[[], PromptRow | TokenRow]) -> Made:
+        made = next(self.ahead, None)
+        if made is None and self.error is not None:
+            raise DataError(self.error)
+        return _made_of(ask()) if made is None else made
+
+
+@dataclass
+class _Listens(_Between):
     """Asks the renderer, and keeps what it made."""
 
-    renderer: Renderer
-    made: list[Made]
+    heard: list[Made]
 
-    def prompt(
-        self,
-        messages: Sequence[Message],
-        columns: Mapping[str, Any] | None = None,
-        source: Source = IN_MEMORY,
-    ) -> PromptRow:
-        row = self.renderer.prompt(messages, columns, source)
-        self.made.append((array("q", row.token_ids).tobytes(), b""))
-        return row
-
-    def conversation(
-        self,
-        messages: Sequence[Message],
-        answer: str,
-        source: Source,
-        last_turn_only: bool = False,
-    ) -> TokenRow:
-        return self._kept(self.renderer.conversation(messages, answer, source, last_turn_only))
-
-    def document(self, text: str, source: Source) -> TokenRow:
-        return self._kept(self.renderer.document(text, source))
-
-    def _kept(self, row: TokenRow) -> TokenRow:
-        self.made.append((array("q", row.token_ids).tobytes(), bytes(row.response_mask)))
-        return row
+    def _made(self, ask: Callable[[], PromptRow | TokenRow]) -> Made:
+        self.heard.append(_made_of(ask()))
+        return self.heard[-1]
 
 
-def _ids(made: bytes) -> tuple[int, ...]:
-    return tuple(array("q", made))
+def _made_of(row: PromptRow | TokenRow) -> Made:
+    mask = row.response_mask if isinstance(row, TokenRow) else ()
+    return array("q", row.token_ids).tobytes(), bytes(mask)
 
 
-def _row(made: Made, source: Source) -> TokenRow:
-    return TokenRow(_ids(made[0]), tuple(map(bool, made[1])), source)
+def _ids(made: Made) -> tuple[int, ...]:
+    return tuple(array("q", made[0]))
 
 
 @dataclass
@@ -329,10 +318,10 @@ def _done(renderer: Renderer, item: Item, use: Callable[[Item, RendersRows], obj
     try:
         use(item, listening)
     except DataError as error:
-        return listening.made, str(error)
+        return listening.heard, str(error)
     except Exception:  # is met again, and raised, where the rows are asked for
-        return listening.made, None
-    return listening.made, None
+        return listening.heard, None
+    return listening.heard, None
 
 
 def _send(pipe: int, done: Sequence[Done]) -> None:
