@@ -1,4 +1,4 @@
-"""This process: its memory, the limits that the system holds it to, and whom it ends with.
+"""This process: its memory, its limits, the processes it forks, and whom it ends with.
 
 Linux tells a process's memory in a file, macOS a command; macOS takes no limit on memory.
 """
@@ -10,8 +10,12 @@ import os
 import resource
 import signal
 import subprocess
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from tandem.stopping import STOPPING, holding_back, let_through
 
 _PR_SET_PDEATHSIG = 1
 _STATM = Path("/proc/self/statm")
@@ -52,13 +56,35 @@ def lower_limit(kind: int, soft: int, hard: int | None = None) -> None:
         resource.setrlimit(kind, (soft, limit))
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; Linux alone.
+def fork(work: Callable[[], object]) -> int:
+    """Have a forked process do `work` and end, whether or not that raises; its id.
+
+    The stopping signals end it at once, and reach neither process before it is ready for them.
+
+    Raises:
+        OSError: the system gives no process.
+    """
+    with holding_back(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        process = os.fork()
+        if process == 0:
+            try:
+                for number in STOPPING:
+                    signal.signal(number, signal.SIG_DFL)
+                let_through()
+                work()
+            finally:
+                os._exit(0)
+    return process
+
+
+def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when the thread that started it ends; Linux alone.
 
     Args:
         parent: that process's id; if it is gone already, this one ends here.
     """
     with suppress(OSError, AttributeError):  # a system without the call
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
         os._exit(1)

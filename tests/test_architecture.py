@@ -20,8 +20,8 @@ PACKAGE = ROOT / "tandem"
 
 LAYERS = (
     ("errors",),
-    ("types", "text"),
-    ("config", "files", "garbage", "process", "processor", "stopping"),
+    ("types", "text", "stopping"),
+    ("config", "files", "garbage", "process", "processor"),
     ("ops", "tensor_files"),
     ("data", "models", "parallel", "objectives", "metrics"),
     ("generation", "checkpoint", "rewards"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +71,31 @@ def test_where_linux_tells_no_memory_ps_does(
     assert asked[0] == ["ps", "-o", "rss=", "-p", str(os.getpid())]
     (tmp_path / "statm").write_text("900 300 100 0 0 0 0")
     assert process.resident_bytes() == 300 * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_forked_process_does_its_work_and_ends_even_if_that_raises(tmp_path: Path) -> None:
+    def work() -> None:
+        (tmp_path / "done").write_text(str(os.getppid()))
+        raise ValueError("not to be seen by the code that forked")
+
+    child = process.fork(work)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert (tmp_path / "done").read_text() == str(os.getpid())
+
+
+def test_a_forked_process_is_stopped_whatever_this_one_does_with_signals() -> None:
+    """Its parent ignores Ctrl-C and holds it back here; the child must not inherit either."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        reading, writing = os.pipe()
+        child = process.fork(lambda: (os.write(writing, b"."), time.sleep(60)))
+        assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        os.read(reading, 1)
+        os.kill(child, signal.SIGINT)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGINT
+    finally:
+        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(reading)
+        os.close(writing)

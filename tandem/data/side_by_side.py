@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
@@ -29,9 +28,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.data.render import IN_MEMORY, Renderer
 from tandem.errors import DataError
-from tandem.process import die_with_parent
+from tandem.process import die_with_parent, fork
 from tandem.processor import num_cores
-from tandem.stopping import STOPPING, holding_back, let_through
+from tandem.stopping import holding_back
 from tandem.types import Message, PromptRow, Source, TokenRow
 
 Item = TypeVar("Item")
@@ -263,14 +262,11 @@ def _fork(task: _Task[Item], turn: int, others: Sequence[_Other], ending: ExitSt
     reading, writing = os.pipe()
     parent, unused = os.getpid(), [reading, *(other.pipe for other in others)]
     # Signals wait until the process is sure to be ended.
-    with _forking, holding_back(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+    with _forking, holding_back():
         before = os.environ.get(_PARALLELISM)
         os.environ[_PARALLELISM] = "false"  # or the library warns of the fork
         try:
-            process = os.fork()
-            if process == 0:
-                _be_other(task, turn, parent, writing, unused)
+            process = fork(lambda: _be_other(task, turn, parent, writing, unused))
             other = _Other(turn, process, reading)
             ending.callback(other.end)
         except OSError:
@@ -288,28 +284,22 @@ def _fork(task: _Task[Item], turn: int, others: Sequence[_Other], ending: ExitSt
 def _be_other(
     task: _Task[Item], turn: int, parent: int, writing: int, unused: Sequence[int]
 ) -> None:
-    """All that the other process does; it does not return."""
-    try:
-        for number in STOPPING:
-            signal.signal(number, signal.SIG_DFL)
-        let_through()
-        die_with_parent(parent)
-        gc.disable()
-        for descriptor in unused:
-            os.close(descriptor)
-        mine = [i for i in range(len(task.items)) if i // _BLOCK % task.turns == turn]
-        sending: list[Done] = []
-        size, since = 0, time.monotonic()
-        for index in mine:
-            done = _done(task.renderer, task.items[index], task.use)
-            sending.append(done)
-            size += sum(len(ids) + len(mask) for ids, mask in done[0])
-            late = time.monotonic() - since > _SECONDS
-            if late or size > _BYTES or done[1] is not None or index == mine[-1]:
-                _send(writing, sending)
-                sending, size, since = [], 0, time.monotonic()
-    finally:
-        os._exit(0)
+    """All that the other process does."""
+    die_with_parent(parent)
+    gc.disable()
+    for descriptor in unused:
+        os.close(descriptor)
+    mine = [i for i in range(len(task.items)) if i // _BLOCK % task.turns == turn]
+    sending: list[Done] = []
+    size, since = 0, time.monotonic()
+    for index in mine:
+        done = _done(task.renderer, task.items[index], task.use)
+        sending.append(done)
+        size += sum(len(ids) + len(mask) for ids, mask in done[0])
+        late = time.monotonic() - since > _SECONDS
+        if late or size > _BYTES or done[1] is not None or index == mine[-1]:
+            _send(writing, sending)
+            sending, size, since = [], 0, time.monotonic()
 
 
 def _done(renderer: Renderer, item: Item, use: Callable[[Item, RendersRows], object]) -> Done:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -12,11 +11,13 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from tandem.process import die_with_parent
 
 _MARK = "TANDEM_SWEEP_CASE"
 _POLL_SECONDS, _SCAN_SECONDS = 0.05, 1.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def run_command(arguments: Sequence[str], log: Path) -> Ended:
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, _MARK: mark},
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
         )
         watch = PeakWatch(f"{_MARK}={mark}", process.pid)
         try:
@@ -147,11 +148,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _end_with_parent() -> None:
-    """In the child: get SIGTERM when the sweep's process ends, however it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _signal_name(number: int) -> str:

@@ -20,19 +20,17 @@ import os
 import pickle
 import random
 import select
-import signal
 import socket
 import struct
 import sys
-import warnings
 import zlib
 from contextlib import suppress
 from typing import Any
 
-from tandem.process import die_with_parent
+from tandem.process import die_with_parent, fork
 from tandem.rewards import limits
 from tandem.rewards.calling import Call, Outcome, RewardFunction, outcomes_of
-from tandem.stopping import STOPPING, let_through
+from tandem.stopping import let_through
 
 MOST_PROCESSES = 64
 """Processes that a worker's call may start; with more it is killed."""
@@ -106,30 +104,18 @@ def fork_host(
         follows: it dies with the thread that forks it.
     """
     parent = os.getpid()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
-            pid = os.fork()
-        if pid:
-            return pid
-    finally:
-        if os.getpid() == parent:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    try:
+
+    def serve() -> None:
         os.setsid()
         if follows:
             die_with_parent(parent)
-        for number in STOPPING:
-            signal.signal(number, signal.SIG_DFL)
-        let_through()
         gc.freeze()  # nothing of the trainer's is to be collected here
         _close_all_but(control.fileno())
         if "torch" in sys.modules:  # its thread pool did not come along
             sys.modules["torch"].set_num_threads(1)
         _Host(control, function, memory_bytes).serve()
-    finally:
-        os._exit(0)
+
+    return fork(serve)
 
 
 def _close_all_but(kept: int) -> None:
