@@ -7,10 +7,11 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from tandem.config.schema import RunConfig
@@ -49,6 +50,21 @@ def render(folder: RunFolder) -> str:
     """The page as text."""
     css = (_HERE / "report.css").read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
+    return (
+        _page()
+        .render(
+            css=Markup(css),
+            css_hash=f"sha256-{digest}",
+            max_answers=_MAX_ANSWERS,
+            max_alarms=_MAX_ALARMS,
+            **_context(folder),
+        )
+        .lstrip()
+    )
+
+
+@cache
+def _page() -> Template:
     environment = Environment(
         loader=FileSystemLoader(_HERE),
         autoescape=True,
@@ -58,14 +74,7 @@ def render(folder: RunFolder) -> str:
         finalize=_shown,
     )
     environment.filters.update(breakable=_breakable, code=_code)
-    page = environment.get_template("report.html.j2")
-    return page.render(
-        css=Markup(css),
-        css_hash=f"sha256-{digest}",
-        max_answers=_MAX_ANSWERS,
-        max_alarms=_MAX_ALARMS,
-        **_context(folder),
-    ).lstrip()
+    return environment.get_template("report.html.j2")
 
 
 def _context(folder: RunFolder) -> dict[str, Any]:

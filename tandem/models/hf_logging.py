@@ -21,21 +21,31 @@ def quiet() -> Iterator[None]:
     What those lines warn about (missing or unexpected weights) is raised as an error instead. The
     bar of a download stays, because minutes of silence are worse.
     """
-    hub_logger = logging.getLogger("huggingface_hub")
-    verbosity, hub_level = hf_logging.get_verbosity(), hub_logger.level
     hf_bars, hub_bars = hf_logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    hf_logging.set_verbosity_error()
-    hub_logger.setLevel(logging.ERROR)
-    if hf_bars:
-        hf_logging.disable_progress_bar()  # switches the hub's bars off too
-        if hub_bars:
-            enable_progress_bars()
+    with _errors_only(hf_logging.get_logger().name), _errors_only("huggingface_hub"):
+        if hf_bars:
+            hf_logging.disable_progress_bar()  # switches the hub's bars off too
+            if hub_bars:
+                enable_progress_bars()
+        try:
+            yield
+        finally:
+            if hf_bars:
+                hf_logging.enable_progress_bar()
+                if not hub_bars:
+                    disable_progress_bars()
+
+
+@contextmanager
+def _errors_only(name: str) -> Iterator[None]:
+    """A level is set only where it changes: for a new one Python visits every logger there is."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    if before == logging.ERROR:
+        yield
+        return
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        hf_logging.set_verbosity(verbosity)
-        hub_logger.setLevel(hub_level)
-        if hf_bars:
-            hf_logging.enable_progress_bar()
-            if not hub_bars:
-                disable_progress_bars()
+        logger.setLevel(before)

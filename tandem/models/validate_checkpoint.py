@@ -37,6 +37,7 @@ _MOST_BUFFER_BYTES = 2**32
 # The config's counts of modules; its other numbers are dimensions.
 _LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"}
 _COUNTS = _LAYERS | {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
+_known: dict[object, tuple[int, int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,20 +206,35 @@ def _check_sizes(
     folder: Path, config: PreTrainedConfig, stored: Stored, trust_remote_code: bool
 ) -> None:
     try:
-        with torch.device("meta"), quiet():
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        described, buffers = _described(config, trust_remote_code)
     except Exception as error:  # a family's own code may raise anything
         raise ModelError(
             f"config.json of {str(folder)!r} must describe a model that can be built; got "
             f"{type(error).__name__}: {one_line(error)}. Copy or save the model again."
         ) from error
-    described = sum(weight.numel() for weight in model.parameters())
     most = _MOST_TIMES * stored.num_values + _MOST_MORE
     if described > most:
         raise _too_large(folder, f"{described} values", str(stored.num_values))
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     if buffers > _MOST_BUFFER_BYTES + 4 * most:
         raise _too_large(folder, f"tables of {buffers} bytes", f"{stored.num_values} values")
+
+
+def _described(config: PreTrainedConfig, trust_remote_code: bool) -> tuple[int, int]:
+    """Values of all weights, and bytes of all tables, of the model that a config describes.
+
+    Of the families in transformers, whose modules their configs alone decide, this is remembered: a
+    run reads each of its models' configs some six times.
+    """
+    described = None if trust_remote_code else (type(config), config.to_json_string(use_diff=False))
+    if described in _known:
+        return _known[described]
+    with torch.device("meta"), quiet():
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    values = sum(weight.numel() for weight in model.parameters())
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    if described is not None:
+        _known[described] = values, buffers
+    return values, buffers
 
 
 def _too_large(folder: Path, described: str, held: str) -> ModelError:
