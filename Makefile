@@ -5,13 +5,18 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test test-gpu test-slow battery lint types docs bench bench-gpu clean
+.PHONY: demo test pytest test-gpu test-slow battery lint types docs bench bench-gpu clean
 
 demo: $(STAMP)  ## all three steps on the built-in data set, then a chat sample and a report
 	$(BIN)/tandem demo
 
-test: $(STAMP) lint types  ## lint, type-check, test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# Types are checked, by one process that takes a minute, beside the tests. Some tests wait, for a
+# deadline or another process, so three share two cores. What they start need not be compiled again.
+test: $(STAMP) lint  ## lint, type-check, test
+	$(MAKE) --no-print-directory --jobs 2 types pytest
+
+pytest: $(STAMP)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-gpu:  ## what only a GPU shows, in minutes; with the python and torch that are there (PYTHON=)
 	TANDEM_TEST_GPU=on $(PYTHON) -m pytest tests/gpu tests/ops

@@ -30,6 +30,15 @@ for _number in (signal.SIGINT, signal.SIGHUP):
         )
 
 
+# Collecting makes millions of objects, and nearly all stay.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """From here on there is garbage."""
+    gc.enable()
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """With the GPU in sight: only the tests that are meant for it."""
     if os.environ.get("TANDEM_TEST_GPU") != "on" or collection_path.suffix != ".py":

@@ -65,7 +65,8 @@ IMPORTS = (
     "from tandem import *",
 )
 _IN_FORKS = """
-import os, sys  # and the packages that take long, once
+import gc, os, sys  # and the packages that take long, once
+gc.disable()
 import torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor
 import rich.progress, transformers.generation.utils
 for imports in {imports!r}:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from bench import generation, harness, limits, step3
+from bench import generation, harness, limits, serve, step3
+from tandem import cli
 
 
 @pytest.fixture(autouse=True)
@@ -37,3 +41,37 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter's many seconds are for."""
     get_context = multiprocessing.get_context
     monkeypatch.setattr(harness.multiprocessing, "get_context", lambda _: get_context("fork"))
+
+
+class _Command:
+    """`subprocess.Popen` of `python -m tandem`, as a fork."""
+
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], **_: Any) -> None:
+        self._process = multiprocessing.get_context("fork").Process(target=_run, args=(words,))
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+def _run(words: Sequence[str]) -> None:
+    assert list(words[1:3]) == ["-m", "tandem"]
+    cli.main(list(words[3:]))
+
+
+@pytest.fixture
+def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers of `bench.serve` are forks, which have imported what they need."""
+    ours = SimpleNamespace(**{**vars(subprocess), "Popen": _Command})
+    monkeypatch.setattr(serve, "subprocess", ours)

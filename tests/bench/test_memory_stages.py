@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,18 @@ from bench import memory_stages
 from bench.memory_stages import main
 from tandem import cli
 from tests.tiny import save_tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command runs here, where it need not import torch first."""
+
+    def ran(command: list[str], **how: Any) -> Any:
+        assert command[:3] == [sys.executable, "-m", "tandem"]
+        return subprocess.CompletedProcess(command, cli.main(command[3:]), "", "")
+
+    ours = SimpleNamespace(**{**vars(subprocess), "run": ran})
+    monkeypatch.setattr(memory_stages, "subprocess", ours)
 
 
 def test_a_stage_is_trained_and_its_peak_read(tmp_path: Path) -> None:
@@ -27,12 +41,6 @@ def test_a_stage_is_trained_and_its_peak_read(tmp_path: Path) -> None:
     assert "commit" in written
 
 
-def test_a_run_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process: one of its own is in the test before."""
-
-    def ran(command: list[str], **how: Any) -> Any:
-        return subprocess.CompletedProcess(command, cli.main(command[3:]), "", "")
-
-    monkeypatch.setattr(memory_stages.subprocess, "run", ran)
+def test_a_run_that_fails_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"sft must train; got exit code \d"):
         main([str(tmp_path / "nothing"), "--stages", "sft"])

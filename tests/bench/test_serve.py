@@ -37,6 +37,7 @@ def test_figures_are_medians_of_rounds_and_the_cost_is_beside_plain_chat() -> No
 
 
 @pytest.mark.skipif(find_spec("starlette") is None, reason="needs the extra serve")
+@pytest.mark.usefixtures("forked_servers")
 def test_the_command_measures_servers_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

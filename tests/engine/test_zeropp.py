@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -249,18 +250,30 @@ CASES: dict[str, RunConfig] = {
 }
 
 
-def trained(world: World) -> dict[str, tuple[list[float], list[Tensor]]]:
+MORE = {"all, stage 1", "all, fp16, 4 bits", "all, lora, 4 bits", "all, lora, bf16"}
+"""Cases of which the others are the parts."""
+
+
+def trained(world: World, names: Sequence[str]) -> dict[str, tuple[list[float], list[Tensor]]]:
     """Losses of two steps and the weights that forwards then see, by case."""
     found = {}
-    for name, config in CASES.items():
+    for name in names:
+        config = CASES[name]
         run = training(world, config)
         losses = [run.step(0, micro_batch) for micro_batch in (1000, 12)]
         found[name] = losses, gathered(run.model)
     return found
 
 
-def test_every_case_trains_and_every_rank_ends_with_the_same_bits() -> None:
-    first, *others = on_ranks(RANKS, trained, ranks_per_node=PER_NODE)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([name for name in CASES if name not in MORE], id="most"),
+        pytest.param(list(CASES), marks=pytest.mark.slow, id="all"),
+    ],
+)
+def test_every_case_trains_and_every_rank_ends_with_the_same_bits(names: Sequence[str]) -> None:
+    first, *others = on_ranks(RANKS, trained, names, ranks_per_node=PER_NODE)
     for name, (losses, weights) in first.items():
         plain, _ = first["lora" if "lora" in name else "plain"]
         assert losses == pytest.approx(plain, rel=0.03 if "bits" in name else 0.02), name

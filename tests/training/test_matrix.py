@@ -15,9 +15,9 @@ from tests.training.conftest import PlainRun
 from tests.training.test_ranks import assert_same_run, ran
 
 OFFLOADED = ("optimizer", "reference", "reward")
-SHORT = ((0, 3, False, True), (2, 2, True, True))
-"""LoRA rank, stage, hybrid engine, offload of the cases that every test run has; cases
-without offload are in test_ranks."""
+SHORT = ((2, 3, False, True),)
+"""LoRA rank, stage, hybrid engine, offload of what every test run has; the hybrid engine without
+offload is in test_ranks, with adapters in test_frozen, with offload in test_offload."""
 
 
 @pytest.mark.parametrize(
