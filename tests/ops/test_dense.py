@@ -552,3 +552,11 @@ def test_autocast_leaves_log_probs_and_entropy_in_float32(half: torch.dtype) -> 
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == torch.float32
         assert torch.equal(ours, theirs)
+
+
+def test_a_packed_weight_in_bfloat16_takes_half_of_float32s_memory() -> None:
+    """On every processor: what decoding takes from memory is what a few answers wait for."""
+    for outputs, inputs in ((64, 32), (577, 34)):
+        weight = torch.randn(outputs, inputs)
+        half = dense.pack_weight(weight.bfloat16())
+        assert 2 * half.nbytes == dense.pack_weight(weight).nbytes

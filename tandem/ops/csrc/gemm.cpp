@@ -47,11 +47,11 @@ struct Ahead {
 
 // ---- the tile: R rows by C vectors of sums in registers ----
 
-template <class T>
+template <class T, class P = word>
 struct TileWork {
   const word* rows;  // R rows `row_stride` words apart, their words `row_step` apart
   int64_t row_stride, row_step;
-  const word* panel;  // (words, 16 C), `panel_step` words from k to k + 1
+  const P* panel;  // (words, 16 C), `panel_step` of them from k to k + 1
   int64_t panel_step;
   int64_t words;
   const float* before;  // sums so far (R, kPanel), or null: start at 0
@@ -104,10 +104,19 @@ TANDEM_INLINE void for_sums(Body body) {
 typedef wide wide_word __attribute__((may_alias, aligned(2)));
 
 TANDEM_INLINE wide load_wide(const word* p) { return *reinterpret_cast<const wide_word*>(p); }
+TANDEM_INLINE wide load_wide(const bf16* p) {
+#if defined(__AVX512F__)
+  return widen(load_halves(p));
+#elif defined(__AVX__)
+  return from_bits(whole(There<v8h>::load(p)) << 16);
+#else
+  return from_bits(__builtin_convertvector(There<v4h>::load(p), v4u) << 16);
+#endif
+}
 TANDEM_INLINE void store_wide(word* p, wide x) { *reinterpret_cast<wide_word*>(p) = x; }
 
-template <class T, int R, int vectors>
-void tile(const TileWork<T>& work) {
+template <class T, class P, int R, int vectors>
+void tile(const TileWork<T, P>& work) {
   constexpr int C = vectors * kLanes / kWide;
   if (!work.raw) {  // fetched while the sums are made; to be written, but PREFETCHW is slow on Zen 4
     for (int r = 0; r < R; ++r)
@@ -122,7 +131,7 @@ void tile(const TileWork<T>& work) {
   } else {
     for_sums<R, C>([&](int r, int c) { sums[r][c] = wide{}; });
   }
-  const auto add = [&](const word* row, const word* panel, auto stride) TANDEM_INLINED {
+  const auto add = [&](const word* row, const P* panel, auto stride) TANDEM_INLINED {
     wide b[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) b[c] = load_wide(panel + c * kWide);
@@ -142,9 +151,10 @@ void tile(const TileWork<T>& work) {
     }
   };
   const word* row = work.rows;
-  const word* panel = work.panel;
+  const P* panel = work.panel;
   const int64_t stride = work.row_stride, step = work.row_step, panel_step = work.panel_step;
-  const word* ahead = work.ahead.data ? work.ahead.data : panel;
+  const word* ahead =
+      work.ahead.data ? work.ahead.data : reinterpret_cast<const word*>(panel);
   const int64_t ahead_step = work.ahead.step;
   int64_t left = work.words;
   if constexpr (kWide < kLanes) {
@@ -216,20 +226,20 @@ void tile(const TileWork<T>& work) {
   }
 }
 
-template <class T>
-using TileFunction = void (*)(const TileWork<T>&);
+template <class T, class P>
+using TileFunction = void (*)(const TileWork<T, P>&);
 
-template <class T, int C, int... R>
-constexpr std::array<TileFunction<T>, sizeof...(R)> tiles_of(std::integer_sequence<int, R...>) {
-  return {&tile<T, R + 1, C>...};
+template <class T, class P, int C, int... R>
+constexpr std::array<TileFunction<T, P>, sizeof...(R)> tiles_of(std::integer_sequence<int, R...>) {
+  return {&tile<T, P, R + 1, C>...};
 }
 
-template <class T>
-TileFunction<T> tile_for(int C, int R) {
-  static constexpr auto one = tiles_of<T, 1>(std::make_integer_sequence<int, kMostRows[1]>{});
-  static constexpr auto two = tiles_of<T, 2>(std::make_integer_sequence<int, kMostRows[2]>{});
-  static constexpr auto three = tiles_of<T, 3>(std::make_integer_sequence<int, kMostRows[3]>{});
-  static constexpr auto four = tiles_of<T, 4>(std::make_integer_sequence<int, kMostRows[4]>{});
+template <class T, class P>
+TileFunction<T, P> tile_for(int C, int R) {
+  static constexpr auto one = tiles_of<T, P, 1>(std::make_integer_sequence<int, kMostRows[1]>{});
+  static constexpr auto two = tiles_of<T, P, 2>(std::make_integer_sequence<int, kMostRows[2]>{});
+  static constexpr auto three = tiles_of<T, P, 3>(std::make_integer_sequence<int, kMostRows[3]>{});
+  static constexpr auto four = tiles_of<T, P, 4>(std::make_integer_sequence<int, kMostRows[4]>{});
   switch (C) {
     case 1: return one[R - 1];
     case 2: return two[R - 1];
@@ -252,8 +262,8 @@ int64_t tiles_of_group(int64_t count, int64_t lanes, const Cut& cut) {
 // `count` rows (at most kGroup) by one panel of `lanes` columns in memory: tiles of nearly equal
 // heights, cut as `cut` says. Sums start at `before` (count, kPanel) if given, and go to `raw`
 // (count, kPanel) if given, else finished into y. `earlier`: tiles of the groups before it.
-template <class T>
-void multiply_group(const TileWork<T>& work, int64_t count, int64_t lanes, const float* before,
+template <class T, class P>
+void multiply_group(const TileWork<T, P>& work, int64_t count, int64_t lanes, const float* before,
                     float* raw, const Cut& cut, int64_t earlier = 0) {
   const int64_t words = work.words, piece = std::min<int64_t>(cut.columns, kPanel);
   float* partial = raw;
@@ -261,7 +271,7 @@ void multiply_group(const TileWork<T>& work, int64_t count, int64_t lanes, const
   for (int64_t k = 0; k < words; k += cut.words) {
     const bool last = k + cut.words >= words;
     const float* from = k ? partial : before;
-    TileWork<T> one = work;
+    TileWork<T, P> one = work;
     one.words = last ? words - k : cut.words;
     one.panel_step = work.panel_step;
     int64_t done = earlier;
@@ -285,7 +295,7 @@ void multiply_group(const TileWork<T>& work, int64_t count, int64_t lanes, const
           one.ahead.data = one.rows + height * work.row_stride;
           one.ahead.step = height;
         }
-        tile_for<T>(vectors, static_cast<int>(height))(one);
+        tile_for<T, P>(vectors, static_cast<int>(height))(one);
         m += height;
       }
     }
@@ -325,15 +335,15 @@ struct Sums {
 
 // Rows m0 to m1 by `words` words of one panel of `width` columns; y, bias and residual point at
 // row 0 and the panel's first column. The panel's words are `panel_step` apart; 0: without gaps.
-template <class T>
-void multiply_panel(const Words& x, int64_t m0, int64_t m1, const word* panel, int64_t width,
+template <class T, class P>
+void multiply_panel(const Words& x, int64_t m0, int64_t m1, const P* panel, int64_t width,
                     int64_t words, T* y, int64_t y_stride, const Epilogue<T>& epilogue,
                     const Cut& cut, const Ahead& ahead = {}, const Sums& sums = {},
                     int64_t panel_step = 0) {
   const int64_t lanes = round_up(width, kLanes);
   int64_t earlier = 0;
   for (int64_t m = m0; m < m1; m += kGroup) {
-    TileWork<T> work{};
+    TileWork<T, P> work{};
     work.rows = x.data + m * x.stride;
     work.row_stride = x.stride;
     work.row_step = x.step;
@@ -360,31 +370,46 @@ constexpr int64_t kFetching = 3;
 
 // A packed panel of `words` by kPanel, shared among all tiles of `count` rows: memory brings no more
 // than it can while all of them are made.
-Ahead packed_ahead(const float* panel, int64_t words, int64_t count, const Cut& cut) {
+template <class P>
+Ahead packed_ahead(const P* panel, int64_t words, int64_t count, const Cut& cut) {
+  constexpr int64_t per_word = kPanel * sizeof(P) / sizeof(float);
   const int64_t groups = count / kGroup, rest = count % kGroup;
   const int64_t tiles =
       groups * tiles_of_group(kGroup, kPanel, cut) + (rest ? tiles_of_group(rest, kPanel, cut) : 0);
-  const int64_t step = (kPanel + tiles - 1) / tiles;
+  const int64_t step = (per_word + tiles - 1) / tiles;
   return {reinterpret_cast<const word*>(panel), step, step * words, tiles,
           static_cast<int>((step + kLanes - 1) / kLanes)};
 }
 
+// What comes after a panel's numbers that are being read, for rows too few to fetch the next panel: a
+// stream of half as many bytes asks the processor's own fetching for twice as many steps.
+template <class P>
+Ahead coming(const P* panel) {
+  constexpr int64_t step = kPanel * sizeof(P) / sizeof(float), kBytes = 2048;
+  return {reinterpret_cast<const word*>(panel) + kBytes / sizeof(float), step, 0, 1,
+          static_cast<int>((step + kLanes - 1) / kLanes)};
+}
+
+const word* in_panels(const float* panel) { return reinterpret_cast<const word*>(panel); }
+const bf16* in_panels(const bf16* panel) { return panel; }
+
 // By a packed weight.
-template <class T>
-void multiply_cut(const T* x, int64_t x_stride, int64_t M, const float* packed, int64_t N,
+template <class T, class P>
+void multiply_cut(const T* x, int64_t x_stride, int64_t M, const P* packed, int64_t N,
                   int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue,
                   const Cut& cut) {
   const Words rows = words_of_rows(x, x_stride, M, K);
   const int64_t words = words_of<T>(K), panels = (N + kPanel - 1) / kPanel;
-  const bool small = packed_size<T>(N, K) <= kSmall;
+  const bool small = panels_size<T>(N, K) <= kSmall;
   const bool fetches = !small && M >= kFetching;
   const auto one = [&](int64_t m, int64_t count, int64_t p) {
     const int64_t n = p * kPanel;
     Ahead ahead;
     if (fetches && n + kPanel < N)
       ahead = packed_ahead(packed + (n + kPanel) * words, words, count, cut);
-    multiply_panel(rows, m, m + count, reinterpret_cast<const word*>(packed + n * words),
-                   std::min(kPanel, N - n), words, y + n, y_stride, epilogue.at(0, n), cut, ahead);
+    if (sizeof(P) == 2 && !small && M < kFetching) ahead = coming(packed + n * words);
+    multiply_panel(rows, m, m + count, in_panels(packed + n * words), std::min(kPanel, N - n), words,
+                   y + n, y_stride, epilogue.at(0, n), cut, ahead);
   };
   const int64_t chunk = small || panels < 2 * num_threads() ? kGroup : M;
   const int64_t chunks = (M + chunk - 1) / chunk;
@@ -442,8 +467,8 @@ template <class T>
 void multiply_packing(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
                       int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue,
                       const Cut& cut) {
-  if (packed_size<T>(N, K) <= kSmall) {
-    float* packed = scratch(Use::weights, packed_size<T>(N, K));
+  if (panels_size<T>(N, K) <= kSmall) {
+    float* packed = scratch(Use::weights, panels_size<T>(N, K));
     pack_panels(weight, N, K, kPanel, packed);
     multiply_cut(x, x_stride, M, packed, N, K, y, y_stride, epilogue, cut);
     return;
@@ -473,7 +498,7 @@ void multiply_across(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& w
                      int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue,
                      const Cut& cut) {
   const int64_t words = words_of<T>(K), panels = (M + kPanel - 1) / kPanel;
-  float* packed = scratch(Use::rows, packed_size<T>(M, K));
+  float* packed = scratch(Use::rows, panels_size<T>(M, K));
   pack_panels(Matrix<T>{x, x_stride, 1}, M, K, kPanel, packed);
   const int64_t groups = (N + kGroup - 1) / kGroup;
   const int64_t grain = kGrain / (words * kPanel * kGroup) + 1;
@@ -587,8 +612,8 @@ void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_s
   // leave room in the first cache; and those that are packed at a time.
   const int64_t together = kPanel > kLanes || longest > 128 * kPerWord<T> ? kPanel : kGroup;
   const int64_t slab_width = together * (together == kPanel ? 4 : 2);
-  float* columns = scratch(Use::weights, packed_size<T>(K, longest));
-  float* slab = scratch(Use::rows, packed_size<T>(std::min(N, slab_width), longest));
+  float* columns = scratch(Use::weights, panels_size<T>(K, longest));
+  float* slab = scratch(Use::rows, panels_size<T>(std::min(N, slab_width), longest));
   // Pairs of bfloat16 have to be put together; vectors past the end of the last row may not be read.
   const bool can_lie = std::is_same_v<T, float> && K % kLanes == 0;
   const Trial trial(Product::gradient, std::is_same_v<T, bf16>, M, N, K, kGradientCuts,
@@ -688,7 +713,7 @@ std::string why_not_amx() {
       if (std::memcmp(part.data(), whole.data() + first * N, count * N * sizeof(T)))
         return "a row's bits depend on the rows beside it";
     }
-  std::vector<float> packed(packed_size<T>(N, K));
+  std::vector<float> packed(panels_size<T>(N, K));
   amx::pack(weight, N, K, packed.data());
   for (const int64_t count : {int64_t{1}, M}) {
     amx::multiply_packed<T>(x.data(), K, count, packed.data(), N, K, part.data(), N, {});
@@ -704,8 +729,8 @@ std::string why_not_amx() {
   std::vector<T> a(side * side), c(side * side);
   for (int64_t i = 0; i < side * side; ++i) a[i] = w[i * 7 % (N * K)];
   const Matrix<T> square{a.data(), side, 1};
-  packed.resize(packed_size<T>(side, side));
-  std::vector<float> tiles(packed_size<T>(side, side));
+  packed.resize(panels_size<T>(side, side));
+  std::vector<float> tiles(panels_size<T>(side, side));
   pack_panels(square, side, side, kPanel, packed.data());
   amx::pack(square, side, side, tiles.data());
   double vectors = 1e9, unit = 1e9;
@@ -752,7 +777,7 @@ void pack(const Matrix<T>& m, int64_t N, int64_t K, float* out) {
     return;
   }
 #endif
-  pack_panels(m, N, K, kPanel, out);
+  pack_panels(m, N, K, kPanel, reinterpret_cast<Kept<T>*>(out));
 }
 
 template <class T>
@@ -765,7 +790,8 @@ void multiply_packed(const T* x, int64_t x_stride, int64_t M, const float* packe
   }
 #endif
   const Trial trial(Product::packed, std::is_same_v<T, bf16>, M, N, K, kCuts, kNumCuts);
-  multiply_cut(x, x_stride, M, packed, N, K, y, y_stride, epilogue, trial.cut());
+  multiply_cut(x, x_stride, M, reinterpret_cast<const Kept<T>*>(packed), N, K, y, y_stride, epilogue,
+               trial.cut());
 }
 
 template <class T>
@@ -809,7 +835,7 @@ int64_t ready_size(int64_t N, int64_t K) {
 #if defined(TANDEM_AMX)
   if (amx_refusal<T>().empty()) return amx::ready_size<T>(N, K);
 #endif
-  return packed_size<T>(N, K);
+  return panels_size<T>(N, K);
 }
 
 template <class T>

@@ -45,10 +45,21 @@ constexpr int64_t words_of(int64_t K) {
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+// Floats of a weight (N, K) in panels of words.
+template <class T>
+constexpr int64_t panels_size(int64_t N, int64_t K) {
+  return round_up(N, kLanes) * words_of<T>(K);
+}
+
+// What a weight that is packed ahead of time is kept as. Bfloat16 whose words are floats stays as it
+// is: decoding a few answers takes as long as its weights take from memory.
+template <class T>
+using Kept = std::conditional_t<kPerWord<T> == 1, T, float>;
+
 // Floats of a packed weight (N, K): what `pack` writes and `multiply_packed` reads.
 template <class T>
 constexpr int64_t packed_size(int64_t N, int64_t K) {
-  return round_up(N, kLanes) * words_of<T>(K);
+  return panels_size<T>(N, K) * sizeof(Kept<T>) / sizeof(float);
 }
 
 // A matrix (rows, K) as its strides have it: rows contiguous, or columns.

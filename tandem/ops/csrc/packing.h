@@ -157,9 +157,10 @@ TANDEM_INLINE v16 column_words(const Matrix<T>& m, int64_t first, int64_t count,
   }
 }
 
-// Rows first to first + width (at most kPanel) into out (words, round_up(width, 16)).
-template <class T>
-void pack_panel(const Matrix<T>& m, int64_t first, int64_t width, int64_t K, float* out) {
+// Rows first to first + width (at most kPanel) into out (words, round_up(width, 16)): words, or the
+// bfloat16 that they are made from.
+template <class T, class P>
+void pack_panel(const Matrix<T>& m, int64_t first, int64_t width, int64_t K, P* out) {
   const int64_t words = words_of<T>(K), lanes = round_up(width, kLanes);
   if (m.column_stride != 1) {
     // What follows in memory is read together; the next words are far, so they are fetched ahead: to
@@ -171,8 +172,8 @@ void pack_panel(const Matrix<T>& m, int64_t first, int64_t width, int64_t K, flo
       for (int64_t n = 0; n < width; n += kLanes) {
         __builtin_prefetch(soon + n, 0, 2);
         if constexpr (kPerWord<T> == 2) __builtin_prefetch(soon + n + m.column_stride, 0, 2);
-        store(out + k * lanes + n,
-              column_words(m, first + n, std::min<int64_t>(kLanes, width - n), k, K));
+        store_exact(out + k * lanes + n,
+                    column_words(m, first + n, std::min<int64_t>(kLanes, width - n), k, K));
       }
     }
     return;
@@ -183,14 +184,14 @@ void pack_panel(const Matrix<T>& m, int64_t first, int64_t width, int64_t K, flo
       v16 x[16];
       load_turned(m, first + n, count, k, K, x);
       const int64_t some = std::min<int64_t>(kLanes, words - k);
-      for (int64_t i = 0; i < some; ++i) store(out + (k + i) * lanes + n, x[i]);
+      for (int64_t i = 0; i < some; ++i) store_exact(out + (k + i) * lanes + n, x[i]);
     }
   }
 }
 
 // The whole weight (N, K), panel after panel of so many columns.
-template <class T>
-void pack_panels(const Matrix<T>& m, int64_t N, int64_t K, int64_t panel, float* out) {
+template <class T, class P>
+void pack_panels(const Matrix<T>& m, int64_t N, int64_t K, int64_t panel, P* out) {
   const int64_t panels = (N + panel - 1) / panel, words = words_of<T>(K);
   parallel_for(
       0, panels, std::max<int64_t>(1, 32768 / (panel * words)), [&](int64_t from, int64_t to) {
