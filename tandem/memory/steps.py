@@ -24,6 +24,7 @@ from tandem.memory.work import (
     generation_bytes,
     logits_bytes,
     narrows,
+    packed_bytes,
     states_bytes,
 )
 
@@ -63,6 +64,7 @@ def supervised_memory(
     later: int | None = None,
     reference: bool = False,
     reference_on_host: bool = False,
+    packs: bool = False,
 ) -> MemoryPlan:
     """SFT, and with a scalar head the reward model; DPO with a reference.
 
@@ -72,6 +74,7 @@ def supervised_memory(
             gradients are counted as if always there.
         reference: there is a frozen copy too; never under LoRA.
         reference_on_host: its weights are in host memory.
+        packs: it is a policy that would decode from packed weights, which its check makes.
     """
     layout = replace(layout, shares_base=False)  # the one model here has a base of its own
     layouts = {"model": (shape, layout)}
@@ -82,7 +85,7 @@ def supervised_memory(
         resting=_named(roles, "resting"),
         phases={"train": _training(shape, layout, roles["model"], tokens, answered, later)},
         host=_named(roles, "host"),
-        loading=_loading(layouts, roles),
+        loading=_loading(layouts, roles, "model" if packs else ""),
     )
 
 
@@ -151,7 +154,7 @@ def ppo_memory(
     return MemoryPlan(
         resting=_named(roles, "resting"),
         phases=phases,
-        loading=_loading(layouts, roles),
+        loading=_loading(layouts, roles, "actor" if work.packs else ""),
         host=_named(roles, "host"),
     )
 
@@ -234,22 +237,31 @@ def _in_flight_of(layouts: Iterable[tuple[Shape, Layout]]) -> float:
     )
 
 
-def _loading(layouts: Mapping[str, tuple[Shape, Layout]], roles: dict[str, Role]) -> Bytes:
-    """Memory until the first step: what is kept, and one model's weights while they are read (whole
-    to be split, one by one to be quantized) or gathered for a check."""
+def _loading(
+    layouts: Mapping[str, tuple[Shape, Layout]], roles: dict[str, Role], packs: str = ""
+) -> Bytes:
+    """Memory until the first step: what is kept, and of one model what its check makes, gathered or
+    packed weights, or its largest weight as it is read; then the optimizer's states.
+
+    Args:
+        packs: the role, if one does, of which the check packs weights as decoding does.
+    """
     held: Bytes = {}
     states, transient = 0.0, [0.0]
     for name, (shape, layout) in layouts.items():
         resting = roles[name].resting
         held[f"{name}: weights"] = resting.get("weights", 0.0)
-        if layout.has_masters_on_host and layout.is_trained:
-            states += resting.get("AdamW", 0.0) + resting.get("masters", 0.0)
-        # On a CPU a policy's file is mapped while it is copied, and mapped pages are resident.
-        read = 0 if shape.is_scalar and not layout.is_split else shape.parameters
-        if quantized_weights(shape, layout):
-            read = shape.largest
+        if layout.is_trained and layout.has_masters:
+            if layout.half:  # what the weights were before they were rounded
+                held[f"{name}: masters"] = resting.get("masters", 0.0)
+            else:
+                states += resting.get("masters", 0.0)
+            states += resting.get("AdamW", 0.0)
+        # A weight's file is mapped, and in memory, while the weight is copied or quantized. That of
+        # the embeddings, which come first, is gone before the other weights have memory.
+        one_by_one = shape.largest_linear if quantized_weights(shape, layout) else 0
+        read = FLOAT * max(shape.untied_head, one_by_one) * layout.on_cpu
         checked = sum(working_bytes(shape, layout, at_once=True).values())
-        transient.append(
-            max(checked, FLOAT * read * layout.on_cpu) + in_flight_bytes(shape, layout)
-        )
+        checked += packed_bytes(shape, layout) * (name == packs)
+        transient.append(max(checked, read) + in_flight_bytes(shape, layout))
     return held | {"read or checked, then AdamW and masters": max(states, *transient)}

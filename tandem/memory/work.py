@@ -159,6 +159,12 @@ def kv_bytes(shape: Shape, rows: int, tokens: int, layout: Layout) -> float:
     return 2.0 * layout.compute_bytes * shape.layers * shape.kv_width * rows * held
 
 
+def packed_bytes(shape: Shape, layout: Layout) -> float:
+    """The copy of all linear weights and of the vocabulary head that a CPU decodes from."""
+    linears = shape.linear_weights + shape.vocabulary * shape.width
+    return float(layout.compute_bytes * linears)
+
+
 def generation_bytes(
     shape: Shape, layout: Layout, *, rows: int, prompt: int, new: int, packs: bool, slices: int = 1
 ) -> Bytes:
@@ -180,7 +186,6 @@ def generation_bytes(
         sliced = shape.linear_weights
         return decoding | {"slices": size * (shape.parameters - sliced + sliced / slices)}
     if packs:
-        linears = shape.linear_weights + shape.vocabulary * shape.width
-        decoding["packed weights"] = size * linears
+        decoding["packed weights"] = packed_bytes(shape, layout)
     decoding["weights in flight"] = in_flight_bytes(shape, layout)
     return decoding | working_bytes(shape, layout, at_once=True)

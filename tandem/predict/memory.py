@@ -71,6 +71,7 @@ def stage_memory(
             placed,
             reference=has_reference(config, stage),
             reference_on_host="reference" in parallel.offload,
+            packs=not scalar and decodes_packed(config, models, device),
         )
         share = work.answered / max(1.0, work.tokens)
         micro, largest = work.micro_tokens, work.rehearsed

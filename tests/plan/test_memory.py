@@ -252,3 +252,36 @@ def _saved_bytes(model: Any, batch: Any) -> int:
         logprobs = response_logprobs(model, batch)[0]
     assert logprobs.requires_grad
     return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "packs", "expected"),
+    [
+        # Weights, and the packed copy that the check makes of linear weights and of the head.
+        (Layout(on_cpu=True), True, 4000 + 4 * (400 + 200)),
+        (Layout(on_cpu=True), False, 4000),
+        # Rounded weights and what they were, then moments: more than the check's copy.
+        (Layout(on_cpu=True, half=True), True, 2000 + 4000 + 8000),
+        (Layout(on_cpu=True, half=True, is_trained=False), True, 2000 + 2 * (400 + 200)),
+        # Adapters and their base; the base's masters do not exist.
+        (Layout(on_cpu=True, lora_rank=2), False, 4 * 1120),
+        # Half of all, gathered and packed; two blocks are in flight.
+        (Layout(on_cpu=True, ranks=2, stage=3), True, 2000 + 4000 + 4 * (400 + 200) + 4 * 800),
+        # Integers with their scales, and one weight's numbers at a time as they are read.
+        (
+            Layout(on_cpu=True, lora_rank=2, frozen="int8"), False,
+            400 * (1 + 4 / 256) + 4 * (600 + 120) + 4 * 300,
+        ),
+    ],
+)  # fmt: skip
+def test_loading_holds_what_the_check_and_the_optimizer_make(
+    layout: Layout, packs: bool, expected: float
+) -> None:
+    plan = supervised_memory(SHAPE, layout, tokens=8, answered=4, packs=packs)
+    assert plan.peak("load") == round(expected)
+
+
+def test_an_untied_head_is_mapped_when_all_other_weights_have_memory() -> None:
+    shape = replace(SHAPE, untied_head=200)
+    plan = supervised_memory(shape, Layout(on_cpu=True), tokens=8, answered=4)
+    assert plan.peak("load") == 4000 + 4 * 200
