@@ -160,7 +160,8 @@ def kv_bytes(shape: Shape, rows: int, tokens: int, layout: Layout) -> float:
 
 
 def packed_bytes(shape: Shape, layout: Layout) -> float:
-    """The copy of all linear weights and of the vocabulary head that a CPU decodes from."""
+    """The copy of all linear weights and of the vocabulary head that a CPU decodes from. Processors
+    whose registers hold 4 numbers (ARM, old x86) take four bytes a number in half precision too."""
     linears = shape.linear_weights + shape.vocabulary * shape.width
     return float(layout.compute_bytes * linears)
 

@@ -8,7 +8,8 @@ using namespace tandem;
 #error "this processor was to have AMX and AVX512_BF16"
 #endif
 static_assert(packed_size<float>(70, 33) == 80 * 33);
-static_assert(packed_size<bf16>(70, 33) == (kPairs ? 80 * 17 : 80 * 33 / 2));
+static_assert(packed_size<bf16>(70, 33) ==
+              (kPairs ? 80 * 17 : 80 * 33 * int64_t{sizeof(Kept<bf16>)} / 4));
 
 namespace {
 

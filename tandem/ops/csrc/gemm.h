@@ -52,9 +52,15 @@ constexpr int64_t panels_size(int64_t N, int64_t K) {
 }
 
 // What a weight that is packed ahead of time is kept as. Bfloat16 whose words are floats stays as it
-// is: decoding a few answers takes as long as its weights take from memory.
+// is: decoding a few answers takes as long as its weights take from memory. Not where registers hold 4
+// numbers (SSE; ARM, not measured): from 4 rows on widening takes a quarter more time there.
+#if defined(__AVX2__)
 template <class T>
 using Kept = std::conditional_t<kPerWord<T> == 1, T, float>;
+#else
+template <class T>
+using Kept = float;
+#endif
 
 // Floats of a packed weight (N, K): what `pack` writes and `multiply_packed` reads.
 template <class T>
