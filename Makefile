@@ -5,18 +5,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test pytest test-gpu test-slow battery lint types docs bench bench-gpu clean
+.PHONY: demo test test-gpu test-slow battery lint types docs bench bench-gpu clean
 
 demo: $(STAMP)  ## all three steps on the built-in data set, then a chat sample and a report
 	$(BIN)/tandem demo
 
-# Types are checked, by one process that takes a minute, beside the tests. Some tests wait, for a
-# deadline or another process, so three share two cores. What they start need not be compiled again.
+# Types are checked, by one process that takes a minute, beside the tests; what was found comes last.
+# Some tests wait, for a deadline or another process, so three share two cores. What they start need
+# not be compiled again.
 test: $(STAMP) lint  ## lint, type-check, test
-	$(MAKE) --no-print-directory --jobs 2 types pytest
-
-pytest: $(STAMP)
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+	@$(BIN)/mypy > $(VENV)/types.txt 2>&1 & types=$$!; \
+		PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -n 3 --dist worksteal; tests=$$?; \
+		wait $$types; types=$$?; cat $(VENV)/types.txt; test $$tests$$types = 00
 
 test-gpu:  ## what only a GPU shows, in minutes; with the python and torch that are there (PYTHON=)
 	TANDEM_TEST_GPU=on $(PYTHON) -m pytest tests/gpu tests/ops

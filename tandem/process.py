@@ -59,7 +59,8 @@ def lower_limit(kind: int, soft: int, hard: int | None = None) -> None:
 def fork(work: Callable[[], object]) -> int:
     """Have a forked process do `work` and end, whether or not that raises; its id.
 
-    The stopping signals end it at once, and reach neither process before it is ready for them.
+    The stopping signals end it at once, and reach neither process before it is ready for them. Hold
+    them back outside as well (`stopping.holding_back`) until the id is where it will be waited for.
 
     Raises:
         OSError: the system gives no process.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,9 +34,13 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 gc.disable()
 
 
-def pytest_collection_finish() -> None:
-    """From here on there is garbage."""
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """From its end on there is garbage."""
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -41,11 +41,10 @@ def _errors_only(name: str) -> Iterator[None]:
     """A level is set only where it changes: for a new one Python visits every logger there is."""
     logger = logging.getLogger(name)
     before = logger.level
-    if before == logging.ERROR:
-        yield
-        return
-    logger.setLevel(logging.ERROR)
+    if before != logging.ERROR:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        if logger.level != before:
+            logger.setLevel(before)

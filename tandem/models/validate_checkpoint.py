@@ -225,7 +225,10 @@ def _described(config: PreTrainedConfig, trust_remote_code: bool) -> tuple[int, 
     Of the families in transformers, whose modules their configs alone decide, this is remembered: a
     run reads each of its models' configs some six times.
     """
-    described = None if trust_remote_code else (type(config), config.to_json_string(use_diff=False))
+    described = None
+    if not trust_remote_code:
+        chosen = [getattr(config, f"_{part}_implementation", None) for part in ("attn", "experts")]
+        described = (type(config), config.to_json_string(use_diff=False), *map(str, chosen))
     if described in _known:
         return _known[described]
     with torch.device("meta"), quiet():

@@ -40,3 +40,18 @@ def test_settings_are_restored_even_after_an_error(hub_bars: bool) -> None:
         fail()
     assert _settings() == before
     enable_progress_bars()
+
+
+@pytest.mark.parametrize("level", [logging.ERROR, logging.WARNING])
+def test_a_level_that_somebody_sets_inside_ends_with_the_block(level: int) -> None:
+    """A model's own code may, while it is imported."""
+    before = hf_logging.get_verbosity()
+    try:
+        hf_logging.set_verbosity(level)
+        with quiet():
+            with quiet():
+                hf_logging.set_verbosity_info()
+            assert hf_logging.get_verbosity() == logging.ERROR
+        assert hf_logging.get_verbosity() == level
+    finally:
+        hf_logging.set_verbosity(before)
