@@ -238,13 +238,13 @@ def _in_flight_of(layouts: Iterable[tuple[Shape, Layout]]) -> float:
 
 
 def _loading(
-    layouts: Mapping[str, tuple[Shape, Layout]], roles: dict[str, Role], packs: str = ""
+    layouts: Mapping[str, tuple[Shape, Layout]], roles: dict[str, Role], packs: str
 ) -> Bytes:
     """Memory until the first step: what is kept, and of one model what its check makes, gathered or
     packed weights, or its largest weight as it is read; then the optimizer's states.
 
     Args:
-        packs: the role, if one does, of which the check packs weights as decoding does.
+        packs: the role whose check packs weights as decoding does; or none.
     """
     held: Bytes = {}
     states, transient = 0.0, [0.0]

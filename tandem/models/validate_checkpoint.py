@@ -38,6 +38,7 @@ _MOST_BUFFER_BYTES = 2**32
 _LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"}
 _COUNTS = _LAYERS | {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 _known: dict[object, tuple[int, int]] = {}
+"""What `_described` has found out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,7 +251,7 @@ CASES: dict[str, RunConfig] = {
 
 
 MORE = {"all, stage 1", "all, fp16, 4 bits", "all, lora, 4 bits", "all, lora, bf16"}
-"""Cases of which the others are the parts."""
+"""Cases whose stages, types, bits and adapters are in other cases too."""
 
 
 def trained(world: World, names: Sequence[str]) -> dict[str, tuple[list[float], list[Tensor]]]:

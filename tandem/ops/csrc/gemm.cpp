@@ -104,15 +104,13 @@ TANDEM_INLINE void for_sums(Body body) {
 typedef wide wide_word __attribute__((may_alias, aligned(2)));
 
 TANDEM_INLINE wide load_wide(const word* p) { return *reinterpret_cast<const wide_word*>(p); }
-TANDEM_INLINE wide load_wide(const bf16* p) {
 #if defined(__AVX512F__)
-  return widen(load_halves(p));
-#elif defined(__AVX__)
+TANDEM_INLINE wide load_wide(const bf16* p) { return widen(load_halves(p)); }
+#elif defined(__AVX2__)  // others keep no bfloat16 (gemm.h)
+TANDEM_INLINE wide load_wide(const bf16* p) {
   return from_bits(whole(There<v8h>::load(p)) << 16);
-#else
-  return from_bits(__builtin_convertvector(There<v4h>::load(p), v4u) << 16);
-#endif
 }
+#endif
 TANDEM_INLINE void store_wide(word* p, wide x) { *reinterpret_cast<wide_word*>(p) = x; }
 
 template <class T, class P, int R, int vectors>
