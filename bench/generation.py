@@ -74,6 +74,7 @@ GPU_ROWS: Mapping[str, GenerationWork] = {
     )
     for name in ("opt-1.3b", "llama-7b")
 }
+GPU_BATCHES = (8, 32, 128, 512)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -262,12 +263,6 @@ def rows_of(options: argparse.Namespace) -> dict[str, GenerationWork]:
     """The rows that the flags ask for."""
     known = GPU_ROWS if options.device == "cuda" else CPU_ROWS
     rows = {name: replace(known[name], slots=options.slots) for name in options.rows or known}
-    if options.device == "cuda":
-        rows = {
-            f"{name}-batch-{batch}": replace(work, num_prompts=batch)
-            for name, work in rows.items()
-            for batch in options.batch
-        }
     if options.model:
         for name in rows:
             if "stories260k" in name:
@@ -275,7 +270,15 @@ def rows_of(options: argparse.Namespace) -> dict[str, GenerationWork]:
     if options.tiny:
         small: dict[str, Any] = {"num_prompts": 4, "prompt_tokens": (3, 7), "max_new_tokens": 8}
         rows = {k: replace(work, shape=tiny(work.shape), **small) for k, work in rows.items()}
-    return rows
+    batches = options.batch or (GPU_BATCHES if options.device == "cuda" else ())
+    if not batches:
+        return rows
+    # Of few answers the mean length is chance, so here every answer takes all its tokens.
+    return {
+        f"{name}-batch-{batch}": replace(work, num_prompts=batch, ends=False)
+        for name, work in rows.items()
+        for batch in batches
+    }
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -286,7 +289,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--sides", nargs="+", choices=SIDES, default=default)
     add("--slots", type=count, default=0, help="answers side by side in Tandem; all by default")
     add("--model", type=Path, help="folder of the real stories260K, for its two rows")
-    add("--batch", nargs="+", type=count, default=[8, 32, 128, 512], help="prompts, on a GPU")
+    usual = ", ".join(map(str, GPU_BATCHES))
+    add("--batch", nargs="+", type=count, help=f"prompts; by default a row's own, on a GPU {usual}")
     add("--bandwidth", type=float, help="of the GPU's memory, TB/s; measured by default")
     options = flags.parse_args(arguments)
     known = GPU_ROWS if options.device == "cuda" else CPU_ROWS

@@ -316,3 +316,6 @@ def test_the_rows_are_the_ones_that_were_asked_for() -> None:
         "opt-1.3b-batch-8": 8,
         "opt-1.3b-batch-64": 64,
     }
+    rows = generation.rows_of(generation._options(["--rows", "smollm2-bf16", "--batch", "1"]))
+    row = rows["smollm2-bf16-batch-1"]
+    assert (len(rows), row.num_prompts, row.ends) == (1, 1, False)
