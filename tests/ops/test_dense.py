@@ -198,6 +198,27 @@ def test_gradients_of_linear_in_bfloat16() -> None:
         assert relative(ours, theirs) < 1e-2
 
 
+@pytest.mark.usefixtures("needs_native")
+@pytest.mark.parametrize("lies", ["plain", "turned"])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"),
+    [(1, 40, 24), (7, 600, 4100), (33, 70, 130), (600, 33, 65)],  # the second in three pieces
+)
+def test_a_weights_gradient_in_bfloat16_is_rounded_once(
+    rows: int, outputs: int, inputs: int, lies: str
+) -> None:
+    x, pull = (normal(rows, n, seed=n, dtype=torch.bfloat16) for n in (inputs, outputs))
+    weight = normal(outputs, inputs, dtype=torch.bfloat16)
+    turned = lies == "turned"
+    leaf = (weight.t().contiguous() if turned else weight).requires_grad_()
+    dense.linear(x, leaf.t() if turned else leaf).backward(pull)
+    assert leaf.grad is not None
+    got = (leaf.grad.t() if turned else leaf.grad).double()
+    exact, sizes = pull.double().t() @ x.double(), pull.double().abs().t() @ x.double().abs()
+    rounding = exact.abs() * 2.0**-8 + sizes * (rows + 2) * 2.0**-24
+    assert bool(((got - exact).abs() <= rounding).all())
+
+
 def test_what_needs_no_gradient_gets_none() -> None:
     x, weight = normal(4, 6).requires_grad_(), normal(3, 6).requires_grad_()
     dense.linear(x, weight.detach()).sum().backward()

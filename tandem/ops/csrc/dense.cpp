@@ -5,11 +5,11 @@
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "gemm.h"
@@ -122,10 +122,28 @@ void add_turned_product(Tensor total, const Tensor& a, const Tensor& b, bool is_
   });
 }
 
-// a (..., N) and b (..., K), M rows each, to (N, K), which is added to `sum` if that is given. In
-// bfloat16 nobody sums it here: torch's product writes it without float32 sums of that size beside it.
+// a turned, by b, in bfloat16: each sum of float32 is rounded once. Some rows of the result at a time,
+// so that no float32 of its size lies beside it: of a head that would be twice the gradient itself.
+Tensor rounded_turned_product(const Tensor& a, const Tensor& b) {
+  constexpr int64_t kFloats = 1 << 20, kFewest = 256;  // fewer would read b too often
+  const RowsOf left(a), right(b);
+  Tensor y = at::empty({left.width, right.width}, a.options());
+  if (!left.count || !y.numel()) return y.zero_();
+  const int64_t rows =
+      std::min(left.width, std::max(kFewest, round_up(kFloats / right.width, kLanes)));
+  const Tensor sums = at::empty({rows, right.width}, a.options().dtype(at::kFloat));
+  for (int64_t n = 0; n < left.width; n += rows) {
+    const int64_t some = std::min(rows, left.width - n);
+    multiply_turned(left.data<bf16>() + n, left.stride, right.data<bf16>(), right.stride, left.count,
+                    right.width, {sums.mutable_data_ptr<float>(), some, false});
+    y.narrow(0, n, some).copy_(sums.narrow(0, 0, some));
+  }
+  return y;
+}
+
+// a (..., N) and b (..., K), M rows each, to (N, K), which is added to `sum` if that is given.
 Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor& sum = {}) {
-  if (a.scalar_type() == at::kBFloat16) return at::mm(RowsOf(a).held.t(), RowsOf(b).held);
+  if (a.scalar_type() == at::kBFloat16) return rounded_turned_product(a, b);
   Tensor y = sum.defined() ? sum : at::empty({a.size(-1), b.size(-1)}, a.options());
   add_turned_product(y, a, b, !sum.defined());
   return y;
