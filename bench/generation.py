@@ -88,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         least, most = work.prompt_tokens
         samples = f" x {work.samples_per_prompt}" if work.samples_per_prompt > 1 else ""
         title = f"{work.num_prompts} prompts{samples} of {least}-{most} tokens, {work.dtype}"
+        title += f", adapters of rank {work.lora_rank}" * bool(work.lora_rank)
         report.console.print(
             sides_table(
                 f"{name}: {title}",
@@ -262,7 +263,8 @@ def require_same_lengths(answers: Mapping[str, Sequence[Sequence[Sequence[int]]]
 def rows_of(options: argparse.Namespace) -> dict[str, GenerationWork]:
     """The rows that the flags ask for."""
     known = GPU_ROWS if options.device == "cuda" else CPU_ROWS
-    rows = {name: replace(known[name], slots=options.slots) for name in options.rows or known}
+    asked = {"slots": options.slots, "lora_rank": options.lora_rank}
+    rows = {name: replace(known[name], **asked) for name in options.rows or known}
     if options.model:
         for name in rows:
             if "stories260k" in name:
@@ -288,6 +290,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     default = [side for side in SIDES if side != "hf-compile"]  # it compiles for minutes
     add("--sides", nargs="+", choices=SIDES, default=default)
     add("--slots", type=count, default=0, help="answers side by side in Tandem; all by default")
+    add("--lora-rank", type=count, default=0, help="rank of live adapters on every layer; none")
     add("--model", type=Path, help="folder of the real stories260K, for its two rows")
     usual = ", ".join(map(str, GPU_BATCHES))
     add("--batch", nargs="+", type=count, help=f"prompts; by default a row's own, on a GPU {usual}")

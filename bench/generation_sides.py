@@ -32,10 +32,11 @@ from bench.models import (
     uniform_lengths,
 )
 from bench.plain_hf_ppo import left_padded, sampling
-from tandem.config.schema import SamplingConfig
+from tandem.config.schema import LoraConfig, SamplingConfig
 from tandem.data.render import Renderer
 from tandem.generation.generator import Stops, generate
 from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.models.lora import add_lora, lora_parameters
 from tandem.types import PromptRow, Rollout
 
 Answers = list[tuple[int, ...]]
@@ -52,6 +53,7 @@ class GenerationWork:
     ends: answers end after lengths from a geometric distribution, cut at `max_new_tokens`, with
         about half of that as their mean. Else all have `max_new_tokens`.
     slots: answers side by side in Tandem; 0 is all of them.
+    lora_rank: of adapters on every linear layer but the head, which act live on all sides; 0: none.
     """
 
     shape: Shape
@@ -64,6 +66,7 @@ class GenerationWork:
     max_new_tokens: int = 128
     ends: bool = True
     slots: int = 0
+    lora_rank: int = 0
     seed: int = 1
 
     @property
@@ -96,9 +99,23 @@ def generation_start(work: GenerationWork) -> GenerationStart:
         model = random_model(config, seed=work.seed, dtype=work.dtype, device=work.device)
         decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
         prompts = random_ids(lengths, work.shape["vocab_size"], work.seed)
+    if work.lora_rank:
+        _adapt(model, work)
     p = end_probability(work.max_new_tokens) if work.ends else 0.0
     set_end_probability(model.requires_grad_(False), prompts[:16], p)
     return GenerationStart(model, prompt_rows(prompts), Stops((EOS,), PAD, decode))
+
+
+@torch.no_grad()
+def _adapt(model: PreTrainedModel, work: GenerationWork) -> None:
+    """Adapters whose outputs are small and not 0, of the model's type and on its device."""
+    add_lora(model, LoraConfig(rank=work.lora_rank), work.seed)
+    generator = torch.Generator().manual_seed(work.seed)
+    for parameter in lora_parameters(model):
+        parameter.add_(
+            0.01 * torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        )
+    nn.Module.to(model, work.device, DTYPES[work.dtype])
 
 
 def _own_texts(model: PreTrainedModel, lengths: Sequence[int]) -> list[list[int]]:

@@ -1,25 +1,30 @@
 """Generation of Llama-like models on a CPU: one C++ call a step, on weights packed for the phase.
 
 The call runs the very operations of the twin's modules, so its numbers are theirs to the last bit.
-The packed weights are a copy that lives while the runner does; where memory is short, and for
-every other model, the modules run.
+The packed weights are a copy that lives while the runner does, of quantized weights as they are
+when unpacked; where memory is short, and for every other model, the modules run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tandem.generation.batch_state import Rows
 from tandem.generation.runner import Advanced, TwinRunner
 from tandem.generation.sampler import Draw
+from tandem.models.lora import LoraLinear
+from tandem.models.quantized import PackedWeight
 from tandem.models.twin import twin_of
 from tandem.models.twin_layers import (
+    TwinAdaptedLinear,
     TwinEmbedding,
+    TwinFrozenLinear,
     TwinGatedMLP,
     TwinLinear,
     TwinRMSNorm,
@@ -32,6 +37,7 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 """Model types that generate from packed weights on a CPU, and how their classes are called."""
 _LAYER_CLASSES = {"input_layernorm": TwinRMSNorm, "post_attention_layernorm": TwinRMSNorm,
                   "self_attn": TwinRotaryAttention, "mlp": TwinGatedMLP}  # fmt: skip
+_LINEAR_CLASSES = (TwinLinear, TwinFrozenLinear, TwinAdaptedLinear)
 _STEADY_ROPE = ("default", "linear", "llama3", "yarn")
 _SHARE_OF_FREE = 0.25
 _STEPS_AT_ONCE = 16
@@ -48,14 +54,32 @@ def runs_natively(model: PreTrainedModel, free: int) -> bool:
         or not native.available()
     ):
         return False
-    if any(p.dtype != model.dtype for p in model.parameters()):
-        return False
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
     layers = twin.model.layers
-    if size > _SHARE_OF_FREE * free or not all(_is_plain(layer) for layer in layers):
+    if not all(_is_plain(layer, model.dtype) for layer in layers):
+        return False
+    unpacked = {id(p) for module in _quantized(twin) for p in module.parameters()}
+    if any(p.dtype != model.dtype and id(p) not in unpacked for p in twin.parameters()):
+        return False
+    if _size(twin) * model.dtype.itemsize > _SHARE_OF_FREE * free:
         return False
     numbers = {_numbers(layer, twin.model.norm) for layer in layers}
-    return len(numbers) == 1 and all(len(epsilons) == 1 for epsilons, *_ in numbers)
+    adapters = {adapter for layer in layers for adapter in _adapters(layer)}
+    return (
+        len(numbers) == 1
+        and all(len(epsilons) == 1 for epsilons, *_ in numbers)
+        and len(adapters) <= 1
+    )
+
+
+def _size(twin: Any) -> int:
+    """Weights of a model, quantized ones as many as they stand for."""
+    integers = {id(p) for module in _quantized(twin) for p in module.parameters()}
+    plain = sum(p.numel() for p in twin.parameters() if id(p) not in integers)
+    return plain + sum(module.numel() for module in _quantized(twin))
+
+
+def _quantized(twin: Any) -> list[PackedWeight]:
+    return [module for module in twin.modules() if isinstance(module, PackedWeight)]
 
 
 def _is_known(twin: Any) -> bool:
@@ -81,7 +105,7 @@ def _is_known(twin: Any) -> bool:
         and all(is_own(layer, "DecoderLayer") for layer in base.layers)
         and type(base.embed_tokens) is TwinEmbedding
         and _is_norm(base.norm)
-        and type(twin.lm_head) is TwinLinear
+        and type(twin.lm_head) in (TwinLinear, TwinFrozenLinear)
         and getattr(base.rotary_emb, "rope_type", "default") in _STEADY_ROPE
     )
 
@@ -90,14 +114,14 @@ def _is_norm(module: Any) -> bool:
     return type(module) is TwinRMSNorm and not module._unit_offset
 
 
-def _is_plain(layer: Any) -> bool:
-    """A layer whose every part is one that the call computes (no adapters, SiLU, no extras)."""
+def _is_plain(layer: Any, dtype: torch.dtype) -> bool:
+    """A layer whose every part is one that the call computes (SiLU, no extras)."""
     attention, mlp = layer.self_attn, layer.mlp
     if {name: type(part) for name, part in layer._modules.items()} != _LAYER_CLASSES:
         return False
     norms = {"q_norm", "k_norm"} & set(attention._modules)
     return (
-        all(type(module) is TwinLinear for module in _projections(layer))
+        all(_is_linear(module, dtype) for module in _projections(layer))
         and all(_is_norm(attention._modules[name]) for name in norms)
         and set(attention._modules) - norms == {"q_proj", "k_proj", "v_proj", "o_proj"}
         and len(norms) != 1
@@ -105,6 +129,30 @@ def _is_plain(layer: Any) -> bool:
         and attention._softcap == 0.0
         and (attention.attention_dropout == 0.0 or not attention.training)
     )
+
+
+def _is_linear(module: Any, dtype: torch.dtype) -> bool:
+    """A linear layer whose product the call computes, with its adapter if it has one."""
+    if type(module) not in _LINEAR_CLASSES:
+        return False
+    weight = module.weight
+    if isinstance(weight, PackedWeight) and isinstance(weight.packed, DTensor):
+        return False
+    if not isinstance(module, LoraLinear) or module.acting() is None:
+        return True
+    parts = module.acting() or ()
+    drops = module.switch.on and module.lora_dropout.p > 0 and module.lora_dropout.training
+    return not drops and all(
+        type(part) in (nn.Linear, TwinLinear) and part.bias is None and part.weight.dtype == dtype
+        for part in parts
+    )
+
+
+def _adapters(layer: Any) -> Iterator[tuple[int, float]]:
+    """Rank and scale of each adapter that acts in a layer."""
+    for module in _projections(layer):
+        if isinstance(module, LoraLinear) and module.acting() is not None:
+            yield module.rank, module.scale
 
 
 def _projections(layer: Any) -> list[Any]:
@@ -128,14 +176,16 @@ class NativeRunner(TwinRunner):
     def __init__(self, model: PreTrainedModel, memory: KVMemory, longest: int) -> None:
         """Packs the weights; no sequence may pass `longest` tokens."""
         super().__init__(model, memory)
-        self._size = sum(p.numel() for p in model.parameters())
         twin: Any = twin_of(model)
+        self._size = _size(twin)
         base, first = twin.model, twin.model.layers[0]
         embedding = base.embed_tokens.weight.detach()
         positions = torch.arange(longest + 1)[None]
         cos, sin = base.rotary_emb(embedding[:1][None], position_ids=positions)
-        weights = [part for layer in base.layers for part in _layer_parts(layer)]
-        weights += [base.norm.weight.detach(), *_packed([twin.lm_head])]
+        weights = [part for layer in base.layers for part in _layer_parts(layer, model.dtype)]
+        weights += [base.norm.weight.detach(), *_packed([twin.lm_head], model.dtype)]
+        adapters = [adapter for layer in base.layers for adapter in _adapters(layer)]
+        rank, adapter_scale = adapters[0] if adapters else (0, 0.0)
         attention = first.self_attn
         width = attention.head_dim
         shape = [
@@ -144,12 +194,13 @@ class NativeRunner(TwinRunner):
             width,
             first.mlp.gate_proj.out_features,
             twin.lm_head.out_features,
+            rank,
         ]
         self._decoder = torch.classes.tandem.LlamaDecoder(
             embedding.contiguous(), cos[0].contiguous(), sin[0].contiguous(), weights,
             [keys for keys, _ in memory.layers], [values for _, values in memory.layers],
             shape, [layer.self_attn._window for layer in base.layers],
-            base.norm._eps, attention.scaling,
+            base.norm._eps, attention.scaling, adapter_scale,
         )  # fmt: skip
 
     def keep(self, states: list[Tensor]) -> None:
@@ -191,7 +242,7 @@ class NativeRunner(TwinRunner):
         del self._decoder
 
 
-def _layer_parts(layer: Any) -> list[Tensor]:
+def _layer_parts(layer: Any, dtype: torch.dtype) -> list[Tensor]:
     """In the order of `Part` in csrc/step.cpp, empty where the layer has none."""
     attention, mlp = layer.self_attn, layer.mlp
     none = torch.empty(0)
@@ -199,26 +250,53 @@ def _layer_parts(layer: Any) -> list[Tensor]:
         attention._modules[name].weight.detach() if name in attention._modules else none
         for name in ("q_norm", "k_norm")
     ]
+    qkv, out = [attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]
+    gate_up, down = [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]
     return [
         layer.input_layernorm.weight.detach(),
-        *_packed([attention.q_proj, attention.k_proj, attention.v_proj]),
+        *_packed(qkv, dtype),
         *norms,
-        *_packed([attention.o_proj]),
+        *_packed(out, dtype),
         layer.post_attention_layernorm.weight.detach(),
-        *_packed([mlp.gate_proj, mlp.up_proj]),
-        *_packed([mlp.down_proj]),
+        *_packed(gate_up, dtype),
+        *_packed(down, dtype),
+        *(part for layers in (qkv, out, gate_up, down) for part in _packed_adapters(layers)),
     ]
 
 
-def _packed(layers: Sequence[Any]) -> tuple[Tensor, Tensor]:
+def _packed(layers: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The layers' weights as one packed weight, and their biases as one (empty without)."""
-    weights = [layer.weight.detach() for layer in layers]
+    weights = [_weight(layer, dtype) for layer in layers]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     biases = [
-        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
+        weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
         for layer in layers
     ]
     has_bias = any(layer.bias is not None for layer in layers)
+    return _pack(weight), torch.cat(biases) if has_bias else torch.empty(0)
+
+
+def _packed_adapters(layers: Sequence[Any]) -> list[Tensor]:
+    """A of the adapters that act in layers over one input, packed as one weight, and B of each;
+    empty where there is none."""
+    none = torch.empty(0)
+    acting = [layer.acting() if isinstance(layer, LoraLinear) else None for layer in layers]
+    downs = [parts[0].weight.detach() for parts in acting if parts is not None]
+    return [
+        _pack(torch.cat(downs)) if downs else none,
+        *(none if parts is None else _pack(parts[1].weight.detach()) for parts in acting),
+    ]
+
+
+def _weight(layer: Any, dtype: torch.dtype) -> Tensor:
+    """A layer's weight; a quantized one unpacked, as its product does."""
+    weight = layer.weight
+    if isinstance(weight, PackedWeight):
+        return weight.layout.unpacked(weight.packed, weight.scales, dtype)
+    return weight.detach()
+
+
+def _pack(weight: Tensor) -> Tensor:
     packed = dense.pack_weight(weight)
     native.prefer_large_pages(packed)
-    return packed, torch.cat(biases) if has_bias else torch.empty(0)
+    return packed

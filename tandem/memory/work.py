@@ -163,7 +163,7 @@ def packed_bytes(shape: Shape, layout: Layout) -> float:
     """The copy of all linear weights and of the vocabulary head that a CPU decodes from. Processors
     whose registers hold 4 numbers (ARM, old x86) take four bytes a number in half precision too."""
     linears = shape.linear_weights + shape.vocabulary * shape.width
-    return float(layout.compute_bytes * linears)
+    return float(layout.compute_bytes * (linears + shape.adapters(layout.lora_rank)))
 
 
 def generation_bytes(

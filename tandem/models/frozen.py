@@ -4,8 +4,9 @@
 not. Optimizer, checkpoints and twin treat them like any other frozen parameter.
 
 CPU seconds against float32, Llama of 22M with adapters, one core, int8 / NF4: forward and backward
-of 2,048 tokens 1.01 / 1.06, forward of 128 tokens 1.1 / 1.3, generation of 64 answers 1.25 / 1.4,
-of 8 answers 1.5 / 2.0 (a step of few tokens unpacks as much as one of many).
+of 2,048 tokens 1.01 / 1.06, forward of 128 tokens 1.1 / 1.3; generation alike from packed weights
+(`generation.native_runner`), module by module 1.25 / 1.4 for 64 answers and 1.5 / 2.0 for 8 (a step
+of few tokens unpacks as much as one of many).
 Source: MixZ++ of DeepSpeed-Chat; QLoRA, arXiv:2305.14314.
 """
 

@@ -72,7 +72,7 @@ def known_machine() -> Hardware | None:
     path = _kept_at()
     try:
         values = json.loads(path.read_text("utf-8"))
-        return replace(hardware_of(values, str(path)), memory=_memory_bytes())
+        return replace(hardware_of(values, str(path)), memory=memory_bytes())
     except (OSError, ValueError, ConfigError):  # none, or of another version: measured again
         return None
 
@@ -99,7 +99,7 @@ def measure_machine() -> tuple[Hardware, float]:
     found = Hardware(
         name=f"this machine ({processor.name()})",
         kind="cpu",
-        memory=_memory_bytes(),
+        memory=memory_bytes(),
         flops={"fp32": products[str(WIDTHS[-1])], "bf16": half, "fp16": half},
         products=products,
         bandwidth=bandwidth,
@@ -256,7 +256,7 @@ def _process_bytes() -> float:
     return float(resident_bytes())
 
 
-def _memory_bytes() -> float:
+def memory_bytes() -> float:
     """Bytes of this machine's memory, or of its container's limit."""
     limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):

@@ -16,6 +16,8 @@ from tandem.predict.work import Work, has_reference, num_reward_models
 
 PACKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types that decode from packed weights on a CPU (generation/native_runner.py)."""
+SHARE_TO_PACK = 0.25
+"""Of the memory, what such a copy may take there; there of what is free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +98,16 @@ def saves(config: RunConfig, work: Work) -> bool:
 
 
 def decodes_packed(config: RunConfig, models: Models, device: Device) -> bool:
-    """Whether generation reads a second, packed copy of the weights."""
+    """Whether generation reads a second, packed copy of the weights, quantized ones unpacked."""
+    copied = models.policy.parameters * (2 if device.half else FLOAT)
     return (
         models.kind in PACKED_FAMILIES
         and device.on_cpu
         and device.packs
         and config.dtype != "fp16"
-        and not (config.lora.rank or config.parallel.inference_tp_size > 1)
+        and config.parallel.inference_tp_size == 1
         and config.hybrid_engine
+        and copied <= SHARE_TO_PACK * device.memory
     )
 
 
@@ -125,6 +129,7 @@ def kept_states(
         and ranks == 1
         and work.updates == work.passes
         and decodes_packed(config, models, device)
+        and not config.lora.rank
         and keeps_states(models.policy, policy)
         and rl.old_logprobs != "forward"
         and config.dropout == 0

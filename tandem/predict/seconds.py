@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from tandem.memory.dimensions import Shape
 from tandem.memory.model import FLOAT, Layout, trained_parameters, weight_bytes
-from tandem.memory.work import activation_bytes, forward_bytes, recomputed_share
+from tandem.memory.work import activation_bytes, forward_bytes, packed_bytes, recomputed_share
 from tandem.ops.sizes import PREFILL_TOKENS
 from tandem.predict.hardware import Hardware
 from tandem.predict.work import Work
@@ -178,8 +178,10 @@ def generating(
         shape, work.rows * work.new, 2.0 * (work.prompt + work.new / 2), work.rows * work.new
     )
     weights = weight_bytes(shape, layout, layout.compute_bytes)
+    # Packed weights that were quantized are as long as others.
+    read = max(weights, packed_bytes(shape, layout)) if packs else weights
     keys = 2.0 * layout.compute_bytes * shape.layers * shape.kv_width
-    memory = steps * weights + work.rows * work.new * keys * (work.prompt + work.new / 2)
+    memory = steps * read + work.rows * work.new * keys * (work.prompt + work.new / 2)
     drawn = work.rows * work.new
     terms = {
         "products": pace.products(flops, shape.width),
@@ -192,7 +194,7 @@ def generating(
         "fixed": pace.small(400.0),
     }
     if packs:
-        terms["packing"] = pace.moving(2.0 * weights)
+        terms["packing"] = pace.moving(weights + read)
     elif layout.on_cpu:
         terms["eager layers"] = pace.small(steps * shape.layers * 100.0)
         terms["eager products"] = terms["products"]

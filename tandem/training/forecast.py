@@ -16,7 +16,7 @@ from tandem.metrics.timing import Phases, Whole, peak_bytes, reset_peak
 from tandem.ops import native
 from tandem.predict.constants import constants
 from tandem.predict.hardware import Hardware
-from tandem.predict.machine import known_machine
+from tandem.predict.machine import known_machine, memory_bytes
 from tandem.predict.memory import Models
 from tandem.predict.models import config_of, shape_for
 from tandem.predict.record import WHOLE, Outcome, add_outcomes
@@ -192,6 +192,7 @@ def _unmeasured(run: Run, process: float) -> Hardware:
         bandwidth=1.0,
         link=1.0,
         network=1.0,
+        memory=memory_bytes(),
         process=process,
         packs=native.available(),
     )

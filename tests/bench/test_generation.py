@@ -24,6 +24,7 @@ from bench.harness import Cost
 from bench.limits import decode_bytes, decode_rows, gemm_rate, product_seconds, real_flops
 from bench.models import EOS, SHAPES, llama, sharing_weights, tiny
 from tandem.data.embedded.tokenizer import build_tokenizer
+from tandem.models.lora import adapters_off
 from tandem.models.save import save_model
 
 TINY = llama(16, 24, 2, 4, 64, kv_heads=2)
@@ -142,6 +143,18 @@ def test_log_probs_agree_with_hugging_faces_forward(
     monkeypatch.setattr(TandemSide, "generate", wrong)
     with pytest.raises(RuntimeError, match=r"log-probs of sampled tokens must agree to 0\.0001"):
         agreement(work, start)
+
+
+def test_adapters_act_on_every_side(work: GenerationWork) -> None:
+    work = replace(work, lora_rank=2, max_new_tokens=4, ends=False)
+    start = generation_start(work)
+    assert agreement(work, start) < 1e-4
+    plain = start.model(torch.tensor([[3, 4]]), use_cache=False).logits
+    with adapters_off(start.model):
+        assert not torch.allclose(start.model(torch.tensor([[3, 4]])).logits, plain)
+    for side in ("tandem", "hf"):
+        model = SIDES[side](work, start).model
+        assert torch.equal(model(torch.tensor([[3, 4]]), use_cache=False).logits, plain)
 
 
 def test_answers_that_are_no_answers_are_refused(work: GenerationWork) -> None:

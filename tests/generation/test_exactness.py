@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from tandem.config.schema import LoraConfig, SamplingConfig
 from tandem.engine.forward import response_logprobs
 from tandem.generation.generator import Stops, generate
-from tandem.generation.native_runner import NativeRunner
+from tandem.generation.native_runner import NativeRunner, runs_natively
 from tandem.generation.runner import TwinRunner, new_memory
 from tandem.generation.runners import make_runner
 from tandem.generation.sampler import sequence_key
 from tandem.generation.streaming import stream
-from tandem.models.lora import add_lora, lora_parameters
+from tandem.models.frozen import freeze_quantized
+from tandem.models.lora import adapters_off, add_lora, keep_start, lora_layers, lora_parameters
 from tandem.models.twin import shares_every_tensor
 from tandem.ops import native
 from tandem.types import PromptRow, Rollout, Source
@@ -162,9 +165,48 @@ def test_samples_share_their_prompt_and_nothing_else(monkeypatch: pytest.MonkeyP
 def test_one_call_runs_prompts_and_decodes_as_the_modules_do(
     family: str, dtype: torch.dtype
 ) -> None:
-    model = tiny_model(family).to(dtype)
+    require_equal_runners(tiny_model(family).to(dtype))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "parts", ["all", "some", "int8", "nf4", "nf4 and all", "off", "off, from a start"]
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # without and with biases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_call_computes_adapters_and_quantized_weights_as_the_modules_do(
+    family: str, dtype: torch.dtype, parts: str
+) -> None:
+    model = tiny_model(family)
+    kind = parts.split()[0]
+    if kind in ("int8", "nf4"):
+        freeze_quantized(model.requires_grad_(False), kind)
+    if parts not in ("int8", "nf4"):
+        targets = ("v_proj", "o_proj", "up_proj") if parts == "some" else ("all-linear",)
+        add_lora(model, LoraConfig(rank=3, alpha=7.0, targets=targets), seed=0)
+        move_adapters(model)
+    if parts == "off, from a start":
+        keep_start(model)
+        move_adapters(model)
+    model.to(dtype)
+    with adapters_off(model) if kind.startswith("off") else nullcontext():
+        apart = require_equal_runners(model)
+        plain = require_equal_runners(tiny_model(family).to(dtype))
+    assert torch.equal(apart, plain) == (parts == "off")
+
+
+def move_adapters(model: PreTrainedModel) -> None:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in lora_parameters(model):
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+
+
+def require_equal_runners(model: PreTrainedModel) -> Tensor:
+    """The logits of prompts, their parts and some steps, the same from modules and in one call."""
     tokens = torch.arange(4, 60)
     logits = []
+    assert runs_natively(model, 1 << 40)
     for kind in (TwinRunner, NativeRunner):
         memory = new_memory(model, 8)
         runner = kind(model, memory) if kind is TwinRunner else NativeRunner(model, memory, 60)
@@ -181,6 +223,7 @@ def test_one_call_runs_prompts_and_decodes_as_the_modules_do(
                 positions = positions + 1
         logits.append(torch.stack(steps))
     assert torch.equal(*logits)
+    return logits[0]
 
 
 @needs_native
@@ -189,8 +232,13 @@ def test_the_runner_is_chosen_by_what_the_model_is() -> None:
     assert type(make_runner(model, new_memory(model, 1), 16)) is NativeRunner
     other = tiny_model("opt")
     assert type(make_runner(other, new_memory(other, 1), 16)) is TwinRunner
-    add_lora(model, LoraConfig(rank=2), seed=0)
-    assert type(make_runner(model, new_memory(model, 1), 16)) is TwinRunner
+    add_lora(model, LoraConfig(rank=2, dropout=0.5), seed=0)
+    assert type(make_runner(model, new_memory(model, 1), 16)) is NativeRunner
+    assert type(make_runner(model.train(), new_memory(model, 1), 16)) is TwinRunner
+    mixed = tiny_model("llama")
+    add_lora(mixed, LoraConfig(rank=2), seed=0)
+    lora_layers(mixed)[0][1].alpha = 5.0
+    assert type(make_runner(mixed, new_memory(mixed, 1), 16)) is TwinRunner  # of two scales
 
 
 def test_adapters_generate_live_and_no_weight_changes_however_often() -> None:

@@ -24,8 +24,9 @@ WIDTH, HEADS, INNER, VOCABULARY, POSITIONS = 8, 2, 12, 11, 6
 
 def decoder(
     *,
-    parts: int = 12,
+    parts: int = 23,
     shape: tuple[int, ...] | None = None,
+    adapters: list[Tensor] | None = None,
     blocks: int = 2,
     positions: int = POSITIONS,
 ) -> Any:
@@ -37,7 +38,8 @@ def decoder(
         return dense.pack_weight(torch.randn(outputs, inputs))
 
     layer = [ones, packed(3 * WIDTH, WIDTH), none, none, none, packed(WIDTH, WIDTH), none, ones,
-             packed(2 * INNER, WIDTH), none, packed(WIDTH, INNER), none]  # fmt: skip
+             packed(2 * INNER, WIDTH), none, packed(WIDTH, INNER), none,
+             *(adapters or [none] * 11)]  # fmt: skip
     angles = torch.rand(positions, WIDTH // HEADS)
     return torch.classes.tandem.LlamaDecoder(
         torch.randn(VOCABULARY, WIDTH),
@@ -46,10 +48,11 @@ def decoder(
         [*layer[:parts], ones, packed(VOCABULARY, WIDTH), none],
         [torch.zeros(blocks, HEADS, WIDTH // HEADS, 16)],
         [torch.zeros(blocks, HEADS, 16, WIDTH // HEADS)],
-        list(shape or (HEADS, HEADS, WIDTH // HEADS, INNER, VOCABULARY)),
+        list(shape or (HEADS, HEADS, WIDTH // HEADS, INNER, VOCABULARY, 1)),
         [0],
         1e-5,
         0.5,
+        2.0,
     )
 
 
@@ -86,18 +89,30 @@ def test_what_lies_outside_the_tables_is_refused(token: int, position: int, mess
 
 
 def test_weights_that_do_not_fit_the_shape_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="12 weights for each of 1 layers"):
-        decoder(parts=11)
-    with pytest.raises(RuntimeError, match="must be 5 numbers; got 1"):
+    with pytest.raises(RuntimeError, match="23 weights for each of 1 layers"):
+        decoder(parts=22)
+    with pytest.raises(RuntimeError, match="must be 6 numbers; got 1"):
         decoder(shape=(2,))
-    wrong = decoder(shape=(HEADS, HEADS, WIDTH // HEADS, 40, VOCABULARY))
+    wrong = decoder(shape=(HEADS, HEADS, WIDTH // HEADS, 40, VOCABULARY, 1))
     with pytest.raises(RuntimeError, match="a packed weight must hold"):
+        step(wrong, 0, 0)
+
+
+@pytest.mark.parametrize("part", ["A", "B"])
+def test_adapters_that_do_not_fit_are_refused(part: str) -> None:
+    """Of two adapters of rank 1 the first alone is there; a part of it has too many numbers."""
+    none = torch.empty(0)
+    large = dense.pack_weight(torch.ones(40, 40))
+    down = dense.pack_weight(torch.ones(1, WIDTH))
+    pair = [large, dense.pack_weight(torch.ones(INNER, 1))] if part == "A" else [down, large]
+    wrong = decoder(adapters=[*[none] * 6, *pair, none, none, none])
+    with pytest.raises(RuntimeError, match=f"packed {part} must hold"):
         step(wrong, 0, 0)
 
 
 def test_memory_and_tables_that_do_not_fit_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"LlamaDecoder must get memory \(blocks, Hkv, Dk, 16\)"):
-        decoder(shape=(HEADS, 1, WIDTH // HEADS, INNER, VOCABULARY))
+        decoder(shape=(HEADS, 1, WIDTH // HEADS, INNER, VOCABULARY, 1))
     one, first = torch.tensor([3]), torch.tensor([0])
     for tables, message in (
         ([[2]], "must get blocks below 2; got 2 in row 0"),

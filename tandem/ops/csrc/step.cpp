@@ -36,7 +36,10 @@ c10::TypedOperatorHandle<F> op(const char* name) {
 // Tensors of a layer in `weights`, an empty one where the layer has none.
 enum Part {
   kInputNorm, kQKV, kQKVBias, kQNorm, kKNorm, kOut, kOutBias, kPostNorm, kGateUp, kGateUpBias,
-  kDown, kDownBias, kParts
+  kDown, kDownBias,
+  // Adapters (arXiv:2106.09685) of the four products above: A of those over one input below one
+  // another, then B of each.
+  kQKVA, kQB, kKB, kVB, kOutA, kOutB, kGateUpA, kGateB, kUpB, kDownA, kDownB, kParts
 };
 // After the layers: the last norm, the vocabulary head and its bias.
 enum Last { kLastNorm, kHead, kHeadBias, kLastParts };
@@ -56,16 +59,19 @@ void for_each_row(int64_t rows, int64_t numbers, Body body) {
 class LlamaDecoder : public torch::CustomClassHolder {
  public:
   // embedding (V, width); cos and sin (positions, D); per layer keys, values and window; shape:
-  // query heads, key heads, head width D, inner width, outputs of the vocabulary head.
+  // query heads, key heads, head width D, inner width, outputs of the vocabulary head, and the rank of
+  // adapters, whose outputs are multiplied by `adapter_scale`.
   LlamaDecoder(Tensor embedding, Tensor cos, Tensor sin, Tensors weights, Tensors keys,
                Tensors values, std::vector<int64_t> shape, std::vector<int64_t> windows,
-               double eps, double scale)
+               double eps, double scale, double adapter_scale)
       : embedding_(std::move(embedding)), cos_(std::move(cos)), sin_(std::move(sin)),
         weights_(std::move(weights)), keys_(std::move(keys)), values_(std::move(values)),
-        windows_(std::move(windows)), scale_(scale), eps_(static_cast<float>(eps)) {
-    TORCH_CHECK(shape.size() == 5, "LlamaDecoder's shape must be 5 numbers; got ", shape.size(),
+        windows_(std::move(windows)), scale_(scale), eps_(static_cast<float>(eps)),
+        adapter_scale_(static_cast<float>(adapter_scale)) {
+    TORCH_CHECK(shape.size() == 6, "LlamaDecoder's shape must be 6 numbers; got ", shape.size(),
                 ".");
     Hq_ = shape[0], Hkv_ = shape[1], D_ = shape[2], I_ = shape[3], outputs_ = shape[4];
+    rank_ = shape[5];
     const size_t layers = windows_.size();
     TORCH_CHECK(keys_.size() == layers && values_.size() == layers &&
                     weights_.size() == layers * kParts + kLastParts,
@@ -289,6 +295,8 @@ class LlamaDecoder : public torch::CustomClassHolder {
       norm(h.const_data_ptr<T>(), l * kParts + kInputNorm, n, width, width, x);
       if (keeps) qkv = kept(l, kStateQKV);
       linear(x, width, n, width, l * kParts + kQKV, qkv_width, qkv.mutable_data_ptr<T>());
+      adapt(x, width, n, width, l * kParts + kQKVA, {Hq_ * D_, Hkv_ * D_, Hkv_ * D_},
+            qkv.mutable_data_ptr<T>());
       turn(qkv.mutable_data_ptr<T>(), l, positions);
       Tensor mixed = attend(qkv, l, T{});
       const bool narrows = lasts && l + 1 == windows_.size(), writes = keeps && !narrows;
@@ -299,13 +307,14 @@ class LlamaDecoder : public torch::CustomClassHolder {
       }
       // What is not kept is added in place.
       Tensor sum = writes ? kept(l, kStateHidden) : h;
-      linear(mixed.const_data_ptr<T>(), Hq_ * D_, n, Hq_ * D_, l * kParts + kOut, width,
-             sum.mutable_data_ptr<T>(), h.const_data_ptr<T>());
+      add_linear(mixed.const_data_ptr<T>(), Hq_ * D_, n, Hq_ * D_, l * kParts + kOut,
+                 l * kParts + kOutA, width, sum.mutable_data_ptr<T>(), h.const_data_ptr<T>());
       norm(sum.const_data_ptr<T>(), l * kParts + kPostNorm, n, width, width, x);
       if (writes) inner = kept(l, kStateInner);
       else if (keeps || !inner.defined()) inner = at::empty({n, 2 * I_}, options);
       T* const gate = inner.mutable_data_ptr<T>();
       linear(x, width, n, width, l * kParts + kGateUp, 2 * I_, gate);
+      adapt(x, width, n, width, l * kParts + kGateUpA, {I_, I_}, gate);
       if (keeps && narrows) {
         states_[l * kStates + kStateHidden].index_copy_(0, *lasts + first, sum);
         states_[l * kStates + kStateInner].index_copy_(0, *lasts + first, inner);
@@ -318,8 +327,8 @@ class LlamaDecoder : public torch::CustomClassHolder {
         gated_row<Silu>(row, row + I_, product + i * stride, I_);
       });
       h = writes ? kept(l, kStateOut) : sum;
-      linear(product, stride, n, I_, l * kParts + kDown, width, h.mutable_data_ptr<T>(),
-             sum.const_data_ptr<T>());
+      add_linear(product, stride, n, I_, l * kParts + kDown, l * kParts + kDownA, width,
+                 h.mutable_data_ptr<T>(), sum.const_data_ptr<T>());
       if (keeps && narrows) states_[l * kStates + kStateOut].index_copy_(0, *lasts + first, h);
     }
     if (keeps) num_kept_ = first + tokens.size(0);
@@ -382,6 +391,61 @@ class LlamaDecoder : public torch::CustomClassHolder {
                     Epilogue<T>{bias.numel() ? bias.const_data_ptr<T>() : nullptr, residual, N});
   }
 
+  // y (n, all widths) += scale B A x of the products side by side that have an adapter: A x, that times
+  // the scale, B of it and the sum are rounded each, as in the adapted layer. `first`: where A is.
+  template <class T>
+  void adapt(const T* x, int64_t x_stride, int64_t n, int64_t K, size_t first,
+             const std::vector<int64_t>& widths, T* y) const {
+    const Tensor& down = weights_[first];
+    if (!down.numel()) return;
+    int64_t inputs = 0, stride = 0;
+    for (size_t i = 0; i < widths.size(); ++i) {
+      const int64_t words = weights_[first + 1 + i].numel();
+      TORCH_CHECK(!words || words == packed_size<T>(widths[i], rank_),
+                  "an adapter's packed B must hold ", packed_size<T>(widths[i], rank_),
+                  " words; got ", words, ".");
+      inputs += words ? rank_ : 0;
+      stride += widths[i];
+    }
+    TORCH_CHECK(down.numel() == packed_size<T>(inputs, K), "adapters' packed A must hold ",
+                packed_size<T>(inputs, K), " words; got ", down.numel(), ".");
+    Tensor inner = at::empty({n, inputs}, embedding_.options());
+    T* const scaled = inner.mutable_data_ptr<T>();
+    multiply_packed(x, x_stride, n, down.const_data_ptr<float>(), inputs, K, scaled, inputs,
+                    Epilogue<T>{});
+    for (int64_t i = 0; i < n * inputs; ++i)
+      scaled[i] = static_cast<T>(static_cast<float>(scaled[i]) * adapter_scale_);
+    const T* part = scaled;
+    for (size_t i = 0; i < widths.size(); y += widths[i], ++i) {
+      const Tensor& up = weights_[first + 1 + i];
+      if (!up.numel()) continue;
+      multiply_packed(part, inputs, n, up.const_data_ptr<float>(), widths[i], rank_, y, stride,
+                      Epilogue<T>{nullptr, y, stride});
+      part += rank_;
+    }
+  }
+
+  // y (n, N) = residual + `linear` and the adapter whose A is at `adapter`.
+  template <class T>
+  void add_linear(const T* x, int64_t x_stride, int64_t n, int64_t K, size_t weight, size_t adapter,
+                  int64_t N, T* y, const T* residual) const {
+    if (!weights_[adapter].numel()) {
+      linear(x, x_stride, n, K, weight, N, y, residual);
+      return;
+    }
+    Tensor made = at::empty({n, N}, embedding_.options());
+    T* const adapted = made.mutable_data_ptr<T>();
+    linear(x, x_stride, n, K, weight, N, adapted);
+    adapt(x, x_stride, n, K, adapter, {N}, adapted);
+    for_each_row(n, N, [&](int64_t i) {
+      for_columns(N, [&](int64_t c, int lanes) {
+        const int64_t at = i * N + c;
+        store_lanes(y + at, load_lanes(residual + at, lanes) + load_lanes(adapted + at, lanes),
+                    lanes);
+      });
+    });
+  }
+
   // Queries and keys, each head normed where the layer does that, then turned by their positions.
   template <class T>
   void turn(T* qkv, size_t layer, const Tensor& positions) const {
@@ -415,9 +479,9 @@ class LlamaDecoder : public torch::CustomClassHolder {
   Tensors weights_, keys_, values_, states_;
   int64_t num_kept_ = 0;
   std::vector<int64_t> windows_;
-  int64_t Hq_, Hkv_, D_, I_, outputs_;
+  int64_t Hq_, Hkv_, D_, I_, outputs_, rank_;
   double scale_;
-  float eps_;
+  float eps_, adapter_scale_;
 };
 
 }  // namespace
@@ -425,7 +489,7 @@ class LlamaDecoder : public torch::CustomClassHolder {
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.class_<LlamaDecoder>("LlamaDecoder")
       .def(torch::init<Tensor, Tensor, Tensor, Tensors, Tensors, Tensors, std::vector<int64_t>,
-                       std::vector<int64_t>, double, double>())
+                       std::vector<int64_t>, double, double, double>())
       .def("step", &LlamaDecoder::step)
       .def("advance", &LlamaDecoder::advance)
       .def("keep", &LlamaDecoder::keep)
