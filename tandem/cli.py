@@ -22,7 +22,7 @@ from tandem.config.load import check_ranges, show_note
 from tandem.config.pages import Parser, command_lines
 from tandem.config.schema import RunConfig
 from tandem.config.spellings import listed
-from tandem.config.stages import DEFAULT, latest_first, stage_names
+from tandem.config.stages import DEFAULT, stage_names
 from tandem.errors import ConfigError, Stopped, TandemError
 from tandem.garbage import collected_seldom
 from tandem.launch.failure import complain, is_launched, leaving_at_signals
@@ -46,6 +46,7 @@ _SUMMARIES = {
     "doctor": "This machine: processor, C++ operations, speed, GPUs, what is missing.",
 }
 _HOMES = {
+    "chat": "tandem.serve.chat_command:chat_command",
     "serve": "tandem.serve.command:serve_command",
     "vote": "tandem.serve.vote_command:vote_command",
     "sweep": "tandem.plan.command:sweep_command",
@@ -119,7 +120,6 @@ def _run(args: list[str], debug: bool) -> int:
     if command in _run_commands():
         return _train(command, rest, debug)
     commands: dict[str, Callable[[list[str]], int]] = {
-        "chat": _chat,
         "eval": _eval,
         "report": _report,
         "data": _data,
@@ -247,46 +247,6 @@ def _elsewhere(home: str, args: list[str]) -> int:
     module, _, function = home.partition(":")
     code: int = getattr(import_module(module), function)(args)
     return code
-
-
-def _chat(args: list[str]) -> int:
-    parser = Parser(
-        "chat",
-        "PATH [flags]",
-        "Talk to a model in the terminal; /help inside lists the commands.",
-        "tandem chat runs/first --model sft --temperature 0.2",
-    )
-    models = f"Which model of a run: {listed([*latest_first(), 'base'])}."
-    nucleus = "Sample from the smallest set of tokens with this total probability."
-    code = "Run the model's own Python code."
-    parser.section("model")
-    parser.flag("PATH", "A run's folder, a model's folder or a hub name.", type=_path)
-    parser.flag("--model NAME", models, shown="the first of these that is finished")
-    parser.flag("--system TEXT", "System prompt.", shown="none")
-    parser.flag("--trust-remote-code", code, False, shown="off", action="store_true")
-    parser.section("sampling")
-    parser.flag("--temperature X", "Logits are divided by this.", 0.7)
-    parser.flag("--top-p X", nucleus, 0.95)
-    parser.flag("--max-new-tokens N", "Longest answer, in tokens.", 256)
-    parser.flag("--seed N", "Seed of the sampled tokens.", 0)
-    options = parser.parse_args(args)
-    from tandem.config.schema import SamplingConfig
-    from tandem.serve.chat import chat
-
-    sampling = SamplingConfig(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        max_new_tokens=options.max_new_tokens,
-    )
-    check_ranges(sampling)
-    return chat(
-        options.path,
-        sampling,
-        which=options.model,
-        system=options.system,
-        seed=options.seed,
-        trust_remote_code=options.trust_remote_code,
-    )
 
 
 def _eval(args: list[str]) -> int:

@@ -63,6 +63,7 @@ def test_help_of_small_commands_has_groups_defaults_and_an_example(
         (("train",), "actor_model must name a model"),
         (("train", "--actor-model", "/nowhere", "--data", "x.jsonl"), "/nowhere"),
         (("chat", "x", "--temperature", "0"), "temperature must be > 0; got 0.0"),
+        (("chat", "x", "--dtype", "int4"), "--dtype must be one of auto, fp32, bf16, fp16; got"),
         (("data", "check", "x", "--heldout", "7"), "dataset.heldout must be >= 0 and < 1; got 7"),
         (("data", "check", "x", "--rows", "-3"), "--rows and --seed must be >= 0"),
         (("eval", "x", "--prompts", "-3"), "--prompts must be >= 0; got -3"),

@@ -1,4 +1,4 @@
-"""Language models and tokenizers in: any Hugging Face decoder, float32, every weight accounted for.
+"""Language models and tokenizers in: any Hugging Face decoder, every weight accounted for.
 
 `load_causal_lm` and `scalar.load_scalar_model` load a whole model through transformers. A run loads
 through `meta_init` instead, and comes here only for models whose files need converting.
@@ -102,21 +102,28 @@ def open_decoder(
 
 
 def load_causal_lm(
-    path: str | Path, *, dropout: float = 0.0, trust_remote_code: bool = False
+    path: str | Path,
+    *,
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A decoder with its vocabulary head, float32, in eval mode.
+    """A decoder with its vocabulary head, in eval mode.
 
     A folder that holds a LoRA adapter loads the base it names and puts the adapter on it, live.
 
     Args:
         path: folder or hub name.
         dropout: what every dropout rate of the model becomes; layers are never skipped whole.
+        dtype: of the weights, each rounded as it is read; adapters are float32.
         trust_remote_code: let the folder bring its own Python code.
     Raises:
         ModelError: not a decoder, pickled weights, damaged files, weights missing or left over.
     """
     opened = open_decoder(path, dropout=dropout, trust_remote_code=trust_remote_code)
-    model = load_weights(opened.base, opened.config, trust_remote_code=trust_remote_code)
+    model = load_weights(
+        opened.base, opened.config, dtype=dtype, trust_remote_code=trust_remote_code
+    )
     if opened.adapter is not None:
         load_adapter(model, opened.adapter)
     return model
@@ -127,9 +134,10 @@ def load_weights(
     config: PreTrainedConfig,
     *,
     scalar: bool = False,
+    dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A model by transformers' from_pretrained: float32, in eval mode, from safetensors alone.
+    """A model by transformers' from_pretrained: in eval mode, from safetensors alone.
 
     Raises:
         ModelError: pickled weights, damaged or truncated files, tensors of the wrong shape, NaN;
@@ -143,7 +151,7 @@ def load_weights(
             model, report = kind.from_pretrained(
                 source.name,
                 config=config,
-                dtype=torch.float32,
+                dtype=dtype,
                 attn_implementation=attention_for(config),
                 use_safetensors=True,
                 output_loading_info=True,

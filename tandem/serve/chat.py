@@ -24,6 +24,7 @@ from tandem.generation.streaming import Turns
 from tandem.models.checkpoint_ref import model_folders
 from tandem.models.eos import load_stop_ids
 from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.serve.place import Place, put
 from tandem.text import visible, visible_lines
 from tandem.types import Message
 
@@ -128,6 +129,8 @@ def chat(
     which: str = "",
     system: str = "",
     seed: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
     trust_remote_code: bool = False,
     read: Callable[[str], str] = input,
     write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
@@ -136,13 +139,17 @@ def chat(
 
     Args:
         path, which: see `find_model`.
+        device, dtype: see `Place.of`.
         read, write: the terminal, or a replacement in tests.
     """
     source = find_model(path, which)
     for folder in model_folders(source):
         verify_beside(folder)
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-    model = load_causal_lm(source, trust_remote_code=trust_remote_code).eval()
+    place = Place.of(device, dtype)
+    chosen = place.dtype_of(source, trust_remote_code=trust_remote_code)
+    model = load_causal_lm(source, dtype=chosen, trust_remote_code=trust_remote_code)
+    put(model, place.device, chosen)
     renderer = Renderer(tokenizer, load_stop_ids(source))
     if problem := _unusable(system):
         raise ModelError(f"--system must be UTF-8 text without NUL; got {problem}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,13 +29,7 @@ def serve_command(args: Sequence[str]) -> int:
         raise ConfigError(f"--max-queue must be >= 0; got {options.max_queue}.")
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port must be from 0 to 65535; got {options.port}.")
-    choices = {
-        "--device": (options.device, ("auto", "cpu", "cuda")),
-        "--dtype": (options.dtype, ("auto", "fp32", "bf16", "fp16")),
-    }
-    for flag, (value, known) in choices.items():
-        if value not in known:
-            raise ConfigError(f"{flag} must be one of {', '.join(known)}; got {value!r}.")
+    check_place(options)
     key = options.api_key or os.environ.get("TANDEM_API_KEY", "")
     if not (key.isascii() and key.isprintable()):
         raise ConfigError("--api-key must be printable ASCII; got other characters.")
@@ -73,6 +68,28 @@ def serve_command(args: Sequence[str]) -> int:
     return serve(settings, options.port)
 
 
+def place_flags(parser: Parser) -> None:
+    """The flags that say where a model is put, and in what type."""
+    auto = "fp32, bf16, fp16 or auto: bf16 on a GPU and for a model saved in it, else fp32."
+    parser.flag("--device NAME", "cpu, cuda or auto: a GPU if there is one.", "auto")
+    parser.flag("--dtype NAME", auto, "auto")
+
+
+def check_place(options: Namespace) -> None:
+    """Refuse what these flags cannot be.
+
+    Raises:
+        ConfigError: a value is none of those.
+    """
+    choices = {
+        "--device": (options.device, ("auto", "cpu", "cuda")),
+        "--dtype": (options.dtype, ("auto", "fp32", "bf16", "fp16")),
+    }
+    for flag, (value, known) in choices.items():
+        if value not in known:
+            raise ConfigError(f"{flag} must be one of {', '.join(known)}; got {value!r}.")
+
+
 def _parser() -> Parser:
     parser = Parser(
         "serve",
@@ -86,8 +103,7 @@ def _parser() -> Parser:
     parser.flag("PATH", "A run's folder, a model's folder or a hub name.", type=_path)
     parser.flag("--base PATH", "Where the run's base model is, if it was moved.", shown="recorded")
     parser.flag("--follow", follow, False, shown="off", action="store_true")
-    parser.flag("--device NAME", "cpu, cuda or auto: a GPU if there is one.", "auto")
-    parser.flag("--dtype NAME", "fp32, bf16, fp16 or auto: bf16 on a GPU, else fp32.", "auto")
+    place_flags(parser)
     parser.flag("--trust-remote-code", code, False, shown="off", action="store_true")
     parser.section("address")
     parser.flag("--host ADDRESS", "Where to listen; 0.0.0.0 for all networks.", "127.0.0.1")

@@ -24,20 +24,28 @@ from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer
 from tandem.models.lora import add_lora
 from tandem.models.scalar import load_scalar_model
 from tandem.models.source import Located, load_config, positions_in, read_adapter_config
+from tandem.serve.place import Place, put
 from tandem.serve.sources import ModelSource
 from tandem.serve.token_bytes import TokenBytes
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
     """How models are loaded. verify: check files against their manifests."""
 
-    device: torch.device
-    dtype: torch.dtype
+    place: Place
     trust_remote_code: bool = False
     verify: bool = True
+
+    def dtype_of(self, source: ModelSource) -> torch.dtype:
+        """The type that a model will compute in.
+
+        Raises:
+            ModelError: there is no such model.
+        """
+        return self.place.dtype_of(
+            source.base or source.path, trust_remote_code=self.trust_remote_code
+        )
 
 
 @dataclass(eq=False)
@@ -112,14 +120,15 @@ def load_policy(
     version = source.version()
     _verify(source, settings)
     tokenizer = load_tokenizer(_tokenizer_of(source), trust_remote_code=settings.trust_remote_code)
-    model = _policy_weights(source, settings)
+    dtype = settings.dtype_of(source)
+    model = _policy_weights(source, dtype, settings)
     step = 0
     if source.checkpoints is not None:
         step = _take_checkpoint(model, source, config)
     check_vocabulary(model, tokenizer)
     stop_ids = load_stop_ids(source.base or source.path)
     renderer = Renderer(tokenizer, stop_ids)
-    _placed(model, settings)
+    put(model, settings.place.device, dtype)
     return Loaded(source, model, tokenizer, renderer, version, step)
 
 
@@ -139,12 +148,13 @@ def load_scorer(source: ModelSource, settings: LoadSettings) -> LoadedScalar:
         model = load_scalar_model(
             source.path, seed=0, from_causal_lm=None, trust_remote_code=remote
         )
-    _placed(model, settings)
+    put(model, settings.place.device, settings.dtype_of(source))
     return LoadedScalar(source, model, Renderer(tokenizer))
 
 
-def weight_bytes(source: ModelSource, dtype: torch.dtype) -> int | None:
-    """Bytes that a local model's weights will take, by its files; None for a hub name."""
+def weight_bytes(source: ModelSource, settings: LoadSettings) -> tuple[int, torch.dtype] | None:
+    """Bytes that a local model's weights will take, by its files, and in which type; None for a hub
+    name, and where it cannot be read, which is told when the model is loaded."""
     folder = Path(source.base or source.path).expanduser()
     if not folder.is_dir():
         return None
@@ -152,13 +162,17 @@ def weight_bytes(source: ModelSource, dtype: torch.dtype) -> int | None:
 
     if not (folder / "config.json").is_file():
         return None
+    try:
+        dtype = settings.dtype_of(source)
+    except ModelError:
+        return None
     numbers = 0
     for tensor in read_headers(folder):
         count = 1
         for side in tensor.shape:
             count *= side
         numbers += count
-    return numbers * dtype.itemsize
+    return numbers * dtype.itemsize, dtype
 
 
 def positions_of(source: ModelSource, settings: LoadSettings) -> int | None:
@@ -176,11 +190,13 @@ def positions_of(source: ModelSource, settings: LoadSettings) -> int | None:
         return None
 
 
-def _policy_weights(source: ModelSource, settings: LoadSettings) -> PreTrainedModel:
+def _policy_weights(
+    source: ModelSource, dtype: torch.dtype, settings: LoadSettings
+) -> PreTrainedModel:
     remote = settings.trust_remote_code
     if not source.base:
-        return load_causal_lm(source.path, trust_remote_code=remote)
-    model = load_causal_lm(source.base, trust_remote_code=remote)
+        return load_causal_lm(source.path, dtype=dtype, trust_remote_code=remote)
+    model = load_causal_lm(source.base, dtype=dtype, trust_remote_code=remote)
     load_adapter(model, source.path)
     return model
 
@@ -244,9 +260,3 @@ def _fill(
         )
     for name, tensor in saved.items():
         parameters[name].copy_(tensor.whole())
-
-
-def _placed(model: PreTrainedModel, settings: LoadSettings) -> None:
-    model.eval().requires_grad_(False)
-    module: torch.nn.Module = model  # whose annotation of `to` is right
-    module.to(device=settings.device, dtype=settings.dtype)

@@ -45,17 +45,19 @@ def describe(service: Service) -> list[str]:
     """The models and the memory that they take, as lines for the terminal."""
     offer, load = service.offer, service.load_settings
     scorers = [scorer for scorer in (offer.reward_model, offer.critic) if scorer is not None]
-    sizes = [weight_bytes(source, load.dtype) for source in (*offer.models.values(), *scorers)]
+    device = load.place.device
+    sizes = [weight_bytes(source, load) for source in (*offer.models.values(), *scorers)]
     known = [size for size in sizes if size is not None]
-    free = free_bytes(load.device)
-    dtype = str(load.dtype).removeprefix("torch.")
-    total = f"{_size(sum(known))}{' and more' if len(known) < len(sizes) else ''}"
+    free = free_bytes(device)
+    dtypes = sorted({str(dtype).removeprefix("torch.") for _, dtype in known})
+    total = f"{_size(sum(size for size, _ in known))}{' and more' * (len(known) < len(sizes))}"
+    in_types = f" as {' and '.join(dtypes)}" if dtypes else ""
     names = ", ".join(offer.models)
     lines = [f"models: {names} (without a name: {offer.preferred})"]
     lines += [f"scores: {', '.join(scorer.name for scorer in scorers)}"] if scorers else []
     lines.append(
-        f"memory: weights of all {len(sizes)} models take {total} as {dtype} on "
-        f"{load.device.type}, each loaded when first asked for; KV memory comes on top, of "
+        f"memory: weights of all {len(sizes)} models take {total}{in_types} on "
+        f"{device.type}, each loaded when first asked for; KV memory comes on top, of "
         f"{_size(free)} free"
     )
     votes = service.votes_file

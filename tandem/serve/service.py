@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from tandem.config.stages import STAGES
 from tandem.errors import TandemError
 from tandem.generation.streaming import CHUNK_TOKENS
@@ -23,6 +21,7 @@ from tandem.serve.engine import Engine
 from tandem.serve.fields import shown
 from tandem.serve.judging import Judges
 from tandem.serve.loading import Loaded, LoadedScalar, LoadSettings, load_policy, load_scorer
+from tandem.serve.place import Place
 from tandem.serve.sources import ModelSource, Offer, offer_of
 
 T = TypeVar("T")
@@ -282,14 +281,4 @@ def load_settings(settings: ServeSettings) -> LoadSettings:
     Raises:
         ModelError: a GPU was asked for and is not there.
     """
-    from tandem.errors import ModelError
-    from tandem.serve.loading import DTYPES
-
-    has_gpu = torch.cuda.is_available()
-    if settings.device == "cuda" and not has_gpu:
-        raise ModelError("--device must be available; got cuda, but no GPU was found. Use cpu.")
-    auto = "cuda" if has_gpu else "cpu"
-    device = torch.device(auto if settings.device == "auto" else settings.device)
-    auto_dtype = "bf16" if device.type == "cuda" else "fp32"
-    dtype = DTYPES[auto_dtype if settings.dtype == "auto" else settings.dtype]
-    return LoadSettings(device, dtype, settings.trust_remote_code)
+    return LoadSettings(Place.of(settings.device, settings.dtype), settings.trust_remote_code)

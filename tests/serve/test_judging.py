@@ -16,6 +16,7 @@ from tandem.serve import judging, judging_queue
 from tandem.serve.judging import Answered, Judges, Judging, judge, sequence_logprobs
 from tandem.serve.judging_queue import WAIT_STEPS, JudgingQueue, Waiting
 from tandem.serve.loading import Loaded, LoadSettings, load_policy, load_scorer
+from tandem.serve.place import Place
 from tandem.serve.sources import offer_of
 from tandem.types import Message, TokenRow
 from tests.serve.serving import TestClient, ask
@@ -29,7 +30,7 @@ _MEAN, _STD = 0.25, 0.5
 def models(served_run: Path) -> tuple[Loaded, Judges]:
     """PPO's actor, and all that judges it."""
     offer = offer_of(str(served_run))
-    settings = LoadSettings(torch.device("cpu"), torch.float32)
+    settings = LoadSettings(Place(torch.device("cpu"), torch.float32))
     assert offer.reward_model is not None
     assert offer.critic is not None
     judges = Judges(

@@ -14,11 +14,12 @@ from tandem.errors import ModelError, TandemError
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.save import save_adapter
 from tandem.serve.loading import LoadSettings, load_policy
+from tandem.serve.place import Place
 from tandem.serve.sources import offer_of
 from tests.serve.serving import ask, serving
 
 CHAT = "/v1/chat/completions"
-CPU = LoadSettings(torch.device("cpu"), torch.float32)
+CPU = LoadSettings(Place(torch.device("cpu"), torch.float32))
 
 
 @pytest.fixture

@@ -1,0 +1,62 @@
+"""The flags of `tandem chat`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from tandem.config.load import check_ranges
+from tandem.config.pages import Parser
+from tandem.config.spellings import listed
+from tandem.config.stages import latest_first
+from tandem.serve.command import check_place, place_flags
+
+
+def chat_command(args: Sequence[str]) -> int:
+    """Parse the flags and talk; returns the exit code.
+
+    Raises:
+        ConfigError: a flag is wrong.
+        ModelError: the path offers no model, or it cannot be loaded.
+    """
+    parser = Parser(
+        "chat",
+        "PATH [flags]",
+        "Talk to a model in the terminal; /help inside lists the commands.",
+        "tandem chat runs/first --model sft --temperature 0.2",
+    )
+    models = f"Which model of a run: {listed([*latest_first(), 'base'])}."
+    nucleus = "Sample from the smallest set of tokens with this total probability."
+    code = "Run the model's own Python code."
+    parser.section("model")
+    parser.flag("PATH", "A run's folder, a model's folder or a hub name.", type=os.path.expanduser)
+    parser.flag("--model NAME", models, shown="the first of these that is finished")
+    parser.flag("--system TEXT", "System prompt.", shown="none")
+    place_flags(parser)
+    parser.flag("--trust-remote-code", code, False, shown="off", action="store_true")
+    parser.section("sampling")
+    parser.flag("--temperature X", "Logits are divided by this.", 0.7)
+    parser.flag("--top-p X", nucleus, 0.95)
+    parser.flag("--max-new-tokens N", "Longest answer, in tokens.", 256)
+    parser.flag("--seed N", "Seed of the sampled tokens.", 0)
+    options = parser.parse_args(args)
+    check_place(options)
+    from tandem.config.schema import SamplingConfig
+    from tandem.serve.chat import chat
+
+    sampling = SamplingConfig(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        max_new_tokens=options.max_new_tokens,
+    )
+    check_ranges(sampling)
+    return chat(
+        options.path,
+        sampling,
+        which=options.model,
+        system=options.system,
+        seed=options.seed,
+        device=options.device,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+    )

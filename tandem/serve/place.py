@@ -1,0 +1,75 @@
+"""Where a model that answers is put, and in what type it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tandem.errors import ModelError
+from tandem.models.source import Located, adapter_base, load_config, locate, read_adapter_config
+from tandem.ops import native
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Device and type of models. dtype: None takes what fits each model (`dtype_of`)."""
+
+    device: torch.device
+    dtype: torch.dtype | None
+
+    @staticmethod
+    def of(device: str, dtype: str) -> Place:
+        """What the values of --device and --dtype mean on this machine.
+
+        Raises:
+            ModelError: a GPU was asked for and is not there.
+        """
+        has_gpu = torch.cuda.is_available()
+        if device == "cuda" and not has_gpu:
+            raise ModelError("--device must be available; got cuda, but no GPU was found. Use cpu.")
+        name = ("cuda" if has_gpu else "cpu") if device == "auto" else device
+        return Place(torch.device(name), None if dtype == "auto" else DTYPES[dtype])
+
+    def dtype_of(self, path: str | Path, *, trust_remote_code: bool = False) -> torch.dtype:
+        """The type that was asked for, or else: bf16 on a GPU, and on a CPU for a model that is
+        saved in it, where our operations compute: it takes half the memory of fp32, and half the
+        time to read. fp32 for all others.
+
+        Raises:
+            ModelError: there is no model at `path`.
+        """
+        if self.dtype is not None:
+            return self.dtype
+        if self.device.type == "cuda":
+            return torch.bfloat16
+        if not native.available():
+            return torch.float32
+        saved = load_config(_weights_at(path), trust_remote_code=trust_remote_code).dtype
+        return torch.bfloat16 if saved == torch.bfloat16 else torch.float32
+
+
+@torch.no_grad()
+def put(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Move a model there and cast its weights, in eval mode and frozen, in place.
+
+    Buffers keep their type, as in training: frequencies of rotary positions in bfloat16 would put
+    distant tokens elsewhere.
+    """
+    module: nn.Module = model.eval().requires_grad_(False)  # whose annotation of `to` is right
+    module.to(device)
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _weights_at(path: str | Path) -> Located:
+    """Where a model's weights are: an adapter's are its base's."""
+    source = locate(path)
+    adapter = read_adapter_config(source)
+    return source if adapter is None else adapter_base(source, adapter)

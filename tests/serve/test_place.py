@@ -1,0 +1,121 @@
+"""Where a model that answers is put, and that it computes there what training computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tandem.config.schema import LoraConfig
+from tandem.errors import ConfigError, ModelError
+from tandem.models.adapter import save_adapter
+from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.models.lora import add_lora
+from tandem.models.save import save_model
+from tandem.ops import native
+from tandem.parallel.masters import cast_weights
+from tandem.serve.command import check_place, place_flags
+from tandem.serve.loading import LoadSettings, load_policy
+from tandem.serve.place import DTYPES, Place, put
+from tandem.serve.sources import offer_of
+from tests.tiny import save_tiny_model
+
+CPU = torch.device("cpu")
+needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Folders of one model, saved in each type."""
+    first = save_tiny_model(tmp_path_factory.mktemp("model"))
+
+    def folder(dtype: str) -> str:
+        place = tmp_path_factory.mktemp(dtype)
+        model = load_causal_lm(first)
+        save_model(model, load_tokenizer(first), place, dtype=DTYPES[dtype])
+        return str(place)
+
+    return folder
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_on_a_cpu_a_models_type_follows_its_files(
+    saved: Callable[[str], str], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(dtype)
+    auto = Place.of("cpu", "auto")
+    assert auto.dtype_of(folder) == DTYPES["bf16" if dtype == "bf16" else "fp32"]
+    for asked in DTYPES:
+        assert Place.of("cpu", asked).dtype_of(folder) == DTYPES[asked]
+    monkeypatch.setattr(native, "available", lambda: False)
+    assert auto.dtype_of(folder) == torch.float32
+
+
+@needs_native
+def test_an_adapter_computes_in_its_bases_type(saved: Callable[[str], str], tmp_path: Path) -> None:
+    base = saved("bf16")
+    model = load_causal_lm(base)
+    add_lora(model, LoraConfig(rank=2), seed=0)
+    save_adapter(model, tmp_path / "adapter", base)
+    assert Place(CPU, None).dtype_of(tmp_path / "adapter") == torch.bfloat16
+    loaded = load_policy(
+        offer_of(str(tmp_path / "adapter")).models["adapter"], LoadSettings(Place(CPU, None))
+    )
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_model_that_answers_computes_what_training_and_hugging_face_do(
+    saved: Callable[[str], str], dtype: str
+) -> None:
+    """Rotary positions too: their frequencies stay float32."""
+    folder, kind = saved("fp32"), DTYPES[dtype]
+    ids = torch.arange(3, 60)[None]
+
+    def logits(model: PreTrainedModel) -> Tensor:
+        with torch.no_grad():
+            made: Tensor = model(ids, use_cache=False).logits
+        return made
+
+    trained = load_causal_lm(folder)
+    cast_weights(trained, kind)
+    served = load_policy(offer_of(folder).models[Path(folder).name], LoadSettings(Place(CPU, kind)))
+    moved = load_causal_lm(folder)
+    put(moved, CPU, kind)
+    want = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=kind))
+    for model in (trained, served.model, moved):
+        assert torch.equal(logits(model), want)
+        assert not model.training
+    assert not any(p.requires_grad for p in served.model.parameters())
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        assert Place.of("auto", "auto").device.type == "cuda"
+        return
+    assert Place.of("auto", "auto") == Place(CPU, None)
+    with pytest.raises(ModelError, match="--device must be available; got cuda, but no GPU"):
+        Place.of("cuda", "auto")
+
+
+def test_the_flags_take_known_names(capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.config.pages import Parser
+
+    parser = Parser("chat", "[flags]", "About.", "tandem chat")
+    place_flags(parser)
+    check_place(parser.parse_args([]))
+    for flags in (["--device", "gpu"], ["--dtype", "int4"]):
+        with pytest.raises(ConfigError, match=f"{flags[0]} must be one of auto, .*; got"):
+            check_place(parser.parse_args(flags))
+
+
+def test_the_type_of_a_broken_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no such family"}))
+    with pytest.raises(ModelError, match=r"must have a config\.json that transformers reads"):
+        Place(CPU, None).dtype_of(tmp_path)
