@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from tandem.generation.batch_state import Rows
 from tandem.generation.runner import Advanced, TwinRunner
 from tandem.generation.sampler import Draw
+from tandem.models.laid_out import LaidOutWeight
 from tandem.models.lora import LoraLinear
 from tandem.models.quantized import PackedWeight
 from tandem.models.twin import twin_of
@@ -60,7 +61,9 @@ def runs_natively(model: PreTrainedModel, free: int) -> bool:
     unpacked = {id(p) for module in _quantized(twin) for p in module.parameters()}
     if any(p.dtype != model.dtype and id(p) not in unpacked for p in twin.parameters()):
         return False
-    if _size(twin) * model.dtype.itemsize > _SHARE_OF_FREE * free:
+    if _copied(twin) * model.dtype.itemsize > _SHARE_OF_FREE * free:
+        return False
+    if not all(_lies_together(group) for layer in layers for group in projections(layer)):
         return False
     numbers = {_numbers(layer, twin.model.norm) for layer in layers}
     adapters = {adapter for layer in layers for adapter in _adapters(layer)}
@@ -71,11 +74,17 @@ def runs_natively(model: PreTrainedModel, free: int) -> bool:
     )
 
 
-def _size(twin: Any) -> int:
-    """Weights of a model, quantized ones as many as they stand for."""
+def _copied(twin: Any) -> int:
+    """Weights of a model that a runner copies; of quantized ones as many as they stand for."""
     integers = {id(p) for module in _quantized(twin) for p in module.parameters()}
     plain = sum(p.numel() for p in twin.parameters() if id(p) not in integers)
     return plain + sum(module.numel() for module in _quantized(twin))
+
+
+def _size(twin: Any) -> int:
+    """All weights of a model."""
+    laid_out = (m for m in twin.modules() if isinstance(m, LaidOutWeight))
+    return _copied(twin) + sum(module.numel() for module in laid_out)
 
 
 def _quantized(twin: Any) -> list[PackedWeight]:
@@ -155,10 +164,32 @@ def _adapters(layer: Any) -> Iterator[tuple[int, float]]:
             yield module.rank, module.scale
 
 
-def _projections(layer: Any) -> list[Any]:
+def _lies_together(layers: Sequence[Any]) -> bool:
+    """Whether layers over one input are laid out as one weight, or none of them is."""
+    weights = [layer.weight for layer in layers]
+    laid_out = [weight for weight in weights if isinstance(weight, LaidOutWeight)]
+    if not laid_out:
+        return True
+    return (
+        len(laid_out) == len(weights)
+        and all(weight.group is laid_out[0].group for weight in laid_out)
+        and sum(weight.words.numel() for weight in laid_out) == laid_out[0].group.numel()
+    )
+
+
+def projections(layer: Any) -> list[list[Any]]:
+    """A layer's linear layers; those over one input, whose weights are packed as one, together."""
     attention, mlp = layer.self_attn, layer.mlp
-    return [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
-            mlp.gate_proj, mlp.up_proj, mlp.down_proj]  # fmt: skip
+    return [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [attention.o_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
+    ]
+
+
+def _projections(layer: Any) -> list[Any]:
+    return [module for group in projections(layer) for module in group]
 
 
 def _numbers(layer: Any, last_norm: Any) -> tuple[Any, ...]:
@@ -244,14 +275,13 @@ class NativeRunner(TwinRunner):
 
 def _layer_parts(layer: Any, dtype: torch.dtype) -> list[Tensor]:
     """In the order of `Part` in csrc/step.cpp, empty where the layer has none."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     none = torch.empty(0)
     norms = [
         attention._modules[name].weight.detach() if name in attention._modules else none
         for name in ("q_norm", "k_norm")
     ]
-    qkv, out = [attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]
-    gate_up, down = [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]
+    qkv, out, gate_up, down = projections(layer)
     return [
         layer.input_layernorm.weight.detach(),
         *_packed(qkv, dtype),
@@ -266,14 +296,17 @@ def _layer_parts(layer: Any, dtype: torch.dtype) -> list[Tensor]:
 
 def _packed(layers: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The layers' weights as one packed weight, and their biases as one (empty without)."""
-    weights = [_weight(layer, dtype) for layer in layers]
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     biases = [
-        weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
+        torch.zeros(layer.out_features, dtype=dtype) if layer.bias is None else layer.bias.detach()
         for layer in layers
     ]
     has_bias = any(layer.bias is not None for layer in layers)
-    return _pack(weight), torch.cat(biases) if has_bias else torch.empty(0)
+    bias = torch.cat(biases) if has_bias else torch.empty(0)
+    own = layers[0].weight
+    if isinstance(own, LaidOutWeight):
+        return own.group, bias
+    weights = [_weight(layer, dtype) for layer in layers]
+    return _pack(weights[0] if len(weights) == 1 else torch.cat(weights)), bias
 
 
 def _packed_adapters(layers: Sequence[Any]) -> list[Tensor]:

@@ -23,12 +23,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tandem.errors import ModelError, NumericsError
+from tandem.models.laid_out import LaidOutWeight
 from tandem.models.quantized import KINDS, PackedWeight
 from tandem.ops import dense
 
 
 class LinearLayer(nn.Module):
-    """A linear layer whose weight is a parameter or a `PackedWeight`."""
+    """A linear layer whose weight is a parameter, a `PackedWeight` or a `LaidOutWeight`."""
 
     weight: Any
     bias: Any
@@ -44,13 +45,18 @@ class LinearLayer(nn.Module):
 
     def quantize(self, kind: str) -> None:
         """Replace the weight by integers; the parameter itself is not changed."""
-        packed = PackedWeight(self.weight, kind)
+        self.replace_weight(PackedWeight(self.weight, kind))
+
+    def replace_weight(self, weight: PackedWeight | LaidOutWeight) -> None:
+        """Put another form of the weight in its place; the parameter itself is not changed."""
         del self.weight
-        self.weight = packed
+        self.weight = weight
 
     def product(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
         turned = isinstance(self, Conv1D)
+        if isinstance(self.weight, LaidOutWeight):
+            return self.weight.product(x, self.bias)
         if isinstance(self.weight, PackedWeight):
             return self.weight.product(x, self.bias, turned=turned, product=self._linear)
         return self._linear(x, self.weight.t() if turned else self.weight, self.bias)
@@ -58,7 +64,8 @@ class LinearLayer(nn.Module):
     def plain_weight(self) -> Tensor:
         """The weight itself, or dequantized as a new tensor."""
         weight: Any = self.weight
-        return weight.dequantized() if isinstance(weight, PackedWeight) else weight
+        is_other = isinstance(weight, (PackedWeight, LaidOutWeight))
+        return weight.dequantized() if is_other else weight
 
     @staticmethod
     def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -78,11 +85,15 @@ class FrozenLayer(LinearLayer):
 
 
 class FrozenLinear(FrozenLayer, nn.Linear):
-    """nn.Linear with a quantized weight."""
+    """nn.Linear with a quantized weight, or a laid out one."""
 
-    def __init__(self, base: nn.Linear, kind: str) -> None:
+    def __init__(self, base: nn.Linear, weight: str | LaidOutWeight) -> None:
+        """weight: the kind to quantize to, or what takes the weight's place."""
         self.take_over(base)
-        self.quantize(kind)
+        if isinstance(weight, str):
+            self.quantize(weight)
+        else:
+            self.replace_weight(weight)
 
 
 class FrozenConv1D(FrozenLayer, Conv1D):
@@ -130,7 +141,8 @@ def base_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     inside = {id(part) for root in roots if root is not None for part in root.modules()}
     for layer in model.modules():
         if isinstance(layer, LinearLayer):
-            adapters = [part for part in layer.children() if not isinstance(part, PackedWeight)]
+            weights = (PackedWeight, LaidOutWeight)
+            adapters = [part for part in layer.children() if not isinstance(part, weights)]
             inside -= {id(part) for adapter in adapters for part in adapter.modules()}
     for name, module in model.named_modules():
         if id(module) in inside:

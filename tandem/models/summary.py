@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.models.blocks import decoder_blocks
+from tandem.models.laid_out import LaidOutWeight
 from tandem.models.quantized import PackedWeight
 
 
@@ -86,7 +87,8 @@ def _sizes(part: Any, outside: Collection[int] = ()) -> tuple[int, int]:
     weights = trained = 0
     seen = set(outside)
     for module in part.modules():
-        if isinstance(module, PackedWeight):  # its own parameters are what it is kept as
+        # Parameters of its own, if it has any, are what it is kept as.
+        if isinstance(module, (PackedWeight, LaidOutWeight)):
             weights += 0 if id(module) in seen else module.numel()
             seen |= {id(module), *map(id, module.parameters())}
             continue

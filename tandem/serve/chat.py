@@ -20,6 +20,7 @@ from tandem.data.render import Renderer
 from tandem.errors import ModelError, TandemError
 from tandem.generation.detokenizer import AnswerText
 from tandem.generation.generator import Stops
+from tandem.generation.laying_out import lay_out_model
 from tandem.generation.streaming import Turns
 from tandem.models.checkpoint_ref import model_folders
 from tandem.models.eos import load_stop_ids
@@ -150,6 +151,7 @@ def chat(
     chosen = place.dtype_of(source, trust_remote_code=trust_remote_code)
     model = load_causal_lm(source, dtype=chosen, trust_remote_code=trust_remote_code)
     put(model, place.device, chosen)
+    lay_out_model(model)
     renderer = Renderer(tokenizer, load_stop_ids(source))
     if problem := _unusable(system):
         raise ModelError(f"--system must be UTF-8 text without NUL; got {problem}.")

@@ -17,6 +17,7 @@ from tandem.config.schema import RunConfig
 from tandem.data.render import IN_MEMORY, Renderer
 from tandem.errors import CheckpointError, ModelError
 from tandem.generation.generator import max_positions, vocabulary_size
+from tandem.generation.laying_out import lay_out_model
 from tandem.models.adapter import load_adapter
 from tandem.models.checkpoint_ref import model_folders
 from tandem.models.eos import load_stop_ids
@@ -129,6 +130,7 @@ def load_policy(
     stop_ids = load_stop_ids(source.base or source.path)
     renderer = Renderer(tokenizer, stop_ids)
     put(model, settings.place.device, dtype)
+    lay_out_model(model)
     return Loaded(source, model, tokenizer, renderer, version, step)
 
 
