@@ -290,7 +290,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     default = [side for side in SIDES if side != "hf-compile"]  # it compiles for minutes
     add("--sides", nargs="+", choices=SIDES, default=default)
     add("--slots", type=count, default=0, help="answers side by side in Tandem; all by default")
-    add("--lora-rank", type=count, default=0, help="rank of live adapters on every layer; none")
+    add("--lora-rank", type=int, default=0, help="rank of live adapters on every layer; none")
     add("--model", type=Path, help="folder of the real stories260K, for its two rows")
     usual = ", ".join(map(str, GPU_BATCHES))
     add("--batch", nargs="+", type=count, help=f"prompts; by default a row's own, on a GPU {usual}")

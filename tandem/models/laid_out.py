@@ -27,6 +27,7 @@ class LaidOutWeight(nn.Module):
 
     def __init__(self, group: Tensor, words: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
         super().__init__()
+        self.training = False
         self.group, self.words, self.shape, self.dtype = group, words, shape, dtype
 
     @property

@@ -32,7 +32,7 @@ def chat_command(args: Sequence[str]) -> int:
     parser.flag("PATH", "A run's folder, a model's folder or a hub name.", type=os.path.expanduser)
     parser.flag("--model NAME", models, shown="the first of these that is finished")
     parser.flag("--system TEXT", "System prompt.", shown="none")
-    place_flags(parser)
+    place_flags(parser, "bf16 on a GPU and for a model saved in it, else fp32.")
     parser.flag("--trust-remote-code", code, False, shown="off", action="store_true")
     parser.section("sampling")
     parser.flag("--temperature X", "Logits are divided by this.", 0.7)

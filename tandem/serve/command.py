@@ -68,11 +68,10 @@ def serve_command(args: Sequence[str]) -> int:
     return serve(settings, options.port)
 
 
-def place_flags(parser: Parser) -> None:
-    """The flags that say where a model is put, and in what type."""
-    auto = "fp32, bf16, fp16 or auto: bf16 on a GPU and for a model saved in it, else fp32."
+def place_flags(parser: Parser, auto: str) -> None:
+    """The flags that say where a model is put, and in what type; `auto` says what auto takes."""
     parser.flag("--device NAME", "cpu, cuda or auto: a GPU if there is one.", "auto")
-    parser.flag("--dtype NAME", auto, "auto")
+    parser.flag("--dtype NAME", f"fp32, bf16, fp16 or auto: {auto}", "auto")
 
 
 def check_place(options: Namespace) -> None:
@@ -103,7 +102,8 @@ def _parser() -> Parser:
     parser.flag("PATH", "A run's folder, a model's folder or a hub name.", type=_path)
     parser.flag("--base PATH", "Where the run's base model is, if it was moved.", shown="recorded")
     parser.flag("--follow", follow, False, shown="off", action="store_true")
-    place_flags(parser)
+    auto = "a run's own, for other models bf16 on a GPU or if saved in it, else fp32."
+    place_flags(parser, auto)
     parser.flag("--trust-remote-code", code, False, shown="off", action="store_true")
     parser.section("address")
     parser.flag("--host ADDRESS", "Where to listen; 0.0.0.0 for all networks.", "127.0.0.1")

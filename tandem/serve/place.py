@@ -36,6 +36,14 @@ class Place:
         name = ("cuda" if has_gpu else "cpu") if device == "auto" else device
         return Place(torch.device(name), None if dtype == "auto" else DTYPES[dtype])
 
+    def for_run(self, dtype: str) -> Place:
+        """With the type in which a run of this `dtype` trains on the device, unless another was
+        asked for: rewards and KL are compared with those of its training."""
+        if self.dtype is not None:
+            return self
+        usual = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        return Place(self.device, DTYPES.get(dtype, usual))
+
     def dtype_of(self, path: str | Path, *, trust_remote_code: bool = False) -> torch.dtype:
         """The type that was asked for, or else: bf16 on a GPU, and on a CPU for a model that is
         saved in it, where our operations compute: it takes half the memory of fp32, and half the
@@ -58,14 +66,15 @@ class Place:
 def put(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
     """Move a model there and cast its weights, in eval mode and frozen, in place.
 
-    Buffers keep their type, as in training: frequencies of rotary positions in bfloat16 would put
-    distant tokens elsewhere.
+    Weights are cast before they move, so that the device never holds another type. Buffers keep
+    theirs, as in training: frequencies of rotary positions in bfloat16 would put distant tokens
+    elsewhere.
     """
-    module: nn.Module = model.eval().requires_grad_(False)  # whose annotation of `to` is right
-    module.to(device)
+    module: nn.Module = model.eval().requires_grad_(False)
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+    module.to(device)
 
 
 def _weights_at(path: str | Path) -> Located:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -102,8 +102,10 @@ class Service:
             ModelError: the path offers no model.
         """
         self.settings = settings
-        self.load_settings = load
         self.offer: Offer = offer_of(settings.path, base=settings.base)
+        config = self.offer.config
+        place = load.place if config is None else load.place.for_run(config.dtype)
+        self.load_settings = replace(load, place=place)
         self.engine = Engine(
             slots=settings.slots,
             max_context=settings.max_context,

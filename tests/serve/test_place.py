@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from tandem.config.schema import LoraConfig
+from tandem.engine.forward import response_logprobs
 from tandem.errors import ConfigError, ModelError
 from tandem.models.adapter import save_adapter
 from tandem.models.load import load_causal_lm, load_tokenizer
@@ -20,9 +24,12 @@ from tandem.models.save import save_model
 from tandem.ops import native
 from tandem.parallel.masters import cast_weights
 from tandem.serve.command import check_place, place_flags
+from tandem.serve.judging import sequence_logprobs
 from tandem.serve.loading import LoadSettings, load_policy
 from tandem.serve.place import DTYPES, Place, put
 from tandem.serve.sources import offer_of
+from tandem.types import Source, TokenBatch, TokenRow
+from tests.serve.serving import serving
 from tests.tiny import save_tiny_model
 
 CPU = torch.device("cpu")
@@ -70,29 +77,64 @@ def test_an_adapter_computes_in_its_bases_type(saved: Callable[[str], str], tmp_
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_model_that_answers_computes_what_training_and_hugging_face_do(
-    saved: Callable[[str], str], dtype: str
-) -> None:
-    """Rotary positions too: their frequencies stay float32."""
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_what_answers_computes_what_training_does(saved: Callable[[str], str], dtype: str) -> None:
+    """By the twins of both; and by their own forwards what Hugging Face's does, so that rotary
+    frequencies are float32 too."""
     folder, kind = saved("fp32"), DTYPES[dtype]
-    ids = torch.arange(3, 60)[None]
-
-    def logits(model: PreTrainedModel) -> Tensor:
-        with torch.no_grad():
-            made: Tensor = model(ids, use_cache=False).logits
-        return made
-
-    trained = load_causal_lm(folder)
+    ids = torch.arange(3, 60)
+    row = TokenRow(tuple(ids.tolist()), (False,) * 20 + (True,) * 37, Source("x", "x", 1))
+    trained, moved = load_causal_lm(folder), load_causal_lm(folder)
     cast_weights(trained, kind)
-    served = load_policy(offer_of(folder).models[Path(folder).name], LoadSettings(Place(CPU, kind)))
-    moved = load_causal_lm(folder)
     put(moved, CPU, kind)
-    want = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=kind))
-    for model in (trained, served.model, moved):
-        assert torch.equal(logits(model), want)
-        assert not model.training
+    served = load_policy(offer_of(folder).models[Path(folder).name], LoadSettings(Place(CPU, kind)))
+    assert not any(m.training for m in served.model.modules())
     assert not any(p.requires_grad for p in served.model.parameters())
+    with torch.no_grad():
+        learned = response_logprobs(trained, TokenBatch.from_rows([row], 0))[0][0, 20:]
+        assert [token.logprob for token in sequence_logprobs(served, [row], 0)[0]] == [
+            pytest.approx(float(number), abs=1e-6) for number in learned
+        ]
+        want = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)(ids[None]).logits
+        for model in (trained, moved):
+            assert torch.equal(model(ids[None], use_cache=False).logits, want)
+
+
+def test_the_device_never_holds_weights_in_two_types(saved: Callable[[str], str]) -> None:
+    made: list[Tensor] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and out.is_meta:
+                made.append(out)
+            return out
+
+    model = load_causal_lm(saved("fp32"))
+    weights = sum(p.numel() for p in model.parameters())
+    buffers = sum(b.numel() for b in model.buffers())
+    with Copies():
+        put(model, torch.device("meta"), torch.bfloat16)
+    sizes = {kind: sum(t.numel() for t in made if t.dtype == kind) for kind in DTYPES.values()}
+    assert sizes[torch.bfloat16] >= weights  # the meta device unties the head
+    assert (sizes[torch.float32], sizes[torch.float16]) == (buffers, 0)
+
+
+@pytest.mark.parametrize(
+    ("trains", "asked", "served"),
+    [("auto", "auto", "fp32"), ("bf16", "auto", "bf16"), ("bf16", "fp32", "fp32")],
+)
+def test_a_run_is_served_in_the_type_that_it_trains_in(
+    served_run: Path, tmp_path: Path, trains: str, asked: str, served: str
+) -> None:
+    run = Path(shutil.copytree(served_run, tmp_path / "run"))
+    config = run / "config.yaml"
+    config.write_text(config.read_text() + f"\ndtype: {trains}\n")
+    with serving(run, dtype=asked) as client:
+        settings = client.service.load_settings  # type: ignore[attr-defined]
+        assert settings.dtype_of(offer_of(str(run)).models["sft"]) == DTYPES[served]
 
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:
@@ -108,7 +150,7 @@ def test_the_flags_take_known_names(capsys: pytest.CaptureFixture[str]) -> None:
     from tandem.config.pages import Parser
 
     parser = Parser("chat", "[flags]", "About.", "tandem chat")
-    place_flags(parser)
+    place_flags(parser, "something.")
     check_place(parser.parse_args([]))
     for flags in (["--device", "gpu"], ["--dtype", "int4"]):
         with pytest.raises(ConfigError, match=f"{flags[0]} must be one of auto, .*; got"):
