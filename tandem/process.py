@@ -38,6 +38,14 @@ def _told_by_ps() -> int:
         return 0
 
 
+def trim_heap() -> None:
+    """Return what the C library's heap holds of freed memory to the system, where it can: glibc
+    keeps blocks of megabytes once it has seen such blocks freed."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def lower_limit(kind: int, soft: int, hard: int | None = None) -> None:
     """Lower one of `resource`'s limits, never past what is allowed; `hard` is `soft` if None.
 

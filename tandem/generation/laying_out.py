@@ -11,6 +11,7 @@ from tandem.generation.native_runner import projections, runs_natively
 from tandem.models.frozen import FrozenLinear
 from tandem.models.laid_out import lay_out
 from tandem.models.lora import LoraLinear
+from tandem.process import trim_heap
 
 _ANY = 1 << 62
 
@@ -20,18 +21,27 @@ def lay_out_model(model: PreTrainedModel) -> bool:
     group of layers at a time; whether it was done.
 
     It is done for models that decode in one call on a CPU (`native_runner`), which then copies only
-    the vocabulary head: other models are not changed. The weights must be frozen. Log-probs and
-    texts keep their bits. No gradient passes through the model any more, and it cannot be saved.
+    the vocabulary head: other models are not changed, nor is one with a layer in two places or
+    with hooks on its layers. The weights must be frozen. Log-probs and texts keep their bits; no
+    gradient passes through the model any more.
     """
     if any(p.requires_grad for p in model.parameters()) or not runs_natively(model, _ANY):
         return False
     inner: Any = model.model
-    for layer in inner.layers:
-        for group in projections(layer):
-            _lay_out(group, layer)
+    groups = [(group, layer) for layer in inner.layers for group in projections(layer)]
+    modules = [module for group, _ in groups for module in group]
+    if len(set(map(id, modules))) < len(modules) or any(map(_has_hooks, modules)):
+        return False
+    for group, layer in groups:
+        _lay_out(group, layer)
     for parameter in model.parameters():  # off the mapped file, which then leaves memory as a whole
         parameter.data = parameter.data.clone()
+    trim_heap()
     return True
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _lay_out(group: list[Any], layer: nn.Module) -> None:

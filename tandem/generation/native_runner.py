@@ -75,16 +75,22 @@ def runs_natively(model: PreTrainedModel, free: int) -> bool:
 
 
 def _copied(twin: Any) -> int:
-    """Weights of a model that a runner copies; of quantized ones as many as they stand for."""
-    integers = {id(p) for module in _quantized(twin) for p in module.parameters()}
-    plain = sum(p.numel() for p in twin.parameters() if id(p) not in integers)
-    return plain + sum(module.numel() for module in _quantized(twin))
+    """Weights that a runner copies: of linear layers that are not laid out, adapters, the head; of
+    quantized ones as many as they stand for."""
+    layers = [module for layer in twin.model.layers for module in _projections(layer)]
+    plain = [layer for layer in layers if not isinstance(layer.weight, LaidOutWeight)]
+    acting = [layer.acting() for layer in layers if isinstance(layer, LoraLinear)]
+    adapters = [part.weight for parts in acting if parts is not None for part in parts]
+    weights = [layer.weight for layer in plain] + adapters + [twin.lm_head.weight]
+    return sum(weight.numel() for weight in weights)
 
 
 def _size(twin: Any) -> int:
-    """All weights of a model."""
-    laid_out = (m for m in twin.modules() if isinstance(m, LaidOutWeight))
-    return _copied(twin) + sum(module.numel() for module in laid_out)
+    """All weights of a model, quantized ones as many as they stand for."""
+    others = [m for m in twin.modules() if isinstance(m, (PackedWeight, LaidOutWeight))]
+    integers = {id(p) for module in others for p in module.parameters()}
+    plain = sum(p.numel() for p in twin.parameters() if id(p) not in integers)
+    return plain + sum(module.numel() for module in others)
 
 
 def _quantized(twin: Any) -> list[PackedWeight]:

@@ -171,7 +171,9 @@ def _quantizable(model: PreTrainedModel) -> list[tuple[str, Any]]:
 def _require_frozen(name: str, layer: Any) -> None:
     """Refuse a layer whose weight cannot be quantized now."""
     weight, bias = layer.weight, layer.bias
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, LaidOutWeight):
+        found = "laid out for decoding. Quantize it before"
+    elif isinstance(weight, PackedWeight):
         found = f"quantized to {weight.layout.kind} already. Load the model again"
     elif weight.requires_grad or (bias is not None and bias.requires_grad):
         found = "trained. Train adapters instead (--lora.rank), or freeze the model"

@@ -8,6 +8,7 @@ once (`dense.pack_weight`), they serve every forward, and decoding in one call
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,10 @@ class LaidOutWeight(nn.Module):
         """The device of the words."""
         return self.words.device
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """As the parameter that it stands for."""
+        destination[prefix.removesuffix(".")] = self.dequantized()
+
     def numel(self) -> int:
         """Numbers of the weight."""
         return self.shape.numel()
@@ -43,8 +48,13 @@ class LaidOutWeight(nn.Module):
         """(..., in) -> (..., out), the bits of `dense.linear`; without gradient to the weight or x.
 
         Raises:
-            ModelError: a gradient to x is wanted.
+            ModelError: a gradient to x is wanted, or x is of another type or device.
         """
+        if x.dtype != self.dtype or x.device != self.device:
+            raise ModelError(
+                f"a weight laid out for decoding must meet {self.dtype} on {self.device}; got "
+                f"{x.dtype} on {x.device}. Load the model again, in that type."
+            )
         if x.requires_grad and torch.is_grad_enabled():
             raise ModelError(
                 "a weight laid out for decoding must not be trained through; got an input with "
@@ -54,7 +64,7 @@ class LaidOutWeight(nn.Module):
         return dense.linear_packed(x, self.words, outputs, inputs, bias)
 
     def dequantized(self) -> Tensor:
-        """The weight again: a new tensor. A sum of one number is that number."""
+        """The weight again, of finite numbers: a new tensor. A sum of one is that number."""
         outputs, inputs = self.shape
         ones = torch.eye(inputs, dtype=self.dtype)
         return dense.linear_packed(ones, self.words, outputs, inputs).t().contiguous()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -95,25 +100,98 @@ def test_a_runner_reads_the_very_memory() -> None:
     assert not torch.equal(before.rollout_logprobs, after.rollout_logprobs)
 
 
-def test_a_copy_of_the_head_alone_must_fit() -> None:
+@pytest.mark.parametrize("adapted", [False, True])
+def test_what_a_runner_copies_must_fit(adapted: bool) -> None:
+    """A quarter of what is free; of a model that is laid out the head and adapters."""
     model: Any = frozen_model("llama", torch.float32)
-    count = sum(p.numel() for p in model.parameters())
-    laid_out = sum(module.weight.numel() for module in linears(model))
-    assert runs_natively(model, 16 * count)
-    assert not runs_natively(model, 16 * count - 1)
-    lay_out_model(model)
-    assert runs_natively(model, 16 * (count - laid_out))
+    if adapted:
+        add_lora(model, LoraConfig(rank=3), seed=0)
+        model.requires_grad_(False)
+    head = model.lm_head.weight.numel()
+    adapters = sum(p.numel() for p in lora_parameters(model)) if adapted else 0
+    both = head + adapters + sum(module.weight.numel() for module in linears(model))
+    for laid_out, count in ((False, both), (True, head + adapters)):
+        assert lay_out_model(model) if laid_out else True
+        assert runs_natively(model, 16 * count)
+        assert not runs_natively(model, 16 * count - 1)
 
 
-@pytest.mark.parametrize("why", ["family", "trained", "twice"])
+@pytest.mark.parametrize(
+    "why", ["family", "trained", "laid out already", "a layer in two places", "a hook"]
+)
 def test_what_cannot_be_laid_out_stays(why: str) -> None:
-    model = tiny_model("opt") if why == "family" else tiny_model("llama", **WIDE)
+    model: Any = tiny_model("opt") if why == "family" else tiny_model("llama", **WIDE)
     model.requires_grad_(why == "trained")
-    if why == "twice":
+    again = why == "laid out already"
+    if again:
         assert lay_out_model(model)
+    elif why == "a layer in two places":
+        first, second = model.model.layers
+        second.mlp.up_proj = first.mlp.up_proj
+    elif why == "a hook":
+        model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_: None)
     modules = list(model.modules())
-    assert lay_out_model(model) == (why == "twice")
+    assert lay_out_model(model) == again
     assert list(model.modules()) == modules
+
+
+def test_it_is_saved_as_it_was(tmp_path: Path) -> None:
+    model = frozen_model("llama", torch.float32)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert lay_out_model(model)
+    assert state_of(model) == state_of_tensors(before)
+    model.save_pretrained(tmp_path)
+    assert state_of_tensors(load_file(tmp_path / "model.safetensors")) == state_of_tensors(before)
+
+
+def state_of(model: PreTrainedModel) -> dict[str, list[Any]]:
+    return state_of_tensors(model.state_dict())
+
+
+def state_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+def test_another_type_is_refused() -> None:
+    """By a model that was cast afterwards, and in autocast, which would read words as numbers."""
+    model = frozen_model("llama", torch.float32)
+    lay_out_model(model)
+    ids = torch.tensor([[3, 4]])
+    with (
+        torch.autocast("cpu", torch.float16),
+        torch.no_grad(),
+        pytest.raises(ModelError, match=r"must meet torch\.float32 on cpu; got"),
+    ):
+        model.model.layers[0].mlp.up_proj(torch.ones(1, 64, dtype=torch.float16))
+    with pytest.raises(ModelError, match=r"must meet torch\.float32 on cpu; got torch\.bfloat16"):
+        model.bfloat16()(ids)
+    with pytest.raises(ModelError, match=r"laid out for decoding\. Quantize it before"):
+        freeze_quantized(model, "int8")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what is resident")
+def test_what_was_freed_leaves_the_process() -> None:
+    code = """
+import torch
+from pathlib import Path
+from tandem.generation.laying_out import lay_out_model
+from tandem.models.load import new_causal_lm
+from transformers import LlamaConfig
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+sizes = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=8, vocab_size=256)
+made = []
+for _ in range(3):  # each of 88 MB
+    model = new_causal_lm(LlamaConfig(num_attention_heads=8, **sizes), 0).requires_grad_(False)
+    assert lay_out_model(model)
+    made.append(resident())
+print(made)
+assert max(made) < made[0] + 30
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_sizes_that_panels_do_not_divide_and_quantized_weights_stay_as_they_are() -> None:
