@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.generation.native_runner import projections, runs_natively
+from tandem.models.cpu_blocks import has_its_own
 from tandem.models.frozen import FrozenLinear
 from tandem.models.laid_out import lay_out
 from tandem.models.lora import LoraLinear
@@ -30,7 +31,7 @@ def lay_out_model(model: PreTrainedModel) -> bool:
     inner: Any = model.model
     groups = [(group, layer) for layer in inner.layers for group in projections(layer)]
     modules = [module for group, _ in groups for module in group]
-    if len(set(map(id, modules))) < len(modules) or any(map(_has_hooks, modules)):
+    if len(set(map(id, modules))) < len(modules) or any(map(has_its_own, modules)):
         return False
     for group, layer in groups:
         _lay_out(group, layer)
@@ -38,10 +39,6 @@ def lay_out_model(model: PreTrainedModel) -> bool:
         parameter.data = parameter.data.clone()
     trim_heap()
     return True
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _lay_out(group: list[Any], layer: nn.Module) -> None:

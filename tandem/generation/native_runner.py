@@ -33,6 +33,7 @@ from tandem.models.twin_layers import (
 )
 from tandem.ops import dense, native
 from tandem.ops.attention_context import KVMemory, Packed
+from tandem.ops.sizes import SHARE_TO_PACK
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """Model types that generate from packed weights on a CPU, and how their classes are called."""
@@ -40,7 +41,6 @@ _LAYER_CLASSES = {"input_layernorm": TwinRMSNorm, "post_attention_layernorm": Tw
                   "self_attn": TwinRotaryAttention, "mlp": TwinGatedMLP}  # fmt: skip
 _LINEAR_CLASSES = (TwinLinear, TwinFrozenLinear, TwinAdaptedLinear)
 _STEADY_ROPE = ("default", "linear", "llama3", "yarn")
-_SHARE_OF_FREE = 0.25
 _STEPS_AT_ONCE = 16
 _PRODUCTS_AT_ONCE = 8 * 10**9  # a tenth of a second or two on a core with AVX-512
 
@@ -61,7 +61,7 @@ def runs_natively(model: PreTrainedModel, free: int) -> bool:
     unpacked = {id(p) for module in _quantized(twin) for p in module.parameters()}
     if any(p.dtype != model.dtype and id(p) not in unpacked for p in twin.parameters()):
         return False
-    if _copied(twin) * model.dtype.itemsize > _SHARE_OF_FREE * free:
+    if _copied(twin) * model.dtype.itemsize > SHARE_TO_PACK * free:
         return False
     if not all(_lies_together(group) for layer in layers for group in projections(layer)):
         return False

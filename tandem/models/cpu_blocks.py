@@ -93,8 +93,8 @@ def plain_block(block: Any, dtype: torch.dtype) -> PlainBlock | None:
     norms = [parts["input_layernorm"], parts["post_attention_layernorm"]]
     if (
         "q_norm" in own
-        or _has_its_own(attention)
-        or _has_its_own(mlp)
+        or has_its_own(attention)
+        or has_its_own(mlp)
         or not all(_is_plain(linear, TwinLinear, dtype) for linear in linears)
         or not all(_is_plain(norm, TwinRMSNorm, dtype) for norm in norms)
         or any("bias" not in linear._parameters for linear in linears)  # but a buffer, say
@@ -146,12 +146,12 @@ def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Ten
 
 def _is_plain(module: Any, kind: Any, dtype: torch.dtype) -> bool:
     """Whether a module is of a kind, with a weight of a type, and computes what its class says."""
-    if type(module) is not kind or _has_its_own(module):
+    if type(module) is not kind or has_its_own(module):
         return False
     weight = module._parameters.get("weight")
     return weight is not None and weight.dtype == dtype
 
 
-def _has_its_own(module: Any) -> bool:
+def has_its_own(module: Any) -> bool:
     """Whether a module computes more than its class says."""
     return bool("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks)

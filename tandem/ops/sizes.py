@@ -6,3 +6,5 @@ BLOCK_TOKENS = 16
 """Tokens of a block of KV memory."""
 PREFILL_TOKENS = 4096
 """Tokens of prompts that run through the model at once."""
+SHARE_TO_PACK = 0.25
+"""Of the free memory, what a copy of the weights that decoding reads may take."""

@@ -12,12 +12,11 @@ from tandem.memory.dimensions import Shape
 from tandem.memory.model import FLOAT, Bytes, Layout, MemoryPlan, layout_of, trained_parameters
 from tandem.memory.steps import PPOWork, ppo_memory, supervised_memory
 from tandem.memory.work import keeps_states, states_bytes
+from tandem.ops.sizes import SHARE_TO_PACK
 from tandem.predict.work import Work, has_reference, num_reward_models
 
 PACKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types that decode from packed weights on a CPU (generation/native_runner.py)."""
-SHARE_TO_PACK = 0.25
-"""Of the memory, what such a copy may take there; there of what is free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +97,8 @@ def saves(config: RunConfig, work: Work) -> bool:
 
 
 def decodes_packed(config: RunConfig, models: Models, device: Device) -> bool:
-    """Whether generation reads a second, packed copy of the weights, quantized ones unpacked."""
+    """Whether generation reads a second, packed copy of the weights, quantized ones unpacked. It
+    may take a share of what is free there, here of all memory."""
     copied = models.policy.parameters * (2 if device.half else FLOAT)
     return (
         models.kind in PACKED_FAMILIES

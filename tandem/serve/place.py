@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.errors import ModelError
-from tandem.models.source import Located, adapter_base, load_config, locate, read_adapter_config
+from tandem.models.load import open_decoder
 from tandem.ops import native
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,7 +50,7 @@ class Place:
         time to read. fp32 for all others.
 
         Raises:
-            ModelError: there is no model at `path`.
+            ModelError: there is no model at `path`, or none that answers.
         """
         if self.dtype is not None:
             return self.dtype
@@ -58,7 +58,7 @@ class Place:
             return torch.bfloat16
         if not native.available():
             return torch.float32
-        saved = load_config(_weights_at(path), trust_remote_code=trust_remote_code).dtype
+        saved = open_decoder(path, trust_remote_code=trust_remote_code).config.dtype
         return torch.bfloat16 if saved == torch.bfloat16 else torch.float32
 
 
@@ -75,10 +75,3 @@ def put(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Non
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     module.to(device)
-
-
-def _weights_at(path: str | Path) -> Located:
-    """Where a model's weights are: an adapter's are its base's."""
-    source = locate(path)
-    adapter = read_adapter_config(source)
-    return source if adapter is None else adapter_base(source, adapter)

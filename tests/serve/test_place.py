@@ -146,7 +146,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
         Place.of("cuda", "auto")
 
 
-def test_the_flags_take_known_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flags_take_known_names() -> None:
     from tandem.config.pages import Parser
 
     parser = Parser("chat", "[flags]", "About.", "tandem chat")

@@ -395,7 +395,7 @@ class LlamaDecoder : public torch::CustomClassHolder {
   // the scale, B of it and the sum are rounded each, as in the adapted layer. `first`: where A is.
   template <class T>
   void adapt(const T* x, int64_t x_stride, int64_t n, int64_t K, size_t first,
-             const std::vector<int64_t>& widths, T* y) const {
+             c10::ArrayRef<int64_t> widths, T* y) const {
     const Tensor& down = weights_[first];
     if (!down.numel()) return;
     int64_t inputs = 0, stride = 0;
