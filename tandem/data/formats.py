@@ -135,7 +135,7 @@ def read_parquet(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
     except ImportError:
         raise DataError(
             f"{visible(str(path))} must be read with pyarrow; got no such package. "
-            "Run pip install 'tandem-rlhf[data]'."
+            "Run pip install datasets pyarrow"
         ) from None
     number, unpacked = 0, 0
     try:

@@ -32,8 +32,8 @@ def make_dataset(task: str, query: str) -> Any:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise DataError(
-            f"{where} must find the package reasoning-gym; got {one_line(error)}. Install it: pip "
-            "install 'tandem-rlhf[reasoning]'."
+            f"{where} must find the package reasoning-gym; got {one_line(error)}. Run pip install "
+            "reasoning-gym"
         ) from None
     if task not in DATASETS:
         raise DataError(

@@ -31,7 +31,7 @@ def rows_through_datasets(name: str, path: str, saved: Path | None) -> Rows:
     except ImportError:
         raise DataError(
             f"data set {visible(path)} must be read with the datasets package; "
-            "got no such package. Run pip install 'tandem-rlhf[data]'."
+            "got no such package. Run pip install datasets pyarrow"
         ) from None
     readers = getattr(datasets.packaged_modules, "_PACKAGED_DATASETS_MODULES", ())
     if saved is None and path in {*_FORMAT_NAMES, *readers}:

@@ -43,7 +43,7 @@ def serve_command(args: Sequence[str]) -> int:
             raise
         raise ConfigError(
             f"tandem serve needs the package {error.name}; it is not installed. Run: pip install "
-            "'tandem-rlhf[serve]'."
+            "starlette uvicorn"
         ) from None
     settings = ServeSettings(
         path=options.path,

@@ -1,6 +1,6 @@
 """Clients that people use, each as it is published, against a server on a real socket.
 
-    pip install 'tandem-rlhf[clients]'
+    pip install -e '.[clients]'
 
 Those that are not installed are skipped. The cases after them are those that the test suites of
 vLLM and llama.cpp hold against their own servers, with the client that these use, OpenAI's.
