@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ _SHARED = (
     "guards",
     "parallel.frozen_weights",
 )
+# Knobs that name a model.
+_GIVEN = ("actor_model", "reward_model")
 # These change metrics on the way, never the trained model.
 _HARMLESS = ("eval_every", "eval_prompts", "max_skipped", "workers", "self_test")
 
@@ -156,23 +158,50 @@ class Identity:
         Raises:
             CheckpointError: with what has changed.
         """
-        now = self.made_from(stage)
-        before = _as_recorded_now({_new_name(name): value for name, value in before.items()}, now)
-        changed = [
-            _changed(name, before.get(name), now.get(name))
-            for name in sorted(before.keys() | now.keys())
-            if before.get(name) != now.get(name)
-            # Rows are compared only after they are read.
-            and not (name.startswith("the rows of") and name not in now)
-            # This run's split is that of the stages that it runs.
-            and not (name == "dataset.split" and stage not in self.config.stages)
-        ]
-        if changed:
+        if changed := self.changes(stage, before):
             raise CheckpointError(
                 f"{where} was made with other knobs, rows or models than these; changed: "
                 f"{', '.join(changed)}. To redo this stage alone, remove {where}; to keep it, use "
                 f"another --output-dir.{_longer(stage, where, changed)}"
             )
+
+    def require_all_same(self, made_from: Mapping[str, Mapping[str, Any]]) -> None:
+        """The same of finished stages, by name in their order: all that are refused in one line."""
+        refused = {stage: self.changes(stage, made_from[stage]) for stage in made_from}
+        refused = {stage: changed for stage, changed in refused.items() if changed}
+        if len(refused) == 1:
+            (stage,) = refused
+            self.require_same(stage, self.path / stage, made_from[stage])
+        if refused:
+            folders = [str(self.path / stage) for stage in refused]
+            changed = dict.fromkeys(text for texts in refused.values() for text in texts)
+            raise CheckpointError(
+                f"{_listed(folders)} were made with other knobs, rows or models than these; "
+                f"changed: {', '.join(changed)}. To redo these stages, remove {_listed(folders)}; "
+                "to keep them, use another --output-dir."
+            )
+
+    def changes(self, stage: str, before: Mapping[str, Any]) -> list[str]:
+        """What differs now from a folder's `made_from`, as text.
+
+        A stage that this run does not run is taken as it stands, if its files of the given model
+        are those of now: the stages after it use its tokenizer.
+        """
+        now = self.made_from(stage)
+        before = _as_recorded_now({_new_name(name): value for name, value in before.items()}, now)
+        if stage not in self.config.stages:
+            given = {f"the files of {knob}" for knob in _GIVEN if _knob_value(self.config, knob)}
+            now = {name: now[name] for name in given & now.keys() & before.keys()}
+            before = {name: before[name] for name in now}
+        return [
+            _changed(name, before.get(name), now.get(name))
+            for name in sorted(before.keys() | now.keys())
+            if _or_none(before.get(name)) != _or_none(now.get(name))
+            # Rows are compared only after they are read.
+            and not (name.startswith("the rows of") and name not in now)
+            # A model may lie elsewhere now: its files say whether it is another.
+            and not (name in _GIVEN and _is_alike(before, now, f"the files of {name}"))
+        ]
 
 
 def _new_name(recorded: str) -> str:
@@ -261,6 +290,19 @@ def _changed(name: str, before: Any, now: Any) -> str:
     files = [file for file in sorted({*before, *now}) if before.get(file) != now.get(file)]
     more = f" and {len(files) - 3} more" if files[3:] else ""
     return f"{name} ({', '.join(files[:3])}{more})"
+
+
+def _or_none(value: Any) -> Any:
+    """No files are as good as none recorded."""
+    return None if value == {} else value
+
+
+def _is_alike(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
+    return bool(now.get(name)) and before.get(name) == now.get(name)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}" if names[1:] else names[0]
 
 
 def _short(value: Any) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from tandem.checkpoint.beside import verify_beside
+from tandem.checkpoint.folder import MANIFEST
 from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.load import check_config
 from tandem.config.schema import RunConfig, rl_section
@@ -154,11 +155,23 @@ def _score_by(run: Run, module: RewardModule) -> None:
     run.identity.in_memory["the reward module"] = digest_of_module(module.module)
 
 
+def _unfinished(run: Run) -> list[str]:
+    """The run's stages that are still to come.
+
+    Raises:
+        CheckpointError: some were finished with other knobs or inputs, or a folder is damaged.
+    """
+    there = [stage for stage in run.config.stages if (run.folder(stage) / MANIFEST).exists()]
+    run.identity.require_all_same({stage: run.verify(stage)["made_from"] for stage in there})
+    return [stage for stage in run.config.stages if stage not in there]
+
+
 def _train(run: Run, command: str) -> None:
     config, print_line = run.config, run.print_line
     if line := described(run.path, run.world):
         print_line(line)
     run.bring_finished()
+    _unfinished(run)  # before anything is read: refuses stages that were made otherwise
     _check_inputs(run)
     _, switched_off = zero_plus_plus(run.settings, run.world)
     if switched_off:
@@ -168,7 +181,7 @@ def _train(run: Run, command: str) -> None:
     run.note_data(rows)
     for line in ledger_lines(rows):
         print_line(line)
-    unfinished = [stage for stage in config.stages if not run.is_finished(stage)]
+    unfinished = _unfinished(run)
     if unfinished:
         check_parallel(config, run.world, tokenizer_sources(run)[0])
         check_rows(config, rows, *tokenizer_sources(run))
