@@ -49,7 +49,7 @@ class Layout:
     moving_average: of what is trained, in float32. on_cpu: the host is the device.
     optimizer_states: how AdamW's moments are kept. offload_gradients: they are summed on the host
     if its optimizer is there. recompute: what checkpointing recomputes. offload_share: of the
-    optimizer's states that are on the host.
+    optimizer's states that are on the host. lora_drops: adapters have dropout.
     """
 
     ranks: int = 1
@@ -69,6 +69,7 @@ class Layout:
     offload_gradients: bool = True
     offload_share: float = 1.0
     recompute: Recompute = "layers"
+    lora_drops: bool = False
 
     @property
     def is_split(self) -> bool:
@@ -141,6 +142,7 @@ def layout_of(
         checkpointing=settings.gradient_checkpointing,
         recompute=settings.recompute,
         offload_share=settings.parallel.offload_share,
+        lora_drops=settings.lora.dropout > 0,
     )
 
 
@@ -248,8 +250,10 @@ def working_bytes(shape: Shape, layout: Layout, *, at_once: bool = False) -> Byt
     quantized = quantized_weights(shape, layout)
     working: Bytes = {}
     if quantized:
-        largest = max(shape.largest_linear, shape.untied_head)
-        working["dequantized layer"] = layout.compute_bytes * largest
+        most = max(shape.largest_linear, shape.untied_head)
+        if shape.whole_blocks and layout.on_cpu:  # all behind attention together
+            most = max(most, shape.width * (shape.query_width + 3 * shape.inner))
+        working["dequantized weights"] = layout.compute_bytes * most
     if layout.is_split:
         gathered = weight_bytes(shape, layout, layout.compute_bytes)
         if layout.gathers_blocks and not at_once:

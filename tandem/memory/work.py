@@ -29,7 +29,7 @@ def activation_bytes(shape: Shape, tokens: int, layout: Layout, wanted: int | No
     and layer. A GPU's kernels keep a gated MLP's input alone (m = 2), and with checkpointing two
     tensors of the width per layer: blocks hand on their sum unadded. The tests count that on the
     meta device; plain torch on a GPU without our kernels keeps about half more. Where a CPU
-    computes blocks as a whole, norms are computed again too: 2 D, m = 2.
+    computes blocks as a whole, norms and adapters' numbers are computed again too: 2 D, m = 2.
 
     Args:
         wanted: tokens with which the last block goes on behind attention, where it leaves others
@@ -39,7 +39,7 @@ def activation_bytes(shape: Shape, tokens: int, layout: Layout, wanted: int | No
     whole = _has_whole_blocks(shape, layout)
     numbers = float((2 if whole else 4) * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
     numbers += _inner_kept(shape, layout) * shape.inner
-    if layout.lora_rank:
+    if layout.lora_rank and not whole:
         numbers += layout.lora_rank * len(shape.linears) / max(1, shape.layers)
     layer = size * numbers + FLOAT * (shape.heads + (0 if whole else 2))
     ends = 2 * size * shape.width  # the embeddings' output and the last norm's input
@@ -72,8 +72,7 @@ def _inner_kept(shape: Shape, layout: Layout) -> int:
 
 def _has_whole_blocks(shape: Shape, layout: Layout) -> bool:
     """Two bytes on a CPU are taken for bfloat16: float16 runs module by module and needs more."""
-    is_plain = not (layout.lora_rank or layout.frozen)
-    return shape.whole_blocks and layout.on_cpu and is_plain
+    return shape.whole_blocks and layout.on_cpu and not layout.lora_drops
 
 
 def _part_bytes(shape: Shape, layout: Layout) -> float:
@@ -105,7 +104,8 @@ def states_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
 
 def keeps_states(shape: Shape, layout: Layout) -> bool:
     """Whether it can, of a model that decodes from packed weights."""
-    return _has_whole_blocks(shape, layout) and not layout.checkpointing
+    is_plain = not (layout.lora_rank or layout.frozen or layout.checkpointing)
+    return _has_whole_blocks(shape, layout) and is_plain
 
 
 def forward_bytes(shape: Shape, tokens: int, layout: Layout) -> float:

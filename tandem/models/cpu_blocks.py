@@ -1,19 +1,30 @@
 """A decoder block on a CPU as three operations: before attention, attention, after it.
 
-A block with something else in it (an adapter, a quantized weight or a slice of it, norms of queries
-and keys, a forward or hook of its own) runs module by module.
+Its linear layers may have adapters or quantized weights. A block with something else in it (dropout
+before an adapter, a slice of a weight, norms of queries and keys, a forward or hook of its own)
+runs module by module.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from tandem.models.quantized import PackedWeight
 from tandem.models.recompute import checkpointed, recomputing
-from tandem.models.twin_layers import TwinGatedMLP, TwinLinear, TwinRMSNorm, TwinRotaryAttention
+from tandem.models.twin_layers import (
+    TwinAdaptedLinear,
+    TwinFrozenLinear,
+    TwinGatedMLP,
+    TwinLinear,
+    TwinRMSNorm,
+    TwinRotaryAttention,
+)
 from tandem.ops import layer
 from tandem.ops.attention import attend
 from tandem.ops.attention_context import AttentionSpec, wanted_tokens
@@ -30,7 +41,7 @@ class PlainBlock:
     linears: of queries, keys, values, out, gate, up, down. norms: before attention and after it.
     """
 
-    linears: list[TwinLinear]
+    linears: list[Any]
     norms: list[Any]
     attention: Any
     mlp: Any
@@ -81,6 +92,13 @@ class PlainBlock:
 
 def plain_block(block: Any, dtype: torch.dtype) -> PlainBlock | None:
     """A block's parts, None where one has more in it; `dtype` is what it computes in."""
+    return _block_of(block, dtype, _is_plain_linear)
+
+
+def _block_of(
+    block: Any, dtype: torch.dtype, is_linear: Callable[[Any, torch.dtype], bool]
+) -> PlainBlock | None:
+    """A block's parts, whose linear layers all have to be what `is_linear` asks for."""
     parts = block._modules
     attention, mlp = parts.get("self_attn"), parts.get("mlp")
     if type(attention) not in _ATTENTION or type(mlp) not in _MLP:
@@ -95,15 +113,16 @@ def plain_block(block: Any, dtype: torch.dtype) -> PlainBlock | None:
         "q_norm" in own
         or has_its_own(attention)
         or has_its_own(mlp)
-        or not all(_is_plain(linear, TwinLinear, dtype) for linear in linears)
+        or not all(is_linear(linear, dtype) for linear in linears)
         or not all(_is_plain(norm, TwinRMSNorm, dtype) for norm in norms)
-        or any("bias" not in linear._parameters for linear in linears)  # but a buffer, say
     ):
         return None
-    biased = [linear._parameters["bias"] is not None for linear in linears]
+    biased = [linear.bias is not None for linear in linears]
+    if any(has and "bias" not in one._parameters for has, one in zip(biased, linears, strict=True)):
+        return None  # but a buffer, say
     if biased[0] != biased[1] or biased[0] != biased[2] or True in biased[4:]:
         return None
-    if len({id(linear._parameters["weight"]) for linear in linears}) < len(linears):
+    if len({id(linear.weight) for linear in linears}) < len(linears):
         return None
     return PlainBlock(linears, norms, attention, mlp)
 
@@ -114,17 +133,19 @@ def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Ten
     if not x.numel() or not layer.takes(x):
         return None
     cos, sin = positions
-    plain = plain_block(block, x.dtype)
+    plain = _block_of(block, x.dtype, _is_computed)
     if plain is None or not cos.dtype == sin.dtype == x.dtype:
         return None
     attention, mlp, linears = plain.attention, plain.mlp, plain.linears
     first, second = (layer.Norm(norm.weight, norm._eps, norm._unit_offset) for norm in plain.norms)
 
+    adapters = [_adapter(linear) for linear in linears]
+
     def attended_of(x: Tensor) -> tuple[Tensor, Tensor]:
-        weights = [linear.weight for linear in linears[:3]]
+        weights = [_weight(linear) for linear in linears[:3]]
         biases = [linear.bias for linear in linears[:3]]
         q, k, v, residual = layer.before_attention(
-            x, first, weights, biases, cos[0], sin[0], attention.head_dim
+            x, first, weights, biases, cos[0], sin[0], attention.head_dim, adapters[:3]
         )
         attended = attend(attention.layer_idx, q, k, v, attention.kind())
         return attended.reshape(1, len(attended), -1), residual
@@ -137,10 +158,56 @@ def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Ten
     if block._is_last and (wanted := wanted_tokens()) is not None:
         attended, residual = wanted.of(attended, residual)
     out, *others = linears[3:]
-    gate, up, down = (linear.weight for linear in others)
+    gate, up, down = map(_weight, others)
     return layer.after_attention(
-        attended, residual, (out.weight, out.bias), second, gate, up, down, bool(mlp._tanh),
-        recomputes=trains and mlp.training and _MLP[type(mlp)],
+        attended, residual, (_weight(out), out.bias), second, gate, up, down, bool(mlp._tanh),
+        adapters[3:], recomputes=trains and mlp.training and _MLP[type(mlp)],
+    )  # fmt: skip
+
+
+def _weight(linear: Any) -> layer.Weight:
+    weight = linear.weight
+    if isinstance(weight, PackedWeight):
+        return layer.Stored((weight.packed, weight.scales), weight.layout.unpacked)
+    plain: Tensor = weight
+    return plain
+
+
+def _adapter(linear: Any) -> layer.Adapter | None:
+    acting = linear.acting() if type(linear) is TwinAdaptedLinear else None
+    if acting is None:
+        return None
+    down, up = acting
+    return layer.Adapter(down.weight, up.weight, linear.scale)
+
+
+def _is_plain_linear(module: Any, dtype: torch.dtype) -> bool:
+    return _is_plain(module, TwinLinear, dtype)
+
+
+def _is_computed(module: Any, dtype: torch.dtype) -> bool:
+    """Whether `layer` computes what a linear layer does, with its adapter if it has one."""
+    kind = type(module)
+    if kind is TwinLinear:
+        return _is_plain(module, kind, dtype)
+    if kind not in (TwinFrozenLinear, TwinAdaptedLinear) or has_its_own(module):
+        return False
+    weight, bias = module.weight, module.bias
+    if isinstance(weight, PackedWeight):
+        if isinstance(weight.packed, DTensor) or has_its_own(weight):
+            return False
+    elif not isinstance(weight, Tensor) or weight.dtype != dtype:
+        return False
+    if bias is not None and bias.dtype != dtype:
+        return False
+    acting = module.acting() if kind is TwinAdaptedLinear else None
+    if acting is None:
+        return True
+    if module.switch.on and module.lora_dropout.p > 0 and module.lora_dropout.training:
+        return False
+    return all(
+        _is_plain(part, type(part), dtype) and type(part) in (nn.Linear, TwinLinear)
+        and part.bias is None for part in acting
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tandem.config.parallel import Recompute
 from tandem.config.schema import LoraConfig
 from tandem.models.frozen import freeze_quantized
-from tandem.models.lora import add_lora
+from tandem.models.lora import adapters_off, add_lora, keep_start, lora_layers
 from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.twin import twin_of
 from tandem.ops import layer, native
@@ -86,12 +86,89 @@ def test_blocks_are_three_operations_of_the_same_bits(
         assert error < (1e-5 if dtype == torch.float32 else 3e-2), name
 
 
-def with_adapters(model: PreTrainedModel) -> None:
-    add_lora(model, LoraConfig(rank=2), seed=0)
+@torch.no_grad()
+def adapt(model: PreTrainedModel, rank: int = 3, **knobs: Any) -> None:
+    add_lora(model, LoraConfig(rank=rank, **knobs), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for _, adapted in lora_layers(model):  # zero at first
+        noise = torch.randn(adapted.lora_B.weight.shape, generator=generator)
+        adapted.lora_B.weight.copy_(0.3 * noise)
 
 
-def with_quantized_weights(model: PreTrainedModel) -> None:
-    freeze_quantized(model.requires_grad_(False), "int8")
+@pytest.mark.parametrize("quantized", ["", "int8", "nf4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_with_adapters_are_three_operations_of_the_same_bits(
+    family: str, dtype: torch.dtype, quantized: str, calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    model = tiny_model(family)
+    adapt(model)
+    keep_start(model)
+    model.to(dtype)
+    if quantized:
+        freeze_quantized(model, quantized)
+    with torch.no_grad():
+        scored = hidden_of(model)
+        with adapters_off(model):
+            reference = hidden_of(model)
+    layers = model.config.num_hidden_layers
+    assert calls == [sum(LENGTHS)] * 2 * layers
+    (ours, gradients), (plain, expected) = both_ways(model, monkeypatch)
+    assert len(calls) == 3 * layers
+    assert torch.equal(ours, plain)
+    assert torch.equal(ours, scored)
+    assert torch.equal(ours, reference)  # the start is a copy of what is trained
+    assert gradients.keys() == expected.keys()
+    assert len(gradients) == 2 * len(lora_layers(model))
+    for name, gradient in gradients.items():
+        error = (gradient - expected[name]).norm() / max(expected[name].norm(), 1e-3)
+        assert error < (1e-5 if dtype == torch.float32 else 4e-2), name
+
+
+def test_some_layers_may_have_adapters(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    adapt(model, targets=["k_proj", "down_proj"])
+    for recompute in (None, "attention", "mlp", "layers"):
+        if recompute is not None:
+            enable_gradient_checkpointing(model.train(), recompute)  # type: ignore[arg-type]
+        calls.clear()
+        (ours, gradients), (plain, expected) = both_ways(model, monkeypatch)
+        times = 2 if recompute == "layers" else 1
+        assert len(calls) == times * model.config.num_hidden_layers
+        assert torch.equal(ours, plain)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_quantized_weights_without_adapters(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("qwen2").requires_grad_(False)
+    freeze_quantized(model, "int8")
+    model.base_model.embed_tokens.weight.requires_grad_(True)
+    (ours, gradients), (plain, expected) = both_ways(model, monkeypatch)
+    assert len(calls) == model.config.num_hidden_layers
+    assert torch.equal(ours, plain)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def with_dropout_before_adapters(model: PreTrainedModel) -> None:
+    adapt(model, dropout=0.5)
+
+
+def with_adapters_of_another_type(model: PreTrainedModel) -> None:
+    adapt(model)
+    for _, adapted in lora_layers(model):
+        adapted.lora_A.bfloat16(), adapted.lora_B.bfloat16()
+
+
+def with_a_hook_on_an_adapter(model: PreTrainedModel) -> None:
+    adapt(model)
+    for name, module in twin_of(model).named_modules():
+        if name.endswith("gate_proj.lora_B"):
+            module.register_forward_hook(lambda *_: None)
 
 
 def with_a_hook(model: PreTrainedModel) -> None:
@@ -117,8 +194,9 @@ def with_a_bias_in_its_mlp(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        with_adapters,
-        with_quantized_weights,
+        with_dropout_before_adapters,
+        with_adapters_of_another_type,
+        with_a_hook_on_an_adapter,
         with_a_hook,
         with_a_forward_of_its_own,
         sharing_a_weight,

@@ -67,6 +67,16 @@ class Inputs:
     gate: Tensor
     up: Tensor
     down: Tensor
+    a_q: Tensor
+    b_q: Tensor
+    a_v: Tensor
+    b_v: Tensor
+    a_out: Tensor
+    b_out: Tensor
+    a_up: Tensor
+    b_up: Tensor
+    a_down: Tensor
+    b_down: Tensor
 
     def all(self) -> dict[str, Tensor]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -87,6 +97,11 @@ class Inputs:
 
 BEFORE = ("x", "norm", "q", "k", "v", "bias_q", "bias_k", "bias_v")
 AFTER = ("attended", "residual", "out", "bias_out", "second", "gate", "up", "down")
+ADAPTED_BEFORE = (*BEFORE, "a_q", "b_q", "a_v", "b_v")
+ADAPTED_AFTER = (*AFTER, "a_out", "b_out", "a_up", "b_up", "a_down", "b_down")
+SCALES = {"q": 2.0, "v": 0.3, "out": 0.7, "up": 1.0, "down": 1.5}
+MATRICES = ("q", "k", "v", "out", "gate", "up", "down")
+MATRICES += tuple(f"{part}_{name}" for name in SCALES for part in "ab")
 
 
 def inputs_of(shape: Shape, rows: int, dtype: torch.dtype) -> Inputs:
@@ -102,7 +117,9 @@ def inputs_of(shape: Shape, rows: int, dtype: torch.dtype) -> Inputs:
         normal(keys, width), normal(keys, width), normal(queries), normal(keys), normal(keys),
         normal(rows, queries) * width**0.5, normal(rows, width), normal(width, queries),
         normal(width), normal(width), normal(inner, width), normal(inner, width),
-        normal(width, inner),
+        normal(width, inner), normal(3, width), normal(queries, 3), normal(16, width),
+        normal(keys, 16), normal(5, queries), normal(width, 5), normal(4, width), normal(inner, 4),
+        normal(20, inner), normal(width, 20),
     ).to(dtype)  # fmt: skip
 
 
@@ -127,29 +144,65 @@ def after(given: Inputs, shape: Shape) -> tuple[Tensor, ...]:
     return (layer.after_attention(given.attended, given.residual, out, norm, *mlp, shape.tanh),)
 
 
-def before_slowly(given: Inputs, shape: Shape) -> tuple[Tensor, ...]:
+def adapter(given: Inputs, name: str) -> layer.Adapter:
+    return layer.Adapter(getattr(given, f"a_{name}"), getattr(given, f"b_{name}"), SCALES[name])
+
+
+def adapted_before(given: Inputs, shape: Shape) -> tuple[Tensor, ...]:
+    biases = [given.bias_q, given.bias_k, given.bias_v] if shape.biases else [None] * 3
+    norm = layer.Norm(given.norm, 1e-5, shape.offset)
+    cos, sin = angles(shape, len(given.x), given.x.dtype)
+    adapters = [adapter(given, "q"), None, adapter(given, "v")]
+    weights = [given.q, given.k, given.v]
+    return layer.before_attention(given.x, norm, weights, biases, cos, sin, shape.head, adapters)
+
+
+def adapted_after(given: Inputs, shape: Shape) -> tuple[Tensor, ...]:
+    out = given.out, given.bias_out if shape.biases else None
+    norm = layer.Norm(given.second, 1e-5, shape.offset)
+    mlp = given.gate, given.up, given.down
+    adapters = [adapter(given, "out"), None, adapter(given, "up"), adapter(given, "down")]
+    return (
+        layer.after_attention(
+            given.attended, given.residual, out, norm, *mlp, shape.tanh, adapters
+        ),
+    )
+
+
+def linear(
+    given: Inputs, name: str, x: Tensor, bias: Tensor | None = None, *, adapted: bool = False
+) -> Tensor:
+    """A product as a layer with an adapter makes it (models/lora.py)."""
+    made = dense.linear(x, getattr(given, name), bias)
+    if not adapted or name not in SCALES:
+        return made
+    down, up, scale = adapter(given, name)
+    return made + dense.linear(dense.linear(x, down) * scale, up)
+
+
+def before_slowly(given: Inputs, shape: Shape, *, adapted: bool = False) -> tuple[Tensor, ...]:
     """Operation by operation, in any dtype."""
     biases = [given.bias_q, given.bias_k, given.bias_v] if shape.biases else [None] * 3
     normed = dense.rms_norm(given.x, given.norm, 1e-5, shape.offset)
     if given.x.dtype == torch.float64:
         normed = normed_exactly(given.x, given.norm, shape.offset)
     q, k, v = (
-        dense.linear(normed, weight, bias).view(len(normed), len(weight) // shape.head, shape.head)
-        for weight, bias in zip((given.q, given.k, given.v), biases, strict=True)
+        linear(given, name, normed, bias, adapted=adapted).unflatten(-1, (-1, shape.head))
+        for name, bias in zip(("q", "k", "v"), biases, strict=True)
     )
     cos, sin = angles(shape, len(given.x), torch.float32)
     return *dense.rotary(q, k, cos.to(q.dtype), sin.to(q.dtype)), v, given.x
 
 
-def after_slowly(given: Inputs, shape: Shape) -> tuple[Tensor, ...]:
+def after_slowly(given: Inputs, shape: Shape, *, adapted: bool = False) -> tuple[Tensor, ...]:
     bias = given.bias_out if shape.biases else None
-    hidden = given.residual + dense.linear(given.attended, given.out, bias)
+    hidden = given.residual + linear(given, "out", given.attended, bias, adapted=adapted)
     normed = dense.rms_norm(hidden, given.second, 1e-5, shape.offset)
     if hidden.dtype == torch.float64:
         normed = normed_exactly(hidden, given.second, shape.offset)
-    gate, up = dense.linear(normed, given.gate), dense.linear(normed, given.up)
+    gate, up = (linear(given, name, normed, adapted=adapted) for name in ("gate", "up"))
     inner = dense.geglu_tanh(gate, up) if shape.tanh else dense.swiglu(gate, up)
-    return (hidden + dense.linear(inner, given.down),)
+    return (hidden + linear(given, "down", inner, adapted=adapted),)
 
 
 def normed_exactly(x: Tensor, weight: Tensor, offset: bool) -> Tensor:
@@ -163,9 +216,11 @@ AFTER_ATTENTION = layer.after_attention
 HALVES: list[tuple[Half, Half, tuple[str, ...]]] = [
     (before, before_slowly, BEFORE),
     (after, after_slowly, AFTER),
+    (adapted_before, partial(before_slowly, adapted=True), ADAPTED_BEFORE),
+    (adapted_after, partial(after_slowly, adapted=True), ADAPTED_AFTER),
 ]
 half_of_layer = pytest.mark.parametrize(
-    ("half", "slowly", "names"), HALVES, ids=["before", "after"]
+    ("half", "slowly", "names"), HALVES, ids=["before", "after", "adapted before", "adapted after"]
 )
 
 
@@ -243,7 +298,7 @@ def test_gradients_in_bfloat16_are_as_close_as_the_operations_one_by_one(
         assert list(got) == list(exact) == wanted(SHAPES[name], names)
         for key, gradient in got.items():
             assert gradient.dtype == torch.bfloat16
-            limit = 1.1 * distance(plain[key], exact[key]) + 2e-4
+            limit = 1.2 * distance(plain[key], exact[key]) + 2e-4
             assert distance(gradient, exact[key]) < limit, (key, rows)
 
 
@@ -345,7 +400,7 @@ def test_bfloat16_weights_gradients_go_into_their_sums(
     name: str, recomputed: bool, half: Half, slowly: Half, names: tuple[str, ...]
 ) -> None:
     shape = SHAPES[name]
-    matrices = [key for key in names if key in ("q", "k", "v", "out", "gate", "up", "down")]
+    matrices = [key for key in names if key in MATRICES]
     given = inputs_of(shape, 300, torch.bfloat16)
     exact = gradients(slowly, given.to(torch.float64).leaves(), shape, names)
     plain = gradients(half, given.leaves(), shape, names)
@@ -379,7 +434,7 @@ def test_a_hook_sees_a_gradient_beside_others_that_go_into_sums(
     half: Half, slowly: Half, names: tuple[str, ...]
 ) -> None:
     shape = SHAPES["small"]
-    matrices = [key for key in names if key in ("q", "k", "v", "out", "gate", "up", "down")]
+    matrices = [key for key in names if key in MATRICES]
     given = inputs_of(shape, 40, torch.bfloat16)
     plain = gradients(half, given.leaves(), shape, names)
     for watched in matrices:
@@ -397,7 +452,7 @@ def test_a_backward_that_fails_leaves_zeros(
     half: Half, slowly: Half, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leaves = inputs_of(SHAPES["small"], 40, torch.bfloat16).leaves()
-    sums = Sums(leaves, [key for key in names if key in ("q", "k", "v", "gate", "up", "down")])
+    sums = Sums(leaves, [key for key in names if key in MATRICES])
     loss = loss_of(half(leaves, SHAPES["small"]))
 
     def fails(*_: Any) -> None:
@@ -410,13 +465,15 @@ def test_a_backward_that_fails_leaves_zeros(
     assert all(not total.any() for total in sums.kept.values())
 
 
+@pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("name", ["small", "gemma", "large"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_computed_again_gives_the_same_gradients(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, adapted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = SHAPES[name]
-    matrices = ["out", "gate", "up", "down"]
+    half, names = (adapted_after, ADAPTED_AFTER) if adapted else (after, AFTER)
+    matrices = [key for key in names if key in MATRICES]
     for rows in ROWS:
         given = inputs_of(shape, rows, dtype)
         found = []
@@ -426,11 +483,66 @@ def test_what_is_computed_again_gives_the_same_gradients(
             monkeypatch.setattr(
                 layer, "after_attention", partial(AFTER_ATTENTION, recomputes=recomputes)
             )
-            made = gradients(after, leaves, shape, AFTER)
+            made = gradients(half, leaves, shape, names)
             found.append(made | sums.kept)
-        assert found[0].keys() == found[1].keys() == set(wanted(shape, AFTER))
+        assert found[0].keys() == found[1].keys() == set(wanted(shape, names))
         for key, gradient in found[0].items():
             assert torch.equal(gradient, found[1][key]), (key, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_in_another_form_are_unpacked_twice_and_not_kept(
+    frozen: bool, dtype: torch.dtype
+) -> None:
+    """frozen: nothing before the layer is trained either, as in the first of a model."""
+    shape, rows = SHAPES["grouped"], 300
+    unpacked: list[weakref.ref[Tensor]] = []
+
+    def unpack(high: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
+        made = (high + low).to(dtype)
+        unpacked.append(weakref.ref(made))
+        return made
+
+    def stored(weight: Tensor) -> layer.Stored:
+        high = weight.detach().float()
+        return layer.Stored((high, torch.zeros_like(high)), unpack)
+
+    given = inputs_of(shape, rows, dtype)
+    for half, names, weights in (
+        (adapted_before, ADAPTED_BEFORE, ("q", "k", "v")),
+        (adapted_after, ADAPTED_AFTER, ("out", "gate", "up", "down")),
+    ):
+        leaves, plain = given.leaves(), given.leaves()
+        for key in names if frozen else weights:
+            if key not in MATRICES or key in weights:
+                getattr(leaves, key).requires_grad_(False)
+                getattr(plain, key).requires_grad_(False)
+        for key in weights:
+            setattr(leaves, key, stored(getattr(leaves, key)))
+        made, expected = half(leaves, shape), half(plain, shape)
+        assert all(map(torch.equal, made, expected))
+        assert len(unpacked) == len(weights)
+        assert not any(ref() is not None for ref in unpacked)
+        loss_of(made).backward()
+        loss_of(expected).backward()
+        assert len(unpacked) == 2 * len(weights)
+        unpacked.clear()
+        trained = [key for key in names if getattr(plain, key).requires_grad]
+        assert trained
+        for key in trained:
+            assert torch.equal(getattr(leaves, key).grad, getattr(plain, key).grad), key
+
+
+def test_adapters_of_another_shape_are_refused() -> None:
+    shape = SHAPES["grouped"]
+    given = inputs_of(shape, 5, torch.float32)
+    given.b_q = given.b_q[:-1]
+    with pytest.raises(RuntimeError, match="adapter must be"):
+        adapted_before(given, shape)
+    given.b_down = given.b_down.bfloat16()
+    with pytest.raises(RuntimeError, match="adapter must be"):
+        adapted_after(given, shape)
 
 
 @half_of_layer

@@ -73,11 +73,23 @@ def test_quantized_weights_take_the_bytes_that_they_take(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox"])
-def test_activations_are_what_autograd_keeps(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("family", "rank", "frozen"),
+    [("llama", 0, ""), ("opt", 0, ""), ("gpt_neox", 0, ""), ("llama", 8, ""), ("llama", 8, "nf4")],
+)
+def test_activations_are_what_autograd_keeps(
+    family: str, rank: int, frozen: Any, dtype: torch.dtype
+) -> None:
     """By the slope over layers and tokens: no weight, no constant counts."""
-    layers = {n: tiny_model(family, num_hidden_layers=n).to(dtype) for n in (1, 3)}
-    layout = Layout(on_cpu=True, half=dtype == torch.bfloat16)
+    layers = {n: tiny_model(family, num_hidden_layers=n) for n in (1, 3)}
+    for model in layers.values():
+        if rank:
+            add_lora(model, LoraConfig(rank=rank), 0)
+        model.to(dtype)
+        if frozen:
+            freeze_quantized(model, frozen)
+    half = dtype == torch.bfloat16
+    layout = Layout(on_cpu=True, half=half, lora_rank=rank, frozen=frozen)
     lengths = {"few": (16,), "many": (48,)}
     kept = {
         (n, name): _saved_bytes(model, ragged_batch(rows))

@@ -157,8 +157,8 @@ def test_other_errors_are_not_taken_for_it() -> None:
         ),
         (  # two knobs alone, so two together are the third
             {"gradient_checkpointing": True, "micro_batch_tokens": 64, "lora": LoraConfig(rank=2)},
-            ("--micro-batch-tokens 32", "--micro-batch-tokens 32 --parallel.optimizer-states 8bit",
-             "--frozen-weights nf4"),
+            ("--micro-batch-tokens 32", "--frozen-weights nf4",
+             "--micro-batch-tokens 32 --frozen-weights nf4"),
         ),
     ],
 )  # fmt: skip

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "adapters.h"
 #include "gemm.h"
 #include "gradient.h"
 #include "rows.h"
@@ -63,30 +64,7 @@ struct Blocks {
   }
 };
 
-template <class T>
-struct Buffer {
-  Tensor held;
-  T* data = nullptr;
-  int64_t width = 0;
-
-  Buffer(const Tensor& like, int64_t rows, int64_t width)
-      : held(at::empty({rows, width}, like.options())), width(width) {
-    data = held.mutable_data_ptr<T>();
-  }
-  T* row(int64_t i) const { return data + i * width; }
-};
-
 // ---- products by several weights ----
-
-template <class T>
-Matrix<T> as_it_lies(const Tensor& weight) {
-  return {weight.const_data_ptr<T>(), weight.size(1), 1};
-}
-
-template <class T>
-Matrix<T> across(const Tensor& weight) {
-  return {weight.const_data_ptr<T>(), 1, weight.size(1)};
-}
 
 // Contiguous weights (N_i, K) over one input.
 template <class T>
@@ -178,34 +156,6 @@ class Weights {
 };
 
 // ---- gradients ----
-
-// A weight's gradient while it is summed: where it is kept, or in a tensor of its own.
-class Gradient {
- public:
-  float* at = nullptr;  // null: not wanted
-  bool adds = false;
-
-  Gradient() = default;
-  // kept: as `kept_gradient` gives it, null for a gradient that is to be returned.
-  Gradient(const Tensor& weight, Tensor* kept) : kept_(kept), dtype_(weight.scalar_type()) {
-    adds = kept && kept->defined();
-    if (!adds) made_ = at::empty(weight.sizes(), weight.options().dtype(at::kFloat));
-    at = (adds ? *kept : made_).mutable_data_ptr<float>();
-  }
-  // Added to a sum that someone else keeps, or written over it.
-  Gradient(const Tensor& sum, bool is_new) : at(sum.mutable_data_ptr<float>()), adds(!is_new) {}
-  // What the backward pass returns for the weight.
-  Tensor finish() {
-    if (!kept_) return made_.defined() ? made_.to(dtype_) : Tensor();
-    if (made_.defined()) *kept_ = made_;
-    return {};
-  }
-
- private:
-  Tensor* kept_ = nullptr;
-  Tensor made_;
-  at::ScalarType dtype_ = at::kFloat;
-};
 
 // Gradients of weights (N_i, K), += given (M, sum of N_i) turned, by x (M, K).
 template <class T>
@@ -337,6 +287,7 @@ struct Before {
   std::vector<Tensor> weights;  // of queries, keys and values
   Tensor bias;                  // all three, one after another, or undefined
   Rotation rotation;
+  std::vector<Adapter> adapters;  // of the three
 };
 
 template <class T>
@@ -348,6 +299,7 @@ void before_forward(const Tensor& x, const Before& in, const Tensor& q, const Te
   if (blocks.ready) weights.make_forward_ready();
   const Buffer<T> normed(x, blocks.slots * blocks.rows, rows.width);
   const Buffer<T> made(x, blocks.slots * blocks.rows, in.rotation.J);
+  const Adapters<T> adapters(in.adapters.data(), nullptr, in.weights, x, made.held.size(0));
   const Epilogue<T> epilogue{in.bias.defined() ? in.bias.const_data_ptr<T>() : nullptr};
   T *const to_q = q.mutable_data_ptr<T>(), *const to_k = k.mutable_data_ptr<T>(),
            *const to_v = v.mutable_data_ptr<T>();
@@ -356,6 +308,10 @@ void before_forward(const Tensor& x, const Before& in, const Tensor& q, const Te
         T *const y = normed.row(slot * blocks.rows), *const j = made.row(slot * blocks.rows);
         in.norm.rows(rows.data<T>() + m * rows.stride, rows.stride, count, rows.width, y);
         weights.forward(y, rows.width, count, j, made.width, epilogue);
+        if (adapters.act) {
+          adapters.descend(y, rows.width, count, slot * blocks.rows);
+          adapters.ascend(count, slot * blocks.rows, j, made.width);
+        }
         for_rows(count, made.width, [&](int64_t from, int64_t to) {
           for (int64_t i = from; i < to; ++i)
             in.rotation.out(j + i * made.width, m + i, to_q, to_k, to_v);
@@ -365,11 +321,12 @@ void before_forward(const Tensor& x, const Before& in, const Tensor& q, const Te
 }
 
 // Gradients of queries, keys, values (undefined: 0) and of x by other ways, to those of x, the
-// norm's weight, the weights (`gradients`) and the biases.
+// norm's weight, the weights (`gradients`), their adapters and the biases.
 template <class T>
 void before_backward(const Tensor (&given)[3], const Tensor& also, const Tensor& x,
-                     const Before& in, std::vector<Gradient>& gradients, const Tensor& of_x,
-                     const Tensor& of_norm, const Tensor& of_bias) {
+                     const Before& in, std::vector<Gradient>& gradients,
+                     std::vector<Gradient>& of_adapters, const Tensor& of_x, const Tensor& of_norm,
+                     const Tensor& of_bias) {
   const RowsOf rows(x);
   Weights<T> weights(in.weights);
   const Blocks blocks(rows.count, weights.ready_floats_back());
@@ -381,7 +338,9 @@ void before_backward(const Tensor (&given)[3], const Tensor& also, const Tensor&
   const T *const q = data(given[0]), *const k = data(given[1]), *const v = data(given[2]);
   const T* const more = data(also);
   T* const to_x = of_x.defined() ? of_x.mutable_data_ptr<T>() : nullptr;
-  bool any = false;
+  const Adapters<T> adapters(in.adapters.data(), of_adapters.empty() ? nullptr : of_adapters.data(),
+                             in.weights, x, held);
+  bool any = adapters.train;
   for (const Gradient& gradient : gradients) any = any || gradient.at;
   const auto each = [&](int64_t m, int64_t count, int64_t slot) {
     T* const j = joined.row(slot * blocks.rows);
@@ -390,17 +349,24 @@ void before_backward(const Tensor (&given)[3], const Tensor& also, const Tensor&
     });
     if (of_bias.defined()) add_columns(j, count, joined.width, at_run(of_bias, m));
     const T* const from = rows.data<T>() + m * rows.stride;
-    if (any) in.norm.rows(from, rows.stride, count, D, normed.row(slot * blocks.rows));
+    const int64_t place = slot * blocks.rows;
+    if (any) in.norm.rows(from, rows.stride, count, D, normed.row(place));
+    if (adapters.train) adapters.descend(normed.row(place), D, count, place);
+    if (adapters.act) adapters.descend_back(j, joined.width, count, place);
     if (!reaches_norm) return;
-    T* const g = of_normed.row(slot * blocks.rows);
+    T* const g = of_normed.row(place);
     weights.back(j, joined.width, count, g);
+    if (adapters.act) adapters.back(count, place, g);
     in.norm.rows_back(g, from, rows.stride, more ? more + m * D : nullptr, count, D,
                       to_x ? to_x + m * D : nullptr, at_run(of_norm, m));
   };
   blocks.run(each, [&](int64_t, int64_t count) {
-    for (int64_t m = 0; any && m < count; m += blocks.rows)
-      add_gradients(gradients, in.weights, joined.row(m), joined.width, normed.row(m), D,
-                    std::min(blocks.rows, count - m));
+    for (int64_t m = 0; any && m < count; m += blocks.rows) {
+      const int64_t some = std::min(blocks.rows, count - m);
+      const T *const given_rows = joined.row(m), *const inputs = normed.row(m);
+      add_gradients(gradients, in.weights, given_rows, joined.width, inputs, D, some);
+      adapters.add_gradients(given_rows, joined.width, inputs, D, some, m);
+    }
   });
 }
 
@@ -412,7 +378,30 @@ struct After {
   std::vector<Tensor> in;  // of gate and up
   Tensor down;
   bool tanh;
+  std::vector<Adapter> adapters;  // of out, gate, up and down
+
+  const Adapter* adapter(size_t i) const { return adapters.data() + i; }
 };
+
+// y (M, N) = residual + what a weight and its adapter make of x.
+template <class T>
+void add_projected(const Weights<T>& weight, const Adapters<T>& adapters, const T* x,
+                   int64_t x_stride, int64_t M, int64_t place, T* y, int64_t N, const T* bias,
+                   const T* residual, int64_t residual_stride) {
+  if (!adapters.act)
+    return weight.forward(x, x_stride, M, y, N, Epilogue<T>{bias, residual, residual_stride});
+  weight.forward(x, x_stride, M, y, N, Epilogue<T>{bias});
+  adapters.descend(x, x_stride, M, place);
+  adapters.ascend(M, place, y, N);
+  for_rows(M, N, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i)
+      for_columns(N, [&](int64_t c, int lanes) {
+        const v16 sum = load_lanes(residual + i * residual_stride + c, lanes) +
+                        load_lanes(y + i * N + c, lanes);
+        store_lanes(y + i * N + c, sum, lanes);
+      });
+  });
+}
 
 // What the backward pass reads, where it is kept (else undefined).
 struct Kept {
@@ -439,6 +428,9 @@ void after_forward(const Tensor& attended, const Tensor& residual, const After& 
   const Buffer<T> boths(residual, kept.both.defined() ? 0 : held, 2 * I);
   T* const all_hidden = kept.hidden.defined() ? kept.hidden.mutable_data_ptr<T>() : nullptr;
   T* const all_both = kept.both.defined() ? kept.both.mutable_data_ptr<T>() : nullptr;
+  const Adapters<T> with_out(after.adapter(0), nullptr, out.all, y, held),
+      with_in(after.adapter(1), nullptr, in.all, y, held),
+      with_down(after.adapter(3), nullptr, down.all, y, held);
   T* const to = y.mutable_data_ptr<T>();
   const T* const bias = after.bias.defined() ? after.bias.const_data_ptr<T>() : nullptr;
   blocks.run(
@@ -447,24 +439,30 @@ void after_forward(const Tensor& attended, const Tensor& residual, const After& 
         T *const n = normed.row(place), *const a = active.row(place);
         T* const hidden = all_hidden ? all_hidden + m * D : hiddens.row(place);
         T* const both = all_both ? all_both + m * 2 * I : boths.row(place);
-        out.forward(from.data<T>() + m * from.stride, from.stride, count, hidden, D,
-                    Epilogue<T>{bias, rows.data<T>() + m * rows.stride, rows.stride});
+        const T *const x = from.data<T>() + m * from.stride,
+                *const before = rows.data<T>() + m * rows.stride;
+        add_projected(out, with_out, x, from.stride, count, place, hidden, D, bias, before,
+                      rows.stride);
         after.norm.rows(hidden, D, count, D, n);
         in.forward(n, D, count, both, 2 * I, {});
+        if (with_in.act) {
+          with_in.descend(n, D, count, place);
+          with_in.ascend(count, place, both, 2 * I);
+        }
         for_rows(count, 4 * I, [&](int64_t first, int64_t last) {
           for (int64_t i = first; i < last; ++i)
             gated_row<Act>(both + 2 * i * I, both + (2 * i + 1) * I, a + i * I, I);
         });
-        down.forward(a, I, count, to + m * D, D, Epilogue<T>{nullptr, hidden, D});
+        add_projected<T>(down, with_down, a, I, count, place, to + m * D, D, nullptr, hidden, D);
       },
       [](int64_t, int64_t) {});
 }
 
 // Gradients that `after_backward` makes: of tensors where they are defined, of the weights of
-// `out`, gate, up and `down` in this order.
+// `out`, gate, up and `down` in this order, and of their adapters.
 struct AfterGradients {
   Tensor attended, hidden, bias, norm;
-  std::vector<Gradient> weights;
+  std::vector<Gradient> weights, adapters;
 };
 
 template <class T, class Act>
@@ -479,7 +477,15 @@ void after_backward(const Tensor& given, const Tensor& attended, const After& af
                       out.ready_floats_back() + in.ready_floats_back() + down.ready_floats_back());
   std::vector<Gradient> of_out{of.weights[0]}, of_in{of.weights[1], of.weights[2]},
       of_down{of.weights[3]};
-  const bool any_in = of_in[0].at || of_in[1].at, reaches_out = of.hidden.defined();
+  const int64_t held = blocks.slots * blocks.rows;
+  const auto of_adapter = [&](size_t i) {
+    return of.adapters.empty() ? nullptr : &of.adapters[2 * i];
+  };
+  const Adapters<T> with_out(after.adapter(0), of_adapter(0), out.all, given, held),
+      with_in(after.adapter(1), of_adapter(1), in.all, given, held),
+      with_down(after.adapter(3), of_adapter(3), down.all, given, held);
+  const bool any_in = of_in[0].at || of_in[1].at || with_in.train;
+  const bool reaches_out = of.hidden.defined();
   const bool reaches_norm = reaches_out || of.norm.defined(), reaches_in = reaches_norm || any_in;
   if (blocks.ready) {
     if (of.attended.defined()) out.make_back_ready();
@@ -487,7 +493,6 @@ void after_backward(const Tensor& given, const Tensor& attended, const After& af
     if (reaches_in) down.make_back_ready();
     if (recomputes) again.make_forward_ready();
   }
-  const int64_t held = blocks.slots * blocks.rows;
   const Buffer<T> normed(given, held, D), of_normed(given, held, D), active(given, held, I),
       joined(given, held, 2 * I), boths(given, recomputes ? held : 0, 2 * I);
   const T *const g = given.const_data_ptr<T>(), *const hiddens = kept.hidden.const_data_ptr<T>(),
@@ -499,8 +504,16 @@ void after_backward(const Tensor& given, const Tensor& attended, const After& af
     T *const a = active.row(place), *const j = joined.row(place), *const y = normed.row(place);
     const T* const both = all_both ? all_both + m * 2 * I : boths.row(place);
     if (any_in || recomputes) after.norm.rows(hiddens + m * D, D, count, D, y);
-    if (recomputes) again.forward(y, D, count, boths.row(place), 2 * I, {});
-    if (reaches_in) down.back(g + m * D, D, count, a);
+    if (with_in.act && (with_in.train || recomputes)) with_in.descend(y, D, count, place);
+    if (recomputes) {
+      again.forward(y, D, count, boths.row(place), 2 * I, {});
+      if (with_in.act) with_in.ascend(count, place, boths.row(place), 2 * I);
+    }
+    if (with_down.act) with_down.descend_back(g + m * D, D, count, place);
+    if (reaches_in) {
+      down.back(g + m * D, D, count, a);
+      if (with_down.act) with_down.back(count, place, a);
+    }
     for_rows(count, 8 * I, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
         const T *const gate = both + 2 * i * I, *const up = gate + I;
@@ -509,12 +522,23 @@ void after_backward(const Tensor& given, const Tensor& attended, const After& af
         else gated_row<Act>(gate, up, a + i * I, I);
       }
     });
+    if (with_down.train) with_down.descend(a, I, count, place);
+    if (with_in.act && reaches_in) with_in.descend_back(j, 2 * I, count, place);
     if (!reaches_norm) return;
     T *const n = of_normed.row(place), *const h = of_hidden ? of_hidden + m * D : nullptr;
     in.back(j, 2 * I, count, n);
+    if (with_in.act) with_in.back(count, place, n);
     after.norm.rows_back(static_cast<const T*>(n), hiddens + m * D, D, g + m * D, count, D, h,
                          at_run(of.norm, m));
-    if (of_attended) out.back(h, D, count, of_attended + m * A);
+    if (with_out.act && h) {
+      const T* const x = from.data<T>() + m * from.stride;
+      if (with_out.train) with_out.descend(x, from.stride, count, place);
+      with_out.descend_back(h, D, count, place);
+    }
+    if (of_attended) {
+      out.back(h, D, count, of_attended + m * A);
+      if (with_out.act) with_out.back(count, place, of_attended + m * A);
+    }
     if (of.bias.defined()) add_columns(h, count, D, at_run(of.bias, m));
   };
   blocks.run(each, [&](int64_t first, int64_t count) {
@@ -523,12 +547,17 @@ void after_backward(const Tensor& given, const Tensor& attended, const After& af
       const auto read = [](const Buffer<T>& buffer, int64_t i) -> const T* {
         return buffer.row(i);
       };
+      const T* const x = from.data<T>() + row * from.stride;
+      with_down.add_gradients(g + row * D, D, read(active, m), I, some, m);
+      with_in.add_gradients(read(joined, m), 2 * I, read(normed, m), D, some, m);
+      if (with_out.train)
+        with_out.add_gradients(of_hidden + row * D, D, x, from.stride, some, m);
       if (of_down[0].at)
         add_gradients(of_down, {after.down}, g + row * D, D, read(active, m), I, some);
       if (any_in) add_gradients(of_in, after.in, read(joined, m), 2 * I, read(normed, m), D, some);
       if (of_out[0].at)
-        add_gradients(of_out, {after.out}, static_cast<const T*>(of_hidden) + row * D, D,
-                      static_cast<const T*>(from.data<T>()) + row * from.stride, from.stride, some);
+        add_gradients(of_out, {after.out}, static_cast<const T*>(of_hidden) + row * D, D, x,
+                      from.stride, some);
     }
   });
 }
@@ -547,6 +576,48 @@ void check_weights(const char* what, const Tensor& x, const Tensor& norm,
     TORCH_CHECK(weight.dim() == 2 && weight.size(1) == D && weight.scalar_type() == x.scalar_type(),
                 what, "'s weights must be (..., ", D, ") ", x.scalar_type(), "; got ",
                 weight.sizes(), " ", weight.scalar_type(), ".");
+}
+
+// What operators are given of adapters: down and up of each weight's in turn, None where it has none.
+using OptionalTensors = c10::List<OptionalTensor>;
+using Scales = c10::ArrayRef<double>;
+
+std::vector<Adapter> adapters_of(const char* what, const OptionalTensors& given, Scales scales,
+                                 const std::vector<Tensor>& weights) {
+  std::vector<Adapter> all(weights.size());
+  if (given.empty()) return all;
+  TORCH_CHECK(given.size() == 2 * weights.size() && scales.size() == weights.size(), what,
+              " must be given two adapter weights and a scale for each of ", weights.size(),
+              " weights; got ", given.size(), " and ", scales.size(), ".");
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const OptionalTensor down = given.get(2 * i), up = given.get(2 * i + 1);
+    TORCH_CHECK(down.has_value() == up.has_value(), what, "'s adapter must have both weights.");
+    if (!down) continue;
+    const int64_t N = weights[i].size(0), K = weights[i].size(1);
+    const auto dtype = weights[i].scalar_type();
+    TORCH_CHECK(down->dim() == 2 && down->size(0) > 0 && down->size(1) == K && up->dim() == 2 &&
+                    up->size(0) == N && up->size(1) == down->size(0) &&
+                    down->scalar_type() == dtype && up->scalar_type() == dtype,
+                what, "'s adapter must be (r, ", K, ") and (", N, ", r) ", dtype, "; got ",
+                down->sizes(), " ", down->scalar_type(), " and ", up->sizes(), " ",
+                up->scalar_type(), ".");
+    all[i] = {plain(*down), plain(*up), static_cast<float>(scales[i])};
+  }
+  return all;
+}
+
+// down and up of all, undefined where there are none.
+std::vector<Tensor> tensors_of(const std::vector<Adapter>& adapters) {
+  std::vector<Tensor> all;
+  for (const Adapter& adapter : adapters) {
+    all.push_back(adapter.down);
+    all.push_back(adapter.up);
+  }
+  return all;
+}
+
+void finish(std::vector<Gradient>& gradients, std::vector<Tensor>& result) {
+  for (Gradient& gradient : gradients) result.push_back(gradient.finish());
 }
 
 // What a node remembers: which of its inputs want a gradient, one bit each.
@@ -582,24 +653,35 @@ std::vector<Gradient> gradients_of(AutogradContext* ctx, const std::vector<Tenso
   return all;
 }
 
-// The same where sums are given, of which `are_new` says which hold nothing yet.
-std::vector<Gradient> gradients_into(const c10::List<OptionalTensor>& totals, int64_t are_new,
+// The same where sums are given, those of these weights from the one of number `place` on; `are_new`
+// says which hold nothing yet. A weight that is undefined has none.
+std::vector<Gradient> gradients_into(const OptionalTensors& totals, int64_t are_new, size_t place,
                                      const std::vector<Tensor>& weights, int64_t bits,
                                      int64_t first) {
-  TORCH_CHECK(totals.size() == weights.size(),
-              "a backward of a layer must be given a sum or None for ", "each of ", weights.size(),
-              " weights; got ", totals.size(), ".");
+  TORCH_CHECK(totals.size() >= place + weights.size(),
+              "a backward of a layer must be given a sum or None for each of ",
+              place + weights.size(), " weights; got ", totals.size(), ".");
   std::vector<Gradient> all(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
-    const OptionalTensor sum = totals.get(i);
+    if (!weights[i].defined()) continue;
+    const OptionalTensor sum = totals.get(place + i);
     TORCH_CHECK(!sum || (sum->sizes() == weights[i].sizes() && sum->is_contiguous() &&
                          sum->scalar_type() == at::kFloat),
                 "a weight's sum must be a contiguous float32 ", weights[i].sizes(), "; got ",
                 sum->sizes(), " ", sum->scalar_type(), ".");
-    if (sum) all[i] = Gradient(*sum, wants(are_new, static_cast<int64_t>(i)));
+    if (sum) all[i] = Gradient(*sum, wants(are_new, static_cast<int64_t>(place + i)));
     else if (wants(bits, first + static_cast<int64_t>(i))) all[i] = Gradient(weights[i], nullptr);
   }
   return all;
+}
+
+// Gradients through adapters are asked for by name (ops/layer.py): weights may be unpacked for that.
+void check_no_adapters(int64_t bits, const OptionalTensors& adapters, const char* what) {
+  bool trains = bits;
+  for (size_t i = 0; i < adapters.size(); ++i)
+    if (const OptionalTensor one = adapters.get(i)) trains = trains || records(*one);
+  TORCH_CHECK(adapters.empty() || !trains, what,
+              " has no gradients of its own through adapters. Call tandem.ops.layer.", what, ".");
 }
 
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -631,10 +713,11 @@ Before before_of(const Tensor& x, const Tensor& norm, double eps, bool offset,
   return {{plain(norm), static_cast<float>(eps), offset},
           plain_weights,
           biases.empty() ? Tensor() : at::cat(biases),
-          Rotation(cos, sin, weights, D)};
+          Rotation(cos, sin, weights, D),
+          std::vector<Adapter>(3)};
 }
 
-std::vector<Tensor> some(const c10::List<OptionalTensor>& given) {
+std::vector<Tensor> some(const OptionalTensors& given) {
   std::vector<Tensor> all;
   for (size_t i = 0; i < given.size(); ++i)
     if (const OptionalTensor one = given.get(i)) all.push_back(*one);
@@ -656,16 +739,19 @@ FourTensors made_before(const Tensor& x, const Before& in) {
 
 FourTensors before_attention(const Tensor& x, const Tensor& norm, double eps, bool offset,
                              const std::vector<Tensor>& weights,
-                             const c10::List<OptionalTensor>& biases, const Tensor& cos,
-                             const Tensor& sin, int64_t D) {
-  return made_before(x, before_of(x, norm, eps, offset, weights, some(biases), cos, sin, D));
+                             const OptionalTensors& biases, const Tensor& cos, const Tensor& sin,
+                             int64_t D, const OptionalTensors& adapters, Scales scales) {
+  Before before = before_of(x, norm, eps, offset, weights, some(biases), cos, sin, D);
+  before.adapters = adapters_of("before_attention", adapters, scales, weights);
+  return made_before(x, before);
 }
 
 // Gradients of x, the norm's weight, the weights and the biases, as `bits` wants them in this
-// order; a weight's is undefined where it is kept elsewhere.
+// order, and of the adapters; a weight's is undefined where it is kept elsewhere.
 std::vector<Tensor> before_gradients(const std::vector<Tensor>& grads, const Tensor& of_residual,
                                      const Tensor& x, const Before& before, int64_t bits,
-                                     std::vector<Gradient> gradients) {
+                                     std::vector<Gradient> gradients,
+                                     std::vector<Gradient> of_adapters) {
   const auto whole = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
   const Tensor given[3] = {whole(grads[0]), whole(grads[1]), whole(grads[2])};
   const int64_t D = x.size(-1), M = x.numel() / D;
@@ -675,11 +761,12 @@ std::vector<Tensor> before_gradients(const std::vector<Tensor>& grads, const Ten
   const bool of_biases = wants(bits, 5) || wants(bits, 6) || wants(bits, 7);
   const Tensor of_bias = run_sums(of_biases, M, before.rotation.J, x);
   for_dtype(x.scalar_type(), "before_attention's x", [&](auto tag) {
-    before_backward<decltype(tag)>(given, whole(of_residual), x, before, gradients, result[0],
-                                   of_norm, of_bias);
+    before_backward<decltype(tag)>(given, whole(of_residual), x, before, gradients, of_adapters,
+                                   result[0], of_norm, of_bias);
   });
   result[1] = total(of_norm, x.scalar_type());
   for (size_t i = 0; i < 3; ++i) result[2 + i] = gradients[i].finish();
+  finish(of_adapters, result);
   if (!of_biases) return result;
   int64_t column = 0;
   const Tensor biases = total(of_bias, x.scalar_type());
@@ -697,11 +784,18 @@ std::vector<Tensor> before_attention_backward(
     const OptionalTensor& of_q, const OptionalTensor& of_k, const OptionalTensor& of_v,
     const OptionalTensor& of_residual, const Tensor& x, const Tensor& norm, double eps, bool offset,
     const std::vector<Tensor>& weights, const Tensor& cos, const Tensor& sin, int64_t D,
-    int64_t bits, const c10::List<OptionalTensor>& totals, int64_t are_new) {
+    const OptionalTensors& adapters, Scales scales, int64_t bits, const OptionalTensors& totals,
+    int64_t are_new) {
   const auto or_none = [](const OptionalTensor& t) { return t ? *t : Tensor(); };
+  Before before = before_of(x, norm, eps, offset, weights, {}, cos, sin, D);
+  before.adapters = adapters_of("before_attention", adapters, scales, weights);
+  std::vector<Gradient> of_adapters;
+  if (!adapters.empty())
+    of_adapters =
+        gradients_into(totals, are_new, weights.size(), tensors_of(before.adapters), bits, 8);
   return before_gradients({or_none(of_q), or_none(of_k), or_none(of_v)}, or_none(of_residual), x,
-                          before_of(x, norm, eps, offset, weights, {}, cos, sin, D), bits,
-                          gradients_into(totals, are_new, weights, bits, 2));
+                          before, bits, gradients_into(totals, are_new, 0, weights, bits, 2),
+                          std::move(of_adapters));
 }
 
 struct BeforeAttention : Function<BeforeAttention> {
@@ -739,8 +833,9 @@ struct BeforeAttention : Function<BeforeAttention> {
     const Before before = before_of(saved[0], saved[1], ctx->saved_data["eps"].toDouble(),
                                     ctx->saved_data["offset"].toBool(), weights, {}, saved[5],
                                     saved[6], ctx->saved_data["D"].toInt());
-    const auto made = before_gradients({grads[0], grads[1], grads[2]}, grads[3], saved[0], before,
-                                       bits, gradients_of(ctx, weights, bits, 2));
+    const auto made =
+        before_gradients({grads[0], grads[1], grads[2]}, grads[3], saved[0], before, bits,
+                         gradients_of(ctx, weights, bits, 2), {});
     result[0] = made[0];
     result[1] = made[1];
     for (size_t i = 2; i < made.size(); ++i) result[2 + i] = made[i];
@@ -750,8 +845,9 @@ struct BeforeAttention : Function<BeforeAttention> {
 
 FourTensors before_attention_autograd(const Tensor& x, const Tensor& norm, double eps, bool offset,
                                       const std::vector<Tensor>& weights,
-                                      const c10::List<OptionalTensor>& biases, const Tensor& cos,
-                                      const Tensor& sin, int64_t D) {
+                                      const OptionalTensors& biases, const Tensor& cos,
+                                      const Tensor& sin, int64_t D, const OptionalTensors& adapters,
+                                      Scales scales) {
   const std::vector<Tensor> b = some(biases);
   const Tensor none;
   const auto bias = [&](size_t i) -> const Tensor* { return b.empty() ? &none : &b[i]; };
@@ -759,9 +855,10 @@ FourTensors before_attention_autograd(const Tensor& x, const Tensor& norm, doubl
               "before_attention must be given three weights; got ", weights.size(), ".");
   const int64_t bits =
       wanted({&x, &norm, &weights[0], &weights[1], &weights[2], bias(0), bias(1), bias(2)});
-  if (!bits || !x.numel()) {
+  if (!bits || !x.numel() || !adapters.empty()) {
+    check_no_adapters(bits, adapters, "before_attention");
     at::AutoDispatchBelowADInplaceOrView below;
-    return before_attention(x, norm, eps, offset, weights, biases, cos, sin, D);
+    return before_attention(x, norm, eps, offset, weights, biases, cos, sin, D, adapters, scales);
   }
   const auto optional = [&](size_t i) {
     return b.empty() ? OptionalTensor() : OptionalTensor(b[i]);
@@ -798,7 +895,8 @@ After after_of(const Tensor& attended, const Tensor& residual, const Tensor& out
           {plain(norm), static_cast<float>(eps), offset},
           {plain(gate), plain(up)},
           plain(down),
-          tanh};
+          tanh,
+          std::vector<Adapter>(4)};
 }
 
 Tensor made_after(const Tensor& attended, const Tensor& residual, const After& after,
@@ -815,10 +913,11 @@ Tensor made_after(const Tensor& attended, const Tensor& residual, const After& a
 
 Tensor after_attention(const Tensor& attended, const Tensor& residual, const Tensor& out,
                        const OptionalTensor& bias, const Tensor& norm, double eps, bool offset,
-                       const Tensor& gate, const Tensor& up, const Tensor& down, bool tanh, bool) {
-  return made_after(
-      attended, residual,
-      after_of(attended, residual, out, bias, norm, eps, offset, gate, up, down, tanh), {});
+                       const Tensor& gate, const Tensor& up, const Tensor& down, bool tanh, bool,
+                       const OptionalTensors& adapters, Scales scales) {
+  After after = after_of(attended, residual, out, bias, norm, eps, offset, gate, up, down, tanh);
+  after.adapters = adapters_of("after_attention", adapters, scales, {out, gate, up, down});
+  return made_after(attended, residual, after, {});
 }
 
 // y, and what the backward pass reads.
@@ -827,9 +926,10 @@ using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 ThreeTensors after_attention_kept(const Tensor& attended, const Tensor& residual, const Tensor& out,
                                   const OptionalTensor& bias, const Tensor& norm, double eps,
                                   bool offset, const Tensor& gate, const Tensor& up,
-                                  const Tensor& down, bool tanh, bool recomputes) {
-  const After after =
-      after_of(attended, residual, out, bias, norm, eps, offset, gate, up, down, tanh);
+                                  const Tensor& down, bool tanh, bool recomputes,
+                                  const OptionalTensors& adapters, Scales scales) {
+  After after = after_of(attended, residual, out, bias, norm, eps, offset, gate, up, down, tanh);
+  after.adapters = adapters_of("after_attention", adapters, scales, {out, gate, up, down});
   Kept kept{at::empty(residual.sizes(), residual.options())};
   if (!recomputes)
     kept.both =
@@ -838,16 +938,19 @@ ThreeTensors after_attention_kept(const Tensor& attended, const Tensor& residual
 }
 
 // Gradients of what attention gave, the residual, the bias, the norm's weight, `out`, gate, up and
-// `down`, as `bits` wants them in this order; a weight's is undefined where it is kept elsewhere.
+// `down`, as `bits` wants them in this order, and of the adapters; a weight's is undefined where it is
+// kept elsewhere.
 std::vector<Tensor> after_gradients(const Tensor& given, const Tensor& attended, const After& after,
-                                    const Kept& kept, int64_t bits,
-                                    std::vector<Gradient> gradients) {
+                                    const Kept& kept, int64_t bits, std::vector<Gradient> gradients,
+                                    std::vector<Gradient> of_adapters) {
   const Tensor g = given.contiguous();
   const int64_t D = after.out.size(0), M = g.numel() / D;
   AfterGradients of;
   of.weights = std::move(gradients);
+  of.adapters = std::move(of_adapters);
   if (wants(bits, 0)) of.attended = at::empty(attended.sizes(), attended.options());
-  if (wants(bits, 0) || wants(bits, 1) || wants(bits, 2) || of.weights[0].at)
+  const bool adapts_out = !of.adapters.empty() && (of.adapters[0].at || of.adapters[1].at);
+  if (wants(bits, 0) || wants(bits, 1) || wants(bits, 2) || of.weights[0].at || adapts_out)
     of.hidden = at::empty(g.sizes(), g.options());
   of.bias = run_sums(wants(bits, 2), M, D, g);
   of.norm = run_sums(wants(bits, 3), M, D, g);
@@ -862,6 +965,7 @@ std::vector<Tensor> after_gradients(const Tensor& given, const Tensor& attended,
   result[2] = total(of.bias, g.scalar_type());
   result[3] = total(of.norm, g.scalar_type());
   for (size_t i = 0; i < 4; ++i) result[4 + i] = of.weights[i].finish();
+  finish(of.adapters, result);
   return result;
 }
 
@@ -870,14 +974,21 @@ std::vector<Tensor> after_attention_backward(const Tensor& given, const Tensor& 
                                              const Tensor& hidden, const OptionalTensor& both,
                                              const Tensor& out, const Tensor& norm, double eps,
                                              bool offset, const Tensor& gate, const Tensor& up,
-                                             const Tensor& down, bool tanh, int64_t bits,
-                                             const c10::List<OptionalTensor>& totals,
+                                             const Tensor& down, bool tanh,
+                                             const OptionalTensors& adapters, Scales scales,
+                                             int64_t bits, const OptionalTensors& totals,
                                              int64_t are_new) {
-  return after_gradients(
-      given, attended,
-      after_of(attended, hidden, out, std::nullopt, norm, eps, offset, gate, up, down, tanh),
-      {hidden, both ? *both : Tensor()}, bits,
-      gradients_into(totals, are_new, {out, gate, up, down}, bits, 4));
+  const std::vector<Tensor> weights{out, gate, up, down};
+  After after =
+      after_of(attended, hidden, out, std::nullopt, norm, eps, offset, gate, up, down, tanh);
+  after.adapters = adapters_of("after_attention", adapters, scales, weights);
+  std::vector<Gradient> of_adapters;
+  if (!adapters.empty())
+    of_adapters =
+        gradients_into(totals, are_new, weights.size(), tensors_of(after.adapters), bits, 8);
+  return after_gradients(given, attended, after, {hidden, both ? *both : Tensor()}, bits,
+                         gradients_into(totals, are_new, 0, weights, bits, 4),
+                         std::move(of_adapters));
 }
 
 struct AfterAttention : Function<AfterAttention> {
@@ -886,8 +997,9 @@ struct AfterAttention : Function<AfterAttention> {
                         double eps, bool offset, const Tensor& gate, const Tensor& up,
                         const Tensor& down, bool tanh, bool recomputes, int64_t bits) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const auto [y, hidden, both] = after_attention_kept(attended, residual, out, bias, norm, eps,
-                                                        offset, gate, up, down, tanh, recomputes);
+    const auto [y, hidden, both] =
+        after_attention_kept(attended, residual, out, bias, norm, eps, offset, gate, up, down, tanh,
+                             recomputes, OptionalTensors(), Scales());
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["offset"] = offset;
     ctx->saved_data["tanh"] = tanh;
@@ -907,7 +1019,7 @@ struct AfterAttention : Function<AfterAttention> {
                  ctx->saved_data["eps"].toDouble(), ctx->saved_data["offset"].toBool(), saved[3],
                  saved[4], saved[5], ctx->saved_data["tanh"].toBool());
     const auto made = after_gradients(grads[0], saved[0], after, {saved[6], saved[7]}, bits,
-                                      gradients_of(ctx, weights, bits, 4));
+                                      gradients_of(ctx, weights, bits, 4), {});
     variable_list result(13);
     for (size_t i = 0; i < 2; ++i) result[i] = made[i];
     result[2] = made[4];
@@ -921,16 +1033,18 @@ struct AfterAttention : Function<AfterAttention> {
 Tensor after_attention_autograd(const Tensor& attended, const Tensor& residual, const Tensor& out,
                                 const OptionalTensor& bias, const Tensor& norm, double eps,
                                 bool offset, const Tensor& gate, const Tensor& up,
-                                const Tensor& down, bool tanh, bool recomputes) {
+                                const Tensor& down, bool tanh, bool recomputes,
+                                const OptionalTensors& adapters, Scales scales) {
   const Tensor none;
   const int64_t bits =
       wanted({&attended, &residual, bias ? &*bias : &none, &norm, &out, &gate, &up, &down});
+  check_no_adapters(bits, adapters, "after_attention");
   if (bits && residual.numel())
     return AfterAttention::apply(attended, residual, out, bias, norm, eps, offset, gate, up, down,
                                  tanh, recomputes, bits);
   at::AutoDispatchBelowADInplaceOrView below;
   return after_attention(attended, residual, out, bias, norm, eps, offset, gate, up, down, tanh,
-                         recomputes);
+                         recomputes, adapters, scales);
 }
 
 }  // namespace
@@ -938,24 +1052,27 @@ Tensor after_attention_autograd(const Tensor& attended, const Tensor& residual, 
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def(
       "before_attention(Tensor x, Tensor norm, float eps, bool unit_offset, Tensor[] weights,"
-      " Tensor?[] biases, Tensor cos, Tensor sin, int width)"
+      " Tensor?[] biases, Tensor cos, Tensor sin, int width, Tensor?[] adapters, float[] scales)"
       " -> (Tensor q, Tensor k, Tensor v, Tensor residual)");
   m.def(
       "before_attention_backward(Tensor? q, Tensor? k, Tensor? v, Tensor? residual, Tensor x,"
       " Tensor norm, float eps, bool unit_offset, Tensor[] weights, Tensor cos, Tensor sin,"
-      " int width, int wanted, Tensor(a!)?[] totals, int are_new) -> Tensor[]");
+      " int width, Tensor?[] adapters, float[] scales, int wanted, Tensor(a!)?[] totals,"
+      " int are_new) -> Tensor[]");
   m.def(
       "after_attention(Tensor attended, Tensor residual, Tensor out, Tensor? bias, Tensor norm,"
       " float eps, bool unit_offset, Tensor gate, Tensor up, Tensor down, bool tanh,"
-      " bool recomputes) -> Tensor");
+      " bool recomputes, Tensor?[] adapters, float[] scales) -> Tensor");
   m.def(
       "after_attention_kept(Tensor attended, Tensor residual, Tensor out, Tensor? bias,"
       " Tensor norm, float eps, bool unit_offset, Tensor gate, Tensor up, Tensor down, bool tanh,"
-      " bool recomputes) -> (Tensor y, Tensor hidden, Tensor both)");
+      " bool recomputes, Tensor?[] adapters, float[] scales)"
+      " -> (Tensor y, Tensor hidden, Tensor both)");
   m.def(
       "after_attention_backward(Tensor given, Tensor attended, Tensor hidden, Tensor? both,"
       " Tensor out, Tensor norm, float eps, bool unit_offset, Tensor gate, Tensor up, Tensor down,"
-      " bool tanh, int wanted, Tensor(a!)?[] totals, int are_new) -> Tensor[]");
+      " bool tanh, Tensor?[] adapters, float[] scales, int wanted, Tensor(a!)?[] totals,"
+      " int are_new) -> Tensor[]");
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {
