@@ -34,7 +34,7 @@ from tandem.training.experience import score_answers
 from tandem.training.reward_function import rewards_of
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
-from tandem.types import PromptRow, Rollout
+from tandem.types import Message, PromptRow, Rollout
 
 NUM_SHOWN = 8
 _MEASURING = (
@@ -83,8 +83,9 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     prompts = rows.heldout_prompts[: rl.eval_prompts]
     models: dict[str, dict[str, float]] = {}
     every_score: dict[str, list[float | None]] = {}
+    places = first_of_each(prompts, NUM_SHOWN)
     answers: list[dict[str, Any]] = [
-        {"prompt": prompt.messages[-1].content, "answers": {}} for prompt in prompts[:NUM_SHOWN]
+        {"prompt": prompts[place].messages[-1].content, "answers": {}} for place in places
     ]
     with rewarding(run, rows) as (scorer, rewards):
         for label, source in policies(run):
@@ -98,7 +99,8 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
                 models[label] |= answer_metrics(rollout, scored)
                 values = [None if score != score else score for score in scores.tolist()]
                 every_score[label] = values
-                for shown, text, value in zip(answers, rollout.responses, values, strict=False):
+                for place, shown in zip(places, answers, strict=True):
+                    text, value = rollout.responses[place], values[place]
                     shown["answers"][label] = {"text": text, "score": value}
     shown_answers = [shown for shown in answers if shown["answers"]]
     evaluation = {"models": models, "answers": shown_answers, "made_from": made_from}
@@ -112,6 +114,14 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     if save:
         run.write_json(EVALUATION_FILE, evaluation)
     return evaluation
+
+
+def first_of_each(prompts: Sequence[PromptRow], most: int) -> list[int]:
+    """Where the first prompts are that differ: several pairs may share one."""
+    places: dict[tuple[Message, ...], int] = {}
+    for place, prompt in enumerate(prompts):
+        places.setdefault(prompt.messages, place)
+    return list(places.values())[:most]
 
 
 @contextmanager

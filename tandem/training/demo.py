@@ -22,7 +22,7 @@ from tandem.engine.scoring import place_scorer
 from tandem.metrics.report import write_report
 from tandem.models.load import load_causal_lm, load_tokenizer, new_causal_lm
 from tandem.models.save import save_model
-from tandem.training.compare import answer, policies
+from tandem.training.compare import answer, first_of_each, policies
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources, train
 from tandem.training.stage_data import StepRows, prepare_rows
@@ -98,7 +98,8 @@ def _sides(pairs: Sequence[PairRow]) -> tuple[list[Any], list[Any]]:
 
 def _talk(config: RunConfig, run: Run, rows: StepRows) -> list[Table]:
     """A few held-out prompts with the answers of the model that was trained last."""
-    prompts: list[PromptRow] = rows.heldout_prompts[:4]
+    held_out = rows.heldout_prompts
+    prompts: list[PromptRow] = [held_out[place] for place in first_of_each(held_out, 4)]
     models = dict(policies(run))
     trained = [policy.label for stage in config.stages for policy in stage_of(stage).policies[:1]]
     chosen = {label: models[label] for label in ("base", *trained) if label in models}
