@@ -142,7 +142,7 @@ def help_page(command: str, summary: str, *, everything: bool) -> str:
             section = name.rpartition(".")[0]
             lines += ["", f"{section or 'run'}:"]
         flag = _flag(name) if everything else shorts.get(name, _flag(name))
-        about = docs[name] if everything else docs[name].split(". ")[0].rstrip(".") + "."
+        about = docs[name] if everything else _in_short(docs[name])
         default = defaults_of([command]).get(name, knob.default)
         lines += flag_lines(f"{flag} {_value_word(name)}".rstrip(), about, show_value(default))
     if everything:
@@ -158,6 +158,13 @@ def help_page(command: str, summary: str, *, everything: bool) -> str:
             "Example: tandem train --actor-model MODEL --data prefs.jsonl --stages sft dpo",
         ]
     return "\n".join(lines)
+
+
+def _in_short(doc: str) -> str:
+    """A knob's first sentence, and the one that says what its default stands for, if one does."""
+    first, *others = doc.split(". ")
+    meant = [sentence for sentence in others if sentence.startswith(("0: ", "Empty: "))]
+    return ". ".join([first, *meant]).rstrip(".") + "."
 
 
 def _is_common(name: str, knob: dataclasses.Field[Any], command: str) -> bool:

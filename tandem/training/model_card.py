@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tandem.checkpoint.folder import CARD
 from tandem.config.load import config_knobs
-from tandem.config.schema import RunConfig
+from tandem.config.schema import RunConfig, minibatch_size
 from tandem.config.stages import Stage, stage_of
 from tandem.data.ledger import USES
 from tandem.metrics.names import metric_or_unknown, title_of
@@ -106,7 +106,7 @@ def _card(
         f"## Data\n\n{_data(run)}",
         (
             f"## Training\n\nKnobs of this stage that differ from their defaults, and those that "
-            f"matter most:\n\n{_knobs(run.config, stage)}"
+            f"matter most:\n\n{_knobs(run.config, stage, facts)}"
         ),
         f"## Figures\n\n{_figures(facts, whose)}",
         f"## Loading\n\n{_loading(role, is_adapter=bool(adapter_of))}",
@@ -189,8 +189,8 @@ def _data(run: Run) -> str:
     return "\n".join([head, *rows])
 
 
-def _knobs(config: RunConfig, stage: Stage) -> str:
-    default = RunConfig()
+def _knobs(config: RunConfig, stage: Stage, facts: Mapping[str, float]) -> str:
+    default, used = RunConfig(), _used(config, stage, facts)
     rate = "lora_learning_rate" if config.lora.rank else "learning_rate"
     knobs = (*_ALWAYS, rate, f"actor.{rate}", f"critic.{rate}")
     always = {"seed", *(f"{stage.section}.{knob}" for knob in knobs)}
@@ -199,9 +199,22 @@ def _knobs(config: RunConfig, stage: Stage) -> str:
         if not stage.reads(name) or name in _NOT_SHOWN or name.startswith(("log.", "parallel.")):
             continue
         now, before = _value(config, name), _value(default, name)
-        if now != before or name in always:
-            rows.append(f"| {name} | {_cell(_knob_text(now))} |")
+        if now != before or name in always or used.get(name, now) != now:
+            rows.append(f"| {name} | {_cell(_knob_text(used.get(name, now)))} |")
     return "\n".join(["| knob | value |\n| --- | --- |", *rows])
+
+
+def _used(config: RunConfig, stage: Stage, facts: Mapping[str, float]) -> dict[str, float]:
+    """What a stage used for knobs whose 0 leaves the choice to it, by knob."""
+    used = {
+        "dpo.beta": config.dpo.effective_beta,
+        "dpo.label_smoothing": config.dpo.effective_smoothing,
+    }
+    if stage.family == "rl":
+        used[f"{stage.section}.minibatch_size"] = minibatch_size(config)
+        if "steps" in facts:  # a loop of one's own may not say them
+            used[f"{stage.section}.steps"] = facts["steps"]
+    return used
 
 
 def _knob_text(value: object) -> str:

@@ -253,6 +253,17 @@ def test_a_stages_help_shows_the_knobs_it_reads() -> None:
     assert all(page.count("\n  --") <= 36 for page in pages.values())
 
 
+def test_a_stages_help_says_what_a_default_of_0_stands_for() -> None:
+    shown = {
+        step: " ".join(help_page(step, "", everything=False).split())
+        for step in ("dpo", "ppo", "grpo", "reward")
+    }
+    assert "0: the value of the loss's paper (simpo 2, the others 0.1). [0]" in shown["dpo"]
+    assert "0: an eighth of the rollout's" in shown["ppo"]
+    assert "Answers per optimizer step. [64]" in shown["grpo"]
+    assert "Empty: the run's SFT model. [none]" in shown["reward"]
+
+
 def test_help_does_not_import_torch() -> None:
     code = (
         "import sys, tandem.cli; tandem.cli.main(['train', '--help']);"

@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tandem import build_config, train
 from tandem.checkpoint.folder import read_manifest
 from tandem.config.schema import LoraConfig, RunConfig
+from tandem.config.stages import stage_of
 from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.training.model_card import _used
 from tests.tiny import tiny_config
 
 from .runs import ran
@@ -91,6 +93,22 @@ def test_figures_are_the_manifests(lora_run: RunConfig) -> None:
     assert float(shown[1]) == pytest.approx(facts["normalize_mean"], rel=0.01)
     config = json.loads((run / "reward/config.json").read_text())
     assert config["score_mean"] == facts["normalize_mean"]
+
+
+def test_a_card_shows_the_values_that_were_used(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    """Not the 0 that leaves them to the loss, the size of a rollout or the number of prompts."""
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, stages=["dpo"],
+        dpo__max_steps=1, dpo__loss="cdpo",
+    )  # fmt: skip
+    text = card(ran(config) / "dpo")
+    assert "| dpo.beta | 0.1 |" in text
+    assert "| dpo.label_smoothing | 0.1 |" in text
+    used = _used(RunConfig(), stage_of("ppo"), {"steps": 3.0})
+    assert used["ppo.minibatch_size"] == 8
+    assert used["ppo.steps"] == 3
 
 
 def read_steps(run: Path, stage: str) -> int:
