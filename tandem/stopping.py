@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 STOPPING = tuple(
@@ -18,19 +20,45 @@ STOPPING = tuple(
 
 
 @contextmanager
-def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Send the stopping signals to `handler` in this block.
+def handling(
+    handler: Callable[[int, FrameType | None], None], signals: Sequence[signal.Signals] = STOPPING
+) -> Iterator[None]:
+    """Send the stopping signals, or those given, to `handler` in this block.
 
     Ignored signals (SIGHUP under nohup) stay ignored. Does nothing outside the main thread.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    heeded = [n for n in STOPPING if is_main and signal.getsignal(n) != signal.SIG_IGN]
+    heeded = [n for n in signals if is_main and signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in heeded}
     try:
         yield
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+@contextmanager
+def leaving_at_ctrl_c() -> Iterator[None]:
+    """Within: Ctrl-C ends the process at once with one line, however often it comes.
+
+    For a command that has nothing to save: an exception inside an import, a load or the exit may
+    print a traceback of its own.
+    """
+    leaves = False
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        nonlocal leaves
+        if leaves:  # this one came while the first was being told
+            return
+        leaves = True
+        with suppress(OSError, RuntimeError):  # it may have interrupted a print
+            sys.stdout.flush()
+        with suppress(OSError):
+            os.write(2, b"tandem: stopped.\n")
+        os._exit(128 + number)
+
+    with handling(leave, (signal.SIGINT,)):
+        yield
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tandem.config.pages import Parser
 from tandem.errors import ConfigError
+from tandem.stopping import leaving_at_ctrl_c
 
 
 def serve_command(args: Sequence[str]) -> int:
@@ -35,6 +36,11 @@ def serve_command(args: Sequence[str]) -> int:
         raise ConfigError("--api-key must be printable ASCII; got other characters.")
     if options.runs and not Path(options.runs).is_dir():
         raise ConfigError(f"--runs must be a folder; got {options.runs!r}.")
+    with leaving_at_ctrl_c():
+        return _serve(options, key)
+
+
+def _serve(options: Namespace, key: str) -> int:
     try:
         from tandem.serve.server import serve
         from tandem.serve.service import ServeSettings

@@ -6,9 +6,11 @@ import asyncio
 import gc
 import ipaddress
 import logging
+import signal
 import socket
 from collections.abc import Callable
 from functools import cache
+from types import FrameType
 
 import uvicorn
 
@@ -23,7 +25,7 @@ from tandem.text import visible
 
 
 def serve(settings: ServeSettings, port: int, print_line: Callable[[str], None] = print) -> int:
-    """Serve until a signal; returns the exit code.
+    """Serve until a signal, which is raised again once all is closed; returns the exit code.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -35,9 +37,11 @@ def serve(settings: ServeSettings, port: int, print_line: Callable[[str], None] 
         for line in describe(service):
             print_line(line)
         with listener:
-            _run(service, listener, print_line)
+            ended_by = _run(service, listener, print_line)
     finally:
         service.close()
+    if ended_by:
+        signal.raise_signal(ended_by)
     return 0
 
 
@@ -98,7 +102,22 @@ def _short_judges(service: Service) -> list[str]:
     ]
 
 
-def _run(service: Service, listener: socket.socket, print_line: Callable[[str], None]) -> None:
+class _Server(uvicorn.Server):
+    """Uvicorn's server, which would raise its signals again inside the loop, where they break off
+    what its last tasks have to say. Attributes: ended_by: the first signal, 0 before one."""
+
+    ended_by = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal ends the server; after it, Ctrl-C does not wait for answers."""
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
+        self.ended_by = self.ended_by or sig
+
+
+def _run(service: Service, listener: socket.socket, print_line: Callable[[str], None]) -> int:
+    """Serve until a signal; returns its number, 0 if there was none."""
     settings = service.settings
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -110,9 +129,11 @@ def _run(service: Service, listener: socket.socket, print_line: Callable[[str], 
         timeout_keep_alive=30,
         timeout_graceful_shutdown=5,
         limit_concurrency=None,
+        lifespan="off",  # the service is closed after the loop, also if Ctrl-C comes twice
         h11_max_incomplete_event_size=64 * 1024,
     )
     logging.getLogger("uvicorn.error").addFilter(_printable)
+    server = _Server(config)
 
     async def run() -> None:
         try:
@@ -127,9 +148,10 @@ def _run(service: Service, listener: socket.socket, print_line: Callable[[str], 
         )
         if not _is_private(host) and not settings.api_key:
             print_line("note:   anyone who reaches this address may use it; see --api-key")
-        await uvicorn.Server(config).serve(sockets=[listener])
+        await server.serve(sockets=[listener])
 
     asyncio.run(run())
+    return server.ended_by
 
 
 def _listen(host: str, port: int) -> socket.socket:
