@@ -32,6 +32,11 @@ def visible_lines(text: str) -> str:
     return "".join(char if _is_harmless(char) else ascii(char)[1:-1] for char in text)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: 1 row, 1,024 rows."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def one_line(error: BaseException) -> str:
     """An error's message in one printable line of at most 300 characters."""
     text = visible(" ".join(_message(error).split()) or type(error).__name__)

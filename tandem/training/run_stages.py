@@ -28,7 +28,6 @@ from tandem.engine.shard_plan import zero_plus_plus
 from tandem.errors import ConfigError
 from tandem.garbage import no_collection_of_old_objects
 from tandem.metrics.answers import ROWS_FILE
-from tandem.metrics.report import write_report
 from tandem.models.checkpoint_ref import model_folders
 from tandem.models.load import load_tokenizer
 from tandem.parallel.watchdog import note
@@ -39,6 +38,7 @@ from tandem.training.callbacks import Callback, CallbackStop
 from tandem.training.compare import compare, is_compared
 from tandem.training.forecast import Forecast
 from tandem.training.given import GivenModel, Rows, digest_of_module, with_given
+from tandem.training.planned_steps import planned_steps
 from tandem.training.preflight import (
     check_parallel,
     check_rows,
@@ -48,6 +48,7 @@ from tandem.training.preflight import (
 from tandem.training.reward_function import check_rewards
 from tandem.training.reward_model import has_policy
 from tandem.training.run_folder import Run
+from tandem.training.run_report import report, report_at_a_stop
 from tandem.training.shares import settle_shares
 from tandem.training.stage_data import StepRows, prepare_rows
 from tandem.training.stage_loop import StageJob, run_stage
@@ -200,6 +201,17 @@ def _train(run: Run, command: str) -> None:
     run.open(command)
     run.write_json("data.json", json.loads(rows.ledger.to_json()))
     run.write_json(ROWS_FILE, shown_rows(rows))
+    with report_at_a_stop(run):
+        _run_stages(run, rows, unfinished)
+        if not is_compared(run):
+            compare(run, rows)
+    report(run)
+    run.world.barrier()
+
+
+def _run_stages(run: Run, rows: StepRows, unfinished: Sequence[str]) -> None:
+    """Every stage that is not finished, in order."""
+    config, print_line = run.config, run.print_line
     for stage in config.stages:
         if stage not in unfinished:
             print_line(f"{stage}: finished before, in {run.folder(stage)}")
@@ -212,6 +224,8 @@ def _train(run: Run, command: str) -> None:
             forecast = Forecast(run, stage, rows)
             with forecast.loading():
                 job = prepared(stage, run, rows)
+            for line in planned_steps(stage_of(stage), job.order, rows):
+                print_line(line)
             run_stage(run, stage, job)
         forecast.compare(job.trainer.phases)
         del job  # its models make room for the next stage's
@@ -224,11 +238,6 @@ def _train(run: Run, command: str) -> None:
                 f"{config.parallel.frozen_weights} weights and is another policy on full ones"
             )
         run.stop_if_asked(f"after {stage}, which is finished")
-    if not is_compared(run):
-        compare(run, rows)
-    if run.world.is_first:
-        print_line(f"report: {write_report(run.path)}")
-    run.world.barrier()
 
 
 def prepared(stage: str, run: Run, rows: StepRows) -> StageJob:

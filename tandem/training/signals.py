@@ -82,7 +82,7 @@ class StopSignals:
         name = signal.Signals(number).name
         if self.requested:
             with suppress(RuntimeError):  # it came in the middle of printing
-                self._print_line(f"{name} again: stopped at once. The last checkpoint is complete.")
+                self._print_line(f"{name} again: stopped at once. What was saved before is kept.")
             # Not through handlers and threads, which might wait for something.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

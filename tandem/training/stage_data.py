@@ -69,6 +69,15 @@ class StepRows:
             return self.pairs if stage.leaves == "reward model" else self.dpo_pairs
         return self.sft if stage.share == "texts" else self.prompts
 
+    def heldout_of(self, stage: Stage) -> Sequence[TokenRow | PairRow | LabelledRow | PromptRow]:
+        """The rows that it is evaluated on."""
+        if stage.labelled:
+            return self.heldout_labelled
+        if stage.share == "pairs":
+            rewards = stage.leaves == "reward model"
+            return self.heldout_pairs if rewards else self.heldout_dpo_pairs
+        return self.heldout_sft if stage.share == "texts" else self.heldout_prompts
+
 
 def load_renderer(
     source: str, *, trust_remote_code: bool

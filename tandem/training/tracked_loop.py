@@ -20,13 +20,13 @@ from tandem.config.stages import rl_stage
 from tandem.errors import ConfigError
 from tandem.metrics.log import MetricLog, MutedLog
 from tandem.metrics.notebook import in_notebook
-from tandem.metrics.report import write_report
 from tandem.metrics.timing import Phases
 from tandem.training.callbacks import Callback, CallbackStop
 from tandem.training.given import digest_of_module
 from tandem.training.ppo import first_answers, restore_trainer, save_engine, state_of
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.training.run_folder import Run
+from tandem.training.run_report import report, report_at_a_stop
 from tandem.training.stage_loop import StepLoop
 from tandem.types import Experience
 
@@ -99,7 +99,7 @@ class TrackedLoop:
             if state is not None:
                 self._loop.restore(state)
             try:
-                with self._loop:
+                with report_at_a_stop(run), self._loop:
                     yield from self._steps(start)
                     self._finish()
             except CallbackStop as stop:
@@ -151,8 +151,7 @@ class TrackedLoop:
             lambda folder: save_engine(engine, engine, folder, dtype=dtype),
             {"steps": float(self.num_steps)},
         )
-        if self.run.world.is_first:
-            self.run.print_line(f"report: {write_report(self.run.path)}")
+        report(self.run)
         self.run.world.barrier()
 
     def _note_models(self) -> None:

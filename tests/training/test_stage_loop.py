@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from tandem.errors import CheckpointError, NumericsError, Stopped
 from tandem.parallel.world import World
 from tandem.training import experience as experiences
 from tandem.training.own_folder import SAVE_NOW
+from tandem.training.run_report import report_at_a_stop
 from tandem.training.run_stages import train
 from tandem.training.signals import StopSignals
 from tandem.training.stage_loop import (
@@ -117,6 +119,10 @@ def test_signals_save_the_running_step_and_the_same_command_continues(
         assert signal.getsignal(number) == before
         saved = (tmp_path / "checkpoints" / stage).is_dir()
         assert saved or list(tmp_path.rglob(f"step-{at:06d}"))
+        assert f"report: {tmp_path}/report.html" in lines
+        page = tmp_path / "report.html"
+        assert stage in page.read_text("utf-8")
+        page.unlink()
     lines += quietly(config)
     for stage, at in (("sft", 1), ("reward", 3), ("ppo", 2)):
         assert f"{stage}: continuing after step {at} (checkpoint verified)" in lines
@@ -186,7 +192,7 @@ def test_two_signals_at_once_end_the_process_without_a_traceback() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGUSR1
-    assert "SIGUSR1 again: stopped at once" in ended.stdout
+    assert "SIGUSR1 again: stopped at once. What was saved before is kept." in ended.stdout
     assert not ended.stderr
 
 
@@ -214,6 +220,30 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     config = config_of(tmp_path, tiny_model, preferences)
     said = on_ranks(2, stopped_on_one_rank, config)
     assert said == ["stopped by SIGTERM after ppo step 1, which is saved"] * 2
+
+
+def test_a_report_that_cannot_be_written_does_not_change_the_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is it waited for on several ranks."""
+
+    def full(path: Path) -> Path:
+        raise OSError(5, "Bad disk")
+
+    monkeypatch.setattr("tandem.training.run_report.write_report", full)
+    for size, said in (
+        (
+            1,
+            "report: not written: [Errno 5] Bad disk. tandem report 'a b' writes it",
+        ),
+        (2, "report: tandem report 'a b' writes it"),
+    ):
+        lines: list[str] = []
+        world = SimpleNamespace(size=size, is_first=True)
+        run: Any = SimpleNamespace(path=Path("a b"), world=world, print_line=lines.append)
+        with pytest.raises(Stopped), report_at_a_stop(run):
+            raise Stopped(signal.SIGINT, "after a step")
+        assert lines == [said]
 
 
 def started(config: RunConfig, folder: Path, *python: str) -> subprocess.Popen[str]:
