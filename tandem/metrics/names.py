@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from tandem.config.stages import Family
 from tandem.errors import ConfigError
 from tandem.metrics.metric import Metric
 from tandem.metrics.table import METRICS
@@ -56,21 +57,27 @@ def group_of(name: str) -> str:
     return "held-out" if metric.is_heldout else metric.group
 
 
-def title_of(name: str) -> str:
+def title_of(name: str, family: Family | None = None) -> str:
     """A logged number's title, such as "Held-out KL to the reference"; an undeclared name as it is.
 
-    Example: title_of("heldout_loss/politeness") == "Held-out loss: politeness".
+    Example: title_of("heldout_loss/politeness") == "Held-out cross-entropy: politeness".
+
+    Args:
+        family: of the stage that logged it, whose loss may be another; None: of an evaluation.
     """
     declared = metric_or_unknown(name)
     if not declared.unit:
         return name
     base, _, ending = name.partition("/")
     words = [_SPELLINGS.get(word, word) for word in base.split("_")]
-    title = declared.title or METRIC.get(base, declared).title or " ".join(words)
+    of_family = _OF_PAIRS.get(base, "") if family == "pairs" else ""
+    title = of_family or declared.title or METRIC.get(base, declared).title or " ".join(words)
     title = title[0].upper() + title[1:]
     return f"{title}: {ending}" if ending else title
 
 
+_OF_PAIRS = {"loss": "preference loss", "heldout_loss": "held-out preference loss"}
+"""What a stage on pairs calls a loss, which evaluations of a policy measure as cross-entropy."""
 _SPELLINGS = {"heldout": "held-out", "kl": "KL", "eos": "EOS", "ema": "EMA", "ptx": "mixture",
               "std": "standard deviation", "coef": "coefficient", "grad": "gradient",
               "tflops": "TFLOP/s", "logprobs": "log-probs"}  # fmt: skip

@@ -62,7 +62,7 @@ def result_cards(folder: RunFolder) -> list[Row]:
             points = finite(folder.series(stage.name, metric.name)) if metric.card else []
             if stage.family not in metric.families or not points:
                 continue
-            title = title_of(metric.name)
+            title = title_of(metric.name, stage.family)
             label = f"{stage.short} model: {title[0].lower()}{title[1:]}"
             (first_step, before), (last_step, value) = points[0], points[-1]
             detail = f"at step {last_step:.0f}"
@@ -218,7 +218,7 @@ def _metric_rows(folder: RunFolder, stage: Stage) -> list[Row]:
         rows.append(
             {
                 "name": name,
-                "title": title_of(name),
+                "title": title_of(name, stage.family),
                 "unit": "" if metric.unit in ("share", "bytes", "seconds") else metric.unit,
                 "numbers": [with_unit(value, metric.unit, digits=4) for value in shown],
                 "meaning": metric.meaning,

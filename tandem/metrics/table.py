@@ -35,8 +35,9 @@ METRICS: tuple[Metric, ...] = (
         "per labelled answer (KTO).", "falls, then levels off; -log sigmoid starts near 0.693, KTO "
         "near half its weights", chart="Loss", column="loss"),
     *_and_by_dataset(Metric("heldout_loss", "nats", _BOTH, "lower",
-        "`loss` on rows that no stage trains on.", "falls with the loss", chart="Loss",
-        column="loss")),
+        "`loss` on rows that no stage trains on; `tandem eval` and reports measure the "
+        "cross-entropy per token of policies.", "falls with the loss",
+        title="held-out cross-entropy", chart="Loss", column="loss")),
     Metric("perplexity", "ratio", _TEXT, "lower", "exp(loss).", "falls", chart="Perplexity"),
     *_and_by_dataset(Metric("heldout_perplexity", "ratio", _TEXT, "lower",
         "exp(heldout_loss).", "falls; a rise means overfitting", chart="Perplexity", column="ppl",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tandem.config.stages import stage_of
+from tandem.config.stages import Family, stage_of
 from tandem.metrics.answer_views import (
     Histogram,
     WinRate,
@@ -72,6 +72,7 @@ def details(name: str, run: RunFiles) -> View:
 def metric_names(run: RunFiles, stage: str) -> View:
     """The metrics that a stage logged, with their last values."""
     last: dict[str, float] = {}
+    family = _family(run, stage)
     for record in run.folder().records:
         if record.stage == stage:
             last |= record.values
@@ -80,7 +81,7 @@ def metric_names(run: RunFiles, stage: str) -> View:
         "metrics": [
             {
                 "name": name,
-                "title": title_of(name),
+                "title": title_of(name, family),
                 "unit": metric_or_unknown(name).unit,
                 "meaning": metric_or_unknown(name).meaning,
                 "healthy": metric_or_unknown(name).healthy,
@@ -92,18 +93,23 @@ def metric_names(run: RunFiles, stage: str) -> View:
     }
 
 
+def _family(run: RunFiles, stage: str) -> Family | None:
+    """A stage's family; None where nothing of it was logged."""
+    return next((s.family for s in run.folder().stages() if s.name == stage), None)
+
+
 def _group(name: str) -> str:
     return group_of(name) if metric_or_unknown(name).unit else "other"
 
 
 def series(run: RunFiles, stage: str, names: Sequence[str]) -> View:
     """The points of some metrics; long series keep each stretch's lowest and highest value."""
-    found = {}
+    found, family = {}, _family(run, stage)
     for name in names:
         points = run.folder().series(stage, name)
         kept = points if len(points) <= 2000 else thinned([p for p in points if p[1] == p[1]])
         found[name] = {
-            "title": title_of(name),
+            "title": title_of(name, family),
             "unit": metric_or_unknown(name).unit,
             "meaning": metric_or_unknown(name).meaning,
             "steps": [int(step) for step, _ in kept],

@@ -108,7 +108,7 @@ def _card(
             f"## Training\n\nKnobs of this stage that differ from their defaults, and those that "
             f"matter most:\n\n{_knobs(run.config, stage, facts)}"
         ),
-        f"## Figures\n\n{_figures(facts, whose)}",
+        f"## Figures\n\n{_figures(facts, whose, stage)}",
         f"## Loading\n\n{_loading(role, is_adapter=bool(adapter_of))}",
         f"## Intended use\n\n{_USE[role]}",
         f"## Made by\n\n```\n{visible(run.command)}\n```",
@@ -234,9 +234,9 @@ def _value(config: RunConfig, dotted: str) -> object:
     return value
 
 
-def _figures(facts: Mapping[str, float], whose: str) -> str:
+def _figures(facts: Mapping[str, float], whose: str, stage: Stage) -> str:
     rows = [
-        f"| {_cell(_TITLES.get(name) or title_of(name))} "
+        f"| {_cell(_TITLES.get(name) or title_of(name, stage.family))} "
         f"| {with_unit(value, metric_or_unknown(name).unit)} |"
         for name, value in facts.items()
         if isinstance(value, int | float)

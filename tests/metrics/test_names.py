@@ -53,7 +53,7 @@ def test_an_undeclared_name_is_refused_with_the_nearest(name, nearest):
     ("name", "title"),
     [
         ("heldout_reward", "Held-out reward"),
-        ("heldout_loss/politeness", "Held-out loss: politeness"),
+        ("heldout_loss/politeness", "Held-out cross-entropy: politeness"),
         ("seconds/train", "Time: train"),
         ("kl_coef", "KL coefficient"),
         ("response_tokens", "Answer length"),
@@ -62,6 +62,12 @@ def test_an_undeclared_name_is_refused_with_the_nearest(name, nearest):
 )
 def test_titles_are_plain_words(name, title):
     assert title_of(name) == title
+
+
+def test_the_loss_of_a_stage_on_pairs_is_not_called_as_that_of_an_evaluation() -> None:
+    assert title_of("heldout_loss", "pairs") == "Held-out preference loss"
+    assert title_of("heldout_loss/sums", "pairs") == "Held-out preference loss: sums"
+    assert title_of("heldout_loss", "supervised") == title_of("heldout_loss")
 
 
 def test_a_chart_holds_few_lines_of_one_unit():

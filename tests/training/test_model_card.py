@@ -106,6 +106,7 @@ def test_a_card_shows_the_values_that_were_used(
     text = card(ran(config) / "dpo")
     assert "| dpo.beta | 0.1 |" in text
     assert "| dpo.label_smoothing | 0.1 |" in text
+    assert "| Held-out preference loss | " in text
     used = _used(RunConfig(), stage_of("ppo"), {"steps": 3.0})
     assert used["ppo.minibatch_size"] == 8
     assert used["ppo.steps"] == 3
