@@ -130,14 +130,17 @@ def _histograms(line: Row, ends: Sequence[Row]) -> list[Row]:
     for name, title, unit in _DISTRIBUTIONS:
         every = [x for end in ends for x in numbers(end.get(name)) if abs(x) < float("inf")]
         span = (min(every), max(every)) if every else None
-        made = Histogram.of(numbers(line.get(name)), span=span)
+        is_count = unit == "tokens"
+        made = Histogram.of(numbers(line.get(name)), span=span, whole=is_count)
         if made is not None:
             told = f"mean {_short(made.mean)}, standard deviation {_short(made.std)}"
             figures.append(
                 {
                     "title": f"{title}, step {step}",
                     "told": told,
-                    "svg": histogram_chart(title, unit, made.low, made.high, made.counts),
+                    "svg": histogram_chart(
+                        title, unit, made.low, made.high, made.counts, whole=is_count
+                    ),
                 }
             )
     advantage = mapping_or_empty(line.get("advantage"))

@@ -67,17 +67,27 @@ class Histogram:
 
     @staticmethod
     def of(
-        values: Sequence[float], bins: int = 24, span: tuple[float, float] | None = None
+        values: Sequence[float],
+        bins: int = 24,
+        span: tuple[float, float] | None = None,
+        *,
+        whole: bool = False,
     ) -> Histogram | None:
         """Of the finite values; None if there are none, or they are too far apart to count.
 
         Args:
+            bins: at most, where `whole`.
             span: low and high instead of the values' own, to compare several.
+            whole: every bin holds as many whole numbers as the others, which are in its middle.
         """
         found = [value for value in values if math.isfinite(value)]
         low, high = span or (min(found, default=0.0), max(found, default=0.0))
         if not found or not math.isfinite(high - low):
             return None
+        if whole:
+            numbers_per_bin = math.ceil((high - low + 1) / bins)
+            bins = math.ceil((high - low + 1) / numbers_per_bin)
+            low, high = low - 0.5, low - 0.5 + bins * numbers_per_bin
         if high <= low:
             low, high = low - 0.5, high + 0.5
         counts = [0] * bins

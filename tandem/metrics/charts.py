@@ -73,7 +73,7 @@ class _Frame:
 def line_chart(title: str, unit: str, series: Sequence[Series]) -> Markup:
     """A chart over steps with labeled axes. At least one point must be finite."""
     values = [value for line in series for _, value in line.finite]
-    y_ticks = ticks(min(values), max(values))
+    y_ticks = ticks(min(values), max(values), most=100 if unit == "%" else math.inf)
     steps = [step for line in series for step, _ in line.points]
     low, high = min(steps), max(steps)
     # Steps count from 1, but the axis of a whole stage begins at 0.
@@ -172,11 +172,18 @@ def _tag_box(at: Point, width: float, dots: Sequence[Point], tags: Sequence[_Box
 
 
 def histogram_chart(
-    title: str, unit: str, low: float, high: float, counts: Sequence[int]
+    title: str,
+    unit: str,
+    low: float,
+    high: float,
+    counts: Sequence[int],
+    *,
+    whole: bool = False,
 ) -> Markup:
-    """Bars over low..high, as wide as each other. At least one count is above 0."""
+    """Bars over low..high, as wide as each other, of whole numbers if `whole`. At least one count
+    is above 0."""
     y_ticks = ticks(0, max(counts), whole=True)
-    x_ticks = [tick for tick in ticks(low, high) if low <= tick <= high]
+    x_ticks = [tick for tick in ticks(low, high, whole) if low <= tick <= high]
     frame = _Frame((low, high), (0.0, y_ticks[-1]))
     parts = _axes(frame, x_ticks, y_ticks, unit)
     width = (high - low) / len(counts)
@@ -184,7 +191,9 @@ def histogram_chart(
         if count:
             left, top = frame.at((low + number * width, count))
             right, bottom = frame.at((low + (number + 1) * width, 0.0))
-            told = f"{short_number(low + number * width)} and above: {count}"
+            least = low + number * width
+            from_ = f"{math.ceil(least)}" if whole else short_number(least)
+            told = f"{from_} and above: {count}"
             parts.append(
                 f'<rect class="f1" x="{left + 0.5:.1f}" y="{top:.1f}" '
                 f'width="{max(1.0, right - left - 1):.1f}" height="{bottom - top:.1f}">'
@@ -214,8 +223,12 @@ def stacked_bar(label: str, parts: Sequence[tuple[int, str, float]]) -> Markup:
     )
 
 
-def ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    """Three to seven round, evenly spaced numbers around low..high; integers if `whole`."""
+def ticks(low: float, high: float, whole: bool = False, most: float = math.inf) -> list[float]:
+    """Two to seven round, evenly spaced numbers around low..high; integers if `whole`.
+
+    None is below 0 where nothing is, nor above `most`, which no value can exceed.
+    """
+    least, most = 0.0 if low >= 0 else -math.inf, most if high <= most else math.inf
     span = high - low
     if span <= abs(high) * 1e-9 or span == 0:
         pad = abs(high) * 0.1 or 1.0
@@ -226,7 +239,8 @@ def ticks(low: float, high: float, whole: bool = False) -> list[float]:
     if whole:
         step = max(1.0, float(round(step)))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [n * step for n in range(first, last + 1)]
+    numbers = (n * step for n in range(first, last + 1))
+    return [n for n in numbers if least <= n <= most]
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
@@ -284,7 +298,7 @@ def _tick_label(tick: float, gap: float) -> str:
     decimals = max(0, -math.floor(math.log10(gap) + 1e-9))
     if round(gap, decimals) != round(gap, 12):
         decimals += 1
-    return f"{tick:.{decimals}f}"
+    return f"{tick:,.{decimals}f}"
 
 
 def _line(line: Series, frame: _Frame) -> str:

@@ -12,6 +12,13 @@ from tandem.metrics.text import duration, with_unit
 _COLORS = 6
 _WHOLE = "stage"
 _SMALL = 0.01
+_PROCESS = "process and allocator"
+_IN_WORDS = {
+    "gradient under way": "one weight's gradient",
+    "activations' gradients": "gradients of activations",
+    "read or checked, then AdamW and masters": "reading weights, then AdamW and fp32 masters",
+}
+"""Parts of the memory model whose names are short for what they are."""
 
 
 def prediction_tables(folder: RunFolder) -> list[dict[str, Any]]:
@@ -47,10 +54,14 @@ def _cells(measured: Any, predicted: Any, unit: str) -> list[str]:
 
 def _bar(stage: str, phase: str, line: Any) -> dict[str, Any] | None:
     parts = {
-        str(name): size
+        _IN_WORDS.get(str(name), str(name)): size
         for name, value in mapping_or_empty(line.get("parts")).items()
         if (size := number_or_none(value))
     }
+    # What is predicted of the rank, and no part of it: Python, PyTorch, the allocator's reserve.
+    rest = (number_or_none(line.get("predicted_bytes")) or 0.0) - sum(parts.values())
+    if parts and rest > 0:
+        parts[_PROCESS] = rest
     total = sum(parts.values())
     largest = sorted(parts.items(), key=lambda part: -part[1])[:_COLORS]
     shown = [(n, name, size) for n, (name, size) in enumerate(largest, start=1)

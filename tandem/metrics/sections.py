@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from tandem.config.stages import Stage
@@ -23,6 +24,7 @@ from tandem.metrics.metric import PHASES, Metric
 from tandem.metrics.names import metric_or_unknown, title_of
 from tandem.metrics.table import METRICS
 from tandem.metrics.text import duration, short_number, trimmed, with_unit
+from tandem.text import counted
 
 Row = Mapping[str, Any]
 
@@ -30,6 +32,8 @@ _OTHER_FROM = 0.005
 """Share of a stage's time from which the time outside all phases gets a row."""
 _NO_UNIT = ("", "share", "ratio", "norm", "normalized reward")
 """Units that a number is clear without: shares are shown as percentages."""
+_WITH_UNIT = ("share", "bytes", "seconds", "TFLOP/s")
+"""Units that `with_unit` writes behind the number."""
 _RATES = ("tokens_per_second", "samples_per_second", "tflops")
 
 
@@ -72,7 +76,7 @@ def result_cards(folder: RunFolder) -> list[Row]:
             unit = "" if metric.unit in _NO_UNIT else f"{metric.unit}; "
             cards.append((label, with_unit(value, metric.unit), unit + detail))
     if total := sum(total_seconds(folder, stage) for stage in folder.stages()):
-        cards.append(("Total time of all stages", duration(total), ""))
+        cards.append(("Total time of all stages", duration(total), "without loading and saving"))
     return [dict(zip(("label", "value", "detail"), card, strict=True)) for card in cards]
 
 
@@ -191,7 +195,10 @@ def _figure(folder: RunFolder, stage: Stage, title: str, metrics: Sequence[Metri
         if metric.name.endswith(("learning_rate", "_coef")):
             kind = "exact"
         series.append(Series(label, [(step, value * scale) for step, value in points], kind, color))
-        legend.append((color, label, with_unit(points[-1][1], unit)))
+        # The last step's speed is that of its batch, which may be a short one.
+        speeds = [v for _, v in finite(points) if metric.name.startswith("tokens_per_second")]
+        last = median(speeds) if speeds else points[-1][1]
+        legend.append((color, label, with_unit(last, unit)))
     svg = line_chart(title, shown, series)
     meaning = drawn[0][1].meaning
     return {"title": title, "unit": shown, "meaning": meaning, "legend": legend, "svg": svg}
@@ -219,7 +226,7 @@ def _metric_rows(folder: RunFolder, stage: Stage) -> list[Row]:
             {
                 "name": name,
                 "title": title_of(name, stage.family),
-                "unit": "" if metric.unit in ("share", "bytes", "seconds") else metric.unit,
+                "unit": "" if metric.unit in _WITH_UNIT else metric.unit,
                 "numbers": [with_unit(value, metric.unit, digits=4) for value in shown],
                 "meaning": metric.meaning,
             }
@@ -283,7 +290,9 @@ def dataset_rows(folder: RunFolder) -> list[Row]:
                 "name": str(entry.get("name", "")),
                 "path": str(entry.get("path", "")),
                 "read": _count(entry.get("rows")),
-                "used": _counts(entry.get("used")),
+                "used": [
+                    (n, use.replace("heldout", "held-out")) for n, use in _counts(entry.get("used"))
+                ],
                 "left": left,
                 "notes": [*notes, *_counts(entry.get("notes"))],
             }
@@ -353,7 +362,7 @@ def _phase(folder: RunFolder, stage: Stage, name: str, phase: str) -> list[Point
 
 
 def _steps(folder: RunFolder, stage: Stage) -> str:
-    return f"{max(r.step for r in folder.records if r.stage == stage.name):,} steps"
+    return counted(max(r.step for r in folder.records if r.stage == stage.name), "step")
 
 
 def _at(line: Row) -> str:

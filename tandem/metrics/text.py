@@ -41,7 +41,8 @@ def duration(seconds: float) -> str:
 
 
 def with_unit(value: float, unit: str, digits: int = 3) -> str:
-    """A number with its unit: shares as percentages, bytes as GiB, seconds as a duration."""
+    """A number with its unit: shares as percentages, bytes as GiB, seconds as a duration, TFLOP/s
+    below 1 as GFLOP/s."""
     if not math.isfinite(value):
         return short_number(value)
     if unit == "share":
@@ -51,6 +52,10 @@ def with_unit(value: float, unit: str, digits: int = 3) -> str:
         return f"{gib:.2f} GiB" if gib >= 1 else f"{value / 2**20:.0f} MiB"
     if unit == "seconds":
         return duration(value)
+    if unit == "TFLOP/s" and 0 < value < 1:
+        return f"{trimmed(short_number(1000 * value, digits))} GFLOP/s"
+    if unit == "TFLOP/s":
+        return f"{trimmed(short_number(value, digits))} TFLOP/s"
     if unit in ("tokens/s", "samples/s", "tokens", "answers", "updates") and abs(value) >= 100:
         return f"{value:,.0f}"
     return trimmed(short_number(value, digits))

@@ -48,6 +48,16 @@ def test_a_histogram_counts_every_finite_value_once():
     assert sum(Histogram.of([3.0, 3.0]).counts) == 2
 
 
+@pytest.mark.parametrize(("low", "high"), [(13, 13), (5, 20), (1, 24), (1, 25), (3, 128)])
+def test_bins_of_whole_numbers_hold_as_many_as_each_other(low: int, high: int) -> None:
+    found = Histogram.of(range(low, high + 1), whole=True)
+    assert found is not None
+    assert len(found.counts) <= 24
+    assert len({*found.counts[:-1], max(found.counts)}) == 1
+    assert (found.high - found.low) / len(found.counts) == found.counts[0]
+    assert sum(found.counts) == high - low + 1
+
+
 def record(step, **values):
     return Record("ppo", step, 0.0, values)
 

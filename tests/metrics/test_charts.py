@@ -40,7 +40,14 @@ def test_ticks_are_round_and_whole_where_asked():
     assert ticks(0.0, 0.9) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(0, 3, whole=True) == [0, 1, 2, 3]
     assert ticks(5.0, 5.0)[0] < 5.0 < ticks(5.0, 5.0)[-1]
-    assert ticks(0.0, 0.0)[0] < 0.0 < ticks(0.0, 0.0)[-1]
+    assert ticks(0.0, 0.0)[0] == 0.0 < ticks(0.0, 0.0)[-1]
+
+
+def test_an_axis_does_not_go_where_no_value_can_be() -> None:
+    assert ticks(100, 100, most=100) == [90, 95, 100]
+    assert ticks(0.05, 0.4)[0] == 0
+    assert ticks(-0.05, 0.4)[0] < 0
+    assert ticks(90, 101, most=100)[-1] > 100
 
 
 def test_smoothing_is_the_mean_of_a_window():

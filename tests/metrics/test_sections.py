@@ -179,6 +179,24 @@ def test_changed_knobs_are_those_that_differ_from_the_defaults():
     ]
 
 
+def test_a_speed_is_the_median_of_the_steps_for_the_last_may_be_a_short_batch(tmp_path):
+    speeds = (100.0, 104.0, 102.0, 30.0, "nan")
+    lines = [
+        metrics_line("sft", step, **{"tokens_per_second/train": speed})
+        for step, speed in enumerate(speeds, start=1)
+    ]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    ((stage,),) = [stage_curves(read_folder(tmp_path))]
+    assert [figure["legend"] for figure in stage["figures"]] == [[(1, "train", "101")]]
+    assert stage["steps"] == "5 steps"
+
+
+def test_a_small_rate_of_computing_is_in_gflops(tmp_path):
+    folder = stage(tmp_path, {"seconds/train": 2.0, "tflops/train": 0.0358})
+    ((row,),) = [view["rows"] for view in time_per_phase(folder)]
+    assert row["cells"][4] == "35.8 GFLOP/s"
+
+
 def test_a_stage_draws_only_what_it_logged(tmp_path):
     """Charts belong to a family; a stage draws those of its lines that it logs."""
     lines = [
