@@ -153,7 +153,9 @@ class StageConsole:
         done = step - self._start_step
         if done < 1 or self._num_steps <= step:
             return ""
-        return duration((time.monotonic() - self._started) / done * (self._num_steps - step))
+        left = (time.monotonic() - self._started) / done * (self._num_steps - step)
+        # A guess has no hundredths.
+        return duration(left) if left >= 10 else f"{max(1, round(left))} s"
 
 
 def _speed(stage: str) -> tuple[str, str]:

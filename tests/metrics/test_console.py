@@ -48,6 +48,12 @@ def test_plain_lines_are_aligned_and_end_with_the_eta():
     assert "\x1b" not in file.getvalue()
 
 
+def test_a_short_eta_is_in_whole_seconds() -> None:
+    console, file = stage_console()
+    console.line(199, {"reward": 0.5})
+    assert file.getvalue().endswith("| eta 1 s\n")
+
+
 def test_no_eta_at_the_last_step_or_without_a_total():
     console, file = stage_console(num_steps=1)
     console.line(1, {"reward": 0.5})
