@@ -72,6 +72,9 @@ def test_help_of_small_commands_has_groups_defaults_and_an_example(
         (("eval", "/nowhere"), "must be a run's folder"),
         (("data", "chek"), "tandem data has one command, check; got 'chek'"),
         (("data", "check", "x", "--data-split", "a"), "--data-split must be numbers"),
+        (("vote", "no.jsonl", "--once"), "neither it nor no.jsonl.asked.jsonl is there"),
+        (("vote", "no/votes.jsonl"), "FILE must be in a folder that is there; got no/votes.jsonl"),
+        (("serve", "x", "--votes", "no/votes.jsonl"), "--votes must be a file in a folder that is"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

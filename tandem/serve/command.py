@@ -36,6 +36,11 @@ def serve_command(args: Sequence[str]) -> int:
         raise ConfigError("--api-key must be printable ASCII; got other characters.")
     if options.runs and not Path(options.runs).is_dir():
         raise ConfigError(f"--runs must be a folder; got {options.runs!r}.")
+    if options.votes and not Path(options.votes).expanduser().parent.is_dir():
+        raise ConfigError(
+            f"--votes must be a file in a folder that is there; got {options.votes!r}. Create the "
+            "folder, or use another."
+        )
     with leaving_at_ctrl_c():
         return _serve(options, key)
 

@@ -21,7 +21,7 @@ from tandem.generation.laying_out import lay_out_model
 from tandem.models.adapter import load_adapter
 from tandem.models.checkpoint_ref import model_folders
 from tandem.models.eos import load_stop_ids
-from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer
+from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer, open_decoder
 from tandem.models.lora import add_lora
 from tandem.models.scalar import load_scalar_model
 from tandem.models.source import Located, load_config, positions_in, read_adapter_config
@@ -152,6 +152,15 @@ def load_scorer(source: ModelSource, settings: LoadSettings) -> LoadedScalar:
         )
     put(model, settings.place.device, settings.dtype_of(source))
     return LoadedScalar(source, model, Renderer(tokenizer))
+
+
+def check_there(source: ModelSource, settings: LoadSettings) -> None:
+    """Read a model's config alone, so that a misspelled name is told before anything else.
+
+    Raises:
+        ModelError: there is no such model, or it is not a decoder.
+    """
+    open_decoder(source.base or source.path, trust_remote_code=settings.trust_remote_code)
 
 
 def weight_bytes(source: ModelSource, settings: LoadSettings) -> tuple[int, torch.dtype] | None:

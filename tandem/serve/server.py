@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import ipaddress
 import logging
@@ -18,7 +19,7 @@ from tandem.errors import ConfigError
 from tandem.generation.blocks import free_bytes
 from tandem.serve.api_errors import ApiError
 from tandem.serve.app import make_app
-from tandem.serve.loading import positions_of, weight_bytes
+from tandem.serve.loading import check_there, positions_of, weight_bytes
 from tandem.serve.service import ServeSettings, Service, load_settings
 from tandem.serve.sources import ModelSource
 from tandem.text import visible
@@ -33,6 +34,7 @@ def serve(settings: ServeSettings, port: int, print_line: Callable[[str], None] 
     """
     service = Service(settings, load_settings(settings))
     try:
+        check_there(service.offer.models[service.offer.preferred], service.load_settings)
         listener = _listen(settings.host, port)
         for line in describe(service):
             print_line(line)
@@ -55,14 +57,17 @@ def describe(service: Service) -> list[str]:
     free = free_bytes(device)
     dtypes = sorted({str(dtype).removeprefix("torch.") for _, dtype in known})
     total = f"{_size(sum(size for size, _ in known))}{' and more' * (len(known) < len(sizes))}"
+    total = total if known else "an unknown size"
     in_types = f" as {' and '.join(dtypes)}" if dtypes else ""
+    of, when = "of the model take", "loaded now"
+    if len(sizes) > 1:
+        of, when = f"of all {len(sizes)} models take", "each loaded when first asked for"
     names = ", ".join(offer.models)
     lines = [f"models: {names} (without a name: {offer.preferred})"]
     lines += [f"scores: {', '.join(scorer.name for scorer in scorers)}"] if scorers else []
     lines.append(
-        f"memory: weights of all {len(sizes)} models take {total}{in_types} on "
-        f"{device.type}, each loaded when first asked for; KV memory comes on top, of "
-        f"{_size(free)} free"
+        f"memory: weights {of} {total}{in_types} on {device.type}, {when}; KV memory comes on "
+        f"top, of {_size(free)} free"
     )
     votes = service.votes_file
     lines.append(f"votes:  {votes}" if votes else "votes:  refused without --votes FILE")
@@ -162,6 +167,12 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
+        is_elsewhere = isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
+        if is_elsewhere or isinstance(error, socket.gaierror):
+            raise ConfigError(
+                f"--host must be an address of this machine; got {visible(host)} ({error}). Use "
+                "127.0.0.1, or 0.0.0.0 for all its networks."
+            ) from None
         raise ConfigError(
             f"--host and --port must be an address that is free; got {visible(host)} {port} "
             f"({error}). Use another --port; 0 takes any."

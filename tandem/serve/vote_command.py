@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.pages import Parser
+from tandem.errors import ConfigError
 from tandem.rewards.votes import asked_file, open_questions, write_vote
 from tandem.text import visible_lines
 
@@ -19,7 +20,11 @@ _SECONDS = 1.0
 
 
 def vote_command(args: Sequence[str]) -> int:
-    """Parse the flags and ask; returns the exit code."""
+    """Parse the flags and ask; returns the exit code.
+
+    Raises:
+        ConfigError: no question can be there, nor come.
+    """
     about = "Decide between answers that a run with --reward-function tandem:votes asks about."
     parser = Parser("vote", "FILE [flags]", about, "tandem vote votes.jsonl --who ann")
     parser.section("votes")
@@ -29,8 +34,24 @@ def vote_command(args: Sequence[str]) -> int:
     about = "End when no question is open, rather than wait for the next."
     parser.flag("--once", about, False, shown="off", action="store_true")
     options = parser.parse_args(args)
-    ask_all(Path(options.file), options.who or getpass.getuser(), waits=not options.once)
+    file = Path(options.file)
+    _refuse_missing(file, once=options.once)
+    ask_all(file, options.who or getpass.getuser(), waits=not options.once)
     return 0
+
+
+def _refuse_missing(file: Path, *, once: bool) -> None:
+    """A run may ask its first question later, unless --once; but it does not create folders."""
+    if once and not asked_file(file).exists() and not file.exists():
+        raise ConfigError(
+            f"FILE must be that of a run with --reward-function tandem:votes?file=FILE; got {file}:"
+            f" neither it nor {asked_file(file)} is there. Check the spelling, or remove --once to "
+            "wait for the run."
+        )
+    if not file.parent.is_dir():
+        raise ConfigError(
+            f"FILE must be in a folder that is there; got {file}. Check the spelling."
+        )
 
 
 def ask_all(
@@ -57,7 +78,8 @@ def ask_all(
             return given
         if not questions:
             if not said:
-                show(f"waiting for questions in {asked_file(file)} (Ctrl-C ends)")
+                missing = "" if asked_file(file).exists() else ", which is not there yet"
+                show(f"waiting for questions in {asked_file(file)}{missing} (Ctrl-C ends)")
             said = True
             time.sleep(_SECONDS)
             continue

@@ -206,7 +206,6 @@ class Votes:
 
     def _open(self) -> None:
         if self._held is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._held = lock(self.path.with_name(f".{self.path.name}.lock"))
             if self._held is None:
                 raise ApiError(

@@ -80,6 +80,24 @@ def test_a_person_is_asked(tmp_path: Path) -> None:
     assert ask_all(more, "ann", waits=False, read=lambda _: next(keys), show=shown.append) == 0
 
 
+def test_who_waits_is_told_that_the_file_is_not_there_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "votes.jsonl"
+    row = question(HI, ["one", "two"])
+    naps: list[float] = []
+
+    def ask(seconds: float) -> None:
+        naps.append(seconds)
+        asked_file(file).write_text(json.dumps(row) + "\n")
+
+    monkeypatch.setattr("tandem.serve.vote_command.time.sleep", ask)
+    shown: list[str] = []
+    assert ask_all(file, "ann", waits=True, read=lambda _: "q", show=shown.append) == 0
+    assert shown[0].endswith("votes.jsonl.asked.jsonl, which is not there yet (Ctrl-C ends)")
+    assert len(naps) == 1
+
+
 def test_what_is_no_vote_is_named(tmp_path: Path) -> None:
     score = load_reward_function("tandem:votes")
     with pytest.raises(ConfigError, match=r"tandem:votes\?file=votes.jsonl"):

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.serve.server import describe
-from tests.serve.serving import TestClient
+from tandem.errors import TandemError
+from tandem.serve.server import describe, serve
+from tandem.serve.service import ServeSettings
+from tests.serve.serving import TestClient, serving
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 
@@ -47,6 +49,30 @@ def test_the_first_lines_name_models_memory_and_votes(client: TestClient) -> Non
         r"memory: weights of all 6 models take [\d.]+ (MiB|KiB) as float32 on ", lines[2]
     )
     assert lines[3].startswith("votes:  /")
+
+
+def test_a_model_alone_is_one_model(served_run: Path) -> None:
+    with serving(served_run / "sft") as client:
+        lines = describe(client.service)  # type: ignore[attr-defined]
+    assert re.match(r"memory: weights of the model take [\d.]+ (MiB|KiB) as float32 on ", lines[1])
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "part"),
+    [
+        ("no/model", "127.0.0.1", "model 'no/model' must be a folder or a reachable hub name"),
+        ("sft", "192.0.2.1", "--host must be an address of this machine; got 192.0.2.1"),
+    ],
+)
+def test_what_cannot_be_served_is_told_before_the_first_lines(
+    served_run: Path, monkeypatch: pytest.MonkeyPatch, path: str, host: str, part: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(served_run)
+    shown: list[str] = []
+    with pytest.raises(TandemError, match=re.escape(part)):
+        serve(ServeSettings(path, host=host), 0, shown.append)
+    assert shown == []
 
 
 def test_the_python_example_is_right(client: TestClient) -> None:
