@@ -15,7 +15,7 @@ from tandem.checkpoint.beside import verify_beside
 from tandem.config.load import load_config
 from tandem.config.schema import SamplingConfig
 from tandem.config.spellings import listed
-from tandem.config.stages import latest_first, policy_folders, policy_stages
+from tandem.config.stages import latest_first, policy_folders
 from tandem.data.render import Renderer
 from tandem.errors import ModelError, TandemError
 from tandem.generation.detokenizer import AnswerText
@@ -26,6 +26,7 @@ from tandem.models.checkpoint_ref import model_folders
 from tandem.models.eos import load_stop_ids
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.serve.place import Place, put
+from tandem.serve.sources import unfinished_stages
 from tandem.text import visible, visible_lines
 from tandem.types import Message
 
@@ -97,17 +98,42 @@ def find_model(path: str, which: str) -> str:
         return path
     if which == "base":
         return load_config(folder / "config.yaml").actor_model
-    places = policy_folders()
-    if which and which not in places:
-        known = ", ".join(latest_first())
-        raise ModelError(f"--model must be one of {known}, base; got {which!r}.")
-    for name in [which] if which else latest_first():
-        if (folder / places[name] / "config.json").exists():
-            return str(folder / places[name])
-    raise ModelError(
-        f"{visible(path)} must have a finished {which or listed(policy_stages())} stage; got none. "
-        "Run the same tandem train command again to finish it."
+    models = _models_of(path)
+    if which in models or (models and not which):
+        return models[which] if which else next(iter(models.values()))
+    raise ModelError(_why_missing(path, which, [*models, "base"]))
+
+
+def _why_missing(path: str, which: str, has: list[str]) -> str:
+    """The error of a run without the model that was asked for, or without any."""
+    config = load_config(Path(path) / "config.yaml")
+    unfinished = unfinished_stages(Path(path), config)
+    if which and which not in unfinished:
+        return f"--model must be one that {visible(path)} has, {listed(has)}; got {which!r}."
+    if not unfinished:
+        stages = ", ".join(config.stages)
+        return f"{visible(path)} must have a stage with a policy; got {stages}. Use --model base."
+    wanted = [which] if which else list(unfinished)
+    step = next(filter(None, (unfinished[name] for name in wanted)), "")
+    talks = f", or talk to the checkpoint: tandem serve {visible(path)}" if step else ""
+    return (
+        f"{visible(path)} must have a finished {listed(wanted)} stage; got {step or 'none'}. Run "
+        f"the same tandem train command again to finish it{talks}."
     )
+
+
+def _notes_of(path: str) -> list[str]:
+    """A line for each stage of a run that is not finished; none for any other folder."""
+    run = Path(path)
+    if not (run / "config.yaml").exists():
+        return []
+    unfinished = unfinished_stages(run, load_config(run / "config.yaml"))
+    serve = f"; tandem serve {visible(path)} answers with its newest checkpoint, "
+    return [
+        f"note: {name} is not finished{f'{serve}{step}' * bool(step)}; the same tandem train "
+        "command finishes it.\n"
+        for name, step in unfinished.items()
+    ]
 
 
 def _models_of(path: str) -> dict[str, str]:
@@ -161,6 +187,8 @@ def chat(
     others = [name for name, place in _models_of(path).items() if place != source]
     choice = f" (other models: --model {listed([*others, 'base'])})" if others else ""
     write(f"talking to {visible(source)}{choice}. /help lists the commands, /quit quits.\n")
+    for note in [] if which else _notes_of(path):
+        write(note)
     while True:
         try:
             line = read("\nyou> ").strip()

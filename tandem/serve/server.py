@@ -21,7 +21,7 @@ from tandem.serve.api_errors import ApiError
 from tandem.serve.app import make_app
 from tandem.serve.loading import check_there, positions_of, weight_bytes
 from tandem.serve.service import ServeSettings, Service, load_settings
-from tandem.serve.sources import ModelSource
+from tandem.serve.sources import ModelSource, unfinished_stages
 from tandem.text import visible
 
 
@@ -71,7 +71,19 @@ def describe(service: Service) -> list[str]:
     )
     votes = service.votes_file
     lines.append(f"votes:  {votes}" if votes else "votes:  refused without --votes FILE")
-    return [visible(line) for line in lines + _short_judges(service)]
+    return [visible(line) for line in lines + _unfinished(service) + _short_judges(service)]
+
+
+def _unfinished(service: Service) -> list[str]:
+    """A line for each stage of the run that is not finished."""
+    offer = service.offer
+    if offer.run is None or offer.config is None:
+        return []
+    return [
+        f"note:   {name} is not finished{f': {step} answers' * (name in offer.models)}; the same "
+        "tandem train command finishes it"
+        for name, step in unfinished_stages(offer.run, offer.config).items()
+    ]
 
 
 def _short_judges(service: Service) -> list[str]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tandem.checkpoint.layout import read_layout
-from tandem.checkpoint.state import LATEST, numbered
+from tandem.checkpoint.state import LATEST, number_of, numbered
 from tandem.config.load import load_config
 from tandem.config.schema import RunConfig
-from tandem.config.stages import STAGES, Stage, policy_folders, sources
+from tandem.config.stages import STAGES, Stage, in_order, policy_folders, sources
 from tandem.errors import CheckpointError, ModelError, TandemError
 from tandem.models.source import ADAPTER_CONFIG, Located, adapter_base, read_adapter_config
 from tandem.text import visible
@@ -183,6 +183,20 @@ def _unfinished(
                 found[policy.label] = ModelSource(
                     policy.label, start.path, start.base, checkpoints, part
                 )
+    return found
+
+
+def unfinished_stages(run: Path, config: RunConfig) -> dict[str, str]:
+    """The stages of a run whose policy is not finished, in order, each with the step of its newest
+    checkpoint, "step 173 of 200" or "step 40"; "" without one."""
+    found: dict[str, str] = {}
+    for stage in in_order(config.stages):
+        if not stage.policies or _holds_model(run / stage.model_folder):
+            continue
+        saved = numbered(run / _CHECKPOINTS / stage.name)
+        # In other families the number of steps follows from the rows.
+        last = f" of {getattr(config, stage.section).steps}" if stage.family == "rl" else ""
+        found[stage.name] = f"step {number_of(saved[-1])}{last}" if saved else ""
     return found
 
 

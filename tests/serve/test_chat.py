@@ -11,8 +11,6 @@ import pytest
 
 from tandem.checkpoint.folder import write_folder
 from tandem.config.schema import SamplingConfig
-from tandem.config.spellings import listed
-from tandem.config.stages import policy_stages
 from tandem.errors import CheckpointError, ModelError
 from tandem.serve.chat import Conversation, chat, find_model
 from tests.tiny import save_tiny_model
@@ -92,7 +90,7 @@ def test_which_model_of_a_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "sft").mkdir(parents=True)
     (run / "config.yaml").write_text("actor_model: some/base\n")
-    with pytest.raises(ModelError, match=f"must have a finished {listed(policy_stages())} stage"):
+    with pytest.raises(ModelError, match="must have a finished sft or ppo stage; got none"):
         find_model(str(run), "")
     (run / "sft" / "config.json").write_text("{}")
     assert find_model(str(run), "") == str(run / "sft")
@@ -104,11 +102,34 @@ def test_which_model_of_a_run(tmp_path: Path) -> None:
     assert find_model(str(run), "") == str(run / "ppo" / "actor")
     assert find_model(str(run), "ema") == str(run / "ppo" / "ema")
     assert find_model(str(run), "base") == "some/base"
-    with pytest.raises(ModelError, match=r"must be one of .*ppo, dpo, sft"):
-        find_model(str(run), "pppo")
+    for name in ("pppo", "dpo", "reward"):
+        with pytest.raises(
+            ModelError, match=f"that .*/run has, ppo, sft, ema or base; got '{name}'"
+        ):
+            find_model(str(run), name)
     with pytest.raises(ModelError, match="--model must go with a run's folder"):
         find_model(str(tmp_path), "sft")
     assert find_model("gpt2", "") == "gpt2"
+
+
+def test_an_unfinished_stage_is_told_with_its_step(model: str, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "sft")
+    (tmp_path / "config.yaml").write_text("actor_model: some/base\nppo:\n  steps: 200\n")
+    assert "note: ppo is not finished; the same tandem train command" in talk(
+        str(tmp_path), "/quit"
+    )
+    for step in (150, 173):
+        (tmp_path / "checkpoints" / "ppo" / f"step-{step:06d}").mkdir(parents=True)
+    out = talk(str(tmp_path), "/quit")
+    assert (
+        f"tandem serve {tmp_path} answers with its newest checkpoint, step 173 of 200; the" in out
+    )
+    with pytest.raises(ModelError, match="must have a finished ppo stage; got step 173 of 200"):
+        find_model(str(tmp_path), "ppo")
+    (tmp_path / "config.yaml").write_text("actor_model: some/base\nstages: [reward]\n")
+    shutil.rmtree(tmp_path / "sft")
+    with pytest.raises(ModelError, match="must have a stage with a policy; got reward"):
+        find_model(str(tmp_path), "")
 
 
 def test_a_chat_says_which_model_it_took_and_which_others_there_are(

@@ -15,6 +15,7 @@ from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.save import save_adapter
 from tandem.serve.loading import LoadSettings, load_policy
 from tandem.serve.place import Place
+from tandem.serve.server import describe
 from tandem.serve.sources import offer_of
 from tests.serve.serving import ask, serving
 
@@ -131,6 +132,10 @@ def test_a_run_that_trains_is_served_and_followed(run: Path) -> None:
         until_retired = service.engine.compute(lambda: None)
         until_retired.result(120)
     with serving(run) as client:
+        assert (
+            "note:   ppo is not finished: step 4 of 3 answers; the same tandem train command "
+            "finishes it"
+        ) in describe(client.service)  # type: ignore[attr-defined]
         assert client.post(CHAT, json=body).json()["choices"] == followed
         save(6, 1.0)
         assert client.post(CHAT, json=body).json()["choices"] == followed
