@@ -132,6 +132,9 @@ def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Ten
     None where it must run module by module."""
     if not x.numel() or not layer.takes(x):
         return None
+    wanted = wanted_tokens() if block._is_last else None
+    if wanted is not None and not len(wanted.rows):
+        return None  # operations over no rows give no gradients
     cos, sin = positions
     plain = _block_of(block, x.dtype, _is_computed)
     if plain is None or not cos.dtype == sin.dtype == x.dtype:
@@ -140,6 +143,9 @@ def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Ten
     first, second = (layer.Norm(norm.weight, norm._eps, norm._unit_offset) for norm in plain.norms)
 
     adapters = [_adapter(linear) for linear in linears]
+    parts = [part for adapter in adapters if adapter is not None for part in adapter[:2]]
+    if len(set(map(id, parts))) < len(parts):
+        return None
 
     def attended_of(x: Tensor) -> tuple[Tensor, Tensor]:
         weights = [_weight(linear) for linear in linears[:3]]
@@ -155,7 +161,7 @@ def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Ten
         attended, residual = checkpointed(attended_of, x)
     else:
         attended, residual = attended_of(x)
-    if block._is_last and (wanted := wanted_tokens()) is not None:
+    if wanted is not None:
         attended, residual = wanted.of(attended, residual)
     out, *others = linears[3:]
     gate, up, down = map(_weight, others)
@@ -203,7 +209,10 @@ def _is_computed(module: Any, dtype: torch.dtype) -> bool:
     acting = module.acting() if kind is TwinAdaptedLinear else None
     if acting is None:
         return True
-    if module.switch.on and module.lora_dropout.p > 0 and module.lora_dropout.training:
+    drops = module.lora_dropout
+    if module.switch.on and (
+        type(drops) is not nn.Dropout or has_its_own(drops) or (drops.p > 0 and drops.training)
+    ):
         return False
     return all(
         _is_plain(part, type(part), dtype) and type(part) in (nn.Linear, TwinLinear)
@@ -221,4 +230,10 @@ def _is_plain(module: Any, kind: Any, dtype: torch.dtype) -> bool:
 
 def has_its_own(module: Any) -> bool:
     """Whether a module computes more than its class says."""
-    return bool("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks)
+    return bool(
+        "forward" in module.__dict__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )

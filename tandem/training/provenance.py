@@ -42,6 +42,8 @@ _SHARED = (
 )
 # Knobs that name a model.
 _GIVEN = ("actor_model", "reward_model")
+# What later stages build on: rows that are theirs or held out, and in what form weights are left.
+_BUILT_ON = ("seed", "dataset.heldout", "parallel.frozen_weights", "parallel.shared_base")
 # These change metrics on the way, never the trained model.
 _HARMLESS = ("eval_every", "eval_prompts", "max_skipped", "workers", "self_test")
 
@@ -184,15 +186,17 @@ class Identity:
     def changes(self, stage: str, before: Mapping[str, Any]) -> list[str]:
         """What differs now from a folder's `made_from`, as text.
 
-        A stage that this run does not run is taken as it stands, if its files of the given model
-        are those of now: the stages after it use its tokenizer.
+        A stage that this run does not run is taken as it stands, but for what the stages after it
+        build on: its tokenizer, its part of the rows, the form of its weights.
         """
         now = self.made_from(stage)
         before = _as_recorded_now({_new_name(name): value for name, value in before.items()}, now)
         if stage not in self.config.stages:
             given = {f"the files of {knob}" for knob in _GIVEN if _knob_value(self.config, knob)}
-            now = {name: now[name] for name in given & now.keys() & before.keys()}
-            before = {name: before[name] for name in now}
+            given = given & now.keys() & before.keys()
+            given |= {name for name in before.keys() | now.keys() if _is_built_on(name)}
+            now = {name: now[name] for name in given & now.keys()}
+            before = {name: before[name] for name in given & before.keys()}
         return [
             _changed(name, before.get(name), now.get(name))
             for name in sorted(before.keys() | now.keys())
@@ -290,6 +294,10 @@ def _changed(name: str, before: Any, now: Any) -> str:
     files = [file for file in sorted({*before, *now}) if before.get(file) != now.get(file)]
     more = f" and {len(files) - 3} more" if files[3:] else ""
     return f"{name} ({', '.join(files[:3])}{more})"
+
+
+def _is_built_on(name: str) -> bool:
+    return name in _BUILT_ON or (name.startswith("the ") and name.endswith(" stage"))
 
 
 def _or_none(value: Any) -> Any:

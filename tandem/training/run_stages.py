@@ -19,7 +19,7 @@ from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.load import check_config
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
-from tandem.config.stages import in_order, leaving, of_family, sources, stage_of
+from tandem.config.stages import in_order, leaving, of_family, sources, stage_names, stage_of
 from tandem.data.ledger import USES
 from tandem.engine.allocator import give_back_memory, keep_freed_memory
 from tandem.engine.devices import resolve_device
@@ -160,9 +160,10 @@ def _unfinished(run: Run) -> list[str]:
     """The run's stages that are still to come.
 
     Raises:
-        CheckpointError: some were finished with other knobs or inputs, or a folder is damaged.
+        CheckpointError: some stages in its folder were finished with other knobs or inputs, or a
+            folder is damaged.
     """
-    there = [stage for stage in run.config.stages if (run.folder(stage) / MANIFEST).exists()]
+    there = [stage for stage in stage_names() if (run.folder(stage) / MANIFEST).exists()]
     run.identity.require_all_same({stage: run.verify(stage)["made_from"] for stage in there})
     return [stage for stage in run.config.stages if stage not in there]
 

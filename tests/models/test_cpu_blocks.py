@@ -18,7 +18,7 @@ from tandem.models.lora import adapters_off, add_lora, keep_start, lora_layers
 from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.twin import twin_of
 from tandem.ops import layer, native
-from tandem.ops.attention_context import Packed, attending
+from tandem.ops.attention_context import Packed, Wanted, attending
 from tests.models.families import tiny_model
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -164,6 +164,25 @@ def with_adapters_of_another_type(model: PreTrainedModel) -> None:
         adapted.lora_A.bfloat16(), adapted.lora_B.bfloat16()
 
 
+def with_another_module_before_adapters(model: PreTrainedModel) -> None:
+    adapt(model)
+    for _, adapted in lora_layers(model):
+        adapted.lora_dropout = nn.Identity()  # type: ignore[assignment]
+
+
+def sharing_an_adapter(model: PreTrainedModel) -> None:
+    adapt(model)
+    for block in model.base_model.layers:
+        block.mlp.up_proj.lora_A.weight = block.mlp.gate_proj.lora_A.weight
+
+
+def with_a_backward_hook_on_an_adapter(model: PreTrainedModel) -> None:
+    adapt(model)
+    for name, module in twin_of(model).named_modules():
+        if name.endswith("o_proj.lora_A"):
+            module.register_full_backward_hook(lambda *_: None)
+
+
 def with_a_hook_on_an_adapter(model: PreTrainedModel) -> None:
     adapt(model)
     for name, module in twin_of(model).named_modules():
@@ -196,7 +215,10 @@ def with_a_bias_in_its_mlp(model: PreTrainedModel) -> None:
     [
         with_dropout_before_adapters,
         with_adapters_of_another_type,
+        with_another_module_before_adapters,
+        sharing_an_adapter,
         with_a_hook_on_an_adapter,
+        with_a_backward_hook_on_an_adapter,
         with_a_hook,
         with_a_forward_of_its_own,
         sharing_a_weight,
@@ -258,3 +280,18 @@ def test_a_bias_that_is_no_parameter_is_added(calls: list[int], kept: str) -> No
     found = hidden_of(model)
     assert len(calls) == model.config.num_hidden_layers - 1
     assert torch.equal(found, hidden_of(tiny_model("llama", attention_bias=True).eval()))
+
+
+def test_a_last_block_without_wanted_tokens_has_gradients_of_zero(calls: list[int]) -> None:
+    model = tiny_model("llama")
+    adapt(model)
+    nobody = Wanted(torch.empty(0, dtype=torch.int64))
+    ids = torch.arange(7)[None] + 3
+    ends = torch.tensor([0, 7], dtype=torch.int32)
+    with attending(Packed(ends, 7, wanted=nobody)):
+        states = twin_of(model).base_model(input_ids=ids, position_ids=torch.arange(7)[None])
+    states.last_hidden_state.sum().backward()
+    assert len(calls) == model.config.num_hidden_layers - 1
+    given = [p.grad for p in model.parameters() if p.grad is not None]
+    assert given
+    assert not any(gradient.any() for gradient in given)

@@ -47,7 +47,7 @@ def test_finished_stages_are_taken_as_they_stand(finished: tuple[Path, RunConfig
     folder, config = finished
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*.safetensors")}
     defaults = RunConfig()
-    quiet(alone(config, "ppo", seed=5, actor_model="", sft=defaults.sft, reward=defaults.reward))
+    quiet(alone(config, "ppo", actor_model="", sft=defaults.sft, reward=defaults.reward))
     assert {p: p.stat().st_mtime_ns for p in before} == before
     assert (folder / "ppo/actor").is_dir()
     shutil.rmtree(folder / "ppo")
@@ -66,9 +66,30 @@ def test_a_model_may_lie_elsewhere_but_not_be_another(
     tokens.write_text(tokens.read_text() + " ")
     # Of SFT, which this run does not run, only the model's files are compared.
     files = r"the files of actor_model \(tokenizer_config.json\)\."
-    made = rf"^{folder}/(sft|reward) was made .*; changed: {files}"
+    made = f"^{folder / 'sft'} and {folder / 'reward'} were made .*; changed: {files}"
     with pytest.raises(CheckpointError, match=made):
         quiet(alone(config, "ppo", actor_model=str(other)))
+
+
+def test_what_later_stages_build_on_has_to_be_as_it_was(
+    finished: tuple[Path, RunConfig], tmp_path: Path
+) -> None:
+    """Another seed holds out rows that a stage before has trained on."""
+    folder, config = finished
+    both = f"^{folder / 'sft'} and {folder / 'reward'} were made"
+    with pytest.raises(CheckpointError, match=f"{both} .* changed: seed 1234 -> 5"):
+        quiet(alone(config, "ppo", seed=5))
+    rows = replace(config.dataset, heldout=0.3)
+    with pytest.raises(CheckpointError, match=f"{both} .* changed: dataset.heldout"):
+        quiet(alone(config, "ppo", dataset=rows))
+    copied = tmp_path / "copy"
+    shutil.copytree(folder, copied)
+    shutil.rmtree(copied / "sft")
+    for stage in ("sft", "ppo"):  # the reward model's policy is gone
+        with pytest.raises(
+            CheckpointError, match=r"copy/reward was made .* changed: the sft stage"
+        ):
+            quiet(alone(replace(config, output_dir=str(copied)), stage))
 
 
 def test_all_stages_that_were_made_otherwise_are_named_at_once(
@@ -82,5 +103,6 @@ def test_all_stages_that_were_made_otherwise_are_named_at_once(
     assert str(raised.value).startswith(f"{both} were made with other knobs")
     assert f"remove {both}; to keep them" in str(raised.value)
     assert str(raised.value).count("seed 1234 -> 7") == 1
+    other = replace(again.reward, learning_rate=0.1)
     with pytest.raises(CheckpointError, match=f"^{folder / 'reward'} was made"):
-        quiet(replace(alone(again, "reward"), seed=7))
+        quiet(alone(again, "reward", reward=other))
