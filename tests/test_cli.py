@@ -150,6 +150,15 @@ def test_ctrl_c_is_no_traceback(
     assert "The same command continues from the last checkpoint" in err
 
 
+def test_what_is_missing_is_said_alone_and_in_sentences(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, err = run(capsys, "sft", "--output-dir", str(tmp_path / "run"))
+    assert code == 2
+    assert "got nothing. Give --actor-model. data must name at least one data set" in err
+    assert "rows:" not in out
+
+
 def test_a_second_ctrl_c_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -66,7 +66,10 @@ def check(
         "but the held-out rows), before the length limits (dataset.max_tokens, max_prompt_tokens)"
     )
     if ledger.num_dropped:
-        console.print("dropped: `tandem train` stops at the first of them, or --on-bad-row drop")
+        console.print(
+            "dropped: rows that cannot be used. `tandem train` stops at the first, and leaves them "
+            "all out with --on-bad-row drop"
+        )
     reasons = ledger.reasons()
     if reasons.row_count:
         console.print(reasons)

@@ -209,7 +209,7 @@ def assign(
         place = split.place_of(row.key)
         if row.sft_only and place != "heldout":
             if row.key in shared and place != "texts":
-                account.leave(f"prompt belongs to stage {_NUMBERS[place]}")
+                account.leave(f"prompt belongs to the share of {place}")
                 continue
             place = "texts"
         if reason := _unfit(row.sample, place, labelled=labelled):
@@ -286,11 +286,11 @@ def _unfit(sample: Sample, place: Place, *, labelled: bool) -> str:
         return ""
     if place == "heldout":
         return ""
-    number = f"not for stage {_NUMBERS[place]}"
+    share = f"in the share of {place}"
     if sample.text is not None:
-        return "" if place == "texts" else f"plain text: {number}"
+        return "" if place == "texts" else f"plain text, {share}"
     if place in ("texts", "pairs") and sample.chosen is None:
-        return f"no answer to learn: {number}"
+        return f"no answer to learn, {share}"
     if place == "pairs" and sample.rejected is None:
-        return f"no rejected answer: {number}"
+        return f"no rejected answer, {share}"
     return ""

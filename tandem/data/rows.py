@@ -45,7 +45,8 @@ class BadRow:
         advice = f"{self.advice} " if self.advice else ""
         return DataError(
             f"{visible(str(self.source))}: {where} must {self.expected}; found {self.found}. "
-            f"{advice}Fix the row, or drop and count such rows with --on-bad-row drop."
+            f"{advice}Fix the row, or drop and count such rows with --on-bad-row drop; "
+            "`tandem data check` lists them all."
         )
 
 

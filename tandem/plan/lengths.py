@@ -17,6 +17,7 @@ from tandem.config.stages import Stage, in_order
 from tandem.data.dataset import Dataset, load_data, load_text
 from tandem.data.sampled import sampled
 from tandem.predict.rows import Rows, rows_of
+from tandem.text import counted
 from tandem.types import Sample
 
 SAMPLED = 256
@@ -38,7 +39,7 @@ def rows_by_stage(config: RunConfig, model: str) -> dict[str, Rows]:
     stages = in_order(config.stages)
     if not config.data and not config.sft_data:
         return {stage.name: longest_rows(config, stage) for stage in stages}
-    count, counted = _counter(model)
+    count, how = _counter(model)
     read, every = sampled((*config.data, *config.sft_data))
     data = load_data(
         config.dataset, config.data, config.sft_data, seed=config.seed, stages=config.stages,
@@ -51,7 +52,7 @@ def rows_by_stage(config: RunConfig, model: str) -> dict[str, Rows]:
         texts = found.train
         lengths = [sum(n for n, _ in _whole(s, count)) for s in _some(texts)]
         ptx = min(sum(lengths) / max(1, len(lengths)), config.dataset.max_tokens)
-    return {stage.name: _rows(config, stage, data, count, counted, ptx, every) for stage in stages}
+    return {stage.name: _rows(config, stage, data, count, how, ptx, every) for stage in stages}
 
 
 def longest_rows(config: RunConfig, stage: Stage) -> Rows:
@@ -76,7 +77,7 @@ def _rows(
     stage: Stage,
     data: Dataset,
     count: Count,
-    counted: str,
+    how: str,
     ptx: float,
     every: int,
 ) -> Rows:
@@ -100,7 +101,7 @@ def _rows(
     each = len(measured) / max(1, len(_some(samples)))
     number = round(every * len(samples) * each * len(kept) / len(measured))
     about = "about " if every > 1 else ""
-    found = rows_of(kept, number, f"{about}{number:,} rows, {counted}")
+    found = rows_of(kept, number, f"{about}{counted(number, 'row')}, {how}")
     if stage.leaves == "reward model":  # its head reads the last token alone
         found = replace(found, answered=found.sequences)
     return replace(found, ptx=ptx) if stage.family == "rl" else found

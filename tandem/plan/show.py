@@ -14,6 +14,7 @@ from tandem.memory.ways import size_text
 from tandem.plan.layouts import Laid, failures
 from tandem.predict.constants import constants
 from tandem.predict.stage import Phase, StagePrediction
+from tandem.text import counted
 
 _PARTS = {"gathered weights": "gathered", "activations' gradients": "act. grads",
           "read or checked, then AdamW and masters": "read/checked",
@@ -33,7 +34,7 @@ def show_plan(
     hardware = laid.stages[0].hardware
     ranks = laid.stages[0].ranks
     # Flags and numbers are to be read whole, so lines wrap at words.
-    count = hardware.label if not hardware.on_cpu else f"{hardware.name}, {ranks} rank(s)"
+    count = hardware.label if not hardware.on_cpu else f"{hardware.name}, {counted(ranks, 'rank')}"
     console.print(f"[bold]plan[/bold] for {count}, {laid.stages[0].dtype}")
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("stage", "phase"):
@@ -100,7 +101,8 @@ def _share(stage: StagePrediction, phase: Phase) -> str:
 
 
 def _sums(stage: StagePrediction) -> str:
-    steps = f"{stage.work.steps:,} steps" if stage.work.steps else "an unknown number of steps"
+    num_steps = stage.work.steps
+    steps = counted(num_steps, "step") if num_steps else "an unknown number of steps"
     parts = [f"{stage.stage}: {steps} of {_seconds(stage.step_seconds)} s"]
     if stage.total_seconds is not None:
         parts.append(f"in all {duration(stage.total_seconds)}")

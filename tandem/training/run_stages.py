@@ -33,6 +33,7 @@ from tandem.models.load import load_tokenizer
 from tandem.parallel.watchdog import note
 from tandem.parallel.world import World
 from tandem.rewards.scoring import named
+from tandem.text import counted
 from tandem.training.answer_records import shown_rows
 from tandem.training.callbacks import Callback, CallbackStop
 from tandem.training.compare import compare, is_compared
@@ -116,12 +117,10 @@ def train(
     run.callbacks = tuple(callbacks)
     if module is not None:
         _score_by(run, module)
-    if said:
-        run.print_line(said)
     again = _again(run)
     with run.stops, closing(run):
         try:
-            _train(run, command or again)
+            _train(run, command or again, said)
         except CallbackStop as stop:
             run.stopped = str(stop)
             run.print_line(f"stopped: {stop}. The same call continues; finished stages are kept.")
@@ -168,13 +167,16 @@ def _unfinished(run: Run) -> list[str]:
     return [stage for stage in run.config.stages if stage not in there]
 
 
-def _train(run: Run, command: str) -> None:
+def _train(run: Run, command: str, of_shares: str) -> None:
+    """`of_shares`: a line on how rows are split; empty: none."""
     config, print_line = run.config, run.print_line
     if line := described(run.path, run.world):
         print_line(line)
     run.bring_finished()
     _unfinished(run)  # before anything is read: refuses stages that were made otherwise
     _check_inputs(run)
+    if of_shares:
+        print_line(of_shares)
     _, switched_off = zero_plus_plus(run.settings, run.world)
     if switched_off:
         print_line(f"ZeRO++: {switched_off}")
@@ -257,7 +259,8 @@ def ledger_lines(rows: StepRows) -> list[str]:
     lines = []
     for account in rows.ledger.datasets.values():
         used = ", ".join(f"{s} {account.used[s]}" for s in USES if account.used[s])
-        line = f"data {account.name}: {account.rows} rows = used {account.num_used} ({used})"
+        read = counted(account.rows, "row")
+        line = f"data {account.name}: {read} = used {account.num_used} ({used})"
         for what, reasons in (
             ("unused", dict(account.unused)),
             ("dropped", {reason: d.count for reason, d in account.dropped.items()}),
@@ -304,7 +307,7 @@ def _check_inputs(run: Run) -> None:
             f"got {further[0]}. Give it as --reward-model"
         )
     if problems:
-        raise ConfigError("; ".join(problems))
+        raise ConfigError(". ".join(problems))
     if rl and function:
         named(function)  # a typo must not cost two stages
     if rl:

@@ -44,8 +44,8 @@ def settle_shares(config: RunConfig, world: World) -> tuple[RunConfig, str]:
         shares = _kept(config, before, running)
         names = " and ".join(others)
         said = (
-            f"rows: split by the shares {_text(shares)} that {names} of {config.output_dir} was "
-            "made with; --data-split gives others"
+            f"rows: split {_text(shares)}, as for {names} of {config.output_dir}; --data-split "
+            "gives other shares"
             if others
             else ""
         )

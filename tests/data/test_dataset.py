@@ -126,7 +126,7 @@ def test_sft_data_goes_to_sft_but_follows_prompts_of_other_steps(tmp_path: Path)
     elsewhere = {s.prompt for s in alone.pairs + alone.prompts}
     shared = [f"Question {i}?" for i in range(50, 100)]
     moved = sum((Message("user", text),) in elsewhere for text in shared)
-    assert account.unused["prompt belongs to stage 2"] > 0
+    assert account.unused["prompt belongs to the share of pairs"] > 0
     assert account.unused.total() == moved
     heldout = openings(only.heldout)
     assert (
@@ -144,11 +144,11 @@ def test_what_a_step_cannot_use_is_counted(tmp_path: Path) -> None:
     dataset = load_data(DataConfig(heldout=0), [data], seed=1)
     unused = dataset.ledger.datasets["a"].unused
     assert set(unused) == {
-        "no answer to learn: not for stage 1",
-        "no answer to learn: not for stage 2",
-        "no rejected answer: not for stage 2",
-        "plain text: not for stage 2",
-        "plain text: not for stage 3",
+        "no answer to learn, in the share of texts",
+        "no answer to learn, in the share of pairs",
+        "no rejected answer, in the share of pairs",
+        "plain text, in the share of pairs",
+        "plain text, in the share of prompts",
     }
     assert not dataset.pairs
     assert len(dataset.ledger.datasets["a"].shapes) == 3
@@ -158,7 +158,7 @@ def test_an_answer_labelled_bad_is_not_learned(tmp_path: Path) -> None:
     rows = [pair(i, "answer") | {"label": i % 2 == 0} for i in range(100)]
     dataset = load_data(DataConfig(heldout=0), [], [write(tmp_path / "a.jsonl", rows)], seed=1)
     assert len(dataset.texts) == 50
-    assert dataset.ledger.datasets["a"].unused == {"no answer to learn: not for stage 1": 50}
+    assert dataset.ledger.datasets["a"].unused == {"no answer to learn, in the share of texts": 50}
 
 
 def test_weights_repeat_rows_and_leave_others_out(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def filled() -> Ledger:
     for _ in (1, 2, 3):
         account.use("texts", 2)
     account.use("heldout")
-    account.leave("no rejected answer: not for stage 2")
+    account.leave("no rejected answer, in the share of pairs")
     for line in range(6, 11):
         account.bad(bad(line))
     account.notes["turns left out"] += 1
@@ -137,7 +137,7 @@ def test_tables_show_all_numbers_and_no_escapes() -> None:
     other = ledger.open("[red]b\x1b[2J", "b.jsonl")
     other.rows = 2
     other.use("ptx", 3)
-    other.leave("plain text: not for stage 2")
+    other.leave("plain text, in the share of pairs")
     text = show(ledger.table())
     assert "[red]b\\x1b[2J" in text
     row = next(line for line in text.splitlines() if line.startswith("│ a "))
@@ -152,7 +152,7 @@ def test_tables_show_all_numbers_and_no_escapes() -> None:
     assert "dropped: chosen must not be blank" in reasons
     assert "a.jsonl:8" in reasons
     assert "a.jsonl:9" not in reasons
-    assert "unused: plain text: not for stage 2" in reasons
+    assert "unused: plain text, in the share of pairs" in reasons
     assert "note: turns left out" in reasons
     for note in ("3  | note: copies by weight", "1 | note: blank lines skipped"):
         assert re.search(note.replace(" ", r"\s*").replace("|", "│"), reasons)

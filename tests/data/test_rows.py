@@ -13,7 +13,8 @@ def test_the_message_has_place_field_rule_found_and_advice() -> None:
     assert isinstance(row.error(), DataError)
     assert str(row.error()) == (
         "f.jsonl:7: field messages.role must be one of x, y; found 'asst' in turn 3. Try x. "
-        "Fix the row, or drop and count such rows with --on-bad-row drop."
+        "Fix the row, or drop and count such rows with --on-bad-row drop; "
+        "`tandem data check` lists them all."
     )
     assert row.reason == "messages.role must be one of x, y"
     assert str(problem) == "messages.role must be one of x, y; found 'asst' in turn 3. Try x."

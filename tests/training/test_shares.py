@@ -106,7 +106,7 @@ def test_steps_run_one_by_one_with_shares_stay_apart(config: RunConfig) -> None:
         lines.clear()
         ran(alone(config, step), lines=lines)
         (line,) = [line for line in lines if line.startswith("rows: ")]
-        assert "split by the shares 1,1,1 that sft" in line
+        assert "split 1,1,1, as for sft" in line
         assert set(used(folder)) == {share, "heldout"}
         counts |= used(folder)
         assert load_config(folder / "config.yaml").dataset.split == (1, 1, 1)
