@@ -19,7 +19,7 @@ from tandem.config.stages import latest_first, policy_folders
 from tandem.data.render import Renderer
 from tandem.errors import ModelError, TandemError
 from tandem.generation.detokenizer import AnswerText
-from tandem.generation.generator import Stops
+from tandem.generation.generator import Stops, max_positions
 from tandem.generation.laying_out import lay_out_model
 from tandem.generation.streaming import Turns
 from tandem.models.checkpoint_ref import model_folders
@@ -187,7 +187,7 @@ def chat(
     others = [name for name, place in _models_of(path).items() if place != source]
     choice = f" (other models: --model {listed([*others, 'base'])})" if others else ""
     write(f"talking to {visible(source)}{choice}. /help lists the commands, /quit quits.\n")
-    for note in [] if which else _notes_of(path):
+    for note in [*([] if which else _notes_of(path)), _note_on_length(talk)]:
         write(note)
     while True:
         try:
@@ -258,17 +258,31 @@ def _undo(talk: Conversation) -> str:
 
 
 def _print_line(talk: Conversation, write: Callable[[str], None]) -> None:
-    write("assistant> ")
+    label = "assistant> "
     try:
         for text in talk.answer():
-            write(visible_lines(text))
-        write("\n")
+            write(label + visible_lines(text))
+            label = ""
+        write(f"{label}\n")
     except KeyboardInterrupt:
-        write(" [stopped]\n")
+        write(f"{label} [stopped]\n")
     except TandemError as error:  # only this message cannot be answered
         while talk.turns and talk.turns.pop().role != "user":
             pass
-        write(f"{visible(str(error))}\n")
+        start = "" if label else "\n"
+        write(f"{start}not answered: {visible(str(error))}\n")
+
+
+def _note_on_length(talk: Conversation) -> str:
+    """A line if answers as long as was asked for do not fit the model; "" if they do."""
+    limit = max_positions(talk.model)
+    asked = talk.sampling.max_new_tokens
+    if limit is None or asked < limit:
+        return ""
+    return (
+        f"note: the model has {limit} positions for the conversation and its answer, so answers "
+        f"are cut before {asked} tokens.\n"
+    )
 
 
 def _set(talk: Conversation, words: Sequence[str]) -> str:
@@ -287,7 +301,8 @@ def _set(talk: Conversation, words: Sequence[str]) -> str:
     except (ValueError, KeyError):
         return "write e.g. /set temperature 0.7 (or top_p, top_k, max_new_tokens, seed)\n"
     talk.sampling = replace(talk.sampling, **{name: number})
-    return f"{name} = {number:g}\n"
+    note = _note_on_length(talk) if name == "max_new_tokens" else ""
+    return f"{name} = {number:g}\n{note}"
 
 
 def _save(talk: Conversation, file: str) -> str:

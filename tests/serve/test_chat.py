@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def talk(model: str, *lines: str, **knobs: object) -> str:
+def talk(model: str, *lines: str, max_new_tokens: int = 8) -> str:
     said: list[str] = []
     queue: Iterator[str] = iter(lines)
 
@@ -31,7 +31,8 @@ def talk(model: str, *lines: str, **knobs: object) -> str:
         except StopIteration:
             raise EOFError from None
 
-    assert chat(model, SamplingConfig(max_new_tokens=8), read=read, write=said.append) == 0
+    sampling = SamplingConfig(max_new_tokens=max_new_tokens)
+    assert chat(model, sampling, read=read, write=said.append) == 0
     return "".join(said)
 
 
@@ -76,14 +77,23 @@ def test_text_cannot_act_on_the_terminal(model: str) -> None:
 
 def test_a_conversation_that_outgrows_the_model_says_so_and_goes_on(model: str) -> None:
     out = talk(model, "word " * 400, "hello")
-    assert "must leave room for an answer" in out
-    assert out.count("assistant> ") == 2
+    assert "\nnot answered: the conversation must leave room for an answer" in out
+    assert out.count("assistant> ") == 1  # what is no answer does not look like one
 
 
 def test_a_line_that_cannot_be_answered_does_not_end_the_talk(model: str) -> None:
     out = talk(model, "hello", "too long " * 500, "hello again")
-    assert out.count("assistant> ") == 3
+    assert out.count("assistant> ") == 2
     assert out.count(" must ") == 1
+
+
+def test_answers_longer_than_the_model_are_told_at_the_start(model: str) -> None:
+    note = (
+        "note: the model has 256 positions for the conversation and its answer, so answers are cut"
+    )
+    assert note not in talk(model, "/quit")
+    assert note in talk(model, "/quit", max_new_tokens=256)
+    assert note in talk(model, "/set max_new_tokens 1000")
 
 
 def test_which_model_of_a_run(tmp_path: Path) -> None:
