@@ -126,8 +126,15 @@ def check_limits(
         if not length:
             raise ApiError(f"{name} must have at least one token; got none.", name)
         budget = wanted.max_tokens
+        if budget is None and length >= context:
+            raise ApiError(
+                f"this model's maximum context length is {context} tokens; got {length} tokens of "
+                f"{name}, which leave none for an answer. Shorten it.",
+                name,
+                code="context_length_exceeded",
+            )
         if budget is None:
-            budget = min(default, max(1, context - length))
+            budget = min(default, context - length)
         if length + budget > context:
             raise ApiError(
                 f"this model's maximum context length is {context} tokens; got {length} tokens of "

@@ -141,7 +141,8 @@ def read_messages(value: Any, name: str = "messages") -> list[Message]:
         ApiError: they are not a list of at least one turn with role and text.
     """
     if not isinstance(value, list) or not value:
-        raise fields.wrong(name, "be a list of at least one turn", value)
+        advice = 'Send e.g. "messages": [{"role": "user", "content": "Hi"}].'
+        raise fields.wrong(name, "be a list of at least one turn", value, advice)
     return [_message(turn, f"{name}[{i}]", name) for i, turn in enumerate(value)]
 
 

@@ -47,7 +47,9 @@ def kind_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A JSON value in one short ASCII line."""
+    """A JSON value in one short ASCII line; null, which is the same as absent, is none."""
+    if value is None:
+        return "none"
     try:
         text = json.dumps(value)
     except (ValueError, RecursionError):

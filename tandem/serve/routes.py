@@ -249,7 +249,9 @@ class Api:
                 "defaults": {
                     "temperature": 1.0,
                     "top_p": 1.0,
-                    "max_tokens": self._service.settings.max_new_tokens,
+                    "max_tokens": min(
+                        self._service.settings.max_new_tokens, self._service.context_of(source) - 1
+                    ),
                 },
             }
         created = int(self._service.started)

@@ -19,9 +19,9 @@ from tandem.errors import ConfigError
 from tandem.generation.blocks import free_bytes
 from tandem.serve.api_errors import ApiError
 from tandem.serve.app import make_app
-from tandem.serve.loading import check_there, positions_of, weight_bytes
+from tandem.serve.loading import check_there, weight_bytes
 from tandem.serve.service import ServeSettings, Service, load_settings
-from tandem.serve.sources import ModelSource, unfinished_stages
+from tandem.serve.sources import unfinished_stages
 from tandem.text import visible
 
 
@@ -88,12 +88,7 @@ def _unfinished(service: Service) -> list[str]:
 
 def _short_judges(service: Service) -> list[str]:
     """A line for each judge that cannot read the longest answers."""
-    offer, most = service.offer, service.settings.max_context
-
-    @cache
-    def read(source: ModelSource) -> int:
-        return min(most, positions_of(source, service.load_settings) or most)
-
+    offer, read = service.offer, cache(service.context_of)
     written = {name: read(source) for name, source in offer.models.items()}
     if not written:
         return []

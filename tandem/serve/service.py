@@ -20,7 +20,14 @@ from tandem.serve.counters import Counters
 from tandem.serve.engine import Engine
 from tandem.serve.fields import shown
 from tandem.serve.judging import Judges
-from tandem.serve.loading import Loaded, LoadedScalar, LoadSettings, load_policy, load_scorer
+from tandem.serve.loading import (
+    Loaded,
+    LoadedScalar,
+    LoadSettings,
+    load_policy,
+    load_scorer,
+    positions_of,
+)
 from tandem.serve.place import Place
 from tandem.serve.sources import ModelSource, Offer, offer_of
 
@@ -166,6 +173,15 @@ class Service:
             status=404,
             code="model_not_found",
         )
+
+    def context_of(self, source: ModelSource) -> int:
+        """Most tokens of one prompt and its answer. Of a model that is not loaded, by its config;
+        --max-context where that cannot be read."""
+        slot = self._slots.get(source.name)
+        if slot is not None and slot.loaded is not None:
+            return self.engine.context_of(slot.loaded)
+        most = self.settings.max_context
+        return min(most, positions_of(source, self.load_settings) or most)
 
     def look_again(self) -> None:
         """Read the run's folder again: stages may have begun or finished."""

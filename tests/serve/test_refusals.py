@@ -134,6 +134,22 @@ def test_a_prompt_that_is_too_long_names_both_counts_before_a_stream(client: Tes
         assert "256 tokens" in answer.json()["error"]["message"]
 
 
+def test_what_was_not_sent_is_not_reported_as_sent(client: TestClient) -> None:
+    told = client.post(CHAT, json={}).json()["error"]["message"]
+    assert told.startswith("messages must be a list of at least one turn; got none. Send e.g. ")
+    body = ask("word " * 400)
+    del body["max_tokens"]
+    told = client.post(CHAT, json=body).json()["error"]["message"]
+    assert "tokens of messages, which leave none for an answer. Shorten it." in told
+    assert "max_tokens" not in told
+
+
+def test_a_model_is_listed_with_the_tokens_that_it_can_answer(client: TestClient) -> None:
+    for model in client.get("/v1/models").json()["data"]:
+        if model["tandem"]["kind"] == "policy":
+            assert model["tandem"]["defaults"]["max_tokens"] == 255  # of 256 positions
+
+
 def test_bodies_over_the_limit_are_refused_before_they_are_read(client: TestClient) -> None:
     answer = client.post(CHAT, content=b" " * ((4 << 20) + 1))
     assert answer.status_code == 413
