@@ -104,6 +104,7 @@ def test_two_models_answer_side_by_side_and_a_vote_is_kept_and_undone(page: Any,
     assert heads == ["A", "B"]  # blind: no names yet
     facts = page.locator(".facts").all_inner_texts()
     assert all("reward" in fact and "KL" in fact and "tokens" in fact for fact in facts)
+    assert not any("KL to" in fact for fact in facts)  # it would tell the stage
     page.get_by_label("Color tokens by").select_option("values")
     page.get_by_role("group", name="Tokens of").or_(page.locator(".tokens")).first.focus()
     page.keyboard.press("ArrowRight")
@@ -111,6 +112,8 @@ def test_two_models_answer_side_by_side_and_a_vote_is_kept_and_undone(page: Any,
     page.get_by_role("button", name="Left is better").click()
     page.get_by_text("Voted: left").wait_for()
     assert all(" · " in head for head in page.locator(".answer .head b").all_inner_texts())
+    facts = page.locator(".facts").all_inner_texts()
+    assert all("KL to sft " in fact for fact in facts)
     (vote,) = map(json.loads, (run / "votes.jsonl").read_text("utf-8").splitlines())
     assert vote["verdict"] == "left"
     assert vote["blind"]
@@ -121,6 +124,21 @@ def test_two_models_answer_side_by_side_and_a_vote_is_kept_and_undone(page: Any,
     page.get_by_role("button", name="Undo the vote").click()
     page.get_by_text("No votes yet").wait_for()
     assert (run / "votes.jsonl").read_text("utf-8") == ""
+
+
+def test_what_chat_says_stays_in_chat_and_send_is_beside_the_box(page: Any) -> None:
+    page.goto(f"{page.address}#/chat")
+    message = page.get_by_label("Your message")
+    message.fill("Hi")
+    send = page.get_by_role("button", name="Send", exact=True)
+    box, button = message.bounding_box(), send.bounding_box()
+    assert box["x"] + box["width"] <= button["x"]
+    assert box["y"] <= button["y"] < box["y"] + box["height"]
+    send.click()
+    page.get_by_text("The answers are complete.").wait_for()
+    page.goto(f"{page.address}#/runs")
+    page.locator("svg.chart").first.wait_for()
+    assert page.locator("#status").inner_text() == ""
 
 
 VIEWS = {
@@ -221,6 +239,18 @@ def test_of_ten_thousand_answers_only_those_in_sight_exist(page: Any) -> None:
     assert page.locator(".row b, .detail .turn b").count() == 0
     page.get_by_label("Search").fill("question 42")
     page.get_by_text("100 of 10,000 answers").wait_for()
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [("[0, 0]", "It is 0 for every token."), ("[0, 2]", "Full color at 2 nats."),
+     ("[null]", "No token has one.")],
+)  # fmt: skip
+def test_the_scale_of_colors_is_told_where_there_is_one(page: Any, values: str, told: str) -> None:
+    page.goto(f"{page.address}#/chat")
+    made = f"tokenText(['a', 'b'], {{ kl: {values} }}, 'kl').innerText"
+    text = page.evaluate(f"import('/tokens.js').then(({{ tokenText }}) => {made})")
+    assert text.endswith(told)
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ async function route() {
   }
   const holder = h("div", { class: `view ${view}` });
   show(main, holder);
-  if (name && name !== view) main.focus({ preventScroll: true });
+  if (name && name !== view) { say(""); main.focus({ preventScroll: true }); }
   name = view;
   const left = { gone: false };
   leave = () => { left.gone = true; left.stop?.(); };

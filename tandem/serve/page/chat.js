@@ -26,6 +26,7 @@ export async function chatView(holder, query, { left }) {
   const policies = listed.data.filter((model) => (model.tandem?.kind ?? "policy") === "policy");
   state.models = policies.map((model) => model.id);
   if (!state.models.length) { show(holder, h("h1", {}, "Chat"), nothing("This server has no model to talk to.")); return; }
+  const references = Object.fromEntries(policies.map((model) => [model.id, model.tandem?.reference]));
   const defaults = { ...OPENAI, ...(policies[0].tandem?.defaults || {}) };
   state.count = Math.min(state.count, 4);
   if (!state.chosen.length) {
@@ -102,8 +103,9 @@ export async function chatView(holder, query, { left }) {
     state.running = null;
     busy(false);
     drawAll();
-    say(turn.choices.length > 1 ? "All answers are there." : "The answer is there.");
-    if (!left.gone && document.activeElement === document.body) input.focus();
+    if (left.gone) return;
+    say(turn.choices.length > 1 ? "The answers are complete." : "The answer is complete.");
+    if (document.activeElement === document.body) input.focus();
   }
 
   async function one(choice, messages, seed, signal) {
@@ -185,10 +187,10 @@ export async function chatView(holder, query, { left }) {
       if (choice.error) show(text, h("p", { class: "error" }, choice.error));
       else if (choice.done && choice.tokens.length && state.measure) show(text, known.includes(state.measure) ? "" : h("p", { class: "soft small" }, `No ${state.measure} here: ${scores.why?.[state.measure] || "the server gave none"}.`), tokenText(choice.tokens, columns, known.includes(state.measure) ? state.measure : "", `Answer ${name}`));
       else show(text, choice.text || (choice.done ? "(no text)" : h("span", { class: "soft" }, "…")));
-      if (!choice.done) { facts.textContent = `${choice.tokens.length || ""} tokens so far`; return; }
+      if (!choice.done) { facts.textContent = choice.tokens.length ? `${counted(choice.tokens.length, "token")} so far` : ""; return; }
       const reward = number(scores.reward);
       show(facts, h("span", { class: `score${several && reward === best ? " best" : ""}` }, "reward ", Number.isFinite(reward) ? signed(reward) : "–"), " ",
-        h("span", { class: "score" }, "KL ", Number.isFinite(number(scores.kl)) ? `${short(scores.kl)} nats` : "–"), " ",
+        h("span", { class: "score" }, turn.revealed && references[choice.model] ? `KL to ${references[choice.model]} ` : "KL ", Number.isFinite(number(scores.kl)) ? `${short(scores.kl)} nats` : "–"), " ",
         h("span", { class: "score" }, `${counted(choice.length, "token")}${choice.finish === "length" ? ", cut at the limit" : choice.finish === "stopped" ? ", stopped" : ""}`), " ",
         h("span", { class: "soft" }, `${choice.seconds.toFixed(1)} s`));
       if (scores.why && turn.revealed) facts.title = Object.entries(scores.why).map(([what, why]) => `${what}: ${why}`).join("; ");

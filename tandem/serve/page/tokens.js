@@ -48,8 +48,10 @@ export function tokenText(tokens, columns, measure, label = "Tokens of the answe
     class: `token ${about ? shade(number(values[index]), scale, about.oneSided) : ""}`, "data-index": index,
   }, visible(token)));
   let current = -1;
+  const full = scale ? `Full color at ${short(scale)}${about?.unit ? ` ${about.unit}` : ""}.`
+    : values.some((x) => Number.isFinite(number(x))) ? "It is 0 for every token." : "No token has one.";
   const rest = about
-    ? `${about.label}: ${about.about}. Full color at ${short(scale)}${about.unit ? ` ${about.unit}` : ""}.`
+    ? `${about.label}: ${about.about}. ${full}`
     : "Point at a token, or use the arrow keys, to see its numbers.";
   readout.textContent = rest;
   const go = (index) => {
