@@ -278,7 +278,7 @@ def test_a_missing_package_names_the_install_command(
     monkeypatch.setattr(builtins, "__import__", without)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"no such package. Run pip install 'tandem-rlhf\[data\]'"):
+    with pytest.raises(DataError, match=r"no such package. Run pip install datasets pyarrow"):
         list(read_rows(parse_spec(name)))
 
 
