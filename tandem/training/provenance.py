@@ -161,19 +161,15 @@ class Identity:
             CheckpointError: with what has changed.
         """
         if changed := self.changes(stage, before):
-            raise CheckpointError(
-                f"{where} was made with other knobs, rows or models than these; changed: "
-                f"{', '.join(changed)}. To redo this stage alone, remove {where}; to keep it, use "
-                f"another --output-dir.{_longer(stage, where, changed)}"
-            )
+            raise _made_otherwise(stage, where, changed)
 
     def require_all_same(self, made_from: Mapping[str, Mapping[str, Any]]) -> None:
         """The same of finished stages, by name in their order: all that are refused in one line."""
         refused = {stage: self.changes(stage, made_from[stage]) for stage in made_from}
         refused = {stage: changed for stage, changed in refused.items() if changed}
         if len(refused) == 1:
-            (stage,) = refused
-            self.require_same(stage, self.path / stage, made_from[stage])
+            ((stage, changes),) = refused.items()
+            raise _made_otherwise(stage, self.path / stage, changes)
         if refused:
             folders = [str(self.path / stage) for stage in refused]
             changed = dict.fromkeys(text for texts in refused.values() for text in texts)
@@ -232,6 +228,14 @@ def _as_recorded_now(before: dict[str, Any], now: Mapping[str, Any]) -> dict[str
         elif isinstance(value, list) and isinstance(before.get(name), str):
             before[name] = [before[name]] if before[name] else []
     return before
+
+
+def _made_otherwise(stage: str, where: Path, changed: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{where} was made with other knobs, rows or models than these; changed: "
+        f"{', '.join(changed)}. To redo this stage alone, remove {where}; to keep it, use "
+        f"another --output-dir.{_longer(stage, where, changed)}"
+    )
 
 
 def _longer(name: str, where: Path, changed: list[str]) -> str:

@@ -298,7 +298,9 @@ def test_gradients_in_bfloat16_are_as_close_as_the_operations_one_by_one(
         assert list(got) == list(exact) == wanted(SHAPES[name], names)
         for key, gradient in got.items():
             assert gradient.dtype == torch.bfloat16
-            limit = 1.2 * distance(plain[key], exact[key]) + 2e-4
+            # An adapter's part is rounded before it is added.
+            times = 1.2 if half in (adapted_before, adapted_after) else 1.1
+            limit = times * distance(plain[key], exact[key]) + 2e-4
             assert distance(gradient, exact[key]) < limit, (key, rows)
 
 
