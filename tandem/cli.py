@@ -203,7 +203,7 @@ def _loading(command: str) -> AbstractContextManager[None]:
 
 def _run_stages(command: str, args: list[str], config: RunConfig) -> int:
     with _loading(command):
-        from tandem.engine.devices import resolve_device
+        from tandem.devices import resolve_device
         from tandem.parallel.watchdog import watching
         from tandem.parallel.world import join, leave
         from tandem.training.run_stages import train

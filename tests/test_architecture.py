@@ -22,7 +22,7 @@ PACKAGE = ROOT / "tandem"
 LAYERS = (
     ("errors",),
     ("types", "text", "stopping"),
-    ("config", "files", "garbage", "process", "processor"),
+    ("config", "files", "garbage", "process", "processor", "devices"),
     ("ops", "tensor_files"),
     ("data", "models", "parallel", "objectives", "metrics"),
     ("generation", "checkpoint", "rewards"),

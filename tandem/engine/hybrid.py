@@ -24,8 +24,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.config.engine import EngineSettings
 from tandem.data.render import Renderer
+from tandem.devices import resolve_device
 from tandem.engine.checks import check_policy, check_same_start
-from tandem.engine.devices import resolve_device
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import response_logprobs, scored, token_values
 from tandem.engine.learner import Learner

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.config.engine import EngineSettings
-from tandem.engine.devices import resolve_dtype
+from tandem.devices import resolve_dtype
 from tandem.engine.learner import Learner
 from tandem.errors import OutOfMemoryError
 from tandem.memory.model import layout_of

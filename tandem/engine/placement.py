@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from tandem.config.engine import EngineSettings
 from tandem.config.schema import LoraConfig
-from tandem.engine.devices import resolve_dtype
+from tandem.devices import resolve_dtype
 from tandem.engine.shard_plan import check_layout, shard_plan
 from tandem.errors import ModelError
 from tandem.models.blocks import decoder_blocks

@@ -8,7 +8,7 @@ import torch
 
 from tandem.config.engine import EngineSettings
 from tandem.config.parallel import frozen_base_problems
-from tandem.engine.devices import resolve_dtype
+from tandem.devices import resolve_dtype
 from tandem.errors import ConfigError
 from tandem.parallel.shard import ShardPlan
 from tandem.parallel.world import World

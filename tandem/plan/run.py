@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_of
-from tandem.engine.devices import resolve_device, resolve_dtype
+from tandem.devices import resolve_device, resolve_dtype
 from tandem.generation.blocks import free_bytes
 from tandem.memory.model import MemoryPlan
 from tandem.memory.shape import shape_of

@@ -187,7 +187,7 @@ def _folder(sweep: Sweep, case: Case) -> Path:
 
 
 def _device(sweep: Sweep) -> str:
-    from tandem.engine.devices import resolve_device  # imports torch
+    from tandem.devices import resolve_device  # imports torch
 
     return resolve_device(sweep.config.device).type
 

@@ -9,11 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tandem.errors import ModelError
+from tandem.devices import DTYPES, resolve_device, resolve_dtype
 from tandem.models.load import open_decoder
 from tandem.ops import native
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +28,12 @@ class Place:
         Raises:
             ModelError: a GPU was asked for and is not there.
         """
-        has_gpu = torch.cuda.is_available()
-        if device == "cuda" and not has_gpu:
-            raise ModelError("--device must be available; got cuda, but no GPU was found. Use cpu.")
-        name = ("cuda" if has_gpu else "cpu") if device == "auto" else device
-        return Place(torch.device(name), None if dtype == "auto" else DTYPES[dtype])
+        return Place(resolve_device(device), None if dtype == "auto" else DTYPES[dtype])
 
     def for_run(self, dtype: str) -> Place:
         """With the type in which a run of this `dtype` trains on the device, unless another was
         asked for: rewards and KL are compared with those of its training."""
-        if self.dtype is not None:
-            return self
-        usual = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        return Place(self.device, DTYPES.get(dtype, usual))
+        return self if self.dtype else Place(self.device, resolve_dtype(dtype, self.device))
 
     def dtype_of(self, path: str | Path, *, trust_remote_code: bool = False) -> torch.dtype:
         """The type that was asked for, or else: bf16 on a GPU, and on a CPU for a model that is

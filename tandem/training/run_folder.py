@@ -35,7 +35,7 @@ from tandem.config.engine import EngineSettings, engine_settings
 from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import Leaves, sources, stage_names, stage_of
-from tandem.engine.devices import ask_for_determinism, resolve_device
+from tandem.devices import ask_for_determinism, resolve_device
 from tandem.engine.module_scorer import RewardModule
 from tandem.engine.placement import Placement
 from tandem.errors import CheckpointError, ConfigError, DataError, Stopped

@@ -21,8 +21,8 @@ from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.stages import in_order, leaving, of_family, sources, stage_names, stage_of
 from tandem.data.ledger import USES
+from tandem.devices import resolve_device
 from tandem.engine.allocator import give_back_memory, keep_freed_memory
-from tandem.engine.devices import resolve_device
 from tandem.engine.module_scorer import RewardModule
 from tandem.engine.shard_plan import zero_plus_plus
 from tandem.errors import ConfigError

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.checkpoint.folder import require_space, together
 from tandem.data.render import Renderer
-from tandem.engine.devices import DTYPES
+from tandem.devices import DTYPES
 from tandem.models.save import save_model, saved_bytes
 from tandem.models.source import saved_dtype
 from tandem.models.weight_files import Writers

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import OptimizerStates, ParallelConfig
-from tandem.engine.devices import ask_for_determinism
+from tandem.devices import ask_for_determinism
 from tandem.engine.forward import response_logprobs
 from tandem.engine.learner import Learner
 from tandem.parallel.lanes import Lane, StreamLane

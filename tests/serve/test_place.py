@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tandem.config.schema import LoraConfig
+from tandem.devices import DTYPES
 from tandem.engine.forward import response_logprobs
 from tandem.errors import ConfigError, ModelError
 from tandem.models.adapter import save_adapter
@@ -26,7 +27,7 @@ from tandem.parallel.masters import cast_weights
 from tandem.serve.command import check_place, place_flags
 from tandem.serve.judging import sequence_logprobs
 from tandem.serve.loading import LoadSettings, load_policy
-from tandem.serve.place import DTYPES, Place, put
+from tandem.serve.place import Place, put
 from tandem.serve.sources import offer_of
 from tandem.types import Source, TokenBatch, TokenRow
 from tests.serve.serving import serving

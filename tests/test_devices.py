@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tandem.config.schema import RunConfig
-from tandem.engine.devices import ask_for_determinism
+from tandem.devices import ask_for_determinism
 from tandem.parallel.world import World
 from tandem.training import run_folder
 from tandem.training.run_folder import Run

@@ -1,4 +1,4 @@
-"""The knobs `device` and `dtype` on this machine."""
+"""What the values of `device` and `dtype` mean on this machine, for training and for answering."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import torch
 
 from tandem.errors import ModelError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -17,18 +19,15 @@ def resolve_device(name: str) -> torch.device:
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ModelError(
-            "device must be available; got cuda, but no GPU was found. Use --device cpu."
+            "--device must be available; got cuda, but no GPU was found. Use --device cpu."
         )
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The compute type a knob names; auto is bf16 on a GPU and fp32 elsewhere."""
+    """The type to train in that a knob names; auto is bf16 on a GPU and fp32 elsewhere."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return DTYPES[name]
