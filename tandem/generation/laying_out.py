@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.generation.native_runner import projections, runs_natively
-from tandem.models.cpu_blocks import has_its_own
+from tandem.models.computed import has_its_own
 from tandem.models.frozen import FrozenLinear
 from tandem.models.laid_out import lay_out
 from tandem.models.lora import LoraLinear

@@ -11,19 +11,19 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.generation.batch_state import Rows
 from tandem.generation.runner import Advanced, TwinRunner
 from tandem.generation.sampler import Draw
+from tandem.models.computed import is_computed
 from tandem.models.laid_out import LaidOutWeight
 from tandem.models.lora import LoraLinear
 from tandem.models.quantized import PackedWeight
+from tandem.models.stored import StoredWeight
 from tandem.models.twin import twin_of
 from tandem.models.twin_layers import (
-    TwinAdaptedLinear,
     TwinEmbedding,
     TwinFrozenLinear,
     TwinGatedMLP,
@@ -39,7 +39,6 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 """Model types that generate from packed weights on a CPU, and how their classes are called."""
 _LAYER_CLASSES = {"input_layernorm": TwinRMSNorm, "post_attention_layernorm": TwinRMSNorm,
                   "self_attn": TwinRotaryAttention, "mlp": TwinGatedMLP}  # fmt: skip
-_LINEAR_CLASSES = (TwinLinear, TwinFrozenLinear, TwinAdaptedLinear)
 _STEADY_ROPE = ("default", "linear", "llama3", "yarn")
 _STEPS_AT_ONCE = 16
 _PRODUCTS_AT_ONCE = 8 * 10**9  # a tenth of a second or two on a core with AVX-512
@@ -87,7 +86,7 @@ def _copied(twin: Any) -> int:
 
 def _size(twin: Any) -> int:
     """All weights of a model, quantized ones as many as they stand for."""
-    others = [m for m in twin.modules() if isinstance(m, (PackedWeight, LaidOutWeight))]
+    others = [m for m in twin.modules() if isinstance(m, StoredWeight)]
     integers = {id(p) for module in others for p in module.parameters()}
     plain = sum(p.numel() for p in twin.parameters() if id(p) not in integers)
     return plain + sum(module.numel() for module in others)
@@ -136,30 +135,13 @@ def _is_plain(layer: Any, dtype: torch.dtype) -> bool:
         return False
     norms = {"q_norm", "k_norm"} & set(attention._modules)
     return (
-        all(_is_linear(module, dtype) for module in _projections(layer))
+        all(is_computed(module, dtype) for module in _projections(layer))
         and all(_is_norm(attention._modules[name]) for name in norms)
         and set(attention._modules) - norms == {"q_proj", "k_proj", "v_proj", "o_proj"}
         and len(norms) != 1
         and not mlp._tanh
         and attention._softcap == 0.0
         and (attention.attention_dropout == 0.0 or not attention.training)
-    )
-
-
-def _is_linear(module: Any, dtype: torch.dtype) -> bool:
-    """A linear layer whose product the call computes, with its adapter if it has one."""
-    if type(module) not in _LINEAR_CLASSES:
-        return False
-    weight = module.weight
-    if isinstance(weight, PackedWeight) and isinstance(weight.packed, DTensor):
-        return False
-    if not isinstance(module, LoraLinear) or module.acting() is None:
-        return True
-    parts = module.acting() or ()
-    drops = module.switch.on and module.lora_dropout.p > 0 and module.lora_dropout.training
-    return not drops and all(
-        type(part) in (nn.Linear, TwinLinear) and part.bias is None and part.weight.dtype == dtype
-        for part in parts
     )
 
 

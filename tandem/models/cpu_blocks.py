@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
+from tandem.models.computed import has_its_own, is_computed
+from tandem.models.laid_out import LaidOutWeight
 from tandem.models.quantized import PackedWeight
 from tandem.models.recompute import checkpointed, recomputing
 from tandem.models.twin_layers import (
     TwinAdaptedLinear,
-    TwinFrozenLinear,
     TwinGatedMLP,
     TwinLinear,
     TwinRMSNorm,
@@ -136,7 +136,7 @@ def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Ten
     if wanted is not None and not len(wanted.rows):
         return None  # operations over no rows give no gradients
     cos, sin = positions
-    plain = _block_of(block, x.dtype, _is_computed)
+    plain = _block_of(block, x.dtype, _is_multiplied)
     if plain is None or not cos.dtype == sin.dtype == x.dtype:
         return None
     attention, mlp, linears = plain.attention, plain.mlp, plain.linears
@@ -191,33 +191,11 @@ def _is_plain_linear(module: Any, dtype: torch.dtype) -> bool:
     return _is_plain(module, TwinLinear, dtype)
 
 
-def _is_computed(module: Any, dtype: torch.dtype) -> bool:
-    """Whether `layer` computes what a linear layer does, with its adapter if it has one."""
-    kind = type(module)
-    if kind is TwinLinear:
-        return _is_plain(module, kind, dtype)
-    if kind not in (TwinFrozenLinear, TwinAdaptedLinear) or has_its_own(module):
+def _is_multiplied(module: Any, dtype: torch.dtype) -> bool:
+    """Whether `layer` computes what a linear layer does."""
+    if not is_computed(module, dtype) or isinstance(module.weight, LaidOutWeight):
         return False
-    weight, bias = module.weight, module.bias
-    if isinstance(weight, PackedWeight):
-        if isinstance(weight.packed, DTensor) or has_its_own(weight):
-            return False
-    elif not isinstance(weight, Tensor) or weight.dtype != dtype:
-        return False
-    if bias is not None and bias.dtype != dtype:
-        return False
-    acting = module.acting() if kind is TwinAdaptedLinear else None
-    if acting is None:
-        return True
-    drops = module.lora_dropout
-    if module.switch.on and (
-        type(drops) is not nn.Dropout or has_its_own(drops) or (drops.p > 0 and drops.training)
-    ):
-        return False
-    return all(
-        _is_plain(part, type(part), dtype) and type(part) in (nn.Linear, TwinLinear)
-        and part.bias is None for part in acting
-    )  # fmt: skip
+    return type(module) is not TwinLinear or "weight" in module._parameters  # and no slice of one
 
 
 def _is_plain(module: Any, kind: Any, dtype: torch.dtype) -> bool:
@@ -226,14 +204,3 @@ def _is_plain(module: Any, kind: Any, dtype: torch.dtype) -> bool:
         return False
     weight = module._parameters.get("weight")
     return weight is not None and weight.dtype == dtype
-
-
-def has_its_own(module: Any) -> bool:
-    """Whether a module computes more than its class says."""
-    return bool(
-        "forward" in module.__dict__
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )

@@ -25,11 +25,12 @@ from transformers.pytorch_utils import Conv1D
 from tandem.errors import ModelError, NumericsError
 from tandem.models.laid_out import LaidOutWeight
 from tandem.models.quantized import KINDS, PackedWeight
+from tandem.models.stored import StoredWeight
 from tandem.ops import dense
 
 
 class LinearLayer(nn.Module):
-    """A linear layer whose weight is a parameter, a `PackedWeight` or a `LaidOutWeight`."""
+    """A linear layer whose weight is a parameter or a `StoredWeight`."""
 
     weight: Any
     bias: Any
@@ -47,7 +48,7 @@ class LinearLayer(nn.Module):
         """Replace the weight by integers; the parameter itself is not changed."""
         self.replace_weight(PackedWeight(self.weight, kind))
 
-    def replace_weight(self, weight: PackedWeight | LaidOutWeight) -> None:
+    def replace_weight(self, weight: StoredWeight) -> None:
         """Put another form of the weight in its place; the parameter itself is not changed."""
         del self.weight
         self.weight = weight
@@ -55,17 +56,14 @@ class LinearLayer(nn.Module):
     def product(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
         turned = isinstance(self, Conv1D)
-        if isinstance(self.weight, LaidOutWeight):
-            return self.weight.product(x, self.bias)
-        if isinstance(self.weight, PackedWeight):
+        if isinstance(self.weight, StoredWeight):
             return self.weight.product(x, self.bias, turned=turned, product=self._linear)
         return self._linear(x, self.weight.t() if turned else self.weight, self.bias)
 
     def plain_weight(self) -> Tensor:
         """The weight itself, or dequantized as a new tensor."""
         weight: Any = self.weight
-        is_other = isinstance(weight, (PackedWeight, LaidOutWeight))
-        return weight.dequantized() if is_other else weight
+        return weight.dequantized() if isinstance(weight, StoredWeight) else weight
 
     @staticmethod
     def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -141,8 +139,7 @@ def base_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     inside = {id(part) for root in roots if root is not None for part in root.modules()}
     for layer in model.modules():
         if isinstance(layer, LinearLayer):
-            weights = (PackedWeight, LaidOutWeight)
-            adapters = [part for part in layer.children() if not isinstance(part, weights)]
+            adapters = [part for part in layer.children() if not isinstance(part, StoredWeight)]
             inside -= {id(part) for adapter in adapters for part in adapter.modules()}
     for name, module in model.named_modules():
         if id(module) in inside:

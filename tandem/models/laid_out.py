@@ -11,25 +11,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tandem.errors import ModelError
+from tandem.models.stored import Product, StoredWeight
 from tandem.ops import dense, native
 
 
-class LaidOutWeight(nn.Module):
-    """A weight (out, in) of a linear layer, as decoding reads it: a module in its place.
+class LaidOutWeight(StoredWeight):
+    """A weight (out, in) as decoding reads it.
 
     Attributes:
         group: what layers over one input share, laid out as one weight. Not a buffer: its float32
             words stand for numbers of another type, and no cast may touch them.
-        words: this weight's part of it. shape, dtype: the weight's own.
+        words: this weight's part of it.
     """
 
     def __init__(self, group: Tensor, words: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__(shape, dtype)
         self.training = False
-        self.group, self.words, self.shape, self.dtype = group, words, shape, dtype
+        self.group, self.words = group, words
 
     @property
     def device(self) -> torch.device:
@@ -40,12 +41,9 @@ class LaidOutWeight(nn.Module):
         """As the parameter that it stands for."""
         destination[prefix.removesuffix(".")] = self.dequantized()
 
-    def numel(self) -> int:
-        """Numbers of the weight."""
-        return self.shape.numel()
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """(..., in) -> (..., out), the bits of `dense.linear`; without gradient to the weight or x.
+    def product(self, x: Tensor, bias: Tensor | None, *, turned: bool, product: Product) -> Tensor:
+        """(..., in) -> (..., out), always the bits of `dense.linear`; without gradient to the
+        weight or x. No layer whose weight is `turned` has one.
 
         Raises:
             ModelError: a gradient to x is wanted, or x is of another type or device.

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tandem.errors import ModelError
+from tandem.models.stored import Product, StoredWeight
 from tandem.ops import blockwise, gpu
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ _CODES = {"int8": blockwise.INT8, "nf4": blockwise.NF4}
 KINDS = tuple(_CODES)
 """int8: 256 weights a scale, 1.016 bytes a weight. nf4: 64 a scale, 0.531 bytes."""
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Rows = Callable[[int, int], Tensor]
 Pieces = Callable[[Tensor], tuple[Tensor, int]]
 
@@ -127,14 +127,14 @@ class _PackedProduct(torch.autograd.Function):
         return for_x, for_bias, None, None, None, None, None
 
 
-class PackedWeight(nn.Module):
-    """A weight as integers: a module in the place of the layer's weight.
+class PackedWeight(StoredWeight):
+    """A weight as integers.
 
     Attributes:
         packed: the codes of `ops.blockwise`, flat.
         scales: as bytes, so that no cast (`.to`, FSDP2's mixed precision) rounds them, and every
             backend of torch.distributed can send them.
-        layout: what they mean. shape, dtype: the weight's own.
+        layout: what they mean.
     """
 
     def __init__(self, weight: Tensor, kind: str) -> None:
@@ -142,9 +142,8 @@ class PackedWeight(nn.Module):
 
         On the meta device the integers have no memory either; give them some and `fill` them.
         """
-        super().__init__()
+        super().__init__(weight.shape, weight.dtype)
         self.layout = Layout(kind, weight.shape)
-        self.shape, self.dtype = weight.shape, weight.dtype
         if weight.is_meta:
             sizes = self.layout.sizes()
             parts = [torch.empty(n, dtype=torch.uint8, device="meta") for n in sizes]
@@ -194,21 +193,13 @@ class PackedWeight(nn.Module):
             piece.copy_(made[numbers_a_byte][offset : offset + len(piece)])
         return bool(torch.isfinite(read).all())
 
-    def numel(self) -> int:
-        """The number of weights, as before quantization."""
-        return self.shape.numel()
-
     def is_floating_point(self) -> bool:
         """False: it consists of integers."""
         return False
 
     def product(self, x: Tensor, bias: Tensor | None, *, turned: bool, product: Product) -> Tensor:
-        """product(x, W, bias), in x's dtype, with gradient to x (and bias).
-
-        Args:
-            turned: the weight is stored (in, out), as Conv1D's.
-            product: the linear that computes the output, and the gradient to x.
-        """
+        """As the base class says, in x's dtype, with gradient to x (and bias), which `product`
+        computes too."""
         cast = None if bias is None else bias.to(x.dtype)
         integers = self.packed, self.scales
         result: Tensor = _PackedProduct.apply(x, cast, *integers, self.layout, turned, product)

@@ -10,8 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.models.blocks import decoder_blocks
-from tandem.models.laid_out import LaidOutWeight
-from tandem.models.quantized import PackedWeight
+from tandem.models.stored import StoredWeight
 
 
 def flops_per_token(
@@ -88,7 +87,7 @@ def _sizes(part: Any, outside: Collection[int] = ()) -> tuple[int, int]:
     seen = set(outside)
     for module in part.modules():
         # Parameters of its own, if it has any, are what it is kept as.
-        if isinstance(module, (PackedWeight, LaidOutWeight)):
+        if isinstance(module, StoredWeight):
             weights += 0 if id(module) in seen else module.numel()
             seen |= {id(module), *map(id, module.parameters())}
             continue
