@@ -49,6 +49,16 @@ class RewardScorer:
         """This model and the further ones."""
         return [self.model, *(other.scorer.model for other in self.further)]
 
+    def reading_text(self, policy_renderer: Renderer) -> list[str]:
+        """Those of this model ("reward model") and the further ones that read the answers of
+        `policy_renderer`'s policy as text, since its tokens are not theirs."""
+        scorers = {"reward model": self, **{other.label: other.scorer for other in self.further}}
+        return [
+            name
+            for name, scorer in scorers.items()
+            if not scorer.renderer.renders_like(policy_renderer)
+        ]
+
     def raw(self, rollout: Rollout, policy_renderer: Renderer) -> Tensor:
         """(B,) float32 raw scores of a rollout that `policy_renderer`'s policy made."""
         if self.renderer.renders_like(policy_renderer):

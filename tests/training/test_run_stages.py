@@ -404,8 +404,16 @@ def test_reward_model_with_another_tokenizer_is_scored_through_text(
 ) -> None:
     other = save_with_another_template(tiny_model, tmp_path / "other")
     config = tiny_config(tmp_path / "run", tiny_model, preferences, reward_model=other, **BRIEF)
-    run = quiet(config)
+    lines: list[str] = []
+    run = quiet(config, lines)
     assert read_metrics(run)[-1].values["heldout_reward"] != 0
+    assert (
+        "ppo: reward model: another tokenizer than the policy's, so answers are scored as text; "
+        "the critic starts from the policy, with a new head"
+    ) in lines
+    lines.clear()
+    quiet(tiny_config(tmp_path / "alike", tiny_model, preferences, **BRIEF), lines)
+    assert not any("another tokenizer" in line for line in lines)
 
 
 def test_a_reward_model_is_trained_without_a_policy(
