@@ -30,6 +30,7 @@ Row = Mapping[str, Any]
 
 _OTHER_FROM = 0.005
 """Share of a stage's time from which the time outside all phases gets a row."""
+_SAMPLES = "samples_per_prompt"
 _NO_UNIT = ("", "share", "ratio", "norm", "normalized reward")
 """Units that a number is clear without: shares are shown as percentages."""
 _WITH_UNIT = ("share", "bytes", "seconds", "TFLOP/s")
@@ -82,6 +83,7 @@ def result_cards(folder: RunFolder) -> list[Row]:
 
 def result_table(folder: RunFolder) -> Row:
     """The evaluation's numbers, a column per model; `best` holds the columns of the best."""
+    samples = number_or_none(mapping_or_empty(folder.config.get("sampling")).get(_SAMPLES)) or 1
     models = mapping_or_empty(folder.evaluation.get("models"))
     rows = []
     for name in map(str, dict.fromkeys(n for values in models.values() for n in _keys(values))):
@@ -97,7 +99,13 @@ def result_table(folder: RunFolder) -> Row:
                 "best": _best(numbers, metric.better),
             }
         )
-    return {"labels": list(map(str, models)), "rows": rows}
+    note = ""
+    if samples > 1:
+        note = (
+            "Every model answered each held-out prompt once. Evaluations during RL stages take "
+            f"{samples:g} answers to each, so their means are others."
+        )
+    return {"labels": list(map(str, models)), "rows": rows, "note": note}
 
 
 def reward_tables(folder: RunFolder) -> list[Row]:

@@ -111,7 +111,7 @@ METRICS: tuple[Metric, ...] = (
     *_group("reward",
         Metric("reward", "normalized reward", _RL, "higher",
             "Mean score of the step's answers as the policy is trained on it: normalized, clipped, "
-            "missing-EOS penalty subtracted; KL not included.",
+            "missing-EOS penalty subtracted, then grpo.overlong_penalty; KL not included.",
             "rises; 1 is one standard deviation of the SFT policy's scores",
             chart="Reward after penalty and clipping", column="reward"),
         Metric("reward_before_penalty", "normalized reward", _RL, "higher",
@@ -191,9 +191,9 @@ METRICS: tuple[Metric, ...] = (
         Metric("policy_kl_before_update", "nats per token", _RL, "lower",
             "`policy_kl` before the step's first update.", "0"),
         Metric("rollout_gap", "nats", _RL, "lower",
-            "Mean |generator's log-prob - training forward's log-prob| of the sampled tokens; "
-            "where kept states are read, through the vocabulary head alone after a process's "
-            "first update.",
+            "Mean |generator's log-prob - training forward's log-prob| of the sampled tokens in "
+            "the step's first minibatch, before its update; where kept states are read, through "
+            "the vocabulary head alone after a process's first update.",
             "below 5e-3", source="verl rollout_probs_diff", chart="Log-prob gap before the update",
             line="generator and training"),
         Metric("rollout_gap_max", "nats", _RL, "lower",
@@ -221,7 +221,8 @@ METRICS: tuple[Metric, ...] = (
     ),
     *_group("update",
         Metric("policy_loss", "normalized advantage", _RL, "",
-            "Clipped surrogate loss, mean per response token and over the step's updates.",
+            "Surrogate loss as the update takes it, mean over the step's updates: per response "
+            "token, or as grpo.normalization says (its size is another with each).",
             "small and negative; its size means little", source="arXiv:1707.06347 eq. 7",
             chart="Policy loss"),
         Metric("preference_loss", "nats", _RL, "lower",
@@ -261,8 +262,9 @@ METRICS: tuple[Metric, ...] = (
             "is positive (CISPO: whose weight its cap lowered; also those past "
             "grpo.dual_clip).", "0 to 0.1", chart="Clipped tokens", line="above"),
         Metric("answers_learned", "share", _RL, "",
-            "Answers that the actor's forward and backward read; without a critic those of groups "
-            "without signal are not, as their gradient is exactly 0.", "1 - groups_without_signal"),
+            "Answers of the updates that the actor's forward and backward read; without a critic "
+            "those of groups without signal are not, as their gradient is exactly 0. 0 where no "
+            "answer is in the loss (grpo.overlong_filter).", "1 - groups_without_signal"),
         Metric("value_clip_fraction", "share", _RL, "",
             "Response tokens whose value changed by more than ppo.value_clip.", "below 0.3",
             chart="Clipped tokens", line="value"),
@@ -301,8 +303,9 @@ METRICS: tuple[Metric, ...] = (
             chart="Loss on mixture data"),
     ),
     Metric("heldout_reward", "normalized reward", _RL, "higher",
-        "`reward_before_penalty` of the policy's answers to held-out prompts (read it with "
-        "`heldout_eos_rate`).", "rises with `reward_before_penalty`",
+        "`reward_before_penalty` of the policy's answers to held-out prompts, "
+        "sampling.samples_per_prompt to each (read it with `heldout_eos_rate`). The comparison at "
+        "the end of a run takes one to each.", "rises with `reward_before_penalty`",
         chart="Reward before penalty and clipping", column="reward", card=True),
     Metric("heldout_reward_ema", "normalized reward", _RL, "higher",
         "`heldout_reward` of the averaged policy (ppo.ema).", "close to heldout_reward",

@@ -7,6 +7,7 @@ that of REINFORCE (`sequence_ratio_loss` up to the 1 / length of its mean).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -131,6 +132,34 @@ def sequence_ratio_loss(
     is_low, is_high = is_cut & (advantages < 0), is_cut & (advantages > 0)
     ratio = log_ratio.exp()
     return _summed(surrogate, response_mask, token_weights, log_ratio, ratio, is_low, is_high)
+
+
+TokenLosses = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""logprobs, old_logprobs, advantages and response_mask, all (B, T), to each token's loss, (B, T).
+Rows are some answers of an update, so that one answer's loss must not depend on another's."""
+
+
+def given_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    token_losses: TokenLosses,
+    token_weights: Tensor | None = None,
+) -> PolicyLoss:
+    """The token losses of a function that the user gives; no token counts as clipped.
+
+    Raises:
+        ShapeError: it returns another shape.
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs, advantages, response_mask)
+    losses = token_losses(logprobs, old_logprobs, advantages, response_mask)
+    require_same_shape(token_losses=losses, response_mask=response_mask)
+    nowhere = torch.zeros_like(response_mask)
+    return _summed(
+        -losses, response_mask, token_weights, log_ratio, log_ratio.exp(), nowhere, nowhere
+    )
 
 
 def _log_ratio(

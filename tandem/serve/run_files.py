@@ -23,7 +23,7 @@ _MARKS = ("config.yaml", METRICS_FILE)
 _DEEPEST = 3
 _MOST_RUNS = 1000
 _MOST_LOOKED_AT = 20_000
-_LONG = ("tokens", "logprobs", "ref_logprobs", "values", "advantages")
+_LONG = ("tokens", "logprobs", "ref_logprobs", "values", "rewards", "returns", "advantages")
 """Columns of rollouts.jsonl that are read again from the file when they are asked for."""
 _DISTRIBUTED = ("reward", "length", "kl")
 _FILES = (*LINE_FILES, "config.yaml", "command.txt", "data.json", ROWS_FILE, EVALUATION_FILE)

@@ -19,12 +19,14 @@ from tandem.models.replayed import KeptStates
 from tandem.objectives.advantages import critic_free_advantages, generalized_advantages
 from tandem.objectives.kl import Estimator, KLLoss, kl_loss
 from tandem.objectives.losses import value_loss
-from tandem.objectives.masked import masked_sum
+from tandem.objectives.masked import masked_sum, whiten
 from tandem.objectives.policy import (
     Aggregation,
     PolicyLoss,
+    TokenLosses,
     aggregation_weights,
     capped_reinforce_loss,
+    given_policy_loss,
     policy_loss,
     sequence_ratio_loss,
 )
@@ -38,14 +40,15 @@ AdvantagesOf = Callable[[Experience], tuple[Tensor, Tensor | None]]
 class Algorithm:
     """One RL algorithm, by its parts.
 
-    advantages: of an experience. whitens: they get mean 0 and sd 1 over all response tokens after
-        they were measured (PPO).
+    advantages: of an experience. whitened: what becomes of them, with the response mask, once they
+        were measured (PPO, REINFORCE++); None: they stay.
     loss: of log-probs, old log-probs, advantages and response mask, with token_weights.
     normalization, max_tokens: how token losses become one number (`aggregation`).
     reward_kl: the estimator of what the KL takes from each token's reward; None: nothing.
     loss_kl: the KL's term of the loss; None: none.
     has_critic: whether one is trained, by value_clip, after critic_warmup_steps without the actor.
     overlong_penalty, overlong_buffer, overlong_filter, sampling_rounds: as in CriticFreeConfig.
+    given_advantages, given_loss: whether they are functions of the user's, which may do anything.
     """
 
     advantages: AdvantagesOf
@@ -55,7 +58,7 @@ class Algorithm:
     reward_kl: Estimator | None = None
     loss_kl: KLLoss | None = None
     entropy_coef: float = 0.0
-    whitens: bool = False
+    whitened: Callable[[Tensor, Tensor], Tensor] | None = None
     has_critic: bool = False
     value_clip: float = 0.0
     critic_warmup_steps: int = 0
@@ -63,28 +66,47 @@ class Algorithm:
     overlong_buffer: float = 1.0
     overlong_filter: bool = False
     sampling_rounds: int = 1
+    given_advantages: bool = False
+    given_loss: bool = False
 
     def skips_without_signal(self) -> bool:
         """Whether an answer whose advantages are all 0 adds nothing to any gradient."""
-        return not (self.has_critic or self.loss_kl or self.entropy_coef)
+        given = self.given_advantages or self.given_loss
+        return not (self.has_critic or self.loss_kl or self.entropy_coef or given)
 
 
-def algorithm_of(section: RLConfig, max_new_tokens: int) -> Algorithm:
+def algorithm_of(
+    section: RLConfig,
+    max_new_tokens: int,
+    *,
+    advantages_of: AdvantagesOf | None = None,
+    token_losses: TokenLosses | None = None,
+) -> Algorithm:
     """The algorithm that a stage's section describes.
 
     Args:
         max_new_tokens: sampling's.
+        advantages_of: in place of the section's advantages; they are used as they come, not
+            whitened.
+        token_losses: in place of the section's loss.
     Raises:
         ConfigError: the section is of no algorithm that is known here.
     """
     if isinstance(section, PPOConfig):
-        return _ppo(section)
-    if isinstance(section, GRPOConfig):
-        return _critic_free(section, max_new_tokens)
-    raise ConfigError(
-        "an RL stage's section must be a PPOConfig or a GRPOConfig; got "
-        f"{type(section).__name__}. Derive it from one of them."
-    )
+        found = _ppo(section)
+    elif isinstance(section, GRPOConfig):
+        found = _critic_free(section, max_new_tokens)
+    else:
+        raise ConfigError(
+            "an RL stage's section must be a PPOConfig or a GRPOConfig; got "
+            f"{type(section).__name__}. Derive it from one of them."
+        )
+    if advantages_of is not None:
+        found = replace(found, advantages=advantages_of, whitened=None, given_advantages=True)
+    if token_losses is not None:
+        loss = partial(given_policy_loss, token_losses=token_losses)
+        found = replace(found, loss=loss, given_loss=True)
+    return found
 
 
 def _ppo(ppo: PPOConfig) -> Algorithm:
@@ -100,7 +122,7 @@ def _ppo(ppo: PPOConfig) -> Algorithm:
         reward_kl=reward_kl,
         loss_kl=loss_kl,
         entropy_coef=ppo.entropy_coef,
-        whitens=ppo.whiten_advantages,
+        whitened=whiten if ppo.whiten_advantages else None,
         has_critic=True,
         value_clip=ppo.value_clip,
         critic_warmup_steps=ppo.critic_warmup_steps,
@@ -123,6 +145,7 @@ def _critic_free(grpo: GRPOConfig, max_new_tokens: int) -> Algorithm:
         reward_kl="k1" if grpo.kl == "k1-in-reward" else None,
         loss_kl=grpo.kl if in_loss else None,  # type: ignore[arg-type]
         entropy_coef=grpo.entropy_coef,
+        whitened=partial(whiten, correction=1) if grpo.advantage_scale == "whiten" else None,
         overlong_penalty=grpo.overlong_penalty,
         overlong_buffer=grpo.overlong_buffer,
         overlong_filter=grpo.overlong_filter,
@@ -140,26 +163,25 @@ def _by_critic(ppo: PPOConfig, made: Experience) -> tuple[Tensor, Tensor | None]
 
 def _by_rewards(grpo: GRPOConfig, made: Experience) -> tuple[Tensor, None]:
     """Advantages without a critic: by the other answers to the prompt, or by all of the step."""
+    scale = grpo.advantage_scale
     advantages = critic_free_advantages(
         made.rewards,
         made.group,
         made.batch.response_mask,
         baseline=grpo.baseline,
-        scale=grpo.advantage_scale,
+        scale="none" if scale == "whiten" else scale,  # `Algorithm.whitened` does it
     )
     return advantages, None
 
 
-def require_roles(
-    engine: RLHFEngine, algorithm: Algorithm, section: str, kl_coef: float, *, own_advantages: bool
-) -> None:
+def require_roles(engine: RLHFEngine, algorithm: Algorithm, section: str, kl_coef: float) -> None:
     """Refuse an engine without a role that the algorithm needs, or with one that it would not
     train.
 
     Raises:
         ConfigError: it has other roles.
     """
-    if engine.critic is None and algorithm.has_critic and not own_advantages:
+    if engine.critic is None and algorithm.has_critic and not algorithm.given_advantages:
         raise ConfigError(
             "PPOTrainer must have a critic for its advantages; the engine has none. Pass "
             "advantages_of=, or an engine with a critic."

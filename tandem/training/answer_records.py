@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BINS = 32
 _SHOWN_ROWS = 6
 _SHOWN_TOKENS = 400
-_PER_TOKEN = ("old_logprobs", "ref_logprobs", "values", "advantages")
+_PER_TOKEN = ("old_logprobs", "ref_logprobs", "values", "rewards", "returns", "advantages")
 """Tensors of an Experience that are recorded of every token."""
 
 

@@ -17,7 +17,7 @@ from tandem.errors import BadStepError, DataError
 from tandem.objectives.advantages import has_signal
 from tandem.objectives.kl import token_kl
 from tandem.objectives.losses import explained_variance
-from tandem.objectives.masked import masked_mean, masked_std, masked_sum, whiten
+from tandem.objectives.masked import masked_mean, masked_std, masked_sum
 from tandem.objectives.rewards import (
     clipped_scores,
     combined_scores,
@@ -26,7 +26,7 @@ from tandem.objectives.rewards import (
 )
 from tandem.parallel.world import World
 from tandem.rewards.scoring import RewardFunctions
-from tandem.training.algorithm import AdvantagesOf, Algorithm
+from tandem.training.algorithm import Algorithm
 from tandem.training.reward_function import RewardColumns, function_scores, named_metrics
 from tandem.training.rollout_rows import selected
 from tandem.types import Experience, Rollout
@@ -103,20 +103,16 @@ class Shaped:
         """The same with the critic's values, (B, T)."""
         return replace(self, experience=replace(self.experience, values=values))
 
-    def with_advantages(
-        self, algorithm: Algorithm, advantages_of: AdvantagesOf | None = None
-    ) -> Experience:
+    def with_advantages(self, algorithm: Algorithm) -> Experience:
         """The whole experience.
 
-        Args:
-            advantages_of: what is made of the rewards; None: the algorithm's.
         Raises:
             BadStepError: a number that comes out is not finite.
         """
         made, numbers = self.experience, self.numbers
         rollout, rewards, values = made.rollout, made.rewards, made.values
         mask = made.batch.response_mask
-        advantages, returns = (advantages_of or algorithm.advantages)(made)
+        advantages, returns = algorithm.advantages(made)
         metrics = {**made.metrics, **_policy_metrics(rollout, numbers, rewards, advantages)}
         if values is not None and returns is not None:
             metrics |= _critic_metrics(values, returns, mask)
@@ -127,8 +123,8 @@ class Shaped:
             kl=self.kl,
             advantages=advantages,
         )
-        if algorithm.whitens:
-            advantages = whiten(advantages, mask)
+        if algorithm.whitened is not None:
+            advantages = algorithm.whitened(advantages, mask)
         in_loss = rollout.finished if algorithm.overlong_filter else None
         return replace(
             made, advantages=advantages, returns=returns, in_loss=in_loss, metrics=metrics

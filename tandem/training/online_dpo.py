@@ -159,13 +159,13 @@ class OnlineDPO:
                 engine.world,
                 combine=config.scoring.combine,
             )
-            algorithm = algorithm_of(config.ppo, config.sampling.max_new_tokens)
-            experience = shaped_rewards(
-                rollout, scored, engine, algorithm, kl_coef=0.0
-            ).with_advantages(
-                replace(algorithm, whitens=False),
-                lambda made: (torch.zeros_like(made.rewards), None),
+            algorithm = algorithm_of(
+                config.ppo,
+                config.sampling.max_new_tokens,
+                advantages_of=lambda made: (torch.zeros_like(made.rewards), None),
             )
+            shaped = shaped_rewards(rollout, scored, engine, algorithm, kl_coef=0.0)
+            experience = shaped.with_advantages(algorithm)
             phase.samples = len(rollout)
             phase.tokens = int(rollout.batch.attention_mask.sum())
             phase.flops = scoring_flops(engine, rollout, experience)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from tandem.checkpoint.state import SavedState
-from tandem.config.schema import GRPOConfig, rl_section
+from tandem.config.schema import GRPOConfig, PPOConfig, rl_section
 from tandem.config.stages import rl_stage
 from tandem.data.loader import BatchOrder, permutation
 from tandem.engine.hybrid import RLHFEngine
@@ -141,8 +141,19 @@ def restore_trainer(trainer: PPOTrainer, state: SavedState) -> None:
 
 
 def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer:
-    """The engine with the roles that the algorithm needs, and what trains it."""
+    """The engine with the roles that the algorithm needs, and what trains it.
+
+    Raises:
+        ConfigError: the critic's warm-up leaves no step to the actor.
+    """
     config, rl = run.config, rl_section(run.config)
+    warmup = rl.critic_warmup_steps if isinstance(rl, PPOConfig) else 0
+    if warmup >= num_steps > 0:
+        raise ConfigError(
+            f"ppo.critic_warmup_steps must be less than the stage's {num_steps} rollouts, or the "
+            f"policy is never trained; got {warmup}. Use --ppo.critic-warmup-steps 0, or more "
+            "rollouts."
+        )
     engine = RLHFEngine(
         run.settings,
         run.policy_source(stage),

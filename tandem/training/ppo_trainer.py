@@ -21,18 +21,12 @@ from tandem.engine.forward import Rows
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
-from tandem.engine.update import (
-    BegunUpdate,
-    LossTerm,
-    MicroBatchLoss,
-    Update,
-    training_mode,
-)
+from tandem.engine.update import BegunUpdate, LossTerm, MicroBatchLoss, Update, training_mode
 from tandem.errors import BadStepError, ConfigError, NumericsError
 from tandem.metrics.timing import Phases
 from tandem.models.replayed import KeptStates
 from tandem.objectives.kl import adapted_kl_coef
-from tandem.objectives.policy import aggregation
+from tandem.objectives.policy import TokenLosses, aggregation
 from tandem.training.algorithm import (
     AdvantagesOf,
     actor_loss,
@@ -44,13 +38,9 @@ from tandem.training.answering import Answering
 from tandem.training.dynamic_sampling import MorePrompts
 from tandem.training.experience import shaped_rewards
 from tandem.training.first_update import FirstUpdate, critic_term, part_of
-from tandem.training.minibatches import Skip, left_out, minibatches, updates_per_epoch
+from tandem.training.minibatches import Skip, left_out, minibatches
 from tandem.training.mixture import mixed_in, mixture_term
-from tandem.training.operations import (
-    batch_flops,
-    scoring_flops,
-    update_flops,
-)
+from tandem.training.operations import batch_flops, scoring_flops, update_flops
 from tandem.training.rehearsal import rehearse_updates
 from tandem.training.reward_function import GivenRewards, rewards_of
 from tandem.training.rollout_source import RolloutSource
@@ -75,6 +65,7 @@ class PPOTrainer:
         num_steps: int | None = None,
         reward_function: GivenRewards | None = None,
         advantages_of: AdvantagesOf | None = None,
+        token_losses: TokenLosses | None = None,
         source: RolloutSource | None = None,
         ptx_rows: Sequence[TokenRow] = (),
         more_prompts: MorePrompts | None = None,
@@ -86,7 +77,10 @@ class PPOTrainer:
             num_steps: rollouts that the learning rates' schedules last; None takes the stage's
                 `steps`, or leaves the rates at their peak where that is 0.
             reward_function: one or several, by name or as they are; `scoring` says how they run.
-            advantages_of: what is made of the rewards; None: what the stage's knobs say.
+            advantages_of: what is made of the rewards, used as it comes: not whitened. None: what
+                the stage's knobs say.
+            token_losses: the policy's loss of every token, without the KL and entropy terms, which
+                the knobs add; None: what they say.
             source: where answers come from; None: one turn of the engine's policy.
             ptx_rows: rendered texts for mixture training.
             more_prompts: where dynamic sampling finds further prompts; None: nowhere.
@@ -97,7 +91,8 @@ class PPOTrainer:
                 that the algorithm needs.
         """
         rl = rl_section(config)
-        algorithm = algorithm_of(rl, config.sampling.max_new_tokens)
+        length = config.sampling.max_new_tokens
+        algorithm = algorithm_of(rl, length, advantages_of=advantages_of, token_losses=token_losses)
         has_model = engine.scorer is not None and rl.reward_model_weight > 0
         self.reward_function = rewards_of(reward_function, config.scoring, print_line)
         if self.reward_function is None and not has_model:
@@ -105,14 +100,11 @@ class PPOTrainer:
                 "PPOTrainer must have a reward; got no reward function and no reward model of a "
                 "weight above 0. Pass reward_function=, or RLHFEngine(reward_model=...)."
             )
-        section = rl_stage(config.stages).section
-        own_advantages = advantages_of is not None
-        require_roles(engine, algorithm, section, rl.kl_coef, own_advantages=own_advantages)
+        require_roles(engine, algorithm, rl_stage(config.stages).section, rl.kl_coef)
         self.engine = engine
         self.config = config
         self.rl = rl
         self.algorithm = algorithm
-        self.advantages_of = advantages_of
         self.ptx_rows = ptx_rows
         self.phases = phases or Phases()
         self.answering = Answering(
@@ -163,7 +155,7 @@ class PPOTrainer:
         else:
             keeper = first.keeper(step) if begins_update else None
             rollout, scored = self.answering.answered(prompts, step, numbers, keeper)
-        begins = begins_update and self.advantages_of is None and first.can_begin()
+        begins = begins_update and not self.algorithm.given_advantages and first.can_begin()
         with self.phases("score") as phase:
             shaped = shaped_rewards(
                 rollout,
@@ -179,7 +171,7 @@ class PPOTrainer:
             shaped = shaped.with_values(first.values(shaped.experience, step))
         try:
             with self.phases("score"):
-                experience = shaped.with_advantages(self.algorithm, self.advantages_of)
+                experience = shaped.with_advantages(self.algorithm)
         except BadStepError:
             first.drop()
             raise
@@ -205,7 +197,7 @@ class PPOTrainer:
         """
         engine, log = self.engine, Means()
         trains_actor = step > self.algorithm.critic_warmup_steps
-        epochs_done, stop = self.rl.epochs, False
+        plan, taken, stop = list(minibatches(self.config, experience, step)), 0, False
         # Only dropout draws from it, other numbers on every rank.
         torch.manual_seed(self.config.seed + step + (engine.world.rank << 40))
         with (
@@ -213,7 +205,7 @@ class PPOTrainer:
             self.phases("train") as phase,
             training_mode(*engine.trained_models),
         ):
-            for number, rows in minibatches(self.config, experience, step):
+            for number, rows in plan:
                 minibatch = experience.select(rows)
                 with left_out(minibatch, skip), Update(self.budget) as update:
                     if engine.critic_learner is not None:
@@ -239,11 +231,14 @@ class PPOTrainer:
                 if trains_actor and self._has_ptx:
                     texts = self._ptx_batch(step, number)
                     phase.flops += batch_flops(engine.actor, texts, backward=True)
+                taken += 1
                 if stop:
-                    epochs_done = number // updates_per_epoch(self.config)
                     break
+        if trains_actor and not plan:  # no answer is in the loss
+            log.add("answers_learned", 0.0)
         self._adapt_kl_coef(experience)
-        return {**log.means(), "epochs_done": float(epochs_done)}
+        epochs_done = self.rl.epochs * taken / len(plan) if plan else 0.0
+        return {**log.means(), "epochs_done": epochs_done}
 
     def rehearse(self, prompts: Sequence[PromptRow]) -> None:
         """Run the largest possible micro-batches forward and backward, to find out before the
@@ -260,7 +255,7 @@ class PPOTrainer:
         """The rows of a minibatch that its forward must read: not those that add exactly 0 to the
         gradient."""
         every = torch.arange(len(minibatch))
-        if self.advantages_of is not None or not self.algorithm.skips_without_signal():
+        if not self.algorithm.skips_without_signal():
             return every
         return every[(minibatch.advantages != 0).any(dim=1).cpu()]
 

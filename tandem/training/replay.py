@@ -16,12 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.config.load import load_config
+from tandem.config.stages import stage_of
+from tandem.data.tokenview import TokenPieces
 from tandem.errors import CheckpointError, ConfigError
 from tandem.metrics.log import Record, read_metrics
 from tandem.training.flight_recorder import Recorded
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import prepared, tokenizer_sources
-from tandem.training.stage_data import StepRows, prepare_rows
+from tandem.training.stage_data import prepare_rows
 from tandem.training.stage_loop import run_stage
 from tandem.types import Experience, TokenRow
 
@@ -66,7 +68,9 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
         console = Console(width=_WIDTH)
     console.print(f"{stages[0]} step {step}, again", style="bold")
     is_same = _show_metrics(console, reached, recorded.get(stages[0]))
-    _show_rows(console, reached, data, rows)
+    reads_pairs = stage_of(stages[0]).leaves == "reward model"
+    tokenizer = data.reward_tokenizer if reads_pairs else data.tokenizer
+    _show_rows(console, reached, TokenPieces(tokenizer), rows)
     return 0 if is_same else 1
 
 
@@ -90,20 +94,21 @@ def _show_metrics(console: Console, now: Recorded, then: Record | None) -> bool:
     return is_same
 
 
-def _show_rows(console: Console, recorded: Recorded, data: StepRows, rows: int) -> None:
+def _show_rows(console: Console, recorded: Recorded, pieces: TokenPieces, rows: int) -> None:
     made = recorded.made
     if isinstance(made, Experience):
         for row in range(min(rows, len(made))):
-            console.print(_answer_table(made, row, data))
+            console.print(_answer_table(made, row, pieces))
         return
     for row in recorded.rows[:rows]:
         parts = (row,) if isinstance(row, TokenRow) else getattr(row, "sequences", ())
         for part in parts:
-            console.print(_learned(part, data))
+            console.print(_learned(part, pieces))
 
 
-def _answer_table(made: Experience, row: int, data: StepRows) -> Table:
-    """One answer by token: log-probs and KL in nats, the rest in reward units."""
+def _answer_table(made: Experience, row: int, pieces: TokenPieces) -> Table:
+    """One answer by token: log-probs and KL in nats, the rest in reward units; the advantage as the
+    update reads it, whitened or not."""
     source = made.rollout.prompts[row].source if len(made.rollout) == len(made) else None
     title = f"answer {row + 1}, score {float(made.scores[row]):.4g}"
     if source is not None:
@@ -122,17 +127,17 @@ def _answer_table(made: Experience, row: int, data: StepRows) -> Table:
     shown = {name: numbers[row] for name, numbers in columns.items() if numbers is not None}
     for name in ("token", "text", *shown):
         table.add_column(name, justify="left" if name == "text" else "right", no_wrap=True)
+    ids = made.batch.token_ids[row].tolist()
+    texts = pieces(ids)
     for place in made.batch.response_mask[row].nonzero().flatten().tolist():
-        token = int(made.batch.token_ids[row, place])
-        text = Text(repr(data.tokenizer.decode([token])))
-        table.add_row(str(token), text, *(f"{float(n[place]):.4f}" for n in shown.values()))
+        numbers = (f"{float(column[place]):.4f}" for column in shown.values())
+        table.add_row(str(ids[place]), Text(repr(texts[place])), *numbers)
     return table
 
 
-def _learned(row: TokenRow, data: StepRows) -> Text:
+def _learned(row: TokenRow, pieces: TokenPieces) -> Text:
     """A row's text, with the learned tokens in bold."""
     text = Text(f"{row.source}  ")
-    for token, is_learned in zip(row.token_ids, row.response_mask, strict=True):
-        shown = repr(data.tokenizer.decode([token]))[1:-1]
-        text.append(shown, style="bold" if is_learned else "dim")
+    for piece, is_learned in zip(pieces(row.token_ids), row.response_mask, strict=True):
+        text.append(repr(piece)[1:-1], style="bold" if is_learned else "dim")
     return text

@@ -20,6 +20,7 @@ SINGLE = {
     "loss-not-falling": ("sft", "loss", RISING[:51], FALLING),
     "heldout-loss-rising": ("reward", "heldout_loss", [3, 2, 2.1, 2.2, 2.3], [3, 2, 2.1, 2.2, 2.1]),
     "grad-spike": ("dpo", "grad_norm", [1.0] * 15 + [11.0], [1.0] * 15 + [9.0]),
+    "nothing-learned": ("grpo", "answers_learned", [0.5, 0.0, 0.0], [0.0, 0.1, 0.0]),
     "ratio-gap": ("ppo", "ratio_gap_before_update", [1e-7, 0.031], [0.029]),
     "rollout-gap": ("ppo", "rollout_gap", [1e-7, 0.011], [0.009]),
     "kl-high": ("ppo", "kl", [1.0, 25.1], [24.9]),

@@ -255,6 +255,15 @@ def test_reliability_and_the_best_of_n_have_their_tables(run):
     assert set(page.tags) <= ALLOWED
 
 
+def test_means_over_several_answers_are_told_from_those_over_one(run):
+    _, before = report(run)
+    (run / "config.yaml").write_text("sampling: {samples_per_prompt: 4}\n")
+    _, page = report(run)
+    assert "answered each held-out prompt once" not in before.text
+    assert "answered each held-out prompt once" in page.text
+    assert "4 answers to each" in page.text
+
+
 def test_a_run_stopped_early_names_what_has_not_run(run):
     write_lines(run / "metrics.jsonl", [metrics_line("sft", 3, loss=1.0)])
     with (run / "metrics.jsonl").open("a") as file:

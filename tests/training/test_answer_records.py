@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.tiny import tiny_config
@@ -55,11 +56,22 @@ def test_some_answers_are_recorded_token_by_token(run: Path) -> None:
     numbers = {line["step"]: line for line in lines(run, "answers.jsonl")}
     for line in found:
         assert line["reward"] == numbers[line["step"]]["reward"][line["row"]]
-        columns = ("tokens", "logprobs", "ref_logprobs", "values", "advantages")
+        columns = (
+            "tokens", "logprobs", "ref_logprobs", "values", "rewards", "returns", "advantages",
+        )  # fmt: skip
         assert {len(line[name]) for name in columns} == {line["length"]}
+        returns = np.cumsum(line["rewards"][::-1])[::-1]  # lambda 1
+        assert line["returns"] == pytest.approx(returns, abs=1e-2)
         ratios = [a - b for a, b in zip(line["logprobs"], line["ref_logprobs"], strict=True)]
         assert sum(ratios) == pytest.approx(line["kl"], abs=2e-3 * line["length"])
         assert line["prompt"][-1]["role"] == "user"
+    values, returns, advantages = (
+        np.concatenate([line[name] for line in found if line["step"] == 3])
+        for name in ("values", "returns", "advantages")
+    )
+    slope, start = np.polyfit(returns - values, advantages, 1)  # whitening, of a step's tokens
+    assert slope > 0
+    assert slope * (returns - values) + start == pytest.approx(advantages, abs=1e-2)
 
 
 def test_held_out_prompts_are_followed_from_before_the_first_step(run: Path) -> None:

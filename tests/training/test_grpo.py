@@ -26,6 +26,7 @@ from tandem.errors import ConfigError
 from tandem.models.modes import evaluating
 from tandem.models.save import save_model
 from tandem.models.scalar import load_scalar_model, set_normalization
+from tandem.objectives.advantages import critic_free_advantages
 from tandem.ops import native
 from tandem.parallel.world import World
 from tandem.plan.run import plan_memory
@@ -165,8 +166,27 @@ def test_cut_answers_leave_the_loss_and_stay_in_the_statistics(
     assert sorted(torch.cat(seen).tolist() if seen else []) == sorted(kept * 2)
     none = replace(made, in_loss=torch.zeros_like(made.in_loss))
     before = weights_of(trainer)
-    assert "updates" not in trainer.train_rlhf(none, step=1)
+    metrics = trainer.train_rlhf(none, step=1)
+    assert "updates" not in metrics
+    assert (metrics["answers_learned"], metrics["epochs_done"]) == (0, 0)
     assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
+
+
+def test_whitened_advantages_are_measured_before(tiny_model: str, tmp_path: Path) -> None:
+    grpo = {"algorithm": "reinforce++", "kl_coef": 0.0}
+    trainer, prompts = trainer_of(config_of(tmp_path, tiny_model, grpo=grpo))
+    made = trainer.generate_experience(prompts[:6], step=1)
+    mask = made.batch.response_mask
+    before = critic_free_advantages(
+        made.rewards, made.group, mask, baseline=trainer.rl.baseline, scale="none"
+    )
+    assert made.metrics["advantage_mean"] == pytest.approx(float(before[mask].mean()))
+    assert made.metrics["advantage_std"] == pytest.approx(float(before[mask].std(correction=0)))
+    expected = critic_free_advantages(
+        made.rewards, made.group, mask, baseline=trainer.rl.baseline, scale="whiten"
+    )
+    assert torch.equal(made.advantages, expected)
+    assert float(made.advantages[mask].std()) == pytest.approx(1)
 
 
 def test_no_step_is_taken_where_no_answer_has_a_gradient(tiny_model: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tandem.errors import NumericsError
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.ops import native
 from tandem.training.make_engine import make_engine
+from tandem.training.minibatches import minibatches
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Experience, Message, PromptRow
 from tests.tiny import tiny_config
@@ -195,8 +196,10 @@ def test_early_stop_and_critic_warmup(tiny_model: str, tmp_path: Path) -> None:
     assert metrics["epochs_done"] == 4
     same = zip(trainer.engine.actor.parameters(), actor, strict=True)
     assert all(torch.equal(now, before) for now, before in same)
-    metrics = trainer.train_rlhf(trainer.generate_experience(prompts, step=2), step=2)
-    assert metrics["epochs_done"] < 4
+    made = trainer.generate_experience(prompts, step=2)
+    metrics = trainer.train_rlhf(made, step=2)
+    per_pass = len(list(minibatches(trainer.config, made, step=2))) / 4
+    assert 0 < metrics["epochs_done"] == metrics["updates"] / per_pass < 4
 
 
 def test_adaptive_kl_coefficient_moves_towards_its_target(tiny_model: str, tmp_path: Path) -> None:

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from tandem.data.tokenview import TokenPieces
 from tandem.errors import BadStepError, CheckpointError, ConfigError, Stopped
 from tandem.training.own_folder import SAVE_NOW
-from tandem.training.replay import replay
+from tandem.training.replay import _learned, replay
 from tandem.training.run_stages import train
 from tandem.training.stage_loop import BAD_STEPS, StepLoop
 from tandem.training.supervised import SupervisedTrainer
+from tandem.types import Source, TokenRow
+from tests.data.built_tokenizers import sentencepiece
 from tests.tiny import tiny_config
 
 
@@ -58,6 +61,14 @@ def test_a_step_comes_out_as_recorded_and_nothing_is_touched(
         for column in ("log-prob", "reference", "kl", "value", "reward", "advantage", "return"):
             assert column in shown
     assert "prefs.jsonl:" in shown
+
+
+def test_words_keep_the_spaces_between_them() -> None:
+    """A token's text alone lacks the space before it where tokenizers are SentencePiece's."""
+    tokenizer = sentencepiece()
+    ids = tokenizer("yes hello yes").input_ids
+    row = TokenRow(tuple(ids), (True,) * len(ids), Source("prefs", "prefs.jsonl", 3))
+    assert "<s>yes hello yes" in _learned(row, TokenPieces(tokenizer)).plain
 
 
 def test_a_record_that_differs_is_shown(

@@ -416,6 +416,18 @@ def test_reward_model_with_another_tokenizer_is_scored_through_text(
     assert not any("another tokenizer" in line for line in lines)
 
 
+def test_a_warm_up_that_leaves_the_policy_no_rollout_is_refused(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, stages=["ppo"], ppo__critic_warmup_steps=3,
+        ppo__reward_function="tandem:length?limit=8", ppo__steps=3,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"must be less than the stage's 3 rollouts.*; got 3"):
+        quiet(config)
+    quiet(replace(config, ppo=replace(config.ppo, critic_warmup_steps=2)))
+
+
 def test_a_reward_model_is_trained_without_a_policy(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:

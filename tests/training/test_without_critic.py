@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tandem.config.schema import RunConfig
-from tandem.errors import ConfigError, ModelError
+from tandem.errors import ConfigError, ModelError, ShapeError
 from tandem.objectives.advantages import leave_one_out, over_tokens
+from tandem.objectives.policy import TokenLosses
 from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Experience
@@ -68,6 +69,80 @@ def test_a_reference_alone_penalizes_without_a_critic(tiny_model: str, tmp_path:
     assert made.metrics["kl"] == 0.0, "the policy is its reference before the first update"
     trainer.train_rlhf(made, step=1)
     assert trainer.generate_experience(prompts, step=2).metrics["kl"] != 0.0
+
+
+def test_own_advantages_are_used_as_they_come_and_see_the_kl(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    """Whitening, which the knobs leave on, is of GAE's advantages alone."""
+    config = config_of(tmp_path, tiny_model, kl_coef=0.5)
+    config = replace(config, ppo=replace(config.ppo, whiten_advantages=True))
+    engine = make_engine(actor=tiny_model, config=config, has_critic=False)
+    seen = []
+
+    def own(made: Experience) -> tuple[torch.Tensor, None]:
+        seen.append(made)
+        return 7 * over_tokens(made.rewards.sum(dim=1), made.batch.response_mask), None
+
+    trainer = PPOTrainer(
+        engine, config, num_steps=2, reward_function=early_letters, advantages_of=own
+    )
+    prompts = [engine.renderer.prompt(f"Say {word}.") for word in QUESTIONS]
+    trainer.train_rlhf(trainer.generate_experience(prompts, step=1), step=1)
+    made = trainer.generate_experience(prompts, step=2)
+    assert torch.equal(made.advantages, own(seen[-1])[0])
+    kl = (made.old_logprobs - made.ref_logprobs).masked_fill(~made.batch.response_mask, 0)
+    assert kl.abs().sum() > 0
+    expected = made.scores - 0.5 * kl.sum(dim=1)
+    assert torch.allclose(made.rewards.sum(dim=1), expected, atol=1e-5)
+
+
+def trained(config: RunConfig, model: str, losses: TokenLosses | None) -> tuple[object, ...]:
+    """Metrics and weights after a step."""
+    engine = make_engine(actor=model, config=config)
+    trainer = PPOTrainer(
+        engine, config, num_steps=2, reward_function=early_letters, token_losses=losses
+    )
+    prompts = [engine.renderer.prompt(f"Say {word}.") for word in QUESTIONS]
+    metrics = trainer.train_rlhf(trainer.generate_experience(prompts, step=1), step=1)
+    return metrics, [p.detach().clone() for p in engine.actor.parameters()]
+
+
+def test_a_policy_loss_of_ones_own_takes_the_clips_place(tiny_model: str, tmp_path: Path) -> None:
+    """Written as the clipped surrogate it gives the same weights; what it gives off the response,
+    and in how many pieces it is asked, does not matter."""
+    config = config_of(tmp_path, tiny_model)
+    config = replace(config, ppo=replace(config.ppo, epochs=2, clip_ratio=0.02, early_stop_kl=0))
+
+    def clipped(
+        logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        ratio = (logprobs - old).exp()
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.98, 1.02) * advantages)
+        return torch.where(mask, -surrogate, torch.nan)
+
+    def doubled(*tensors: torch.Tensor) -> torch.Tensor:
+        return 2 * clipped(*tensors)
+
+    theirs, expected = trained(config, tiny_model, None)
+    ours, weights = trained(config, tiny_model, clipped)
+    assert theirs["clip_fraction"] > 0
+    assert ours["clip_fraction"] == 0
+    for name in ("policy_loss", "policy_kl", "ratio_mean", "actor_grad_norm", "updates"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+    for one, other in zip(weights, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    twice, _ = trained(config, tiny_model, doubled)
+    assert twice["policy_loss"] != pytest.approx(theirs["policy_loss"], rel=1e-2)
+    small = replace(config, micro_batch_tokens=64)
+    _, pieces = trained(small, tiny_model, clipped)
+    for one, other in zip(pieces, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_policy_loss_of_another_shape_is_refused(tiny_model: str, tmp_path: Path) -> None:
+    with pytest.raises(ShapeError, match="token_losses"):
+        trained(config_of(tmp_path, tiny_model), tiny_model, lambda logprobs, *_: logprobs.sum(1))
 
 
 def test_what_is_missing_is_said(tiny_model: str, tmp_path: Path) -> None:

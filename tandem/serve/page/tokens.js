@@ -7,7 +7,9 @@ export const MEASURES = {
   kl: { label: "KL", unit: "nats", about: "log(policy / reference) of the token" },
   values: { label: "value", unit: "reward units", about: "what the critic expects from here on" },
   logprobs: { label: "log-prob", unit: "nats", about: "log-probability of the token", oneSided: true },
-  advantages: { label: "advantage", unit: "", about: "how much better than expected" },
+  advantages: { label: "advantage", unit: "", about: "how much better than expected, as the update read it" },
+  rewards: { label: "reward", unit: "reward units", about: "the score at the last token, less the KL penalty" },
+  returns: { label: "return", unit: "reward units", about: "what the critic learned: advantage before whitening plus value" },
   ref_logprobs: { label: "reference log-prob", unit: "nats", about: "log-probability under the reference", oneSided: true },
 };
 
