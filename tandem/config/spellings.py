@@ -31,6 +31,9 @@ CONVERSIONS: dict[str, tuple[str, str]] = {
 """Name elsewhere -> (knobs to use, by the ends of their names; how to convert). A dotted name is
 that name in one section."""
 
+_OF_ALL_STAGES = ("stages",)
+"""What a command of one stage does not take: there an earlier name of it means something else."""
+
 
 def spelled(name: str) -> str:
     """A flag's or a key's name with underscores."""
@@ -47,7 +50,7 @@ def knob_meant(name: str, known: Iterable[str], section: str = "") -> str:
             are ignored: this command does not read them.
     """
     name = spelled(name)
-    if name in RENAMED:
+    if name in RENAMED and not (section and RENAMED[name] in _OF_ALL_STAGES):
         return RENAMED[name]
     inside, _, last = name.rpartition(".")
     section = inside or section

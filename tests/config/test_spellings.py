@@ -121,6 +121,8 @@ def test_a_key_with_the_same_meaning_is_read_with_one_note(
         ("train", "--sft.per_device_train_batch_size 4", "Use --sft.batch-size: the whole"),
         ("ppo", "--gradient_accumulation_steps 4", "Use --ppo.minibatch-size: the whole batch; "),
         ("train", "--bf16", "--bf16 is not a flag of tandem train. Use --dtype: write bf16"),
+        ("sft", "--steps", "--steps is not a flag of tandem sft. Use --sft.max-steps: optimizer"),
+        ("grpo", "--steps", "--steps is not a flag of tandem grpo. Did you mean --grpo-steps?"),
         ("train", "--fp16 True", "Use --dtype: write fp16"),
         ("train", "--num_processes 4", "Use --num-gpus on the command line"),
         ("train", "--steps_per_generation 4", "Use --ppo.minibatch-size: answers per optimizer"),
