@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -102,6 +103,8 @@ class LoraLayer(LinearLayer):
             dtype: of the result, which is summed in float32; None: the weight's.
         """
         down, up = self.lora_A.weight.float(), self.lora_B.weight.float()
+        if isinstance(down, DTensor):  # the small factor travels; the product stays split as B is
+            down = down.redistribute(placements=[Replicate()] * down.device_mesh.ndim)
         update: Tensor = (up @ down) * self.scale
         if isinstance(self, Conv1D):
             update = update.T
