@@ -294,7 +294,8 @@ def _tick_label(tick: float, gap: float) -> str:
     if tick == 0:
         return "0"
     if abs(tick) >= 1e5 or gap < 1e-4:
-        return f"{tick:.1e}".replace("e-0", "e-").replace("e+0", "e")
+        digits = math.floor(math.log10(abs(tick)) + 1e-9) - math.floor(math.log10(gap) + 1e-9)
+        return f"{tick:.{max(1, digits)}e}".replace("e-0", "e-").replace("e+0", "e")
     decimals = max(0, -math.floor(math.log10(gap) + 1e-9))
     if round(gap, decimals) != round(gap, 12):
         decimals += 1

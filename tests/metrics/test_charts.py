@@ -123,9 +123,10 @@ def test_one_point_alone_can_be_seen():
     assert len(root.findall("circle")) == 1
 
 
-@pytest.mark.parametrize("scale", [1e-9, 1e-4, 1.0, 1e7])
-def test_axis_labels_differ_from_each_other(scale):
-    chart = line_chart("t", "", [Series("a", [(0.0, scale), (9.0, 1.3 * scale)])])
+@pytest.mark.parametrize("scale", [1e-9, 1e-4, 1.55e-3, 1.0, 1e7])
+@pytest.mark.parametrize("ratio", [1.01, 1.15, 1.3])
+def test_axis_labels_differ_from_each_other(scale, ratio):
+    chart = line_chart("t", "", [Series("a", [(0.0, scale), (9.0, ratio * scale)])])
     labels = [t.text for t in ElementTree.fromstring(chart).iter("text") if "end" in t.get("class")]
     assert len(labels) == len(set(labels)) >= 3
 
