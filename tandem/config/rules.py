@@ -10,7 +10,7 @@ from typing import Any
 from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import frozen_base_problems
 from tandem.config.preferences import preference_problems
-from tandem.config.schema import GRPOConfig, RLConfig, RunConfig, rl_section
+from tandem.config.schema import GRPOConfig, PPOConfig, RLConfig, RunConfig, rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.stages import are_apart, in_order, of_family, rl_stage, ways
 from tandem.errors import ConfigError
@@ -57,6 +57,8 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
         section = getattr(config, stage.section)
         if isinstance(section, GRPOConfig):
             yield from _critic_free_problems(section, config.sampling.samples_per_prompt)
+        elif stage.reads("ppo.critic_warmup_steps") and section.steps > 0:
+            yield from warmup_problems(section, section.steps)
     if ppo.kl_in == "loss" and ppo.kl_estimator == "k1":
         yield (
             "ppo.kl_estimator must be k2 or k3 when ppo.kl_in is loss; got k1, whose gradient "
@@ -108,6 +110,15 @@ def _rollout_problems(config: RunConfig, section: str) -> Iterator[str]:
     if rl.reward_model_weight == 0 and not rl.reward_function:
         yield (
             f"{section}.reward_model_weight must be > 0 without a {section}.reward_function; got 0"
+        )
+
+
+def warmup_problems(ppo: PPOConfig, num_steps: int) -> Iterator[str]:
+    """Whether the critic's warm-up leaves the policy a rollout, of `num_steps`."""
+    if ppo.critic_warmup_steps >= num_steps:
+        yield (
+            f"ppo.critic_warmup_steps must be less than the stage's {num_steps} rollouts, or the "
+            f"policy is never trained; got {ppo.critic_warmup_steps}"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from tandem.checkpoint.state import SavedState
+from tandem.config.rules import warmup_problems
 from tandem.config.schema import GRPOConfig, PPOConfig, rl_section
 from tandem.config.stages import rl_stage
 from tandem.data.loader import BatchOrder, permutation
@@ -147,13 +148,8 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         ConfigError: the critic's warm-up leaves no step to the actor.
     """
     config, rl = run.config, rl_section(run.config)
-    warmup = rl.critic_warmup_steps if isinstance(rl, PPOConfig) else 0
-    if warmup >= num_steps > 0:
-        raise ConfigError(
-            f"ppo.critic_warmup_steps must be less than the stage's {num_steps} rollouts, or the "
-            f"policy is never trained; got {warmup}. Use --ppo.critic-warmup-steps 0, or more "
-            "rollouts."
-        )
+    for problem in warmup_problems(rl, num_steps) if isinstance(rl, PPOConfig) else ():
+        raise ConfigError(f"{problem}.")  # of a number of steps that follows from the data
     engine = RLHFEngine(
         run.settings,
         run.policy_source(stage),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tandem import files
-from tandem.config.load import load_config
+from tandem.config.load import check_config, load_config
 from tandem.config.schema import RunConfig
 from tandem.engine import rollouts
 from tandem.errors import CheckpointError, ConfigError, DataError, ModelError
@@ -421,10 +421,15 @@ def test_a_warm_up_that_leaves_the_policy_no_rollout_is_refused(
 ) -> None:
     config = tiny_config(
         tmp_path / "run", tiny_model, preferences, stages=["ppo"], ppo__critic_warmup_steps=3,
-        ppo__reward_function="tandem:length?limit=8", ppo__steps=3,
+        ppo__reward_function="tandem:length?limit=8", ppo__steps=3, ppo__prompts_per_step=40,
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"must be less than the stage's 3 rollouts.*; got 3"):
-        quiet(config)
+    message = r"must be less than the stage's {} rollouts.*; got {}"
+    with pytest.raises(ConfigError, match=message.format(3, 3)):
+        check_config(config)
+    one_pass = replace(config, ppo=replace(config.ppo, steps=0))
+    check_config(one_pass)
+    with pytest.raises(ConfigError, match=message.format(2, 3)):
+        quiet(one_pass)
     quiet(replace(config, ppo=replace(config.ppo, critic_warmup_steps=2)))
 
 
