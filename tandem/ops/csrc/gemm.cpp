@@ -433,25 +433,27 @@ Ahead source_ahead(const Matrix<T>& m, int64_t first, int64_t k, int64_t words) 
 }
 
 // Words of a panel beyond which it is packed and multiplied in parts, so that it stays in the second
-// cache and the weight is read once, from first to last.
+// cache and the weight is read once, from first to last. Rows that have to be copied are, for as long
+// a part: a copy of all of a vocabulary's would be large, and would come back from memory.
 constexpr int64_t kDeep = 1024;
 
 template <class T>
-void multiply_deep(const Words& rows, int64_t M, const Matrix<T>& weight, int64_t N, int64_t K,
-                   T* y, int64_t y_stride, const Epilogue<T>& epilogue, const Cut& cut) {
+void multiply_deep(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
+                   int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue, const Cut& cut) {
   const int64_t words = words_of<T>(K), panels = (N + kPanel - 1) / kPanel;
   float* sums = scratch(Use::sums, panels * M * kPanel);
   for (int64_t k = 0; k < words; k += kDeep) {
     const int64_t part = std::min(kDeep, words - k), column = k * kPerWord<T>;
+    const int64_t length = std::min(kDeep * kPerWord<T>, K - column);
     const Matrix<T> matrix{weight.data + column * weight.column_stride, weight.row_stride,
                            weight.column_stride};
-    const Words some{rows.data + k * rows.step, rows.stride, rows.step};
+    const Words some = words_of_rows(x + column, x_stride, M, length);
     parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
       float* panel = scratch(Use::panel, kPanel * kDeep);
       for (int64_t p = from; p < to; ++p) {
         const int64_t n = p * kPanel, width = std::min(kPanel, N - n);
         float* all = sums + n * M;
-        pack_panel(matrix, n, width, std::min(kDeep * kPerWord<T>, K - column), panel);
+        pack_panel(matrix, n, width, length, panel);
         multiply_panel(some, 0, M, reinterpret_cast<const word*>(panel), width, part, y + n,
                        y_stride, epilogue.at(0, n), cut, {},
                        {k ? all : nullptr, k + part < words ? all : nullptr});
@@ -471,12 +473,12 @@ void multiply_packing(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& 
     multiply_cut(x, x_stride, M, packed, N, K, y, y_stride, epilogue, cut);
     return;
   }
-  const Words rows = words_of_rows(x, x_stride, M, K);
   const int64_t panels = (N + kPanel - 1) / kPanel, words = words_of<T>(K);
   if (words > kDeep) {
-    multiply_deep(rows, M, weight, N, K, y, y_stride, epilogue, cut);
+    multiply_deep(x, x_stride, M, weight, N, K, y, y_stride, epilogue, cut);
     return;
   }
+  const Words rows = words_of_rows(x, x_stride, M, K);
   parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
     float* panel = scratch(Use::panel, kPanel * words);
     for (int64_t p = from; p < to; ++p) {
