@@ -50,6 +50,23 @@ def load_config(path: str | Path, *, note: Callable[[str], None] = show_note) ->
     return build_config(read_file(path), where=f"{path}: ", note=note)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key stands once: the last of several would silently replace the others."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As YAML says, but for repeated keys."""
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value} a second time", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+        made: dict[Any, Any] = super().construct_mapping(node, deep)
+        return made
+
+
 def read_file(path: str | Path) -> Any:
     """The content of a YAML file.
 
@@ -60,7 +77,7 @@ def read_file(path: str | Path) -> Any:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError(0, "not a file")  # a pipe or a device may never end
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(
             f"--config must be a readable YAML file; got {path} ({error.strerror}). Check the path."

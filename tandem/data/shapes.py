@@ -80,6 +80,8 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
         )
     if "label" in columns:
         renamed["label"] = _label(renamed["label"])
+    elif "label" in shape.may and _word(renamed.get("label")) in _LABELS:
+        renamed["label"] = _LABELS[_word(renamed["label"])]
     sample = shape.read(renamed, source)
     read = {columns.get(role, role) for role in shape.needs + shape.may} - {"answer", "margin"}
     if not _is_label(renamed):
@@ -313,10 +315,17 @@ def _is_label(row: Row) -> bool:
     return isinstance(row.get("label"), bool)
 
 
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""What a label says: a bool, 1 or 0, or the same as text."""
+
+
+def _word(value: Any) -> str:
+    return str(value).strip().lower()
+
+
 def _label(value: Any) -> bool:
-    """What a column that is mapped to the role label says: a bool, 1 or 0, or the same as text."""
-    words = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-    label = words.get(str(value).strip().lower())
+    """What a column that is mapped to the role label says."""
+    label = _LABELS.get(_word(value))
     if label is None:
         raise RowProblem("label", describe(value), "be true or false, or 1 or 0")
     return label
@@ -349,6 +358,8 @@ def _note(row: Row, shape: Shape) -> str:
     """What was skipped in a row that is used, or what else it has."""
     if "margin" in shape.may and _margin(row):
         return "with a margin, which the reward model's loss reads"
+    if "label" in shape.may and row.get("label") is not None and not _is_label(row):
+        return "with a label that is neither true (1) nor false (0), not read as good or bad"
     if shape.read in (messages, sharegpt):
         turns = turns_of(row[shape.needs[0]], shape.needs[0])
         roles = [turn.role for turn in turns]

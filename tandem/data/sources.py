@@ -5,7 +5,6 @@ Formats are listed in docs/data.md. `read_rows` reads them all.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -58,6 +57,8 @@ _ADVICE = {
 """Advice for files with another extension."""
 _METADATA = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+_MOST_WEIGHT = 1000
+"""Every row comes so many times an epoch, and each copy is held: a typo would fill the memory."""
 _WEIGHT = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?|nan|inf)", re.IGNORECASE)
 
 
@@ -96,10 +97,10 @@ def parse_spec(text: str) -> DataSpec:
     head, colon, number = path.rpartition(":")
     if colon and _WEIGHT.fullmatch(number):
         path, weight = head, float(number)
-        if not (math.isfinite(weight) and weight > 0):
+        if not 0 < weight <= _MOST_WEIGHT:
             raise ConfigError(
-                f"the weight of data set {excerpt(text)} must be a finite number above 0; "
-                f"got {number}. To give it no weight, remove the data set."
+                f"the weight of data set {excerpt(text)} must be above 0 and at most "
+                f"{_MOST_WEIGHT:,}; got {number}. To give it no weight, remove the data set."
             )
     if re.search("[\ud800-\udfff]", text):  # how bytes that are not UTF-8 arrive
         raise ConfigError(
@@ -163,6 +164,11 @@ def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[R
     elif path.exists():
         rows = _file(path, spec.name, on_blank)
     else:
+        if path.is_symlink():
+            raise DataError(
+                f"data set {visible(spec.path)} must be an existing file or folder; got a link to "
+                f"{visible(os.readlink(path))}, which does not exist. Mend the link."
+            )
         near = _nearest(path, spec.path)
         if near or not _looks_like_hub_name(spec.path):
             raise DataError(

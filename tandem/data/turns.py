@@ -126,6 +126,13 @@ def _turn(item: Any, field: str, number: int) -> Message:
     if role_key not in item or content_key not in item:
         expected = "have role and content (or from and value) in every turn"
         raise RowProblem(field, f"{names(item)} in turn {number}", expected)
+    if item.get("tool_calls") or item.get("function_call"):
+        raise RowProblem(
+            field,
+            f"tool calls in turn {number}",
+            "have none",
+            "Write the call into the content, as the model is to write it.",
+        )
     return Message(
         _role(item[role_key], f"{field}.{role_key}", number),
         _content(item[content_key], f"{field}.{content_key}", number),

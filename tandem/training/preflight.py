@@ -126,14 +126,15 @@ def idle_ranks(config: RunConfig, world: World) -> list[str]:
 
 def rates_for_large_models(config: RunConfig, policy: str, reward: str) -> list[str]:
     """A line for each small model that is about to be trained at default learning rates, which suit
-    models of billions of weights and teach a small one next to nothing. LoRA has rates of its own.
+    models of billions of weights and teach a small one next to nothing. Adapters have rates of
+    their own: a line for each that was left alone where the other was set.
 
     Args:
         policy, reward: the models to load.
     """
-    if config.lora.rank:
-        return []
     default = RunConfig()
+    if config.lora.rank:
+        return _rates_of_adapters(config, default)
     flags: dict[str, list[str]] = {}
     for stage in in_order(config.stages):
         name = stage.section if stage.family != "rl" else f"{stage.section}.actor"
@@ -148,6 +149,24 @@ def rates_for_large_models(config: RunConfig, policy: str, reward: str) -> list[
         for model, given in flags.items()
         if weights[model] < _LARGE
     ]
+
+
+def _rates_of_adapters(config: RunConfig, default: RunConfig) -> list[str]:
+    notes = []
+    for stage in in_order(config.stages):
+        parts = [f"{stage.section}.{role}" for role in stage.trains]
+        for name in parts if stage.family == "rl" else [stage.section]:
+            ours, theirs = attrgetter(name)(config), attrgetter(name)(default)
+            if ours.learning_rate != theirs.learning_rate and (
+                ours.lora_learning_rate == theirs.lora_learning_rate
+            ):
+                notes.append(
+                    f"note: adapters train at {name}.lora_learning_rate, "
+                    f"{ours.lora_learning_rate:g}; {name}.learning_rate, "
+                    f"{ours.learning_rate:g}, is of other weights. To change theirs give "
+                    f"--{name}.lora-learning-rate"
+                )
+    return notes
 
 
 def _weights(path: str, config: RunConfig) -> float:

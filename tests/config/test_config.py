@@ -88,7 +88,12 @@ def test_all_problems_of_a_file_are_named_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "part"),
-    [("a: [", "line 1"), ("\x00", "must be YAML")],
+    [
+        ("a: [", "line 1"),
+        ("\x00", "must be YAML"),
+        ("sft: {epochs: 1}\nseed: 1\nsft: {max_steps: 2}", "line 3 must be .*sft a second time"),
+        ("sft:\n  epochs: 1\n  epochs: 2", "line 3 must be YAML; got: the key epochs a second"),
+    ],
 )
 def test_a_file_that_is_not_yaml(tmp_path: Path, text: str, part: str) -> None:
     file = tmp_path / "run.yaml"

@@ -215,10 +215,26 @@ def test_a_column_that_is_mapped_to_label_is_a_verdict(value: Any, label: bool) 
         to_sample({**row, "good": "maybe"}, HERE, {"label": "good"})
 
 
-def test_a_label_that_is_no_verdict_is_a_column() -> None:
-    row = sample({"prompt": "2+2?", "completion": "4", "label": 0})
+@pytest.mark.parametrize(
+    ("value", "label"), [(1, True), (0, False), ("0", False), ("True", True), (0.0, False)]
+)
+def test_a_column_label_is_a_verdict_in_any_spelling(value: Any, label: bool) -> None:
+    for row in (
+        {"prompt": "2+2?", "completion": "4", "label": value},
+        {"messages": [user("2+2?"), bot("4")], "label": value},
+    ):
+        found = to_sample(row, HERE)
+        assert (found.sample.label, found.sample.columns, found.note) == (label, {}, "")
+        expected = ("4", None) if label else (None, "4")
+        assert (found.sample.chosen, found.sample.rejected) == expected
+
+
+def test_a_label_that_is_no_verdict_is_a_column_and_noted() -> None:
+    row = {"prompt": "2+2?", "completion": "4", "label": 3}
+    assert "neither true (1) nor false (0)" in to_sample(row, HERE).note
+    row = sample(row)
     assert row.chosen == "4"
-    assert row.columns == {"label": 0}
+    assert row.columns == {"label": 3}
 
 
 def test_a_column_map_renames() -> None:

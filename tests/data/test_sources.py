@@ -60,10 +60,17 @@ def test_a_short_name_for_reports(text: str, name: str) -> None:
     assert parse_spec(text).name == name
 
 
-@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "-inf", "0.0"])
-def test_a_weight_must_be_positive_and_finite(weight: str) -> None:
-    with pytest.raises(ConfigError, match=f"finite number above 0; got {weight}"):
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "-inf", "0.0", "1001", "1e9"])
+def test_a_weight_must_be_positive_and_within_reason(weight: str) -> None:
+    with pytest.raises(ConfigError, match=f"above 0 and at most 1,000; got {weight}"):
         parse_spec(f"a.jsonl:{weight}")
+    assert parse_spec("a.jsonl:1000").weight == 1000
+
+
+def test_a_link_to_nowhere_is_told_from_a_typo(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(DataError, match=r"got a link to .*gone\.jsonl, which does not exist"):
+        list(read_rows(parse_spec(str(tmp_path / "rows.jsonl"))))
 
 
 @pytest.mark.parametrize("text", ["", ":2", "::prompt=q"])

@@ -240,10 +240,18 @@ def test_a_small_model_at_the_default_rates_gets_a_note_with_rates_that_have_tau
         "million. --grpo.actor.learning-rate 3e-06 taught"
         in (rates_for_large_models(critic_free, tiny_model, tiny_model)[0])
     )
-    assert (
-        rates_for_large_models(replace(given, lora=LoraConfig(rank=4)), tiny_model, tiny_model)
-        == []
+    adapted = replace(given, lora=LoraConfig(rank=4))
+    assert rates_for_large_models(adapted, tiny_model, tiny_model) == []
+    other = replace(some, lora=LoraConfig(rank=4))
+    (line,) = rates_for_large_models(other, tiny_model, tiny_model)
+    assert "adapters train at sft.lora_learning_rate, 0.0002; sft.learning_rate, 0.001," in line
+    both = replace(other, sft=replace(other.sft, lora_learning_rate=3e-4))
+    assert rates_for_large_models(both, tiny_model, tiny_model) == []
+    ppo = replace(
+        adapted, ppo=replace(adapted.ppo, critic=replace(adapted.ppo.critic, learning_rate=1))
     )
+    (line,) = rates_for_large_models(ppo, tiny_model, tiny_model)
+    assert "--ppo.critic.lora-learning-rate" in line
     large = tmp_path / "large"
     LlamaConfig(num_hidden_layers=24, hidden_size=2048).save_pretrained(large)
     assert rates_for_large_models(given, str(large), str(large)) == []
