@@ -49,15 +49,21 @@ class RewardScorer:
         """This model and the further ones."""
         return [self.model, *(other.scorer.model for other in self.further)]
 
-    def reading_text(self, policy_renderer: Renderer) -> list[str]:
-        """Those of this model ("reward model") and the further ones that read the answers of
-        `policy_renderer`'s policy as text, since its tokens are not theirs."""
+    def note_on_text(self, policy_renderer: Renderer) -> str:
+        """Which of this model and the further ones read the answers of `policy_renderer`'s policy
+        as text, since its tokens are not theirs; "" if none does."""
         scorers = {"reward model": self, **{other.label: other.scorer for other in self.further}}
-        return [
+        readers = [
             name
             for name, scorer in scorers.items()
             if not scorer.renderer.renders_like(policy_renderer)
         ]
+        if not readers:
+            return ""
+        return (
+            f"{' and '.join(readers)}: another tokenizer than the policy's, so answers are scored "
+            "as text"
+        )
 
     def raw(self, rollout: Rollout, policy_renderer: Renderer) -> Tensor:
         """(B,) float32 raw scores of a rollout that `policy_renderer`'s policy made."""

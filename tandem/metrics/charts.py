@@ -19,7 +19,9 @@ from tandem.text import visible_lines
 Point = tuple[float, float]
 
 _WIDTH, _HEIGHT = 360, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 348, 10, 158
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 348, 10, 158
+_LEAST_SPAN, _LEAST_SPAN_OF_POWERS = 0.01, 0.05
+"""Of an axis, over its numbers: a narrower one would have labels longer than there is room for."""
 _BUCKETS = 160
 _SMOOTH_FROM = 24
 _MAX_DOTS, _MAX_CROSSES = 60, 50
@@ -226,14 +228,19 @@ def stacked_bar(label: str, parts: Sequence[tuple[int, str, float]]) -> Markup:
 def ticks(low: float, high: float, whole: bool = False, most: float = math.inf) -> list[float]:
     """Two to seven round, evenly spaced numbers around low..high; integers if `whole`.
 
-    None is below 0 where nothing is, nor above `most`, which no value can exceed.
+    None is below 0 where nothing is, nor above `most`, which no value can exceed. Numbers that
+    hardly differ get a wider axis, on which they do not look as if they did.
     """
     least, most = 0.0 if low >= 0 else -math.inf, most if high <= most else math.inf
-    span = high - low
-    if span <= abs(high) * 1e-9 or span == 0:
-        pad = abs(high) * 0.1 or 1.0
+    span, largest = high - low, max(abs(low), abs(high))
+    if span <= largest * 1e-9 or span == 0:
+        pad = largest * 0.1 or 1.0
         low, span = low - pad, 2 * pad
         high = low + span
+    is_power = largest < 1e-2 or largest >= 1e5
+    narrowest = largest * (_LEAST_SPAN_OF_POWERS if is_power else _LEAST_SPAN)
+    if not whole and span < narrowest:
+        low, high, span = low - (narrowest - span) / 2, high + (narrowest - span) / 2, narrowest
     magnitude = 10.0 ** math.floor(math.log10(span / 4))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if span / (m * magnitude) <= 5)
     if whole:
@@ -294,12 +301,15 @@ def _tick_label(tick: float, gap: float) -> str:
     if tick == 0:
         return "0"
     if abs(tick) >= 1e5 or gap < 1e-4:
-        digits = math.floor(math.log10(abs(tick)) + 1e-9) - math.floor(math.log10(gap) + 1e-9)
+        digits = math.floor(math.log10(abs(tick)) + 1e-9) - _last_place(gap)
         return f"{tick:.{max(1, digits)}e}".replace("e-0", "e-").replace("e+0", "e")
-    decimals = max(0, -math.floor(math.log10(gap) + 1e-9))
-    if round(gap, decimals) != round(gap, 12):
-        decimals += 1
-    return f"{tick:,.{decimals}f}"
+    return f"{tick:,.{max(0, -_last_place(gap))}f}"
+
+
+def _last_place(gap: float) -> int:
+    """The power of ten of a gap's last digit; a gap of 2.5 has two."""
+    place = math.floor(math.log10(gap) + 1e-9)
+    return place if math.isclose(gap, round(gap / 10.0**place) * 10.0**place) else place - 1
 
 
 def _line(line: Series, frame: _Frame) -> str:

@@ -100,7 +100,7 @@ def result_table(folder: RunFolder) -> Row:
             }
         )
     note = ""
-    if samples > 1:
+    if samples > 1 and any(stage.family == "rl" for stage in folder.stages()):
         note = (
             "Every model answered each held-out prompt once. Evaluations during RL stages take "
             f"{samples:g} answers to each, so their means are others."

@@ -103,8 +103,12 @@ class LoraLayer(LinearLayer):
             dtype: of the result, which is summed in float32; None: the weight's.
         """
         down, up = self.lora_A.weight.float(), self.lora_B.weight.float()
-        if isinstance(down, DTensor):  # the small factor travels; the product stays split as B is
+        # The small factor travels, and the product stays split as B is; of Conv1D, whose weight is
+        # split along the other dimension, both do.
+        if isinstance(down, DTensor):
             down = down.redistribute(placements=[Replicate()] * down.device_mesh.ndim)
+        if isinstance(up, DTensor) and isinstance(self, Conv1D):
+            up = up.redistribute(placements=[Replicate()] * up.device_mesh.ndim)
         update: Tensor = (up @ down) * self.scale
         if isinstance(self, Conv1D):
             update = update.T

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tandem.errors import ShapeError
 from tandem.objectives.masked import masked_sum, require_same_shape
 
 
@@ -151,11 +152,20 @@ def given_policy_loss(
     """The token losses of a function that the user gives; no token counts as clipped.
 
     Raises:
-        ShapeError: it returns another shape.
+        ShapeError: it returns something else than (B, T) numbers, or none that depend on
+            `logprobs`.
     """
     log_ratio = _log_ratio(logprobs, old_logprobs, advantages, response_mask)
     losses = token_losses(logprobs, old_logprobs, advantages, response_mask)
+    if not isinstance(losses, Tensor) or not losses.is_floating_point():
+        found = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
+        raise ShapeError(f"token_losses must return a tensor of floats (B, T); got {found}.")
     require_same_shape(token_losses=losses, response_mask=response_mask)
+    if logprobs.requires_grad and not losses.requires_grad:
+        raise ShapeError(
+            "token_losses must return losses with a gradient; got none. Compute them from the "
+            "log-probs, not detached."
+        )
     nowhere = torch.zeros_like(response_mask)
     return _summed(
         -losses, response_mask, token_weights, log_ratio, log_ratio.exp(), nowhere, nowhere

@@ -184,4 +184,4 @@ def _numbers(values: Tensor, digits: int = 6) -> list[float]:
 
 def _rounded(value: float, digits: int = 6) -> float:
     """To significant digits: what is shown needs no more, and files stay small."""
-    return float(f"{value:.{digits}g}")
+    return float(f"{value:.{digits}g}") + 0.0  # no -0.0

@@ -13,7 +13,7 @@ from tandem.config.schema import RLConfig
 from tandem.data.render import Renderer
 from tandem.engine.hybrid import PolicyNumbers, RLHFEngine
 from tandem.engine.scoring import RewardScorer
-from tandem.errors import BadStepError, DataError
+from tandem.errors import BadStepError, ConfigError, DataError
 from tandem.objectives.advantages import has_signal
 from tandem.objectives.kl import token_kl
 from tandem.objectives.losses import explained_variance
@@ -112,7 +112,13 @@ class Shaped:
         made, numbers = self.experience, self.numbers
         rollout, rewards, values = made.rollout, made.rewards, made.values
         mask = made.batch.response_mask
-        advantages, returns = algorithm.advantages(made)
+        found = algorithm.advantages(made)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ConfigError(
+                "advantages_of must return a pair, advantages (B, T) and the critic's returns or "
+                f"None; got {type(found).__name__}."
+            )
+        advantages, returns = found
         metrics = {**made.metrics, **_policy_metrics(rollout, numbers, rewards, advantages)}
         if values is not None and returns is not None:
             metrics |= _critic_metrics(values, returns, mask)

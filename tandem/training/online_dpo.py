@@ -87,6 +87,8 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     )
     run.print_line(f"online-dpo: {engine.describe()}")
     run.print_line(f"online-dpo: {describe_loss(config.dpo)}")
+    if engine.scorer is not None and (note := engine.scorer.note_on_text(engine.renderer)):
+        run.print_line(f"online-dpo: {note}")
     rewards = rewards_of(config.ppo.reward_function or None, config.scoring, run.print_line)
     stage = OnlineDPO(engine, rows, rewards, order.num_steps, run)
     return StageJob(

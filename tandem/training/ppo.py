@@ -163,14 +163,10 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
     if isinstance(rl, GRPOConfig):
         samples = f"{config.sampling.samples_per_prompt} samples per prompt"
         run.print_line(f"{stage}: {rl.algorithm}: {samples}, {rl.effective()}")
-    if engine.scorer is not None and (readers := engine.scorer.reading_text(engine.renderer)):
-        start = ""
-        if rl.has_critic and "reward model" in readers:
-            start = "; the critic starts from the policy, with a new head"
-        run.print_line(
-            f"{stage}: {' and '.join(readers)}: another tokenizer than the policy's, so answers "
-            f"are scored as text{start}"
-        )
+    if engine.scorer is not None and (note := engine.scorer.note_on_text(engine.renderer)):
+        starts_anew = rl.has_critic and note.startswith("reward model")
+        start = "; the critic starts from the policy, with a new head" if starts_anew else ""
+        run.print_line(f"{stage}: {note}{start}")
     if rl.reward_function and rl.reward_clip:
         run.print_line(
             f"{stage}: scores beyond +-{rl.reward_clip:g} are clipped, "

@@ -257,7 +257,7 @@ def test_reliability_and_the_best_of_n_have_their_tables(run):
 
 def test_means_over_several_answers_are_told_from_those_over_one(run):
     _, before = report(run)
-    (run / "config.yaml").write_text("sampling: {samples_per_prompt: 4}\n")
+    (run / "config.yaml").write_text("sampling: {samples_per_prompt: 4}\nstages: [sft, ppo]\n")
     _, page = report(run)
     assert "answered each held-out prompt once" not in before.text
     assert "answered each held-out prompt once" in page.text

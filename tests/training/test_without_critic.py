@@ -140,9 +140,30 @@ def test_a_policy_loss_of_ones_own_takes_the_clips_place(tiny_model: str, tmp_pa
         assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_a_policy_loss_of_another_shape_is_refused(tiny_model: str, tmp_path: Path) -> None:
-    with pytest.raises(ShapeError, match="token_losses"):
-        trained(config_of(tmp_path, tiny_model), tiny_model, lambda logprobs, *_: logprobs.sum(1))
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        (lambda logprobs, *_: logprobs.sum(1), "tensors must share one shape; got token_losses"),
+        (lambda *_: 0.0, r"must return a tensor of floats \(B, T\); got float"),
+        (lambda logprobs, *_: logprobs > 0, "got torch.bool"),
+        (lambda logprobs, *_: logprobs.detach(), "with a gradient; got none"),
+    ],
+)
+def test_a_policy_loss_that_is_none_is_refused(
+    losses: TokenLosses, message: str, tiny_model: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ShapeError, match=message):
+        trained(config_of(tmp_path, tiny_model), tiny_model, losses)
+
+
+def test_advantages_of_ones_own_are_a_pair(tiny_model: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, tiny_model)
+    engine = make_engine(actor=tiny_model, config=config, has_critic=False, has_reference=False)
+    trainer = PPOTrainer(
+        engine, config, reward_function=early_letters, advantages_of=lambda made: made.rewards
+    )
+    with pytest.raises(ConfigError, match="advantages_of must return a pair"):
+        trainer.generate_experience([engine.renderer.prompt("Say a.")], step=1)
 
 
 def test_what_is_missing_is_said(tiny_model: str, tmp_path: Path) -> None:
