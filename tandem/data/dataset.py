@@ -34,6 +34,9 @@ _HOPELESS = 100_000
 _NUMBERS = {share: number for number, share in enumerate(SHARES, start=1)}
 
 
+_CONTRADICTS = "the answers of an earlier pair the other way round"
+
+
 @dataclass(frozen=True, slots=True)
 class ReadRow:
     """A usable row before it has a place: its sample, its keys, and its data set.
@@ -184,6 +187,10 @@ def read_all(
             if sample.label is not None or sample.ranking:
                 digest.update(repr((sample.label, sample.ranking)).encode(errors="surrogatepass"))
             account.duplicates += content in seen
+            if sample.chosen is not None and sample.rejected is not None:
+                turned = replace(sample, chosen=sample.rejected, rejected=sample.chosen)
+                if content_key(turned) in seen:
+                    account.notes[_CONTRADICTS] += 1
             seen.add(content)
             key = split_key(sample, seed)
             rows.append(ReadRow(sample, key, content, spec, sft_only=number >= len(data)))

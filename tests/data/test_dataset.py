@@ -243,6 +243,16 @@ def test_duplicates_are_kept_and_counted_over_data_sets(tmp_path: Path) -> None:
     assert dataset.ledger.datasets["a"].num_used == 3
 
 
+def test_pairs_that_contradict_an_earlier_one_are_counted(tmp_path: Path) -> None:
+    turned = {**pair(0), "chosen": pair(0)["rejected"], "rejected": pair(0)["chosen"]}
+    a = write(tmp_path / "a.jsonl", [pair(0), pair(1), pair(0)])
+    b = write(tmp_path / "b.jsonl", [turned, pair(2)])
+    ledger = load_data(DataConfig(heldout=0), [a, b], seed=0).ledger
+    assert ledger.datasets["a"].notes == {}
+    assert ledger.datasets["b"].notes == {"the answers of an earlier pair the other way round": 1}
+    assert ledger.datasets["b"].num_used == 2
+
+
 def test_data_sets_of_one_name_get_names_of_their_own(tmp_path: Path) -> None:
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
