@@ -304,7 +304,13 @@ def _data(args: list[str]) -> int:
     except ValueError:
         raise ConfigError(f"--data-split must be numbers like 2,4,4; got {shares!r}.") from None
     config = DataConfig(
-        split=split, heldout=options.heldout, columns=tuple(options.columns), on_bad_row="drop"
+        split=split,
+        heldout=options.heldout,
+        columns=tuple(options.columns),
+        on_bad_row="drop",
+        system_prompt=options.system_prompt,
+        max_tokens=options.max_tokens,
+        max_prompt_tokens=options.max_prompt_tokens,
     )
     check_ranges(config, "dataset.")
     if unknown := sorted({*options.stages} - {*stage_names()}):
@@ -332,11 +338,12 @@ def _data_parser() -> Parser:
     )
     columns = "Column map for files of other shapes, as role=column."
     split = "Shares of the prompts for SFT, reward model and PPO."
-    tokenizer = "A model's folder or hub name: count tokens, and show rows as tokens."
+    tokenizer = "A model's folder or hub name: count tokens, show rows as tokens, apply the limits."
     parser.section("data")
     parser.flag("DATA ...", "Data sets as FILE_OR_NAME[:weight].", nargs="+")
     parser.flag("--sft-data DATA ...", "Data sets for SFT only.", [], shown="none")
     parser.flag("--columns A=B ...", columns, [], shown="none")
+    parser.flag("--system-prompt TEXT", "For conversations without a system turn.", shown="none")
     parser.section("split")
     parser.flag("--stages NAME ...", "Stages of the run.", list(DEFAULT))
     parser.flag("--data-split X ...", split, [], shown="2,4,4 among the run's stages")
@@ -344,7 +351,10 @@ def _data_parser() -> Parser:
     parser.flag("--seed N", "Seed of the split.", 1234)
     parser.section("examples")
     parser.flag("--rows N", "Rows to show of each data set.", 3)
+    parser.section("tokens")
     parser.flag("--tokenizer PATH", tokenizer, shown="none")
+    parser.flag("--max-tokens N", "The run's limit of a sequence.", 512)
+    parser.flag("--max-prompt-tokens N", "The run's limit of a prompt.", 256)
     return parser
 
 

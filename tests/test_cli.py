@@ -65,6 +65,7 @@ def test_help_of_small_commands_has_groups_defaults_and_an_example(
         (("chat", "x", "--temperature", "0"), "temperature must be > 0; got 0.0"),
         (("chat", "x", "--dtype", "int4"), "--dtype must be one of auto, fp32, bf16, fp16; got"),
         (("data", "check", "x", "--heldout", "7"), "dataset.heldout must be >= 0 and < 1; got 7"),
+        (("data", "check", "x", "--max-tokens", "4"), "dataset.max_tokens must be >= 8; got 4"),
         (("data", "check", "x", "--rows", "-3"), "--rows and --seed must be >= 0"),
         (("eval", "x", "--prompts", "-3"), "--prompts must be >= 0; got -3"),
         (("chat",), "the following arguments are required: PATH"),
@@ -182,6 +183,12 @@ def test_data_check_shows_what_would_be_trained_on(
     assert code == 1  # a row was bad
     assert "21" in out
     assert "prefs.jsonl:21" in out
+    assert "longer than" not in out
+    limits = ("--max-tokens", "8", "--max-prompt-tokens", "2", "--system-prompt", "Be brief.")
+    _, out, _ = run(capsys, "data", "check", str(file), "--tokenizer", model, *limits)
+    assert "prompt: 20 of 20 (100.0%) are longer than max_prompt_tokens 2." in out
+    assert "chosen: 20 of 20 (100.0%) are longer than max_tokens 8." in out
+    assert "Be brief." in out
 
 
 def test_the_custom_loop_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
