@@ -21,7 +21,7 @@ from measure import append_line, command, cpu_seconds, now, setup
 from tasks import TASKS, Task
 
 from tandem import Renderer, Rollout, SamplingConfig, Stops, generate
-from tandem.engine.devices import DTYPES
+from tandem.devices import DTYPES
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.parallel.masters import cast_weights
 
