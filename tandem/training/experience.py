@@ -108,6 +108,7 @@ class Shaped:
 
         Raises:
             BadStepError: a number that comes out is not finite.
+            ConfigError: the user's advantages are no pair.
         """
         made, numbers = self.experience, self.numbers
         rollout, rewards, values = made.rollout, made.rewards, made.values
