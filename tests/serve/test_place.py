@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -132,7 +133,8 @@ def test_a_run_is_served_in_the_type_that_it_trains_in(
 ) -> None:
     run = Path(shutil.copytree(served_run, tmp_path / "run"))
     config = run / "config.yaml"
-    config.write_text(config.read_text() + f"\ndtype: {trains}\n")
+    values = yaml.safe_load(config.read_text()) | {"dtype": trains}
+    config.write_text(yaml.safe_dump(values))
     with serving(run, dtype=asked) as client:
         settings = client.service.load_settings  # type: ignore[attr-defined]
         assert settings.dtype_of(offer_of(str(run)).models["sft"]) == DTYPES[served]
