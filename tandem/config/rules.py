@@ -57,8 +57,12 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
         section = getattr(config, stage.section)
         if isinstance(section, GRPOConfig):
             yield from _critic_free_problems(section, config.sampling.samples_per_prompt)
-        elif stage.reads("ppo.critic_warmup_steps") and section.steps > 0:
-            yield from warmup_problems(section, section.steps)
+        elif (
+            stage.reads("ppo.critic_warmup_steps")
+            and section.steps > 0
+            and (problem := warmup_problem(section, section.steps))
+        ):
+            yield problem
     if ppo.kl_in == "loss" and ppo.kl_estimator == "k1":
         yield (
             "ppo.kl_estimator must be k2 or k3 when ppo.kl_in is loss; got k1, whose gradient "
@@ -113,13 +117,15 @@ def _rollout_problems(config: RunConfig, section: str) -> Iterator[str]:
         )
 
 
-def warmup_problems(ppo: PPOConfig, num_steps: int) -> Iterator[str]:
-    """Whether the critic's warm-up leaves the policy a rollout, of `num_steps`."""
-    if ppo.critic_warmup_steps >= num_steps:
-        yield (
-            f"ppo.critic_warmup_steps must be less than the stage's {num_steps} rollouts, or the "
-            f"policy is never trained; got {ppo.critic_warmup_steps}"
-        )
+def warmup_problem(ppo: PPOConfig, num_steps: int) -> str:
+    """What to say where the critic's warm-up leaves the policy no rollout, of `num_steps`; else
+    nothing."""
+    if ppo.critic_warmup_steps < num_steps:
+        return ""
+    return (
+        f"ppo.critic_warmup_steps must be less than the stage's {num_steps} rollouts, or the "
+        f"policy is never trained; got {ppo.critic_warmup_steps}"
+    )
 
 
 _GSPO_CLIP = 0.05

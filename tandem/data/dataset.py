@@ -170,6 +170,7 @@ def read_all(
     columns = parse_columns(config.columns, "dataset.columns")
     specs = [parse_spec(text) for text in (*data, *sft_data)]
     seen: set[bytes] = set()
+    openings: set[bytes] = set()
     found: set[str] = set()
     rows = []
     for number, spec in enumerate(specs):
@@ -187,12 +188,14 @@ def read_all(
             if sample.label is not None or sample.ranking:
                 digest.update(repr((sample.label, sample.ranking)).encode(errors="surrogatepass"))
             account.duplicates += content in seen
-            if sample.chosen is not None and sample.rejected is not None:
+            key = split_key(sample, seed)
+            # Few rows begin as an earlier one does; the others need no second key.
+            if key in openings and sample.chosen is not None and sample.rejected is not None:
                 turned = replace(sample, chosen=sample.rejected, rejected=sample.chosen)
                 if content_key(turned) in seen:
                     account.notes[_CONTRADICTS] += 1
             seen.add(content)
-            key = split_key(sample, seed)
+            openings.add(key)
             rows.append(ReadRow(sample, key, content, spec, sft_only=number >= len(data)))
         account.fingerprint = digest.hexdigest()
     if missing := sorted(set(columns.values()) - found):

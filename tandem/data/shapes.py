@@ -78,10 +78,9 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
             f"have the columns of a known shape ({'; '.join(_needs())})",
             "Map its columns, as in FILE::prompt=question,completion=answer.",
         )
-    if "label" in columns:
+    # A column that nobody mapped may be called so and mean something else.
+    if "label" in columns or ("label" in shape.may and _word(renamed.get("label")) in _LABELS):
         renamed["label"] = _label(renamed["label"])
-    elif "label" in shape.may and _word(renamed.get("label")) in _LABELS:
-        renamed["label"] = _LABELS[_word(renamed["label"])]
     sample = shape.read(renamed, source)
     read = {columns.get(role, role) for role in shape.needs + shape.may} - {"answer", "margin"}
     if not _is_label(renamed):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from tandem.checkpoint.state import SavedState
-from tandem.config.rules import warmup_problems
+from tandem.config.rules import warmup_problem
 from tandem.config.schema import GRPOConfig, PPOConfig, rl_section
 from tandem.config.stages import rl_stage
 from tandem.data.loader import BatchOrder, permutation
@@ -148,8 +148,9 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         ConfigError: the critic's warm-up leaves no step to the actor.
     """
     config, rl = run.config, rl_section(run.config)
-    for problem in warmup_problems(rl, num_steps) if isinstance(rl, PPOConfig) else ():
-        raise ConfigError(f"{problem}.")  # of a number of steps that follows from the data
+    # Known before any stage runs, but for a number of steps that follows from the data.
+    if isinstance(rl, PPOConfig) and (problem := warmup_problem(rl, num_steps)):
+        raise ConfigError(f"{problem}.")
     engine = RLHFEngine(
         run.settings,
         run.policy_source(stage),
@@ -164,7 +165,8 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         samples = f"{config.sampling.samples_per_prompt} samples per prompt"
         run.print_line(f"{stage}: {rl.algorithm}: {samples}, {rl.effective()}")
     if engine.scorer is not None and (note := engine.scorer.note_on_text(engine.renderer)):
-        starts_anew = rl.has_critic and note.startswith("reward model")
+        is_like = engine.scorer.renderer.renders_like(engine.renderer)
+        starts_anew = rl.has_critic and not is_like
         start = "; the critic starts from the policy, with a new head" if starts_anew else ""
         run.print_line(f"{stage}: {note}{start}")
     if rl.reward_function and rl.reward_clip:
