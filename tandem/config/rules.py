@@ -57,12 +57,8 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
         section = getattr(config, stage.section)
         if isinstance(section, GRPOConfig):
             yield from _critic_free_problems(section, config.sampling.samples_per_prompt)
-        elif (
-            stage.reads("ppo.critic_warmup_steps")
-            and section.steps > 0
-            and (problem := warmup_problem(section, section.steps))
-        ):
-            yield problem
+        elif stage.reads("ppo.critic_warmup_steps") and section.steps > 0:
+            yield from filter(None, [warmup_problem(section, section.steps)])
     if ppo.kl_in == "loss" and ppo.kl_estimator == "k1":
         yield (
             "ppo.kl_estimator must be k2 or k3 when ppo.kl_in is loss; got k1, whose gradient "
