@@ -22,7 +22,7 @@ PACKAGE = ROOT / "tandem"
 LAYERS = (
     ("errors",),
     ("types", "text", "stopping"),
-    ("config", "files", "garbage", "process", "processor", "devices"),
+    ("config", "files", "garbage", "process", "processor", "devices", "named_functions"),
     ("ops", "tensor_files"),
     ("data", "models", "parallel", "objectives", "metrics"),
     ("generation", "checkpoint", "rewards"),

@@ -117,15 +117,20 @@ class CriticFreeConfig:
     def effective(self) -> str:
         """One line: what the algorithm is in these knobs."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        own_loss, own_advantages = values["loss_function"], values["advantage_function"]
         is_read = {
-            "clip_low": self.loss != "cispo",
-            "clip_high": self.loss != "cispo",
+            "baseline": not own_advantages,
+            "advantage_scale": not own_advantages,
+            "loss": not own_loss,
+            "clip_low": self.loss != "cispo" and not own_loss,
+            "clip_high": self.loss != "cispo" and not own_loss,
             "dual_clip": self.dual_clip > 0,
-            "cispo_max_ratio": self.loss == "cispo",
+            "cispo_max_ratio": self.loss == "cispo" and not own_loss,
             "overlong_buffer": self.overlong_penalty > 0,
             "kl_coef": self.kl != "none",
         }
         names = [f.name for f in fields(CriticFreeConfig) if f.name != "algorithm"]
         names.insert(names.index("kl") + 1, "kl_coef")
+        names[:0] = [name for name in ("advantage_function", "loss_function") if values[name]]
         shown = (name for name in names if is_read.get(name, True))
         return ", ".join(f"{name} {values[name]}" for name in shown)

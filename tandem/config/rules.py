@@ -107,6 +107,7 @@ def _rollout_problems(config: RunConfig, section: str) -> Iterator[str]:
             f"Give --{section}.minibatch-size {size} or less"
         )
     yield from _unread(rl, section)
+    yield from _replaced(rl, section)
     if rl.reward_model_weight == 0 and not rl.reward_function:
         yield (
             f"{section}.reward_model_weight must be > 0 without a {section}.reward_function; got 0"
@@ -130,9 +131,10 @@ _GSPO_CLIP = 0.05
 
 def _critic_free_problems(grpo: GRPOConfig, samples: int) -> Iterator[str]:
     """Rules of policy gradients without a critic."""
+    by_knobs = not grpo.advantage_function
     needs = {
-        f"grpo.baseline is {grpo.baseline}": grpo.baseline != "none",
-        "grpo.advantage_scale is group-std": grpo.advantage_scale == "group-std",
+        f"grpo.baseline is {grpo.baseline}": by_knobs and grpo.baseline != "none",
+        "grpo.advantage_scale is group-std": by_knobs and grpo.advantage_scale == "group-std",
         f"grpo.sampling_rounds is {grpo.sampling_rounds}": grpo.sampling_rounds > 1,
     }
     if samples < 2 and any(needs.values()):
@@ -243,6 +245,27 @@ def _unread(rl: RLConfig, section: str) -> Iterator[str]:
                 f"{section}.{name} must go with {section}.{needed}, without which nothing reads "
                 f"it; got {getattr(rl, name):g}. Set {section}.{needed}, or remove "
                 f"{section}.{name}"
+            )
+
+
+_REPLACED_BY = {
+    "loss_function": "clip_ratio loss clip_low clip_high dual_clip cispo_max_ratio".split(),
+    "advantage_function": "gamma lam whiten_advantages baseline advantage_scale".split(),
+}
+"""Knobs of an RL stage that are not read once a function of the user's is in their place."""
+
+
+def _replaced(rl: RLConfig, section: str) -> Iterator[str]:
+    """Knobs that are set although a function does what they describe."""
+    defaults = GRPOConfig(algorithm=rl.algorithm) if isinstance(rl, GRPOConfig) else type(rl)()
+    for function, names in _REPLACED_BY.items():
+        known = [name for name in names if hasattr(rl, name)]
+        changed = [name for name in known if getattr(rl, name) != getattr(defaults, name)]
+        if getattr(rl, function) and changed:
+            yield (
+                f"{section}.{changed[0]} must not be set where {section}.{function} is in its "
+                f"place; got {getattr(rl, changed[0])}. Remove it, or make it an option of the "
+                f"function ({section}.{function} FILE.py:NAME?{changed[0]}=...)"
             )
 
 

@@ -171,6 +171,12 @@ class RLConfig:
     called as f(prompts, completions, **columns) -> list[float | None]; docs/reward_function.md."""
     reward_function_weight: float = knob(1.0)
     """Weight of the reward functions' weighted sum, added to the reward model's."""
+    loss_function: str = knob("", path=True)
+    """A policy loss of your own as `file.py:name?option=value` (docs/ppo.md), called as f(logprobs,
+    old_logprobs, advantages, response_mask) -> each token's loss. Empty: the section's."""
+    advantage_function: str = knob("", path=True)
+    """Advantages of your own, likewise, called as f(experience) -> (advantages, the critic's
+    returns or None). They are used as they come. Empty: the section's."""
     ema: bool = knob(False, common=RL)
     """Keep an fp32 moving average of the actor, save it and evaluate it next to the actor."""
     ema_decay: float = knob(0.992, gt=0, lt=1)

@@ -228,6 +228,7 @@ STAGES: tuple[Stage, ...] = (
             *("critic", "critic_warmup_steps", "value_clip", "gamma", "lam", "whiten_advantages"),
             *("kl_coef", "kl_in", "kl_coef_target", "kl_horizon", "clip_ratio", "entropy_coef"),
             *("early_stop_kl", "ratio_tolerance", "ptx_data", "ptx_coef", "ptx_batch_size"),
+            *("loss_function", "advantage_function"),
         ),
         compares_answers=True,
         headline="reward",

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from urllib.parse import parse_qsl
 
 from tandem.errors import ConfigError
+from tandem.named_functions import name_and_options
 from tandem.rewards.shipped import SHIPPED
 
 _WEIGHT = re.compile(r"(.*[^:]):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)", re.DOTALL)
@@ -53,14 +53,7 @@ def parse_spec(text: str) -> RewardSpec:
         name, weight = found[1], float(found[2])
     if not math.isfinite(weight):
         raise ConfigError(f"{problem}. Its weight must be a finite number.")
-    name, mark, query = name.partition("?")
-    try:
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(mark))
-    except ValueError:
-        raise ConfigError(f"{problem}. Write its options as ?option=value&option=value.") from None
-    options = dict(pairs)
-    if len(options) < len(pairs):
-        raise ConfigError(f"{problem}. Give each option once.")
+    name, options = name_and_options(name, problem)
     where, _, function = _RENAMED.get(name, name).rpartition(":")
     if not where or not function:
         raise ConfigError(

@@ -30,6 +30,7 @@ from tandem.objectives.policy import (
     policy_loss,
     sequence_ratio_loss,
 )
+from tandem.training.policy_functions import try_token_losses
 from tandem.types import Experience
 
 AdvantagesOf = Callable[[Experience], tuple[Tensor, Tensor | None]]
@@ -90,7 +91,8 @@ def algorithm_of(
             whitened.
         token_losses: in place of the section's loss.
     Raises:
-        ConfigError: the section is of no algorithm that is known here.
+        ConfigError: the section is of no algorithm that is known here, or `token_losses` is no
+            loss (see `try_token_losses`).
     """
     if isinstance(section, PPOConfig):
         found = _ppo(section)
@@ -104,6 +106,7 @@ def algorithm_of(
     if advantages_of is not None:
         found = replace(found, advantages=advantages_of, whitened=None, given_advantages=True)
     if token_losses is not None:
+        try_token_losses(token_losses, "token_losses")
         loss = partial(given_policy_loss, token_losses=token_losses)
         found = replace(found, loss=loss, given_loss=True)
     return found

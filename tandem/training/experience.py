@@ -108,17 +108,14 @@ class Shaped:
 
         Raises:
             BadStepError: a number that comes out is not finite.
-            ConfigError: the user's advantages are no pair.
+            ConfigError: the user's advantages are no pair of such tensors.
         """
         made, numbers = self.experience, self.numbers
         rollout, rewards, values = made.rollout, made.rewards, made.values
         mask = made.batch.response_mask
         found = algorithm.advantages(made)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise ConfigError(
-                "advantages_of must return a pair, advantages (B, T) and the critic's returns or "
-                f"None; got {type(found).__name__}."
-            )
+        if algorithm.given_advantages:
+            _require_advantages(found, made)
         advantages, returns = found
         metrics = {**made.metrics, **_policy_metrics(rollout, numbers, rewards, advantages)}
         if values is not None and returns is not None:
@@ -135,6 +132,31 @@ class Shaped:
         in_loss = rollout.finished if algorithm.overlong_filter else None
         return replace(
             made, advantages=advantages, returns=returns, in_loss=in_loss, metrics=metrics
+        )
+
+
+def _require_advantages(found: object, made: Experience) -> None:
+    """Refuse what a user's function returned unless it is advantages and the critic's returns.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    mask, has_critic = made.batch.response_mask, made.values is not None
+    pair = found if isinstance(found, tuple) else (found,)
+    is_right = len(pair) == 2 and all(
+        isinstance(part, Tensor) and part.shape == mask.shape and part.is_floating_point()
+        for part in (pair if has_critic else pair[:1])
+    )
+    if not is_right:
+        kinds = ", ".join(
+            f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+            for part in pair
+        )
+        second = "the critic's returns, a tensor like it" if has_critic else "None"
+        raise ConfigError(
+            "advantages of your own must be a pair, a tensor of floats of the response mask's "
+            f"shape {tuple(mask.shape)} and {second}; got {kinds}. Change what the function "
+            "returns."
         )
 
 

@@ -23,6 +23,7 @@ from tandem.metrics.log import Answer
 from tandem.training.answer_records import AnswerKeeper
 from tandem.training.evaluate import language_model_metrics, policy_metrics
 from tandem.training.flight_recorder import rows_of
+from tandem.training.policy_functions import named_advantages, named_losses
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.training.run_folder import Run
 from tandem.training.saving import Rendered, save_anywhere, save_policy, with_template
@@ -148,6 +149,7 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         ConfigError: the critic's warm-up leaves no step to the actor.
     """
     config, rl = run.config, rl_section(run.config)
+    section = rl_stage(config.stages).section
     # Known before any stage runs, but for a number of steps that follows from the data.
     if isinstance(rl, PPOConfig) and (problem := warmup_problem(rl, num_steps)):
         raise ConfigError(f"{problem}.")
@@ -173,13 +175,18 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         run.print_line(
             f"{stage}: scores beyond +-{rl.reward_clip:g} are clipped, "
             f"{', '.join(rl.reward_function)}'s too "
-            f"(--{rl_stage(config.stages).section}.reward-clip 0: none)"
+            f"(--{section}.reward-clip 0: none)"
         )
+    for what, function in (("loss", rl.loss_function), ("advantages", rl.advantage_function)):
+        if function and not isinstance(rl, GRPOConfig):  # whose line says so
+            run.print_line(f"{stage}: {what} by {function}")
     return PPOTrainer(
         engine,
         config,
         num_steps=num_steps,
         reward_function=rl.reward_function,
+        advantages_of=named_advantages(rl, section),
+        token_losses=named_losses(rl, section),
         ptx_rows=rows.ptx,
         more_prompts=partial(more_prompts, rows.prompts, config.seed),
         print_line=run.print_line,

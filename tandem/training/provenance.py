@@ -24,6 +24,7 @@ from tandem.errors import CheckpointError
 from tandem.files import at_once, sha256, sha256_once
 from tandem.models.checkpoint_ref import model_files, model_folders
 from tandem.models.source import locate
+from tandem.named_functions import files_of_function
 from tandem.parallel.world import World
 from tandem.rewards.loading import source_files
 from tandem.rewards.scoring import named, text_of
@@ -92,9 +93,8 @@ class Identity:
         for knob in sorted(given):
             made_from[knob] = _knob_value(self.config, knob)
             made_from[f"the files of {knob}"] = self.files_of(knob)
-        if stage.family == "rl" and rl_section(self.config).reward_function:
-            made_from["the reward function"] = self.reward_function()
         if stage.family == "rl":
+            made_from |= self._functions()
             for further in weighted_models(self.config.scoring.reward_models):
                 made_from[f"the files of {further.source}"] = self.files_of_model(further.source)
             made_from |= self.in_memory
@@ -121,11 +121,19 @@ class Identity:
     def reward_function(self) -> dict[str, str]:
         """The SHA-256 of each source file of the reward functions."""
         specs = [spec for spec, _ in named(rl_section(self.config).reward_function)]
-        files = sorted({path for spec in specs for path in source_files(text_of(spec))})
-        names = [path.name for path in files]
-        return {
-            path.name if names.count(path.name) == 1 else str(path): sha256(path) for path in files
-        }
+        return _digests_of_files({path for spec in specs for path in source_files(text_of(spec))})
+
+    def _functions(self) -> dict[str, dict[str, str]]:
+        """The same of every kind of function that the RL section names."""
+        rl = rl_section(self.config)
+        found = {"the reward function": self.reward_function()} if rl.reward_function else {}
+        for what, text in (
+            ("the loss function", rl.loss_function),
+            ("the advantage function", rl.advantage_function),
+        ):
+            if text:
+                found[what] = _digests_of_files(files_of_function(text, what))
+        return found
 
     def _digests_of(self, model: str) -> dict[str, str]:
         folders = model_folders(model)
@@ -311,6 +319,13 @@ def _or_none(value: Any) -> Any:
 
 def _is_alike(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
     return bool(now.get(name)) and before.get(name) == now.get(name)
+
+
+def _digests_of_files(paths: Iterable[Path]) -> dict[str, str]:
+    """By the files' names, or by their paths where two have one name."""
+    files = sorted(paths)
+    names = [path.name for path in files]
+    return {path.name if names.count(path.name) == 1 else str(path): sha256(path) for path in files}
 
 
 def _listed(names: Sequence[str]) -> str:

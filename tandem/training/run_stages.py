@@ -19,7 +19,15 @@ from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.load import check_config
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
-from tandem.config.stages import in_order, leaving, of_family, sources, stage_names, stage_of
+from tandem.config.stages import (
+    in_order,
+    leaving,
+    of_family,
+    rl_stage,
+    sources,
+    stage_names,
+    stage_of,
+)
 from tandem.data.ledger import USES
 from tandem.devices import resolve_device
 from tandem.engine.allocator import give_back_memory, keep_freed_memory
@@ -40,6 +48,7 @@ from tandem.training.compare import compare, is_compared
 from tandem.training.forecast import Forecast
 from tandem.training.given import GivenModel, Rows, digest_of_module, with_given
 from tandem.training.planned_steps import planned_steps
+from tandem.training.policy_functions import check_policy_functions
 from tandem.training.preflight import (
     check_parallel,
     check_rows,
@@ -191,8 +200,9 @@ def _train(run: Run, command: str, of_shares: str) -> None:
         check_rows(config, rows, *tokenizer_sources(run))
         run.require_continuable(unfinished[0])
         if of_family(unfinished, "rl"):
-            functions = rl_section(config).reward_function
-            for line in check_rewards(functions, config, rows.prompts, run.world):
+            rl = rl_section(config)
+            check_policy_functions(rl, rl_stage(config.stages).section, run.world)
+            for line in check_rewards(rl.reward_function, config, rows.prompts, run.world):
                 print_line(line)
         to_come = replace(config, stages=tuple(unfinished))
         for line in idle_ranks(to_come, run.world):

@@ -1,0 +1,121 @@
+"""Advantages and policy losses of the user's own: found, tried, and refused before a run begins."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from tandem.config.schema import RLConfig
+from tandem.errors import ConfigError, TandemError
+from tandem.named_functions import named_function
+from tandem.objectives.policy import TokenLosses, given_policy_loss
+from tandem.parallel.world import World
+from tandem.text import one_line
+
+if TYPE_CHECKING:
+    from tandem.training.algorithm import AdvantagesOf
+
+
+def named_losses(rl: RLConfig, section: str) -> TokenLosses | None:
+    """The function that `loss_function` names; None if it names none.
+
+    Raises:
+        ConfigError: it leads nowhere.
+    """
+    if not rl.loss_function:
+        return None
+    return cast(TokenLosses, named_function(rl.loss_function, f"{section}.loss_function"))
+
+
+def named_advantages(rl: RLConfig, section: str) -> AdvantagesOf | None:
+    """The function that `advantage_function` names; None if it names none.
+
+    Raises:
+        ConfigError: it leads nowhere, or does not take one argument.
+    """
+    if not rl.advantage_function:
+        return None
+    knob = f"{section}.advantage_function"
+    function = named_function(rl.advantage_function, knob)
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"{knob} must take one argument, the experience; {rl.advantage_function} does not: "
+            f"{error}. Give its other parameters defaults."
+        ) from None
+    except ValueError:  # something without a signature, which the first call will tell of
+        pass
+    return cast("AdvantagesOf", function)
+
+
+def check_policy_functions(rl: RLConfig, section: str, world: World) -> None:
+    """Try the functions that a section names, on every rank.
+
+    Raises:
+        ConfigError: on every rank, one of them cannot be used on some.
+    """
+    problem = ""
+    try:
+        named_advantages(rl, section)
+        losses = named_losses(rl, section)
+        if losses is not None:
+            try_token_losses(losses, f"{section}.loss_function {rl.loss_function}")
+    except ConfigError as error:
+        problem = str(error)
+    problems = world.all_gather_object(problem)
+    if first := next(filter(None, problems), ""):
+        raise ConfigError(first)
+
+
+def try_token_losses(token_losses: TokenLosses, name: str) -> None:
+    """Call a loss on a few made-up answers.
+
+    Raises:
+        ConfigError: it fails, gives no loss per token, changes what it was given, or lets one
+            answer's loss depend on another's, so that micro-batches would change the gradient.
+    """
+    together = _tried(token_losses, name, slice(None))
+    alone = torch.cat([_tried(token_losses, name, slice(row, row + 1)) for row in range(2)])
+    if not torch.allclose(together, alone, rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise ConfigError(
+            f"{name} must give an answer the same loss whatever other answers come with it, as "
+            f"updates are split over micro-batches and ranks; got {together.tolist()} for two "
+            f"answers at once, {alone.tolist()} one by one. Use nothing that sums over answers, "
+            "such as a mean over all tokens."
+        )
+
+
+def _tried(token_losses: TokenLosses, name: str, rows: slice) -> Tensor:
+    """The loss of each of some made-up answers, (rows,)."""
+    mask = torch.tensor([[True, True, True, True], [True, True, False, False]])[rows]
+    old = torch.tensor([[-1.0, -0.4, -2.3, -0.1], [-3.0, -0.7, 0.0, 0.0]])[rows]
+    moved = torch.tensor([[0.1, -0.3, 0.0, 0.02], [-0.2, 0.4, 0.0, 0.0]])[rows]
+    advantages = torch.tensor([[1.5, 1.5, -0.5, 0.2], [-1.0, -1.0, 0.0, 0.0]])[rows]
+    given = [old + moved, old, advantages, mask]
+    before = [tensor.clone() for tensor in given]
+    given[0].requires_grad_()
+    losses = []
+
+    def one_by_one(*arguments: Tensor) -> Tensor:
+        found = token_losses(*arguments)
+        losses.append(found)
+        return found
+
+    try:
+        given_policy_loss(*given, token_losses=one_by_one).loss.backward()
+    # Whatever a user's function does is told to them in one line.
+    except Exception as error:
+        told = str(error) if isinstance(error, TandemError) else (
+            f"{type(error).__name__}: {one_line(error)}. Fix it (--debug shows where)."
+        )  # fmt: skip
+        raise ConfigError(f"{name} could not be used on two made-up answers: {told}") from error
+    if any(not torch.equal(a, b) for a, b in zip(given, before, strict=True)):
+        raise ConfigError(
+            f"{name} must leave its arguments as they are, which later updates read again; it "
+            "changed one in place. Write x = x * y for x *= y."
+        )
+    return losses[0].detach().masked_fill(~mask, 0.0).sum(dim=1)
