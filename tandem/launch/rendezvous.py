@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -34,6 +38,10 @@ LOOPBACK = "127.0.0.1"
 _RUN_ID = "tandem"
 _RANKS_STORE = "tandem/ranks-store"
 _LEFT = "tandem/left"
+_COME = "tandem/come"
+_JOB = "tandem/job"
+_ANSWER_SECONDS = 20.0
+_CONNECTING = "connecting to the launchers' store"
 _LEAVE_SECONDS = 5.0
 _SIOCGIFADDR = 0x8915
 
@@ -85,14 +93,27 @@ class ManyNodes(DynamicRendezvousHandler):
 
     @classmethod
     def at(
-        cls, host: str, port: int, num_nodes: int, local_addr: str, join_seconds: float
+        cls,
+        host: str,
+        port: int,
+        num_nodes: int,
+        local_addr: str,
+        join_seconds: float,
+        print_line: Callable[[str], None],
     ) -> ManyNodes:
         """Keeps the launchers' store if (host, port) is this machine's and free, else connects.
 
         Raises:
-            ConfigError: there is no store at that address.
+            ConfigError: there is no store at that address, or it is another run's.
         """
         store, is_keeper = _launchers_store(host, port, join_seconds)
+        _require_same_run(store, f"{host}:{port}", num_nodes)
+        come = store.add(_COME, 1)
+        if come > num_nodes:
+            print_line(
+                f"this is launcher {come} at a meeting of {num_nodes} nodes; it waits until one of "
+                "the others is gone"
+            )
         meeting: ManyNodes = cls.from_backend(
             run_id=_RUN_ID,
             store=store,
@@ -217,14 +238,72 @@ def _launchers_store(host: str, port: int, seconds: float) -> tuple[Store, bool]
                 f"--rdzv must be HOST:PORT of one of the nodes; got {host}:{port} "
                 f"({error.strerror or error}). Use an address that all nodes know."
             ) from None
-    try:
-        return _client(host, port, seconds), False
-    except RuntimeError:
+    return _found_store(host, port, seconds), False
+
+
+def _found_store(host: str, port: int, seconds: float) -> TCPStore:
+    """The store that another launcher keeps, which may begin to listen later.
+
+    Raises:
+        ConfigError: nothing listens there for that long, or another program does.
+    """
+    problem = f"--rdzv must be an address of one of the nodes, with a free port; got {host}:{port}"
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not _listens(host, port):
+            time.sleep(0.2)
+            continue
+        found: list[TCPStore] = []
+        # The connection to a program that never answers has no timeout of its own.
+        arguments = (host, port, seconds, found)
+        connecting = Thread(target=_connect, args=arguments, name=_CONNECTING, daemon=True)
+        connecting.start()
+        connecting.join(_ANSWER_SECONDS)
+        if found:
+            return found[0]
+        if connecting.is_alive():
+            raise ConfigError(
+                f"{problem}, where a program listens that is no launcher: it did not answer for "
+                f"{_ANSWER_SECONDS:.0f} s. Choose another port, the same on every node."
+            )
+    raise ConfigError(
+        f"{problem}, where no launcher answered for {seconds:.0f} s. Start the same command "
+        "there, or name another node."
+    )
+
+
+def _connect(host: str, port: int, seconds: float, found: list[TCPStore]) -> None:
+    with suppress(RuntimeError):  # it went away, or is none: whoever waits looks again
+        found.append(_client(host, port, seconds))
+
+
+def _listens(host: str, port: int) -> bool:
+    family, kind, protocol, _, target = _resolve(host, port)
+    with socket.socket(family, kind, protocol) as probe:
+        probe.settimeout(2.0)
+        return probe.connect_ex(target) == 0
+
+
+def _require_same_run(store: Store, where: str, num_nodes: int) -> None:
+    """Refuse to meet launchers of another command.
+
+    Raises:
+        ConfigError: they wait for another number of nodes, or are of another SLURM job.
+    """
+    job = os.environ.get("SLURM_JOB_ID", "")
+    theirs = store.compare_set(_JOB, "", f"{num_nodes} {job}").decode()
+    nodes, _, other = theirs.partition(" ")
+    if job and other and job != other:
         raise ConfigError(
-            f"--rdzv must be an address of one of the nodes, with a free port; got {host}:{port}, "
-            f"where no launcher answered for {seconds:.0f} s. Start the same command there, or "
-            "name another node."
-        ) from None
+            f"--rdzv must be a meeting of this job's nodes; got {where}, where SLURM job {other} "
+            f"meets, and this is job {job}. Choose another port."
+        )
+    if nodes != str(num_nodes):
+        raise ConfigError(
+            f"--num-nodes must be the same on every node; got {num_nodes} here and {nodes} where "
+            f"the nodes meet, {where}. Start the same command on each, or, for two runs at a time, "
+            "choose another port for one."
+        )
 
 
 def _client(address: str, port: int, seconds: float) -> TCPStore:

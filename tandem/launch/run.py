@@ -75,7 +75,7 @@ def launch(
 
     from tandem.launch.agent import Agent
 
-    meeting, local_addr = _meeting(options, join_seconds)
+    meeting, local_addr = _meeting(options, join_seconds, print_line)
     with TemporaryDirectory(prefix="tandem-launch-", ignore_cleanup_errors=True) as scratch:
         spec = WorkerSpec(
             role="rank",
@@ -100,7 +100,9 @@ def launch(
             return _run(agent, meeting, options, print_line)
 
 
-def _meeting(options: LaunchOptions, join_seconds: float) -> tuple[Meeting, str]:
+def _meeting(
+    options: LaunchOptions, join_seconds: float, print_line: Callable[[str], None]
+) -> tuple[Meeting, str]:
     """Where the ranks meet, and this machine's address there."""
     from tandem.launch import rendezvous
 
@@ -112,8 +114,10 @@ def _meeting(options: LaunchOptions, join_seconds: float) -> tuple[Meeting, str]
     host, port = options.rdzv
     local_addr = options.local_addr or rendezvous.address_towards(host, port)
     rendezvous.check_local(local_addr)
-    nodes = options.num_nodes
-    return rendezvous.ManyNodes.at(host, port, nodes, local_addr, join_seconds), local_addr
+    meeting = rendezvous.ManyNodes.at(
+        host, port, options.num_nodes, local_addr, join_seconds, print_line
+    )
+    return meeting, local_addr
 
 
 def _interfaces(local_addr: str) -> dict[str, str]:

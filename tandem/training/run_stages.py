@@ -42,6 +42,7 @@ from tandem.parallel.watchdog import note
 from tandem.parallel.world import World
 from tandem.rewards.scoring import named
 from tandem.text import counted
+from tandem.training.agreement import require_one_configuration
 from tandem.training.answer_records import shown_rows
 from tandem.training.callbacks import Callback, CallbackStop
 from tandem.training.compare import compare, is_compared
@@ -111,6 +112,7 @@ def train(
     check_config(config)
     keep_freed_memory()
     world = world or World(device=resolve_device(config.device))
+    require_one_configuration(config, world)
     world = find_folders(Path(config.output_dir), world)
     config, module = with_given(
         config,

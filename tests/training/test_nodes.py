@@ -158,7 +158,7 @@ def test_a_damaged_part_is_not_read(stopped: list[Path], config: RunConfig) -> N
 def test_nodes_must_have_the_same_rows_and_models(
     tmp_path: Path, nodes: list[Path], config: RunConfig, preferences: str
 ) -> None:
-    other = tmp_path / "other.jsonl"
+    other = tmp_path / Path(preferences).name
     other.write_text("\n".join(Path(preferences).read_text().splitlines()[:-2]) + "\n")
     for said in on_ranks(2, ran_on_other_data, config, nodes, str(other)):
         assert "data must be the same rows on every node; got others on" in said
@@ -227,3 +227,42 @@ def test_one_file_system_is_nothing_to_speak_of(tmp_path: Path) -> None:
     found = on_ranks(3, copied, [tmp_path], "")
     assert found == [([0], "")] * 3
     assert list(tmp_path.iterdir()) == []
+
+
+def ran_with(world: World, configs: Sequence[RunConfig]) -> str:
+    """What a run ends by whose ranks were started with these configurations."""
+    try:
+        ran(configs[world.rank], world)
+    except TandemError as error:
+        return str(error)
+    return "finished"
+
+
+def test_nodes_with_other_knobs_are_refused_before_anything_is_written(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    """Each rank would update its shard by its own learning rate, and one would be recorded."""
+    one = replace(config, output_dir=str(tmp_path / "run"))
+    for other, part in (
+        (replace(one, sft=replace(one.sft, learning_rate=5e-4)), "sft.learning_rate 0.001 on "),
+        (replace(one, stages=("sft",)), 'stages ["sft", "dpo"] on '),
+        (replace(one, parallel=stages(3, 1)), "parallel.critic_zero_stage 3 on "),
+        (replace(one, dtype="bf16", seed=7), "seed 1234 on "),
+    ):
+        said = on_ranks(2, ran_with, [one, other])
+        assert said[0] == said[1]
+        assert said[0].startswith(f"every node must have one configuration; got {part}"), said[0]
+        assert "(rank 1)" in said[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_nodes_may_keep_the_files_in_other_places(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    copied = shutil.copy(config.data[0], tmp_path / "b")
+    model = shutil.copytree(config.actor_model, tmp_path / "b" / Path(config.actor_model).name)
+    short = replace(config, stages=("sft",), output_dir=str(tmp_path / "a" / "run"))
+    other = replace(
+        short, data=(str(copied),), actor_model=str(model), output_dir=str(tmp_path / "b" / "run")
+    )
+    assert on_ranks(2, ran_with, [short, other]) == ["finished"] * 2
+    assert (tmp_path / "a/run/sft" / MANIFEST).is_file()

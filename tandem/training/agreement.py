@@ -1,0 +1,67 @@
+"""What the ranks of a run must have in common before they exchange a weight."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.config.load import config_knobs
+from tandem.config.schema import RunConfig
+from tandem.errors import ConfigError
+from tandem.parallel.world import World
+from tandem.text import counted, visible
+
+_SHOWN = 3
+"""Knobs that a message names."""
+
+
+def require_one_configuration(config: RunConfig, world: World) -> None:
+    """Refuse ranks that were started with different configurations. A collective.
+
+    Each rank updates its own shard: with another learning rate on one node a model would come out
+    that no configuration describes, and with another ZeRO stage the ranks would wait for each other
+    in different exchanges. Folders may differ from node to node, the names in them may not; the
+    output folder may be any.
+
+    Raises:
+        ConfigError: on every rank, another one has another value of a knob.
+    """
+    told = world.all_gather_object((socket.gethostname(), _values(config)))
+    host, first = told[0]
+    for rank, (other_host, values) in enumerate(told):
+        names = [name for name in first if values.get(name) != first[name]]
+        names += [name for name in values if name not in first]
+        if not names:
+            continue
+        shown = "; ".join(
+            f"{name} {_short(first, name)} on {host} (rank 0) and {_short(values, name)} on "
+            f"{other_host} (rank {rank})"
+            for name in names[:_SHOWN]
+        )
+        more = f"; and {counted(len(names) - _SHOWN, 'knob')} more" if names[_SHOWN:] else ""
+        raise ConfigError(
+            f"every node must have one configuration; got {shown}{more}. Start the same command "
+            "with the same --config file on each."
+        )
+
+
+def _values(config: RunConfig) -> dict[str, str]:
+    """Every knob that must be the same, as text."""
+    values: dict[str, str] = {}
+    for name, knob in config_knobs():
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        if name == "output_dir":
+            continue
+        if knob.metadata.get("path"):
+            texts = [value] if isinstance(value, str) else value
+            value = [text.rstrip("/").rpartition("/")[2] for text in texts]
+        values[name] = json.dumps(value, default=str)
+    return values
+
+
+def _short(values: Mapping[str, str], name: str) -> str:
+    return visible(values.get(name, "nothing")[:60])
