@@ -194,6 +194,7 @@ def _read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _adapted_names(model: PreTrainedModel, tensors: dict[str, Tensor], folder: str) -> list[str]:
     """The layers that the weights' names refer to; every name must be known."""
     known = set(adaptable(model))
+    whole = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     endings = (".lora_A.weight", ".lora_B.weight")
     names: list[str] = []
     for key in tensors:
@@ -201,9 +202,16 @@ def _adapted_names(model: PreTrainedModel, tensors: dict[str, Tensor], folder: s
         if key.endswith(endings) and layer in known:
             names += [layer] if layer not in names else []
         elif not (scalar_head(model) is not None and key.startswith(f"{SCALAR_HEAD}.")):
+            is_whole = key in whole
             raise ModelError(
                 f"adapter {folder!r} must fit the linear layers of {model.config.model_type}; got "
-                f"weight {key!r}. Load it on the base model that it was trained on."
+                f"{'the whole ' if is_whole else ''}weight {key!r}. "
+                + (
+                    "PEFT's modules_to_save keeps such layers: merge it with PEFT "
+                    "(merge_and_unload, save_pretrained) and give the merged folder."
+                    if is_whole
+                    else "Load it on the base model that it was trained on."
+                )
             )
     if not names:
         raise ModelError(f"adapter {folder!r} must adapt a layer; got no LoRA weights in it.")

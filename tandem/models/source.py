@@ -179,6 +179,16 @@ def read_adapter_config(source: Located) -> dict[str, Any] | None:
     return read_object(source.folder / ADAPTER_CONFIG)
 
 
+def whole_model(source: Located) -> Located:
+    """The model itself or, of an adapter's folder, the base that it names.
+
+    Raises:
+        ModelError: it is an adapter without a base (see `adapter_base`).
+    """
+    adapter = read_adapter_config(source)
+    return source if adapter is None else adapter_base(source, adapter)
+
+
 def adapter_base(source: Located, adapter: dict[str, Any]) -> Located:
     """The base model that an adapter folder names; a relative path may start at that folder.
 

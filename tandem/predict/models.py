@@ -22,12 +22,14 @@ def config_of(name: str) -> dict[str, Any]:
     """The content of a model's config.json.
 
     Args:
-        name: a folder, a hub name whose config is in the hub's cache, or a published size (with
-            or without "-Instruct" or "-Base").
+        name: a folder, of an adapter too, a hub name whose config is in the hub's cache, or a
+            published size (with or without "-Instruct" or "-Base").
     Raises:
         ModelError: it is none of these, or its config cannot be read.
     """
     folder = Path(name).expanduser()
+    if base := _base_of_adapter(folder):
+        return config_of(base)
     file = folder / "config.json" if folder.is_dir() else _cached(name)
     if file is None:
         known = _published().get(name.lower().removesuffix("-instruct").removesuffix("-base"))
@@ -46,6 +48,19 @@ def config_of(name: str) -> dict[str, Any]:
     if "num_hidden_layers" not in config and isinstance(config.get("text_config"), dict):
         config = {"model_type": config.get("model_type"), **config["text_config"]}
     return dict(config)
+
+
+def _base_of_adapter(folder: Path) -> str:
+    """The model that an adapter's folder is for; "" for any other folder."""
+    file = folder / "adapter_config.json"
+    if not file.is_file() or (folder / "config.json").is_file():
+        return ""
+    try:
+        name = json.loads(file.read_text("utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return ""  # told by the config that is missing
+    beside = folder / str(name)
+    return str(beside) if not Path(str(name)).is_dir() and beside.is_dir() else str(name or "")
 
 
 def shape_for(config: Mapping[str, Any], *, scalar: bool = False) -> Shape:

@@ -24,7 +24,7 @@ from tandem.models.eos import load_stop_ids
 from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer, open_decoder
 from tandem.models.lora import add_lora
 from tandem.models.scalar import load_scalar_model
-from tandem.models.source import Located, load_config, positions_in, read_adapter_config
+from tandem.models.source import Located, load_config, positions_in, whole_model
 from tandem.serve.place import Place, put
 from tandem.serve.sources import ModelSource
 from tandem.serve.token_bytes import TokenBytes
@@ -191,9 +191,7 @@ def positions_of(source: ModelSource, settings: LoadSettings) -> int | None:
     name, and where the config cannot be read, which is told when the model is loaded."""
     located = Located(str(Path(source.base or source.path).expanduser()))
     try:
-        adapter = read_adapter_config(located)
-        if adapter is not None:
-            located = Located(str(adapter.get("base_model_name_or_path")))
+        located = whole_model(located)
         if located.folder is None:
             return None
         return positions_in(load_config(located, trust_remote_code=settings.trust_remote_code))
