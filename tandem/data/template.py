@@ -11,28 +11,13 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.control import ControlTokens
+from tandem.data.default_template import DEFAULT_TEMPLATE
 from tandem.data.excerpt import excerpt
 from tandem.data.template_call import TemplateCall
 from tandem.data.template_limits import deadline, require_bounded
 from tandem.errors import DataError, ModelError
 from tandem.types import Message
 
-# For tokenizers without a chat template: "Human: hi\n\nAssistant: yo" + EOS, turns apart by a
-# blank line, a system text first. PREFIX becomes what the tokenizer puts before a text (its BOS).
-# `generation` marks what the assistant writes for trainers that ask Hugging Face for a mask of it.
-_DEFAULT_TEMPLATE = """\
-{{- PREFIX }}
-{%- for message in messages %}
-    {%- if not loop.first %}{{- '\\n\\n' }}{%- endif %}
-    {%- if message.role in ['system', 'developer'] %}{{- message.content }}
-    {%- elif message.role == 'assistant' %}{{- 'Assistant: ' -}}
-        {% generation %}{{- message.content + eos_token }}{% endgeneration %}
-    {%- else %}
-        {{- {'user': 'Human: ', 'tool': 'Tool: '}[message.role] + message.content }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '\\n\\nAssistant:' }}{%- endif %}
-"""
 _PROBE = "Qz7probe"
 _FRAME = 100_000
 """Characters that a template may write of its own for a conversation, and for each of its turns."""
@@ -91,7 +76,7 @@ class ChatTemplate:
             self.source: str = tokenizer.get_chat_template()
             self._name = f"chat template of tokenizer {tokenizer.name_or_path!r}"
         else:
-            self.source = _DEFAULT_TEMPLATE.replace("PREFIX", json.dumps(prefix))
+            self.source = DEFAULT_TEMPLATE.replace("PREFIX", json.dumps(prefix))
             self._name = "default chat template"
         self._control = control
         self._own_controls: Callable[[tuple[Message, ...], bool], list[int]]

@@ -17,10 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.errors import ModelError
 from tandem.process import lower_limit
+
+if TYPE_CHECKING:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _CPU_SECONDS = 10
 _MEMORY_BYTES = 2**30
@@ -66,37 +69,12 @@ def _excess(source: str) -> str:
 
 
 def try_template(cpu_seconds: int, memory_bytes: int) -> None:
-    """Render conversations of 1 to 8 turns with the template on stdin, within the limits.
-
-    The environment is that of transformers, as far as the limits depend on it.
-    """
-    from jinja2 import TemplateError, ext, nodes
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(ext.Extension):
-        """The `generation` tag around the assistant's words."""
-
-        tags = {"generation"}  # noqa: RUF012, jinja's own
-
-        def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
-            """Its body."""
-            next(parser.stream)
-            body: list[nodes.Node] = parser.parse_statements(
-                ("name:endgeneration",), drop_needle=True
-            )
-            return body
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
+    """Render conversations of 1 to 8 turns with the template on stdin, within the limits."""
     source = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
     lower_limit(resource.RLIMIT_CORE, 0)
     lower_limit(resource.RLIMIT_AS, memory_bytes)
     lower_limit(resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1)
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
-    )
-    environment.globals.update(raise_exception=raise_exception, strftime_now=str)
+    environment = sandbox()
     roles = ("user", "assistant") * _TRIED
     try:
         template = environment.from_string(source)
@@ -121,6 +99,37 @@ def try_template(cpu_seconds: int, memory_bytes: int) -> None:
             except Exception:  # refusing turns is fine
                 continue
     sys.stdout.write("bounded")
+
+
+def sandbox() -> ImmutableSandboxedEnvironment:
+    """Where a template is rendered.
+
+    The environment is that of transformers, as far as the limits depend on it.
+    """
+    from jinja2 import TemplateError, ext, nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(ext.Extension):
+        """The `generation` tag around the assistant's words."""
+
+        tags = {"generation"}  # noqa: RUF012, jinja's own
+
+        def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
+            """Its body."""
+            next(parser.stream)
+            body: list[nodes.Node] = parser.parse_statements(
+                ("name:endgeneration",), drop_needle=True
+            )
+            return body
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+    )
+    environment.globals.update(raise_exception=raise_exception, strftime_now=str)
+    return environment
 
 
 class _OvertimeError(BaseException):

@@ -1,13 +1,13 @@
 """How long a run's rows are, read off its data with its tokenizer, before torch is imported.
 
-Of many rows, evenly spaced ones are taken, and a sample of these is tokenized. The turns' frame
-(the chat template) is not rendered: a frame of a few tokens per turn stands for it, so lengths are
-within a few tokens of the run's own.
+Of many rows, evenly spaced ones are taken, and a sample of these is rendered by the model's chat
+template and tokenized. An answer is its text and one token that ends it, so lengths are within a
+token or two of the run's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,14 @@ from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import Stage, in_order
 from tandem.data.dataset import Dataset, load_data, load_text
 from tandem.data.sampled import sampled
+from tandem.plan.prompt_frame import Count, PromptFrame
 from tandem.predict.rows import Rows, rows_of
 from tandem.text import counted
 from tandem.types import Sample
 
 SAMPLED = 256
 """Rows of each share that are tokenized."""
-_FRAME_TOKENS = 4
-"""Tokens that a chat template adds per turn."""
 _CHARACTERS_PER_TOKEN = 4.0
-Count = Callable[[str], int]
 
 
 def rows_by_stage(config: RunConfig, model: str) -> dict[str, Rows]:
@@ -39,7 +37,8 @@ def rows_by_stage(config: RunConfig, model: str) -> dict[str, Rows]:
     stages = in_order(config.stages)
     if not config.data and not config.sft_data:
         return {stage.name: longest_rows(config, stage) for stage in stages}
-    count, how = _counter(model)
+    count, before, how = _counter(model)
+    frame = PromptFrame(Path(model).expanduser(), count, before)
     read, every = sampled((*config.data, *config.sft_data))
     data = load_data(
         config.dataset, config.data, config.sft_data, seed=config.seed, stages=config.stages,
@@ -50,9 +49,11 @@ def rows_by_stage(config: RunConfig, model: str) -> dict[str, Rows]:
         named = rl_section(config).ptx_data
         found = load_text(named, config.dataset, seed=config.seed, read=sampled(named)[0])
         texts = found.train
-        lengths = [sum(n for n, _ in _whole(s, count)) for s in _some(texts)]
+        lengths = [sum(n for n, _ in _whole(s, count, frame)) for s in _some(texts)]
         ptx = min(sum(lengths) / max(1, len(lengths)), config.dataset.max_tokens)
-    return {stage.name: _rows(config, stage, data, count, how, ptx, every) for stage in stages}
+    return {
+        stage.name: _rows(config, stage, data, count, frame, how, ptx, every) for stage in stages
+    }
 
 
 def longest_rows(config: RunConfig, stage: Stage) -> Rows:
@@ -77,6 +78,7 @@ def _rows(
     stage: Stage,
     data: Dataset,
     count: Count,
+    frame: PromptFrame,
     how: str,
     ptx: float,
     every: int,
@@ -86,11 +88,11 @@ def _rows(
     limit = config.dataset.max_tokens
     if stage.share == "prompts":
         limit = config.dataset.max_prompt_tokens
-        measured = [[(_prompt(s, count), 0)] for s in _some(samples)]
+        measured = [[(frame.tokens(s.prompt), 0)] for s in _some(samples)]
     elif stage.share == "texts":
-        measured = [_whole(s, count) for s in _some(samples)]
+        measured = [_whole(s, count, frame) for s in _some(samples)]
     else:
-        measured = [_pair(s, count) for s in _some(samples)]
+        measured = [_pair(s, count, frame) for s in _some(samples)]
         if stage.labelled:
             measured = [[one] for row in measured for one in row]
     kept = [row for row in measured if max(tokens for tokens, _ in row) <= limit]
@@ -113,34 +115,38 @@ def _some(samples: Sequence[Sample]) -> list[Sample]:
     return [samples[number * len(samples) // taken] for number in range(taken)]
 
 
-def _prompt(sample: Sample, count: Count) -> int:
-    return sum(count(turn.content) + _FRAME_TOKENS for turn in sample.prompt) + _FRAME_TOKENS
-
-
-def _whole(sample: Sample, count: Count) -> list[tuple[int, int]]:
+def _whole(sample: Sample, count: Count, frame: PromptFrame) -> list[tuple[int, int]]:
     if sample.text is not None:
         length = count(sample.text) + 1
         return [(length, length)]
     answer = count(sample.chosen or "") + 1
-    return [(_prompt(sample, count) + answer, answer)]
+    return [(frame.tokens(sample.prompt) + answer, answer)]
 
 
-def _pair(sample: Sample, count: Count) -> list[tuple[int, int]]:
-    prompt = _prompt(sample, count)
+def _pair(sample: Sample, count: Count, frame: PromptFrame) -> list[tuple[int, int]]:
+    prompt = frame.tokens(sample.prompt)
     texts = [text for _, text in sample.ranking] if len(sample.ranking) > 2 else None
     answers = texts or [t for t in (sample.chosen, sample.rejected) if t is not None]
     lengths = [count(text) + 1 for text in answers or [""]]
     return [(prompt + length, length) for length in lengths]
 
 
-def _counter(model: str) -> tuple[Count, str]:
-    """How to count a text's tokens, and a word on it."""
+def _counter(model: str) -> tuple[Count, int | None, str]:
+    """How to count a text's tokens, how many more a tokenizer puts before a text (None without
+    one), and a word on it."""
     file = Path(model).expanduser() / "tokenizer.json"
     if model and file.is_file():
         from tokenizers import Tokenizer
 
         tokenizer: Any = Tokenizer.from_file(str(file))
-        return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids), (
-            "a sample tokenized"
-        )
-    return lambda text: round(len(text) / _CHARACTERS_PER_TOKEN), "four characters a token"
+
+        def count(text: str) -> int:
+            return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+        before = len(tokenizer.encode("a", add_special_tokens=True).ids) - count("a")
+        return count, before, "a sample tokenized"
+    return (
+        lambda text: round(len(text) / _CHARACTERS_PER_TOKEN),
+        None,
+        "four characters a token",
+    )

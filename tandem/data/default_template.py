@@ -1,0 +1,18 @@
+"""The chat template of tokenizers that have none."""
+
+DEFAULT_TEMPLATE = """\
+{{- PREFIX }}
+{%- for message in messages %}
+    {%- if not loop.first %}{{- '\\n\\n' }}{%- endif %}
+    {%- if message.role in ['system', 'developer'] %}{{- message.content }}
+    {%- elif message.role == 'assistant' %}{{- 'Assistant: ' -}}
+        {% generation %}{{- message.content + eos_token }}{% endgeneration %}
+    {%- else %}
+        {{- {'user': 'Human: ', 'tool': 'Tool: '}[message.role] + message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '\\n\\nAssistant:' }}{%- endif %}
+"""
+"""Conversations as "Human: hi\\n\\nAssistant: yo" + EOS, turns apart by a blank line, a system text
+first. PREFIX becomes what the tokenizer puts before a text (its BOS). `generation` marks what the
+assistant writes for trainers that ask Hugging Face for a mask of it."""

@@ -1,0 +1,103 @@
+"""How many tokens a prompt has once a model's chat template has framed its turns, without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.data.default_template import DEFAULT_TEMPLATE
+from tandem.data.template_limits import deadline, require_bounded, sandbox
+from tandem.errors import ModelError
+from tandem.types import Message
+
+Count = Callable[[str], int]
+_FRAME_TOKENS = 4
+"""Tokens that a chat template adds per turn, where there is none to render."""
+
+
+class PromptFrame:
+    """A prompt's tokens as a run would render it.
+
+    The template is the model's, or the one that Tandem gives a tokenizer without. Where it cannot
+    be rendered, a few tokens per turn stand for it.
+    """
+
+    def __init__(self, folder: Path, count: Count, before: int | None) -> None:
+        """
+        Args:
+            folder: the model's; it need not exist.
+            count: tokens of a text.
+            before: tokens that the model's tokenizer puts before a text (its BOS); None: `count` is
+                not by that tokenizer, and a template's words are no measure.
+        """
+        self._count = count
+        self._before = 0
+        self._special: dict[str, str] = {}
+        self._template: Any = None
+        if before is not None:
+            settings = _settings(folder)
+            source = _source(folder, settings)
+            if not source:
+                source, self._before = DEFAULT_TEMPLATE.replace("PREFIX", "''"), before
+            self._special = _special_tokens(settings)
+            self._template = _compiled(source)
+
+    def tokens(self, prompt: Sequence[Message]) -> int:
+        """Tokens of a prompt, up to where the assistant begins."""
+        turns = [{"role": turn.role, "content": turn.content} for turn in prompt]
+        if self._template is not None:
+            # A template is a program that came with a model: it may raise or refuse anything.
+            try:
+                with deadline():
+                    return self._before + self._count(
+                        self._template.render(
+                            messages=turns, add_generation_prompt=True, tools=None, documents=None,
+                            **self._special,
+                        )
+                    )  # fmt: skip
+            except Exception:
+                pass
+        return sum(self._count(turn.content) + _FRAME_TOKENS for turn in prompt) + _FRAME_TOKENS
+
+
+def _compiled(source: str) -> Any:
+    try:
+        require_bounded(source, "the chat template")
+        return sandbox().from_string(source)
+    except ModelError:
+        return None
+    except Exception:  # jinja's; the run says what is wrong with it
+        return None
+
+
+def _settings(folder: Path) -> Mapping[str, Any]:
+    """What tokenizer_config.json says; nothing if there is none."""
+    try:
+        found = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _source(folder: Path, settings: Mapping[str, Any]) -> str:
+    """The model's own template; "" if it has none."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8", errors="replace")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several by name
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else ""
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token and the like, as a template names them; "" for those that there are not."""
+    found = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        token = settings.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        found[name] = content if isinstance(content, str) else ""
+    return found

@@ -1,0 +1,59 @@
+"""Lengths of rows before a run, against those that the run itself renders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.plan.lengths import rows_by_stage
+from tandem.training.stage_data import prepare_rows
+from tests.tiny import save_tiny_model, tiny_config, write_preferences
+
+CHATML = (
+    "{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}"
+    "{{ '[system]You are a helpful assistant, and say so at every opportunity.[end]\n' }}"
+    "{% endif %}"
+    "{{ '[' + message['role'] + ']' + message['content'] + eos_token + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "system"), [(CHATML, ""), (CHATML, "Be brief."), ("", "Be brief."), ("", "")]
+)
+def test_lengths_are_those_of_the_rows_that_a_run_trains_on(
+    template: str, system: str, tmp_path: Path
+) -> None:
+    model = Path(save_tiny_model(tmp_path / "model"))
+    if template:
+        (model / "chat_template.jinja").write_text(template)
+    data = write_preferences(tmp_path / "prefs.jsonl")
+    limits = {"max_tokens": 400, "max_prompt_tokens": 300, "system_prompt": system}
+    config = tiny_config(tmp_path / "run", str(model), data, dataset=limits)
+    rows = prepare_rows(config, str(model), str(model))
+    found = rows_by_stage(config, str(model))
+    prompts = [len(prompt) for prompt in rows.prompts]
+    texts = [len(row.token_ids) for row in rows.sft]
+    assert found["ppo"].count == len(prompts)
+    assert found["ppo"].tokens == pytest.approx(sum(prompts) / len(prompts), abs=1)
+    assert found["ppo"].longest == pytest.approx(max(prompts), abs=1)
+    assert found["sft"].tokens == pytest.approx(sum(texts) / len(texts), abs=2)
+
+
+def test_a_template_that_cannot_be_rendered_counts_a_few_tokens_a_turn(tmp_path: Path) -> None:
+    model = Path(save_tiny_model(tmp_path / "model"))
+    data = write_preferences(tmp_path / "prefs.jsonl")
+    config = tiny_config(tmp_path / "run", str(model), data)
+    found = []
+    for template in ("{{ raise_exception('no') }}", "{% broken", "{% for i in range(10**9) %}x"):
+        (model / "chat_template.jinja").write_text(template)
+        found.append(rows_by_stage(config, str(model))["ppo"].tokens)
+    assert len(set(found)) == 1
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "chat_template.jinja").unlink()
+    named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "no"}]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": named}))
+    assert rows_by_stage(config, str(model))["ppo"].tokens > found[0] + 10
