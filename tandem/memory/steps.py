@@ -159,6 +159,23 @@ def ppo_memory(
     )
 
 
+def answering_memory(
+    shape: Shape, layout: Layout, *, rows: int, prompt: int, new: int, packs: bool, slices: int = 1
+) -> Bytes:
+    """What a policy that only answers prompts needs beside the models of a stage.
+
+    Args:
+        layout: the trained policy's.
+        rows, prompt, new, packs, slices: as of `generation_bytes`.
+    """
+    frozen = _frozen(replace(layout, shares_base=False), on_host=False)
+    resting = role_memory(shape, frozen).resting
+    answering = generation_bytes(
+        shape, frozen, rows=rows, prompt=prompt, new=new, packs=packs, slices=slices
+    )
+    return {f"policy: {name}": size for name, size in resting.items()} | answering
+
+
 def _frozen(layout: Layout, on_host: bool) -> Layout:
     """The layout of a trained model's frozen copy."""
     adapters = layout.lora_rank if layout.shares_base else 0

@@ -7,8 +7,9 @@ from typing import Literal
 
 from tandem.config.stages import Family
 
-PHASES = ("generate", "score", "train", "evaluate", "save", "step")
-"""The timed parts of a step; `step` is the whole step and contains the others."""
+PHASES = ("generate", "score", "train", "evaluate", "save", "normalize", "step")
+"""The timed parts of a step; `step` is the whole step and contains the others, but for `normalize`,
+with which a reward model's stage ends."""
 
 REASONS = ("exception", "timeout", "memory", "died", "processes", "result")
 """Why a reward function has no score of an answer (tandem/rewards/calling.py)."""

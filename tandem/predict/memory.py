@@ -7,10 +7,10 @@ from functools import partial
 
 from tandem.config.engine import engine_settings
 from tandem.config.schema import RLConfig, RunConfig
-from tandem.config.stages import Stage
+from tandem.config.stages import Stage, leaving
 from tandem.memory.dimensions import Shape
 from tandem.memory.model import FLOAT, Bytes, Layout, MemoryPlan, layout_of, trained_parameters
-from tandem.memory.steps import PPOWork, ppo_memory, supervised_memory
+from tandem.memory.steps import PPOWork, answering_memory, ppo_memory, supervised_memory
 from tandem.memory.work import keeps_states, states_bytes
 from tandem.ops.sizes import SHARE_TO_PACK
 from tandem.predict.work import Work, has_reference, num_reward_models
@@ -45,6 +45,7 @@ def stage_memory(
 ) -> MemoryPlan:
     """What a stage needs per rank, by phase."""
     parallel = config.parallel
+    ending: dict[str, Bytes] = {}
     layout = partial(
         layout_of, engine_settings(config), ranks, on_cpu=device.on_cpu, half=device.half
     )
@@ -81,6 +82,9 @@ def stage_memory(
         plan = of_tokens(tokens=micro, answered=round(micro * share), later=later)
         tried = of_tokens(tokens=largest, answered=round(largest * share), later=none_later)
         layouts = [(shape, placed)]
+        if scalar and answers_are_scored(config):
+            policy = layout(parallel.actor_zero_stage)
+            ending = {"normalize": _normalizing(config, models, work, device, policy, ranks)}
     rehearsal = {f"rehearse{name[5:]}": size for name, size in tried.phases.items()
                  if name.startswith("train")}  # fmt: skip
     saved: dict[str, Bytes] = {"save": {}}
@@ -88,7 +92,29 @@ def stage_memory(
         # The next step runs while the copy is written.
         copied = {"copy to write": _saved(layouts)}
         saved = {f"save beside {name}": size | copied for name, size in plan.phases.items()}
-    return replace(plan, phases={**rehearsal, **plan.phases, **saved})
+    return replace(plan, phases={**rehearsal, **plan.phases, **saved, **ending})
+
+
+def answers_are_scored(config: RunConfig) -> bool:
+    """Whether a reward model's stage ends with the scores of a policy's answers."""
+    has_policy = bool(config.actor_model) or bool(leaving(config.stages, "policy"))
+    return config.reward.normalize_prompts > 0 and has_policy
+
+
+def _normalizing(
+    config: RunConfig, models: Models, work: Work, device: Device, policy: Layout, ranks: int
+) -> Bytes:
+    """What the policy whose answers are scored needs beside the reward model."""
+    rows = -(-config.reward.normalize_prompts // ranks)
+    return answering_memory(
+        models.policy,
+        policy,
+        rows=min(config.generation_batch_size, rows),
+        prompt=min(config.dataset.max_prompt_tokens, work.longest),
+        new=config.sampling.max_new_tokens,
+        packs=decodes_packed(config, models, device),
+        slices=config.parallel.inference_tp_size,
+    )
 
 
 def saves(config: RunConfig, work: Work) -> bool:

@@ -234,7 +234,8 @@ def _with_memory(
     known = constants(hardware.kind, hardware.name)
     beside = hardware.process + known.imports + known.step + (known.per_rank if ranks > 1 else 0.0)
     beside += known.row * num_rows
-    names = {name: _of_phase(name, memory) for name in ("load", "rehearse", *times)}
+    in_order = ("load", "rehearse", *times, "normalize")
+    names = {name: _of_phase(name, memory) for name in in_order}
     found: dict[str, Phase] = {}
     kept = 0.0
     for name, instants in names.items():

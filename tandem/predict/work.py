@@ -27,7 +27,8 @@ class Work:
     the same answers included. micro_batches: of all updates. micro_tokens: of the largest; later:
     of the largest that adds to an earlier one's gradients (RL: not counted). rehearsed: of the
     largest that the rehearsal before the first step tries. rows: answers sampled, at_once in
-    parallel. prompt, longest_prompt, new: their tokens. ptx: tokens of texts mixed in, per update.
+    parallel. prompt, longest_prompt, new: their tokens. longest: tokens of the longest sequence of
+    a row (RL: not counted). ptx: tokens of texts mixed in, per update.
     """
 
     steps: int = 0
@@ -45,6 +46,7 @@ class Work:
     at_once: int = 0
     prompt: float = 0.0
     longest_prompt: int = 0
+    longest: int = 0
     new: int = 0
     ptx: float = 0.0
 
@@ -84,6 +86,7 @@ def work_of(config: RunConfig, stage: Stage, ranks: int, rows: Rows) -> Work:
         micro_tokens=micro_tokens,
         later=round(_later(share, cost, dearest, limit) * micro_tokens),
         rehearsed=fits * width,
+        longest=rows.longest,
     )
 
 

@@ -78,7 +78,11 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         tokenizer = with_template(rows.reward_tokenizer, rows.reward_renderer)
         save_anywhere(model, tokenizer, folder, masters, config.save_dtype)
 
-    return trainer.job(save, lambda evaluation: evaluation | normalize(run, scorer, rows))
+    def complete(evaluation: dict[str, float]) -> dict[str, float]:
+        with trainer.phases("normalize"):
+            return evaluation | normalize(run, scorer, rows)
+
+    return trainer.job(save, complete)
 
 
 @dataclass(frozen=True, slots=True)

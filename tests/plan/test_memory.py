@@ -239,7 +239,7 @@ def test_a_run_is_read_off_its_knobs() -> None:
     assert ratio == pytest.approx(1 / 4)
     assert split.resting["reference: weights"] * 4 == plain.resting["reference: weights"]
     reward = plan_memory(_config(), "reward", llama)
-    assert reward.phases.keys() == {"train"}
+    assert reward.phases.keys() == {"train", "normalize"}
     with pytest.raises(ConfigError, match=r"stage must be one of sft, .*; got 'rl'"):
         plan_memory(_config(), "rl", llama)
 

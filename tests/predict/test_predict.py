@@ -137,6 +137,24 @@ def test_steps_totals_price_and_disk() -> None:
     assert trained.reserved > trained.peak  # live and reserved apart
 
 
+def test_a_reward_models_scores_are_normalized_beside_the_policy_that_answers() -> None:
+    """The policy comes to memory after the last step, when the optimizer's states are there too."""
+    knobs = {"on_cpu": True, "rows": LONGER, "actor_model": "x", "sampling__max_new_tokens": 64}
+    with_answers = predicted("reward", reward__normalize_prompts=32, **knobs)
+    without = predicted("reward", reward__normalize_prompts=0, **knobs)
+    assert "normalize" not in without.phases
+    assert "normalize" not in predicted("reward", on_cpu=True).phases, "there is no policy"
+    resting = sum(without.phases["train"].live.get(n, 0.0) for n in ("weights", "AdamW"))
+    policy = models_of().policy
+    live = with_answers.phases["normalize"].live
+    assert live["weights"] + live["AdamW"] == pytest.approx(resting + 4 * policy.parameters)
+    assert live["packed weights"] == pytest.approx(4 * policy.linear_weights, rel=0.2)
+    more = predicted("reward", reward__normalize_prompts=64, **knobs).phases["normalize"].live
+    assert more["KV memory"] == 2 * live["KV memory"]
+    half = predicted("reward", reward__normalize_prompts=32, dtype="bf16", **knobs)
+    assert half.phases["normalize"].live["packed weights"] == live["packed weights"] / 2
+
+
 def test_several_ranks_are_larger_each_and_a_critic_costs() -> None:
     one, two = predicted(on_cpu=True), predicted(on_cpu=True, ranks=2, **ZERO[0])
     assert two.phases["load"].reserved > one.phases["load"].reserved
