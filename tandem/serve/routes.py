@@ -41,7 +41,7 @@ class Api:
         self._service = service
 
     def routes(self) -> list[Route]:
-        """All routes, each also without the version, as some clients are told a base URL."""
+        """All routes, each also without the version: some clients are told a base URL without."""
         posts = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._complete,
@@ -56,12 +56,13 @@ class Api:
             "/metrics": self._metrics,
             "/openapi.json": self._openapi,
         }
+        described = posts.keys() | gets.keys()
+        handlers = [("POST", path, self._posted(path, run)) for path, run in posts.items()]
+        handlers += [("GET", path, run) for path, run in gets.items()]
         return [
-            *(
-                Route(path, self._posted(path, run), methods=["POST"])
-                for path, run in posts.items()
-            ),
-            *(Route(path, handler, methods=["GET"]) for path, handler in gets.items()),
+            Route(place, handler, methods=[method], include_in_schema=place in described)
+            for method, path, handler in handlers
+            for place in dict.fromkeys((path, path.removeprefix("/v1")))
         ]
 
     def _posted(
@@ -228,6 +229,8 @@ class Api:
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
+        if not name:  # /v1/models/
+            return await self._models(request)
         scorer = self._service.offer.reward_model
         if scorer is None or name != scorer.name:
             name = self._service.source_of(name).name

@@ -176,7 +176,8 @@ class CompletionShape(_Common):
         ids += [entry.token_id for entry in new]
         entries += new
         known = [*prompt, *(entry.token_id for entry in choice.logprobs)]
-        offsets = self._tokens.offsets(known)
+        text = (choice.prompt.text if choice.echoed else "") + choice.text
+        offsets = self._tokens.offsets(known, text)
         start = 0 if with_echo else len(before)
         return {
             "tokens": [self._tokens.name(token) for token in ids],

@@ -44,13 +44,22 @@ class TokenBytes:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def offsets(self, token_ids: Sequence[int], start: int = 0) -> list[int]:
-        """Where in the text each token begins, in characters from `start`."""
+    def offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Where in their text each token begins, in characters.
+
+        A control token that the text does not show has no width, and neither has the space before
+        a text's first word that SentencePiece puts there and decoding takes away.
+        """
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        offsets = []
+        offsets, place = [], 0
         for token_id in token_ids:
-            offsets.append(start)
-            start += len(decoder.decode(self.of(token_id)))
+            offsets.append(place)
+            written = decoder.decode(self.of(token_id))
+            if token_id in self._added and not text.startswith(written, place):
+                continue
+            if place == 0 and written.startswith(" ") and not text.startswith(" "):
+                written = written[1:]
+            place += len(written)
         return offsets
 
     def _bytes(self, token_id: int) -> bytes:

@@ -14,9 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from tandem.generation.streaming import Conversations
 from tandem.serve.server import _printable
+from tandem.serve.token_bytes import TokenBytes
 from tests.serve.serving import TestClient, ask, events
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -244,3 +247,27 @@ def test_log_lines_are_one_printable_line_each() -> None:
     assert "\r" not in line
     assert "\x1b" not in line
     assert "\u202e" not in line
+
+
+def test_offsets_are_in_the_text_that_is_shown() -> None:
+    """A control token and SentencePiece's first space are among the tokens and not in the text."""
+    words = {"<s>": 0, "\u2581Once": 1, "\u2581upon": 2, "\u2581a": 3, "<0xC3>": 4, "<0xA9>": 5}
+    backend = Tokenizer(models.BPE(words, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    token_bytes, ids = TokenBytes(tokenizer), [0, 1, 2, 3, 4, 5, 3]
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert text == "Once upon a\u00e9 a"
+    assert token_bytes.offsets(ids, text) == [0, 0, 4, 9, 11, 11, 12]
+    assert token_bytes.offsets(ids[2:], " upon a\u00e9 a") == [0, 5, 7, 7, 8]
+    assert token_bytes.offsets([0, 1], "<s> Once") == [0, 3]
+
+
+def test_routes_are_there_without_the_version(client: TestClient) -> None:
+    assert client.get("/models").json()["data"] == client.get("/v1/models/").json()["data"]
+    body = {"prompt": "One", "max_tokens": 2, "seed": 1}
+    answers = [client.post(path, json=body).json() for path in ("/v1/completions", "/completions")]
+    assert answers[0]["choices"] == answers[1]["choices"]
