@@ -43,6 +43,9 @@ class DPOConfig(SupervisedConfig):
     0.1 for cdpo and robust, none for sigmoid."""
     simpo_gamma: float = knob(1.0, ge=0)
     """SimPO's target margin between the rewards, half of its beta in the paper."""
+    sft_coef: float = knob(0.0, ge=0)
+    """Weight of the chosen answer's negative log-prob, a mean per token, added to each pair's loss
+    (RPO, arXiv:2404.19733, has 1): it keeps the chosen answers likely. For any loss but orpo."""
     ipo_logprobs: Literal["mean", "sum"] = knob("mean")
     """IPO's log-ratios per token (as its authors advise, and as in TRL) or summed over the
     answer (as in OpenRLHF)."""
@@ -88,6 +91,11 @@ def preference_problems(dpo: DPOConfig) -> Iterator[str]:
         "simpo_gamma": ("simpo",),
         "ipo_logprobs": ("ipo",),
     }
+    if dpo.loss == "orpo" and dpo.sft_coef > 0:
+        yield (
+            f"dpo.sft_coef must be 0 with dpo.loss orpo, which has the term; got {dpo.sft_coef:g}. "
+            "Remove it, or set dpo.beta, which weighs the other one"
+        )
     for name, losses in read_by.items():
         value = getattr(dpo, name)
         if value != getattr(defaults, name) and dpo.loss not in losses:

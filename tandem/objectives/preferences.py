@@ -6,7 +6,7 @@ docs/preferences.md has the formulas side by side with the names that other trai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -69,8 +69,9 @@ def pair_loss(
     label_smoothing: float = 0.0,
     gamma: float = 0.0,
     average: bool = True,
+    sft_coef: float = 0.0,
 ) -> PairLoss:
-    """A preference loss by name. Denominator: pairs.
+    """A preference loss by name, with -p_chosen times `sft_coef` added. Denominator: pairs.
 
         d = log-ratio(chosen) - log-ratio(rejected), summed over each answer; p = mean log-prob
         sigmoid  -(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d)   arXiv:2305.18290 eq. 7
@@ -84,10 +85,22 @@ def pair_loss(
     Args:
         beta: of orpo the weight lambda. label_smoothing: e, in [0, 0.5).
         gamma: simpo's target margin. average: ipo's log-ratios are means over tokens.
+        sft_coef: of the term that imitates the chosen answer (arXiv:2404.19733 eq. 1, per token of
+            the answer).
     A tie counts as half a win.
     """
     if name in ("sigmoid", "cdpo", "robust", "ipo"):
-        return _against_reference(name, chosen, rejected, beta, label_smoothing, average)
+        found = _against_reference(name, chosen, rejected, beta, label_smoothing, average)
+    else:
+        found = _without_reference(name, chosen, rejected, beta, gamma)
+    if sft_coef:
+        found = replace(found, loss=found.loss - sft_coef * chosen.mean.sum())
+    return found
+
+
+def _without_reference(
+    name: PairLossName, chosen: AnswerLogprobs, rejected: AnswerLogprobs, beta: float, gamma: float
+) -> PairLoss:
     chosen_reward, rejected_reward = beta * chosen.mean, beta * rejected.mean
     if name == "simpo":
         losses = -F.logsigmoid(chosen_reward - rejected_reward - gamma)

@@ -51,6 +51,8 @@ def describe_loss(settings: DPOConfig) -> str:
         parts.append(f"gamma {settings.simpo_gamma:g}")
     if settings.loss == "ipo":
         parts.append(f"log-ratios {settings.ipo_logprobs} over the answer")
+    if settings.sft_coef:
+        parts.append(f"SFT term {settings.sft_coef:g} (per token of the chosen answer)")
     parts.append("against the reference" if settings.needs_reference else "no reference is loaded")
     return ", ".join(parts)
 
@@ -67,6 +69,7 @@ def loss_of_pairs(
         label_smoothing=settings.effective_smoothing,
         gamma=settings.simpo_gamma,
         average=settings.ipo_logprobs == "mean",
+        sft_coef=settings.sft_coef,
     )
 
 

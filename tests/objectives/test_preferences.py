@@ -68,13 +68,18 @@ def slow(
     st.floats(0.05, 2.5),
     st.floats(0, 0.4),
     st.floats(0, 2),
+    st.floats(0, 2),
 )
 def test_a_loss_by_name_equals_a_slow_loop(
-    name: PairLossName, seed: int, beta: float, e: float, gamma: float
+    name: PairLossName, seed: int, beta: float, e: float, gamma: float, sft: float
 ) -> None:
     chosen, rejected = side(seed), side(seed + 1)
-    found = pair_loss(name, chosen, rejected, beta=beta, label_smoothing=e, gamma=gamma)
+    found = pair_loss(
+        name, chosen, rejected, beta=beta, label_smoothing=e, gamma=gamma, sft_coef=sft
+    )
     expected = slow(name, chosen, rejected, beta, e, gamma)
+    for total, tokens in zip(chosen.total.tolist(), chosen.tokens.tolist(), strict=True):
+        expected += sft * -total / tokens
     assert found.loss.item() == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 

@@ -313,6 +313,21 @@ def test_a_knob_that_the_loss_does_not_read_is_refused(tmp_path: Path) -> None:
             check_config(replace(config, dpo=dpo))
 
 
+def test_an_sft_term_adds_the_chosen_answers_mean_log_prob(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    """Before the first update DPO's own loss is log 2."""
+    lines: list[str] = []
+    more = {"dpo__sft_coef": 0.5, "dpo__max_steps": 1}
+    ran(config_of(tmp_path / "run", tiny_model, preferences, "dpo", **more), lines=lines)
+    assert any("SFT term 0.5" in line for line in lines)
+    first = next(r["values"] for r in records(tmp_path / "run") if "loss" in r["values"])
+    assert first["loss"] == pytest.approx(math.log(2) - 0.5 * first["logprob_chosen"], rel=1e-5)
+    config = RunConfig()
+    with pytest.raises(ConfigError, match=r"dpo\.sft_coef must be 0 with dpo.loss orpo"):
+        check_config(replace(config, dpo=replace(config.dpo, loss="orpo", sft_coef=1.0)))
+
+
 def test_best_of_n_is_the_mean_over_all_subsets() -> None:
     scores = torch.tensor([[1.0, 5.0, 2.0, 4.0, 3.0, 0.5], [0.0, -1.0, 7.0, 2.0, 2.0, 1.0]])
     points = best_of_n(scores)
