@@ -41,10 +41,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation: who speaks, and the text."""
+    """One turn of a conversation: who speaks, and the text.
+
+    learned: whether SFT may learn it, if the assistant speaks; otherwise it is only shown.
+    """
 
     role: Role
     content: str
+    learned: bool = True
 
 
 @dataclass(frozen=True, slots=True)

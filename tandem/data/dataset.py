@@ -42,6 +42,7 @@ class ReadRow:
     """A usable row before it has a place: its sample, its keys, and its data set.
 
     key: `split.split_key`; content: `split.content_key`. sft_only: it is from `sft_data`.
+    label_column: the column that calls its answer good or bad, or "".
     """
 
     sample: Sample
@@ -49,6 +50,7 @@ class ReadRow:
     content: bytes
     spec: DataSpec
     sft_only: bool
+    label_column: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,9 @@ def load_text(
     text = TextData([], [], ledger)
     for row in read_all(config, specs, (), ledger, seed=seed, read=read):
         account = ledger.datasets[row.spec.name]
-        if row.sample.text is None and row.sample.chosen is None:
+        if row.sample.label is False:
+            account.leave(f"answer labelled bad (column {row.label_column}): not imitated")
+        elif row.sample.text is None and row.sample.chosen is None:
             account.leave("no text and no answer: not for mixture training")
         elif split.place_of(row.key) == "heldout":
             text.heldout.append(row.sample)
@@ -179,14 +183,15 @@ def read_all(
         digest = hashlib.sha256()
         for shaped in _samples(spec, config, columns, account, found, read):
             account.shapes[shaped.shape] += 1
-            if shaped.note:
-                account.notes[shaped.note] += 1
+            account.notes.update(shaped.notes)
             sample = _with_system(shaped.sample, config.system_prompt)
             content = content_key(sample)
             digest.update(content)
             digest.update(repr(sample.columns).encode(errors="surrogatepass"))
             if sample.label is not None or sample.ranking:
                 digest.update(repr((sample.label, sample.ranking)).encode(errors="surrogatepass"))
+            if unlearned := [i for i, turn in enumerate(sample.prompt) if not turn.learned]:
+                digest.update(repr(unlearned).encode())
             account.duplicates += content in seen
             key = split_key(sample, seed)
             # Few rows begin as an earlier one does; the others need no second key.
@@ -196,7 +201,8 @@ def read_all(
                     account.notes[_CONTRADICTS] += 1
             seen.add(content)
             openings.add(key)
-            rows.append(ReadRow(sample, key, content, spec, sft_only=number >= len(data)))
+            sft_only = number >= len(data)
+            rows.append(ReadRow(sample, key, content, spec, sft_only, shaped.label_column))
         account.fingerprint = digest.hexdigest()
     if missing := sorted(set(columns.values()) - found):
         raise DataError(
@@ -222,7 +228,7 @@ def assign(
                 account.leave(f"prompt belongs to the share of {place}")
                 continue
             place = "texts"
-        if reason := _unfit(row.sample, place, labelled=labelled):
+        if reason := _unfit(row, place, labelled=labelled):
             account.leave(reason)
             continue
         times = 1 if place == "heldout" else copies(row.spec.weight, row.content, seed)
@@ -289,9 +295,10 @@ def _with_system(sample: Sample, system_prompt: str) -> Sample:
     return replace(sample, prompt=(Message("system", system_prompt), *sample.prompt))
 
 
-def _unfit(sample: Sample, place: Place, *, labelled: bool) -> str:
-    """Why `sample` cannot be used in `place`; "" if it can. `labelled`: a stage that runs trains on
+def _unfit(row: ReadRow, place: Place, *, labelled: bool) -> str:
+    """Why a row cannot be used in `place`; "" if it can. `labelled`: a stage that runs trains on
     single answers that are called good or bad."""
+    sample = row.sample
     if labelled and place == "pairs" and sample.label is not None:
         return ""
     if place == "heldout":
@@ -299,6 +306,8 @@ def _unfit(sample: Sample, place: Place, *, labelled: bool) -> str:
     share = f"in the share of {place}"
     if sample.text is not None:
         return "" if place == "texts" else f"plain text, {share}"
+    if place in ("texts", "pairs") and sample.label is False:
+        return f"answer labelled bad (column {row.label_column}), {share}"
     if place in ("texts", "pairs") and sample.chosen is None:
         return f"no answer to learn, {share}"
     if place == "pairs" and sample.rejected is None:

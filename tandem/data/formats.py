@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,8 +36,6 @@ _DEEPEST = 100
 """Levels within a row. Python's own limit depends on its version and on the call stack."""
 _NEST = f"nest at most {_DEEPEST} levels deep"
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
-_MESSAGE_LIST = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
-"""A cell with a list of messages, saved as text because CSV has no lists."""
 _PARQUET_ROWS = 64
 """Rows unpacked at a time, since dictionary encoding can expand enormously."""
 
@@ -124,7 +121,7 @@ def read_csv(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
             expected = f"have {len(header)} cells, one per column name"
             yield BadRow(source, "", f"{len(cells)} cells", expected)
         else:
-            yield _csv_row(dict(zip(header, cells, strict=True)), source)
+            yield RawRow(dict(zip(header, cells, strict=True)), source)
 
 
 def read_parquet(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
@@ -251,7 +248,9 @@ def _checked_row(value: Any, source: Source) -> RawRow | BadRow:
 
 
 # Columns whose value may be a list in a single row.
-_LIST_COLUMNS = {"messages", "conversations", "prompt", "completion", "chosen", "rejected"}
+_LIST_COLUMNS = {
+    *("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected")
+}
 
 
 def _row_list(value: Any, path: Path) -> list[Any]:
@@ -283,20 +282,6 @@ def _csv_lines(path: Path, dataset: str, bad: list[BadRow]) -> Iterator[str]:
             # Keep the quotes, so that the reader still finds the end of the row.
             text = raw.decode("utf-8", errors="replace").replace("\0", "?").rstrip("\r\n")
         yield text + "\n"
-
-
-def _csv_row(cells: dict[str, str], source: Source) -> RawRow | BadRow:
-    """The row with its message lists parsed as JSON; other notations cannot be used."""
-    row: dict[str, Any] = dict(cells)
-    for name, cell in cells.items():
-        if _MESSAGE_LIST.match(cell):
-            try:
-                row[name] = json.loads(cell)
-            except (ValueError, RecursionError):
-                found = f"a list of messages as Python prints it ({excerpt(cell, 30)})"
-                expected = "be text, or messages in JSON"
-                return BadRow(source, name, found, expected, "Save the rows as .jsonl or .parquet.")
-    return _checked_row(row, source)
 
 
 def _check_names(header: list[str], where: str) -> None:

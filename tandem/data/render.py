@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
 from transformers import PreTrainedTokenizerBase
@@ -143,7 +143,7 @@ class Renderer:
         Args:
             messages: the turns before the answer.
             last_turn_only: response_mask holds on the answer alone (pairs of answers), instead of
-                on every assistant turn. Terminators are included in both cases.
+                on every assistant turn that is `learned`. Terminators are included in both cases.
         Raises:
             DataError: there is no turn, or the template or the tokenizer refuses one.
             ModelError: the template does not show which tokens are the assistant's.
@@ -205,20 +205,27 @@ class Renderer:
         if self._last is None or self._last[0] != key:
             shown, text = self._template.text(turns, mark, where)
             parts = self._template.parts(shown, text, where, every_answer=every_answer)
-            ids, mask = self._encode(parts, mark, where)
+            ids, mask = self._encode(parts, mark, where, turns if every_answer else ())
             self._last = (key, _BeforeAnswer(shown, text, ids, mask))
         return self._last[1]
 
-    def _encode(self, parts: Sequence[Part], mark: str, where: str) -> tuple[list[int], list[bool]]:
-        """Ids of the parts and, per id, whether the assistant wrote it."""
+    def _encode(
+        self, parts: Sequence[Part], mark: str, where: str, turns: Sequence[Message] = ()
+    ) -> tuple[list[int], list[bool]]:
+        """Ids of the parts and, per id, whether it is the assistant's and to be learned.
+
+        Args:
+            turns: the conversation, if every assistant turn of it has its part.
+        """
         ids: list[int] = []
         mask: list[bool] = []
+        learned = iter([turn.learned for turn in turns if turn.role == "assistant"])
         for part in parts:
             new = self._pieces.encode(part.text, mark, part.before, where)
             if part.answer:
                 new.append(self.terminator_id)
             ids += new
-            mask += [part.answer] * len(new)
+            mask += [part.answer and next(learned, True)] * len(new)
         return ids, mask
 
     def _cut(self, messages: Sequence[Message], source: Source) -> tuple[list[Message], str]:
@@ -236,7 +243,7 @@ class Renderer:
                 )
             self._check_text(message.content, source)
         mark = free_mark([self._template.source, *(m.content for m in messages)])
-        return [Message(m.role, self._control.cut(m.content, mark)) for m in messages], mark
+        return [replace(m, content=self._control.cut(m.content, mark)) for m in messages], mark
 
     def _check_text(self, text: str, source: Source) -> None:
         if char := self._control.unwritable(text):

@@ -2,7 +2,8 @@
 
 `to_sample` looks at the columns present (null counts as absent), uses the first shape of SHAPES
 whose needs are met, and keeps every column that the shape does not read, for reward functions.
-The column `answer` is kept even if a shape reads it: rewards compare with it.
+Columns by other names are found first (see `aliases`). The column `answer` is kept even if a shape
+reads it: rewards compare with it. So is one that an alias makes the answer.
 
 In every conversation the answer is the last assistant turn, and the prompt is everything before it.
 The renderer marks earlier assistant turns as learned too, so SFT trains on whole dialogs.
@@ -16,17 +17,32 @@ from dataclasses import dataclass, replace
 from math import isfinite, nan
 from typing import Any
 
+from tandem.data.aliases import (
+    MAY_HOLD_TURNS,
+    find_aliases,
+    find_marks,
+    likely_map,
+    says_something,
+    two_answers,
+    whole_prompt,
+)
 from tandem.data.excerpt import describe, excerpt, names
+from tandem.data.labels import is_labelled, is_verdict, labelled, verdict
 from tandem.data.rows import RowProblem
 from tandem.data.turns import (
     Turns,
     check_prompt,
+    history_turns,
     is_transcript,
+    joined_instruction,
+    listed,
+    maybe_blank,
     prompt_turns,
     text_of,
     transcript_turns,
     turns_of,
 )
+from tandem.data.unread import column_notes, skipped_notes, turn_notes
 from tandem.types import Message, Sample, Source
 
 Row = Mapping[str, Any]
@@ -49,11 +65,18 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """A sample, the name of the shape it was read by, and a note worth counting ("" for none)."""
+    """A sample and how it was read.
+
+    shape: the shape's name, with the columns that were found under other names.
+    notes: what is worth counting, each once per row. label_column: where its label is from, or "".
+    unread: the columns of a prompt alone that nothing reads.
+    """
 
     sample: Sample
     shape: str
-    note: str = ""
+    notes: tuple[str, ...] = ()
+    label_column: str = ""
+    unread: tuple[str, ...] = ()
 
 
 def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None) -> Shaped:
@@ -70,25 +93,65 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
             raise RowProblem(column, names(row), f"exist, mapped to the role {role}", advice)
     renamed = {name: value for name, value in row.items() if name not in columns.values()}
     renamed |= {role: row[column] for role, column in columns.items()}
+    renamed |= {n: listed(v, n) for n, v in renamed.items() if n in MAY_HOLD_TURNS}
+    own = next((shape for shape in SHAPES if shape.fits(renamed, columns)), None)
+    found = {} if columns else find_aliases(renamed, own.name if own else "")
+    marks = find_marks(renamed)
+    joined: set[str] = set()
+    values = {role: renamed[column] for role, column in (found | marks).items()}
+    if "prompt" in found:
+        values["prompt"], joined = whole_prompt(renamed, found["prompt"])
+    renamed |= values
     shape = next((shape for shape in SHAPES if shape.fits(renamed, columns)), None)
     if shape is None:
-        raise RowProblem(
-            "",
-            names(row) + (f" with {', '.join(columns)} mapped" if columns else ""),
-            f"have the columns of a known shape ({'; '.join(_needs())})",
-            "Map its columns, as in FILE::prompt=question,completion=answer.",
-        )
+        raise _unknown(row, renamed, columns)
     # A column that nobody mapped may be called so and mean something else.
-    if "label" in columns or ("label" in shape.may and _word(renamed.get("label")) in _LABELS):
-        renamed["label"] = _label(renamed["label"])
-    sample = shape.read(renamed, source)
-    read = {columns.get(role, role) for role in shape.needs + shape.may} - {"answer", "margin"}
-    if not _is_label(renamed):
-        read.discard("label")
+    if "label" in columns or ("label" in shape.may and is_verdict(renamed.get("label"))):
+        renamed["label"] = verdict(renamed["label"])
+    try:
+        sample = shape.read(renamed, source)
+    except RowProblem as problem:
+        raise _in_terms_of_the_row(problem, found | marks) from None
+    where = {**found, **marks, **columns}
+    read = joined | {where.get(role, role) for role in shape.needs + shape.may}
+    read -= {"answer", "margin", found.get("completion", "answer")}
+    if not is_labelled(renamed):
+        read.discard(where.get("label", "label"))
     extra = {name: value for name, value in row.items() if name not in read}
     if extra:
         sample = replace(sample, columns=extra)
-    return Shaped(sample, shape.name, _note(renamed, shape))
+    alone = shape.read is prompt_only
+    left = column_notes(extra) if shape.read is not plain_text else ()
+    return Shaped(
+        sample,
+        shape.name + (f" with {_written(found)}" if found else ""),
+        (*_notes(renamed, shape, sample), *left),
+        where.get("label", "label") if sample.label is not None else "",
+        tuple(name for name, value in extra.items() if says_something(value)) if alone else (),
+    )
+
+
+def _written(found: Mapping[str, str]) -> str:
+    """A column map as one writes it."""
+    return ",".join(f"{role}={column}" for role, column in found.items())
+
+
+def _in_terms_of_the_row(problem: RowProblem, found: Mapping[str, str]) -> RowProblem:
+    """The problem with the names that the row's columns have."""
+    role, dot, rest = problem.field.partition(".")
+    field = f"{found.get(role, role)}{dot}{rest}"
+    return RowProblem(field, problem.found, problem.expected, problem.advice)
+
+
+def _unknown(row: Row, renamed: Row, columns: Mapping[str, str]) -> RowProblem:
+    likely = likely_map(renamed)
+    example = "Map its columns, as in FILE::prompt=question,completion=answer."
+    return RowProblem(
+        "",
+        names(row) + (f" with {', '.join(columns)} mapped" if columns else ""),
+        f"have the columns of a known shape ({'; '.join(_needs())})",
+        f"Add ::{likely} to the file's name." if likely and not columns else example,
+    )
 
 
 def preference(row: Row, source: Source) -> Sample:
@@ -114,7 +177,13 @@ def dialog_preference(row: Row, source: Source) -> Sample:
     if isinstance(chosen, str) and isinstance(rejected, str):
         if not (is_transcript(chosen) or is_transcript(rejected)):
             expected = "exist, or chosen and rejected be transcripts with Human: turns"
-            raise RowProblem("prompt", names(row), expected)
+            likely = likely_map(row)
+            advice = (
+                f"Add ::{likely} to the file's name."
+                if likely
+                else ("Name the prompt's column, as in FILE::prompt=COLUMN.")
+            )
+            raise RowProblem("prompt", names(row), expected, advice)
         dialogs = [transcript_turns(text_of(row[f], f), f) for f in ("chosen", "rejected")]
     else:
         dialogs = [turns_of(row[f], f) for f in ("chosen", "rejected")]
@@ -158,7 +227,7 @@ def prompt_completion(row: Row, source: Source) -> Sample:
     prompt = _with_system(prompt_turns(row["prompt"], "prompt"), row)
     dialog = _dialog(prompt, row["completion"], "completion")
     prompt, answer = _last_answer(dialog, "completion", "prompt")
-    return _labelled(Sample(source, prompt, answer), row)
+    return labelled(Sample(source, prompt, answer), row)
 
 
 def messages(row: Row, source: Source) -> Sample:
@@ -176,16 +245,17 @@ def alpaca(row: Row, source: Source) -> Sample:
 
     `history` (LLaMA-Factory's) holds the turns before it as [instruction, answer] pairs.
     """
-    prompt = text_of(row["instruction"], "instruction")
-    given = "" if row.get("input") is None else _text(row["input"], "input")
-    if given.strip():
-        prompt = f"{prompt}\n\n{given}"
-    turns = _with_system((*_history(row), Message("user", prompt)), row)
-    return Sample(source, check_prompt(turns, "instruction"), text_of(row["output"], "output"))
+    prompt = Message("user", joined_instruction(row))
+    turns = _with_system((*history_turns(row.get("history")), prompt), row)
+    turns = check_prompt(turns, "instruction")
+    return labelled(Sample(source, turns, text_of(row["output"], "output")), row)
 
 
 def plain_text(row: Row, source: Source) -> Sample:
     """Plain text without a conversation."""
+    if listed(row["text"], "text") is not row["text"]:
+        advice = "Add ::messages=text to the file's name."
+        raise RowProblem("text", "a list of messages", "be plain text", advice)
     return Sample(source, text=text_of(row["text"], "text"))
 
 
@@ -193,7 +263,7 @@ def question_answer(row: Row, source: Source) -> Sample:
     """question and answer, both text."""
     question = Message("user", text_of(row["question"], "question"))
     turns = check_prompt(_with_system((question,), row), "question")
-    return Sample(source, turns, text_of(row["answer"], "answer"))
+    return labelled(Sample(source, turns, text_of(row["answer"], "answer")), row)
 
 
 def prompt_only(row: Row, source: Source) -> Sample:
@@ -209,9 +279,9 @@ SHAPES = (
     Shape("completion", ("prompt", "completion"), ("system", "label"), prompt_completion),
     Shape("messages", ("messages",), ("system", "label"), messages),
     Shape("sharegpt", ("conversations",), ("system", "label"), sharegpt),
-    Shape("alpaca", ("instruction", "output"), ("input", "system", "history"), alpaca),
+    Shape("alpaca", ("instruction", "output"), ("input", "system", "history", "label"), alpaca),
     Shape("text", ("text",), (), plain_text),
-    Shape("question", ("question", "answer"), ("system",), question_answer),
+    Shape("question", ("question", "answer"), ("system", "label"), question_answer),
     Shape("ranking", ("prompt", "ranking"), ("system",), ranking),
     Shape("ranked answers", ("prompt", "answers", "ranks"), ("system",), ranking),
     Shape("prompt", ("prompt",), ("system",), prompt_only),
@@ -222,31 +292,10 @@ def _needs() -> list[str]:
     return [" + ".join(shape.needs) for shape in SHAPES]
 
 
-def _text(value: Any, field: str) -> str:
-    """Text that may be blank."""
-    return text_of(value, field) if not isinstance(value, str) or value.strip() else value
-
-
-def _history(row: Row) -> Turns:
-    """The turns of an Alpaca row's `history` column, if it has one."""
-    pairs = row.get("history")
-    if pairs is None or pairs == "":  # an empty CSV cell
-        return ()
-    if not isinstance(pairs, list | tuple):
-        raise RowProblem("history", describe(pairs), "be a list of [instruction, answer] pairs")
-    turns: list[Message] = []
-    for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise RowProblem("history", describe(pair), "hold [instruction, answer] pairs only")
-        turns.append(Message("user", text_of(pair[0], "history")))
-        turns.append(Message("assistant", text_of(pair[1], "history")))
-    return tuple(turns)
-
-
 def _with_system(turns: Turns, row: Row) -> Turns:
     """`turns` with the row's `system` column, if it has one, in front."""
     system = row.get("system")
-    if system is None or not _text(system, "system").strip():
+    if system is None or not maybe_blank(system, "system").strip():
         return turns
     if any(turn.role == "system" for turn in turns):
         raise RowProblem(
@@ -256,10 +305,10 @@ def _with_system(turns: Turns, row: Row) -> Turns:
 
 
 def _dialog(prompt: Turns, answer: Any, field: str) -> Turns:
-    """The whole dialog of a prompt and its answer column."""
+    """The whole dialog of a prompt and its answer column; one message is the answer."""
     if isinstance(answer, str):
         return (*prompt, Message("assistant", text_of(answer, field)))
-    turns = turns_of(answer, field)
+    turns = turns_of([answer] if isinstance(answer, dict) else answer, field)
     if turns[0].role == "assistant":
         return prompt + turns
     # A dialog may have a system turn that its prompt column lacks.
@@ -279,6 +328,9 @@ def _last_answer(turns: Turns, field: str, prompt_field: str) -> tuple[Turns, st
         raise RowProblem(field, f"{turns[-1].role} last", "end with an assistant turn")
     if not turns[-1].content.strip():
         raise RowProblem(field, excerpt(turns[-1].content), "not be blank")
+    if not turns[-1].learned:
+        found = "weight 0 or train false on it"
+        raise RowProblem(field, found, "end with an answer to learn", "Remove the mark or the row.")
     return check_prompt(turns[:-1], prompt_field), turns[-1].content
 
 
@@ -302,41 +354,14 @@ def _pair(
 
 
 def _conversation(row: Row, field: str, source: Source) -> Sample:
+    """The turns up to the last assistant turn that is to be learned; a prompt if there is none."""
     turns = _with_system(turns_of(row[field], field), row)
-    answers = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
+    spoken = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
+    answers = [i for i in spoken if turns[i].learned]
     if not answers:
-        return Sample(source, check_prompt(turns, field))
+        return Sample(source, check_prompt(turns[: spoken[-1]] if spoken else turns, field))
     prompt, answer = _last_answer(turns[: answers[-1] + 1], field, field)
-    return _labelled(Sample(source, prompt, answer), row)
-
-
-def _is_label(row: Row) -> bool:
-    return isinstance(row.get("label"), bool)
-
-
-_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-"""What a label says: a bool, 1 or 0, or the same as text."""
-
-
-def _word(value: Any) -> str:
-    return str(value).strip().lower()
-
-
-def _label(value: Any) -> bool:
-    """What a column that is mapped to the role label says."""
-    label = _LABELS.get(_word(value))
-    if label is None:
-        raise RowProblem("label", describe(value), "be true or false, or 1 or 0")
-    return label
-
-
-def _labelled(sample: Sample, row: Row) -> Sample:
-    """An answer labelled as bad (KTO's `label` false) becomes a rejected one."""
-    if not _is_label(row):
-        return sample
-    if row["label"]:
-        return replace(sample, label=True)
-    return replace(sample, chosen=None, rejected=sample.chosen, label=False)
+    return labelled(Sample(source, prompt, answer), row)
 
 
 def _margin(row: Row) -> float:
@@ -353,15 +378,19 @@ def _margin(row: Row) -> float:
     return value
 
 
-def _note(row: Row, shape: Shape) -> str:
+def _notes(row: Row, shape: Shape, sample: Sample) -> list[str]:
     """What was skipped in a row that is used, or what else it has."""
+    notes = []
     if "margin" in shape.may and _margin(row):
-        return "with a margin, which the reward model's loss reads"
-    if "label" in shape.may and row.get("label") is not None and not _is_label(row):
-        return "with a label that is neither true (1) nor false (0), not read as good or bad"
+        notes.append("with a margin, which the reward model's loss reads")
+    if "label" in shape.may and row.get("label") is not None and not is_labelled(row):
+        notes.append("with a label that is neither true (1) nor false (0), not read as good or bad")
+    if any(not turn.learned for turn in sample.prompt):
+        notes.append("turns marked weight 0 or train false are shown, not learned")
     if shape.read in (messages, sharegpt):
-        turns = turns_of(row[shape.needs[0]], shape.needs[0])
-        roles = [turn.role for turn in turns]
-        if "assistant" in roles and roles[-1] != "assistant":
-            return "turns after the last assistant turn skipped"
-    return ""
+        notes += skipped_notes(turns_of(row[shape.needs[0]], shape.needs[0]))
+    if shape.read is prompt_only and (several := two_answers(row)):
+        notes.append(f"{several} may each be the answer, so neither is: map one to completion")
+    if shape.read is not plain_text:
+        notes += turn_notes(row[name] for name in shape.needs + shape.may if name in row)
+    return notes

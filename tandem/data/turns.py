@@ -6,7 +6,9 @@ one role stay two.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -29,6 +31,13 @@ _ROLES: dict[str, Role] = {
     "function": "tool",
     "observation": "tool",
 }
+_CALL_ROLES = {"function_call", "tool_call", "function-call", "tool-call"}
+_CALL = "Write the call into the content, as the model is to write it."
+_MESSAGE_LIST = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
+"""The beginning of a list of messages that was saved as text."""
+_KNOWN_ROLE = re.compile(
+    rf"['\"](role|from)['\"]\s*:\s*['\"]({'|'.join(_ROLES)})['\"]", re.IGNORECASE
+)
 _MARKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _TRANSCRIPT_PROMPT = re.compile(r"\A\s*Human:.*\n\nAssistant:\s*\Z", re.DOTALL)
 
@@ -47,10 +56,79 @@ def text_of(value: Any, field: str) -> str:
     return value
 
 
+def listed(value: Any, field: str) -> Any:
+    """`value`, with a list of messages that is saved as text (a CSV cell, say) read from its JSON.
+
+    Raises:
+        RowProblem: text that begins like a list of messages and is not JSON.
+    """
+    if not isinstance(value, str) or not _MESSAGE_LIST.match(value):
+        return value
+    if not _KNOWN_ROLE.search(value):
+        return value  # an answer that is JSON itself
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        found = f"messages in another notation, as Python prints them ({excerpt(value, 30)})"
+        advice = "Write the column with json.dumps, or the rows as .jsonl or .parquet with lists."
+        raise RowProblem(field, found, "be text, or messages in JSON", advice) from None
+
+
+def first_role(value: Any) -> Role | None:
+    """Who speaks first in a message or in a list of them; None if it is neither."""
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    if isinstance(first, Message):
+        return first.role
+    if not isinstance(first, Mapping):
+        return None
+    role = first.get("from", first.get("role"))
+    return _ROLES.get(role.strip().lower()) if isinstance(role, str) else None
+
+
+def joined_instruction(row: Mapping[str, Any]) -> str:
+    """An Alpaca row's prompt: the instruction, a blank line, and any input.
+
+    Raises:
+        RowProblem: one of them is not text, or the instruction is blank.
+    """
+    prompt = text_of(row["instruction"], "instruction")
+    given = "" if row.get("input") is None else maybe_blank(row["input"], "input")
+    return f"{prompt}\n\n{given}" if given.strip() else prompt
+
+
+def history_turns(pairs: Any) -> Turns:
+    """The turns of LLaMA-Factory's column `history`: [instruction, answer] pairs, or nothing.
+
+    Raises:
+        RowProblem: it is something else.
+    """
+    if pairs is None or pairs == "":  # an empty CSV cell
+        return ()
+    if not isinstance(pairs, list | tuple):
+        raise RowProblem("history", describe(pairs), "be a list of [instruction, answer] pairs")
+    turns: list[Message] = []
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise RowProblem("history", describe(pair), "hold [instruction, answer] pairs only")
+        turns.append(Message("user", text_of(pair[0], "history")))
+        turns.append(Message("assistant", text_of(pair[1], "history")))
+    return tuple(turns)
+
+
+def maybe_blank(value: Any, field: str) -> str:
+    """Text that may be blank.
+
+    Raises:
+        RowProblem: as `text_of`, except for blanks.
+    """
+    return text_of(value, field) if not isinstance(value, str) or value.strip() else value
+
+
 def turns_of(value: Any, field: str) -> Turns:
     """A list of messages, as role and content or as ShareGPT's from and value.
 
-    Blank system turns are skipped.
+    Blank system turns are skipped. An assistant turn with `weight` 0 or `train` false is not
+    learned.
 
     Raises:
         RowProblem: not a list, no messages, an unknown role, or content that is not text.
@@ -86,11 +164,13 @@ def is_transcript(text: str) -> bool:
 
 
 def prompt_turns(value: Any, field: str) -> Turns:
-    """A prompt column: a string is one user turn, a list is a conversation.
+    """A prompt column: a string is one user turn, a list is a conversation (or turns read before).
 
     A string that is a whole transcript up to "\\n\\nAssistant:" (as in Dahoas/rm-static) is read as
     that conversation.
     """
+    if isinstance(value, tuple) and value and isinstance(value[0], Message):
+        return value
     if not isinstance(value, str):
         return turns_of(value, field)
     text = text_of(value, field)
@@ -131,12 +211,21 @@ def _turn(item: Any, field: str, number: int) -> Message:
             field,
             f"tool calls in turn {number}",
             "have none",
-            "Write the call into the content, as the model is to write it.",
+            _CALL,
         )
-    return Message(
-        _role(item[role_key], f"{field}.{role_key}", number),
-        _content(item[content_key], f"{field}.{content_key}", number),
-    )
+    role = _role(item[role_key], f"{field}.{role_key}", number)
+    content = _content(item[content_key], f"{field}.{content_key}", number)
+    return Message(role, content, role != "assistant" or _is_learned(item, field, number))
+
+
+def _is_learned(item: Mapping[str, Any], field: str, number: int) -> bool:
+    """What OpenAI's `weight` and axolotl's `train` say of an assistant turn."""
+    marks = [(name, item[name]) for name in ("weight", "train") if item.get(name) is not None]
+    for name, mark in marks:
+        if not isinstance(mark, bool | int | float) or mark not in (0, 1):
+            found = f"{describe(mark)} in turn {number}"
+            raise RowProblem(f"{field}.{name}", found, "be 0 or 1, or false or true")
+    return all(mark for _, mark in marks)
 
 
 def _role(value: Any, field: str, number: int) -> Role:
@@ -144,11 +233,14 @@ def _role(value: Any, field: str, number: int) -> Role:
     if known is not None:
         return known
     near = get_close_matches(str(value).lower(), _ROLES, 1, cutoff=0.5)
+    advice = f"The nearest role is {near[0]}." if near else ""
+    if isinstance(value, str) and value.strip().lower() in _CALL_ROLES:
+        advice = f"That turn is the assistant's. {_CALL}"
     raise RowProblem(
         field,
         f"{describe(value)} in turn {number}",
         f"be one of {', '.join(_ROLES)}",
-        f"The nearest role is {near[0]}." if near else "",
+        advice,
     )
 
 

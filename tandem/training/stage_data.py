@@ -206,9 +206,15 @@ class _Rendering:
             if sample.text is not None:
                 return renderer.document(sample.text, sample.source)
             row = renderer.conversation(sample.prompt, sample.chosen or "", sample.source)
-            if self.config.sft.loss_on == "all":
-                row = replace(row, response_mask=(False, *[True] * (len(row) - 1)))
-            return row
+            if self.config.sft.loss_on != "all":
+                return row
+            every = row
+            if not all(turn.learned for turn in sample.prompt):
+                turns = [replace(turn, learned=True) for turn in sample.prompt]
+                every = renderer.conversation(turns, sample.chosen or "", sample.source)
+            masks = zip(every.response_mask[1:], row.response_mask[1:], strict=True)
+            mask = [learned or not answer for answer, learned in masks]
+            return replace(row, response_mask=(False, *mask))
 
         def shorten(row: TokenRow) -> Fitted[TokenRow]:
             return fit(row, self.dataset.max_tokens, self.dataset.on_long_row)

@@ -158,7 +158,42 @@ def test_an_answer_labelled_bad_is_not_learned(tmp_path: Path) -> None:
     rows = [pair(i, "answer") | {"label": i % 2 == 0} for i in range(100)]
     dataset = load_data(DataConfig(heldout=0), [], [write(tmp_path / "a.jsonl", rows)], seed=1)
     assert len(dataset.texts) == 50
-    assert dataset.ledger.datasets["a"].unused == {"no answer to learn, in the share of texts": 50}
+    assert dataset.ledger.datasets["a"].unused == {
+        "answer labelled bad (column label), in the share of texts": 50
+    }
+    tagged = [pair(i, "answer") | {"kto_tag": False} for i in range(3)]
+    config = DataConfig(heldout=0)
+    text = load_text([write(tmp_path / "b.jsonl", tagged)], config, seed=1)
+    assert not text.train
+    assert text.ledger.datasets["b"].unused == {
+        "answer labelled bad (column kto_tag): not imitated": 3
+    }
+
+
+def test_messages_saved_as_text_are_read_alike_from_every_format(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    turns = [{"role": "user", "content": "a, 'b'"}, {"role": "assistant", "content": "c"}]
+    cell = json.dumps(turns)
+    lines = write(tmp_path / "a.jsonl", [{"messages": cell}])
+    quoted = cell.replace('"', '""')
+    (tmp_path / "b.csv").write_text(f'messages\n"{quoted}"\n')
+    table = arrow.table({"messages": [cell]})
+    parquet.write_table(table, tmp_path / "c.parquet")
+    for path in (lines, str(tmp_path / "b.csv"), str(tmp_path / "c.parquet")):
+        (found,) = load_text([path], DataConfig(heldout=0), seed=1).train
+        assert (found.prompt, found.chosen) == ((Message("user", "a, 'b'"),), "c")
+
+
+def test_turns_that_are_not_learned_change_the_fingerprint(tmp_path: Path) -> None:
+    config = DataConfig(heldout=0)
+    prints = set()
+    for name, weight in (("a", 0), ("b", 1)):
+        turns = [{"role": r, "content": r} for r in ("user", "assistant") * 2]
+        row = {"messages": [turns[0], {**turns[1], "weight": weight}, *turns[2:]]}
+        text = load_text([write(tmp_path / f"{name}.jsonl", [row])], config, seed=1)
+        prints.add(text.ledger.datasets[name].fingerprint)
+    assert len(prints) == 2
 
 
 def test_weights_repeat_rows_and_leave_others_out(tmp_path: Path) -> None:
@@ -395,7 +430,7 @@ def test_a_data_set_of_which_nothing_can_be_used_is_left_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dataset_module, "_HOPELESS", 20)
-    bad = [{"question": "q"}] * 40
+    bad = [{"foo": "q"}] * 40
     with pytest.raises(DataError, match=r"got none in the first 20. .*b.jsonl:20: row must have"):
         load_data(DROP, [write(tmp_path / "b.jsonl", bad)], seed=1)
     some = [*bad[:19], pair(1), *bad]

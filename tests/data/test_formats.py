@@ -233,21 +233,3 @@ def test_another_separator_is_named(tmp_path: Path, mark: str, name: str) -> Non
     content = f"prompt{mark}completion\n1,5{mark}x\n".encode()
     with pytest.raises(DataError, match=f"must be separated by commas; got .* separated by {name}"):
         csv(tmp_path, content)
-
-
-def test_messages_in_a_csv_cell_are_read_from_json_and_from_nothing_else(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "a, 'b'"}, {"role": "assistant", "content": "c"}]
-
-    def file_of(cell: str) -> bytes:
-        quoted = cell.replace('"', '""')
-        return f'messages,note\n"{quoted}",[1]\n'.encode()
-
-    (row,) = csv(tmp_path, file_of(json.dumps(turns)))
-    assert isinstance(row, RawRow)
-    assert row.columns == {"messages": turns, "note": "[1]"}
-    printed = repr(turns).replace("}, {", "}\n {")  # as pandas writes an array of them
-    for cell in (repr(turns), printed, json.dumps(turns)[:-2], "[{'role': " + "[" * 100_000):
-        (row,) = csv(tmp_path, file_of(cell))
-        assert isinstance(row, BadRow)
-        assert str(row.error()).startswith(f"{tmp_path}/a.csv:2: field messages must be text, or")
-        assert "Save the rows as .jsonl or .parquet." in str(row.error())

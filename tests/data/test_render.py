@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,9 @@ def test_masks_of_every_turn_and_of_the_last(named: tuple[str, PreTrainedTokeniz
     assert list(last.response_mask) == expected
     expected[len(first) : len(first) + len(answer)] = [True] * len(answer)
     assert list(row.response_mask) == expected
+    unlearned = [replace(turn, learned=False) for turn in messages]
+    shown = renderer.conversation(unlearned, "hello yes", SOURCE)
+    assert shown == last, "an earlier turn that is not learned has the same tokens, off the mask"
     # What was generated is what is read again as an earlier turn.
     assert row.token_ids[len(first) : len(first) + len(answer)] == answer
     assert answer[-1] == renderer.terminator_id

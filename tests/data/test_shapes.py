@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -199,7 +200,7 @@ def test_a_margin_is_read_and_stays_a_column() -> None:
     found = to_sample({"prompt": "2+2?", "chosen": "4", "rejected": "5", "margin": "1.5"}, HERE)
     assert found.sample.margin == 1.5
     assert found.sample.columns == {"margin": "1.5"}
-    assert found.note == "with a margin, which the reward model's loss reads"
+    assert found.notes == ("with a margin, which the reward model's loss reads",)
     assert sample({"prompt": "2+2?", "chosen": "4", "rejected": "5", "margin": None}).margin == 0
 
 
@@ -211,27 +212,34 @@ def test_a_column_that_is_mapped_to_label_is_a_verdict(value: Any, label: bool) 
     found = to_sample(row, HERE, {"label": "good"}).sample
     assert (found.label, found.columns) == (label, {})
     assert (found.chosen, found.rejected) == (("4", None) if label else (None, "4"))
-    with pytest.raises(RowProblem, match="label must be true or false, or 1 or 0; found 'maybe'"):
+    with pytest.raises(
+        RowProblem, match=r"label must be true or false, or 1 or 0 .or -1.; found 'maybe'"
+    ):
         to_sample({**row, "good": "maybe"}, HERE, {"label": "good"})
 
 
 @pytest.mark.parametrize(
-    ("value", "label"), [(1, True), (0, False), ("0", False), ("True", True), (0.0, False)]
+    ("value", "label"),
+    [(1, True), (0, False), ("0", False), ("True", True), (0.0, False), (-1, False)],
 )
 def test_a_column_label_is_a_verdict_in_any_spelling(value: Any, label: bool) -> None:
     for row in (
         {"prompt": "2+2?", "completion": "4", "label": value},
         {"messages": [user("2+2?"), bot("4")], "label": value},
+        {"conversations": [user("2+2?"), bot("4")], "label": value},
+        {"instruction": "2+2?", "output": "4", "label": value},
+        {"instruction": "2+2?", "output": "4", "kto_tag": value},
+        {"conversations": [user("2+2?"), bot("4")], "kto_tag": value},
     ):
         found = to_sample(row, HERE)
-        assert (found.sample.label, found.sample.columns, found.note) == (label, {}, "")
+        assert (found.sample.label, found.sample.columns, found.notes) == (label, {}, ())
         expected = ("4", None) if label else (None, "4")
         assert (found.sample.chosen, found.sample.rejected) == expected
 
 
 def test_a_label_that_is_no_verdict_is_a_column_and_noted() -> None:
     row = {"prompt": "2+2?", "completion": "4", "label": 3}
-    assert "neither true (1) nor false (0)" in to_sample(row, HERE).note
+    assert "neither true (1) nor false (0)" in to_sample(row, HERE).notes[0]
     row = sample(row)
     assert row.chosen == "4"
     assert row.columns == {"label": 3}
@@ -270,8 +278,8 @@ def test_a_mapped_column_that_is_null_counts_as_absent() -> None:
 
 def test_turns_after_the_last_answer_are_noted() -> None:
     row = {"messages": [user("2+2?"), bot("4"), user("Thanks")]}
-    assert to_sample(row, HERE).note == "turns after the last assistant turn skipped"
-    assert to_sample({"messages": [user("2+2?"), bot("4")]}, HERE).note == ""
+    assert to_sample(row, HERE).notes == ("turns after the last assistant turn skipped",)
+    assert to_sample({"messages": [user("2+2?"), bot("4")]}, HERE).notes == ()
 
 
 HH = "\n\nHuman: 2+2?\n\nAssistant: "
@@ -388,3 +396,80 @@ def test_a_history_of_another_form_is_a_bad_row(history: object) -> None:
 def test_a_weight_behind_the_map_is_told() -> None:
     with pytest.raises(RowProblem, match=r"A weight goes before the map: FILE:2::"):
         sample({"q": "a"}, prompt="q:2")
+
+
+@pytest.mark.parametrize(
+    "turn", [{"role": "assistant", "content": "no", "weight": 0}, {**bot("no"), "train": False}]
+)
+def test_a_turn_that_is_not_to_be_learned_is_shown(turn: dict[str, Any]) -> None:
+    row = {"messages": [user("2+2?"), turn, user("Again."), {**bot("4"), "weight": 1}]}
+    found = to_sample(row, HERE)
+    assert found.sample.prompt == (
+        USER,
+        Message("assistant", "no", learned=False),
+        Message("user", "Again."),
+    )
+    assert found.sample.chosen == "4"
+    assert found.notes == ("turns marked weight 0 or train false are shown, not learned",)
+    # The answer is the last turn that is learned; without one the row is a prompt.
+    ends = to_sample({"messages": [user("2+2?"), bot("4"), user("Again."), turn]}, HERE)
+    assert (ends.sample.prompt, ends.sample.chosen) == ((USER,), "4")
+    assert ends.notes == ("turns after the last assistant turn that is learned skipped",)
+    none = to_sample({"messages": [user("2+2?"), turn]}, HERE)
+    assert none.sample == PROMPT
+    assert none.notes == ("every assistant turn is marked weight 0 or train false: a prompt alone",)
+    with pytest.raises(RowProblem, match="chosen must end with an answer to learn; found weight 0"):
+        sample({"prompt": "2+2?", "chosen": [turn], "rejected": "5"})
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0.5}, {"weight": "0"}, {"train": 2}])
+def test_a_mark_of_a_turn_is_yes_or_no(mark: dict[str, Any]) -> None:
+    with pytest.raises(
+        RowProblem, match=r"messages\.(weight|train) must be 0 or 1, or false or tr"
+    ):
+        sample({"messages": [user("2+2?"), {**bot("4"), **mark}]})
+
+
+def test_what_no_model_will_read_is_noted() -> None:
+    row = {
+        "messages": [{**user("2+2?"), "train": True}, {**bot("4"), "reasoning_content": "Hm."}],
+        "tools": [{"name": "add"}],
+        "functions": "[]",
+        "chat_template_kwargs": {"enable_thinking": False},
+        "context": "A sum.",
+        "input": " ",
+    }
+    assert to_sample(row, HERE).notes == (
+        "train true of turns that are not the assistant's is not read",
+        (
+            "reasoning_content of turns is not rendered: "
+            "no thoughts are shown or learned but those in content"
+        ),
+        "column context is not in the prompt",
+        "column tools is not rendered: the model sees no list of tools",
+        "column chat_template_kwargs is not rendered: the chat template is called without them",
+    )
+    assert to_sample({"text": "Once.", "context": "A sum."}, HERE).notes == ()
+    mapped = to_sample({"q": "2+2?", "a": "4", "input": "x"}, HERE, {"prompt": "q"})
+    assert mapped.notes == ("column input is not in the prompt",)
+
+
+@pytest.mark.parametrize("name", ["prompt", "chosen", "rejected"])
+def test_messages_saved_as_text_are_read_from_json_and_from_nothing_else(name: str) -> None:
+    row: dict[str, Any] = {"prompt": [user("2+2?")], "chosen": [bot("4")], "rejected": [bot("5")]}
+    assert sample(row | {name: json.dumps(row[name])}) == PAIR
+    printed = repr([*row[name], user("x")]).replace("}, {", "}\n {")  # as pandas writes an array
+    for cell in (repr(row[name]), printed, json.dumps(row[name])[:-2], "[{'role': 'user', " * 999):
+        with pytest.raises(RowProblem, match=r"Write the column with json\.dumps") as error:
+            sample(row | {name: cell})
+        assert error.value.expected == "be text, or messages in JSON"
+    assert sample(row | {"chosen": '[{"role": "Hamlet"}]'}).chosen == '[{"role": "Hamlet"}]'
+    with pytest.raises(RowProblem, match="text must be plain text; found a list of messages"):
+        sample({"text": json.dumps(row["prompt"])})
+    assert sample({"text": json.dumps(row["prompt"])}, messages="text") == PROMPT
+
+
+def test_a_turn_that_calls_a_function_is_told_to_be_the_assistants() -> None:
+    row = {"conversations": [{"from": "function_call", "value": "{}"}]}
+    with pytest.raises(RowProblem, match="That turn is the assistant's"):
+        sample(row)

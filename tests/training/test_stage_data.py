@@ -105,3 +105,28 @@ def test_a_row_that_cannot_be_rendered_is_named(
     (account,) = rows.ledger.datasets.values()
     assert account.num_dropped == 1
     assert {row.source.line for row in rows.sft}.isdisjoint({121})
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+def test_turns_marked_as_not_learned_stay_off_the_mask(
+    loss_on: str, tmp_path: Path, tiny_model: str
+) -> None:
+    turns = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "A draft."}]
+    turns += [{"role": "user", "content": "Again."}, {"role": "assistant", "content": "Yes."}]
+    rows = [{"messages": turns}, {"messages": [turns[0], {**turns[1], "weight": 0}, *turns[2:]]}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tiny_config(
+        tmp_path / "run", tiny_model, str(data),
+        stages=["sft"], dataset__heldout=0, dataset__split=[1, 0, 0], sft__loss_on=loss_on,
+    )  # fmt: skip
+    rows = prepare_rows(config, config.actor_model, config.actor_model)
+    learned, shown = rows.sft
+    assert learned.token_ids == shown.token_ids
+    masks = list(zip(learned.response_mask, shown.response_mask, strict=True))
+    left = [i for i, mask in enumerate(masks) if mask == (True, False)]
+    assert left == list(range(left[0], left[-1] + 1))
+    draft = rows.renderer.decode([learned.token_ids[i] for i in left])
+    assert draft.strip() == "A draft."
+    assert all(a == b for i, (a, b) in enumerate(masks) if i not in left)
+    assert all(learned.response_mask[1:]) == (loss_on == "all")

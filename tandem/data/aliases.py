@@ -1,0 +1,163 @@
+"""Columns under the names that other libraries give a prompt and its answer.
+
+A name counts only where it can mean nothing else: if a row's own columns already have a shape, or
+two columns could be the one that is missing, nothing is renamed. The table is in docs/data.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tandem.data.turns import (
+    Turns,
+    first_role,
+    history_turns,
+    is_transcript,
+    joined_instruction,
+    prompt_turns,
+)
+from tandem.types import Message
+
+Row = Mapping[str, Any]
+
+_DIALOGS = ("messages", "conversations", "conversation")
+_QUESTIONS = ("question", "instruction", "query", "problem")
+CONTEXTS = ("input", "context")
+"""Parts of a prompt; one is the prompt where a row asks nothing else."""
+_ANSWERS = ("completion", "output", "response", "generation")
+_REFERENCES = ("solution", "answer")
+"""An answer to learn beside a question. Beside `prompt` they are for reward functions alone."""
+
+MAY_HOLD_TURNS = frozenset(
+    ("prompt", "chosen", "rejected", *_DIALOGS, *_QUESTIONS, *CONTEXTS, *_ANSWERS)
+)
+"""Columns whose text may be a list of messages in JSON."""
+
+
+def find_aliases(row: Row, shape: str) -> dict[str, str]:
+    """Role to column, for the roles that `row` has under another name.
+
+    Args:
+        shape: what the row's own names make of it, "" for nothing.
+    """
+    found: dict[str, str] = {}
+    if shape == "dialog preference":
+        if _needs_prompt(row) and (head := _head(row)):
+            found["prompt"] = head
+    elif shape == "prompt":
+        if answer := _only(row, _ANSWERS):
+            found["completion"] = answer
+    elif not shape:
+        found |= _prompt_and_answer(row)
+    return found
+
+
+def find_marks(row: Row) -> dict[str, str]:
+    """Role to column for what a row says about its conversation: its system text, its label."""
+    found: dict[str, str] = {}
+    if row.get("system") is None and isinstance(row.get("system_prompt"), str):
+        lists = (row[name] for name in MAY_HOLD_TURNS if isinstance(row.get(name), list | tuple))
+        if not any(first_role(value) == "system" for value in lists):
+            found["system"] = "system_prompt"
+    if row.get("label") is None and row.get("kto_tag") is not None:
+        found["label"] = "kto_tag"
+    return found
+
+
+def whole_prompt(row: Row, column: str) -> tuple[Any, set[str]]:
+    """The prompt in `column` with the columns that belong to it, and the names of all of them.
+
+    Raises:
+        RowProblem: one of them cannot be used.
+    """
+    value, read = row[column], {column}
+    if not isinstance(value, str) or column not in _QUESTIONS:
+        return value, read
+    read.add("history")
+    if column == "instruction":
+        value = joined_instruction(row)
+        read.add("input")
+    if history := history_turns(row.get("history")):
+        turns: Turns = (*history, Message("user", prompt_turns(value, column)[-1].content))
+        return turns, read
+    return value, read
+
+
+def two_answers(row: Row) -> str:
+    """The columns of which each may be the answer, joined; "" unless there are several."""
+    several = [name for name in _given(row, _ANSWERS) if _may_answer(row[name])]
+    return " and ".join(several) if len(several) > 1 else ""
+
+
+def likely_map(row: Row) -> str:
+    """The column map that may make a row readable, as after `FILE::`; "" if none shows."""
+    names = [name for name in row if _is_conversation(row[name])]
+    if {"chosen", "rejected"} <= row.keys() or "completion" in row:
+        heads = _given(row, (*_DIALOGS, *_QUESTIONS, *CONTEXTS)) or names
+        return f"prompt={heads[0]}" if heads else ""
+    return f"messages={names[0]}" if len(names) == 1 else ""
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list | tuple) and first_role(value) is not None
+
+
+def _prompt_and_answer(row: Row) -> dict[str, str]:
+    if "conversation" in row and _is_conversation(row["conversation"]):
+        return {"messages": "conversation"}
+    head = _head(row, CONTEXTS[:1])
+    if not head:
+        return {}
+    ranked = row.get("answers") is not None and row.get("ranks") is not None
+    if row.get("chosen") is not None or row.get("ranking") is not None or ranked:
+        return {"prompt": head}
+    answer = _only(row, _ANSWERS)
+    if not answer and not two_answers(row):
+        answer = next((name for name in _given(row, _REFERENCES) if _may_answer(row[name])), "")
+    if answer in ("", "completion"):
+        return {"prompt": head}
+    return {"prompt": head, "completion": answer}
+
+
+def _needs_prompt(row: Row) -> bool:
+    """Whether chosen and rejected are answers alone, not dialogs from their first turn."""
+    answers = row["chosen"], row["rejected"]
+    if all(isinstance(answer, str) for answer in answers):
+        return not any(map(is_transcript, answers))
+    return all(isinstance(a, str) or first_role(a) == "assistant" for a in answers)
+
+
+def _head(row: Row, contexts: Iterable[str] = CONTEXTS) -> str:
+    """The column that must be the prompt; "" if none or several could be."""
+    heads = [name for name in _given(row, (*_DIALOGS, *_QUESTIONS)) if _may_ask(row[name])]
+    if len(heads) > 1:
+        return ""
+    return next(iter([*heads, *(n for n in _given(row, contexts) if _may_ask(row[n]))]), "")
+
+
+def _only(row: Row, names: Iterable[str]) -> str:
+    """The one of `names` that may be the answer; "" if none or several may."""
+    found = [name for name in _given(row, names) if _may_answer(row[name])]
+    return found[0] if len(found) == 1 else ""
+
+
+def _given(row: Row, names: Iterable[str]) -> list[str]:
+    """Those of `names` that say something in `row`; if none does, those that are there blank."""
+    there = [name for name in names if row.get(name) is not None]
+    return [name for name in there if says_something(row[name])] or there
+
+
+def says_something(value: Any) -> bool:
+    """Whether a column has a value that is not blank or empty."""
+    if isinstance(value, str):
+        return value.strip() not in ("", "[]", "{}", "null")
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+def _may_ask(value: Any) -> bool:
+    return isinstance(value, str) or _is_conversation(value)
+
+
+def _may_answer(value: Any) -> bool:
+    return isinstance(value, str) or first_role(value) is not None

@@ -1,0 +1,52 @@
+"""Rows that call their only answer good or bad: KTO's `label`, LLaMA-Factory's `kto_tag`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from tandem.data.excerpt import describe
+from tandem.data.rows import RowProblem
+from tandem.types import Sample
+
+_LABELS = {
+    **dict.fromkeys(("true", "1", "1.0"), True),
+    **dict.fromkeys(("false", "0", "0.0", "-1", "-1.0"), False),
+}
+"""What a label says: a bool, 1, 0 or -1, or the same as text."""
+
+
+def is_verdict(value: Any) -> bool:
+    """Whether a column's value can be read as good or bad."""
+    return _word(value) in _LABELS
+
+
+def verdict(value: Any) -> bool:
+    """What a label says: whether the answer is good.
+
+    Raises:
+        RowProblem: neither true nor false, in no spelling.
+    """
+    label = _LABELS.get(_word(value))
+    if label is None:
+        raise RowProblem("label", describe(value), "be true or false, or 1 or 0 (or -1)")
+    return label
+
+
+def is_labelled(row: Mapping[str, Any]) -> bool:
+    """Whether a row's label was read by `verdict`, or is a bool."""
+    return isinstance(row.get("label"), bool)
+
+
+def labelled(sample: Sample, row: Mapping[str, Any]) -> Sample:
+    """An answer labelled as bad (KTO's `label` false) becomes a rejected one."""
+    if not is_labelled(row):
+        return sample
+    if row["label"]:
+        return replace(sample, label=True)
+    return replace(sample, chosen=None, rejected=sample.chosen, label=False)
+
+
+def _word(value: Any) -> str:
+    return str(value).strip().lower()

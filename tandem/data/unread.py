@@ -1,0 +1,63 @@
+"""What a row says that no model will read, as notes to be counted.
+
+Nothing here refuses a row: a reward function may want these columns, and the words of the
+conversation are there. What would be wrong without the rest (a turn's tool calls) is refused in
+`turns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tandem.data.aliases import CONTEXTS, says_something
+from tandem.data.turns import Turns, first_role
+
+_OF_A_PROMPT = (*CONTEXTS, "history", "system", "system_prompt")
+_LOST = {
+    "tools": "the model sees no list of tools",
+    "functions": "the model sees no list of tools",
+    "chat_template_kwargs": "the chat template is called without them",
+}
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+
+
+def column_notes(extra: Mapping[str, Any]) -> list[str]:
+    """Notes on the columns that a row's shape leaves unread."""
+    given = [name for name in (*_OF_A_PROMPT, *_LOST) if says_something(extra.get(name))]
+    return [
+        f"column {name} is not rendered: {_LOST[name]}"
+        if name in _LOST
+        else f"column {name} is not in the prompt"
+        for name in given
+    ]
+
+
+def turn_notes(values: Iterable[Any]) -> list[str]:
+    """Notes on what the turns of a row's messages say beside their content."""
+    turns = [
+        turn
+        for value in values
+        for turn in (value if isinstance(value, list | tuple) else [value])
+        if isinstance(turn, Mapping)
+    ]
+    notes = []
+    if any(turn.get("train") is True and first_role(turn) != "assistant" for turn in turns):
+        notes.append("train true of turns that are not the assistant's is not read")
+    lost = [name for name in _THOUGHTS if any(says_something(turn.get(name)) for turn in turns)]
+    return notes + [
+        f"{name} of turns is not rendered: no thoughts are shown or learned but those in content"
+        for name in lost
+    ]
+
+
+def skipped_notes(turns: Turns) -> list[str]:
+    """Notes on the last turns of a conversation, if they are not its answer."""
+    answers = [turn for turn in turns if turn.role == "assistant"]
+    if not answers or (turns[-1].role == "assistant" and turns[-1].learned):
+        return []
+    if not any(turn.learned for turn in answers):
+        return ["every assistant turn is marked weight 0 or train false: a prompt alone"]
+    if turns[-1].learned and answers[-1].learned:
+        return ["turns after the last assistant turn skipped"]
+    return ["turns after the last assistant turn that is learned skipped"]
