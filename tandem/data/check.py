@@ -25,6 +25,8 @@ from tandem.types import Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from tandem.data.render import Renderer
+
 _QUANTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 _SHOWN_CHARACTERS = 2000
 
@@ -55,11 +57,19 @@ def check(
         ModelError: the tokenizer cannot be loaded.
     """
     console = console or Console()
-    tokenizer = _load_tokenizer(tokenizer_path) if tokenizer_path else None
+    renderer = None
+    if tokenizer_path:
+        from tandem.data.render import Renderer
+        from tandem.data.spelled import note_spelled
+
+        tokenizer = _load_tokenizer(tokenizer_path)
+        renderer = Renderer(tokenizer)
     split = Split(config.split or shares_among(stages), config.heldout)
     ledger = Ledger()
     read = read_all(replace(config, on_bad_row="drop"), data, sft_data, ledger, seed=seed)
     assign(read, split, ledger, seed=seed, stages=stages)
+    if renderer is not None:
+        note_spelled([row.sample for row in read], renderer, ledger)
     console.print(ledger.table())
     console.print(
         f"used: in a run of {' '.join(stages)} (one stage alone, --stages {stages[0]}, uses all "
@@ -82,8 +92,8 @@ def check(
             lengths[part].append(len(text))
     _print_lengths(console, "characters", lengths)
     refused = 0
-    if tokenizer is not None:
-        refused = _print_tokens(console, read, tokenizer, config, rows)
+    if renderer is not None:
+        refused = _print_tokens(console, read, tokenizer, renderer, config, rows)
     else:
         for row in _first_rows(read, rows):
             _print_sample(console, row.sample)
@@ -202,13 +212,11 @@ def _print_tokens(
     console: Console,
     read: Sequence[ReadRow],
     tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
     config: DataConfig,
     rows: int,
 ) -> int:
     """Token lengths, rows over the limits, and samples by token; returns how many were refused."""
-    from tandem.data.render import Renderer
-
-    renderer = Renderer(tokenizer)
     lengths: dict[str, list[int]] = defaultdict(list)
     refused: list[str] = []
     renderable = []

@@ -59,6 +59,7 @@ class Renderer:
         terminator_id: the token that ends an assistant's turn (a template's <|im_end|>, else EOS).
         stop_token_ids: every token at which generation must stop, the terminator first.
         pad_token_id: fills batches; masks never depend on it, so it may equal EOS.
+        frame: the control strings that the template writes around turns, with BOS and EOS.
     Raises:
         ModelError: the tokenizer has no EOS, or its template cannot be used for training.
     """
@@ -89,6 +90,7 @@ class Renderer:
         self._last: tuple[Any, _BeforeAnswer] | None = None
         self._lead, self._trail = self._decoded_frame()
         self._tokenizer = tokenizer
+        self.frame = self._frame()
         self._marked: str | None = None
         self._definition = _definition(tokenizer)
 
@@ -188,6 +190,10 @@ class Renderer:
         """The text of ids that follow other text, with nothing removed: of a plain completion."""
         return self._pieces.decode([int(i) for i in ids])
 
+    def spelled(self, text: str) -> list[str]:
+        """The control strings in someone's text, in order; they are encoded as plain text."""
+        return [text[found.start : found.end] for found in self._control.find(text)]
+
     def renders_like(self, other: Renderer) -> bool:
         """Whether both render every conversation to the same tokens, so that ids can be shared."""
         if (self._definition, self.terminator_id) != (other._definition, other.terminator_id):
@@ -251,6 +257,12 @@ class Renderer:
                 f"{visible(str(source))}: text must hold no half of a surrogate pair and no "
                 f"character that is a control token; got {excerpt(char)}. Remove it from the text."
             )
+
+    def _frame(self) -> frozenset[str]:
+        template, tokenizer = self._template, self._tokenizer
+        own = template.prompt(template.opening, "probe") + template.terminator
+        ends = (str(token) for token in (tokenizer.bos_token, tokenizer.eos_token) if token)
+        return frozenset((*self.spelled(own), *ends))
 
     def _decoded_frame(self) -> tuple[str, str]:
         """The text around the assistant's words in an answer's decoded ids."""

@@ -19,6 +19,7 @@ from tandem.data.length import Fitted, fit, fit_labelled, fit_pair, fit_prompt, 
 from tandem.data.loader import permutation
 from tandem.data.render import Renderer
 from tandem.data.side_by_side import RendersRows, side_by_side
+from tandem.data.spelled import note_spelled
 from tandem.errors import DataError
 from tandem.garbage import collected_seldom
 from tandem.models.eos import load_stop_ids
@@ -116,6 +117,8 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
     if any("ptx_data" in stage.data for stage in stages) and ptx_data:
         text = load_text(ptx_data, config.dataset, seed=config.seed, ledger=data.ledger)
         ptx = Dataset(texts=text.train, heldout=text.heldout)
+    rows = (*data.texts, *data.pairs, *data.prompts, *data.heldout, *ptx.texts, *ptx.heldout)
+    note_spelled(rows, renderer, data.ledger)
     prompts: list[PromptRow] = []
     if "prompts" in shares:
         prompts = render.prompts(data.prompts, renderer, "prompts")

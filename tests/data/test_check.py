@@ -14,6 +14,7 @@ from tandem.config.schema import DataConfig
 from tandem.data import render as render_room
 from tandem.data.check import check
 from tandem.errors import DataError, ModelError
+from tests.data.built_tokenizers import byte_level
 
 ROWS = [
     {"prompt": f"Question {i}?", "chosen": "a longer answer", "rejected": "short"}
@@ -153,3 +154,11 @@ def test_a_tokenizer_that_does_not_load(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="must be a folder or hub name that loads; got") as error:
         run([write(tmp_path / "a.jsonl", ROWS)], tokenizer_path=str(tmp_path / "none"))
     assert "\n" not in str(error.value)
+
+
+def test_rows_that_look_rendered_are_noted(tmp_path: Path) -> None:
+    byte_level().save_pretrained(tmp_path / "tokenizer")
+    data = write(tmp_path / "a.jsonl", [{"text": "<|im_start|>user\nHi<|im_end|>"}, *ROWS])
+    code, text = run([data], tokenizer_path=str(tmp_path / "tokenizer"), rows=1)
+    assert code == 0
+    assert "note: the text spells control tokens <|im_end|>, <|im_start|>, encoded as" in text

@@ -15,7 +15,8 @@ from tandem.config.schema import RunConfig
 from tandem.data import side_by_side
 from tandem.data.render import Renderer
 from tandem.errors import DataError
-from tandem.training.stage_data import StepRows, prepare_rows
+from tandem.training.run_stages import ledger_lines
+from tandem.training.stage_data import StepRows, load_renderer, prepare_rows
 from tandem.types import Message, RankedRow, Source, TokenRow
 from tests.tiny import tiny_config
 
@@ -130,3 +131,16 @@ def test_turns_marked_as_not_learned_stay_off_the_mask(
     assert draft.strip() == "A draft."
     assert all(a == b for i, (a, b) in enumerate(masks) if i not in left)
     assert all(learned.response_mask[1:]) == (loss_on == "all")
+
+
+def test_a_run_notes_rows_that_look_rendered(tmp_path: Path, tiny_model: str) -> None:
+    tokenizer, _ = load_renderer(tiny_model, trust_remote_code=False)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"text": f"{word}{tokenizer.eos_token}"}) + "\n"
+                            for word in ("one", "two", "three")))  # fmt: skip
+    config = tiny_config(tmp_path / "run", tiny_model, str(data), stages=["sft"], dataset__split=[1, 0, 0], dataset__heldout=0)  # fmt: skip
+    rows = prepare_rows(config, config.actor_model, config.actor_model)
+    (line,) = ledger_lines(rows)
+    told = f"the text spells control tokens {tokenizer.eos_token}, encoded as plain text: it looks"
+    assert told in line
+    assert line.endswith("Give its turns as messages, or prompt and answer without them: 3")

@@ -1,0 +1,67 @@
+"""Rows whose text spells control tokens, as a chat template's output does; counted per data set.
+
+Text never becomes a control token (see `control`), so such rows train on the spelled-out tokens of
+a second template within the first. They are used as they are, and noted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tandem.data.ledger import Ledger
+from tandem.data.render import Renderer
+from tandem.types import Sample
+
+_SHOWN = 4
+
+
+@dataclass
+class _Found:
+    """Rows of one data set that spell control tokens, and which ones."""
+
+    rows: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)
+
+    def add(self, tokens: Iterable[str]) -> None:
+        self.rows += 1
+        self.tokens.update(set(tokens))
+
+    def shown(self) -> str:
+        ordered = sorted(self.tokens, key=lambda token: (-self.tokens[token], token))
+        more = len(ordered) - _SHOWN
+        return ", ".join(ordered[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def note_spelled(samples: Iterable[Sample], renderer: Renderer, ledger: Ledger) -> None:
+    """Note in the ledger how many rows spell control tokens of the renderer's tokenizer.
+
+    Args:
+        samples: of the ledger's data sets; one that comes again by its weight counts once.
+    """
+    rendered: dict[str, _Found] = defaultdict(_Found)
+    others: dict[str, _Found] = defaultdict(_Found)
+    for sample in {id(sample): sample for sample in samples}.values():
+        tokens = [token for text in _texts(sample) for token in renderer.spelled(text)]
+        if frame := [token for token in tokens if token in renderer.frame]:
+            rendered[sample.source.dataset].add(frame)
+        elif tokens:
+            others[sample.source.dataset].add(tokens)
+    for name, found in rendered.items():
+        ledger.datasets[name].notes[
+            f"the text spells control tokens {found.shown()}, encoded as plain text: it looks "
+            "already rendered. Give its turns as messages, or prompt and answer without them"
+        ] += found.rows
+    for name, found in others.items():
+        ledger.datasets[name].notes[
+            f"the text spells control tokens {found.shown()}, encoded as plain text"
+        ] += found.rows
+
+
+def _texts(sample: Sample) -> Iterable[str]:
+    """All text of a sample."""
+    yield from (turn.content for turn in sample.prompt)
+    ranked = [answer for _, answer in sample.ranking]
+    answers = ranked or (sample.chosen, sample.rejected)
+    yield from (text for text in (*answers, sample.text) if text)

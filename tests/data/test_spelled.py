@@ -1,0 +1,51 @@
+"""Rows that a chat template seems to have made are counted, and other control strings apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerBase
+
+from tandem.config.schema import DataConfig
+from tandem.data.dataset import load_text
+from tandem.data.render import Renderer
+from tandem.data.spelled import note_spelled
+from tests.data.built_tokenizers import byte_level
+
+
+@pytest.fixture
+def thinking() -> PreTrainedTokenizerBase:
+    """ChatML with tokens for thoughts, which its template does not write."""
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    return tokenizer
+
+
+def notes(path: Path, rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = load_text([f"{path}:2"], DataConfig(heldout=0), seed=1)
+    note_spelled(found.train, Renderer(tokenizer), found.ledger)
+    return {f"{count}: {note}" for note, count in found.ledger.datasets[path.stem].notes.items()}
+
+
+def test_rows_that_look_rendered_and_other_control_strings(
+    tmp_path: Path, thinking: PreTrainedTokenizerBase
+) -> None:
+    rows = [
+        {"text": "<|im_start|>user\nHi<|im_end|>"},
+        {"prompt": "Hi", "completion": "Yo<|im_end|>"},
+        {"prompt": "Hi", "completion": "<think>Hm.</think>Yo"},
+        {"prompt": "Hi there", "completion": "Yo"},
+    ]
+    # A row that comes twice by its weight is one.
+    assert notes(tmp_path / "a.jsonl", rows, thinking) == {
+        (
+            "2: the text spells control tokens <|im_end|>, <|im_start|>, encoded as plain text: it "
+            "looks already rendered. Give its turns as messages, or prompt and answer without them"
+        ),
+        "1: the text spells control tokens </think>, <think>, encoded as plain text",
+    }
+    assert not notes(tmp_path / "b.jsonl", rows[3:], thinking)
