@@ -12,7 +12,7 @@ from tandem.data.ledger import DatasetLedger, Ledger
 from tandem.data.rows import BadRow, RowProblem
 from tandem.data.sampled import Read
 from tandem.data.shapes import Shaped, to_sample
-from tandem.data.sources import DataSpec, parse_columns, parse_spec, read_rows
+from tandem.data.sources import DataSpec, files_left, parse_columns, parse_spec, read_rows
 from tandem.data.split import (
     DEFAULT_SHARES,
     SHARES,
@@ -180,6 +180,9 @@ def read_all(
     for number, spec in enumerate(specs):
         spec = replace(spec, name=_free_name(spec.name, ledger))
         account = ledger.open(spec.name, spec.path, spec.weight)
+        if left := files_left(spec):
+            shown = ", ".join(map(visible, left[:3])) + ", ..." * (len(left) > 3)
+            account.notes[f"files of other splits than train, not read ({shown})"] = len(left)
         digest = hashlib.sha256()
         for shaped in _samples(spec, config, columns, account, found, read):
             account.shapes[shaped.shape] += 1

@@ -29,7 +29,16 @@ from tandem.errors import ConfigError, DataError
 from tandem.text import visible
 from tandem.types import Source
 
-__all__ = ["ROLES", "BadRow", "DataSpec", "RawRow", "parse_columns", "parse_spec", "read_rows"]
+__all__ = [
+    "ROLES",
+    "BadRow",
+    "DataSpec",
+    "RawRow",
+    "files_left",
+    "parse_columns",
+    "parse_spec",
+    "read_rows",
+]
 
 ROLES = (
     *("prompt", "chosen", "rejected", "completion", "messages", "text", "system"),
@@ -56,6 +65,12 @@ _ADVICE = {
 }
 """Advice for files with another extension."""
 _METADATA = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+}
+"""Words in a file's name or folder that name its split, as for Hugging Face's hub."""
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _MOST_WEIGHT = 1000
 """Every row comes so many times an epoch, and each copy is held: a typo would fill the memory."""
@@ -248,8 +263,33 @@ def _file(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
     return reader(path, dataset, on_blank)
 
 
+def files_left(spec: DataSpec) -> list[str]:
+    """The files of a folder that `read_rows` leaves, within the folder: they are of splits to
+    measure on, beside one to train on.
+
+    Raises:
+        DataError: no folder can have that name.
+    """
+    path = _local(spec.path)
+    if spec.path == "embedded" or not path.is_dir() or _is_saved_dataset(path):
+        return []
+    return [str(file.relative_to(path)) for file in _data_files(path)[1]]
+
+
 def _folder(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
-    """All data files under a folder, by name, without hidden and metadata files."""
+    files, _ = _data_files(path)
+    if not files:
+        raise DataError(
+            f"folder {visible(str(path))} must hold files that end in one of {_FORMATS}; got none. "
+            "Give the folder with the data."
+        )
+    for file in files:
+        yield from _file(file, dataset, on_blank)
+
+
+def _data_files(path: Path) -> tuple[list[Path], list[Path]]:
+    """(to read, to leave): the data files under a folder, by name, without hidden and metadata
+    files. Where some are of a train split, those of test and validation splits are left."""
     files = [
         file
         for file in sorted(path.rglob("*"))
@@ -258,13 +298,21 @@ def _folder(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
         and file.name not in _METADATA
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     ]
-    if not files:
-        raise DataError(
-            f"folder {visible(str(path))} must hold files that end in one of {_FORMATS}; got none. "
-            "Give the folder with the data."
-        )
-    for file in files:
-        yield from _file(file, dataset, on_blank)
+    splits = {file: _split_of(file.relative_to(path)) for file in files}
+    if "train" not in splits.values():
+        return files, []
+    read = [file for file in files if splits[file] in ("train", "")]
+    return read, [file for file in files if file not in read]
+
+
+def _split_of(file: Path) -> str:
+    """The split that a file's name names, else its innermost folder's that does; "" for none or
+    several."""
+    for part in reversed(file.parts):
+        words = re.split(r"[^a-z0-9]+", part.lower())
+        if named := {_SPLITS[word] for word in words if word in _SPLITS}:
+            return named.pop() if len(named) == 1 else ""
+    return ""
 
 
 def _generated(spec: DataSpec) -> Rows:

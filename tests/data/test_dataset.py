@@ -306,6 +306,19 @@ def test_no_data_is_a_config_error() -> None:
         load_data(DataConfig(split=(1, 1)), ["a"], seed=0)
 
 
+def test_files_of_other_splits_are_noted(tmp_path: Path) -> None:
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    for name in ("train", "test-0", "test-1", "test-2", "validation"):
+        write(folder / f"{name}.jsonl", [pair(i, name) for i in range(3)])
+    account = load_data(DataConfig(), [str(folder)], seed=1).ledger.datasets["hub"]
+    assert account.rows == 3
+    assert account.notes == {
+        "files of other splits than train, not read (test-0.jsonl, test-1.jsonl, test-2.jsonl, "
+        "...)": 4
+    }
+
+
 def test_blank_lines_are_counted_apart(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n" + json.dumps(pair(0)) + "\n\n")
     account = load_data(DataConfig(), [str(tmp_path / "a.jsonl")], seed=0).ledger.datasets["a"]

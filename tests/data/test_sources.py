@@ -14,7 +14,7 @@ import pytest
 
 from tandem.data import sources as sources_module
 from tandem.data.rows import BadRow, RawRow
-from tandem.data.sources import DataSpec, parse_columns, parse_spec, read_rows
+from tandem.data.sources import DataSpec, files_left, parse_columns, parse_spec, read_rows
 from tandem.errors import ConfigError, DataError
 from tandem.types import Source
 
@@ -177,6 +177,30 @@ def test_a_folder_gives_its_files_by_name(tmp_path: Path) -> None:
     ]
     assert {row.source.dataset for row in rows} == {tmp_path.name}
     assert rows[1].source.path.endswith("b.csv")
+
+
+def folder_of(path: Path, names: list[str]) -> DataSpec:
+    for name in names:
+        file = path / "my-test" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"text": name}) + "\n")
+    return parse_spec(str(path / "my-test"))
+
+
+def test_a_folder_with_splits_gives_the_one_to_train_on(tmp_path: Path) -> None:
+    read = ["data/train-00000-of-00002.jsonl", "more.jsonl", "train/a.jsonl"]
+    left = ["data/test-0.jsonl", "dev/a.jsonl", "my_validation.jsonl"]
+    spec = folder_of(tmp_path, [*read, *left])
+    assert [row.columns["text"] for row in read_rows(spec) if isinstance(row, RawRow)] == read
+    assert files_left(spec) == left
+
+
+def test_a_folder_without_a_train_split_gives_all_its_files(tmp_path: Path) -> None:
+    names = ["contest.jsonl", "latest.jsonl", "test.jsonl", "train_or_test.jsonl"]
+    spec = folder_of(tmp_path, names)
+    assert [row.columns["text"] for row in read_rows(spec) if isinstance(row, RawRow)] == names
+    assert files_left(spec) == []
+    assert files_left(parse_spec("embedded")) == []
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:

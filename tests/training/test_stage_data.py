@@ -138,7 +138,10 @@ def test_a_run_notes_rows_that_look_rendered(tmp_path: Path, tiny_model: str) ->
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"text": f"{word}{tokenizer.eos_token}"}) + "\n"
                             for word in ("one", "two", "three")))  # fmt: skip
-    config = tiny_config(tmp_path / "run", tiny_model, str(data), stages=["sft"], dataset__split=[1, 0, 0], dataset__heldout=0)  # fmt: skip
+    config = tiny_config(
+        tmp_path / "run", tiny_model, str(data),
+        stages=["sft"], dataset__split=[1, 0, 0], dataset__heldout=0,
+    )  # fmt: skip
     rows = prepare_rows(config, config.actor_model, config.actor_model)
     (line,) = ledger_lines(rows)
     told = f"the text spells control tokens {tokenizer.eos_token}, encoded as plain text: it looks"
