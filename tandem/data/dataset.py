@@ -187,6 +187,7 @@ def read_all(
         for shaped in _samples(spec, config, columns, account, found, read):
             account.shapes[shaped.shape] += 1
             account.notes.update(shaped.notes)
+            account.unread.update(shaped.unread)
             sample = _with_system(shaped.sample, config.system_prompt)
             content = content_key(sample)
             digest.update(content)

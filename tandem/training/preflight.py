@@ -9,6 +9,7 @@ from operator import attrgetter
 from tandem.config.engine import engine_settings
 from tandem.config.schema import RunConfig, minibatch_size, rl_section
 from tandem.config.stages import in_order, leaving, of_family, rl_stage
+from tandem.data.causes import why_none
 from tandem.engine.shard_plan import check_layout
 from tandem.errors import ConfigError, ModelError
 from tandem.models.checkpoint_ref import checkpoint_ref_of, same_base
@@ -179,12 +180,14 @@ def _weights(path: str, config: RunConfig) -> float:
 
 
 def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:
-    return [
-        f"stage {stage.name} must have at least one row; got none. See the data account above, "
-        "--data-split, and the lengths"
-        for stage in in_order(config.stages)
-        if not rows.of(stage)
-    ]
+    problems = []
+    for stage in in_order(config.stages):
+        if not rows.of(stage):
+            advice = "See the data account above, --data-split, and the lengths"
+            causes = why_none(rows.ledger, stage.share) or [advice]
+            told = f"stage {stage.name} must have at least one row; got none"
+            problems.append(". ".join((told, *causes)))
+    return problems
 
 
 def _too_long(what: str, rows: Sequence[Sized], limit: int | None) -> list[str]:

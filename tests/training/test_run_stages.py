@@ -229,9 +229,24 @@ def test_rows_beyond_the_models_positions_stop_before_the_first_step(
     with pytest.raises(ConfigError, match="must fit the model's 256 positions; got"):
         quiet(config)
     config = tiny_config(tmp_path / "run", tiny_model, preferences, dataset__split=[1, 0, 1])
-    with pytest.raises(ConfigError, match="stage reward must have at least one row; got none"):
+    with pytest.raises(ConfigError, match=r"reward must have at least one row; got none\. See the"):
         quiet(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_stage_without_rows_names_the_columns_that_nothing_reads(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    data = tmp_path / "a.jsonl"
+    data.write_text("".join(f'{{"prompt": "Q{i}?", "reply": "yes"}}\n' for i in range(9)))
+    config = tiny_config(tmp_path / "run", tiny_model, str(data), stages=["sft"], dataset__split=[])
+    with pytest.raises(ConfigError) as error:
+        quiet(config)
+    assert (
+        "stage sft must have at least one row; got none. All 9 usable rows of a are prompts alone: "
+        "no stage reads their column reply. Map the answer's column, as in "
+        f"{data}::completion=reply"
+    ) in str(error.value)
 
 
 def test_dpo_pairs_are_in_the_policys_tokens_beside_a_reward_model_with_others(

@@ -1,0 +1,83 @@
+"""A stage without rows is told why, where the data sets show it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config.schema import DataConfig
+from tandem.config.stages import Share
+from tandem.data.causes import why_none
+from tandem.data.dataset import load_data
+from tandem.data.ledger import Ledger
+
+
+def ledger_of(path: Path, rows: list[dict[str, Any]]) -> Ledger:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_data(DataConfig(on_bad_row="drop"), [str(path)], seed=1).ledger
+
+
+@pytest.mark.parametrize(
+    ("row", "share", "columns", "map_"),
+    [
+        ({"prompt": "a", "reply": "b"}, "texts", "column reply", "completion=reply"),
+        (
+            {"question": "a", "score": 1, "model_answer": "b"},
+            "texts",
+            "columns score, model_answer",
+            "prompt=question,completion=model_answer",
+        ),
+        (
+            {"prompt": "a", "rejected_response": "b", "chosen_response": "c"},
+            "pairs",
+            "columns rejected_response, chosen_response",
+            "chosen=chosen_response,rejected=rejected_response",
+        ),
+        (
+            {"prompt": "p", "a": "1", "b": "2", "c": "3", "d": "4", "e": "5", "f": "6"},
+            "pairs",
+            "columns a, b, c, d, e and 1 more",
+            "chosen=a,rejected=b",
+        ),
+    ],
+)
+def test_prompts_alone_name_their_columns_and_a_map(
+    row: dict[str, Any], share: Share, columns: str, map_: str, tmp_path: Path
+) -> None:
+    ledger = ledger_of(tmp_path / "a.jsonl", [row, row])
+    (told,) = why_none(ledger, share)
+    assert told == (
+        f"All 2 usable rows of a are prompts alone: no stage reads their {columns}. Map the "
+        f"answer's column, as in {tmp_path}/a.jsonl::{map_}"
+    )
+    assert why_none(ledger, "prompts") == []
+    assert why_none(Ledger.from_json(ledger.to_json()), share) == why_none(ledger, share)
+
+
+def test_rows_that_are_all_bad_name_the_commonest_cause(tmp_path: Path) -> None:
+    rows = [{"chosen": "a", "rejected": "b"}, {"foo": 1}, {"foo": 1}]
+    for share in ("texts", "prompts"):
+        (told,) = why_none(ledger_of(tmp_path / "a.jsonl", rows), share)
+        assert told.startswith("No row of a could be used (2 of 3: row must have the columns of a ")
+        assert told.endswith(
+            f"; the first, {tmp_path}/a.jsonl:2: found columns foo. Map its columns, as in "
+            "FILE::prompt=question,completion=answer"
+        )
+
+
+def test_other_data_sets_are_not_blamed(tmp_path: Path) -> None:
+    for rows in (
+        [{"prompt": "a"}],
+        [{"prompt": "a", "reply": "b"}, {"prompt": "c", "chosen": "d"}],
+    ):
+        assert why_none(ledger_of(tmp_path / "a.jsonl", rows), "texts") == []
+
+
+def test_a_ledger_of_an_earlier_version_has_no_unread_columns(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path / "a.jsonl", [{"prompt": "a", "reply": "b"}])
+    value = json.loads(ledger.to_json())
+    del value["datasets"][0]["unread"]
+    assert not Ledger.from_json(json.dumps(value)).datasets["a"].unread
