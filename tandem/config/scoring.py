@@ -43,7 +43,10 @@ class ScoringConfig:
     """Before the first step, check on a few rows that each reward function scores the reference
     answer above an empty one and above another row's; stop if it does not."""
     answer_column: str = knob("answer")
-    """The column with a row's reference answer; reward functions get it as `answer`."""
+    """The column with a row's reference answer, or a path into one such as
+    reward_model.ground_truth; reward functions get it as `answer`. With the default, a row without
+    that column gives what it has in reward_model.ground_truth, reward_spec.ground_truth or
+    extra_info.answer."""
 
     def __post_init__(self) -> None:
         at_home(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ from tandem.rewards.calling import RewardFunction
 from tandem.rewards.shipped import SHIPPED
 from tandem.rewards.spec import RewardSpec, parse_spec
 
-GIVEN = {"prompts", "completions", "messages"}
-"""What every reward function is given beside the data's columns."""
 SETTINGS = ("in_process", "whole_rollout", "checks_answer", "training_only", "as_completion")
 """Attributes of a function that say how it is run and tested (docs/reward_function.md)."""
 
@@ -64,8 +62,8 @@ def _bound(function: Callable[..., Any], spec: RewardSpec) -> RewardFunction:
         return function
 
     @wraps(function)
-    def bound(prompts: list[str], completions: list[str], **columns: Any) -> Any:
-        return function(prompts, completions, **{**columns, **values})
+    def bound(*arguments: Any, **columns: Any) -> Any:
+        return function(*arguments, **{**columns, **values})
 
     # For whoever asks which columns it takes: options are none of them.
     bound.__signature__ = _without(function, set(values))  # type: ignore[attr-defined]
@@ -84,24 +82,3 @@ def source_files(text: str) -> list[Path]:
     `files_behind`), sorted."""
     load_reward_function(text)
     return files_behind(home_of(parse_spec(text))[0])
-
-
-def columns_problem(function: RewardFunction, columns: Sequence[str], label: str = "") -> str:
-    """What keeps `function` from being called with lists of these columns, or ""."""
-    if taken := sorted(set(columns) & GIVEN):
-        return (
-            f"data columns must not be named {', '.join(taken)}, which a reward function is given "
-            "anyway; got such columns. Rename them in the data"
-        )
-    try:
-        inspect.signature(function).bind([], [], **{name: [] for name in {*columns, "messages"}})
-    except TypeError as error:
-        label = label or getattr(function, "__name__", str(function))
-        return (
-            f"reward function {label} must take prompts, completions and the data's columns "
-            f"({', '.join(sorted(columns)) or 'none'}); got: {error}. Name its parameters as the "
-            "columns, with **columns for the rest"
-        )
-    except ValueError:  # something without a signature, which the first call will tell of
-        pass
-    return ""

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,8 +15,10 @@ from typing import Any
 from tandem.config.scoring import ScoringConfig
 from tandem.errors import DataError
 from tandem.processor import num_cores
+from tandem.rewards.binding import columns_problem, names_parameter
 from tandem.rewards.calling import Call, Outcome, RewardFunction, outcomes_of
-from tandem.rewards.loading import columns_problem, load_reward_function
+from tandem.rewards.columns import account_of, columns_of
+from tandem.rewards.loading import load_reward_function
 from tandem.rewards.pool import PoolLimits, WorkerPool
 from tandem.rewards.spec import RewardSpec, parse_specs, with_labels
 from tandem.text import visible
@@ -34,13 +36,17 @@ GivenFunction = str | RewardFunction | tuple[str | RewardFunction, float]
 class Answers:
     """What is to be scored; lists with one entry per answer.
 
-    columns: of the data's rows, `messages` among them. sources: where each row came from.
+    messages: the whole conversations, as role and content dicts. rows: the data's columns.
+    sources: where each row came from. completion_ids: the sampled tokens, EOS included; None where
+    they are not known.
     """
 
     prompts: list[str]
     completions: list[str]
-    columns: Mapping[str, list[Any]]
+    messages: list[list[dict[str, str]]]
+    rows: Sequence[Mapping[str, Any]]
     sources: list[str]
+    completion_ids: list[list[int]] | None = None
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -123,10 +129,14 @@ class RewardFunctions:
         functions: Sequence[GivenFunction],
         config: ScoringConfig | None = None,
         print_line: Callable[[str], None] | None = None,
+        *,
+        columns: Iterable[str] | None = None,
     ) -> None:
         """
         Args:
             print_line: shows a line to the user.
+            columns: those of all rows that are to come, so that a row without one gets None; the
+                user knows what becomes of them. None: those that are seen, of which lines tell.
         Raises:
             ConfigError: a name leads nowhere.
         """
@@ -134,6 +144,8 @@ class RewardFunctions:
         self._print_line = print_line or partial(print, flush=True)
         self._held: dict[str, list[FunctionScores]] | None = None
         self._on_heldout = False
+        self._columns = set(columns or ())
+        self._tells_of_columns = columns is None
         self._functions = [self._made(spec, call) for spec, call in named(functions)]
 
     @property
@@ -145,6 +157,11 @@ class RewardFunctions:
     def calls(self) -> list[RewardFunction]:
         """The functions themselves, in the order of `specs`."""
         return [function.call for function in self._functions]
+
+    @property
+    def need_ids(self) -> bool:
+        """Whether a function asks for `completion_ids`."""
+        return any(names_parameter(call, "completion_ids") for call in self.calls)
 
     @property
     def scores_each(self) -> bool:
@@ -179,17 +196,40 @@ class RewardFunctions:
         finally:
             self._on_heldout = False
 
-    def score(self, answers: Answers) -> list[FunctionScores]:
+    def score(self, answers: Answers, only: str = "") -> list[FunctionScores]:
         """Each function's scores of the answers; failures are told in a line per function.
 
+        Args:
+            only: the label of the one function to call; empty: all of them.
         Raises:
             DataError: a function cannot take the columns; or it fails and `on_failure` is stop.
         """
-        columns = dict(answers.columns)
-        if self.config.answer_column != "answer" and self.config.answer_column in columns:
-            columns["answer"] = columns[self.config.answer_column]
-        call = Call(answers.prompts, answers.completions, columns)
-        return [self._scored(function, call, answers.sources) for function in self._functions]
+        given = self._given(answers)
+        return [
+            self._scored(function, self._call(function, answers, given), answers.sources)
+            for function in self._functions
+            if only in ("", function.spec.label)
+        ]
+
+    def _given(self, answers: Answers) -> dict[str, list[Any]]:
+        """The data's columns as the functions get them: always the same ones."""
+        if self._tells_of_columns:
+            self._tells_of_columns = False
+            for line in account_of(answers.rows, self.config.answer_column).lines():
+                self._print_line(line)
+        columns = columns_of(answers.rows, self.config.answer_column, self._columns)
+        self._columns |= columns.keys()
+        return columns
+
+    def _call(
+        self, function: _Function, answers: Answers, columns: Mapping[str, list[Any]]
+    ) -> Call:
+        values: dict[str, list[Any]] = {**columns, "messages": answers.messages}
+        if answers.completion_ids is not None and names_parameter(function.call, "completion_ids"):
+            values["completion_ids"] = answers.completion_ids
+        if problem := columns_problem(function.call, values, function.spec.label):
+            raise DataError(f"{problem}.")
+        return Call(answers.prompts, answers.completions, values)
 
     def _made(self, spec: RewardSpec, call: RewardFunction) -> _Function:
         config = self.config
@@ -212,9 +252,6 @@ class RewardFunctions:
 
     def _scored(self, function: _Function, call: Call, sources: Sequence[str]) -> FunctionScores:
         spec = function.spec
-        names = [name for name in call.columns if name != "messages"]
-        if problem := columns_problem(function.call, names, spec.label):
-            raise DataError(f"{problem}.")
         start = time.monotonic()
         with _shown_while_it_runs(self._print_line, spec.label, len(call)):
             outcomes = self._outcomes(function, call)

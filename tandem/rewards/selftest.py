@@ -3,98 +3,132 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import ConfigError
-from tandem.rewards.calling import RewardFunction
+from tandem.rewards.calling import TEXTS_ARE_GIVEN, RewardFunction
+from tandem.rewards.columns import ANSWER, columns_of
 from tandem.rewards.scoring import Answers, FunctionScores, RewardFunctions
 
 NUM_ROWS = 8
 """Rows that are tried; they are among the first with a reference."""
 _OTHERS = 2
+_ANY_ANSWER = "An answer."
+
+
+Encode = Callable[[str], list[int]]
+"""An answer's text as the token ids that a policy would sample for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceRow:
-    """A row to test on: its last user turn, its columns (`messages` among them), its source."""
+    """A row to test on: its last user turn, its turns, its columns, its source."""
 
     prompt: str
+    messages: list[dict[str, str]]
     columns: Mapping[str, Any]
     source: str
 
 
-def self_test(rewards: RewardFunctions, rows: Sequence[ReferenceRow]) -> list[str]:
-    """Score, for a few rows, the reference answer, an empty answer and other rows' references.
+def self_test(
+    rewards: RewardFunctions, rows: Sequence[ReferenceRow], encode: Encode | None = None
+) -> list[str]:
+    """Call each function once; then score, for a few rows, the reference answer, an empty answer
+    and other rows' references.
 
+    Args:
+        encode: for functions that ask for `completion_ids`, which need it.
     Returns:
         one line per function on what was found.
     Raises:
-        ConfigError: a function does not score the reference highest on average.
+        ConfigError: a function takes texts for lists of messages, or does not score the reference
+            highest on average.
     """
     column = rewards.config.answer_column
-    known = [row for row in rows if _reference(row, column)]
-    texts = list(dict.fromkeys(_reference(row, column) for row in known))
+    references = columns_of([row.columns for row in rows], column, [ANSWER])[ANSWER]
+    known = [
+        (row, text)
+        for row, value in zip(rows, references, strict=True)
+        if (text := _reference(value))
+    ]
+    texts = list(dict.fromkeys(text for _, text in known))
+    trials = list(zip(rewards.specs, rewards.calls, strict=True))
+    first = known[:1] or [(row, _ANY_ANSWER) for row in rows[:1]]
+    for spec, call in trials:
+        # Not what holds state between calls, or waits for people.
+        if not getattr(call, "in_process", False) and not getattr(call, "training_only", False):
+            _try(rewards, spec.label, _answers(first, [], call, encode))
     if len(texts) < 2:
         line = (
             "reward functions are not tested before the first step: no two rows have different "
             f"references in the column {column} (--scoring.answer-column)"
         )
         return [line]
-    tested = known[:NUM_ROWS]
     lines = []
-    trials = [
-        (spec.label, call)
-        for spec, call in zip(rewards.specs, rewards.calls, strict=True)
-        if getattr(call, "checks_answer", True)
-    ]
-    for label, call in trials:
-        completion = _completions_by(call)
-        answers, per_row = _answers(tested, texts, column, completion)
-        scored = next(found for found in rewards.score(answers) if found.label == label)
-        means = _means(scored, per_row)
+    tested = known[:NUM_ROWS]
+    num_others = min(_OTHERS, len(texts) - 1)
+    for spec, call in trials:
+        if not getattr(call, "checks_answer", True):
+            continue
+        answers = _answers(tested, texts, call, encode)
+        (scored,) = rewards.score(answers, spec.label)
+        means = _means(scored, 2 + num_others)
         right, empty, other = means
         if not (right > empty and right > other):  # NaN is not above anything
-            raise ConfigError(_complaint(label, column, means, len(tested), scored))
+            raise ConfigError(_complaint(spec.label, column, means, len(tested), scored))
         lines.append(
-            f"reward function {label} tells answers apart on {len(tested)} rows: reference "
+            f"reward function {spec.label} tells answers apart on {len(tested)} rows: reference "
             f"{right:.3g}, empty {_shown(empty)}, another row's reference {_shown(other)}"
         )
     return lines
 
 
-def _reference(row: ReferenceRow, column: str) -> str:
-    value = row.columns.get(column)
+def _try(rewards: RewardFunctions, label: str, answers: Answers) -> None:
+    """Call a function on its first answer, so that a failure is told before models are loaded.
+
+    Raises:
+        ConfigError: it takes texts for lists of messages, and so will fail on all.
+    """
+    for found in rewards.score(answers, label) if len(answers) else ():
+        if TEXTS_ARE_GIVEN in found.first:
+            raise ConfigError(
+                f"reward function {label} must take prompts and completions as texts; got, on "
+                f"{found.first}"
+            )
+
+
+def _reference(value: Any) -> str:
+    """A reference answer as text; "" for what is none."""
     is_text = isinstance(value, str | int | float) and not isinstance(value, bool)
     return str(value).strip() if is_text else ""
 
 
-def _completions_by(call: RewardFunction) -> Any:
-    return getattr(call, "as_completion", str)
-
-
 def _answers(
-    rows: Sequence[ReferenceRow], texts: Sequence[str], column: str, completion: Any
-) -> tuple[Answers, int]:
-    """The answers to score, and how many there are of each row: right, empty, others."""
-    names = sorted({name for row in rows for name in row.columns})
-    prompts: list[str] = []
-    completions: list[str] = []
-    columns: dict[str, list[Any]] = {name: [] for name in names}
-    sources: list[str] = []
-    num_others = min(_OTHERS, len(texts) - 1)
-    for row in rows:
-        reference = _reference(row, column)
-        at = texts.index(reference)
+    rows: Sequence[tuple[ReferenceRow, str]],
+    texts: Sequence[str],
+    call: RewardFunction,
+    encode: Encode | None,
+) -> Answers:
+    """The answers to score: of each row its reference and, if there are `texts` to take others'
+    from, an empty one and those of others."""
+    completion = getattr(call, "as_completion", str)
+    num_others = max(0, min(_OTHERS, len(texts) - 1))
+    tried: list[tuple[ReferenceRow, str]] = []
+    for row, reference in rows:
+        at = texts.index(reference) if texts else 0
         others = [texts[(at + k + 1) % len(texts)] for k in range(num_others)]
-        for text in [completion(reference), "", *map(completion, others)]:
-            prompts.append(row.prompt)
-            completions.append(text)
-            sources.append(row.source)
-            for name in names:
-                columns[name].append(row.columns.get(name))
-    return Answers(prompts, completions, columns, sources), 2 + num_others
+        empty = [""] if texts else []
+        tried += [(row, text) for text in [completion(reference), *empty, *map(completion, others)]]
+    return Answers(
+        prompts=[row.prompt for row, _ in tried],
+        completions=[text for _, text in tried],
+        messages=[row.messages for row, _ in tried],
+        rows=[row.columns for row, _ in tried],
+        sources=[row.source for row, _ in tried],
+        completion_ids=[encode(text) for _, text in tried] if encode else None,
+    )
 
 
 def _means(scored: FunctionScores, per_row: int) -> tuple[float, float, float]:

@@ -31,7 +31,7 @@ from tandem.training.evaluate import (
     pair_margins,
 )
 from tandem.training.experience import score_answers
-from tandem.training.reward_function import rewards_of
+from tandem.training.reward_function import columns_given, rewards_of
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
 from tandem.types import Message, PromptRow, Rollout
@@ -130,7 +130,8 @@ def rewarding(
 ) -> Iterator[tuple[RewardScorer | None, RewardFunctions | None]]:
     """What scores answers in a run: its reward model, its reward functions, both or neither."""
     named = rl_section(run.config).reward_function if _uses_function(run.config) else None
-    rewards = rewards_of(named, run.config.scoring, run.print_line)
+    columns = columns_given(run.config, rows).names
+    rewards = rewards_of(named, run.config.scoring, run.print_line, columns)
     try:
         with rewards.on_heldout() if rewards is not None else nullcontext():
             yield _scorer(run, rows), rewards

@@ -46,7 +46,7 @@ from tandem.training.flight_recorder import rows_of
 from tandem.training.operations import generation_flops, scoring_flops, update_flops
 from tandem.training.ppo import first_answers, reward_source, save_engine
 from tandem.training.reference import halves
-from tandem.training.reward_function import rewards_of
+from tandem.training.reward_function import columns_given, rewards_of
 from tandem.training.rollout_source import RolloutSource, SingleTurn
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
@@ -89,7 +89,9 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     run.print_line(f"online-dpo: {describe_loss(config.dpo)}")
     if engine.scorer is not None and (note := engine.scorer.note_on_text(engine.renderer)):
         run.print_line(f"online-dpo: {note}")
-    rewards = rewards_of(config.ppo.reward_function or None, config.scoring, run.print_line)
+    columns = columns_given(config, rows).names
+    functions = config.ppo.reward_function or None
+    rewards = rewards_of(functions, config.scoring, run.print_line, columns)
     stage = OnlineDPO(engine, rows, rewards, order.num_steps, run)
     return StageJob(
         stage,

@@ -25,6 +25,7 @@ from tandem.training.evaluate import language_model_metrics, policy_metrics
 from tandem.training.flight_recorder import rows_of
 from tandem.training.policy_functions import named_advantages, named_losses
 from tandem.training.ppo_trainer import PPOTrainer
+from tandem.training.reward_function import columns_given, rewards_of
 from tandem.training.run_folder import Run
 from tandem.training.saving import Rendered, save_anywhere, save_policy, with_template
 from tandem.training.stage_data import StepRows
@@ -184,7 +185,12 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         engine,
         config,
         num_steps=num_steps,
-        reward_function=rl.reward_function,
+        reward_function=rewards_of(
+            rl.reward_function or None,
+            config.scoring,
+            run.print_line,
+            columns_given(config, rows).names,
+        ),
         advantages_of=named_advantages(rl, section),
         token_losses=named_losses(rl, section),
         ptx_rows=rows.ptx,

@@ -19,8 +19,10 @@ from tandem.models.tensor_parallel import check_sliceable
 from tandem.parallel.tensor import check_divides
 from tandem.parallel.world import World
 from tandem.predict.models import shape_for
-from tandem.rewards.loading import columns_problem
+from tandem.rewards.binding import columns_problem
+from tandem.rewards.columns import ANSWER
 from tandem.rewards.scoring import named
+from tandem.training.reward_function import columns_given
 from tandem.training.stage_data import StepRows, positions
 
 _LARGE = 10**9
@@ -67,13 +69,8 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
             f"{longest} + {longest_answer}. Lower "
             "dataset.max_prompt_tokens or sampling.max_new_tokens"
         )
-    functions = rl_section(config).reward_function
-    if rl and functions:
-        every = [*rows.prompts, *rows.heldout_prompts]
-        columns = sorted({name for prompt in every for name in prompt.columns})
-        for spec, function in named(functions):
-            if problem := columns_problem(function, columns, spec.label):
-                problems.append(problem)
+    if rl:
+        problems += _columns_problems(config, rows)
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -177,6 +174,25 @@ def _weights(path: str, config: RunConfig) -> float:
         return shape_for(found.to_dict()).parameters
     except ModelError:
         return math.inf
+
+
+def _columns_problems(config: RunConfig, rows: StepRows) -> list[str]:
+    """What keeps reward functions from being called with the columns of the prompts."""
+    functions = rl_section(config).reward_function
+    if not functions:
+        return []
+    account, wanted = columns_given(config, rows), config.scoring.answer_column
+    columns = account.names
+    if wanted != ANSWER and not account.num_answers:
+        problem = (
+            "scoring.answer_column must be a column of the prompts' rows that is not read as the "
+            "prompt or its answer, or a path into one such as reward_model.ground_truth; got "
+            f"{wanted!r}, which no row has (their other columns: {', '.join(columns) or 'none'}). "
+            "Correct it"
+        )
+        return [problem]
+    found = (columns_problem(call, columns, spec.label) for spec, call in named(functions))
+    return [problem for problem in found if problem]
 
 
 def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from tandem.config.schema import RunConfig
 from tandem.config.scoring import ScoringConfig
+from tandem.data.render import Renderer
 from tandem.errors import ConfigError, DataError
 from tandem.objectives.rewards import combined_scores
 from tandem.parallel.world import World
 from tandem.rewards.calling import RewardFunction
+from tandem.rewards.columns import ColumnAccount, account_of
 from tandem.rewards.scoring import Answers, FunctionScores, GivenFunction, RewardFunctions
 from tandem.rewards.selftest import ReferenceRow, self_test
+from tandem.training.stage_data import StepRows
 from tandem.types import PromptRow, Rollout
 
 GivenRewards = RewardFunctions | RewardFunction | str | Sequence[GivenFunction]
@@ -83,9 +89,12 @@ def rewards_of(
     given: GivenRewards | None,
     config: ScoringConfig,
     print_line: Callable[[str], None] | None = None,
+    columns: Iterable[str] | None = None,
 ) -> RewardFunctions | None:
     """Reward functions ready to score; None for none.
 
+    Args:
+        columns: as `RewardFunctions` takes them.
     Raises:
         ConfigError: a name leads nowhere.
     """
@@ -94,7 +103,7 @@ def rewards_of(
     if given is None:
         return None
     functions = [given] if isinstance(given, str) or callable(given) else list(given)
-    return RewardFunctions(functions, config, print_line) if functions else None
+    return RewardFunctions(functions, config, print_line, columns=columns) if functions else None
 
 
 def function_scores(
@@ -102,10 +111,10 @@ def function_scores(
 ) -> RewardColumns:
     """The functions' scores of a rollout's answers, computed by the first rank for all.
 
-    Each function is called as f(prompts, completions, **columns): `prompts` the text of each
-    conversation's last user turn, `completions` the answers without their stop token, and one list
-    per column that the data's rows have (None where a row lacks it), `messages` among them: the
-    whole conversation as role and content dicts.
+    Each function is called as f(prompts=, completions=, **columns): `prompts` the text of each
+    conversation's last user turn, `completions` the answers without their stop token, one list per
+    column that the data's rows have (None where a row lacks it), and where a function takes them
+    `messages`, the whole conversation as role and content dicts, and `completion_ids`.
 
     Raises:
         DataError: on every rank, what keeps the first from calling one of them.
@@ -116,7 +125,7 @@ def function_scores(
     if world.is_first:
         dtype = torch.get_default_dtype()
         try:
-            scored = rewards.score(_answers(rollout))
+            scored = rewards.score(_answers(rollout, with_ids=rewards.need_ids))
         except (DataError, ConfigError) as error:
             if world.size == 1:
                 raise
@@ -131,29 +140,37 @@ def function_scores(
     return RewardColumns(values, tuple(scored))
 
 
+def columns_given(config: RunConfig, rows: StepRows) -> ColumnAccount:
+    """What becomes of the columns of a run's prompts."""
+    prompts = chain(rows.prompts, rows.heldout_prompts)
+    return account_of((prompt.columns for prompt in prompts), config.scoring.answer_column)
+
+
 def check_rewards(
-    given: Sequence[str],
-    config: RunConfig,
-    prompts: Iterable[PromptRow],
-    world: World,
+    given: Sequence[str], config: RunConfig, rows: StepRows, world: World
 ) -> list[str]:
-    """The self-test of named reward functions, on the first rank for all; lines to show.
+    """The self-test of named reward functions, on the first rank for all; lines to show, and what
+    becomes of the columns.
 
     Raises:
         ConfigError: on every rank, a function cannot tell a right answer from a wrong one.
     """
-    if not given or not config.scoring.self_test:
+    if not given:
         return []
-    lines: list[str] = []
+    account = columns_given(config, rows)
+    if not config.scoring.self_test:
+        return account.lines()
+    lines = account.lines()
     problem = ""
     if world.is_first:
-        rewards = RewardFunctions(given, config.scoring, lines.append)
-        rows = [
-            ReferenceRow(_prompt(row), {**row.columns, "messages": _messages(row)}, str(row.source))
-            for row in prompts
+        rewards = RewardFunctions(given, config.scoring, lines.append, columns=account.names)
+        tested = [
+            ReferenceRow(_prompt(row), _messages(row), row.columns, str(row.source))
+            for row in rows.prompts
         ]
+        encode = partial(_ids_of, rows.renderer, rows.tokenizer) if rewards.need_ids else None
         try:
-            lines += self_test(rewards, rows)
+            lines += self_test(rewards, tested, encode)
         except (DataError, ConfigError) as error:
             problem = str(error)
         finally:
@@ -164,21 +181,24 @@ def check_rewards(
     return lines
 
 
-def _answers(rollout: Rollout) -> Answers:
-    names = sorted({name for prompt in rollout.prompts for name in prompt.columns})
-    columns = {name: [prompt.columns.get(name) for prompt in rollout.prompts] for name in names}
-    if "messages" not in columns:  # else they are refused, as every name that we give ourselves
-        columns["messages"] = [_messages(prompt) for prompt in rollout.prompts]
-    elif rollout.prompts:
-        raise DataError(
-            "data columns must not be named messages, which a reward function is given anyway; got "
-            "such columns. Rename them in the data."
-        )
+def _ids_of(renderer: Renderer, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return [*map(int, ids), renderer.terminator_id]
+
+
+def _answers(rollout: Rollout, *, with_ids: bool) -> Answers:
+    ids = None
+    if with_ids:
+        batch = rollout.batch.on_host()
+        pairs = zip(batch.token_ids, batch.response_mask, strict=True)
+        ids = [token_ids[mask].tolist() for token_ids, mask in pairs]
     return Answers(
         prompts=[_prompt(prompt) for prompt in rollout.prompts],
         completions=list(rollout.responses),
-        columns=columns,
+        messages=[_messages(prompt) for prompt in rollout.prompts],
+        rows=[prompt.columns for prompt in rollout.prompts],
         sources=[str(prompt.source) for prompt in rollout.prompts],
+        completion_ids=ids,
     )
 
 

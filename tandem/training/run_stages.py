@@ -204,7 +204,7 @@ def _train(run: Run, command: str, of_shares: str) -> None:
         if of_family(unfinished, "rl"):
             rl = rl_section(config)
             check_policy_functions(rl, rl_stage(config.stages).section, run.world)
-            for line in check_rewards(rl.reward_function, config, rows.prompts, run.world):
+            for line in check_rewards(rl.reward_function, config, rows, run.world):
                 print_line(line)
         to_come = replace(config, stages=tuple(unfinished))
         for line in idle_ranks(to_come, run.world):

@@ -13,4 +13,5 @@ def answers_of(completions: list[str], **columns: list[Any]) -> Answers:
     prompts = [f"q{i}" for i in range(count)]
     messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
     sources = [f"d.jsonl:{i + 1}" for i in range(count)]
-    return Answers(prompts, completions, {**columns, "messages": messages}, sources)
+    rows = [{name: values[i] for name, values in columns.items()} for i in range(count)]
+    return Answers(prompts, completions, messages, rows, sources)

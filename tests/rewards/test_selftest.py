@@ -15,7 +15,7 @@ from tandem.rewards.selftest import ReferenceRow, self_test
 
 def rows_of(*answers: Any, column: str = "answer") -> list[ReferenceRow]:
     return [
-        ReferenceRow(f"q{i}", {column: answer, "messages": []}, f"d.jsonl:{i + 1}")
+        ReferenceRow(f"q{i}", [], {column: answer}, f"d.jsonl:{i + 1}")
         for i, answer in enumerate(answers)
     ]
 
@@ -95,3 +95,52 @@ def test_rows_without_references_are_told_in_a_line() -> None:
     for rows in (rows_of(None, None), rows_of("same", "same"), rows_of(["a"], {"b": 1})):
         (line,) = report_of(zero, rows)
         assert line.startswith("reward functions are not tested before the first step: no two rows")
+
+
+def conversational(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+conversational.checks_answer = False  # type: ignore[attr-defined]
+
+
+def test_a_function_of_message_lists_is_told_so_before_the_first_step() -> None:
+    for rows in (rows_of("a", "b"), rows_of(None)):
+        with pytest.raises(ConfigError, match="must take prompts and completions as texts") as told:
+            report_of(conversational, rows)
+        assert "TypeError: string indices must be integers" in str(told.value)
+        assert "\n" not in str(told.value)
+    wrapping = str(told.value).partition("or wrap it: ")[2].removesuffix(")")
+    made: dict[str, Any] = {"conversational": conversational}
+    exec(wrapping, made)
+    made["reward"].checks_answer = False
+    assert len(report_of(made["reward"], rows_of(None))) == 1
+    assert made["reward"]([[]], ["four"]) == [4.0]
+
+
+def test_another_failure_on_the_first_answer_is_a_line() -> None:
+    lines: list[str] = []
+    rewards = RewardFunctions([raises], ScoringConfig(), lines.append)
+    self_test(rewards, rows_of(None))
+    rewards.close()
+    (line,) = lines
+    assert line == (
+        "reward function raises failed on 1 of 1 answers (exception 1); the first: d.jsonl:1: "
+        "ValueError: signal only works in main thread"
+    )
+
+
+def test_references_are_found_where_rows_of_verl_have_them() -> None:
+    rows = [ReferenceRow("q", [], {"reward_model": {"ground_truth": a}}, "d") for a in "ab"]
+    assert "on 2 rows: reference 1, empty 0" in report_of(equal, rows)[0]
+
+
+def test_a_function_of_token_ids_is_tested_on_the_answers_tokens() -> None:
+    def right(completion_ids: Any, answer: Any) -> list[float]:
+        pairs = zip(completion_ids, answer, strict=True)
+        return [float(ids == [ord(c) for c in a]) for ids, a in pairs]
+
+    rewards = RewardFunctions([right], ScoringConfig(), lambda line: None)
+    (line,) = self_test(rewards, rows_of("ab", "c"), lambda text: [ord(c) for c in text])
+    rewards.close()
+    assert "on 2 rows: reference 1, empty 0, another row's reference 0" in line

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
+from tandem.rewards.binding import columns_problem
 from tandem.rewards.exact_number import reward
-from tandem.rewards.loading import columns_problem, load_reward_function, source_files
+from tandem.rewards.loading import load_reward_function, source_files
 from tandem.rewards.scoring import named, text_of
 from tandem.rewards.shipped import SHIPPED
 from tandem.rewards.spec import parse_spec, parse_specs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,8 +146,11 @@ def test_scores_of_one_answer_have_no_spread(
 @pytest.mark.parametrize(
     ("column", "parameters", "part"),
     [
-        ("prompts", "prompts, completions, **columns", "must not be named prompts"),
+        ("prompts", "prompts, completions, **columns", ""),
         ("level", "prompts, completions, level, messages", ""),
+        ("level", "completions, level", ""),
+        ("level", "completions, completion_ids, **columns", ""),
+        ("level", "completions, trainer_state, **columns", "which TRL's trainer alone has"),
         (
             "level",
             "prompts, completions, answer, **columns",
@@ -175,6 +179,31 @@ def test_a_reward_function_that_cannot_be_called_is_refused_before_the_first_ste
         assert not (tmp_path / "run").exists()
     else:
         check_rows(config, rows_of, tiny_model, tiny_model)
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "part"),
+    [
+        ({"ground_truth": "7"}, "ground_truth", ""),
+        ({"reward_model": {"ground_truth": "7"}}, "reward_model.ground_truth", ""),
+        ({"reward_model": {"ground_truth": "7"}}, "answer", ""),
+        ({"ground_truth": "7"}, "answer", "missing a required argument: 'answer'. --scoring.answe"),
+        ({"ground_truth": "7"}, "truth", r"got 'truth', which no row has .*: ground_truth\)"),
+    ],
+)
+def test_functions_that_require_answer_get_it_from_the_answer_column(
+    tmp_path: Path, tiny_model: str, row: dict[str, object], column: str, part: str
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"q{i}", **row}) + "\n" for i in range(30)))
+    file = tmp_path / "rewards.py"
+    file.write_text("def score(completions, answer, **columns):\n    return [0.0]\n")
+    knobs = {"ppo__reward_function": f"{file}:score", "scoring__answer_column": column}
+    config = tiny_config(tmp_path / "run", tiny_model, str(data), **knobs)
+    config = replace(config, stages=("ppo",), dataset=replace(config.dataset, split=()))
+    rows = prepare_rows(config, tiny_model, tiny_model)
+    with pytest.raises(ConfigError, match=part) if part else nullcontext():
+        check_rows(config, rows, tiny_model, tiny_model)
 
 
 def test_only_rows_of_steps_that_run_must_fit_the_model(tmp_path: Path, tiny_model: str) -> None:

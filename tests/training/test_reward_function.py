@@ -119,12 +119,64 @@ def test_arrays_tensors_and_truths_are_numbers(values: object) -> None:
     assert found.total.tolist() == [0.5, 1.0]
 
 
-def test_a_column_with_an_arguments_name_is_named() -> None:
-    rollout = rollout_of("a")
-    for name in ("completions", "messages"):
-        prompt = replace(rollout.prompts[0], columns={name: "x"})
-        with pytest.raises(DataError, match=f"must not be named {name}"):
-            scored([lambda *a, **k: [1.0]], replace(rollout, prompts=(prompt,)))
+def test_a_column_with_an_arguments_name_is_left_out_and_counted_once() -> None:
+    seen: dict[str, object] = {}
+
+    def spy(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+        seen.update(columns, prompts=prompts, completions=completions)
+        return [1.0] * len(completions)
+
+    rollout = rollout_of("a", "b")
+    columns = {"completions": "x", "messages": "y", "level": 1}
+    rollout = replace(
+        rollout, prompts=(replace(rollout.prompts[0], columns=columns), rollout.prompts[1])
+    )
+    lines: list[str] = []
+    rewards = rewards_of(here(spy), ScoringConfig(), lines.append)
+    assert rewards is not None
+    for _ in range(2):
+        function_scores(rewards, rollout)
+    assert seen["prompts"] == ["q0", "q1"]
+    assert seen["completions"] == ["a", "b"]
+    assert seen["level"] == [1, None]
+    assert seen["messages"] == [
+        [{"role": "system", "content": "s"}, {"role": "user", "content": f"q{i}"}] for i in (0, 1)
+    ]
+    assert lines == [
+        f"reward functions get {name} from Tandem: the data's column of that name, in 1 of 2 rows, "
+        "is left out for them"
+        for name in ("completions", "messages")
+    ]
+
+
+def test_a_rollout_whose_rows_lack_a_column_gives_none() -> None:
+    def spy(completions: list[str], answer: list[Any]) -> list[float]:
+        return [float(answer is not None and answer[0] == "1")]
+
+    rollout = rollout_of("a", "b")
+    rewards = rewards_of(spy, ScoringConfig(), columns=["answer"])
+    assert rewards is not None
+    both = [selected(rollout, torch.tensor([i])) for i in (0, 1)]  # the first has no answer
+    assert [function_scores(rewards, part).values.item() for part in both] == [0.0, 1.0]
+    rewards.close()
+
+
+def test_a_function_that_names_completion_ids_gets_the_sampled_tokens() -> None:
+    """Of every row its own tokens: without the prompt, without padding, with the EOS."""
+    rows = [
+        TokenRow((1, 5, 6, 2), (False, True, True, True), Source("d", "f", 1)),
+        TokenRow((1, 7), (False, True), Source("d", "f", 2)),
+    ]
+    rollout = replace(rollout_of("a", "b"), batch=TokenBatch.from_rows(rows, 0))
+
+    def ids(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return [float(sum(each)) for each in completion_ids]
+
+    def unasked(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        return [float("completion_ids" in columns)]
+
+    found, _ = scored([ids, unasked], rollout)
+    assert found.values.tolist() == [[13.0, 0.0], [7.0, 0.0]]
 
 
 def test_what_fails_is_logged_by_function_and_reason() -> None:

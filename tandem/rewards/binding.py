@@ -1,0 +1,179 @@
+"""Which argument of a reward function gets what: by name where it can be, else by position.
+
+TRL calls f(prompts=..., completions=..., **columns), so the order of its functions' parameters says
+nothing: `f(completions, prompts)` must not be scored on the prompts. A function whose first two
+parameters have names of their own, such as `f(questions, answers)`, gets prompts and completions
+by position.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+GIVEN = ("prompts", "completions", "messages", "completion_ids")
+"""What reward functions are given beside the data's columns; a column of such a name is left out.
+`messages` goes to functions that can take it, `completion_ids` to those that name it."""
+_TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL also gives, and only TRL has."""
+
+
+class BindingError(Exception):
+    """A function cannot be called with what there is; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """How a function is called: the names of what it gets by position, in order, and by keyword."""
+
+    positional: tuple[str, ...]
+    keywords: tuple[str, ...]
+
+    def call(self, function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+        """What the function returns for these values, by their names."""
+        return function(
+            *(values[name] for name in self.positional),
+            **{name: values[name] for name in self.keywords},
+        )
+
+
+def names_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of that name."""
+    return name in _named(_parameters(function) or [])
+
+
+def binding_of(function: Callable[..., Any], names: Iterable[str]) -> Binding:
+    """How a function is called with values of these names, `prompts` and `completions` among them.
+
+    Raises:
+        BindingError: it cannot be.
+    """
+    names = list(names)
+    parameters = _parameters(function)
+    if parameters is None:  # something without a signature, which the first call will tell of
+        return Binding(GIVEN[:2], tuple(name for name in names if name not in GIVEN))
+    _refuse_other_trainers(function, parameters)
+    takes = [name for name in _named(parameters) if name in names]
+    slots = _slots(parameters)
+    placed = _by_position(slots, takes)
+    missing = [
+        name
+        for name, parameter in _named(parameters).items()
+        if parameter.default is parameter.empty
+        and name not in [*takes, *(slots[place] for place in placed)]
+    ]
+    if missing:
+        raise BindingError(_missing(missing[0]))
+    known = {*takes, *placed.values()}
+    rest = [name for name in names if name not in known and name != "completion_ids"]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        if known.isdisjoint({"completions", "completion_ids"}):
+            raise BindingError("it has no parameter for completions. Name one completions")
+        if columns := [name for name in rest if name not in GIVEN]:
+            raise BindingError(
+                f"got an unexpected keyword argument {columns[0]!r}. Name its parameters as the "
+                "columns, with **columns for the rest"
+            )
+        rest = []
+    positional: list[str] = []
+    for place, slot in enumerate(slots):
+        if place not in placed and slot not in takes:
+            break
+        positional.append(placed.get(place, slot))
+    return Binding(tuple(positional), (*(n for n in takes if n not in positional), *rest))
+
+
+def columns_problem(function: Callable[..., Any], columns: Iterable[str], label: str = "") -> str:
+    """What keeps `function` from being called with lists of these columns, or ""."""
+    columns = sorted(set(columns) - set(GIVEN))
+    try:
+        binding_of(function, [*GIVEN, *columns])
+    except BindingError as problem:
+        label = label or getattr(function, "__name__", str(function))
+        return (
+            f"reward function {label} must take prompts, completions and the data's columns "
+            f"({', '.join(columns) or 'none'}); got: {problem}"
+        )
+    return ""
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """A function's parameters; None where it has no signature."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def _named(parameters: Iterable[inspect.Parameter]) -> dict[str, inspect.Parameter]:
+    return {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def _slots(parameters: Iterable[inspect.Parameter]) -> list[str]:
+    """The positional parameters; `*` for each of the first two places that *args would take."""
+    slots: list[str] = []
+    for parameter in parameters:
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            slots.append(parameter.name)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            slots += ["*"] * (2 - len(slots))
+    return slots
+
+
+def _by_position(slots: Sequence[str], takes: Sequence[str]) -> dict[int, str]:
+    """The places of prompts and completions that their parameters' names do not say.
+
+    Args:
+        takes: parameters that are called as what there is.
+    Raises:
+        BindingError: the second parameter may mean completions, or a column.
+    """
+    if len(slots) < 2:
+        return {}
+    named = {"prompts", "completions"} & set(takes)
+    has_own_name = [slot not in takes for slot in slots[:2]]
+    if not named and all(has_own_name):
+        return {0: "prompts", 1: "completions"}
+    if not named and has_own_name[0]:
+        raise BindingError(
+            f"the second parameter, {slots[1]}, is called as a column of the data, so that it is "
+            "not clear which parameter takes completions. Name that one completions"
+        )
+    if named == {"completions"} and slots[1] == "completions" and has_own_name[0]:
+        return {0: "prompts"}
+    if named == {"prompts"} and slots[0] == "prompts" and has_own_name[1]:
+        return {1: "completions"}
+    return {}
+
+
+def _missing(name: str) -> str:
+    text = f"missing a required argument: {name!r}"
+    if name in _TRAINERS:
+        return f"{text}, which TRL's trainer alone has. Remove it, or give it a default"
+    if name == "answer":
+        return f"{text}. --scoring.answer-column names the column with the reference answer"
+    return f"{text}. Name its parameters as the columns, with **columns for the rest"
+
+
+def _refuse_other_trainers(
+    function: Callable[..., Any], parameters: Iterable[inspect.Parameter]
+) -> None:
+    """Refuse what verl and OpenRLHF call otherwise, and say how to wrap it: a call with lists might
+    succeed, and mean nothing."""
+    has, name = _named(parameters), getattr(function, "__name__", "f")
+    if "solution_str" in has and "completions" not in has:
+        columns = [n for n in has if n not in ("solution_str", "ground_truth")]
+        each = {"solution_str": "completions", "ground_truth": "answer"}
+        raise BindingError(
+            f"verl's signature, for one answer. Wrap it: def reward(completions, answer, "
+            f"{''.join(f'{column}, ' for column in columns)}**columns): return [{name}(*each) for "
+            f"each in zip({', '.join(each.get(n, n) for n in has)})]"
+        )
+    if {"queries", "prompts"} <= has.keys() and "completions" not in has:
+        raise BindingError(
+            "OpenRLHF's signature, whose queries are prompts with completions. Wrap it: def "
+            "reward(prompts, completions, answer, **columns): return "
+            f"{name}([p + c for p, c in zip(prompts, completions)], prompts, answer)['rewards']"
+        )
