@@ -22,18 +22,17 @@ from tandem.config.load import (
     config_knobs,
     plain_values,
     range_problems,
-    read_file,
+    read_named,
     resolved_types,
     set_knob,
     show_note,
     type_hints,
-    with_our_names,
     without_presets,
 )
 from tandem.config.nearest import SHORT_NAMES, advice
 from tandem.config.pages import flag_lines
 from tandem.config.schema import RunConfig
-from tandem.config.spellings import conversion, knob_meant, listed, note_of
+from tandem.config.spellings import conversion, knob_meant, listed, note_of, plain
 from tandem.config.stages import (
     DEFAULT,
     defaults_of,
@@ -65,8 +64,8 @@ def parse_run_flags(
     """
     hints = knob_types()
     line = _CommandLine(command, argv)
-    values, notes, in_file = _read_config(line.given.get("config"))
-    config, mistakes = build(values)
+    section = "" if command == "train" else stage_of(command).section
+    config, values, notes, in_file = read_named(line.given.get("config"), section)
     stages = [command]
     if command == "train":
         stages = _read(line.given.get("stages", config.stages), hints["stages"])
@@ -74,9 +73,8 @@ def parse_run_flags(
             line = _CommandLine(command, argv, section)
     if notes := [*line.notes, *notes]:
         note("; ".join(notes))
-    given, path = line.given, line.given.pop("config", None)
+    given = {name: value for name, value in line.given.items() if name != "config"}
     problems = [*wrong, *line.problems, *_without_a_reader(line.undotted, stages), *in_file]
-    problems += [f"{path}: {problem}" for problem in mistakes]
     values = without_presets(plain_values(config), values)
     for name, value in given.items():
         set_knob(values, name, _read(value, hints[name]))
@@ -114,18 +112,6 @@ def _without_a_reader(undotted: Mapping[str, str], stages: Sequence[str]) -> lis
                 f"{', '.join(stages)}. Remove it, or add that stage"
             )
     return problems
-
-
-def _read_config(path: str | None) -> tuple[Any, list[str], list[str]]:
-    """The nested values in the file of --config, if it is given; notes; problems."""
-    if not path:
-        return {}, [], []
-    try:
-        values, others, problems = with_our_names(read_file(path))
-    except ConfigError as error:
-        return {}, [], [str(error).rstrip(".")]
-    notes = [f"{path}: {'; '.join(others)}"] if others else []
-    return values, notes, [f"{path}: {problem}" for problem in problems]
 
 
 def help_page(command: str, summary: str, *, everything: bool) -> str:
@@ -239,12 +225,12 @@ class _CommandLine:
         while words:
             word = words.popleft()
             if not word.startswith("-"):
-                self.problems.append(f"{word!r} belongs to no flag")
+                self.problems.append(self._stray(word))
                 continue
             flag, equals, value = word.partition("=")
             values = [value] if equals else []
             name, negated = self._knob(flag)
-            if name and "." not in flag:
+            if name and "." not in plain(flag.lstrip("-")):
                 self.undotted[flag] = name
             is_list = typing.get_origin(knob_types().get(name)) is tuple
             while words and not equals and (is_list or not values) and _is_value(words[0]):
@@ -283,19 +269,31 @@ class _CommandLine:
         the default one."""
         knob = knob_meant(name, knob_types(), self._section)
         of_default = knob.startswith(f"{rl_stage(DEFAULT).section}.")
-        if self._rl and of_default and "." not in name:
+        if self._rl and of_default and "." not in plain(name):
             return knob_meant(name, knob_types(), self._rl)
         return knob
 
+    def _stray(self, word: str) -> str:
+        """What is wrong with a word that no flag takes, such as verl's `data.train_files=F`."""
+        name, equals, _ = word.partition("=")
+        hint = ""
+        if equals:
+            is_known = f"--{_dashed(name)}" in self._flags or self._meant(name)
+            hint = f"Write --{word}" if is_known else self._hint(f"--{name}")
+        return f"{word!r} belongs to no flag. {hint}".rstrip(" .")
+
     def _unknown(self, flag: str) -> str:
+        hint = self._hint(flag) or f"See tandem {self._command} --help-all."
+        return f"{flag} is not a flag of tandem {self._command}. {hint}"
+
+    def _hint(self, flag: str) -> str:
+        """What to write instead of an unknown flag; empty if nothing is close."""
+        name = flag.lstrip("-").removeprefix("no-")
         own = [self._section] if self._section else [stage_of(name).section for name in DEFAULT]
         if self._rl:
-            name = flag.lstrip("-").removeprefix("no-")
             own = [self._rl] if conversion(name, self._rl) else [*own, self._rl]
         spell = _flag if "." in flag else lambda name: self._shorts.get(name, _flag(name))
-        hint = advice(flag.lstrip("-").removeprefix("no-"), knob_types(), own, spell)
-        hint = hint or f"See tandem {self._command} --help-all."
-        return f"{flag} is not a flag of tandem {self._command}. {hint}"
+        return advice(name, knob_types(), own, spell)
 
 
 def _is_value(word: str) -> bool:

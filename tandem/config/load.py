@@ -8,12 +8,10 @@ import functools
 import math
 import operator
 import os
-import stat
 import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,8 +21,9 @@ from tandem.config.knob import UNSET
 from tandem.config.nearest import advice
 from tandem.config.rules import rule_problems
 from tandem.config.schema import RunConfig
-from tandem.config.spellings import knob_meant, note_of
+from tandem.config.spellings import conversion, knob_meant, note_of, with_dotted_verl
 from tandem.config.stages import defaults_of, stage_names
+from tandem.config.yaml_file import read_file
 from tandem.errors import ConfigError
 
 T = TypeVar("T")
@@ -50,46 +49,6 @@ def load_config(path: str | Path, *, note: Callable[[str], None] = show_note) ->
     return build_config(read_file(path), where=f"{path}: ", note=note)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key stands once: the last of several would silently replace the others."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As YAML says, but for repeated keys."""
-        seen: set[Any] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"the key {key.value} a second time", problem_mark=key.start_mark
-                    )
-                seen.add(key.value)
-        made: dict[Any, Any] = super().construct_mapping(node, deep)
-        return made
-
-
-def read_file(path: str | Path) -> Any:
-    """The content of a YAML file.
-
-    Raises:
-        ConfigError: it cannot be read, or is not YAML.
-    """
-    path = Path(expanduser(path))
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError(0, "not a file")  # a pipe or a device may never end
-        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        raise ConfigError(
-            f"--config must be a readable YAML file; got {path} ({error.strerror}). Check the path."
-        ) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a name with a NUL in it
-        where = getattr(error, "problem_mark", None)
-        line = f", line {where.line + 1}" if where else ""
-        problem = getattr(error, "problem", None) or "not UTF-8 text"
-        raise ConfigError(f"{path}{line} must be YAML; got: {problem}. Fix the file.") from None
-    return {} if raw is None else raw
-
-
 def build_config(
     values: Any, *, where: str = "", note: Callable[[str], None] = show_note
 ) -> RunConfig:
@@ -111,11 +70,33 @@ def build_config(
     return config
 
 
-def build(values: Any) -> tuple[RunConfig, list[str]]:
-    """A configuration from our own names only, and its problems; wrong knobs keep their
-    defaults."""
+def read_named(path: str | None, section: str = "") -> tuple[RunConfig, Any, list[str], list[str]]:
+    """The file of --config, if it is given, as a configuration and as nested values; a note on
+    other names; what is wrong, if anything.
+
+    Args:
+        section: the command's own, whose knobs may stand outside it under another trainer's name.
+    """
+    if not path:
+        return RunConfig(), {}, [], []
+    try:
+        values, others, problems = with_our_names(read_file(path), section)
+    except ConfigError as error:
+        return RunConfig(), {}, [], [str(error).rstrip(".")]
+    config, mistakes = build(values, section)
+    wrong = "; ".join(problem.rstrip(".") for problem in (*problems, *mistakes))
+    notes = [f"{path}: {'; '.join(others)}"] if others else []
+    return config, values, notes, [f"{path}: {wrong}"] if wrong else []
+
+
+def build(values: Any, section: str = "") -> tuple[RunConfig, list[str]]:
+    """A configuration from our own names only, and its problems; wrong knobs keep their defaults.
+
+    Args:
+        section: whose knobs an unknown name may rather mean.
+    """
     problems: list[str] = []
-    config = _build(RunConfig, values, "", problems)
+    config = _build(RunConfig, values, "", problems, [section] if section else [])
     for name, value in defaults_of(config.stages).items():
         section, _, last = name.rpartition(".")
         if last not in _mapping(values, section):
@@ -124,11 +105,17 @@ def build(values: Any) -> tuple[RunConfig, list[str]]:
     return config, problems
 
 
-def with_our_names(values: Any) -> tuple[Any, list[str], list[str]]:
+def with_our_names(values: Any, section: str = "") -> tuple[Any, list[str], list[str]]:
     """Nested values under our names, a note on each other name, and problems with those. Names that
-    do not stand for exactly one knob stay, for `build` to refuse."""
+    do not stand for exactly one knob stay, for `build` to refuse.
+
+    Args:
+        section: the one that other trainers' names outside all sections are of.
+    """
     others: list[tuple[str, str, Any]] = []
-    values = _without_aliases(values, "", [name for name, _ in config_knobs()], others)
+    known = [name for name, _ in config_knobs()]
+    values = with_dotted_verl(values, _sections()) if isinstance(values, Mapping) else values
+    values = _without_aliases(values, "", known, others, section)
     notes, problems = [], []
     for name, knob, value in others:
         if not set_knob(values, knob, value, replace=False):
@@ -267,7 +254,7 @@ def plain_values(value: Any) -> Any:
 
 
 def _without_aliases(
-    raw: Any, prefix: str, knobs: list[str], others: list[tuple[str, str, Any]]
+    raw: Any, prefix: str, knobs: list[str], others: list[tuple[str, str, Any]], section: str
 ) -> Any:
     """A copy without aliases; those go to `others` as (name, knob, value)."""
     if not isinstance(raw, Mapping):
@@ -276,43 +263,57 @@ def _without_aliases(
     for key, value in raw.items():
         name = f"{prefix}{key}"
         if any(knob.startswith(f"{name}.") for knob in knobs):
-            kept[key] = _without_aliases(value, f"{name}.", knobs, others)
-        elif name not in knobs and (knob := knob_meant(name, knobs)):
+            kept[key] = _without_aliases(value, f"{name}.", knobs, others, section)
+        elif name not in knobs and (knob := knob_meant(name, knobs, section)):
             others.append((name, knob, value))
         else:
             kept[key] = value
     return kept
 
 
-def _build(cls: type[T], raw: Any, prefix: str, problems: list[str]) -> T:
-    """One dataclass from a mapping; collects every problem."""
+def _build(
+    cls: type[T], raw: Any, prefix: str, problems: list[str], sections: typing.Sequence[str]
+) -> T:
+    """One dataclass from a mapping; collects every problem. Knobs in `sections` are preferred in
+    advice."""
     if not isinstance(raw, Mapping):
         section = prefix.rstrip(".") or "the file"
-        problems.append(f"{section} must be a mapping of knobs; got {raw!r}. Write `knob: value`")
+        told = _hint(section, sections) if conversion(section) else "Write `knob: value`"
+        problems.append(f"{section} must be a mapping of knobs; got {raw!r}. {told}")
         return cls()
     hints = type_hints(cls)
     values: dict[str, Any] = {}
+    strange = []
     for key, value in raw.items():
+        name = f"{prefix}{key}"
         if key not in hints:
-            problems.append(f"{prefix}{key} is not a knob. {_hint(f'{prefix}{key}', hints)}")
+            told = _hint(name, sections)
+            problems += [f"{name} is not a knob. {told}"] if told else []
+            strange += [] if told else [name]
         elif dataclasses.is_dataclass(hints[key]):
-            values[key] = _build(typing.cast(type, hints[key]), value, f"{prefix}{key}.", problems)
+            nested = typing.cast(type, hints[key])
+            values[key] = _build(nested, value, f"{name}.", problems, sections)
         else:
             try:
                 values[key] = _convert(value, hints[key])
             except ValueError as error:
-                problems.append(f"{prefix}{key} must be {error}; got {value!r}")
+                problems.append(f"{name} must be {error}; got {value!r}")
+    if strange:
+        are = "are not knobs" if len(strange) > 1 else "is not a knob"
+        problems.append(f"{', '.join(strange)} {are}. Known here: {', '.join(hints)}.")
     return cls(**values)
 
 
-def _hint(name: str, here: typing.Iterable[str]) -> str:
-    """What a wrong key may mean; if nothing is close, the known keys of its section."""
-    sections = [f.name for f in dataclasses.fields(RunConfig) if f.default is dataclasses.MISSING]
-    if told := advice(name, [knob for knob, _ in config_knobs()], [], str):
+def _hint(name: str, own: typing.Sequence[str]) -> str:
+    """What a wrong key may mean; empty if nothing is close."""
+    if told := advice(name, [knob for knob, _ in config_knobs()], own, str):
         return told
-    if near := difflib.get_close_matches(name, sections, n=1):
-        return f"Did you mean {near[0]}?"
-    return f"Known here: {', '.join(here)}."
+    near = difflib.get_close_matches(name, _sections(), n=1) if "." not in name else []
+    return f"Did you mean {near[0]}?" if near else ""
+
+
+def _sections() -> list[str]:
+    return [f.name for f in dataclasses.fields(RunConfig) if f.default is dataclasses.MISSING]
 
 
 def _convert(value: Any, hint: Any) -> Any:

@@ -14,6 +14,7 @@ from tandem.config.spellings import (
     conversion_advice,
     ending,
     listed,
+    plain,
     spelled,
     within,
 )
@@ -76,7 +77,7 @@ def nearest_knobs(wanted: str, known: Iterable[str], sections: Sequence[str] = (
         sections: knobs in these are preferred.
     """
     names = list(known)
-    wanted = spelled(wanted).lower()
+    wanted = plain(spelled(wanted).lower())
     section, _, last = wanted.rpartition(".")
     sections = [section] if section else sections
     short = {spelled(text): name for name, text in SHORT_NAMES.items()}

@@ -11,7 +11,7 @@ from typing import Literal
 from tandem.config.flags import knob_docs, knob_types, show_value
 from tandem.config.load import bounds_text, config_knobs
 from tandem.config.nearest import SHORT_NAMES
-from tandem.config.spellings import ALIASES, CONVERSIONS, RENAMED, alias_knobs, ending
+from tandem.config.spellings import ALIASES, CONVERSIONS, RENAMED, VERL, alias_knobs, ending
 
 _HEAD = """# Configuration
 
@@ -23,14 +23,21 @@ This page is generated from `tandem/config/schema.py`.
 
 _ALIASES = """## Names from other trainers
 
-Flags and files accept these names of Hugging Face, TRL and OpenRLHF, with a note that says which
-knob they were read as. Where several knobs are listed, the name is accepted in the section of one
-(`sft: {warmup_ratio: 0.1}`) and as a flag of a command that has exactly one of them
-(`tandem sft --warmup-ratio 0.1`); elsewhere it is refused with the knobs' names.
+Flags and files accept these names of Hugging Face, TRL, LLaMA-Factory and OpenRLHF, with a note
+that says which knob they were read as. Where several knobs are listed, the name is accepted in the
+section of one (`sft: {warmup_ratio: 0.1}`), and by a command that has exactly one of them, as a
+flag (`tandem sft --warmup-ratio 0.1`) and outside all sections of its file; elsewhere it is refused
+with the knobs' names.
 """
 
 _CONVERSIONS = """These mean something else there, or nothing here. They are refused with this
 advice; a name with a dot applies to that section only.
+"""
+
+_VERL = """### verl's names
+
+Dotted, as in `--data.train_files F`, or nested in a file. One with a name of the tables above is
+read or answered like that name.
 """
 
 _RENAMED = """## Earlier names
@@ -65,10 +72,17 @@ def _other_names() -> list[str]:
         (f"`{name}`", _knobs(ending(ends, known)), advice)
         for name, (ends, advice) in sorted(CONVERSIONS.items())
     ]
+    verl = [
+        (f"`{name}`", f"`{use}`", "")
+        if isinstance(use, str)
+        else (f"`{name}`", _knobs(ending(use[0], known)), use[1])
+        for name, use in sorted(VERL.items())
+    ]
     renamed = [(f"`{old}`", f"`{new}`") for old, new in RENAMED.items()]
     return [
         *(_ALIASES, _table(("name", "knob", ""), aliases)),
         *(_CONVERSIONS, _table(("name", "use", ""), conversions)),
+        *(_VERL, _table(("name", "like, or use", ""), verl)),
         *(_RENAMED, _table(("earlier", "now"), renamed)),
     ]
 

@@ -1,4 +1,5 @@
-"""Other names for knobs: our own earlier ones, and those of Hugging Face, TRL and OpenRLHF.
+"""Other names for knobs: our own earlier ones, and those of Hugging Face, TRL, LLaMA-Factory,
+OpenRLHF and verl.
 
 A name with exactly our meaning is an alias: flags and YAML accept it, with a note. A name with
 another meaning is refused with the right knob and how to convert the value.
@@ -6,7 +7,7 @@ another meaning is refused with the right knob and how to convert the value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ CONVERSIONS: dict[str, tuple[str, str]] = {
 """Name elsewhere -> (knobs to use, by the ends of their names; how to convert). A dotted name is
 that name in one section."""
 
+VERL: dict[str, str | tuple[str, str]] = {
+    name: use if isinstance(use, str) else (use[0], use[1]) for name, use in _TABLES["verl"].items()
+}
+"""verl's dotted name -> the name above that it is read as, or knobs and how to convert."""
+
+_AND = "and"
 _OF_ALL_STAGES = ("stages",)
 """What a command of one stage does not take: there an earlier name of it means something else."""
 
@@ -38,6 +45,35 @@ _OF_ALL_STAGES = ("stages",)
 def spelled(name: str) -> str:
     """A flag's or a key's name with underscores."""
     return name.replace("-", "_")
+
+
+def plain(name: str) -> str:
+    """A name with underscores; verl's as the other trainers' that means the same."""
+    use = VERL.get(spelled(name))
+    return use if isinstance(use, str) else spelled(name)
+
+
+def with_dotted_verl(values: Mapping[Any, Any], sections: Sequence[str]) -> dict[Any, Any]:
+    """A copy in which what verl's file nests has dotted names, as on its command line.
+
+    Args:
+        sections: our own, which stay.
+    """
+    flat: dict[Any, Any] = {}
+    for key, value in values.items():
+        is_verl = any(name.startswith(f"{key}.") for name in VERL) and key not in sections
+        flat |= (
+            _leaves(value, f"{key}.") if is_verl and isinstance(value, Mapping) else {key: value}
+        )
+    return flat
+
+
+def _leaves(values: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        is_nested = isinstance(value, Mapping) and value
+        found |= _leaves(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
+    return found
 
 
 def knob_meant(name: str, known: Iterable[str], section: str = "") -> str:
@@ -49,7 +85,9 @@ def knob_meant(name: str, known: Iterable[str], section: str = "") -> str:
         section: the command's own, which a name without a dot may omit. Other commands' sections
             are ignored: this command does not read them.
     """
-    name = spelled(name)
+    name = plain(name)
+    if name in VERL:
+        return ""
     if name in RENAMED and not (section and RENAMED[name] in _OF_ALL_STAGES):
         return RENAMED[name]
     inside, _, last = name.rpartition(".")
@@ -75,7 +113,10 @@ def alias_knobs(last: str, known: Iterable[str]) -> list[str]:
 
 def conversion(name: str, section: str = "") -> tuple[str, str] | None:
     """The entry of `CONVERSIONS` for a name in a section (its own, if it is dotted)."""
-    inside, _, last = spelled(name).rpartition(".")
+    name = plain(name)
+    if isinstance(use := VERL.get(name), tuple):
+        return use
+    inside, _, last = name.rpartition(".")
     return CONVERSIONS.get(f"{inside or section}.{last}") or CONVERSIONS.get(last)
 
 
@@ -89,21 +130,30 @@ def conversion_advice(
             is clear; otherwise there is a sentence for each section in which it differs.
         spell: a knob's name as the user writes it, as a key or as a flag.
     """
-    inside, _, last = spelled(name).rpartition(".")
-    sections = [inside] if inside else sections
+    name = plain(name)
+    inside, _, last = name.rpartition(".")
+    sections = [inside] if inside and name not in VERL else sections
     if found := conversion(name, sections[0] if len(sections) == 1 else ""):
         ends, advice = found
         knobs = ending(ends, known)
-        names = listed([spell(knob) for knob in within(sections, knobs) or knobs])
-        return [f"Use {names}: {advice}." if ends else advice]
+        return (
+            [f"Use {_spelled_out(ends, within(sections, knobs) or knobs, spell)}: {advice}."]
+            if ends
+            else [advice]
+        )
     if len(sections) == 1:
         return []
     return [
-        f"In {_section(dotted)} use {listed([spell(knob) for knob in ends.split()])}: {advice}."
+        f"In {_section(dotted)} use {_spelled_out(ends, ending(ends, known), spell)}: {advice}."
         for dotted, (ends, advice) in CONVERSIONS.items()
         if dotted.endswith(f".{last}")
         and (_section(dotted) not in _other_rl() or _section(dotted) in sections)
     ]
+
+
+def _spelled_out(ends: str, knobs: Sequence[str], spell: Callable[[str], str]) -> str:
+    """The knobs to use; all of them, or one, as their entry says."""
+    return listed([spell(knob) for knob in knobs], _AND if _AND in ends.split() else "or")
 
 
 def note_of(name: str, written: str, ours: str) -> str:
@@ -112,7 +162,7 @@ def note_of(name: str, written: str, ours: str) -> str:
     Args:
         written, ours: the name and the knob's, as the user writes them: as keys, or as flags.
     """
-    name = spelled(name)
+    name = plain(name)
     if name in RENAMED:
         return f"{written} is now {ours}"
     remark = ALIASES[name.rpartition(".")[2]][1]
@@ -120,8 +170,9 @@ def note_of(name: str, written: str, ours: str) -> str:
 
 
 def ending(ends: str, known: Iterable[str]) -> list[str]:
-    """The knobs whose dotted name is or ends with one of `ends` (separated by spaces)."""
-    return [k for k in known if any(f".{k}".endswith(f".{end}") for end in ends.split())]
+    """The knobs whose dotted name is or ends with one of `ends` (separated by spaces or `and`)."""
+    wanted = [f".{end}" for end in ends.split() if end != _AND]
+    return [knob for knob in known if any(f".{knob}".endswith(end) for end in wanted)]
 
 
 def within(sections: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -129,9 +180,9 @@ def within(sections: Sequence[str], names: Sequence[str]) -> list[str]:
     return [name for name in names if any(name.startswith(f"{part}.") for part in sections)]
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], word: str = "or") -> str:
     """`a`, `a or b`, `a, b or c`."""
-    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else ""
+    return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else ""
 
 
 def _section(knob: str) -> str:

@@ -12,7 +12,15 @@ from tandem.config.flags import knob_types, parse_run_flags
 from tandem.config.load import build_config, config_knobs, load_config, plain_values
 from tandem.config.nearest import SHORT_NAMES
 from tandem.config.schema import RunConfig
-from tandem.config.spellings import ALIASES, CONVERSIONS, RENAMED, alias_knobs, ending, knob_meant
+from tandem.config.spellings import (
+    ALIASES,
+    CONVERSIONS,
+    RENAMED,
+    VERL,
+    alias_knobs,
+    ending,
+    knob_meant,
+)
 from tandem.errors import ConfigError
 
 KNOWN = [name for name, _ in config_knobs()]
@@ -78,6 +86,18 @@ def refused(flags: str, command: str = "train") -> str:
         ("train", "--target_kl 0.3", "ppo.early_stop_kl", 0.3, "--ppo.early-stop-kl"),
         ("train", "--ppo.target-kl 0.3", "ppo.early_stop_kl", 0.3,
          "--ppo.target-kl is now --ppo.early-stop-kl"),
+        ("sft", "--pretrain m", "actor_model", "m", "--pretrain is read as --actor-model"),
+        ("sft", "--cutoff_len 99", "dataset.max_tokens", 99, "follows dataset.on_long_row"),
+        ("sft", "--val_size 0.1", "dataset.heldout", 0.1, "a share of all rows"),
+        ("sft", "--train_batch_size 8", "sft.batch_size", 8, "--sft.batch-size"),
+        ("grpo", "--train_batch_size 8", "grpo.minibatch_size", 8, "--grpo.minibatch-size"),
+        ("grpo", "--max_epochs 2", "grpo.epochs", 2, "--grpo.epochs"),
+        ("grpo", "--data.train_files a b", "data", ("a", "b"), "--data.train_files is read as"),
+        ("grpo", "--actor_rollout_ref.rollout.n=4", "sampling.samples_per_prompt", 4, "is read as"),
+        ("grpo", "--actor_rollout_ref.actor.optim.lr 1e-6", "grpo.actor.learning_rate", 1e-6,
+         "--grpo.actor.learning-rate"),
+        ("ppo", "--actor_rollout_ref.actor.optim.lr 1e-6", "ppo.actor.learning_rate", 1e-6, "--pp"),
+        ("grpo", "--trainer.test_freq 7", "grpo.eval_every", 7, "--grpo.eval-every"),
         ("train", "--ppo.kl_target 6", "ppo.kl_coef_target", 6.0, "is now --ppo.kl-coef-target"),
     ],
 )  # fmt: skip
@@ -134,6 +154,20 @@ def test_a_key_with_the_same_meaning_is_read_with_one_note(
         ("sft", "--cliprange 0.1", "Did you mean --ppo.clip-ratio?"),
         ("ppo", "--warmup_ratio 0.1", "Did you mean --ppo.actor.warmup or --ppo.critic.warmup?"),
         ("train", "--lr_scheduler_type linear", "Did you mean --sft.schedule, --reward.schedule,"),
+        ("grpo", "--beta 0.04", "Use --grpo.kl and --kl-coef: beta weights k3 in the loss, so kl"),
+        ("grpo", "--kl_loss_coef 0.1", "Use --grpo.kl and --kl-coef: for low_var_kl kl is forward"),
+        ("ppo", "--kl_loss_coef 0.1", "Use --kl-coef and --ppo.kl-in: kl_in is loss"),
+        ("grpo", "--actor_rollout_ref.actor.kl_loss_coef 1", "Use --grpo.kl and --grpo.kl-coef: "),
+        ("ppo", "--actor_rollout_ref.actor.kl_loss_coef 1", "Use --ppo.kl-coef and --ppo.kl-in: "),
+        ("grpo", "--algorithm.kl_ctrl.kl_coef 0.1", "Use --grpo.kl-coef: the KL is in the reward"),
+        ("grpo", "--trainer.total_epochs 2", "Use --grpo.steps: rollouts; 0 makes one pass over"),
+        ("grpo", "data.train_files=x", "'data.train_files=x' belongs to no flag. Write --data.tr"),
+        ("grpo", "trainer.nnodes=2", "'trainer.nnodes=2' belongs to no flag. Use --num-nodes on t"),
+        ("grpo", "grpo.steps=2", "'grpo.steps=2' belongs to no flag. Write --grpo.steps=2"),
+        ("grpo", "x=2", "'x=2' belongs to no flag"),
+        ("sft", "--template llama3", "sft. The tokenizer's own chat template is used; remove it"),
+        ("sft", "--dataset d.json", "Use --data: files or hub names; a dataset_info.json is not r"),
+        ("grpo", "--remote_rm_url f.py", "Use --reward-function: a Python function, as file.py:n"),
         ("train", "--no-num-generations", "Did you mean --sampling.samples-per-prompt?"),
     ],
 )  # fmt: skip
@@ -166,6 +200,73 @@ def test_a_key_with_another_meaning_or_given_twice_is_refused(
     with pytest.raises(ConfigError) as raised:
         build_config(values, note=lambda line: None)
     assert part in str(raised.value)
+
+
+LLAMA_FACTORY = """
+model_name_or_path: m
+stage: sft
+finetuning_type: lora
+dataset: alpaca
+template: qwen
+learning_rate: 1.0e-4
+num_train_epochs: 2.0
+lr_scheduler_type: linear
+warmup_ratio: 0.1
+bf16: true
+quite_unknown: 1
+also_unknown: 2
+"""
+
+
+def test_another_trainers_file_is_read_and_answered_as_its_flags_are(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(LLAMA_FACTORY)
+    said = refused(f"--config {file}", "sft")
+    assert said.count(str(file)) == 1
+    assert said.count("Known here: actor_model, ") == 1
+    assert "quite_unknown, also_unknown are not knobs. Known here" in said
+    for part in (
+        "stage is not a knob. The command is the stage: tandem sft",
+        "finetuning_type is not a knob. Use lora.rank: above 0 is lora, 0 is full",
+        "dataset must be a mapping of knobs; got 'alpaca'. Use data: files or hub names",
+        "template is not a knob. The tokenizer's own",
+        "bf16 is not a knob. Use dtype",
+    ):
+        assert part in said
+    wrong = ("stage:", "finetuning", "dataset", "template", "bf16", "quite", "also")
+    lines = [line for line in LLAMA_FACTORY.splitlines() if not line.startswith(wrong)]
+    file.write_text("\n".join(lines))
+    config, notes = read(f"--config {file}", "sft")
+    assert (config.sft.learning_rate, config.sft.epochs) == (1e-4, 2.0)
+    assert (config.sft.schedule, config.sft.warmup) == ("linear", 0.1)
+    assert len(notes) == 1
+    assert read(f"--config {file} --sft.epochs 3", "sft")[0].sft.epochs == 3
+    config, _ = read(f"--config {file}", "dpo")
+    assert (config.dpo.learning_rate, config.sft.learning_rate) == (1e-4, 2e-5)
+    assert "Did you mean sft.learning_rate, reward.learning_rate, " in refused(f"--config {file}")
+
+
+def test_verls_file_is_read_and_answered_as_its_arguments_are(tmp_path: Path) -> None:
+    file = tmp_path / "verl.yaml"
+    file.write_text(
+        "data: {train_files: a.parquet, shuffle: true}\n"
+        "actor_rollout_ref:\n"
+        "  actor: {kl_loss_coef: 0.1, optim: {lr: 1e-6}}\n"
+        "trainer: {nnodes: 2, save_freq: 9}\n"
+    )
+    said = refused(f"--config {file}", "grpo")
+    for part in (
+        "actor_rollout_ref.actor.kl_loss_coef is not a knob. Use grpo.kl and grpo.kl_coef: ",
+        "trainer.nnodes is not a knob. Use --num-nodes",
+        "data.shuffle is not a knob. Known here: ",
+    ):
+        assert part in said
+    file.write_text(
+        "data: {train_files: a.parquet}\nactor_rollout_ref: {actor: {optim: {lr: 1e-6}}}\n"
+    )
+    config, _ = read(f"--config {file}", "grpo")
+    assert config.data == ("a.parquet",)
+    assert config.grpo.actor.learning_rate == 1e-6
 
 
 def test_a_configuration_saved_under_earlier_names_is_read_with_one_line(
@@ -221,8 +322,15 @@ def test_the_tables_name_knobs_that_there_are_and_hide_none() -> None:
         assert ending(ends, KNOWN), name
     for name, (ends, advice) in CONVERSIONS.items():
         assert advice, name
-        assert all(ending(end, KNOWN) for end in ends.split()), name
+        assert all(ending(end, KNOWN) for end in ends.split() if end != "and"), name
         assert name not in ALIASES, name
+    for name, use in VERL.items():
+        if isinstance(use, str):
+            dotted = [known for known in CONVERSIONS if known.endswith(f".{use}")]
+            assert use in {*ALIASES, *CONVERSIONS} or dotted, name
+        else:
+            assert all(ending(end, KNOWN) for end in use[0].split()), name
+            assert use[1], name
     for old, new in RENAMED.items():
         assert old not in KNOWN
         assert new in KNOWN

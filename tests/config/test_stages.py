@@ -189,7 +189,7 @@ def test_a_stage_can_change_defaults_of_shared_knobs(tmp_path: Path) -> None:
         ("train", "--stages sft,dpo --no-ema", "--no-ema must go with a stage that reads ppo.ema"),
         ("train", "--algorithm rloo", r"--algorithm must go with .* \(grpo\); got stages sft, rew"),
         ("sft", "--kl-coef 0.1", "--kl-coef must go with .*; got stages sft"),
-        ("train", "--stages sft grpo --epsilon 0.1", "Use --grpo.clip-low or --grpo.clip-high"),
+        ("train", "--stages sft grpo --epsilon 0.1", "Use --grpo.clip-low and --grpo.clip-high"),
     ],
 )  # fmt: skip
 def test_a_short_flag_of_an_rl_stage_that_does_not_run_is_refused(
