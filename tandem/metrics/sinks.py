@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from io import BytesIO
 from itertools import count
 from pathlib import Path
@@ -29,6 +31,29 @@ _FORMAT = "brain.Event:2"
 _numbers = count()
 _BINS = 30
 _DT_STRING = 7  # tensorboard.compat.proto.types_pb2
+
+
+_NO_TENSORBOARD = (
+    "log.tensorboard must be off if TensorBoard is not installed; got on. "
+    "Run `pip install tensorboard`, or set log.tensorboard to false."
+)
+_NO_WANDB = (
+    "log.wandb must be empty if wandb is not installed; got {!r}. "
+    "Run `pip install wandb`, or leave log.wandb empty."
+)
+
+
+def missing_trackers(*, tensorboard: bool, wandb: str) -> list[str]:
+    """What is wrong with the trackers that a run wants, found without importing them."""
+    problems = [_NO_TENSORBOARD] if tensorboard and not _is_installed("tensorboard") else []
+    return problems + ([_NO_WANDB.format(wandb)] if wandb and not _is_installed("wandb") else [])
+
+
+def _is_installed(package: str) -> bool:
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None  # a folder of runs is called wandb too
 
 
 class Sink(Protocol):
@@ -69,10 +94,7 @@ class TensorBoard:
             from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
-            raise ConfigError(
-                "log.tensorboard must be off if TensorBoard is not installed; got on. "
-                "Run `pip install tensorboard`, or set log.tensorboard to false."
-            ) from error
+            raise ConfigError(_NO_TENSORBOARD) from error
         folder = run_dir / "tensorboard" / stage
         folder.mkdir(parents=True, exist_ok=True)
         writer = (
@@ -153,10 +175,7 @@ class WandB:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError(
-                f"log.wandb must be empty if wandb is not installed; got {project!r}. "
-                "Run `pip install wandb`, or leave log.wandb empty."
-            ) from error
+            raise ConfigError(_NO_WANDB.format(project)) from error
         ids_path = run_dir / _WANDB_IDS
         ids = json.loads(ids_path.read_text("utf-8")) if ids_path.exists() else {}
         if first_step == 0 or stage not in ids:

@@ -36,6 +36,7 @@ from tandem.engine.shard_plan import zero_plus_plus
 from tandem.errors import ConfigError
 from tandem.garbage import no_collection_of_old_objects
 from tandem.metrics.answers import ROWS_FILE
+from tandem.metrics.sinks import missing_trackers
 from tandem.models.checkpoint_ref import model_folders
 from tandem.models.load import load_tokenizer
 from tandem.parallel.watchdog import note
@@ -292,7 +293,10 @@ def _check_inputs(run: Run) -> None:
     resolve_device(config.device)
     for stage in config.stages:
         _function_of(stage)  # an import error must not cost the stages before it
-    problems = []
+    log = config.log
+    missing = missing_trackers(tensorboard=log.tensorboard, wandb=log.wandb)
+    # The first rank alone writes to them.
+    problems = [line.rstrip(".") for line in run.world.all_gather_object(missing)[0]]
     stages = in_order(config.stages)
     only_scores = all(stage.leaves == "reward model" for stage in stages)
     if not has_policy(run) and not (only_scores and config.reward_model):

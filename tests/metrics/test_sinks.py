@@ -1,3 +1,4 @@
+import importlib
 import json
 import math
 import sys
@@ -7,6 +8,7 @@ import pytest
 
 from tandem.errors import ConfigError
 from tandem.metrics.log import MetricLog
+from tandem.metrics.sinks import missing_trackers
 
 
 def scalars(folder, tag):
@@ -79,6 +81,28 @@ def test_a_missing_wandb_says_what_to_install(tmp_path, monkeypatch):
         ConfigError, match=r"^log.wandb must be empty .*; got 'proj'\. Run `pip install wandb`"
     ):
         MetricLog(tmp_path, "sft", 1, tensorboard=False, wandb="proj", console=False)
+
+
+def test_missing_trackers_are_found_without_importing_them(tmp_path, monkeypatch):
+    assert missing_trackers(tensorboard=True, wandb="") == []
+    for package in ("tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert missing_trackers(tensorboard=False, wandb="") == []
+    found = missing_trackers(tensorboard=True, wandb="proj")
+    assert [line.split(" must ")[0] for line in found] == ["log.tensorboard", "log.wandb"]
+    assert "got 'proj'. Run `pip install wandb`" in found[1]
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    assert missing_trackers(tensorboard=False, wandb="proj") == []
+
+
+def test_a_folder_of_wandbs_runs_is_not_the_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert len(missing_trackers(tensorboard=False, wandb="proj")) == 1
+    (tmp_path / "wandb/__init__.py").write_text("raise SystemExit")
+    importlib.invalidate_caches()
+    assert missing_trackers(tensorboard=False, wandb="proj") == []
 
 
 ANSWERS = {"sft": {"text": "No *idea*\n\x1b[31m", "score": 0.5}, "ppo": {"text": "", "score": None}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -504,6 +505,18 @@ def test_what_is_missing_is_said_at_once(tmp_path: Path, tiny_model: str, prefer
     bad.write_text('{"prompt": "hi", "chosen": 3, "rejected": "x"}\n')
     with pytest.raises(DataError, match=r"bad.jsonl:1"):
         quiet(replace(config, data=(str(bad),), stages=("sft",)))
+
+
+def test_a_missing_tracker_is_said_before_data_are_read(
+    tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = tiny_config(tmp_path / "run", tiny_model, "no-such-file.jsonl", log__wandb="mine")
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match=r"log.wandb must be empty if wandb is not installed"):
+        quiet(config, lines)
+    assert not any("reading" in line for line in lines)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
