@@ -36,7 +36,14 @@ from tandem.checkpoint.folder import (
 )
 from tandem.checkpoint.layout import LAYOUT, Layout
 from tandem.checkpoint.shard_files import Piece, not_finite, own_pieces, write_pieces
-from tandem.checkpoint.state import State, number_of, numbered, own_folder, point_to
+from tandem.checkpoint.state import (
+    State,
+    best_named_by,
+    number_of,
+    numbered,
+    own_folder,
+    point_to,
+)
 from tandem.errors import CheckpointError, NumericsError
 from tandem.files import sync, write_new
 from tandem.parallel.world import World
@@ -57,7 +64,7 @@ class Saver:
         """
         Args:
             folder: of the checkpoints, on every file system; for this saver only.
-            keep: the number of steps that are kept.
+            keep: the number of steps that are kept, beside the best that they name.
             beside: write in a thread, from a copy; else at once, from the tensors themselves.
         """
         self.folder = folder
@@ -92,6 +99,8 @@ class Saver:
         sizes = world.all_gather_object(sum(piece.rows.nbytes for piece in pieces))
         require_space(target, sum(sizes[rank] for rank in world.here) + _SLACK_BYTES, world)
         known = {**(facts or {}), "step": state.step, "numbers": dict(state.numbers)}
+        if state.best is not None:
+            known["best"] = state.best
         if len(world.folders) > 1:
             known["parts"] = self._parts()
         json.dumps(known, allow_nan=False)  # raises here, not in the thread
@@ -135,9 +144,11 @@ class Saver:
             writing.thread.join()
 
     def prune(self, newest: Path) -> None:
-        """Remove all but the newest steps, and other folders of the newest step's number."""
+        """Remove all but the newest steps and the best ones that they name, and other folders of
+        the newest step's number."""
         found = numbered(self.folder)
-        kept = sorted({number_of(path) for path in found})[-self.keep :]
+        recent = sorted({number_of(path) for path in found})[-self.keep :]
+        kept = {*recent, *(best_named_by(path) for path in found if number_of(path) in recent)}
         stale = [path for path in found if number_of(path) not in kept]
         stale += [p for p in found if number_of(p) == number_of(newest) and p != newest]
         for old in stale:

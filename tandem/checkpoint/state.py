@@ -37,11 +37,16 @@ _MOST_NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a stage resumes from: tensors by part ("actor", "actor_optimizer"), and numbers."""
+    """What a stage resumes from: tensors by part ("actor", "actor_optimizer"), and numbers.
+
+    best: the step of the best state so far, if the stage is to end with that one: its checkpoint is
+    kept as long as this one is.
+    """
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
     numbers: Mapping[str, Any]
+    best: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ def load_newest_state(
 ) -> tuple[SavedState | None, list[str]]:
     """The newest complete checkpoint, and a line for each newer one that is not; a collective.
 
-    Damaged ones are renamed.
+    Damaged ones are renamed. One of step 0 is not continued from: the stage has done nothing yet.
 
     Returns:
         (None, notes) if there is none: the stage starts from its beginning.
@@ -81,6 +86,7 @@ def load_newest_state(
     """
     world = world or World()
     candidates, notes = _candidates(folder, world)
+    candidates = [candidate for candidate in candidates if candidate.step > 0]
     absent = ""
     for candidate in candidates:
         state, problem, is_damaged = _loaded(folder, candidate, world, aside=True)
@@ -105,13 +111,38 @@ def load_state_before(
     world = world or World()
     notes: list[str] = []
     for candidate in _candidates(folder, world)[0]:
-        if candidate.step >= step:
+        if not 0 < candidate.step < step:
             continue
         state, problem, _ = _loaded(folder, candidate, world, aside=False)
         if state is not None:
             return state, notes
         notes.append(problem)
     return None, notes
+
+
+def load_state_of(folder: Path, step: int, world: World | None = None) -> SavedState:
+    """The checkpoint of one step; a collective.
+
+    Raises:
+        CheckpointError: it is missing or not complete.
+    """
+    world = world or World()
+    problem = f"{step_folder(folder, step)} must be there; got no such checkpoint."
+    for candidate in _candidates(folder, world)[0]:
+        if candidate.step == step:
+            state, problem, _ = _loaded(folder, candidate, world, aside=False)
+            if state is not None:
+                return state
+    raise CheckpointError(problem)
+
+
+def best_named_by(checkpoint: Path) -> int | None:
+    """The step whose checkpoint must be kept as long as this one (`State.best`)."""
+    try:
+        best = read_manifest(checkpoint).facts.get("best")
+    except CheckpointError:
+        return None
+    return best if isinstance(best, int) else None
 
 
 def newest_numbers(folder: Path, world: World | None = None) -> Mapping[str, Any] | None:
@@ -121,6 +152,8 @@ def newest_numbers(folder: Path, world: World | None = None) -> Mapping[str, Any
 
     def look() -> tuple[int, Mapping[str, Any]] | None:
         for path in reversed(numbered(folder)):
+            if number_of(path) == 0:  # it is not continued from
+                break
             try:
                 manifest = read_manifest(path)
                 return _step_of(manifest, path), dict(manifest.facts["numbers"])

@@ -40,3 +40,9 @@ class SupervisedConfig(OptimizerConfig):
     """Sequences (or pairs) per optimizer step, over all micro-batches and ranks."""
     eval_every: int = knob(50, ge=0, common=SUPERVISED)
     """Evaluate on held-out rows every N optimizer steps and at the end; 0: only at the end."""
+    keep_best: bool = knob(False, common=SUPERVISED)
+    """Leave the model of the evaluation with the lowest held-out loss, not the last one's
+    (docs/reliability.md)."""
+    patience: int = knob(0, ge=0, common=SUPERVISED)
+    """End the stage once this many evaluations in a row have not lowered the lowest held-out loss;
+    0: never."""

@@ -56,6 +56,8 @@ class Stage:
     labelled: it trains on single answers labelled good or bad, and splits pairs into two of them.
     compares_answers: it learns from the better and the worse of its own answers to a prompt.
     headline: the metric that sums up its result.
+    measure: the held-out metric by which keep_best and patience compare its evaluations; its
+        declaration (metrics/table.py) says which direction is better.
     defaults: other defaults of shared knobs, by dotted name, in a run with this stage.
     taught: a learning rate that has taught a model of 135 million weights (docs/real_runs.md), of
         its section or of the section's actor; 0 if none is known.
@@ -81,6 +83,7 @@ class Stage:
     labelled: bool = False
     compares_answers: bool = False
     headline: str = "loss"
+    measure: str = "heldout_loss"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     taught: float = 0.0
 
@@ -172,6 +175,7 @@ STAGES: tuple[Stage, ...] = (
         trains=("actor", "critic"),
         freezes=("reference", "reward"),
         headline="reward",
+        measure="heldout_reward",
         taught=3e-6,
     ),
     Stage(
@@ -189,6 +193,7 @@ STAGES: tuple[Stage, ...] = (
         policies=(Policy("grpo", "actor"), Policy("grpo-ema", "ema")),
         freezes=("reference", "reward"),
         headline="reward",
+        measure="heldout_reward",
         defaults={"sampling.samples_per_prompt": 8},
         taught=3e-6,
     ),
@@ -232,6 +237,7 @@ STAGES: tuple[Stage, ...] = (
         ),
         compares_answers=True,
         headline="reward",
+        measure="heldout_reward",
         defaults={"sampling.samples_per_prompt": 2},
     ),
 )

@@ -20,6 +20,7 @@ from rich.progress import (
 from rich.text import Text
 
 from tandem.config.stages import Family, stage_of
+from tandem.metrics.names import metric_or_unknown
 from tandem.metrics.notebook import NotebookBar, in_notebook
 from tandem.metrics.records import Answer
 from tandem.metrics.table import METRICS
@@ -178,10 +179,15 @@ def _cells(columns: Mapping[str, str], values: Mapping[str, float], width: int) 
     if not any(name in values for name in columns):
         return []
     return [
-        f"{label} {short_number(values[name], 3) if name in values else '-':<{width}}"
+        f"{label} {_cell(name, values[name]) if name in values else '-':<{width}}"
         for name, label in columns.items()
         if width or name in values
     ]
+
+
+def _cell(name: str, value: float) -> str:
+    is_step = value.is_integer() and metric_or_unknown(name).unit == "step"
+    return f"{value:.0f}" if is_step else short_number(value, 3)
 
 
 def _shown(text: str) -> str:

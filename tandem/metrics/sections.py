@@ -63,6 +63,7 @@ def result_cards(folder: RunFolder) -> list[Row]:
     """The result in a few numbers: each stage's model on held-out rows, and the total time."""
     cards = []
     for stage in folder.stages():
+        best = finite(folder.series(stage.name, "heldout_best_step"))
         for metric in METRICS:
             points = finite(folder.series(stage.name, metric.name)) if metric.card else []
             if stage.family not in metric.families or not points:
@@ -74,6 +75,11 @@ def result_cards(folder: RunFolder) -> list[Row]:
             if len(points) > 1:
                 start = f"at step {first_step:.0f}" if first_step else "before training"
                 detail = f"{with_unit(before, metric.unit)} {start}"
+            if metric.is_heldout and best and best[-1][1] in (kept := dict(points)):
+                # Its models are the result, not the last step's.
+                detail += f"; {with_unit(value, metric.unit)} at the last step, {last_step:.0f}"
+                value = kept[best[-1][1]]
+                detail = f"step {best[-1][1]:.0f}, the best of {len(best)} evaluations; {detail}"
             unit = "" if metric.unit in _NO_UNIT else f"{metric.unit}; "
             cards.append((label, with_unit(value, metric.unit), unit + detail))
     if total := sum(total_seconds(folder, stage) for stage in folder.stages()):

@@ -35,8 +35,9 @@ METRICS: tuple[Metric, ...] = (
         "per labelled answer (KTO).", "falls, then levels off; -log sigmoid starts near 0.693, KTO "
         "near half its weights", chart="Loss", column="loss"),
     *_and_by_dataset(Metric("heldout_loss", "nats", _BOTH, "lower",
-        "`loss` on rows that no stage trains on; `tandem eval` and reports measure the "
-        "cross-entropy per token of policies.", "falls with the loss",
+        "`loss` on rows that no stage trains on (a reward model's per pair, without centering and "
+        "margins); `tandem eval` and reports measure the cross-entropy per token of policies.",
+        "falls with the loss",
         title="held-out cross-entropy", chart="Loss", column="loss")),
     Metric("perplexity", "ratio", _TEXT, "lower", "exp(loss).", "falls", chart="Perplexity"),
     *_and_by_dataset(Metric("heldout_perplexity", "ratio", _TEXT, "lower",
@@ -326,6 +327,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("heldout_ptx_perplexity", "ratio", _RL, "lower",
         "Perplexity of the policy on held-out mixture text; measures forgetting.", "level",
         chart="Perplexity of mixture data", column="ptx ppl"),
+    Metric("heldout_best_step", "step", FAMILIES, "",
+        "The step of the best evaluation so far, whose models a stage with `keep_best` leaves.",
+        "rises with the steps; where it stays, later steps made the model worse",
+        title="Best evaluation's step", column="best at"),
     Metric("skipped", "updates", FAMILIES, "lower",
         "Updates skipped so far because a loss, gradient or reward was not finite or far out of "
         "range; their rows are in the run's folder bad-steps.", "0", title="Skipped updates"),

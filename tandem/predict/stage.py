@@ -292,9 +292,10 @@ def _disk(
 ) -> float:
     """Bytes of the checkpoints that are kept and of the saved models."""
     states = sum(3 * FLOAT * trained_parameters(*one) for one in trained)
-    # The next checkpoint is written before the oldest is removed.
-    checkpoints = (config.keep_checkpoints + 1 if config.save_every else 1) * states
     section = getattr(config, stage.section)
+    # The next checkpoint is written before the oldest is removed; the best is kept beside them.
+    saves = config.save_every or section.keep_best
+    checkpoints = (config.keep_checkpoints + 1 if saves else 1) + section.keep_best
     averages = isinstance(section, RLConfig) and section.ema
     saved = FLOAT * (sum(shape.parameters for shape, _ in trained))
-    return checkpoints + saved + averages * FLOAT * models.policy.parameters
+    return checkpoints * states + saved + averages * FLOAT * models.policy.parameters

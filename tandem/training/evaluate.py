@@ -60,11 +60,6 @@ def row_logprobs(
     return sums.cpu()
 
 
-def preference_metrics(scorer: RewardScorer, pairs: Sequence[PairRow]) -> dict[str, float]:
-    """Accuracy, margin and calibration of a reward model on pairs, over all and per data set."""
-    return metrics_of_margins(pair_margins(scorer, pairs), pairs)
-
-
 def pair_margins(scorer: RewardScorer, pairs: Sequence[PairRow]) -> Tensor:
     """(B,) chosen minus rejected score, raw reward-model units."""
     if not pairs:
@@ -76,7 +71,7 @@ def pair_margins(scorer: RewardScorer, pairs: Sequence[PairRow]) -> Tensor:
 
 
 def metrics_of_margins(margins: Tensor, pairs: Sequence[PairRow]) -> dict[str, float]:
-    """`preference_metrics` of pairs whose margins are known."""
+    """Accuracy, margin and calibration of a reward model on pairs, over all and per data set."""
     if not pairs:
         return {}
     names = [pair.chosen.source.dataset for pair in pairs]

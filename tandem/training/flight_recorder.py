@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from tandem.types import Experience, TokenBatch
+
+RECORDER_FILE = "recorder.jsonl"
 
 
 @dataclass(slots=True)
@@ -32,6 +36,29 @@ def rows_of(batch: TokenBatch) -> list[dict[str, Any]]:
             batch.token_ids, batch.attention_mask, batch.response_mask, strict=True
         )
     ]
+
+
+def write_recorded(
+    path: Path, stage: str, seed: int, steps: Iterable[Recorded], reason: str
+) -> bool:
+    """Write down a stage's last steps, and why it ended; whether the disk took them."""
+    lines: list[dict[str, Any]] = [
+        {
+            "stage": stage,
+            "step": recorded.step,
+            "seed": seed,
+            "values": recorded.values,
+            "rows": recorded.lines(),
+        }
+        for recorded in steps
+    ]
+    lines.append({"ended_by": reason})
+    text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError:
+        return False  # the error that ends the stage says more
+    return True
 
 
 def _spans(mask: Sequence[bool]) -> list[list[int]]:

@@ -18,6 +18,7 @@ from tandem.models.save import ADAPTER_FOLDER
 from tandem.models.source import ADAPTER_CONFIG
 from tandem.text import visible
 from tandem.training.lineage import Step
+from tandem.training.selection import FACTS, described
 
 if TYPE_CHECKING:
     from tandem.training.run_folder import Run
@@ -239,11 +240,13 @@ def _figures(facts: Mapping[str, float], whose: str, stage: Stage) -> str:
         f"| {_cell(_TITLES.get(name) or title_of(name, stage.family))} "
         f"| {with_unit(value, metric_or_unknown(name).unit)} |"
         for name, value in facts.items()
-        if isinstance(value, int | float)
+        if isinstance(value, int | float) and name not in FACTS
     ]
     if not rows:
         return "None was measured."
-    return "\n".join([f"At the end, on held-out rows where it says so.{whose}", "",
+    best = described(stage, facts)
+    when = f"This model is the {best}. Its figures" if best else "At the end"
+    return "\n".join([f"{when}, on held-out rows where it says so.{whose}", "",
                       "| figure | value |\n| --- | --- |", *rows])  # fmt: skip
 
 

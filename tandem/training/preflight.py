@@ -7,6 +7,7 @@ from collections.abc import Sequence, Sized
 from operator import attrgetter
 
 from tandem.config.engine import engine_settings
+from tandem.config.rules import selecting
 from tandem.config.schema import RunConfig, minibatch_size, rl_section
 from tandem.config.stages import in_order, leaving, of_family, rl_stage
 from tandem.data.causes import why_none
@@ -37,7 +38,7 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
     Raises:
         ConfigError: all that is wrong, at once.
     """
-    problems = list(_empty_steps(config, rows))
+    problems = [*_empty_steps(config, rows), *_without_evaluation(config, rows)]
     limit = positions(policy, config)
     longest_answer = config.sampling.max_new_tokens
     for stage in of_family(config.stages, "supervised", "pairs"):
@@ -204,6 +205,16 @@ def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:
             told = f"stage {stage.name} must have at least one row; got none"
             problems.append(". ".join((told, *causes)))
     return problems
+
+
+def _without_evaluation(config: RunConfig, rows: StepRows) -> list[str]:
+    return [
+        f"{stage.section}.{asked} must have held-out rows, whose evaluations it compares; got none "
+        f"of stage {stage.name}. Give more data, raise dataset.heldout (now "
+        f"{config.dataset.heldout:g}), or remove {stage.section}.{asked}"
+        for stage in in_order(config.stages)
+        if (asked := selecting(getattr(config, stage.section))) and not rows.heldout_of(stage)
+    ]
 
 
 def _too_long(what: str, rows: Sequence[Sized], limit: int | None) -> list[str]:

@@ -16,6 +16,7 @@ import transformers
 from tandem import processor
 from tandem.checkpoint.folder import MANIFEST, read_manifest
 from tandem.config.load import config_knobs, dump_config
+from tandem.config.rules import selecting
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.spellings import RENAMED
@@ -46,7 +47,9 @@ _GIVEN = ("actor_model", "reward_model")
 # What later stages build on: rows that are theirs or held out, and in what form weights are left.
 _BUILT_ON = ("seed", "dataset.heldout", "parallel.frozen_weights", "parallel.shared_base")
 # These change metrics on the way, never the trained model.
-_HARMLESS = ("eval_every", "eval_prompts", "max_skipped", "workers", "self_test")
+_HARMLESS = ("max_skipped", "workers", "self_test")
+# Nor do these, unless the stage's result is chosen among its evaluations.
+_EVALUATING = ("eval_every", "eval_prompts")
 
 
 class Identity:
@@ -73,11 +76,13 @@ class Identity:
         depends_on = {*_SHARED, *stage.knobs, stage.section}
         if stage.after:  # it may train adapters further that share their base
             depends_on.add("parallel.shared_base")
+        selects = selecting(getattr(self.config, stage.section))
+        harmless = _HARMLESS if selects else (*_HARMLESS, *_EVALUATING)
         made_from = self.knobs(
             name
             for name, _ in config_knobs()
             if {name, name.split(".")[0]} & depends_on
-            and name.split(".")[-1] not in _HARMLESS
+            and name.split(".")[-1] not in harmless
             and (_knob_value(self.config, name) or not name.startswith("parallel."))
         )
         # Every stage takes the policy's tokenizer from the given model, but its weights only if no

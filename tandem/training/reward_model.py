@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from tandem.engine.forward import sequence_scores
 from tandem.engine.scoring import RewardScorer
@@ -24,7 +25,7 @@ from tandem.models.load import check_vocabulary
 from tandem.models.scalar import set_normalization
 from tandem.objectives.losses import pairwise_loss
 from tandem.training.compare import answer
-from tandem.training.evaluate import preference_metrics
+from tandem.training.evaluate import metrics_of_margins, pair_margins
 from tandem.training.run_folder import Run
 from tandem.training.saving import save_anywhere, with_template
 from tandem.training.stage_data import Comparison, StepRows
@@ -64,7 +65,10 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         }
 
     def evaluate() -> dict[str, float]:
-        return preference_metrics(scorer, rows.heldout_pairs)
+        pairs = rows.heldout_pairs
+        margins = pair_margins(scorer, pairs)
+        loss = {"heldout_loss": float(softplus(-margins).mean())} if pairs else {}
+        return {**loss, **metrics_of_margins(margins, pairs)}
 
     objective: Objective[Comparison] = Objective(
         ends=True, units=lambda row: 1, sequences=lambda row: row.sequences, loss=loss

@@ -150,7 +150,7 @@ class Run:
                 self.write_json("environment.json", environment())
             for stage in self.config.stages:  # the run may have been killed before it removed them
                 if (self.folder(stage) / MANIFEST).exists():
-                    shutil.rmtree(self._checkpoints(stage), ignore_errors=True)
+                    shutil.rmtree(self.checkpoints(stage), ignore_errors=True)
         except OSError as error:
             raise CheckpointError(
                 f"--output-dir must be a folder that can be written; got {self.path} "
@@ -239,9 +239,9 @@ class Run:
         Raises:
             CheckpointError: the newest was made with others.
         """
-        numbers = newest_numbers(self._checkpoints(stage), self.world)
+        numbers = newest_numbers(self.checkpoints(stage), self.world)
         if numbers is not None:
-            self.identity.require_same(stage, self._checkpoints(stage), numbers["made_from"])
+            self.identity.require_same(stage, self.checkpoints(stage), numbers["made_from"])
 
     def finish(self, stage: str, fill: Callable[[Path], None], facts: Mapping[str, float]) -> None:
         """Write the stage's folder atomically, and remove its checkpoints.
@@ -266,7 +266,7 @@ class Run:
 
         write_folder(self.folder(stage), fill_with_cards, known, world=self.world)
         if self.world.is_keeper:
-            shutil.rmtree(self._checkpoints(stage), ignore_errors=True)
+            shutil.rmtree(self.checkpoints(stage), ignore_errors=True)
 
     def save(self, stage: str, state: State) -> None:
         """Save a checkpoint of an unfinished stage, in the background.
@@ -279,7 +279,7 @@ class Run:
             return
         if stage not in self._savers:
             self._savers[stage] = Saver(
-                self._checkpoints(stage),
+                self.checkpoints(stage),
                 keep=self.config.keep_checkpoints,
                 world=self.world,
                 beside=self.config.save_async,
@@ -287,7 +287,7 @@ class Run:
         numbers = {**state.numbers, "made_from": self.identity.made_from(stage)}
         # Lines of steps before the checkpoint are not written again, so they must be on disk.
         logs = [self.path / name for name in LINE_FILES]
-        state = State(state.step, state.tensors, numbers)
+        state = State(state.step, state.tensors, numbers, state.best)
         self._savers[stage].save(state, origin(self.config, self.world), synced=logs)
 
     def finish_saving(self, stage: str) -> None:
@@ -307,7 +307,7 @@ class Run:
         Raises:
             CheckpointError: it was made with other knobs or inputs.
         """
-        folder = self._checkpoints(stage)
+        folder = self.checkpoints(stage)
         if before is None:
             state, notes = load_newest_state(folder, self.world)
         else:
@@ -321,7 +321,7 @@ class Run:
             self.print_line(f"{stage}: from {source}{again}")
             return state
         if state is not None:
-            self.identity.require_same(stage, self._checkpoints(stage), state.numbers["made_from"])
+            self.identity.require_same(stage, self.checkpoints(stage), state.numbers["made_from"])
             self.print_line(f"{stage}: continuing after step {state.step} (checkpoint verified)")
         return state
 
@@ -391,7 +391,8 @@ class Run:
 
     def checkpoint(self, stage: str, step: int) -> Path:
         """Where the checkpoint after a step is, once it is written."""
-        return self._checkpoints(stage) / f"step-{step:06d}"
+        return self.checkpoints(stage) / f"step-{step:06d}"
 
-    def _checkpoints(self, stage: str) -> Path:
+    def checkpoints(self, stage: str) -> Path:
+        """The folder of an unfinished stage's checkpoints."""
         return self.path / CHECKPOINTS / stage

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.state import SavedState, State
+from tandem.config.stages import stage_of
 from tandem.data.loader import BatchOrder
-from tandem.errors import BadStepError, ConfigError, NumericsError, Stopped
+from tandem.errors import BadStepError, CheckpointError, ConfigError, NumericsError, Stopped
 from tandem.files import replace as replace_file
 from tandem.garbage import no_collection_of_old_objects
 from tandem.metrics.answers import FOLLOWED_FILE
@@ -27,13 +28,13 @@ from tandem.metrics.log import Answer, MetricLog, MutedLog, Records
 from tandem.metrics.timing import Phases
 from tandem.parallel.watchdog import note
 from tandem.training.callbacks import CallbackStop, RunState
-from tandem.training.flight_recorder import Recorded
+from tandem.training.flight_recorder import RECORDER_FILE, Recorded, write_recorded
 from tandem.training.own_folder import SAVE_NOW
 from tandem.training.run_folder import Run
+from tandem.training.selection import Selection, best_state
 from tandem.training.step_metrics import finite, spreads
 from tandem.types import Experience
 
-RECORDER_FILE = "recorder.jsonl"
 BAD_STEPS = "bad-steps"
 _KEPT = 8
 
@@ -104,6 +105,7 @@ def run_stage(run: Run, stage: str, job: StageJob, *, until: int | None = None) 
         until: stop after this step and leave everything as it was; returns the step as recorded.
     Raises:
         ConfigError: the stage has no step `until`.
+        CheckpointError: the checkpoint of the best evaluation is missing or damaged.
         NumericsError: too many steps in a row brought a loss or gradient that is not sound.
         Stopped: a signal asked for it.
     """
@@ -118,18 +120,26 @@ def run_stage(run: Run, stage: str, job: StageJob, *, until: int | None = None) 
             loop.measure_start()
         else:
             loop.restore(state)
+        done = start
         with loop, no_collection_of_old_objects():
-            if start < order.num_steps:
+            if start < order.num_steps and not loop.selection.ends:
                 trainer.rehearse()
             for step, indices in order.from_step(start):
+                if loop.selection.ends:
+                    run.print_line(loop.selection.end(order.num_steps))
+                    break
                 is_last = step == order.num_steps
                 is_due = is_last or (job.eval_every > 0 and step % job.eval_every == 0)
                 more = {} if order.epochs is None else {"epoch": order.epochs_done(step)}
                 recorded = loop.run_step(step, [job.rows[i] for i in indices], more, is_due=is_due)
                 if step == until:
                     return recorded
+                done = step
+    if until is not None:
+        raise ConfigError(f"--step must be at most {done}, where {stage} ended; got {until}.")
+    loop.take_best()
     facts = job.complete(loop.evaluation or trainer.evaluate())
-    loop.finish(job.save, {**facts, "steps": float(order.num_steps)})
+    loop.finish(job.save, {**facts, "steps": float(done)})
     return None
 
 
@@ -161,6 +171,8 @@ class StepLoop:
         self._is_bad = False
         self._recorded: deque[Recorded] = deque(maxlen=_KEPT)
         self._heard = RunState(run, stage, num_steps, trainer)
+        record = stage_of(stage)
+        self.selection = Selection(record, getattr(run.config, record.section))
 
     def __enter__(self) -> Self:
         self.run.stops.deferring = True
@@ -175,18 +187,20 @@ class StepLoop:
         if isinstance(error, Exception):
             self._write_recorder(f"{type(error).__name__}: {error}")
 
-    def measure(self) -> dict[str, float]:
-        """Evaluate now."""
+    def measure(self, step: int) -> dict[str, float]:
+        """Evaluate now, after so many steps; what is to be logged of it."""
         with self._phases("evaluate"):
             self.evaluation = self._trainer.evaluate()
         self._heard.tell("on_evaluate", metrics=self.evaluation)
-        return self.evaluation
+        return {**self.evaluation, **self.selection.hear(step, self.evaluation, self.run.world)}
 
     def measure_start(self) -> None:
         """Evaluate and log before the first step."""
-        values = self.measure()
+        values = self.measure(0)
         self._record_followed(0)
         self._log.log(0, {**values, **self._phases.metrics()})
+        if self.selection.kept_step == 0:
+            self._save(0)
 
     def run_step(
         self, step: int, rows: Sequence[Any], more: Mapping[str, float], *, is_due: bool
@@ -209,7 +223,7 @@ class StepLoop:
             if made is not None:
                 values = {**made.metrics, **values}
             if is_due:
-                values |= self.measure()
+                values |= self.measure(step)
                 self._record_followed(step)
         self.end(values)
         return self._recorded[-1]
@@ -290,10 +304,9 @@ class StepLoop:
         self._heard.tell("on_step", metrics=values, experience=self._recorded[-1].made)
         number, asked, stops = self._asked()
         every = self.run.config.save_every
-        if asked or number or stops or (every and step % every == 0):
-            with self._phases("save"):
-                self.run.save(self.stage, self._state(step))
-            self._heard.tell("on_save", folder=self.run.checkpoint(self.stage, step))
+        is_best = self.selection.kept_step == step
+        if asked or number or stops or is_best or (every and step % every == 0):
+            self._save(step)
         if asked:
             self.run.finish_saving(self.stage)
             (self.run.path / SAVE_NOW).unlink(missing_ok=True)
@@ -305,13 +318,41 @@ class StepLoop:
             self.run.finish_saving(self.stage)
             raise CallbackStop(f"{self._heard.reason} ({self.stage} step {step}, which is saved)")
 
+    def take_best(self) -> None:
+        """Bring the trainer back to the best evaluation, if the stage is to leave its models.
+
+        Raises:
+            CheckpointError: its checkpoint is missing or damaged.
+        """
+        best = self.selection.kept_step
+        if best is not None and best != self._heard.step:
+            try:
+                self.run.finish_saving(self.stage)
+            except CheckpointError as error:  # a later step's checkpoint is not needed any more
+                self.run.print_line(f"{self.stage}: {error}")
+            state = best_state(self.run.checkpoints(self.stage), best, self.run.world)
+            self._trainer.restore(state)
+            self.evaluation = dict(state.numbers["evaluation"])
+        for line in self.selection.result():
+            self.run.print_line(line)
+
     def finish(self, save: Callable[[Path], None], facts: Mapping[str, float]) -> None:
         """Write the stage's folder, in place of its checkpoints."""
+        facts = {**facts, **self.selection.facts()}
         self.run.finish(self.stage, save, facts)
         self._heard.tell("on_save", metrics=facts, folder=self.run.folder(self.stage))
 
     def restore(self, state: SavedState) -> None:
-        """Continue from what an earlier loop saved, the trainer's part included."""
+        """Continue from what an earlier loop saved, the trainer's part included.
+
+        Raises:
+            CheckpointError: the best evaluation's checkpoint is missing or damaged.
+        """
+        self.selection.restore(state.numbers)
+        best = self.selection.kept_step
+        # Not only found out at the end.
+        if best is not None and best != state.step and self.run.writes:
+            best_state(self.run.checkpoints(self.stage), best, self.run.world)
         self.evaluation = dict(state.numbers["evaluation"])
         self.skipped = int(state.numbers["skipped"])
         self._heard.step = state.step
@@ -325,7 +366,13 @@ class StepLoop:
             "skipped": self.skipped,
             "skipped_in_a_row": self._in_a_row,
         }
-        return State(step, tensors, {**numbers, **own})
+        numbers = {**numbers, **own, **self.selection.numbers()}
+        return State(step, tensors, numbers, self.selection.kept_step)
+
+    def _save(self, step: int) -> None:
+        with self._phases("save"):
+            self.run.save(self.stage, self._state(step))
+        self._heard.tell("on_save", folder=self.run.checkpoint(self.stage, step))
 
     def _asked(self) -> tuple[int, bool, bool]:
         """The signal that any rank got (0 for none), whether a file asks for a checkpoint, and
@@ -339,24 +386,7 @@ class StepLoop:
         return int(number), bool(asked), bool(stops)
 
     def _write_recorder(self, reason: str) -> None:
-        if not self.run.world.is_first or not self.run.writes or not self._recorded:
-            return
-        lines = [
-            {
-                "stage": self.stage,
-                "step": recorded.step,
-                "seed": self.run.config.seed,
-                "values": recorded.values,
-                "rows": recorded.lines(),
-            }
-            for recorded in self._recorded
-        ]
-        lines.append({"ended_by": reason})
-        text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
-        try:
-            (self.run.path / RECORDER_FILE).write_text(text, encoding="utf-8")
-        except OSError:
-            return  # the error that ends the stage says more
-        self.run.print_line(
-            f"{self.stage}: the last steps' rows and metrics: {self.run.path}/{RECORDER_FILE}"
-        )
+        if self.run.world.is_first and self.run.writes and self._recorded:
+            path, seed = self.run.path / RECORDER_FILE, self.run.config.seed
+            if write_recorded(path, self.stage, seed, self._recorded, reason):
+                self.run.print_line(f"{self.stage}: the last steps' rows and metrics: {path}")

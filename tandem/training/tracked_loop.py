@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from tandem.checkpoint.state import SavedState
+from tandem.config.rules import selecting
 from tandem.config.stages import rl_stage
 from tandem.errors import ConfigError
 from tandem.metrics.log import MetricLog, MutedLog
@@ -56,7 +57,13 @@ class TrackedLoop:
             print_line: shows a line to the user, on the first rank.
         Raises:
             CheckpointError: the folder is not a run's, or was made with other knobs or models.
+            ConfigError: a knob that only a stage's own loop reads (`keep_best`, `patience`).
         """
+        if asked := selecting(trainer.rl):
+            raise ConfigError(
+                f"{asked} must be off in a TrackedLoop, which makes no evaluations to compare; got "
+                f"{getattr(trainer.rl, asked)}. Evaluate in the loop, and leave it where you want."
+            )
         self.trainer = trainer
         self.num_steps = num_steps
         self.run = Run(trainer.config, print_line, trainer.engine.world)

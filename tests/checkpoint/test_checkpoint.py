@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,16 @@ import torch
 from tandem.checkpoint import shard_files as checkpoint_pieces
 from tandem.checkpoint.folder import MANIFEST, read_facts, read_manifest, write_folder
 from tandem.checkpoint.saver import Saver
-from tandem.checkpoint.state import LATEST, State, load_newest_state, newest_numbers
+from tandem.checkpoint.state import (
+    LATEST,
+    State,
+    load_newest_state,
+    load_state_before,
+    load_state_of,
+    newest_numbers,
+    number_of,
+    numbered,
+)
 from tandem.errors import CheckpointError, NumericsError
 from tandem.files import sync
 from tests.whole import is_whole
@@ -57,6 +67,32 @@ def test_only_the_newest_are_kept_and_latest_names_the_last(tmp_path: Path) -> N
         LATEST, "step-000010", "step-000011",
     ]  # fmt: skip
     assert json.loads((tmp_path / LATEST).read_text())["folder"] == "step-000011"
+
+
+def test_the_best_that_a_kept_state_names_is_kept_too(tmp_path: Path) -> None:
+    """Also that of the one before the newest, which is taken if the newest is damaged."""
+    steps = {0: 0, 2: 2, 4: 2, 6: 2, 8: 8}
+    kept = {}
+    for step, best in steps.items():
+        save(tmp_path, replace(state(step, 1.0), best=best))
+        kept[step] = [number_of(path) for path in numbered(tmp_path)]
+    assert kept == {0: [0], 2: [0, 2], 4: [2, 4], 6: [2, 4, 6], 8: [2, 6, 8]}
+    assert load_state_of(tmp_path, 2).step == 2
+    file = tmp_path / "step-000002/actor.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"step-000002/actor\.safetensors must have"):
+        load_state_of(tmp_path, 2)
+    assert file.exists(), "not put aside: a copy may be brought back"
+    with pytest.raises(CheckpointError, match="step-000004 must be there; got no such checkpoint"):
+        load_state_of(tmp_path, 4)
+
+
+def test_a_state_before_the_first_step_is_not_continued_from(tmp_path: Path) -> None:
+    save(tmp_path, replace(state(0, 1.0), best=0))
+    assert load_newest_state(tmp_path) == (None, [])
+    assert load_state_before(tmp_path, 5)[0] is None
+    assert newest_numbers(tmp_path) is None
+    assert load_state_of(tmp_path, 0).step == 0
 
 
 @pytest.mark.parametrize(

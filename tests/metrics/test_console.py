@@ -73,6 +73,12 @@ def test_held_out_numbers_follow_or_stand_alone():
     assert both.index("loss 1.00") < both.index("held-out loss 2.00")
 
 
+def test_a_step_has_no_decimals() -> None:
+    console, file = stage_console("sft")
+    console.line(150, {"heldout_loss": 2.5, "heldout_best_step": 20.0})
+    assert "held-out loss 2.50 best at 20 |" in file.getvalue()
+
+
 def test_a_terminal_gets_a_bar():
     console, file = stage_console(terminal=True, start_step=3)
     console.line(4, {"reward": 0.5})

@@ -131,6 +131,7 @@ def test_steps_totals_price_and_disk() -> None:
     assert sft.dollars == pytest.approx(2.95 * (sft.total_seconds or 0) / 3600)
     assert predicted("sft", rows=replace(ROWS, count=0)).total_seconds is None
     assert predicted("sft", keep_checkpoints=4).disk > sft.disk
+    assert predicted("sft", sft__keep_best=True).disk == predicted("sft", keep_checkpoints=3).disk
     assert "save" not in predicted("sft", save_every=0).phases
     trained = sft.phases["train"]
     assert trained.flops > 6 * 0.9 * models_of().policy.linear_weights * 100 * 200

@@ -16,7 +16,8 @@ from tandem.models.scalar import load_scalar_model
 from tandem.training.evaluate import (
     calibration_error,
     language_model_metrics,
-    preference_metrics,
+    metrics_of_margins,
+    pair_margins,
     row_logprobs,
 )
 from tandem.types import Message, PairRow, Source, TokenRow
@@ -56,7 +57,7 @@ def test_perplexity_is_that_of_a_loop_over_rows(tiny_model: str) -> None:
 def test_no_rows_measure_nothing(tiny_model: str) -> None:
     model, renderer = load_causal_lm(tiny_model), Renderer(load_tokenizer(tiny_model))
     assert language_model_metrics(model, [], renderer, RunConfig()) == {}
-    assert preference_metrics(RewardScorer(model, renderer), []) == {}
+    assert metrics_of_margins(pair_margins(RewardScorer(model, renderer), []), []) == {}
 
 
 def test_preferences_equal_hugging_faces_own_scores(tiny_model: str, tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_preferences_equal_hugging_faces_own_scores(tiny_model: str, tmp_path: P
     with torch.no_grad():
         plain = [model(torch.tensor([row.token_ids])).logits.item() for row in rows]
     margins = [plain[0] - plain[1], plain[1] - plain[2], plain[2] - plain[0]]
-    metrics = preference_metrics(RewardScorer(model, renderer), pairs)
+    metrics = metrics_of_margins(pair_margins(RewardScorer(model, renderer), pairs), pairs)
     assert metrics["heldout_accuracy"] == pytest.approx(sum(m > 0 for m in margins) / 3)
     assert metrics["heldout_margin"] == pytest.approx(sum(margins) / 3, abs=1e-5)
     assert metrics["heldout_margin/set1"] == pytest.approx(margins[1], abs=1e-5)

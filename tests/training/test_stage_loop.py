@@ -32,15 +32,12 @@ from tandem.engine import learner
 from tandem.errors import CheckpointError, NumericsError, Stopped
 from tandem.parallel.world import World
 from tandem.training import experience as experiences
+from tandem.training.flight_recorder import RECORDER_FILE
 from tandem.training.own_folder import SAVE_NOW
 from tandem.training.run_report import report_at_a_stop
 from tandem.training.run_stages import train
 from tandem.training.signals import StopSignals
-from tandem.training.stage_loop import (
-    BAD_STEPS,
-    RECORDER_FILE,
-    StepLoop,
-)
+from tandem.training.stage_loop import BAD_STEPS, StepLoop
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
 from tests.training.test_ranks import ran, records
