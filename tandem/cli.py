@@ -321,6 +321,7 @@ def _data(args: list[str]) -> int:
         config,
         options.data,
         options.sft_data,
+        options.eval_data,
         seed=options.seed,
         stages=options.stages,
         tokenizer_path=options.tokenizer,
@@ -342,6 +343,7 @@ def _data_parser() -> Parser:
     parser.section("data")
     parser.flag("DATA ...", "Data sets as FILE_OR_NAME[:weight].", nargs="+")
     parser.flag("--sft-data DATA ...", "Data sets for SFT only.", [], shown="none")
+    parser.flag("--eval-data DATA ...", "Data sets to evaluate on only.", [], shown="none")
     parser.flag("--columns A=B ...", columns, [], shown="none")
     parser.flag("--system-prompt TEXT", "For conversations without a system turn.", shown="none")
     parser.section("split")

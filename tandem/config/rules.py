@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.config.optimizer import OptimizerConfig, SupervisedConfig
+from tandem.config.dataset import DataConfig
+from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import frozen_base_problems
 from tandem.config.preferences import preference_problems
 from tandem.config.schema import (
@@ -48,14 +49,7 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
             f"forwards of one policy must agree); got {config.dropout:g} and "
             f"{config.lora.dropout:g}"
         )
-    split = config.dataset.split
-    if split and (len(split) != 3 or any(share < 0 for share in split)):
-        yield (
-            "dataset.split must be three shares >= 0 (SFT, reward model, PPO); "
-            f"got {','.join(f'{share:g}' for share in split)}. Use e.g. 2,4,4"
-        )
-    elif split and sum(split) <= 0:
-        yield "dataset.split must have a share above 0; got 0,0,0. Use e.g. 2,4,4"
+    yield from _data_problems(config)
     if not all(0 <= beta < 1 for o in _optimizers(config) for beta in o.betas):
         yield "betas must be within [0, 1)"
     for stage in rl:
@@ -98,24 +92,23 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
     yield from _unread_by_stages(config)
 
 
-def selecting(section: SupervisedConfig | RLConfig) -> str:
-    """The knob by which a stage compares its evaluations; empty: its result does not depend on
-    them."""
-    return "keep_best" if section.keep_best else "patience" if section.patience else ""
-
-
-def _selection_problems(config: RunConfig) -> Iterator[str]:
-    """What compares evaluations needs some."""
-    for stage in in_order(config.stages):
-        section = getattr(config, stage.section)
-        asked = selecting(section)
-        for knob in ("eval_every", "eval_prompts") if asked else ():
-            if getattr(section, knob, 1) == 0:
-                yield (
-                    f"{stage.section}.{knob} must be > 0 where {stage.section}.{asked} compares "
-                    f"evaluations; got 0. Give --{stage.section}.{knob.replace('_', '-')} 20, or "
-                    f"remove {stage.section}.{asked}"
-                )
+def _data_problems(config: RunConfig) -> Iterator[str]:
+    """Rules of what is read, and of what is trained or evaluated on."""
+    split = config.dataset.split
+    if split and (len(split) != 3 or any(share < 0 for share in split)):
+        yield (
+            "dataset.split must be three shares >= 0 (SFT, reward model, PPO); "
+            f"got {','.join(f'{share:g}' for share in split)}. Use e.g. 2,4,4"
+        )
+    elif split and sum(split) <= 0:
+        yield "dataset.split must have a share above 0; got 0,0,0. Use e.g. 2,4,4"
+    share = config.dataset.heldout
+    has_texts = bool(rl_section(config).ptx_data)  # of which a share is held out all the same
+    if config.eval_data and not has_texts and share not in (0, DataConfig().heldout):
+        yield (
+            "dataset.heldout must be left alone where eval_data is given, which is evaluated on "
+            f"in its place; got {share:g}. Remove one of them"
+        )
 
 
 def _rollout_problems(config: RunConfig, section: str) -> Iterator[str]:

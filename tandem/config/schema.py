@@ -294,6 +294,9 @@ class RunConfig:
     row. `embedded` is the built-in one."""
     sft_data: tuple[str, ...] = knob((), common=("train", "supervised"), path=True)
     """Data sets for SFT only."""
+    eval_data: tuple[str, ...] = knob((), common=("supervised", "pairs", "rl"), path=True)
+    """Data sets to evaluate on, for all stages, in place of a share of the others
+    (dataset.heldout). Rows of the others that begin like one of theirs are not trained on."""
     output_dir: str = knob("runs/default", common=True, path=True)
     """The run's folder. The same command continues an unfinished run there."""
     stages: tuple[str, ...] = knob(DEFAULT, common=("train",), choices=stage_names)

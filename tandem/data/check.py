@@ -35,6 +35,7 @@ def check(
     config: DataConfig,
     data: Sequence[str],
     sft_data: Sequence[str] = (),
+    eval_data: Sequence[str] = (),
     *,
     seed: int,
     stages: Sequence[str] = DEFAULT,
@@ -64,9 +65,11 @@ def check(
 
         tokenizer = _load_tokenizer(tokenizer_path)
         renderer = Renderer(tokenizer)
-    split = Split(config.split or shares_among(stages), config.heldout)
+    split = Split(config.split or shares_among(stages), 0.0 if eval_data else config.heldout)
     ledger = Ledger()
-    read = read_all(replace(config, on_bad_row="drop"), data, sft_data, ledger, seed=seed)
+    read = read_all(
+        replace(config, on_bad_row="drop"), data, sft_data, ledger, eval_data=eval_data, seed=seed
+    )
     assign(read, split, ledger, seed=seed, stages=stages)
     if renderer is not None:
         note_spelled([row.sample for row in read], renderer, ledger)

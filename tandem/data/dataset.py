@@ -41,15 +41,16 @@ _CONTRADICTS = "the answers of an earlier pair the other way round"
 class ReadRow:
     """A usable row before it has a place: its sample, its keys, and its data set.
 
-    key: `split.split_key`; content: `split.content_key`. sft_only: it is from `sft_data`.
-    label_column: the column that calls its answer good or bad, or "".
+    key: `split.split_key`; content: `split.content_key`. sft_only: it is from `sft_data`;
+    eval_only: from `eval_data`. label_column: the column that calls its answer good or bad, or "".
     """
 
     sample: Sample
     key: bytes
     content: bytes
     spec: DataSpec
-    sft_only: bool
+    sft_only: bool = False
+    eval_only: bool = False
     label_column: str = ""
 
 
@@ -93,6 +94,7 @@ def load_data(
     config: DataConfig,
     data: Sequence[str],
     sft_data: Sequence[str] = (),
+    eval_data: Sequence[str] = (),
     *,
     seed: int,
     stages: Sequence[str] = DEFAULT,
@@ -101,10 +103,12 @@ def load_data(
     """Read all data sets and give each row to the one stage that may train on its prompt.
 
     The stage follows from the prompt's own text (see `split`). Rows of `sft_data` go to SFT, except
-    those that are held out or whose prompt also occurs in `data`.
+    those that are held out or whose prompt also occurs in `data`. Rows of `eval_data` are held out,
+    in place of a share of the others, and so is a row that begins like one of them.
 
     Args:
-        data, sft_data: data sets as FILE_OR_NAME[:weight][::role=column,...].
+        data, sft_data: data sets as FILE_OR_NAME[:weight][::role=column,...]; eval_data: the same
+            without a weight.
         seed: the run's seed; the same seed, the same split.
         stages: those that run. Without configured shares they get all the rows.
         read: yields a data set's rows, all of them or a sample.
@@ -112,9 +116,9 @@ def load_data(
         ConfigError: a data set's name, a column map or the split is wrong.
         DataError: a file cannot be read, or a row is bad (unless on_bad_row is drop).
     """
-    split = Split(config.split or shares_among(stages), config.heldout)
+    split = Split(config.split or shares_among(stages), 0.0 if eval_data else config.heldout)
     ledger = Ledger()
-    found = read_all(config, data, sft_data, ledger, seed=seed, read=read)
+    found = read_all(config, data, sft_data, ledger, eval_data=eval_data, seed=seed, read=read)
     return assign(found, split, ledger, seed=seed, stages=stages)
 
 
@@ -159,6 +163,7 @@ def read_all(
     sft_data: Sequence[str],
     ledger: Ledger,
     *,
+    eval_data: Sequence[str] = (),
     seed: int,
     read: Read = read_rows,
 ) -> list[ReadRow]:
@@ -172,7 +177,13 @@ def read_all(
             "data must name at least one data set; got none. Give --data FILE, or --data embedded."
         )
     columns = parse_columns(config.columns, "dataset.columns")
-    specs = [parse_spec(text) for text in (*data, *sft_data)]
+    specs = [parse_spec(text) for text in (*data, *sft_data, *eval_data)]
+    first_eval = len(data) + len(sft_data)
+    if weighted := [spec for spec in specs[first_eval:] if spec.weight != 1]:
+        raise ConfigError(
+            "eval_data must be without weights, as each of its rows counts once; got "
+            f"{weighted[0].weight:g} for {visible(weighted[0].path)}. Remove the weight."
+        )
     seen: set[bytes] = set()
     openings: set[bytes] = set()
     found: set[str] = set()
@@ -205,8 +216,14 @@ def read_all(
                     account.notes[_CONTRADICTS] += 1
             seen.add(content)
             openings.add(key)
-            sft_only = number >= len(data)
-            rows.append(ReadRow(sample, key, content, spec, sft_only, shaped.label_column))
+            rows.append(
+                ReadRow(
+                    sample, key, content, spec,
+                    sft_only=len(data) <= number < first_eval,
+                    eval_only=number >= first_eval,
+                    label_column=shaped.label_column,
+                )
+            )  # fmt: skip
         account.fingerprint = digest.hexdigest()
     if missing := sorted(set(columns.values()) - found):
         raise DataError(
@@ -223,10 +240,14 @@ def assign(
     running = set(map(share_of, stages))
     labelled = any(stage.labelled for stage in in_order(stages))
     dataset = Dataset(ledger=ledger)
-    shared = {row.key for row in rows if not row.sft_only}
+    shared = {row.key for row in rows if not row.sft_only and not row.eval_only}
+    evaluated = {row.key for row in rows if row.eval_only}
     for row in rows:
         account = ledger.datasets[row.spec.name]
-        place = split.place_of(row.key)
+        if row.key in evaluated and not row.eval_only:
+            account.leave("begins like a row of eval_data")
+            continue
+        place = "heldout" if row.eval_only else split.place_of(row.key)
         if row.sft_only and place != "heldout":
             if row.key in shared and place != "texts":
                 account.leave(f"prompt belongs to the share of {place}")

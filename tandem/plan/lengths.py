@@ -39,10 +39,10 @@ def rows_by_stage(config: RunConfig, model: str) -> dict[str, Rows]:
         return {stage.name: longest_rows(config, stage) for stage in stages}
     count, before, how = _counter(model)
     frame = PromptFrame(Path(model).expanduser(), count, before)
-    read, every = sampled((*config.data, *config.sft_data))
+    read, every = sampled((*config.data, *config.sft_data, *config.eval_data))
     data = load_data(
-        config.dataset, config.data, config.sft_data, seed=config.seed, stages=config.stages,
-        read=read,
+        config.dataset, config.data, config.sft_data, config.eval_data, seed=config.seed,
+        stages=config.stages, read=read,
     )  # fmt: skip
     ptx = 0.0
     if rl_section(config).ptx_data:

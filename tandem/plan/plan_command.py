@@ -134,7 +134,7 @@ def _asked(options: Any, rest: Sequence[str]) -> Asked:
         _refuse_typo(rest)
         raise
     if options.no_data:
-        config = replace(config, data=(), sft_data=())
+        config = replace(config, data=(), sft_data=(), eval_data=())
         mixing = {stage.section for stage in STAGES if "ptx_data" in stage.data}
         config = replace(config, **{
             section: replace(getattr(config, section), ptx_data=()) for section in mixing

@@ -23,7 +23,15 @@ from tandem.training.selection import FACTS, described
 if TYPE_CHECKING:
     from tandem.training.run_folder import Run
 
-_NOT_SHOWN = ("output_dir", "data", "sft_data", "actor_model", "reward_model", "stages")
+_NOT_SHOWN = (
+    "output_dir",
+    "data",
+    "sft_data",
+    "eval_data",
+    "actor_model",
+    "reward_model",
+    "stages",
+)
 _ALWAYS = (
     *("batch_size", "epochs", "steps", "prompts_per_step", "minibatch_size"),
     *("kl_coef", "beta", "loss", "algorithm"),

@@ -7,6 +7,7 @@ import json
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,10 @@ _SHARED = (
 # Knobs that name a model.
 _GIVEN = ("actor_model", "reward_model")
 # What later stages build on: rows that are theirs or held out, and in what form weights are left.
-_BUILT_ON = ("seed", "dataset.heldout", "parallel.frozen_weights", "parallel.shared_base")
+_BUILT_ON = (
+    *("seed", "dataset.heldout", "the rows of eval_data"),
+    *("parallel.frozen_weights", "parallel.shared_base"),
+)
 # These change metrics on the way, never the trained model.
 _HARMLESS = ("max_skipped", "workers", "self_test")
 # Nor do these, unless the stage's result is chosen among its evaluations.
@@ -56,7 +60,8 @@ class Identity:
     """The knobs, rows, models and code that the stages of a run are made from.
 
     Attributes:
-        fingerprints: of the rows by kind (`data`, `sft_data`, `ptx_data`), once they are read.
+        fingerprints: of the rows by kind (`data`, `sft_data`, `eval_data`, `ptx_data`), once they
+            are read.
         in_memory: digests of what Python code gave RL stages in memory, by what it is.
     """
 
@@ -68,6 +73,13 @@ class Identity:
         self.fingerprints: dict[str, list[str]] = {}
         self.in_memory: dict[str, str] = {}
         self._digests: dict[str, dict[str, str]] = {}
+
+    def note_rows(self, digests: Sequence[str]) -> None:
+        """Keep the fingerprints of the data sets, in the order in which they are read."""
+        left = iter(digests)
+        for kind in ("data", "sft_data", "eval_data"):
+            self.fingerprints[kind] = list(islice(left, len(getattr(self.config, kind))))
+        self.fingerprints["ptx_data"] = list(left)
 
     def made_from(self, stage_name: str) -> dict[str, Any]:
         """What the stage depends on: knobs by dotted name, and digests of the rows, the models'
@@ -106,6 +118,8 @@ class Identity:
         for kind in stage.data:
             if kind in self.fingerprints:
                 made_from[f"the rows of {kind}"] = self.fingerprints[kind]
+        if self.fingerprints.get("eval_data"):  # what begins like them is not trained on
+            made_from["the rows of eval_data"] = self.fingerprints["eval_data"]
         return made_from
 
     def knobs(self, names: Iterable[str]) -> dict[str, Any]:

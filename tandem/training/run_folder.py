@@ -173,12 +173,7 @@ class Run:
         """
         self.rows = rows
         digests = [account.fingerprint for account in rows.ledger.datasets.values()]
-        num_data, num_sft = len(self.config.data), len(self.config.sft_data)
-        self.identity.fingerprints = {
-            "data": digests[:num_data],
-            "sft_data": digests[num_data : num_data + num_sft],
-            "ptx_data": digests[num_data + num_sft :],
-        }
+        self.identity.note_rows(digests)
         told = self.world.all_gather_object((socket.gethostname(), digests))
         other = next((i for i, (_, theirs) in enumerate(told) if theirs != told[0][1]), None)
         if other is not None:

@@ -192,7 +192,7 @@ def _train(run: Run, command: str, of_shares: str) -> None:
     _, switched_off = zero_plus_plus(run.settings, run.world)
     if switched_off:
         print_line(f"ZeRO++: {switched_off}")
-    print_line(f"reading {', '.join((*config.data, *config.sft_data))}")
+    print_line(f"reading {', '.join((*config.data, *config.sft_data, *config.eval_data))}")
     rows = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(rows)
     for line in ledger_lines(rows):

@@ -102,7 +102,12 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
         reward, trust_remote_code=config.trust_remote_code
     )
     data = load_data(
-        config.dataset, config.data, config.sft_data, seed=config.seed, stages=config.stages
+        config.dataset,
+        config.data,
+        config.sft_data,
+        config.eval_data,
+        seed=config.seed,
+        stages=config.stages,
     )
     render = _Rendering(config, data.ledger)
     room, reward_room = positions(policy, config), positions(reward, config)

@@ -283,6 +283,7 @@ PATHS = {
     "reward_model": "~/r",
     "data": "~/a.jsonl:2::prompt=q",
     "sft_data": "~/b.jsonl",
+    "eval_data": "~/d.jsonl",
     "output_dir": "~/runs/x",
     "ppo.reward_function": "~/rewards.py:score",
     "ppo.loss_function": "~/mine.py:gated?negative=1.1",

@@ -449,3 +449,18 @@ def test_a_data_set_of_which_nothing_can_be_used_is_left_early(
     some = [*bad[:19], pair(1), *bad]
     ledger = load_data(DROP, [write(tmp_path / "c.jsonl", some)], seed=1).ledger
     assert ledger.num_dropped == 59
+
+
+def test_eval_data_is_held_out_whole_and_keeps_its_openings_out_of_training(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Say {i}.", "completion": str(i)} for i in range(40)]
+    data = write(tmp_path / "a.jsonl", rows)
+    others = [{"prompt": f"say  {i}.", "completion": "other"} for i in range(35, 50)]
+    own = write(tmp_path / "own.jsonl", others)
+    found = load_data(DataConfig(heldout=0.5), [data], [], [own], seed=0, stages=["sft"])
+    assert [s.chosen for s in found.heldout] == ["other"] * 15
+    assert sorted(int(s.chosen or "") for s in found.texts) == list(range(35))
+    account = found.ledger.datasets["a"]
+    assert account.unused["begins like a row of eval_data"] == 5
+    assert found.ledger.datasets["own"].used["heldout"] == 15
+    with pytest.raises(ConfigError, match="eval_data must be without weights"):
+        load_data(DataConfig(), [data], [], [f"{own}:2"], seed=0)

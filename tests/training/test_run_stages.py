@@ -650,3 +650,25 @@ def test_a_damaged_finished_step_says_what_to_do(
     (tmp_path / "run" / "sft" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"sft/config.json must .*, or remove .*/run/sft"):
         quiet(replace(config, output_dir=str(tmp_path / "run")))
+
+
+def test_a_run_is_evaluated_on_data_of_its_own(tmp_path: Path, tiny_model: str) -> None:
+    """Every stage, and with other such rows the finished stages are another run's."""
+    own = write_preferences(tmp_path / "own.jsonl", num=12, seed=8)
+    data = write_preferences(tmp_path / "prefs.jsonl")
+    config = tiny_config(
+        tmp_path / "run", tiny_model, data, stages=["sft", "dpo"], eval_data=[own],
+        dataset={"split": [1, 1, 0]}, sft__max_steps=1, dpo__max_steps=1,
+    )  # fmt: skip
+    run = quiet(config)
+    ledger = json.loads((run / "data.json").read_text())["datasets"]
+    assert [account["used"].get("heldout", 0) for account in ledger] == [0, 12]
+    rows = prepare_rows(config, tiny_model, tiny_model)
+    assert len(rows.heldout_sft) == len(rows.heldout_dpo_pairs) == 12
+    metrics = (run / "metrics.jsonl").read_text()
+    assert "heldout_loss" in metrics
+    write_preferences(tmp_path / "own.jsonl", num=13, seed=8)
+    with pytest.raises(CheckpointError, match="the rows of eval_data"):
+        quiet(config)
+    with pytest.raises(ConfigError, match=r"dataset\.heldout must be left alone where eval_data"):
+        quiet(replace(config, dataset=replace(config.dataset, heldout=0.3)))
