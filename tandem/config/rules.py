@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.dataset import DataConfig
-from tandem.config.optimizer import OptimizerConfig
+from tandem.config.optimizer import OptimizerConfig, SupervisedConfig
 from tandem.config.parallel import frozen_base_problems
 from tandem.config.preferences import preference_problems
 from tandem.config.schema import (
@@ -90,6 +90,26 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
     yield from _selection_problems(config)
     yield from _answers_problems(config)
     yield from _unread_by_stages(config)
+
+
+def selecting(section: SupervisedConfig | RLConfig) -> str:
+    """The knob by which a stage compares its evaluations; empty: its result does not depend on
+    them."""
+    return "keep_best" if section.keep_best else "patience" if section.patience else ""
+
+
+def _selection_problems(config: RunConfig) -> Iterator[str]:
+    """What compares evaluations needs some."""
+    for stage in in_order(config.stages):
+        section = getattr(config, stage.section)
+        asked = selecting(section)
+        for knob in ("eval_every", "eval_prompts") if asked else ():
+            if getattr(section, knob, 1) == 0:
+                yield (
+                    f"{stage.section}.{knob} must be > 0 where {stage.section}.{asked} compares "
+                    f"evaluations; got 0. Give --{stage.section}.{knob.replace('_', '-')} 20, or "
+                    f"remove {stage.section}.{asked}"
+                )
 
 
 def _data_problems(config: RunConfig) -> Iterator[str]:

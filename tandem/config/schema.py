@@ -199,7 +199,7 @@ class RLConfig:
     """Score answers to held-out prompts every N rollouts, and at both ends; 0: only then."""
     eval_prompts: int = knob(64, ge=0)
     """Held-out prompts to score."""
-    keep_best: bool = knob(False, common=("rl",))
+    keep_best: bool = knob(False)
     """Leave the models of the evaluation with the highest held-out reward, not the last one's
     (docs/reliability.md)."""
     patience: int = knob(0, ge=0)

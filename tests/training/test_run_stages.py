@@ -612,19 +612,26 @@ def test_hugging_faces_generate_is_taken_for_every_answer_where_that_is_asked(
     assert asked == [True] * 7
 
 
-def test_columns_that_a_reward_function_cannot_take_are_refused_before_the_first_step(
+def test_a_column_of_a_name_that_reward_functions_are_given_is_left_out_for_them(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
     data, rewards = tmp_path / "data.jsonl", tmp_path / "rewards.py"
     rows = [json.loads(line) for line in Path(preferences).read_text().splitlines()]
-    data.write_text("".join(json.dumps(row | {"prompts": 1}) + "\n" for row in rows))
-    rewards.write_text("def one(prompts, completions, **columns):\n    return [1.0]\n")
-    config = tiny_config(
-        tmp_path / "run", tiny_model, str(data), ppo__reward_function=f"{rewards}:one"
+    data.write_text("".join(json.dumps(row | {"completions": 1}) + "\n" for row in rows))
+    rewards.write_text(
+        "def one(prompts, completions, **columns):\n"
+        "    return [float(isinstance(c, str)) for c in completions]\n"
     )
-    with pytest.raises(ConfigError, match="columns must not be named prompts"):
-        quiet(config)
-    assert not (tmp_path / "run").exists()
+    config = tiny_config(
+        tmp_path / "run", tiny_model, str(data), stages=["ppo"], ppo__steps=1,
+        ppo__reward_function=f"{rewards}:one",
+    )  # fmt: skip
+    lines: list[str] = []
+    run = quiet(config, lines)
+    assert any("reward functions get completions from Tandem" in line for line in lines)
+    log = (run / "metrics.jsonl").read_text().splitlines()
+    step = next(json.loads(line) for line in log if '"step": 1' in line)
+    assert step["values"]["reward_mean/one"] == 1.0
 
 
 def test_a_damaged_line_of_a_log_does_not_end_a_run(
