@@ -15,6 +15,7 @@ from tandem.data.turns import (
     history_turns,
     is_transcript,
     joined_instruction,
+    listed,
     prompt_turns,
 )
 from tandem.types import Message
@@ -29,10 +30,30 @@ _ANSWERS = ("completion", "output", "response", "generation")
 _REFERENCES = ("solution", "answer")
 """An answer to learn beside a question. Beside `prompt` they are for reward functions alone."""
 
-MAY_HOLD_TURNS = frozenset(
-    ("prompt", "chosen", "rejected", *_DIALOGS, *_QUESTIONS, *CONTEXTS, *_ANSWERS)
-)
-"""Columns whose text may be a list of messages in JSON."""
+_PAIR = ("chosen", "rejected")
+_MAY_HOLD_TURNS = ("prompt", *_PAIR, *_DIALOGS, *_QUESTIONS, *CONTEXTS, *_ANSWERS)
+
+
+def with_lists(row: Row) -> dict[str, Any]:
+    """`row`, with lists of messages that are saved as text read from their JSON.
+
+    An answer to a prompt in plain text may be JSON that a model is to write, and Alpaca's input
+    what it is to read: a pair's answers count as lists only if both are, other answers only beside
+    a prompt that is one, the input only where nothing else is asked.
+
+    Raises:
+        RowProblem: a conversation in another notation than JSON.
+    """
+    alone = () if any(row.get(name) is not None for name in _QUESTIONS) else CONTEXTS
+    asked = {n: listed(row[n], n) for n in ("prompt", *_DIALOGS, *_QUESTIONS, *alone) if n in row}
+    in_turns = any(map(_is_conversation, asked.values()))
+    given = [name for name in (*_PAIR, *_ANSWERS) if name in row]
+    answers = {name: listed(row[name], name, may_be_text=not in_turns) for name in given}
+    if not all(_is_conversation(answers.get(name)) for name in _PAIR):
+        answers = {name: value for name, value in answers.items() if name not in _PAIR}
+    if not in_turns:
+        answers = {name: value for name, value in answers.items() if name in _PAIR}
+    return {**row, **asked, **answers}
 
 
 def find_aliases(row: Row, shape: str) -> dict[str, str]:
@@ -46,7 +67,7 @@ def find_aliases(row: Row, shape: str) -> dict[str, str]:
         if _needs_prompt(row) and (head := _head(row)):
             found["prompt"] = head
     elif shape == "prompt":
-        if answer := _only(row, _ANSWERS):
+        if (answer := _only(row, _ANSWERS)) and says_something(row[answer]):
             found["completion"] = answer
     elif not shape:
         found |= _prompt_and_answer(row)
@@ -57,7 +78,7 @@ def find_marks(row: Row) -> dict[str, str]:
     """Role to column for what a row says about its conversation: its system text, its label."""
     found: dict[str, str] = {}
     if row.get("system") is None and isinstance(row.get("system_prompt"), str):
-        lists = (row[name] for name in MAY_HOLD_TURNS if isinstance(row.get(name), list | tuple))
+        lists = (row[name] for name in _MAY_HOLD_TURNS if isinstance(row.get(name), list | tuple))
         if not any(first_role(value) == "system" for value in lists):
             found["system"] = "system_prompt"
     if row.get("label") is None and row.get("kto_tag") is not None:

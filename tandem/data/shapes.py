@@ -18,13 +18,13 @@ from math import isfinite, nan
 from typing import Any
 
 from tandem.data.aliases import (
-    MAY_HOLD_TURNS,
     find_aliases,
     find_marks,
     likely_map,
     says_something,
     two_answers,
     whole_prompt,
+    with_lists,
 )
 from tandem.data.excerpt import describe, excerpt, names
 from tandem.data.labels import is_labelled, is_verdict, labelled, verdict
@@ -93,7 +93,7 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
             raise RowProblem(column, names(row), f"exist, mapped to the role {role}", advice)
     renamed = {name: value for name, value in row.items() if name not in columns.values()}
     renamed |= {role: row[column] for role, column in columns.items()}
-    renamed |= {n: listed(v, n) for n, v in renamed.items() if n in MAY_HOLD_TURNS}
+    renamed = with_lists(renamed)
     own = next((shape for shape in SHAPES if shape.fits(renamed, columns)), None)
     found = {} if columns else find_aliases(renamed, own.name if own else "")
     marks = find_marks(renamed)

@@ -309,8 +309,10 @@ def _split_of(file: Path) -> str:
     """The split that a file's name names, else its innermost folder's that does; "" for none or
     several."""
     for part in reversed(file.parts):
-        words = re.split(r"[^a-z0-9]+", part.lower())
-        if named := {_SPLITS[word] for word in words if word in _SPLITS}:
+        # test.jsonl, test-00000-of-00002.parquet, test_prefs, squad_test; not unit_test_generation.
+        words = re.split(r"[^a-z0-9]+", re.sub(r"(\.[a-z]+)+$", "", part.lower()))
+        words = [word for word in words if not re.fullmatch(r"\d+|of", word)]
+        if named := {_SPLITS[word] for word in (words[:1] + words[-1:]) if word in _SPLITS}:
             return named.pop() if len(named) == 1 else ""
     return ""
 

@@ -56,19 +56,25 @@ def text_of(value: Any, field: str) -> str:
     return value
 
 
-def listed(value: Any, field: str) -> Any:
+def listed(value: Any, field: str, *, may_be_text: bool = False) -> Any:
     """`value`, with a list of messages that is saved as text (a CSV cell, say) read from its JSON.
 
+    Args:
+        may_be_text: what begins like such a list and is not JSON is text.
     Raises:
-        RowProblem: text that begins like a list of messages and is not JSON.
+        RowProblem: text that begins like such a list and is not JSON. JSON with more text behind it
+            is text.
     """
     if not isinstance(value, str) or not _MESSAGE_LIST.match(value):
         return value
     if not _KNOWN_ROLE.search(value):
         return value  # an answer that is JSON itself
     try:
-        return json.loads(value)
+        found, end = json.JSONDecoder().raw_decode(value.strip())
+        return value if value.strip()[end:] else found
     except (ValueError, RecursionError):
+        if may_be_text:
+            return value
         found = f"messages in another notation, as Python prints them ({excerpt(value, 30)})"
         advice = "Write the column with json.dumps, or the rows as .jsonl or .parquet with lists."
         raise RowProblem(field, found, "be text, or messages in JSON", advice) from None

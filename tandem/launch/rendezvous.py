@@ -111,8 +111,8 @@ class ManyNodes(DynamicRendezvousHandler):
         come = store.add(_COME, 1)
         if come > num_nodes:
             print_line(
-                f"this is launcher {come} at a meeting of {num_nodes} nodes; it waits until one of "
-                "the others is gone"
+                f"{come} launchers have come to a meeting of {num_nodes} nodes; unless one of them "
+                "is gone, this one waits until one is"
             )
         meeting: ManyNodes = cls.from_backend(
             run_id=_RUN_ID,

@@ -67,6 +67,12 @@ def binding_of(function: Callable[..., Any], names: Iterable[str]) -> Binding:
     if missing:
         raise BindingError(_missing(missing[0]))
     known = {*takes, *placed.values()}
+    first = [name for name in slots[:2] if name in takes and name not in GIVEN]
+    if len(first) == 2 and known.isdisjoint({"completions", "completion_ids"}):
+        raise BindingError(
+            f"its first two parameters, {' and '.join(first)}, are called as columns of the data, "
+            "so that it would never see a completion. Name the one that takes them completions"
+        )
     rest = [name for name in names if name not in known and name != "completion_ids"]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         if known.isdisjoint({"completions", "completion_ids"}):
@@ -100,9 +106,15 @@ def columns_problem(function: Callable[..., Any], columns: Iterable[str], label:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """A function's parameters; None where it has no signature."""
+    """A function's parameters; None where it has no signature.
+
+    A decorator that only passes its arguments on has those of the function that it wraps; one with
+    names of its own takes what these say, whatever it calls with it.
+    """
     try:
-        return list(inspect.signature(function).parameters.values())
+        own = list(inspect.signature(function, follow_wrapped=False).parameters.values())
+        passes_on = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own)
+        return list(inspect.signature(function).parameters.values()) if passes_on else own
     except (TypeError, ValueError):
         return None
 

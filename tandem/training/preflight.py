@@ -208,10 +208,12 @@ def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:
 
 
 def _without_evaluation(config: RunConfig, rows: StepRows) -> list[str]:
+    more = f"more data, or raise dataset.heldout (now {config.dataset.heldout:g})"
+    if config.eval_data:
+        more = "such rows in eval_data"
     return [
         f"{stage.section}.{asked} must have held-out rows, whose evaluations it compares; got none "
-        f"of stage {stage.name}. Give more data, raise dataset.heldout (now "
-        f"{config.dataset.heldout:g}), or remove {stage.section}.{asked}"
+        f"of stage {stage.name}. Give {more}, or remove {stage.section}.{asked}"
         for stage in in_order(config.stages)
         if (asked := selecting(getattr(config, stage.section))) and not rows.heldout_of(stage)
     ]

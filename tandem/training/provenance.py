@@ -118,7 +118,7 @@ class Identity:
         for kind in stage.data:
             if kind in self.fingerprints:
                 made_from[f"the rows of {kind}"] = self.fingerprints[kind]
-        if self.fingerprints.get("eval_data"):  # what begins like them is not trained on
+        if "eval_data" in self.fingerprints:  # what begins like them is not trained on
             made_from["the rows of eval_data"] = self.fingerprints["eval_data"]
         return made_from
 
@@ -332,8 +332,8 @@ def _is_built_on(name: str) -> bool:
 
 
 def _or_none(value: Any) -> Any:
-    """No files are as good as none recorded."""
-    return None if value == {} else value
+    """No files or rows are as good as none recorded."""
+    return None if value in ({}, []) else value
 
 
 def _is_alike(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:

@@ -129,7 +129,7 @@ class Selection:
         lines = [f"{name}: {described(self._stage, facts)}"]
         if self.step == 0 and self._num_evaluations > 1:
             lines.append(
-                f"warning: {name}: no step improved on the start: {self.model} stays as it came. "
+                f"warning: {name}: no step improved on the start: {self.model} stays as it began. "
                 "Lower the learning rate, or look at the rows"
             )
         return lines

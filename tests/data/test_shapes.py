@@ -454,6 +454,11 @@ def test_what_no_model_will_read_is_noted() -> None:
     assert mapped.notes == ("column input is not in the prompt",)
 
 
+TURNS_TEXT = json.dumps(
+    [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+)
+
+
 @pytest.mark.parametrize("name", ["prompt", "chosen", "rejected"])
 def test_messages_saved_as_text_are_read_from_json_and_from_nothing_else(name: str) -> None:
     row: dict[str, Any] = {"prompt": [user("2+2?")], "chosen": [bot("4")], "rejected": [bot("5")]}
@@ -467,6 +472,26 @@ def test_messages_saved_as_text_are_read_from_json_and_from_nothing_else(name: s
     with pytest.raises(RowProblem, match="text must be plain text; found a list of messages"):
         sample({"text": json.dumps(row["prompt"])})
     assert sample({"text": json.dumps(row["prompt"])}, messages="text") == PROMPT
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Write a chat.", "completion": TURNS_TEXT},
+        {"prompt": "Write a chat.", "chosen": TURNS_TEXT, "rejected": "no"},
+        {"prompt": f"{TURNS_TEXT}\nSummarize this chat.", "completion": "4"},
+        {"instruction": "Sum it up.", "input": TURNS_TEXT, "output": "4"},
+        {"instruction": "Sum it up.", "input": f"{TURNS_TEXT} So?", "output": TURNS_TEXT},
+        {"prompt": "Write Python.", "completion": "[{'role': 'user', 'content': x} for x in y]"},
+    ],
+)
+def test_what_is_to_be_written_or_read_stays_text(row: dict[str, Any]) -> None:
+    """JSON of messages can be an answer to a plain prompt, or a part of one."""
+    found = sample(row)
+    assert found.chosen == row.get("completion", row.get("chosen", row.get("output")))
+    assert all(isinstance(turn.content, str) for turn in found.prompt)
+    asked = row.get("prompt", row.get("input", ""))
+    assert asked in found.prompt[-1].content
 
 
 def test_a_turn_that_calls_a_function_is_told_to_be_the_assistants() -> None:

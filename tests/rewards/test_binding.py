@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -94,6 +95,43 @@ def wrapped(problem: str, **functions: Callable[..., Any]) -> Callable[..., Any]
     exec(problem.partition("Wrap it: ")[2], made)
     function: Callable[..., Any] = made["reward"]
     return function
+
+
+def test_a_decorator_is_called_by_the_names_that_it_has() -> None:
+    """With names of its own it takes what they say, else what the function that it wraps says."""
+
+    def inner(completions: list[str], prompts: list[str], **columns: Any) -> list[float]:
+        return [float(len(completion)) for completion in completions]
+
+    @wraps(inner)
+    def named(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        return inner(completions, prompts, **columns)
+
+    @wraps(inner)
+    def passing(*arguments: Any, **columns: Any) -> list[float]:
+        return inner(*arguments, **columns)
+
+    for function in (named, passing):
+        (outcome,) = outcomes_of(function, Call(["pp"], ["ccccc"], {}))
+        assert outcome.score == 5.0
+
+    def compute_score(solution_str: str, ground_truth: str) -> float:
+        return float(solution_str == ground_truth)
+
+    @wraps(compute_score)
+    def each(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+        return [compute_score(*pair) for pair in zip(completions, answer, strict=True)]
+
+    assert columns_problem(each, ["answer"]) == ""
+
+
+def test_a_function_of_two_columns_and_no_completion_is_refused() -> None:
+    def of_the_data(question: list[str], response: list[str], **columns: Any) -> list[float]:
+        return [float(len(text)) for text in response]
+
+    problem = columns_problem(of_the_data, ["question", "response"])
+    assert "question and response, are called as columns of the data" in problem
+    assert columns_problem(of_the_data, ["answer"]) == "", "it gets prompts and completions"
 
 
 def test_functions_of_verl_are_refused_with_their_wrapping() -> None:

@@ -195,7 +195,7 @@ def test_a_start_that_no_step_improves_on_is_left_with_a_warning(
     ran_with_stops(config, tmp_path / "stopped", [("sft", 1)])
     ran(config, lines=lines)
     assert (
-        "warning: sft: no step improved on the start: the policy stays as it came. Lower the "
+        "warning: sft: no step improved on the start: the policy stays as it began. Lower the "
         "learning rate, or look at the rows" in lines
     )
     assert facts_of(tmp_path / "run/sft")["best_step"] == 0

@@ -679,3 +679,18 @@ def test_a_run_is_evaluated_on_data_of_its_own(tmp_path: Path, tiny_model: str) 
         quiet(config)
     with pytest.raises(ConfigError, match=r"dataset\.heldout must be left alone where eval_data"):
         quiet(replace(config, dataset=replace(config.dataset, heldout=0.3)))
+
+
+def test_evaluation_data_cannot_be_left_out_on_the_way(tmp_path: Path, tiny_model: str) -> None:
+    """Its rows would be trained on, and others be held out that the first part has trained on."""
+    own = write_preferences(tmp_path / "own.jsonl", num=12, seed=8)
+    data = write_preferences(tmp_path / "prefs.jsonl")
+    config = tiny_config(
+        tmp_path / "run", tiny_model, data, stages=["sft"], eval_data=[own], sft__max_steps=1,
+        dataset={"split": [1, 1, 0]},
+    )  # fmt: skip
+    quiet(config)
+    with pytest.raises(CheckpointError, match="the rows of eval_data"):
+        quiet(replace(config, eval_data=()))
+    with pytest.raises(CheckpointError, match="the rows of eval_data"):
+        quiet(replace(config, eval_data=(), stages=("dpo",), dpo=replace(config.dpo, max_steps=1)))
