@@ -216,6 +216,11 @@ def config_knobs(
             yield f"{prefix}{f.name}", f
 
 
+def knob_value(config: RunConfig, dotted: str) -> Any:
+    """The value of a knob, or a section, by its dotted name."""
+    return operator.attrgetter(dotted)(config)
+
+
 def changed_knobs(config: Any, default: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """The differences between two configurations: dotted name -> (value in config, in default)."""
     changed: dict[str, tuple[Any, Any]] = {}

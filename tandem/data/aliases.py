@@ -11,6 +11,7 @@ from typing import Any
 
 from tandem.data.turns import (
     Turns,
+    begins_like_turns,
     first_role,
     history_turns,
     is_transcript,
@@ -34,7 +35,7 @@ _PAIR = ("chosen", "rejected")
 _MAY_HOLD_TURNS = ("prompt", *_PAIR, *_DIALOGS, *_QUESTIONS, *CONTEXTS, *_ANSWERS)
 
 
-def with_lists(row: Row) -> dict[str, Any]:
+def with_lists(row: dict[str, Any]) -> dict[str, Any]:
     """`row`, with lists of messages that are saved as text read from their JSON.
 
     An answer to a prompt in plain text may be JSON that a model is to write, and Alpaca's input
@@ -44,16 +45,16 @@ def with_lists(row: Row) -> dict[str, Any]:
     Raises:
         RowProblem: a conversation in another notation than JSON.
     """
+    if not any(map(begins_like_turns, row.values())):  # nearly all rows
+        return row
     alone = () if any(row.get(name) is not None for name in _QUESTIONS) else CONTEXTS
     asked = {n: listed(row[n], n) for n in ("prompt", *_DIALOGS, *_QUESTIONS, *alone) if n in row}
     in_turns = any(map(_is_conversation, asked.values()))
     given = [name for name in (*_PAIR, *_ANSWERS) if name in row]
     answers = {name: listed(row[name], name, may_be_text=not in_turns) for name in given}
-    if not all(_is_conversation(answers.get(name)) for name in _PAIR):
-        answers = {name: value for name, value in answers.items() if name not in _PAIR}
-    if not in_turns:
-        answers = {name: value for name, value in answers.items() if name in _PAIR}
-    return {**row, **asked, **answers}
+    are_both = all(_is_conversation(answers.get(name)) for name in _PAIR)
+    taken = (*(_PAIR if are_both else ()), *(_ANSWERS if in_turns else ()))
+    return {**row, **asked, **{name: answers[name] for name in taken if name in answers}}
 
 
 def find_aliases(row: Row, shape: str) -> dict[str, str]:
@@ -111,13 +112,14 @@ def two_answers(row: Row) -> str:
     return " and ".join(several) if len(several) > 1 else ""
 
 
-def likely_map(row: Row) -> str:
-    """The column map that may make a row readable, as after `FILE::`; "" if none shows."""
+def map_to_add(row: Row) -> str:
+    """Advice on the column map that may make a row readable; "" if none shows."""
     names = [name for name in row if _is_conversation(row[name])]
+    likely = f"messages={names[0]}" if len(names) == 1 else ""
     if {"chosen", "rejected"} <= row.keys() or "completion" in row:
         heads = _given(row, (*_DIALOGS, *_QUESTIONS, *CONTEXTS)) or names
-        return f"prompt={heads[0]}" if heads else ""
-    return f"messages={names[0]}" if len(names) == 1 else ""
+        likely = f"prompt={heads[0]}" if heads else ""
+    return f"Add ::{likely} to the file's name." if likely else ""
 
 
 def _is_conversation(value: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from tandem.data.aliases import (
     find_aliases,
     find_marks,
-    likely_map,
+    map_to_add,
     says_something,
     two_answers,
     whole_prompt,
@@ -94,15 +94,16 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
     renamed = {name: value for name, value in row.items() if name not in columns.values()}
     renamed |= {role: row[column] for role, column in columns.items()}
     renamed = with_lists(renamed)
-    own = next((shape for shape in SHAPES if shape.fits(renamed, columns)), None)
-    found = {} if columns else find_aliases(renamed, own.name if own else "")
+    shape = _shape_of(renamed, columns)
+    found = {} if columns else find_aliases(renamed, shape.name if shape else "")
     marks = find_marks(renamed)
     joined: set[str] = set()
     values = {role: renamed[column] for role, column in (found | marks).items()}
     if "prompt" in found:
         values["prompt"], joined = whole_prompt(renamed, found["prompt"])
     renamed |= values
-    shape = next((shape for shape in SHAPES if shape.fits(renamed, columns)), None)
+    if found:  # marks are of any shape
+        shape = _shape_of(renamed, columns)
     if shape is None:
         raise _unknown(row, renamed, columns)
     # A column that nobody mapped may be called so and mean something else.
@@ -131,6 +132,10 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
     )
 
 
+def _shape_of(row: Row, columns: Mapping[str, str]) -> Shape | None:
+    return next((shape for shape in SHAPES if shape.fits(row, columns)), None)
+
+
 def _written(found: Mapping[str, str]) -> str:
     """A column map as one writes it."""
     return ",".join(f"{role}={column}" for role, column in found.items())
@@ -144,13 +149,12 @@ def _in_terms_of_the_row(problem: RowProblem, found: Mapping[str, str]) -> RowPr
 
 
 def _unknown(row: Row, renamed: Row, columns: Mapping[str, str]) -> RowProblem:
-    likely = likely_map(renamed)
     example = "Map its columns, as in FILE::prompt=question,completion=answer."
     return RowProblem(
         "",
         names(row) + (f" with {', '.join(columns)} mapped" if columns else ""),
         f"have the columns of a known shape ({'; '.join(_needs())})",
-        f"Add ::{likely} to the file's name." if likely and not columns else example,
+        example if columns else map_to_add(renamed) or example,
     )
 
 
@@ -177,13 +181,8 @@ def dialog_preference(row: Row, source: Source) -> Sample:
     if isinstance(chosen, str) and isinstance(rejected, str):
         if not (is_transcript(chosen) or is_transcript(rejected)):
             expected = "exist, or chosen and rejected be transcripts with Human: turns"
-            likely = likely_map(row)
-            advice = (
-                f"Add ::{likely} to the file's name."
-                if likely
-                else ("Name the prompt's column, as in FILE::prompt=COLUMN.")
-            )
-            raise RowProblem("prompt", names(row), expected, advice)
+            example = "Name the prompt's column, as in FILE::prompt=COLUMN."
+            raise RowProblem("prompt", names(row), expected, map_to_add(row) or example)
         dialogs = [transcript_turns(text_of(row[f], f), f) for f in ("chosen", "rejected")]
     else:
         dialogs = [turns_of(row[f], f) for f in ("chosen", "rejected")]

@@ -56,6 +56,11 @@ def text_of(value: Any, field: str) -> str:
     return value
 
 
+def begins_like_turns(value: Any) -> bool:
+    """Whether a value is text that begins like a list of messages."""
+    return isinstance(value, str) and _MESSAGE_LIST.match(value) is not None
+
+
 def listed(value: Any, field: str, *, may_be_text: bool = False) -> Any:
     """`value`, with a list of messages that is saved as text (a CSV cell, say) read from its JSON.
 
@@ -65,7 +70,7 @@ def listed(value: Any, field: str, *, may_be_text: bool = False) -> Any:
         RowProblem: text that begins like such a list and is not JSON. JSON with more text behind it
             is text.
     """
-    if not isinstance(value, str) or not _MESSAGE_LIST.match(value):
+    if not begins_like_turns(value):
         return value
     if not _KNOWN_ROLE.search(value):
         return value  # an answer that is JSON itself

@@ -19,12 +19,13 @@ _LOST = {
     "functions": "the model sees no list of tools",
     "chat_template_kwargs": "the chat template is called without them",
 }
+_NOTED = (*_OF_A_PROMPT, *_LOST)
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def column_notes(extra: Mapping[str, Any]) -> list[str]:
     """Notes on the columns that a row's shape leaves unread."""
-    given = [name for name in (*_OF_A_PROMPT, *_LOST) if says_something(extra.get(name))]
+    given = [name for name in _NOTED if name in extra and says_something(extra[name])]
     return [
         f"column {name} is not rendered: {_LOST[name]}"
         if name in _LOST
@@ -41,6 +42,8 @@ def turn_notes(values: Iterable[Any]) -> list[str]:
         for turn in (value if isinstance(value, list | tuple) else [value])
         if isinstance(turn, Mapping)
     ]
+    if not turns:
+        return []
     notes = []
     if any(turn.get("train") is True and first_role(turn) != "assistant" for turn in turns):
         notes.append("train true of turns that are not the assistant's is not read")

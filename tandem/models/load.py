@@ -39,7 +39,6 @@ from tandem.models.source import (
     locate,
     read_adapter_config,
     require_config,
-    whole_model,
 )
 from tandem.models.validate_checkpoint import check_finite, is_panic
 from tandem.text import one_line
@@ -93,7 +92,7 @@ def open_decoder(
     """
     source = locate(path)
     adapter = read_adapter_config(source)
-    base = whole_model(source)
+    base = source if adapter is None else adapter_base(source, adapter)
     config = load_config(base, trust_remote_code=trust_remote_code)
     require_decoder(config, base.name)
     if scalar:

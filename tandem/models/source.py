@@ -118,12 +118,13 @@ def require_config(source: Located) -> None:
 
 
 def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's config, checked against the weights in its folder.
+    """The model's config, of an adapter's folder its base's, checked against the weights there.
 
     Raises:
         ModelError: config.json is missing or broken, names a family that transformers does not
             know, or needs remote code that was not allowed; or as `check_weights`.
     """
+    source = whole_model(source)
     require_config(source)
     try:
         with quiet():

@@ -9,8 +9,9 @@ by position.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 GIVEN = ("prompts", "completions", "messages", "completion_ids")
@@ -50,7 +51,12 @@ def binding_of(function: Callable[..., Any], names: Iterable[str]) -> Binding:
     Raises:
         BindingError: it cannot be.
     """
-    names = list(names)
+    find = _binding_of if isinstance(function, Hashable) else _binding_of.__wrapped__
+    return find(function, tuple(names))
+
+
+@lru_cache(maxsize=64)  # it is asked for every call, which is of one answer
+def _binding_of(function: Callable[..., Any], names: tuple[str, ...]) -> Binding:
     parameters = _parameters(function)
     if parameters is None:  # something without a signature, which the first call will tell of
         return Binding(GIVEN[:2], tuple(name for name in names if name not in GIVEN))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping
-from typing import Any
 
-from tandem.config.load import config_knobs
+from tandem.config.load import config_knobs, knob_value
 from tandem.config.schema import RunConfig
 from tandem.errors import ConfigError
 from tandem.parallel.world import World
@@ -51,11 +50,9 @@ def _values(config: RunConfig) -> dict[str, str]:
     """Every knob that must be the same, as text."""
     values: dict[str, str] = {}
     for name, knob in config_knobs():
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
         if name == "output_dir":
             continue
+        value = knob_value(config, name)
         if knob.metadata.get("path"):
             texts = [value] if isinstance(value, str) else value
             value = [text.rstrip("/").rpartition("/")[2] for text in texts]

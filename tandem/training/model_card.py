@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.checkpoint.folder import CARD
-from tandem.config.load import config_knobs
+from tandem.config.load import config_knobs, knob_value
 from tandem.config.schema import RunConfig, minibatch_size
 from tandem.config.stages import Stage, stage_of
 from tandem.data.ledger import USES
@@ -207,7 +207,7 @@ def _knobs(config: RunConfig, stage: Stage, facts: Mapping[str, float]) -> str:
     for name, _ in config_knobs():
         if not stage.reads(name) or name in _NOT_SHOWN or name.startswith(("log.", "parallel.")):
             continue
-        now, before = _value(config, name), _value(default, name)
+        now, before = knob_value(config, name), knob_value(default, name)
         if now != before or name in always or used.get(name, now) != now:
             rows.append(f"| {name} | {_cell(_knob_text(used.get(name, now)))} |")
     return "\n".join(["| knob | value |\n| --- | --- |", *rows])
@@ -234,13 +234,6 @@ def _knob_text(value: object) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_knob_text, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _value(config: RunConfig, dotted: str) -> object:
-    value: object = config
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _figures(facts: Mapping[str, float], whose: str, stage: Stage) -> str:

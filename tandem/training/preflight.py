@@ -15,7 +15,7 @@ from tandem.engine.shard_plan import check_layout
 from tandem.errors import ConfigError, ModelError
 from tandem.models.checkpoint_ref import checkpoint_ref_of, same_base
 from tandem.models.rope import longrope_border
-from tandem.models.source import load_config, locate, whole_model
+from tandem.models.source import load_config, locate
 from tandem.models.tensor_parallel import check_sliceable
 from tandem.parallel.tensor import check_divides
 from tandem.parallel.world import World
@@ -88,7 +88,7 @@ def check_parallel(config: RunConfig, world: World, policy: str) -> None:
     parts = config.parallel.inference_tp_size
     if parts > 1:
         check_divides(world, parts)
-        source = whole_model(locate(policy))
+        source = locate(policy)
         check_sliceable(load_config(source, trust_remote_code=config.trust_remote_code), parts)
     trains_both = leaving(config.stages, "reward model") and of_family(config.stages, "rl")
     if config.parallel.shared_base and trains_both and config.reward_model:
@@ -170,7 +170,7 @@ def _rates_of_adapters(config: RunConfig, default: RunConfig) -> list[str]:
 
 def _weights(path: str, config: RunConfig) -> float:
     """How many weights a model has; infinite where that cannot be told."""
-    found = load_config(whole_model(locate(path)), trust_remote_code=config.trust_remote_code)
+    found = load_config(locate(path), trust_remote_code=config.trust_remote_code)
     try:
         return shape_for(found.to_dict()).parameters
     except ModelError:
@@ -232,5 +232,5 @@ def _too_long(what: str, rows: Sequence[Sized], limit: int | None) -> list[str]:
 
 
 def _rope_border(path: str, config: RunConfig) -> int | None:
-    found = load_config(whole_model(locate(path)), trust_remote_code=config.trust_remote_code)
+    found = load_config(locate(path), trust_remote_code=config.trust_remote_code)
     return longrope_border(found.get_text_config())

@@ -16,7 +16,7 @@ import transformers
 
 from tandem import processor
 from tandem.checkpoint.folder import MANIFEST, read_manifest
-from tandem.config.load import config_knobs, dump_config
+from tandem.config.load import config_knobs, dump_config, knob_value
 from tandem.config.rules import selecting
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
@@ -95,7 +95,7 @@ class Identity:
             for name, _ in config_knobs()
             if {name, name.split(".")[0]} & depends_on
             and name.split(".")[-1] not in harmless
-            and (_knob_value(self.config, name) or not name.startswith("parallel."))
+            and (knob_value(self.config, name) or not name.startswith("parallel."))
         )
         # Every stage takes the policy's tokenizer from the given model, but its weights only if no
         # earlier stage has trained them.
@@ -108,7 +108,7 @@ class Identity:
             else:
                 given.add(stage_of(name).given)
         for knob in sorted(given):
-            made_from[knob] = _knob_value(self.config, knob)
+            made_from[knob] = knob_value(self.config, knob)
             made_from[f"the files of {knob}"] = self.files_of(knob)
         if stage.family == "rl":
             made_from |= self._functions()
@@ -124,11 +124,11 @@ class Identity:
 
     def knobs(self, names: Iterable[str]) -> dict[str, Any]:
         """Values by dotted name, as JSON has them."""
-        return {name: _json_value(_knob_value(self.config, name)) for name in names}
+        return {name: _json_value(knob_value(self.config, name)) for name in names}
 
     def files_of(self, knob: str) -> dict[str, str]:
         """The digests of the model that `actor_model` or `reward_model` names."""
-        return self.files_of_model(str(_knob_value(self.config, knob)))
+        return self.files_of_model(str(knob_value(self.config, knob)))
 
     def files_of_model(self, model: str) -> dict[str, str]:
         """The SHA-256 of each of a model's files, with those of an adapter's base, or the commit of
@@ -215,7 +215,7 @@ class Identity:
         now = self.made_from(stage)
         before = _as_recorded_now({_new_name(name): value for name, value in before.items()}, now)
         if stage not in self.config.stages:
-            given = {f"the files of {knob}" for knob in _GIVEN if _knob_value(self.config, knob)}
+            given = {f"the files of {knob}" for knob in _GIVEN if knob_value(self.config, knob)}
             given = given & now.keys() & before.keys()
             given |= {name for name in before.keys() | now.keys() if _is_built_on(name)}
             now = {name: now[name] for name in given & now.keys()}
@@ -251,7 +251,7 @@ def _as_recorded_now(before: dict[str, Any], now: Mapping[str, Any]) -> dict[str
         if name not in known:
             continue
         if name not in before and not name.startswith("parallel."):
-            before[name] = _json_value(_knob_value(defaults, name))
+            before[name] = _json_value(knob_value(defaults, name))
         elif isinstance(value, list) and isinstance(before.get(name), str):
             before[name] = [before[name]] if before[name] else []
     return before
@@ -304,13 +304,6 @@ def environment() -> dict[str, str]:
         "gpu": gpu,
         "threads": str(torch.get_num_threads()),
     }
-
-
-def _knob_value(config: RunConfig, dotted: str) -> Any:
-    value: Any = config
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _json_value(value: Any) -> Any:

@@ -24,7 +24,7 @@ from tandem.errors import DataError
 from tandem.garbage import collected_seldom
 from tandem.models.eos import load_stop_ids
 from tandem.models.load import load_tokenizer
-from tandem.models.source import load_config, locate, positions_in, whole_model
+from tandem.models.source import load_config, locate, positions_in
 from tandem.types import LabelledRow, PairRow, PromptRow, RankedRow, Sample, TokenRow
 
 Row = TypeVar("Row", TokenRow, PairRow, RankedRow, LabelledRow, PromptRow)
@@ -158,9 +158,7 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
 
 def positions(path: str, config: RunConfig) -> int | None:
     """The most tokens of a sequence of the model; None if it has no limit."""
-    return positions_in(
-        load_config(whole_model(locate(path)), trust_remote_code=config.trust_remote_code)
-    )
+    return positions_in(load_config(locate(path), trust_remote_code=config.trust_remote_code))
 
 
 def shuffled(rows: list[Row], seed: int) -> list[Row]:
